@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: MIT
+# The commands of the house; CMakePresets.json has the builds behind them.
+PREFIX ?= /usr/local
+
+# ctest runs one test at a time unless told; ninja takes all cores by itself.
+export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
+
+# The thread sanitizer of g++ 12 fails now and then where addresses are spread wide; some containers
+# do not allow to switch that off, and then it has to do without.
+FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test dev sanitize coverage format tidy cuda install clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup:  ## install the tools and libraries that are missing
+	@scripts/setup
+
+run: setup  ## build, then time every attention on the CPU beside full attention
+	cmake --preset release
+	cmake --build --preset release --target coterie_cli
+	build/release/bin/coterie bench
+
+test: setup  ## build everything the machine has the tools for and run all tests
+	cmake --workflow --preset full
+
+dev: setup  ## build and test the core on the CPU: the quick round
+	cmake --workflow --preset dev
+
+sanitize: setup  ## the tests under the address, undefined-behaviour and thread sanitizers
+	cmake --workflow --preset asan
+	$(FIXED_ADDRESSES) cmake --workflow --preset tsan
+
+coverage:  ## lines of src/ops and src/cpu that the tests reach
+	@scripts/setup coverage
+	find build/coverage -name '*.gcda' -delete 2>/dev/null || true
+	cmake --workflow --preset coverage
+	gcovr --root . --object-directory build/coverage --filter 'src/(ops|cpu)/' build/coverage/src
+
+format:  ## format all sources with clang-format
+	cmake -DFIX=ON -P tests/format.cmake
+
+tidy:  ## clang-tidy over the host sources
+	@scripts/setup tidy
+	cmake --preset dev
+	run-clang-tidy -quiet -p build/dev -extra-arg=-Wno-unknown-warning-option -extra-arg=-Wno-error \
+	  '^$(CURDIR)/(src|cases|bench|apps)/.*\.cc$$'
+
+cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)
+	cmake --workflow --preset cuda
+
+install: setup  ## install the library and the program under PREFIX
+	cmake --workflow --preset release
+	cmake --install build/release --prefix $(PREFIX)
+
+clean:  ## remove all builds
+	rm -rf build

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: MIT
+// coterie info: what this build is and what it found on this machine.
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coterie/mechanism.h"
+#include "coterie/runtime.h"
+#include "coterie/spec.h"
+#include "verbs.h"
+
+namespace coterie::cli {
+namespace {
+
+template <std::size_t... index>
+std::vector<std::string> mechanism_names(std::index_sequence<index...>) {
+  return {mechanism_name(Mechanism(std::in_place_index<index>))...};
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+void print_row(const char* what, const std::string& value) {
+  fmt::print("{:<12}{}\n", what, value);
+}
+
+void print_devices() {
+  const std::vector<CudaDevice> devices = cuda_devices();
+  if (devices.empty()) print_row("devices", "no CUDA device");
+  for (const CudaDevice& device : devices) {
+    print_row("device", fmt::format("{}, sm_{}{}, {} multiprocessors, {:.0f} GiB", device.name,
+                                    device.major, device.minor, device.multiprocessors,
+                                    static_cast<double>(device.memory_bytes) / (1 << 30)));
+  }
+}
+
+void print_info() {
+  const BuildInfo build = build_info();
+  std::vector<std::string> isas;
+  for (const CpuIsa isa : supported_cpu_isas()) isas.push_back(cpu_isa_name(isa));
+  print_row("coterie", build.version);
+  print_row("compiler", fmt::format("{}, {}{}", build.compiler, build.build_type,
+                                    build.asserts ? ", asserts" : ""));
+  print_row("cuda", build.cuda_toolkit);
+  print_row("cpu", cpu_model());
+  print_row("isa", fmt::format("{} (in use: {})", joined(isas), cpu_isa_name(cpu_isa())));
+  print_row("threads", std::to_string(threads()));
+  print_devices();
+  constexpr auto indices = std::make_index_sequence<std::variant_size_v<Mechanism>>();
+  print_row("attention", joined(mechanism_names(indices)));
+}
+
+}  // namespace
+
+void add_info(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand("info", "Print version, build, CPU, devices, attentions");
+  const auto specs = std::make_shared<bool>(false);  // lives as long as the callback
+  verb->add_flag("--specs", *specs, "Explain every attention and its keys instead");
+  verb->callback([specs] { *specs ? fmt::print("{}", spec_help()) : print_info(); });
+}
+
+}  // namespace coterie::cli

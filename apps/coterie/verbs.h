@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: MIT
+// The verbs of the program: each function adds its subcommand, with options and what it does.
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+namespace coterie::cli {
+
+void add_bench(CLI::App& program);
+void add_info(CLI::App& program);
+
+}  // namespace coterie::cli

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT
+// The one timing driver. Contenders take turns (A B C, A B C, ...) so that whatever else the
+// machine does meets all of them alike; a result is the median with its spread.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace coterie::bench {
+
+struct Contender {
+  std::string name;
+  std::function<void()> run;
+};
+
+struct TimingPlan {
+  int warmups = 1;      // rounds that are not counted
+  int repeats = 20;     // rounds, unless time runs out
+  int min_repeats = 3;  // rounds that are made in any case
+  double seconds = 0;   // no further round starts after this time; 0 = no limit
+};
+
+struct Timing {
+  double median_ms = 0, p20_ms = 0, p80_ms = 0;
+  int repeats = 0;
+};
+
+// Told before each run: the contender, the round, the number of rounds planned.
+using Progress = std::function<void(const Contender& contender, int round, int rounds)>;
+
+// One Timing per contender, by the steady clock.
+std::vector<Timing> time_interleaved(const std::vector<Contender>& contenders,
+                                     const TimingPlan& plan, const Progress& progress = {});
+
+// The value below which a share (0..1) of `values` lies, between neighbours by linear
+// interpolation.
+double quantile(std::vector<double> values, double share);
+
+}  // namespace coterie::bench

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: MIT
+// The table of attention problems that tests and benchmarks share: every mechanism with the shapes,
+// types, masks and data that tend to go wrong. Each runs in milliseconds.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+#include "coterie/tensor.h"
+
+namespace coterie::cases {
+
+// How the rows of a batch form sequences. padded: lengths that differ, one of them 0. packed: items
+// of different lengths in one batch entry, one of them empty, and rows left over; needs B = 1.
+enum class Lengths : std::uint8_t { none, padded, packed };
+
+// Where (B, H, N, D) lies in memory: as it is; as (B, N, H, D); or inside a larger tensor, so that
+// no stride is a product of sizes and no row is aligned.
+enum class Layout : std::uint8_t { bhnd, bnhd, gaps };
+
+// normal: independent standard normal numbers. mixture: queries and keys around a few centres whose
+// popularity falls as 1/rank. equal: all queries, and all keys, of a head are one row. integers:
+// small integers, so that scores are exact in every type and many of them are tied.
+enum class Data : std::uint8_t { normal, mixture, equal, integers };
+
+struct Case {
+  std::string name = "";  // letters, digits and underscores; unique
+  std::string spec = "";  // one mechanism, as AttentionSpec reads it
+  std::int64_t B = 2, H = 2, Hkv = 0, N = 64, S = 0, Dk = 32, Dv = 0;  // 0: Hkv = H, S = N, Dv = Dk
+  bool causal = false;
+  Lengths lengths = Lengths::none;
+  Layout layout = Layout::bhnd;
+  DType dtype = DType::f32;
+  Data data = Data::normal;
+  bool mask = false;         // a (B, 1, N, S) mask broadcast over heads; some rows admit nothing
+  bool logit_scale = false;  // routing: with factors per head
+  double scale = 0.0;
+};
+
+// For messages: the name.
+std::ostream& operator<<(std::ostream& out, const Case& c);
+
+// Every case, with all sizes filled in.
+std::vector<Case> all();
+
+// Sizes that were left 0 replaced by what they stand for.
+Case completed(Case c);
+
+}  // namespace coterie::cases

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: MIT
+# CPU kernels are compiled once per instruction set, each time into a namespace of its own
+# (COTERIE_ISA); src/cpu chooses one of them at run time.
+set(COTERIE_ISAS baseline avx2 avx512)
+set(COTERIE_ISA_FLAGS_baseline "")  # x86-64 as it is
+set(COTERIE_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mpopcnt)
+set(COTERIE_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vpopcntdq -mfma
+  -mf16c -mpopcnt -mprefer-vector-width=512)
+
+# coterie_isa_libraries(<sources>...): object libraries coterie_cpu_{baseline,avx2,avx512}.
+function(coterie_isa_libraries)
+  if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    message(FATAL_ERROR "The CPU kernels are written for x86-64; this is ${CMAKE_SYSTEM_PROCESSOR}.")
+  endif()
+  foreach(isa IN LISTS COTERIE_ISAS)
+    add_library(coterie_cpu_${isa} OBJECT ${ARGN})
+    target_link_libraries(coterie_cpu_${isa} PRIVATE coterie_room)
+    target_compile_definitions(coterie_cpu_${isa} PRIVATE COTERIE_ISA=${isa})
+    # No errno and no traps lets g++ vectorise; -ffast-math would give up NaN, -inf and the order of
+    # sums, which the numerics rely on.
+    target_compile_options(coterie_cpu_${isa} PRIVATE ${COTERIE_KERNEL_OPTIMIZE} -fno-math-errno
+      -fno-trapping-math ${COTERIE_ISA_FLAGS_${isa}})
+  endforeach()
+endfunction()

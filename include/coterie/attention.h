@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: MIT
+// Attention by any mechanism, forward and backward.
+//
+// A forward pass has two halves: attention_select decides which tokens meet (clusters, top keys,
+// members; no gradient), attention_attend computes outputs for that selection. The selection and
+// whatever else the backward pass needs lie in `saved` tensors, which the caller allocates as
+// attention_saved says, so that selections can be inspected, kept and reused.
+//
+// Contract of every mechanism: rows beyond an item's length, and queries with nothing to attend to,
+// get output 0, log-sum-exp -inf and gradient 0. Ties go to the lower index. The same inputs and
+// seed give the same bits for any number of threads, backward included. An argument a mechanism
+// cannot honour is refused with an Error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "coterie/mechanism.h"
+#include "coterie/tensor.h"
+
+namespace coterie {
+
+// Which rows of a (B, H, N, ...) tensor form a sequence (an "item"). Both absent: every batch entry
+// is one item of length N. `lengths` int32 (B): the first lengths[b] rows of entry b. `cu_seqlens`
+// int32 (items+1), B = 1: item t is rows [cu_seqlens[t], cu_seqlens[t+1]). At most one is given.
+struct Sequences {
+  TensorView lengths;
+  TensorView cu_seqlens;
+};
+
+// Query head h reads key/value head h / (H / Hkv). The last dimension must be contiguous. With
+// `causal`, query i of an item is at key position i + (key length - query length).
+struct AttentionInputs {
+  TensorView q;  // (B, H, N, Dk)
+  TensorView k;  // (B, Hkv, S, Dk); absent, or the same view as q, for lsh and routing with share_qk
+  TensorView v;  // (B, Hkv, S, Dv)
+  Sequences q_sequences;
+  Sequences k_sequences;
+  TensorView mask;         // u8 (B, H, N, S), stride 0 to broadcast: nonzero = may attend;
+                           // full, local, strided and oracle-top only
+  TensorView centroids;    // routing: (Hkv, C, Dk); cast: surrogate tokens (H, C, Dk)
+  TensorView gate;         // cast: gate logits (B, N)
+  TensorView logit_scale;  // routing, optional: (H) factors of the logits
+  double scale = 0.0;      // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
+  bool causal = false;
+  std::uint64_t seed = 0;
+};
+
+// Outputs of a forward pass: `out` (B, H, N, Dv) of q's type, `saved` as attention_saved lists.
+struct AttentionResult {
+  TensorView out;
+  std::vector<TensorView> saved;
+};
+
+// Gradients; each view is written in full, absent ones are not computed. Shapes and types as the
+// inputs they belong to; with shared queries and keys dq holds the sum and dk must be absent.
+struct AttentionGradients {
+  TensorView dq, dk, dv;
+  TensorView dcentroids;    // cast only (routing's centroids are constants)
+  TensorView dgate;         // cast
+  TensorView dlogit_scale;  // routing
+};
+
+// What `saved` must hold, in order. The first `selection_count` of them are the selection.
+struct SavedLayout {
+  std::vector<TensorLayout> tensors;
+  std::size_t selection_count = 0;
+};
+SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& inputs);
+
+// Bytes that select, attend, forward and backward need; 64-byte aligned memory.
+std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs);
+
+// Fills the selection part of `saved`.
+void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
+                      const std::vector<TensorView>& saved, const Workspace& workspace);
+
+// Computes `out` and the rest of `saved` from the inputs and the selection.
+void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
+                      const AttentionResult& result, const Workspace& workspace);
+
+// attention_select, then attention_attend.
+void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
+                       const AttentionResult& result, const Workspace& workspace);
+
+// Gradients of sum(out * grad_out), the selection held constant. `result` is the forward pass's.
+void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,
+                        const AttentionResult& result, const TensorView& grad_out,
+                        const AttentionGradients& gradients, const Workspace& workspace);
+
+}  // namespace coterie

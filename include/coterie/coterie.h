@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: MIT
+// Everything the core library offers.
+#pragma once
+
+#include "coterie/attend.h"
+#include "coterie/attention.h"
+#include "coterie/cluster.h"
+#include "coterie/error.h"
+#include "coterie/group.h"
+#include "coterie/hash.h"
+#include "coterie/mechanism.h"
+#include "coterie/random.h"
+#include "coterie/runtime.h"
+#include "coterie/select.h"
+#include "coterie/spec.h"
+#include "coterie/tensor.h"

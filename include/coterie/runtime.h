@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT
+// Threads, instruction sets, devices and build facts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace coterie {
+
+// Number of threads of CPU operations; at first COTERIE_THREADS or the number of cores. Results do
+// not depend on it.
+int threads();
+void set_threads(int count);
+
+// CPU instruction-set levels, weakest first.
+enum class CpuIsa : std::uint8_t { baseline, avx2, avx512 };
+const char* cpu_isa_name(CpuIsa isa);
+std::vector<CpuIsa> supported_cpu_isas();  // of this machine and build, weakest first
+
+// The level in use: the best one, or what COTERIE_CPU_ISA (baseline, avx2, avx512) names.
+CpuIsa cpu_isa();
+void force_cpu_isa(CpuIsa isa);  // throws when the machine lacks it
+
+struct CudaDevice {
+  std::string name;
+  int major = 0, minor = 0, multiprocessors = 0;
+  std::int64_t memory_bytes = 0;
+};
+bool cuda_available();
+std::vector<CudaDevice> cuda_devices();
+
+struct BuildInfo {
+  std::string version, compiler, build_type, cuda_toolkit;  // cuda_toolkit: "none" without CUDA
+  bool asserts = false;
+};
+BuildInfo build_info();
+std::string cpu_model();  // as the operating system names it
+
+}  // namespace coterie

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: MIT
+// Parser and printer of the attention spec; what there is to parse stands in spec_keys.cc.
+#include "coterie/spec.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <numeric>
+
+#include "core/check.h"
+#include "core/spec_keys.h"
+
+namespace coterie {
+namespace {
+
+bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
+
+std::string_view trimmed(std::string_view text) {
+  while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
+  return text;
+}
+
+// For messages: one line, printable and not too long, whatever was given.
+std::string quoted(std::string_view text) {
+  constexpr std::size_t kLongest = 60;
+  std::string shown = "\"";
+  for (const char c : text.substr(0, kLongest)) shown += c >= ' ' && c <= '~' ? c : '?';
+  return shown + (text.size() > kLongest ? "...\"" : "\"");
+}
+
+// Edits (insert, delete, replace a character) that turn a into b.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({row[j] + 1, row[j + 1] + 1, replaced});
+    }
+  }
+  return row[b.size()];
+}
+
+// "; did you mean ...?" when one of `names` is nearly `text`, else nothing.
+std::string near_miss(std::string_view text, const std::vector<std::string>& names) {
+  std::string best;
+  std::size_t best_distance = std::numeric_limits<std::size_t>::max();
+  for (const std::string& name : names) {
+    // Long texts are no slips of the pen, and the distance takes quadratic time.
+    if (text.size() > 2 * name.size()) continue;
+    const std::size_t distance = edit_distance(text, name);
+    if (distance > std::max<std::size_t>(1, name.size() / 3) || distance >= best_distance) continue;
+    best = name;
+    best_distance = distance;
+  }
+  return best.empty() ? "" : "; did you mean \"" + best + "\"?";
+}
+
+std::string join(const std::vector<std::string>& parts, const char* between) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : between) + part;
+  return text;
+}
+
+const SpecEntry& find_entry(std::string_view name) {
+  std::vector<std::string> names;
+  for (const SpecEntry& entry : spec_table()) {
+    if (entry.name == name) return entry;
+    names.push_back(entry.name);
+  }
+  fail("spec", "expected one of ", join(names, ", "), "; got ", quoted(name),
+       near_miss(name, names));
+}
+
+std::string key_and_default(const SpecEntry& entry, const SpecKey& key) {
+  if (key.needed(entry.defaults)) return key.name + " (required)";
+  return key.name + "=" + key.get(entry.defaults);
+}
+
+const SpecKey& find_key(const SpecEntry& entry, std::string_view name) {
+  std::vector<std::string> names, defaults;
+  for (const SpecKey& key : entry.keys) {
+    if (key.name == name) return key;
+    names.push_back(key.name);
+    defaults.push_back(key_and_default(entry, key));
+  }
+  fail("spec", "expected a key of ", entry.name, ": ", join(defaults, ", "), "; got ", quoted(name),
+       near_miss(name, names));
+}
+
+// Splits at `separator`, but not inside parentheses.
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  std::size_t begin = 0;
+  bool inside = false;
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    if (text[at] == '(') inside = true;
+    if (text[at] == ')') inside = false;
+    if (text[at] != separator || inside) continue;
+    parts.push_back(text.substr(begin, at - begin));
+    begin = at + 1;
+  }
+  parts.push_back(text.substr(begin));
+  return parts;
+}
+
+void parse_keys(std::string_view text, const SpecEntry& entry, HeadGroup& group) {
+  std::vector<std::string> seen;
+  for (const std::string_view part : split(text, ',')) {
+    const std::size_t equals = part.find('=');
+    const std::string_view name = trimmed(part.substr(0, equals));
+    COTERIE_CHECK(equals != std::string_view::npos && !name.empty(), "spec",
+                  "expected key=value in the parentheses of ", entry.name, "; got ",
+                  quoted(trimmed(part)));
+    const SpecKey& key = find_key(entry, name);
+    COTERIE_CHECK(std::find(seen.begin(), seen.end(), key.name) == seen.end(), "spec", "expected ",
+                  key.name, " of ", entry.name, " once; got it twice");
+    seen.push_back(key.name);
+    const std::string_view value = trimmed(part.substr(equals + 1));
+    COTERIE_CHECK(key.set(value, group), "spec", "expected ", key.name, " of ", entry.name,
+                  " to be ", key.allowed, "; got ", quoted(value));
+  }
+}
+
+std::int64_t parse_heads(std::string_view text) {
+  std::int32_t heads = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), heads);
+  COTERIE_CHECK(result.ec == std::errc() && result.ptr == text.data() + text.size() && heads >= 1,
+                "spec", "expected a number of heads from 1 to 2147483647 before \"*\"; got ",
+                quoted(text));
+  return heads;
+}
+
+HeadGroup parse_group(std::string_view text) {
+  const std::size_t open = text.find('(');
+  std::string_view name = trimmed(text.substr(0, open));
+  std::int64_t heads = 0;
+  if (const std::size_t star = name.find('*'); star != std::string_view::npos) {
+    heads = parse_heads(trimmed(name.substr(0, star)));
+    name = trimmed(name.substr(star + 1));
+  }
+  const SpecEntry& entry = find_entry(name);
+  HeadGroup group = entry.defaults;
+  group.heads = heads;
+  if (open != std::string_view::npos) {
+    COTERIE_CHECK(text.back() == ')', "spec", "expected \")\" at the end of a group; got ",
+                  quoted(text));
+    parse_keys(text.substr(open + 1, text.size() - open - 2), entry, group);
+  }
+  check_values("spec", group);
+  return group;
+}
+
+std::string group_text(const HeadGroup& group) {
+  const SpecEntry& entry = spec_entry(group.mechanism);
+  std::vector<std::string> keys;
+  for (const SpecKey& key : entry.keys) {
+    const std::string value = key.get(group);
+    if (value != key.get(entry.defaults)) keys.push_back(key.name + "=" + value);
+  }
+  const std::string count = group.heads > 0 ? std::to_string(group.heads) + "*" : "";
+  return count + entry.name + (keys.empty() ? "" : "(" + join(keys, ",") + ")");
+}
+
+void append_padded(std::string& line, const std::string& text, std::size_t width) {
+  line += text + std::string(text.size() < width ? width - text.size() : 1, ' ');
+}
+
+}  // namespace
+
+bool HeadGroup::rotary() const {
+  if (positions != Positions::automatic) return positions == Positions::rotary;
+  return std::holds_alternative<FullParams>(mechanism) ||
+         std::holds_alternative<LocalParams>(mechanism);
+}
+
+AttentionSpec AttentionSpec::parse(std::string_view text) {
+  AttentionSpec spec;
+  for (const std::string_view part : split(text, '+')) {
+    spec.groups.push_back(parse_group(trimmed(part)));
+  }
+  for (const HeadGroup& group : spec.groups) {
+    COTERIE_CHECK(group.heads > 0 || spec.groups.size() == 1, "spec",
+                  "expected a number of heads for each of several groups, as in \"4*",
+                  group_text(group), "\"; got none");
+  }
+  return spec;
+}
+
+std::string AttentionSpec::to_string() const {
+  std::vector<std::string> parts;
+  for (const HeadGroup& group : groups) parts.push_back(group_text(group));
+  return join(parts, "+");
+}
+
+std::vector<std::int64_t> AttentionSpec::head_counts(std::int64_t heads) const {
+  COTERIE_CHECK(heads >= 1, "spec", "expected a layer of at least one head; got ", heads);
+  COTERIE_CHECK(!groups.empty(), "spec", "expected at least one group of heads; got none");
+  if (groups.size() == 1 && groups[0].heads == 0) return {heads};
+  std::vector<std::int64_t> counts;
+  std::int64_t left = heads;
+  bool fits = true;
+  for (const HeadGroup& group : groups) {
+    fits = fits && group.heads >= 1 && group.heads <= left;
+    if (fits) left -= group.heads;
+    counts.push_back(group.heads);
+  }
+  COTERIE_CHECK(fits && left == 0, "spec", "expected head counts that add up to the ", heads,
+                " heads of the layer; got ", quoted(to_string()));
+  return counts;
+}
+
+std::string to_string(const Mechanism& mechanism) { return group_text({.mechanism = mechanism}); }
+
+std::string spec_help() {
+  std::string text =
+      "An attention spec names the attention of a layer, as a sum of groups of heads:\n"
+      "  [heads*]name[(key=value,...)] + ...      one group without a count takes all heads\n"
+      "Examples:\n"
+      "  full\n"
+      "  i-clustered(clusters=100,topk=32)\n"
+      "  4*local(window=256)+4*routing(clusters=16,window=256,causal=strict)\n";
+  for (const SpecEntry& entry : spec_table()) {
+    text += "\n" + entry.name + ": " + entry.help + "\n";
+    for (const SpecKey& key : entry.keys) {
+      std::string line = "  ";
+      append_padded(line, key_and_default(entry, key), 24);
+      append_padded(line, key.allowed, 38);
+      text += line + key.help + "\n";
+    }
+  }
+  return text;
+}
+
+}  // namespace coterie

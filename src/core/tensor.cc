@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: MIT
+#include "coterie/tensor.h"
+
+#include <cmath>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "core/check.h"
+#include "core/half.h"
+
+namespace coterie {
+
+std::int64_t dtype_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::u8:
+      return 1;
+    case DType::bf16:
+    case DType::f16:
+      return 2;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::f64:
+    case DType::i64:
+    case DType::u64:
+      return 8;
+  }
+  fail("tensor", "unknown element type");
+}
+
+const char* dtype_name(DType dtype) {
+  constexpr const char* kNames[] = {"f32", "f64", "bf16", "f16", "i32", "i64", "u64", "u8"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+const char* device_name(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
+
+bool is_floating(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+DType accumulator_dtype(DType input) { return input == DType::f64 ? DType::f64 : DType::f32; }
+
+namespace {
+
+TensorView dense_view(void* data, DType dtype, const std::int64_t* sizes, int rank, Device device) {
+  COTERIE_CHECK(rank <= kMaxRank, "tensor", "expected at most ", kMaxRank, " dimensions; got ",
+                rank);
+  TensorView view{data, dtype, device, rank, {}, {}};
+  std::int64_t stride = 1;
+  for (int dim = rank - 1; dim >= 0; --dim) {
+    COTERIE_CHECK(sizes[dim] >= 0, "tensor", "expected sizes of 0 or more; got ", sizes[dim]);
+    view.sizes[dim] = sizes[dim];
+    view.strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  return view;
+}
+
+// Calls visit(flat row-major index, element offset) for every element.
+template <class Visit>
+void for_each_offset(const TensorView& tensor, Visit visit) {
+  const std::int64_t count = tensor.count();
+  std::int64_t index[kMaxRank] = {}, offset = 0;
+  for (std::int64_t flat = 0; flat < count; ++flat) {
+    visit(flat, offset);
+    for (int dim = tensor.rank - 1; dim >= 0; --dim) {
+      offset += tensor.strides[dim];
+      if (++index[dim] < tensor.sizes[dim]) break;
+      offset -= index[dim] * tensor.strides[dim];
+      index[dim] = 0;
+    }
+  }
+}
+
+double load_element(const TensorView& tensor, std::int64_t offset) {
+  switch (tensor.dtype) {
+    case DType::f32:
+      return static_cast<const float*>(tensor.data)[offset];
+    case DType::f64:
+      return static_cast<const double*>(tensor.data)[offset];
+    case DType::bf16:
+      return to_float(static_cast<const Bf16*>(tensor.data)[offset]);
+    case DType::f16:
+      return to_float(static_cast<const F16*>(tensor.data)[offset]);
+    case DType::i32:
+      return static_cast<const std::int32_t*>(tensor.data)[offset];
+    case DType::i64:
+      return static_cast<double>(static_cast<const std::int64_t*>(tensor.data)[offset]);
+    case DType::u64:
+      return static_cast<double>(static_cast<const std::uint64_t*>(tensor.data)[offset]);
+    case DType::u8:
+      return static_cast<const std::uint8_t*>(tensor.data)[offset];
+  }
+  return 0;
+}
+
+// Towards zero, with the last bit set when something was lost: rounding the result again, to 16 bits,
+// then gives what rounding once would.
+float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  if (static_cast<double>(nearest) == value || !std::isfinite(nearest)) return nearest;
+  const bool away = std::abs(static_cast<double>(nearest)) > std::abs(value);
+  return bits_to_float((float_to_bits(nearest) - (away ? 1 : 0)) | 1);
+}
+
+void store_element(const TensorView& tensor, std::int64_t offset, double value) {
+  switch (tensor.dtype) {
+    case DType::f32:
+      static_cast<float*>(tensor.data)[offset] = static_cast<float>(value);
+      return;
+    case DType::f64:
+      static_cast<double*>(tensor.data)[offset] = value;
+      return;
+    case DType::bf16:
+      static_cast<Bf16*>(tensor.data)[offset] = to_bf16(round_to_odd(value));
+      return;
+    case DType::f16:
+      static_cast<F16*>(tensor.data)[offset] = to_f16(round_to_odd(value));
+      return;
+    case DType::i32:
+      static_cast<std::int32_t*>(tensor.data)[offset] = static_cast<std::int32_t>(value);
+      return;
+    case DType::i64:
+      static_cast<std::int64_t*>(tensor.data)[offset] = static_cast<std::int64_t>(value);
+      return;
+    case DType::u64:
+      static_cast<std::uint64_t*>(tensor.data)[offset] = static_cast<std::uint64_t>(value);
+      return;
+    case DType::u8:
+      static_cast<std::uint8_t*>(tensor.data)[offset] = static_cast<std::uint8_t>(value);
+      return;
+  }
+}
+
+void check_host(const char* op, const TensorView& tensor) {
+  COTERIE_CHECK(tensor.device == Device::cpu, op, "expected a tensor on the cpu; got one on ",
+                device_name(tensor.device));
+}
+
+}  // namespace
+
+TensorView TensorView::contiguous(void* data, DType dtype,
+                                  std::initializer_list<std::int64_t> sizes, Device device) {
+  return dense_view(data, dtype, sizes.begin(), static_cast<int>(sizes.size()), device);
+}
+
+std::int64_t TensorView::count() const {
+  if (!present()) return 0;
+  std::int64_t count = 1;
+  for (int dim = 0; dim < rank; ++dim) count *= sizes[dim];
+  return count;
+}
+
+bool TensorView::is_contiguous() const {
+  std::int64_t stride = 1;
+  for (int dim = rank - 1; dim >= 0; --dim) {
+    if (sizes[dim] != 1 && strides[dim] != stride) return false;
+    stride *= sizes[dim];
+  }
+  return true;
+}
+
+TensorView TensorView::transposed(int a, int b) const {
+  TensorView view = *this;
+  std::swap(view.sizes[a], view.sizes[b]);
+  std::swap(view.strides[a], view.strides[b]);
+  return view;
+}
+
+TensorView TensorView::narrowed(int dim, std::int64_t begin, std::int64_t length) const {
+  COTERIE_CHECK(dim >= 0 && dim < rank && begin >= 0 && length >= 0 && begin + length <= sizes[dim],
+                "tensor", "expected a range inside dimension ", dim, " of ", describe(), "; got [",
+                begin, ", ", begin + length, ")");
+  TensorView view = *this;
+  view.sizes[dim] = length;
+  view.data = static_cast<char*>(data) + begin * strides[dim] * dtype_bytes(dtype);
+  return view;
+}
+
+std::string TensorView::describe() const {
+  if (!present()) return "nothing";
+  std::ostringstream text;
+  text << dtype_name(dtype) << " (";
+  for (int dim = 0; dim < rank; ++dim) text << (dim ? ", " : "") << sizes[dim];
+  text << ')';
+  if (device != Device::cpu) text << " on " << device_name(device);
+  return text.str();
+}
+
+HostTensor::HostTensor(DType dtype, std::vector<std::int64_t> sizes) {
+  view_ = dense_view(nullptr, dtype, sizes.data(), static_cast<int>(sizes.size()), Device::cpu);
+  const std::int64_t bytes = view_.count() * dtype_bytes(dtype);
+  if (bytes == 0) return;
+  const std::int64_t padded = (bytes + 63) / 64 * 64;
+  storage_.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, static_cast<std::size_t>(padded))));
+  COTERIE_CHECK(storage_ != nullptr, "tensor", "expected ", bytes, " bytes of memory; got none");
+  std::memset(storage_.get(), 0, static_cast<std::size_t>(bytes));
+  view_.data = storage_.get();
+}
+
+HostTensor::HostTensor(const HostTensor& other)
+    : HostTensor(other.view_.dtype, {other.view_.sizes, other.view_.sizes + other.view_.rank}) {
+  if (other.storage_)
+    std::memcpy(view_.data, other.view_.data,
+                static_cast<std::size_t>(view_.count() * dtype_bytes(view_.dtype)));
+}
+
+std::vector<double> read_values(const TensorView& tensor) {
+  check_host("read_values", tensor);
+  std::vector<double> values(static_cast<std::size_t>(tensor.count()));
+  for_each_offset(tensor, [&](std::int64_t flat, std::int64_t offset) {
+    values[static_cast<std::size_t>(flat)] = load_element(tensor, offset);
+  });
+  return values;
+}
+
+void write_values(const TensorView& tensor, const std::vector<double>& values) {
+  COTERIE_CHECK(static_cast<std::int64_t>(values.size()) == tensor.count(), "write_values",
+                "expected ", tensor.count(), " values; got ", values.size());
+  fill(tensor, [&](std::int64_t flat) { return values[static_cast<std::size_t>(flat)]; });
+}
+
+void fill(const TensorView& tensor, const std::function<double(std::int64_t)>& value) {
+  check_host("fill", tensor);
+  for_each_offset(tensor, [&](std::int64_t flat, std::int64_t offset) {
+    store_element(tensor, offset, value(flat));
+  });
+}
+
+}  // namespace coterie

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: MIT
+#include "cpu/centroid.h"
+
+#include <algorithm>
+
+#include "core/parallel.h"
+#include "cpu/group.h"
+#include "cpu/means.h"
+
+namespace coterie::cpu {
+
+namespace {
+
+template <class T>
+Tiles<T>& tiles_of(std::vector<Tiles<T>>& tiles, int worker) {
+  return tiles[static_cast<std::size_t>(worker)];
+}
+
+// Calls body(item, head, first, count, tiles) for tiles of clusters.
+template <class T, class Body>
+void for_centroid_tiles(const AttentionCall& call, std::int64_t clusters,
+                        std::vector<Tiles<T>>& tiles, Body body) {
+  const auto tasks =
+      make_tile_tasks(call, call.H, 1, kQueryTile,
+                      [&](std::int64_t, std::int64_t, std::int64_t) { return clusters; });
+  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
+    body(tasks[static_cast<std::size_t>(number)], tiles_of(tiles, worker));
+  });
+}
+
+// Calls body(problem, item, head, cluster, members, tiles) for every cluster.
+template <class T, class Body>
+void for_clusters(const AttentionCall& call, const ClusterLists& lists,
+                  std::vector<Tiles<T>>& tiles, Body body) {
+  const std::int64_t clusters = lists.clusters();
+  parallel_for(call.num_items() * call.H * clusters, [&](std::int64_t task, int worker) {
+    const std::int64_t item = task / clusters / call.H, head = task / clusters % call.H;
+    body(task, item, head, lists.members(item, head, task % clusters), tiles_of(tiles, worker));
+  });
+}
+
+// Calls visit(t) for every listed key begin + t, 0 <= t < count, of a cluster.
+template <class Visit>
+void for_listed(const std::int32_t* keys, std::int64_t width, std::int64_t begin,
+                std::int64_t count, Visit visit) {
+  const std::int32_t* end = std::find(keys, keys + width, -1);
+  for (const std::int32_t* key = std::lower_bound(keys, end, begin);
+       key != end && *key < begin + count; ++key)
+    visit(*key - begin);
+}
+
+// Takes the listed keys out of the output and adds their weight up in tiles.delta.
+template <class T>
+TileHook<T> forward_hook(const ClusterLists& lists, std::int64_t item, std::int64_t head,
+                         Tiles<T>& tiles) {
+  TileHook<T> hook;
+  hook.forward = [&lists, &tiles, item, head](std::int64_t row, std::int64_t cluster,
+                                              std::int64_t begin, std::int64_t count, T rescale,
+                                              T* p) {
+    T listed = 0;
+    for_listed(lists.key_row(item, head, cluster), lists.width(), begin, count,
+               [&](std::int64_t t) {
+                 listed += p[t];
+                 p[t] = 0;
+               });
+    tiles.delta[row] = tiles.delta[row] * rescale + listed;
+  };
+  return hook;
+}
+
+// Listed keys reach the output only through their mass.
+template <class T>
+TileHook<T> backward_hook(const ClusterLists& lists, std::int64_t item, std::int64_t head,
+                          const T* dmass) {
+  TileHook<T> hook;
+  hook.backward = [&lists, item, head, dmass](std::int64_t cluster, std::int64_t begin,
+                                              std::int64_t count, T* p_for_v, T* dp) {
+    for_listed(lists.key_row(item, head, cluster), lists.width(), begin, count,
+               [&](std::int64_t t) {
+                 p_for_v[t] = 0;
+                 dp[t] = dmass[cluster];
+               });
+  };
+  return hook;
+}
+
+template <class T>
+RowGradients<T> centroid_rows(const AttentionCall& call, const CentroidTensors& tensors,
+                              const CentroidGradients<T>& gradients, std::int64_t problem) {
+  const std::int64_t first = problem * tensors.clusters();
+  RowGradients<T> rows;
+  rows.gradient = memory_rows(gradients.dout + first * call.Dv, call.Dv);
+  rows.lse = static_cast<const T*>(tensors.lse.data) + first;
+  rows.delta = gradients.delta + first;
+  return rows;
+}
+
+}  // namespace
+
+void group_queries(const AttentionCall& call, const TensorView& labels, const ClusterLists& lists) {
+  fill_padding(lists.order, query_spans(call), -1);
+  parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {
+    const std::int64_t item = problem / call.H, head = problem % call.H;
+    const Span& span = call.item(item).q;
+    group_rows(span_at<std::int32_t>(labels, span, head), span.length, lists.clusters(),
+               span_at<std::int32_t>(lists.order, span, head),
+               block_at<std::int32_t>(lists.offsets, item, head));
+  });
+}
+
+template <class T>
+void cluster_means(const AttentionCall& call, const ClusterLists& lists,
+                   const TensorView& centroids, std::vector<Tiles<T>>& tiles) {
+  T* means = static_cast<T*>(centroids.data);
+  for_clusters(call, lists, tiles, [&](std::int64_t cluster, std::int64_t item, std::int64_t head,
+                                       const Range& members, Tiles<T>& tile) {
+    const Span& span = call.item(item).q;
+    std::fill_n(means + cluster * call.Dk, call.Dk, T(0));
+    mean_rows(span_rows(call.inputs.q, span, head), span_at<std::int32_t>(lists.order, span, head),
+              members.begin, members.end, tile, means + cluster * call.Dk);
+  });
+}
+
+template <class T>
+Segment<T> centroid_segment(const AttentionCall& call, const ClusterLists& lists,
+                            const TensorView& centroids, std::int64_t number, std::int64_t head) {
+  const Item& item = call.item(number);
+  Segment<T> segment;
+  segment.q = memory_rows(block_at<T>(centroids, number, head), call.Dk);
+  segment.k = span_rows(call.k, item.k, call.key_head(head));
+  segment.v = span_rows(call.inputs.v, item.k, call.value_head(head));
+  segment.num_queries = lists.clusters();
+  segment.num_keys = item.k.length;
+  segment.scale = static_cast<T>(call.scale);
+  const std::int64_t keys = item.k.length;
+  segment.rule.ranges = [lists, number, head, keys](std::int64_t first, std::int64_t count,
+                                                    Range* ranges) {
+    for (std::int64_t r = 0; r < count; ++r) {
+      const Range members = lists.members(number, head, first + r);
+      ranges[r] = {0, members.begin < members.end ? keys : 0};
+    }
+  };
+  return segment;
+}
+
+template <class T>
+void centroid_forward(const AttentionCall& call, const CentroidTensors& tensors,
+                      std::vector<Tiles<T>>& tiles) {
+  const bool listed = tensors.mass.present();
+  for_centroid_tiles(call, tensors.clusters(), tiles, [&](const TileTask& task, Tiles<T>& tile) {
+    const TileHook<T> hook = forward_hook(tensors.lists, task.item, task.head, tile);
+    std::fill_n(tile.delta, task.count, T(0));
+    forward_tile(centroid_segment<T>(call, tensors.lists, tensors.centroids, task.item, task.head),
+                 task.first, task.count, tile, listed ? &hook : nullptr);
+    kernels<T>().store(memory_rows(block_at<T>(tensors.out, task.item, task.head), call.Dv),
+                       task.first, task.count, T(1), tile.o, tile.value_row);
+    std::copy_n(tile.lse, task.count, block_at<T>(tensors.lse, task.item, task.head) + task.first);
+    if (!listed) return;
+    T* mass = block_at<T>(tensors.mass, task.item, task.head) + task.first;
+    for (std::int64_t r = 0; r < task.count; ++r)
+      mass[r] = tile.sum[r] == T(0) ? T(0) : tile.delta[r] / tile.sum[r];
+  });
+}
+
+template <class T>
+CentroidGradients<T>::CentroidGradients(Arena& arena, const AttentionCall& call,
+                                        std::int64_t clusters) {
+  const std::int64_t rows = call.num_items() * call.H * clusters;
+  dout = arena.take<T>(rows * call.Dv);
+  dmass = arena.take<T>(rows);
+  delta = arena.take<T>(rows);
+  dmean = arena.take<T>(rows * call.Dk);
+}
+
+template <class T>
+void centroid_output_gradients(const AttentionCall& call, const CentroidTensors& tensors,
+                               const TensorView& grad_out, CentroidGradients<T>& gradients,
+                               std::vector<Tiles<T>>& tiles) {
+  const T* out = static_cast<const T*>(tensors.out.data);
+  const T* mass = static_cast<const T*>(tensors.mass.data);
+  for_clusters(call, tensors.lists, tiles,
+               [&](std::int64_t cluster, std::int64_t item, std::int64_t head,
+                   const Range& members, Tiles<T>& tile) {
+                 const Span& span = call.item(item).q;
+                 sum_rows(span_rows(grad_out, span, head),
+                          span_at<std::int32_t>(tensors.lists.order, span, head), members.begin,
+                          members.end, tile.g, tile.value_row, tile.o);
+                 T dot = 0;
+                 for (std::int64_t d = 0; d < call.Dv; ++d) {
+                   gradients.dout[cluster * call.Dv + d] = tile.o[d];
+                   dot += tile.o[d] * out[cluster * call.Dv + d];
+                 }
+                 if (mass) dot += mass[cluster] * gradients.dmass[cluster];
+                 gradients.delta[cluster] = dot;
+               });
+}
+
+template <class T>
+void centroid_backward_means(const AttentionCall& call, const CentroidTensors& tensors,
+                             CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles) {
+  const bool listed = tensors.mass.present();
+  for_centroid_tiles(call, tensors.clusters(), tiles, [&](const TileTask& task, Tiles<T>& tile) {
+    const std::int64_t problem = task.item * call.H + task.head;
+    const std::int64_t row = problem * tensors.clusters();
+    const TileHook<T> hook =
+        backward_hook(tensors.lists, task.item, task.head, gradients.dmass + row);
+    backward_query_tile(
+        centroid_segment<T>(call, tensors.lists, tensors.centroids, task.item, task.head),
+        centroid_rows(call, tensors, gradients, problem), task.first, task.count, tile,
+        listed ? &hook : nullptr);
+    for (std::int64_t r = 0; r < task.count; ++r) {
+      const Range members = tensors.lists.members(task.item, task.head, task.first + r);
+      if (members.begin < members.end)
+        kernels<T>().row_scale(tile.dq + r * tile.key_row, tile.key_row,
+                               T(1) / static_cast<T>(members.end - members.begin));
+    }
+    kernels<T>().store(memory_rows(gradients.dmean + row * call.Dk, call.Dk), task.first,
+                       task.count, T(1), tile.dq, tile.key_row);
+  });
+}
+
+template <class T>
+void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
+                            const CentroidGradients<T>& gradients, const SlotGradients<T>* slots,
+                            const TensorView& dk, const TensorView& dv,
+                            std::vector<Tiles<T>>& tiles) {
+  for (const TensorView& d : {dk, dv})
+    if (d.present()) fill_padding(d, key_spans(call), 0);
+  const std::int64_t group = call.H / call.value_heads;
+  const auto tasks = make_tile_tasks(
+      call, call.value_heads, 1, kKeyTile,
+      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).k.length; });
+  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
+    const TileTask& task = tasks[static_cast<std::size_t>(number)];
+    Tiles<T>& tile = tiles_of(tiles, worker);
+    std::fill_n(tile.dk, task.count * tile.key_row, T(0));
+    std::fill_n(tile.dv, task.count * tile.value_row, T(0));
+    for (std::int64_t head = task.head * group; head < (task.head + 1) * group; ++head) {
+      const std::int64_t problem = task.item * call.H + head;
+      const TileHook<T> hook = backward_hook(tensors.lists, task.item, head,
+                                             gradients.dmass + problem * tensors.clusters());
+      backward_key_tile(
+          centroid_segment<T>(call, tensors.lists, tensors.centroids, task.item, head),
+          centroid_rows(call, tensors, gradients, problem), task.first, task.count, tile,
+          slots ? &hook : nullptr);
+      if (slots)
+        add_slots(call, tensors.lists, task.item, head, task.first, task.count, *slots, tile);
+    }
+    store_key_tile(call, task, dk, dv, tile);
+  });
+}
+
+#define COTERIE_INSTANTIATE(T)                                                                     \
+  template void cluster_means(const AttentionCall&, const ClusterLists&, const TensorView&,        \
+                              std::vector<Tiles<T>>&);                                             \
+  template Segment<T> centroid_segment(const AttentionCall&, const ClusterLists&,                  \
+                                       const TensorView&, std::int64_t, std::int64_t);             \
+  template void centroid_forward(const AttentionCall&, const CentroidTensors&,                     \
+                                 std::vector<Tiles<T>>&);                                          \
+  template struct CentroidGradients<T>;                                                            \
+  template void centroid_output_gradients(const AttentionCall&, const CentroidTensors&,            \
+                                          const TensorView&, CentroidGradients<T>&,                \
+                                          std::vector<Tiles<T>>&);                                 \
+  template void centroid_backward_means(const AttentionCall&, const CentroidTensors&,              \
+                                        CentroidGradients<T>&, std::vector<Tiles<T>>&);            \
+  template void centroid_backward_keys(const AttentionCall&, const CentroidTensors&,               \
+                                       const CentroidGradients<T>&, const SlotGradients<T>*,       \
+                                       const TensorView&, const TensorView&,                       \
+                                       std::vector<Tiles<T>>&);
+COTERIE_INSTANTIATE(float)
+COTERIE_INSTANTIATE(double)
+#undef COTERIE_INSTANTIATE
+
+}  // namespace coterie::cpu

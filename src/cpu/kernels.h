@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT
+// The CPU kernels: small functions on rows and tiles, compiled once per instruction set and reached
+// through a table of function pointers. They neither allocate, throw nor start threads.
+//
+// Every sum runs in an order that depends on the summed index alone, never on the tile a row happens
+// to sit in: a row's result does not change when other rows, padding or masked keys come or go.
+#pragma once
+
+#include <cstdint>
+
+#include "coterie/runtime.h"
+#include "coterie/tensor.h"
+
+namespace coterie::cpu {
+
+// Tile matrices have their columns padded to a multiple of this many elements.
+constexpr std::int64_t kColumnPad = 32;
+constexpr std::int64_t padded(std::int64_t columns) {
+  return (columns + kColumnPad - 1) / kColumnPad * kColumnPad;
+}
+
+// Rows of one item and head in their own element type. Row t is number index[t], or t itself.
+struct Rows {
+  void* base = nullptr;
+  std::int64_t stride_bytes = 0;
+  std::int64_t width = 0;
+  DType dtype = DType::f32;
+  const std::int32_t* index = nullptr;
+};
+
+// c(m,n) = a(m,k) b(k,n), or c += a b. Element (r,p) of a is a[r * a_row + p * a_col], so a may be
+// transposed; b and c are row-major, n a multiple of kColumnPad.
+template <class T>
+struct Product {
+  std::int64_t m, n, k;
+  const T* a;
+  std::int64_t a_row, a_col;
+  const T* b;
+  std::int64_t b_row;
+  T* c;
+  std::int64_t c_row;
+  bool accumulate;
+};
+
+template <class T>
+struct Kernels {
+  void (*multiply)(const Product<T>& product);
+
+  // Rows [first, first+count) as a row-major tile times `factor`; columns beyond the width are 0.
+  void (*load)(const Rows& rows, std::int64_t first, std::int64_t count, T factor, T* tile,
+               std::int64_t tile_row);
+  // The same transposed: tile (width x tile_row), columns beyond count are 0.
+  void (*load_transposed)(const Rows& rows, std::int64_t first, std::int64_t count, T factor,
+                          T* tile, std::int64_t tile_row);
+  // The reverse of load, with rounding to the rows' type.
+  void (*store)(const Rows& rows, std::int64_t first, std::int64_t count, T factor, const T* tile,
+                std::int64_t tile_row);
+
+  // n is a multiple of kColumnPad in the next three.
+  T (*row_max)(const T* row, std::int64_t n);     // NaN counts as -inf
+  T (*row_exp)(T* row, std::int64_t n, T shift);  // row = exp(row - shift); returns the sum
+  T (*row_dot)(const T* a, const T* b, std::int64_t n);
+
+  void (*row_scale)(T* row, std::int64_t n, T factor);
+  void (*row_add)(T* row, const T* other, std::int64_t n, T factor);  // row += factor * other
+  // dp = p * (dp - delta): the softmax derivative.
+  void (*row_softmax_grad)(const T* p, T* dp, std::int64_t n, T delta);
+  // Index of the first largest element of row[0..n), any n >= 1; 0 when all are NaN.
+  std::int64_t (*row_argmax)(const T* row, std::int64_t n);
+};
+
+// Integer kernels of Hamming clustering.
+struct CodeKernels {
+  // labels[i] = nearest centroid of codes[i] in Hamming distance, lower index on ties.
+  void (*nearest)(const std::uint64_t* codes, std::int64_t count, const std::uint64_t* centroids,
+                  std::int64_t num_centroids, std::int32_t* labels);
+  // votes (num_centroids x 64) of set bits and sizes, added up over the codes.
+  void (*vote)(const std::uint64_t* codes, const std::int32_t* labels, std::int64_t count,
+               std::int32_t* votes, std::int32_t* sizes);
+};
+
+// All kernels of one instruction set.
+struct KernelTable {
+  Kernels<float> f32;
+  Kernels<double> f64;
+  CodeKernels codes;
+};
+
+namespace baseline {
+extern const KernelTable kTable;
+}
+namespace avx2 {
+extern const KernelTable kTable;
+}
+namespace avx512 {
+extern const KernelTable kTable;
+}
+
+// The table in use (runtime.h: cpu_isa, force_cpu_isa).
+const KernelTable& kernel_table();
+
+template <class T>
+const Kernels<T>& kernels();
+template <>
+inline const Kernels<float>& kernels<float>() {
+  return kernel_table().f32;
+}
+template <>
+inline const Kernels<double>& kernels<double>() {
+  return kernel_table().f64;
+}
+
+}  // namespace coterie::cpu

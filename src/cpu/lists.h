@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT
+// Attention over lists that partition the tokens of a head: every query and every key is in at most
+// one list of its (item, head), so each row of every output has one writer.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "core/call.h"
+#include "cpu/rows.h"
+#include "cpu/segment.h"
+
+namespace coterie::cpu {
+
+// Rows [first, first + count) of a list of one (item, head).
+struct TileTask {
+  std::int64_t item, head, list, first, count;
+};
+
+// One list: which queries meet which keys.
+template <class T>
+struct ListPair {
+  RowList queries, keys;
+  Rule<T> rule;
+};
+
+// The lists of a call: `lists` of them per (item, head). Lists of query heads that share a key head
+// have the same keys.
+template <class T>
+struct ListPlan {
+  std::int64_t lists = 1;
+  std::function<ListPair<T>(std::int64_t item, std::int64_t head, std::int64_t list)> pair;
+  T scale = 1;
+  const T* head_scale = nullptr;  // optional (H) factors
+  // Optional: changes the finished outputs tiles.o of queries [first, first + count) of a list, or
+  // their gradients tiles.dq in the backward pass, before they are stored.
+  std::function<void(const TileTask& task, Tiles<T>& tiles)> finish, finish_backward;
+  // Optional (B, H, N): the backward pass multiplies output gradients by it.
+  const T* weight = nullptr;
+};
+
+template <class T>
+Segment<T> make_segment(const AttentionCall& call, const ListPlan<T>& plan, std::int64_t item,
+                        std::int64_t head, const ListPair<T>& pair);
+
+template <class T>
+struct ListWorkspace {
+  std::vector<Tiles<T>> tiles;  // one per thread
+  T* delta = nullptr;           // (B, H, N)
+
+  ListWorkspace(Arena& arena, const AttentionCall& call);
+};
+
+// out (B, H, N, Dv) and lse (B, H, N); rows beyond an item's length get 0 and -inf, rows without
+// admissible keys too. Every row of an item is in a list.
+template <class T>
+void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const TensorView& out,
+                   const TensorView& lse, ListWorkspace<T>& workspace);
+
+struct ListGradients {
+  TensorView out, lse, grad_out;  // of the forward pass
+  TensorView dq, dk, dv;          // absent ones are not computed
+};
+
+// delta (B, H, N) = grad_out . out, into workspace.delta.
+template <class T>
+void lists_deltas(const AttentionCall& call, const ListGradients& gradients,
+                  ListWorkspace<T>& workspace);
+
+// The two halves of the backward pass, from workspace.delta. The key half needs lists that do not
+// share keys.
+template <class T>
+void lists_backward_queries(const AttentionCall& call, const ListPlan<T>& plan,
+                            const ListGradients& gradients, ListWorkspace<T>& workspace);
+template <class T>
+void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
+                         const ListGradients& gradients, ListWorkspace<T>& workspace);
+
+// Deltas, then both halves.
+template <class T>
+void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
+                    const ListGradients& gradients, ListWorkspace<T>& workspace);
+
+// What the backward pass of a list needs to know of its queries.
+template <class T>
+RowGradients<T> list_row_gradients(const AttentionCall& call, const ListPlan<T>& plan,
+                                   const ListGradients& gradients, const T* delta,
+                                   std::int64_t item, std::int64_t head, const RowList& list);
+
+// Writes tiles.dk and tiles.dv to keys [task.first, ..) of a key/value head; absent ones are left out.
+template <class T>
+void store_key_tile(const AttentionCall& call, const TileTask& task, const TensorView& dk,
+                    const TensorView& dv, const Tiles<T>& tiles, const RowList* keys = nullptr);
+
+// Tiles of `size` rows over all lists of `heads` heads; length(item, head, list) rows each.
+std::vector<TileTask> make_tile_tasks(
+    const AttentionCall& call, std::int64_t heads, std::int64_t lists, std::int64_t size,
+    const std::function<std::int64_t(std::int64_t, std::int64_t, std::int64_t)>& length);
+
+}  // namespace coterie::cpu

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT
+#include "cpu/segment.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/pass.h"
+
+namespace coterie::cpu {
+
+
+template <class T>
+Tiles<T>::Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width)
+    : key_row(padded(key_width)), value_row(padded(value_width)) {
+  q = arena.take<T>(kQueryTile * key_row);
+  g = arena.take<T>(kQueryTile * value_row);
+  o = arena.take<T>(kQueryTile * value_row);
+  dq = arena.take<T>(kQueryTile * key_row);
+  k = arena.take<T>(kKeyTile * key_row);
+  v = arena.take<T>(kKeyTile * value_row);
+  k_columns = arena.take<T>(key_row * kKeyTile);
+  v_columns = arena.take<T>(value_row * kKeyTile);
+  dk = arena.take<T>(kKeyTile * key_row);
+  dv = arena.take<T>(kKeyTile * value_row);
+  s = arena.take<T>(kQueryTile * kKeyTile);
+  dp = arena.take<T>(kQueryTile * kKeyTile);
+  p_for_v = arena.take<T>(kQueryTile * kKeyTile);
+  max = arena.take<T>(kQueryTile);
+  sum = arena.take<T>(kQueryTile);
+  lse = arena.take<T>(kQueryTile);
+  delta = arena.take<T>(kQueryTile);
+  ranges = arena.take<Range>(kQueryTile);
+}
+
+template <class T>
+void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t count,
+                  Tiles<T>& tiles, const TileHook<T>* hook) {
+  Pass<T> pass{segment, tiles};
+  const Kernels<T>& kernel = pass.kernel;
+  pass.load_queries(first, count);
+  std::fill_n(tiles.o, count * tiles.value_row, T(0));
+  std::fill_n(tiles.max, count, kNegInf<T>);
+  std::fill_n(tiles.sum, count, T(0));
+  const Range span = tile_span(tiles.ranges, count);
+  for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
+    const std::int64_t keys = std::min(kKeyTile, span.end - begin);
+    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
+    kernel.load(segment.v, begin, keys, T(1), tiles.v, tiles.value_row);
+    pass.score(first, count, begin, keys);
+    for (std::int64_t r = 0; r < count; ++r) {
+      T* row = tiles.s + r * kKeyTile;
+      const T largest = std::max(tiles.max[r], kernel.row_max(row, kKeyTile));
+      // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
+      const T shift = largest == kNegInf<T> ? T(0) : largest;
+      const T rescale = std::exp(tiles.max[r] - shift);
+      const T added = kernel.row_exp(row, kKeyTile, shift);
+      tiles.sum[r] = tiles.sum[r] * rescale + added;
+      tiles.max[r] = largest;
+      if (rescale != T(1)) kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row, rescale);
+      if (hook) hook->forward(r, first + r, begin, keys, rescale, row);
+    }
+    kernel.multiply({count, tiles.value_row, keys, tiles.s, kKeyTile, 1, tiles.v, tiles.value_row,
+                     tiles.o, tiles.value_row, true});
+  }
+  for (std::int64_t r = 0; r < count; ++r) {
+    const bool empty = tiles.max[r] == kNegInf<T> && tiles.sum[r] == T(0);
+    tiles.lse[r] = empty ? kNegInf<T> : tiles.max[r] + std::log(tiles.sum[r]);
+    kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row,
+                     empty ? T(0) : T(1) / tiles.sum[r]);
+  }
+}
+
+template <class T>
+void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows,
+                         std::int64_t first, std::int64_t count, Tiles<T>& tiles,
+                         const TileHook<T>* hook) {
+  Pass<T> pass{segment, tiles};
+  const Kernels<T>& kernel = pass.kernel;
+  pass.load_queries(first, count);
+  pass.load_gradients(rows, first, count);
+  std::fill_n(tiles.dq, count * tiles.key_row, T(0));
+  const Range span = tile_span(tiles.ranges, count);
+  for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
+    const std::int64_t keys = std::min(kKeyTile, span.end - begin);
+    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
+    kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, kKeyTile);
+    kernel.load(segment.k, begin, keys, T(1), tiles.k, tiles.key_row);
+    pass.score(first, count, begin, keys);
+    pass.differentiate(first, count, begin, keys, hook);
+    kernel.multiply({count, tiles.key_row, keys, tiles.dp, kKeyTile, 1, tiles.k, tiles.key_row,
+                     tiles.dq, tiles.key_row, true});
+  }
+  for (std::int64_t r = 0; r < count; ++r)
+    kernel.row_scale(tiles.dq + r * tiles.key_row, tiles.key_row, segment.scale);
+}
+
+template <class T>
+void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                       std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook) {
+  Pass<T> pass{segment, tiles};
+  const Kernels<T>& kernel = pass.kernel;
+  kernel.load_transposed(segment.k, first, count, T(1), tiles.k_columns, kKeyTile);
+  kernel.load_transposed(segment.v, first, count, T(1), tiles.v_columns, kKeyTile);
+  const Range queries = segment.rule.queries ? segment.rule.queries(first, first + count)
+                                             : Range{0, segment.num_queries};
+  // Query tiles keep their alignment to the start of the list whichever keys are asked for.
+  for (std::int64_t q = queries.begin / kQueryTile * kQueryTile; q < queries.end; q += kQueryTile) {
+    const std::int64_t num = std::min(kQueryTile, segment.num_queries - q);
+    pass.load_queries(q, num);
+    const Range span = tile_span(tiles.ranges, num);
+    if (span.end <= first || span.begin >= first + count) continue;
+    pass.load_gradients(rows, q, num);
+    pass.score(q, num, first, count);
+    pass.differentiate(q, num, first, count, hook);
+    const T* p = hook ? tiles.p_for_v : tiles.s;
+    kernel.multiply({count, tiles.value_row, num, p, 1, kKeyTile, tiles.g, tiles.value_row,
+                     tiles.dv, tiles.value_row, true});
+    kernel.multiply({count, tiles.key_row, num, tiles.dp, 1, kKeyTile, tiles.q, tiles.key_row,
+                     tiles.dk, tiles.key_row, true});
+  }
+}
+
+template <class T>
+void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                std::int64_t count, Tiles<T>& tiles) {
+  Pass<T> pass{segment, tiles};
+  const Kernels<T>& kernel = pass.kernel;
+  pass.load_queries(first, count);
+  pass.load_gradients(rows, first, count);
+  std::fill_n(tiles.delta, count, T(0));
+  const Range span = tile_span(tiles.ranges, count);
+  for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
+    const std::int64_t keys = std::min(kKeyTile, span.end - begin);
+    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
+    kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, kKeyTile);
+    pass.score(first, count, begin, keys);
+    kernel.multiply({count, kKeyTile, segment.v.width, tiles.g, tiles.value_row, 1,
+                     tiles.v_columns, kKeyTile, tiles.dp, kKeyTile, false});
+    for (std::int64_t r = 0; r < count; ++r) {
+      kernel.row_exp(tiles.s + r * kKeyTile, kKeyTile, tiles.lse[r]);
+      tiles.delta[r] += kernel.row_dot(tiles.s + r * kKeyTile, tiles.dp + r * kKeyTile, kKeyTile);
+    }
+  }
+}
+
+#define COTERIE_INSTANTIATE(T)                                                                     \
+  template struct Tiles<T>;                                                                        \
+  template void forward_tile(const Segment<T>&, std::int64_t, std::int64_t, Tiles<T>&,             \
+                             const TileHook<T>*);                                                  \
+  template void backward_query_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,       \
+                                    std::int64_t, Tiles<T>&, const TileHook<T>*);                  \
+  template void backward_key_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,         \
+                                  std::int64_t, Tiles<T>&, const TileHook<T>*);                    \
+  template void delta_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t, std::int64_t,  \
+                           Tiles<T>&);
+COTERIE_INSTANTIATE(float)
+COTERIE_INSTANTIATE(double)
+#undef COTERIE_INSTANTIATE
+
+}  // namespace coterie::cpu

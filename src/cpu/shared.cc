@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT
+#include "cpu/shared.h"
+
+#include <algorithm>
+
+#include "core/parallel.h"
+
+namespace coterie::cpu {
+
+Range ClusterLists::members(std::int64_t item, std::int64_t head, std::int64_t cluster) const {
+  const std::int32_t* offset = block_at<std::int32_t>(offsets, item, head) + cluster;
+  return {offset[0], offset[1]};
+}
+
+const std::int32_t* ClusterLists::key_row(std::int64_t item, std::int64_t head,
+                                          std::int64_t cluster) const {
+  return block_at<std::int32_t>(keys, item, head) + cluster * width();
+}
+
+template <class T>
+ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists) {
+  ListPlan<T> plan;
+  plan.lists = lists.clusters();
+  plan.scale = static_cast<T>(call.scale);
+  plan.pair = [&call, lists](std::int64_t number, std::int64_t head, std::int64_t cluster) {
+    const Item& item = call.item(number);
+    const Range members = lists.members(number, head, cluster);
+    const std::int32_t* order = span_at<std::int32_t>(lists.order, item.q, head) + members.begin;
+    const std::int32_t* keys = lists.key_row(number, head, cluster);
+    const std::int64_t num_keys = std::find(keys, keys + lists.width(), -1) - keys;
+    ListPair<T> pair;
+    pair.queries = {members.end - members.begin, order};
+    pair.keys = {num_keys, keys};
+    const bool causal = call.causal;
+    const std::int64_t offset = call.position_offset(item);
+    pair.rule.ranges = [=](std::int64_t first, std::int64_t count, Range* ranges) {
+      for (std::int64_t r = 0; r < count; ++r) {
+        const std::int64_t position = order[first + r] + offset;
+        ranges[r] = {0, causal ? std::upper_bound(keys, keys + num_keys, position) - keys
+                               : num_keys};
+      }
+    };
+    return pair;
+  };
+  return plan;
+}
+
+template <class T>
+SlotGradients<T>::SlotGradients(Arena& arena, const AttentionCall& call, std::int64_t clusters,
+                                std::int64_t width)
+    : dk(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dk))),
+      dv(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dv))) {}
+
+template <class T>
+void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
+                           const ClusterLists& lists, const ListGradients& gradients,
+                           SlotGradients<T>& slots, ListWorkspace<T>& workspace) {
+  const auto tasks = make_tile_tasks(call, call.H, lists.clusters(), kKeyTile,
+                                     [&](std::int64_t item, std::int64_t head, std::int64_t c) {
+                                       return plan.pair(item, head, c).keys.count;
+                                     });
+  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
+    const TileTask& task = tasks[static_cast<std::size_t>(number)];
+    Tiles<T>& tiles = workspace.tiles[static_cast<std::size_t>(worker)];
+    std::fill_n(tiles.dk, task.count * tiles.key_row, T(0));
+    std::fill_n(tiles.dv, task.count * tiles.value_row, T(0));
+    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
+    backward_key_tile(make_segment(call, plan, task.item, task.head, pair),
+                      list_row_gradients(call, plan, gradients, workspace.delta, task.item,
+                                         task.head, pair.queries),
+                      task.first, task.count, tiles);
+    const std::int64_t slot =
+        ((task.item * call.H + task.head) * lists.clusters() + task.list) * lists.width() +
+        task.first;
+    std::copy_n(tiles.dk, task.count * tiles.key_row, slots.dk + slot * tiles.key_row);
+    std::copy_n(tiles.dv, task.count * tiles.value_row, slots.dv + slot * tiles.value_row);
+  });
+}
+
+template <class T>
+void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_t item,
+               std::int64_t head, std::int64_t first, std::int64_t count,
+               const SlotGradients<T>& slots, Tiles<T>& tiles) {
+  const Kernels<T>& kernel = kernels<T>();
+  for (std::int64_t c = 0; c < lists.clusters(); ++c) {
+    const Range members = lists.members(item, head, c);
+    if (members.begin == members.end) continue;
+    const std::int32_t* keys = lists.key_row(item, head, c);
+    const std::int32_t* end = std::find(keys, keys + lists.width(), -1);
+    const std::int64_t row = ((item * call.H + head) * lists.clusters() + c) * lists.width();
+    for (const std::int32_t* key = std::lower_bound(keys, end, first);
+         key != end && *key < first + count; ++key) {
+      const std::int64_t slot = row + (key - keys);
+      kernel.row_add(tiles.dk + (*key - first) * tiles.key_row, slots.dk + slot * tiles.key_row,
+                     tiles.key_row, T(1));
+      kernel.row_add(tiles.dv + (*key - first) * tiles.value_row, slots.dv + slot * tiles.value_row,
+                     tiles.value_row, T(1));
+    }
+  }
+}
+
+template <class T>
+void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const ClusterLists& lists,
+                     const ListGradients& gradients, SlotGradients<T>& slots,
+                     ListWorkspace<T>& workspace) {
+  lists_deltas(call, gradients, workspace);
+  if (gradients.dq.present()) lists_backward_queries(call, plan, gradients, workspace);
+  const TensorView &dk = gradients.dk, &dv = gradients.dv;
+  if (!dk.present() && !dv.present()) return;
+  shared_backward_slots(call, plan, lists, gradients, slots, workspace);
+  for (const TensorView& d : {dk, dv})
+    if (d.present()) fill_padding(d, key_spans(call), 0);
+  const std::int64_t group = call.H / call.value_heads;
+  const auto tasks = make_tile_tasks(
+      call, call.value_heads, 1, kKeyTile,
+      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).k.length; });
+  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
+    const TileTask& task = tasks[static_cast<std::size_t>(number)];
+    Tiles<T>& tiles = workspace.tiles[static_cast<std::size_t>(worker)];
+    std::fill_n(tiles.dk, task.count * tiles.key_row, T(0));
+    std::fill_n(tiles.dv, task.count * tiles.value_row, T(0));
+    for (std::int64_t head = task.head * group; head < (task.head + 1) * group; ++head)
+      add_slots(call, lists, task.item, head, task.first, task.count, slots, tiles);
+    store_key_tile(call, task, dk, dv, tiles);
+  });
+}
+
+#define COTERIE_INSTANTIATE(T)                                                                     \
+  template ListPlan<T> shared_plan(const AttentionCall&, const ClusterLists&);                     \
+  template struct SlotGradients<T>;                                                                \
+  template void shared_backward_slots(const AttentionCall&, const ListPlan<T>&,                    \
+                                      const ClusterLists&, const ListGradients&,                   \
+                                      SlotGradients<T>&, ListWorkspace<T>&);                       \
+  template void shared_backward(const AttentionCall&, const ListPlan<T>&, const ClusterLists&,     \
+                                const ListGradients&, SlotGradients<T>&, ListWorkspace<T>&);       \
+  template void add_slots(const AttentionCall&, const ClusterLists&, std::int64_t, std::int64_t,   \
+                          std::int64_t, std::int64_t, const SlotGradients<T>&, Tiles<T>&);
+COTERIE_INSTANTIATE(float)
+COTERIE_INSTANTIATE(double)
+#undef COTERIE_INSTANTIATE
+
+}  // namespace coterie::cpu

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: MIT
+// Vectors of the instruction set a file is compiled for, by the compiler's vector extension.
+// Everything is static: see half.h for why.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define COTERIE_VECTOR_BYTES 64
+#define COTERIE_TILE_ROWS 12  // 12 x 2 accumulators of the 32 registers
+#elif defined(__AVX2__)
+#define COTERIE_VECTOR_BYTES 32
+#define COTERIE_TILE_ROWS 6  // 6 x 2 of the 16 registers
+#else
+#define COTERIE_VECTOR_BYTES 16
+#define COTERIE_TILE_ROWS 6
+#endif
+
+namespace coterie::cpu::COTERIE_ISA {
+
+template <class T>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  typedef float type __attribute__((vector_size(COTERIE_VECTOR_BYTES)));
+  typedef int32_t ints __attribute__((vector_size(COTERIE_VECTOR_BYTES)));
+};
+template <>
+struct VecOf<double> {
+  typedef double type __attribute__((vector_size(COTERIE_VECTOR_BYTES)));
+  typedef int64_t ints __attribute__((vector_size(COTERIE_VECTOR_BYTES)));
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+
+template <class T>
+constexpr int kLanes = COTERIE_VECTOR_BYTES / static_cast<int>(sizeof(T));
+
+template <class T>
+static inline Vec<T> load_vec(const T* from) {
+  Vec<T> v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class T>
+static inline void store_vec(T* to, Vec<T> v) {
+  memcpy(to, &v, sizeof v);
+}
+
+template <class T>
+static inline Vec<T> broadcast(T value) {
+  return value - Vec<T>{};
+}
+
+// Lanes are added in a fixed tree.
+template <class T>
+static inline T sum_lanes(Vec<T> v) {
+  T lane[kLanes<T>];
+  memcpy(lane, &v, sizeof v);
+  for (int width = kLanes<T> / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+// exp(x) by 2^n times a degree-6 polynomial on [-ln2/2, ln2/2] (error about 1 ulp); 0 below the
+// normal range, so that -inf gives exactly 0; NaN stays NaN.
+static inline Vec<float> exp_vec(Vec<float> x) {
+  using V = Vec<float>;
+  using I = VecOf<float>::ints;
+  const V underflow = broadcast(-87.0f), overflow = broadcast(88.7f);
+  const I tiny = x < underflow;
+  x = x > overflow ? overflow : x;
+  x = tiny ? underflow : x;
+  const V magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const V shifted = x * 1.44269504f + magic;
+  const V n = shifted - magic;
+  V f = x - n * 0.693359375f;  // ln 2 in two parts
+  f = f + n * 2.12194440e-4f;
+  V p = broadcast(1.0f / 720) * f + 1.0f / 120;
+  p = p * f + 1.0f / 24;
+  p = p * f + 1.0f / 6;
+  p = p * f + 0.5f;
+  p = p * f + 1.0f;
+  p = p * f + 1.0f;
+  I bits, bias;
+  memcpy(&bits, &shifted, sizeof bits);
+  memcpy(&bias, &magic, sizeof bias);
+  const I exponent = (bits - bias + 127) << 23;
+  V power;
+  memcpy(&power, &exponent, sizeof power);
+  p = p * power;
+  return tiny ? V{} : p;
+}
+
+static inline Vec<double> exp_vec(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = exp(x[i]);
+  return x;
+}
+
+}  // namespace coterie::cpu::COTERIE_ISA

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: MIT
+// What the rest of the library may call of the CUDA back end. Without nvcc src/no_cuda defines the
+// same functions, so no caller asks at compile time whether CUDA is there.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/call.h"
+#include "coterie/attention.h"
+#include "coterie/runtime.h"
+
+namespace coterie::cuda {
+
+// True when the library has CUDA kernels and at least one device answers. Never throws.
+bool available();
+
+// The devices that answer, in CUDA's order; empty when there is none.
+std::vector<CudaDevice> devices();
+
+// Version of the toolkit the library was compiled with, such as "13.0"; "none" without CUDA.
+const char* toolkit();
+
+// Why the CUDA back end cannot run a checked call with a resolved mechanism; "" when it can.
+std::string refusal(const Mechanism& mechanism, const AttentionCall& call);
+
+// The four functions of a mechanism, for calls that are not refused. They launch work on
+// workspace.stream and return without waiting for it; the host reads no device memory.
+std::int64_t workspace_bytes(const Mechanism& mechanism, const AttentionCall& call);
+void select(const Mechanism& mechanism, const AttentionCall& call,
+            const std::vector<TensorView>& saved, const Workspace& workspace);
+void attend(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
+            const Workspace& workspace);
+void backward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
+              const TensorView& grad_out, const AttentionGradients& gradients,
+              const Workspace& workspace);
+
+}  // namespace coterie::cuda

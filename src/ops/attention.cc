@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: MIT
+// Attention by any mechanism: checks, then the back end.
+#include "coterie/attention.h"
+
+#include "core/check.h"
+#include "cpu/attention.h"
+#include "cuda/entry.h"
+#include "ops/call.h"
+
+namespace coterie {
+
+namespace {
+
+// A call whose mechanism is settled and whose inputs are checked.
+struct Checked {
+  Mechanism mechanism;
+  AttentionCall call;
+  SavedLayout layout;
+
+  Checked(const Mechanism& asked, const AttentionInputs& inputs)
+      : mechanism(resolve(asked, inputs.causal)),
+        call(ops::make_call(mechanism, inputs)),
+        layout(ops::saved_layout(mechanism, call)) {
+    if (call.device == Device::cpu) return;
+    const std::string refusal = cuda::refusal(mechanism, call);
+    COTERIE_CHECK(refusal.empty(), call.op, "expected tensors on the cpu; got tensors on cuda, and ",
+                  refusal);
+  }
+
+  bool on_cuda() const { return call.device == Device::cuda; }
+};
+
+void check_out(const AttentionCall& call, const TensorView& out) {
+  ops::check_rows(call.op, "out", out, 4, call.device);
+  ops::check_dtype(call.op, "out", out, call.inputs.q.dtype);
+  ops::check_shape(call.op, "out", out, {call.B, call.H, call.N, call.Dv});
+}
+
+}  // namespace
+
+SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& inputs) {
+  return Checked(mechanism, inputs).layout;
+}
+
+std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs) {
+  const Checked checked(mechanism, inputs);
+  if (checked.on_cuda()) return cuda::workspace_bytes(checked.mechanism, checked.call);
+  return std::visit(
+      [&](const auto& params) { return cpu::workspace_bytes(params, checked.call); },
+      checked.mechanism);
+}
+
+void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
+                      const std::vector<TensorView>& saved, const Workspace& workspace) {
+  const Checked checked(mechanism, inputs);
+  ops::check_saved(checked.call, checked.layout, saved, checked.layout.selection_count);
+  if (checked.on_cuda())
+    return cuda::select(checked.mechanism, checked.call, saved, workspace);
+  std::visit([&](const auto& params) { cpu::select(params, checked.call, saved, workspace); },
+             checked.mechanism);
+}
+
+void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
+                      const AttentionResult& result, const Workspace& workspace) {
+  const Checked checked(mechanism, inputs);
+  check_out(checked.call, result.out);
+  ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
+  if (checked.on_cuda())
+    return cuda::attend(checked.mechanism, checked.call, result, workspace);
+  std::visit([&](const auto& params) { cpu::attend(params, checked.call, result, workspace); },
+             checked.mechanism);
+}
+
+void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
+                       const AttentionResult& result, const Workspace& workspace) {
+  attention_select(mechanism, inputs, result.saved, workspace);
+  attention_attend(mechanism, inputs, result, workspace);
+}
+
+void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,
+                        const AttentionResult& result, const TensorView& grad_out,
+                        const AttentionGradients& gradients, const Workspace& workspace) {
+  const Checked checked(mechanism, inputs);
+  check_out(checked.call, result.out);
+  ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
+  ops::check_gradients(checked.mechanism, checked.call, grad_out, gradients);
+  if (checked.on_cuda())
+    return cuda::backward(checked.mechanism, checked.call, result, grad_out, gradients, workspace);
+  std::visit(
+      [&](const auto& params) {
+        cpu::backward(params, checked.call, result, grad_out, gradients, workspace);
+      },
+      checked.mechanism);
+}
+
+}  // namespace coterie

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT
+#include "ops/call.h"
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+#include "core/check.h"
+
+namespace coterie::ops {
+
+namespace {
+
+std::string text_of(const std::vector<std::int64_t>& sizes) {
+  std::ostringstream text;
+  text << '(';
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) text << (dim ? ", " : "") << sizes[dim];
+  text << ')';
+  return text.str();
+}
+
+void check_device(const std::string& op, const char* name, const TensorView& tensor,
+                  Device device) {
+  COTERIE_CHECK(tensor.device == device, op, "expected ", name, " on ", device_name(device),
+                "; got it on ", device_name(tensor.device));
+}
+
+bool shares_qk(const Mechanism& mechanism) {
+  if (std::holds_alternative<LshParams>(mechanism)) return true;
+  const auto* routing = std::get_if<RoutingParams>(&mechanism);
+  return routing && routing->share_qk;
+}
+
+bool takes_mask(const Mechanism& mechanism) {
+  return std::holds_alternative<FullParams>(mechanism) ||
+         std::holds_alternative<LocalParams>(mechanism) ||
+         std::holds_alternative<StridedParams>(mechanism) ||
+         std::holds_alternative<OracleTopParams>(mechanism);
+}
+
+// Index lists hold int32.
+void check_counts(const AttentionCall& call) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  COTERIE_CHECK(call.N <= kMost && call.S <= kMost, call.op, "expected at most ", kMost,
+                " rows; got ", call.N, " queries and ", call.S, " keys");
+}
+
+// q, k, v, heads, lengths and scale.
+AttentionCall make_base_call(const std::string& op, const AttentionInputs& inputs, bool shared) {
+  const TensorView &q = inputs.q, &v = inputs.v;
+  check_rows(op, "q", q, 4, q.device);
+  COTERIE_CHECK(is_floating(q.dtype), op, "expected q of type f32, f64, bf16 or f16; got ",
+                dtype_name(q.dtype));
+  check_rows(op, "v", v, 4, q.device);
+  check_dtype(op, "v", v, q.dtype);
+  AttentionCall call;
+  call.op = op;
+  call.inputs = inputs;
+  if (shared) {
+    COTERIE_CHECK(!inputs.k.present() || inputs.k.data == q.data, op,
+                  "expected no k, or k = q, because it takes its keys from the queries; got "
+                  "another k");
+    call.k = q;
+  } else {
+    check_rows(op, "k", inputs.k, 4, q.device);
+    check_dtype(op, "k", inputs.k, q.dtype);
+    call.k = inputs.k;
+  }
+  call.B = q.size(0);
+  call.H = q.size(1);
+  call.N = q.size(2);
+  call.Dk = q.size(3);
+  call.S = v.size(2);
+  call.Dv = v.size(3);
+  call.value_heads = v.size(1);
+  call.key_heads = shared ? call.H : call.value_heads;
+  COTERIE_CHECK(call.H >= 1 && call.Dk >= 1 && call.Dv >= 1, op,
+                "expected at least one head and one element per row; got q ", q.describe(),
+                " and v ", v.describe());
+  check_shape(op, "k", call.k, {call.B, call.key_heads, call.S, call.Dk});
+  check_shape(op, "v", v, {call.B, call.value_heads, call.S, call.Dv});
+  COTERIE_CHECK(call.value_heads >= 1 && call.H % call.value_heads == 0, op,
+                "expected the number of query heads to be a multiple of the number of key/value "
+                "heads; got ",
+                call.H, " and ", call.value_heads);
+  COTERIE_CHECK(std::isfinite(inputs.scale), op, "expected a finite scale; got ", inputs.scale);
+  call.scale = inputs.scale != 0 ? inputs.scale : 1.0 / std::sqrt(static_cast<double>(call.Dk));
+  call.causal = inputs.causal;
+  for (const Sequences* sequences : {&inputs.q_sequences, &inputs.k_sequences})
+    for (const TensorView* ints : {&sequences->lengths, &sequences->cu_seqlens})
+      if (ints->present()) check_device(op, "lengths and cu_seqlens", *ints, q.device);
+  call.device = q.device;
+  call.item_total = item_count(inputs.q_sequences, call.B);
+  if (call.device == Device::cpu) call.items = make_items(op, call.inputs);
+  check_counts(call);
+  return call;
+}
+
+void refuse(const AttentionCall& call, const char* name, const TensorView& tensor) {
+  COTERIE_CHECK(!tensor.present(), call.op, "expected no ", name, ", for it has no use of one; got ",
+                tensor.describe());
+}
+
+void check_state(const Mechanism& mechanism, const AttentionCall& call) {
+  const AttentionInputs& inputs = call.inputs;
+  const DType accumulator = accumulator_dtype(inputs.q.dtype);
+  if (const auto* routing = std::get_if<RoutingParams>(&mechanism)) {
+    check_dense(call.op, "centroids", inputs.centroids, accumulator,
+                {call.value_heads, routing->clusters, call.Dk}, call.device);
+    if (inputs.logit_scale.present())
+      check_dense(call.op, "logit_scale", inputs.logit_scale, accumulator, {call.H}, call.device);
+  } else if (const auto* cast = std::get_if<CastParams>(&mechanism)) {
+    check_dense(call.op, "centroids (surrogate tokens)", inputs.centroids, accumulator,
+                {call.H, cast->clusters, call.Dk}, call.device);
+    check_dense(call.op, "gate", inputs.gate, accumulator, {call.B, call.N}, call.device);
+    refuse(call, "logit_scale", inputs.logit_scale);
+  } else {
+    refuse(call, "centroids", inputs.centroids);
+    refuse(call, "logit_scale", inputs.logit_scale);
+  }
+  if (!std::holds_alternative<CastParams>(mechanism)) refuse(call, "gate", inputs.gate);
+}
+
+void check_mask(const Mechanism& mechanism, const AttentionCall& call) {
+  const TensorView& mask = call.inputs.mask;
+  if (!mask.present()) return;
+  COTERIE_CHECK(takes_mask(mechanism), call.op,
+                "expected no mask, because queries of a cluster share their keys; got one. Use "
+                "lengths or cu_seqlens for padding");
+  check_device(call.op, "mask", mask, call.device);
+  check_dtype(call.op, "mask", mask, DType::u8);
+  check_shape(call.op, "mask", mask, {call.B, call.H, call.N, call.S});
+}
+
+// Forms in which a token is query and key at once.
+void check_self_attention(const AttentionCall& call) {
+  for (const Item& item : call.items)
+    COTERIE_CHECK(item.q.length == item.k.length, call.op,
+                  "expected as many keys as queries in every sequence; got ", item.q.length,
+                  " queries and ", item.k.length, " keys");
+}
+
+}  // namespace
+
+void check_shape(const std::string& op, const char* name, const TensorView& tensor,
+                 const std::vector<std::int64_t>& sizes) {
+  bool equal = tensor.rank == static_cast<int>(sizes.size());
+  for (int dim = 0; equal && dim < tensor.rank; ++dim)
+    equal = tensor.size(dim) == sizes[static_cast<std::size_t>(dim)];
+  COTERIE_CHECK(equal, op, "expected ", name, " of shape ", text_of(sizes), "; got ",
+                tensor.describe());
+}
+
+void check_dtype(const std::string& op, const char* name, const TensorView& tensor, DType dtype) {
+  COTERIE_CHECK(tensor.dtype == dtype, op, "expected ", name, " of type ", dtype_name(dtype),
+                "; got ", tensor.describe());
+}
+
+void check_cpu(const std::string& op, const char* name, const TensorView& tensor) {
+  check_device(op, name, tensor, Device::cpu);
+}
+
+void check_rows(const std::string& op, const char* name, const TensorView& tensor, int rank,
+                Device device) {
+  COTERIE_CHECK(tensor.rank == rank, op, "expected ", name, " with ", rank, " dimensions; got ",
+                tensor.describe());
+  check_device(op, name, tensor, device);
+  COTERIE_CHECK(tensor.size(rank - 1) <= 1 || tensor.stride(rank - 1) == 1, op, "expected ", name,
+                " with a contiguous last dimension; got stride ", tensor.stride(rank - 1));
+  COTERIE_CHECK(tensor.data || tensor.count() == 0, op, "expected ", name,
+                " to have memory; got a null pointer");
+}
+
+void check_dense(const std::string& op, const char* name, const TensorView& tensor, DType dtype,
+                 const std::vector<std::int64_t>& sizes, Device device) {
+  COTERIE_CHECK(tensor.present(), op, "expected ", name, " of shape ", text_of(sizes),
+                "; got nothing");
+  check_device(op, name, tensor, device);
+  check_dtype(op, name, tensor, dtype);
+  check_shape(op, name, tensor, sizes);
+  COTERIE_CHECK(tensor.is_contiguous(), op, "expected ", name, " to be contiguous; got strides");
+  COTERIE_CHECK(tensor.data || tensor.count() == 0, op, "expected ", name,
+                " to have memory; got a null pointer");
+}
+
+void check_saved(const AttentionCall& call, const SavedLayout& layout,
+                 const std::vector<TensorView>& saved, std::size_t count) {
+  COTERIE_CHECK(saved.size() >= count, call.op, "expected ", count,
+                " saved tensors as attention_saved lists them; got ", saved.size());
+  for (std::size_t t = 0; t < count; ++t) {
+    const TensorLayout& expected = layout.tensors[t];
+    check_dense(call.op, ("saved tensor " + expected.name).c_str(), saved[t], expected.dtype,
+                expected.sizes, call.device);
+  }
+}
+
+void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
+                     const TensorView& grad_out, const AttentionGradients& gradients) {
+  const DType dtype = call.inputs.q.dtype, accumulator = accumulator_dtype(dtype);
+  const auto check = [&](const char* name, const TensorView& tensor,
+                         const std::vector<std::int64_t>& sizes) {
+    if (!tensor.present()) return;
+    check_rows(call.op, name, tensor, 4, call.device);
+    check_dtype(call.op, name, tensor, dtype);
+    check_shape(call.op, name, tensor, sizes);
+  };
+  COTERIE_CHECK(grad_out.present(), call.op, "expected grad_out; got nothing");
+  check("grad_out", grad_out, {call.B, call.H, call.N, call.Dv});
+  check("dq", gradients.dq, {call.B, call.H, call.N, call.Dk});
+  check("dv", gradients.dv, {call.B, call.value_heads, call.S, call.Dv});
+  if (shares_qk(mechanism))
+    COTERIE_CHECK(!gradients.dk.present(), call.op,
+                  "expected no dk, because keys are the queries and dq holds both; got ",
+                  gradients.dk.describe());
+  check("dk", gradients.dk, {call.B, call.key_heads, call.S, call.Dk});
+  const auto* cast = std::get_if<CastParams>(&mechanism);
+  if (cast && gradients.dcentroids.present())
+    check_dense(call.op, "dcentroids", gradients.dcentroids, accumulator,
+                {call.H, cast->clusters, call.Dk}, call.device);
+  if (cast && gradients.dgate.present())
+    check_dense(call.op, "dgate", gradients.dgate, accumulator, {call.B, call.N}, call.device);
+  if (!cast) {
+    refuse(call, "dcentroids", gradients.dcentroids);
+    refuse(call, "dgate", gradients.dgate);
+  }
+  if (gradients.dlogit_scale.present()) {
+    COTERIE_CHECK(call.inputs.logit_scale.present(), call.op,
+                  "expected dlogit_scale only with logit_scale; got it alone");
+    check_dense(call.op, "dlogit_scale", gradients.dlogit_scale, accumulator, {call.H}, call.device);
+  }
+}
+
+void check_list_outputs(const AttentionCall& call, const TensorView& out, const TensorView& lse) {
+  check_rows(call.op, "out", out, 4);
+  check_dtype(call.op, "out", out, call.inputs.q.dtype);
+  check_shape(call.op, "out", out, {call.B, call.H, call.N, call.Dv});
+  check_dense(call.op, "lse", lse, accumulator_dtype(call.inputs.q.dtype),
+              {call.B, call.H, call.N});
+}
+
+void check_groups(const std::string& op, const std::int32_t* order, std::int64_t count,
+                  const std::int32_t* offsets, std::int64_t clusters) {
+  COTERIE_CHECK(offsets[0] == 0 && offsets[clusters] == count, op, "expected offsets from 0 to ",
+                count, ", for every row is in one cluster; got ", offsets[0], " to ",
+                offsets[clusters]);
+  for (std::int64_t c = 0; c < clusters; ++c)
+    COTERIE_CHECK(offsets[c] <= offsets[c + 1], op, "expected offsets to ascend; got ", offsets[c],
+                  " then ", offsets[c + 1]);
+  std::vector<bool> seen(static_cast<std::size_t>(count));
+  for (std::int64_t slot = 0; slot < offsets[clusters]; ++slot) {
+    COTERIE_CHECK(0 <= order[slot] && order[slot] < count, op, "expected rows in [0, ", count,
+                  ") in order; got ", order[slot]);
+    COTERIE_CHECK(!seen[static_cast<std::size_t>(order[slot])], op,
+                  "expected each row once in order; got ", order[slot], " twice");
+    seen[static_cast<std::size_t>(order[slot])] = true;
+  }
+}
+
+void check_ascending(const std::string& op, const char* name, const std::int32_t* list,
+                     std::int64_t width, std::int64_t limit) {
+  for (std::int64_t t = 0; t < width; ++t) {
+    const std::int32_t before = t == 0 ? 0 : list[t - 1];
+    const bool ends = list[t] == -1;
+    const bool goes_on = list[t] >= 0 && list[t] < limit && (t == 0 || list[t] > before);
+    COTERIE_CHECK(ends || (goes_on && (t == 0 || before != -1)), op, "expected ", name,
+                  " to ascend within [0, ", limit, ") and to end with -1s; got ", list[t],
+                  " after ", before);
+  }
+}
+
+AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs) {
+  const std::string op = mechanism_name(mechanism);
+  AttentionCall call = make_base_call(op, inputs, shares_qk(mechanism));
+  const Causality form = resolve_causality(mechanism, inputs.causal);
+  call.causal = form != Causality::none;
+  if (std::holds_alternative<RoutingParams>(mechanism) && inputs.scale == 0) call.scale = 1.0;
+  check_mask(mechanism, call);
+  check_state(mechanism, call);
+  const bool strict_routing =
+      std::holds_alternative<RoutingParams>(mechanism) && form == Causality::strict;
+  if (strict_routing || shares_qk(mechanism) || std::holds_alternative<CastParams>(mechanism))
+    check_self_attention(call);
+  return call;
+}
+
+AttentionCall make_list_call(const char* op, const AttentionInputs& inputs) {
+  check_cpu(op, "q", inputs.q);
+  AttentionCall call = make_base_call(op, inputs, false);
+  refuse(call, "mask", inputs.mask);
+  refuse(call, "centroids", inputs.centroids);
+  refuse(call, "gate", inputs.gate);
+  refuse(call, "logit_scale", inputs.logit_scale);
+  return call;
+}
+
+}  // namespace coterie::ops

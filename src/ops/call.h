@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: MIT
+// Preconditions of attention calls.
+#pragma once
+
+#include "core/call.h"
+#include "coterie/attention.h"
+
+namespace coterie::ops {
+
+// Checks the inputs against the (resolved) mechanism and each other.
+AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs);
+
+// The same for operations on lists (attend.h): q, k, v, lengths, scale and causal only.
+AttentionCall make_list_call(const char* op, const AttentionInputs& inputs);
+
+// Operations that only the CPU has.
+void check_cpu(const std::string& op, const char* name, const TensorView& tensor);
+void check_shape(const std::string& op, const char* name, const TensorView& tensor,
+                 const std::vector<std::int64_t>& sizes);
+void check_dtype(const std::string& op, const char* name, const TensorView& tensor, DType dtype);
+// Rank as given, last dimension contiguous, on `device`.
+void check_rows(const std::string& op, const char* name, const TensorView& tensor, int rank,
+                Device device = Device::cpu);
+// Tensors that a call writes or reads whole: type, shape, contiguous, on `device`.
+void check_dense(const std::string& op, const char* name, const TensorView& tensor, DType dtype,
+                 const std::vector<std::int64_t>& sizes, Device device = Device::cpu);
+
+void check_saved(const AttentionCall& call, const SavedLayout& layout,
+                 const std::vector<TensorView>& saved, std::size_t count);
+void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
+                     const TensorView& grad_out, const AttentionGradients& gradients);
+
+// out (B, H, N, Dv) and lse (B, H, N) of an operation on lists.
+void check_list_outputs(const AttentionCall& call, const TensorView& out, const TensorView& lse);
+// Contents of index lists, which kernels trust: order is a permutation of `count` rows in runs given
+// by offsets; a list ascends within [0, limit) and ends with -1s.
+void check_groups(const std::string& op, const std::int32_t* order, std::int64_t count,
+                  const std::int32_t* offsets, std::int64_t clusters);
+void check_ascending(const std::string& op, const char* name, const std::int32_t* list,
+                     std::int64_t width, std::int64_t limit);
+
+// The saved tensors of a checked call with a resolved mechanism.
+SavedLayout saved_layout(const Mechanism& mechanism, const AttentionCall& call);
+
+}  // namespace coterie::ops

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: MIT
+// Centroids of routing: spherical k-means, the moving average, the commitment loss. Rows are
+// normalised to zero mean and unit variance throughout.
+#include "core/check.h"
+#include "coterie/random.h"
+#include "ref/normalise.h"
+#include "ref/ref.h"
+#include "ref/selection.h"
+
+namespace coterie::ref {
+
+namespace {
+
+// Normalised valid rows of one head, item by item.
+template <class T>
+Matrix<T> rows_of_head(const std::vector<Place>& places, const TensorView& x, Index head) {
+  Matrix<T> rows(0, x.size(3));
+  for (const Place& place : places) {
+    if (place.head != head) continue;
+    const Matrix<T> own = normalised_rows(read_matrix<T>(place.queries(x)));
+    rows.values.insert(rows.values.end(), own.values.begin(), own.values.end());
+    rows.rows += own.rows;
+  }
+  return rows;
+}
+
+// Distinct random rows; they repeat when there are fewer than clusters.
+template <class T>
+Matrix<T> initial_centroids(const SphericalKMeansParams& params, Index head, Index clusters,
+                            const Matrix<T>& rows) {
+  const RandomStream stream{params.seed, RandomUse::centroid_init,
+                            static_cast<std::uint32_t>(head)};
+  Matrix<T> centroids(clusters, rows.cols);
+  for (Index c = 0; c < clusters; ++c) {
+    const Index row = random_permutation(stream, static_cast<std::uint32_t>(c % rows.rows),
+                                         static_cast<std::uint32_t>(rows.rows));
+    for (Index d = 0; d < rows.cols; ++d) centroids(c, d) = rows(row, d);
+  }
+  return centroids;
+}
+
+// (Hc, C, D) or (Hc, C): the rows of the centroid head that `head` of `num_heads` uses.
+TensorView head_of(const TensorView& tensor, Index head, Index num_heads) {
+  return tensor.narrowed(0, head / (num_heads / tensor.size(0)), 1);
+}
+
+}  // namespace
+
+template <class T>
+void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
+                      const Sequences& sequences, const TensorView& centroids) {
+  const std::vector<Place> places = make_places("spherical_kmeans", sequences, x, x.size(1));
+  for (Index head = 0; head < x.size(1); ++head) {
+    const Matrix<T> rows = rows_of_head<T>(places, x, head);
+    COTERIE_CHECK(rows.rows > 0, "spherical_kmeans", "expected at least one valid row; got none");
+    Matrix<T> current = initial_centroids(params, head, centroids.size(1), rows);
+    for (Index iteration = 0; iteration < params.iterations; ++iteration) {
+      const std::vector<Index> labels = best_of_rows(inner_products(rows, current));
+      const Lists members = members_of(labels, current.rows);
+      const Matrix<T> means = normalised_rows(means_of(rows, labels, current));
+      for (Index c = 0; c < current.rows; ++c)
+        for (Index d = 0; d < current.cols && !members[c].empty(); ++d) current(c, d) = means(c, d);
+    }
+    write_matrix(centroids.narrowed(0, head, 1), current);
+  }
+}
+
+namespace {
+
+// Number and sum of the normalised rows with each label.
+template <class T>
+struct LabelTotals {
+  Matrix<T> counts, sums;  // (1, C), (C, D)
+};
+
+template <class T>
+void add_totals(const Place& place, const TensorView& x, const TensorView& labels,
+                LabelTotals<T>& totals) {
+  const Matrix<T> rows = normalised_rows(read_matrix<T>(place.queries(x)));
+  const std::vector<Index> label = read_indices(place.queries(labels));
+  for (Index i = 0; i < rows.rows; ++i) {
+    totals.counts(0, label[i]) += 1;
+    for (Index d = 0; d < rows.cols; ++d) totals.sums(label[i], d) += rows(i, d);
+  }
+}
+
+// One head: count and sum move towards the batch's, mu = sum / smoothed count, the smoothing
+// keeping the total: (count + e) / (total + C e) total.
+template <class T>
+void move_average(T decay, const LabelTotals<T>& batch, const CentroidState& state) {
+  constexpr T kSmoothing = static_cast<T>(1e-5);
+  Matrix<T> counts = scaled(read_matrix<T>(state.counts), decay);
+  Matrix<T> sums = scaled(read_matrix<T>(state.sums), decay);
+  Matrix<T> centroids = read_matrix<T>(state.centroids);
+  add(counts, scaled(batch.counts, 1 - decay));
+  add(sums, scaled(batch.sums, 1 - decay));
+  T total = 0;
+  for (T count : counts.values) total += count;
+  for (Index c = 0; c < centroids.rows; ++c) {
+    if (batch.counts(0, c) == 0) continue;
+    const T smoothed =
+        (counts(0, c) + kSmoothing) / (total + static_cast<T>(centroids.rows) * kSmoothing) * total;
+    for (Index d = 0; d < centroids.cols; ++d) centroids(c, d) = sums(c, d) / smoothed;
+  }
+  write_matrix(state.counts, counts);
+  write_matrix(state.sums, sums);
+  write_matrix(state.centroids, centroids);
+}
+
+}  // namespace
+
+template <class T>
+void ema_update(double decay, const TensorView& x, const Sequences& sequences,
+                const TensorView& labels, const CentroidState& state) {
+  const Index owners = state.counts.size(0), clusters = state.counts.size(1);
+  const std::vector<Place> places = make_places("ema_update", sequences, x, x.size(1));
+  for (Index owner = 0; owner < owners; ++owner) {
+    LabelTotals<T> batch{.counts = Matrix<T>(1, clusters), .sums = Matrix<T>(clusters, x.size(3))};
+    for (const Place& place : places)
+      if (place.head / (place.num_heads / owners) == owner) add_totals(place, x, labels, batch);
+    move_average(static_cast<T>(decay), batch,
+                 {.centroids = state.centroids.narrowed(0, owner, 1),
+                  .counts = state.counts.narrowed(0, owner, 1),
+                  .sums = state.sums.narrowed(0, owner, 1)});
+  }
+}
+
+namespace {
+
+template <class T>
+T valid_elements(const std::vector<Place>& places, Index dim) {
+  Index rows = 0;
+  for (const Place& place : places) rows += place.q.length;
+  return static_cast<T>(rows * dim);
+}
+
+// Normalised rows minus the centroids of their labels.
+template <class T>
+Matrix<T> differences(const Place& place, const TensorView& x, const TensorView& centroids,
+                      const TensorView& labels) {
+  Matrix<T> rows = normalised_rows(read_matrix<T>(place.queries(x)));
+  const Matrix<T> own = read_matrix<T>(head_of(centroids, place.head, place.num_heads));
+  const std::vector<Index> label = read_indices(place.queries(labels));
+  for (Index i = 0; i < rows.rows; ++i)
+    for (Index d = 0; d < rows.cols; ++d) rows(i, d) -= own(label[i], d);
+  return rows;
+}
+
+}  // namespace
+
+template <class T>
+T commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
+                  const TensorView& labels) {
+  const std::vector<Place> places = make_places("commitment_loss", sequences, x, x.size(1));
+  const T elements = valid_elements<T>(places, x.size(3));
+  T sum = 0;
+  for (const Place& place : places)
+    for (T difference : differences<T>(place, x, centroids, labels).values)
+      sum += difference * difference;
+  return elements > 0 ? sum / elements : T{0};
+}
+
+template <class T>
+void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
+                              const TensorView& centroids, const TensorView& labels, double weight,
+                              const TensorView& dx) {
+  const std::vector<Place> places = make_places("commitment_loss", sequences, x, x.size(1));
+  const T factor = static_cast<T>(2 * weight) / valid_elements<T>(places, x.size(3));
+  for (const Place& place : places)
+    add_matrix(place.queries(dx), normalised_rows_backward(
+                                      read_matrix<T>(place.queries(x)),
+                                      scaled(differences<T>(place, x, centroids, labels), factor)));
+}
+
+template void spherical_kmeans<float>(const SphericalKMeansParams&, const TensorView&,
+                                      const Sequences&, const TensorView&);
+template void spherical_kmeans<double>(const SphericalKMeansParams&, const TensorView&,
+                                       const Sequences&, const TensorView&);
+template void ema_update<float>(double, const TensorView&, const Sequences&, const TensorView&,
+                                const CentroidState&);
+template void ema_update<double>(double, const TensorView&, const Sequences&, const TensorView&,
+                                 const CentroidState&);
+template float commitment_loss(const TensorView&, const Sequences&, const TensorView&,
+                               const TensorView&);
+template double commitment_loss(const TensorView&, const Sequences&, const TensorView&,
+                                const TensorView&);
+template void commitment_loss_backward<float>(const TensorView&, const Sequences&,
+                                              const TensorView&, const TensorView&, double,
+                                              const TensorView&);
+template void commitment_loss_backward<double>(const TensorView&, const Sequences&,
+                                               const TensorView&, const TensorView&, double,
+                                               const TensorView&);
+
+}  // namespace coterie::ref

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: MIT
+// The attention of one item and head: what a mechanism's formulas see, and the functions that each
+// mechanism provides. Parameters hold no `automatic` any more.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "coterie/mechanism.h"
+#include "ref/views.h"
+
+namespace coterie::ref {
+
+template <class T>
+struct Problem {
+  Matrix<T> q, k;             // valid rows; k is q when queries and keys are shared
+  Matrix<std::uint8_t> mask;  // nonzero = may attend; empty = everywhere
+  Matrix<T> centroids;        // routing, cast: (C, Dk)
+  std::vector<T> gate;        // cast: logits of the tokens
+  T scale = 1;
+  T logit_scale = 1;  // routing
+  bool causal = false;
+  std::uint64_t seed = 0;
+  Place place;
+  std::vector<TensorView> saved;  // of the whole call
+
+  // Where query i stands among the keys.
+  Index position(Index i) const { return causal ? i + k.rows - q.rows : i; }
+};
+
+// Gradients of one problem, of the shapes of its inputs. With shared queries and keys all of it
+// goes to dq.
+template <class T>
+struct ProblemGradients {
+  Matrix<T> dq, dk, dcentroids;
+  std::vector<T> dgate;
+  T dlogit_scale = 0;
+};
+
+// A mechanism: its weights W (queries x keys) for the selection in problem.saved; the gradients for
+// a gradient of W, added to `gradients`; and the selection itself, written to problem.saved. CAST
+// selects for all heads of an item at once.
+template <class T>
+struct Formula {
+  std::function<Matrix<T>(const Problem<T>& problem)> weights;
+  std::function<void(const Problem<T>& problem, const Matrix<T>& dweights,
+                     ProblemGradients<T>& gradients)>
+      backward;
+  std::function<void(const Problem<T>& problem)> select = nullptr;
+  std::function<void(const std::vector<Problem<T>>& heads)> select_item = nullptr;
+};
+
+template <class T>
+Formula<T> formula(const FullParams& params);
+template <class T>
+Formula<T> formula(const LocalParams& params);
+template <class T>
+Formula<T> formula(const StridedParams& params);
+template <class T>
+Formula<T> formula(const OracleTopParams& params);
+template <class T>
+Formula<T> formula(const ClusteredParams& params);
+template <class T>
+Formula<T> formula(const ImprovedClusteredParams& params);
+template <class T>
+Formula<T> formula(const LshParams& params);
+template <class T>
+Formula<T> formula(const RoutingParams& params);
+template <class T>
+Formula<T> formula(const CastParams& params);
+
+}  // namespace coterie::ref

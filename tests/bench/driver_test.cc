@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT
+#include "bench/driver.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "bench/attention.h"
+#include "coterie/error.h"
+
+namespace coterie::bench {
+namespace {
+
+TEST(Driver, QuantilesLieBetweenNeighbours) {
+  EXPECT_EQ(quantile({}, 0.5), 0.0);
+  EXPECT_EQ(quantile({7}, 0.2), 7.0);
+  EXPECT_EQ(quantile({3, 1, 2}, 0.5), 2.0);
+  EXPECT_EQ(quantile({4, 1, 2, 3}, 0.5), 2.5);
+  EXPECT_DOUBLE_EQ(quantile({0, 10, 20, 30, 40, 50}, 0.2), 10.0);
+}
+
+TEST(Driver, ContendersTakeTurnsAndWarmUpIsNotCounted) {
+  std::string order;
+  const std::vector<Contender> contenders = {{"a", [&] { order += 'a'; }},
+                                             {"b", [&] { order += 'b'; }}};
+  int told = 0;
+  const std::vector<Timing> timings =
+      time_interleaved(contenders, {.warmups = 1, .repeats = 3, .min_repeats = 3},
+                       [&](const Contender&, int, int rounds) {
+                         ++told;
+                         EXPECT_EQ(rounds, 4);
+                       });
+  EXPECT_EQ(order, "abababab");
+  EXPECT_EQ(told, 8);
+  ASSERT_EQ(timings.size(), 2u);
+  EXPECT_EQ(timings[0].repeats, 3);
+  EXPECT_LE(timings[1].p20_ms, timings[1].p80_ms);
+}
+
+TEST(Driver, StopsWhenTimeIsUpButNotTooEarly) {
+  const auto nap = [] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); };
+  const TimingPlan plan{.warmups = 1, .repeats = 1000, .min_repeats = 3, .seconds = 0.001};
+  const std::vector<Timing> timings = time_interleaved({{"nap", nap}}, plan);
+  EXPECT_EQ(timings[0].repeats, 3);
+  EXPECT_GE(timings[0].median_ms, 2.0);
+}
+
+TEST(Crossover, IsWhereTheLastWinsBegin) {
+  EXPECT_FALSE(crossover({}));
+  EXPECT_FALSE(crossover({{512, 0.5}, {1024, 0.9}}));
+  EXPECT_FALSE(crossover({{512, 2.0}, {1024, 0.9}}));
+  EXPECT_EQ(crossover({{512, 1.5}, {1024, 3}}), 512.0);
+  EXPECT_NEAR(*crossover({{512, 0.5}, {2048, 2.0}}), 1024.0, 1e-6);
+  EXPECT_NEAR(*crossover({{256, 2.0}, {512, 0.5}, {2048, 2.0}}), 1024.0, 1e-6);
+}
+
+TEST(BenchEntry, NamedCausalFormsMakeTheEntryCausal) {
+  EXPECT_FALSE(make_entry("full", false).causal);
+  EXPECT_TRUE(make_entry("full", true).causal);
+  const Entry mixed =
+      make_entry("4*local(window=8)+4*routing(clusters=2,window=8,causal=strict)", false);
+  EXPECT_TRUE(mixed.causal);
+  EXPECT_FALSE(leaks_future(mixed));
+  EXPECT_TRUE(leaks_future(make_entry("routing(clusters=2,window=8,causal=paper)", false)));
+  EXPECT_TRUE(leaks_future(make_entry("lsh", true)));
+  EXPECT_THROW(make_entry("clustered(clusters=2)", true), Error);
+  EXPECT_TRUE(is_full(make_entry("full", false)));
+  EXPECT_FALSE(is_full(mixed));
+}
+
+TEST(BenchData, RowsOfQueriesAndKeysAreNormalised) {
+  for (const DataKind kind : {DataKind::normal, DataKind::mixture}) {
+    const AttentionData data =
+        make_data({.B = 2, .heads = 4, .kv_heads = 2, .N = 7, .D = 16, .data = kind});
+    EXPECT_EQ(data.k.view().size(1), 2);
+    const std::vector<double> q = read_values(data.q);
+    for (std::size_t row = 0; row < q.size(); row += 16) {
+      double sum = 0, square = 0;
+      for (int d = 0; d < 16; ++d) {
+        sum += q[row + d];
+        square += q[row + d] * q[row + d];
+      }
+      EXPECT_NEAR(sum, 0, 1e-4);
+      EXPECT_NEAR(square, 16, 1e-3);
+    }
+    EXPECT_EQ(q, read_values(make_data(data.problem).q));
+  }
+}
+
+TEST(BenchFlops, CountFullAttention) {
+  const Problem problem{.B = 2, .heads = 3, .kv_heads = 3, .N = 10, .D = 8};
+  EXPECT_EQ(full_attention_flops(problem, Pass::forward, false), 4.0 * 100 * 8 * 6);
+  EXPECT_EQ(full_attention_flops(problem, Pass::forward, true), 4.0 * 55 * 8 * 6);
+  EXPECT_EQ(full_attention_flops(problem, Pass::both, false), 14.0 * 100 * 8 * 6);
+}
+
+}  // namespace
+}  // namespace coterie::bench

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+# Compares every #include line with the table of rooms below: cmake -P tests/layering.cmake
+cmake_minimum_required(VERSION 3.25)
+get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
+
+# Regular expressions over what stands between the quotes or brackets.
+set(std "[a-z0-9_]+|(math|stddef|stdint|stdlib|string|float|limits)\\.h")
+string(APPEND std "|(immintrin|x86intrin|cpuid|unistd|sched|pthread|sys/[a-z]+)\\.h")
+set(public "coterie/[a-z0-9_]+\\.h")
+set(core "core/[a-z0-9_]+\\.h")
+
+set(rooms include src/core src/ref src/cpu src/cuda src/no_cuda src/ops cases bench apps)
+set(may_include "${std}|${public}")
+set(may_src/core "${std}|${public}|core/.*")
+set(may_src/ref "${std}|${public}|${core}|ref/.*")
+set(may_src/cpu "${std}|${public}|${core}|cpu/.*")
+set(may_src/cuda "${std}|${public}|${core}|cuda/.*|cuda[a-z0-9_]*\\.h|(cub|cute|cuda)/.*|(cooperative_groups|mma)\\.h")
+set(may_src/no_cuda "${std}|${public}|${core}|cuda/entry\\.h")
+set(may_src/ops "${std}|${public}|${core}|ref/.*|cpu/.*|cuda/entry\\.h|ops/.*")
+set(may_cases "${std}|${public}|cases/.*")
+set(may_bench "${std}|${public}|cases/.*|bench/.*")
+set(may_apps "${std}|${public}|cases/.*|bench/.*|apps/.*|(CLI|fmt|nlohmann)/.*")
+
+set(wrong)
+set(count 0)
+foreach(room IN LISTS rooms)
+  file(GLOB_RECURSE files ${root}/${room}/*.h ${root}/${room}/*.cc ${root}/${room}/*.cu
+    ${root}/${room}/*.cuh)
+  foreach(file IN LISTS files)
+    file(STRINGS ${file} lines REGEX "^[ \t]*#[ \t]*include")
+    get_filename_component(folder ${file} DIRECTORY)
+    foreach(line IN LISTS lines)
+      math(EXPR count "${count} + 1")
+      if(NOT line MATCHES "include[ \t]*([\"<])([^\">]+)[\">]")
+        list(APPEND wrong "${file}: cannot read: ${line}")
+        continue()
+      endif()
+      set(kind ${CMAKE_MATCH_1})
+      set(name ${CMAKE_MATCH_2})
+      # A neighbour in the same folder may be named without its room.
+      if(kind STREQUAL "\"" AND name MATCHES "^[a-z0-9_]+\\.cuh?$|^[a-z0-9_]+\\.h$"
+          AND EXISTS ${folder}/${name})
+        continue()
+      endif()
+      if(NOT name MATCHES "^(${may_${room}})$" OR name MATCHES "\\.\\.")
+        list(APPEND wrong "${file}: ${room} may not include ${name}")
+      endif()
+    endforeach()
+  endforeach()
+endforeach()
+
+# tests/ may include everything, but nothing else may include tests/: the table above has no such entry.
+if(wrong)
+  list(JOIN wrong "\n  " wrong)
+  string(REPLACE "${root}/" "" wrong "${wrong}")
+  message(FATAL_ERROR "Includes against the direction of the rooms:\n  ${wrong}")
+endif()
+message(STATUS "${count} includes follow the rooms")

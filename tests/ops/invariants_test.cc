@@ -1,0 +1,379 @@
+// SPDX-License-Identifier: MIT
+// What must hold whatever the numbers: the invariants of docs/mechanisms.md that say when a
+// mechanism equals another, and what its weights are like.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "cases/problem.h"
+#include "coterie/cluster.h"
+#include "coterie/group.h"
+#include "coterie/spec.h"
+#include "ref/ref.h"
+#include "tests/support/expect.h"
+#include "tests/support/tensors.h"
+
+namespace coterie {
+namespace {
+
+using cases::Case;
+using cases::Pass;
+using cases::Problem;
+using test::Expected;
+using test::follows_rule;
+
+using Index = std::int64_t;
+
+// Runs the problem and demands the output and gradients that `mechanism` specifies for its inputs.
+void expect_equals(Problem& problem, const Mechanism& mechanism) {
+  Pass run = cases::run_forward(problem);
+  cases::run_backward(problem, run);
+  problem.mechanism = mechanism;
+  EXPECT_TRUE(follows_rule("out", run.result.out, test::expected_out(problem, {})));
+  test::expect_gradients(problem, run, test::expected_gradients(problem, {}));
+}
+
+// A budget that covers the sequence gives full attention.
+TEST(InvariantsTest, ACoveringBudgetIsFullAttention) {
+  const std::vector<std::string> specs = {
+      "local(window=300)",
+      "local(window=80,kind=blocked)",
+      "local(window=8,kind=blocked,flange=20)",
+      "strided(stride=1)",
+      "oracle-top(topk=113)",
+      "i-clustered(clusters=5,topk=113)",
+      "i-clustered(clusters=5,topk=500,mass_grad=false)",
+      "i-clustered(clusters=5,topk=113,clustering=hamming)",
+      "i-clustered(clusters=5,topk=113,clustering=hamming-keys)",
+      "clustered(clusters=113)",
+      "clustered(clusters=200)",
+      "clustered(clusters=113,clustering=hamming)",
+      "clustered(clusters=150,clustering=hamming-keys)",
+      "i-clustered(clusters=113,topk=3)",
+  };
+  for (const std::string& spec : specs) {
+    for (cases::Lengths lengths : {cases::Lengths::padded, cases::Lengths::packed}) {
+      SCOPED_TRACE(spec + (lengths == cases::Lengths::packed ? " packed" : " padded"));
+      Case c{.spec = spec,
+             .B = lengths == cases::Lengths::packed ? 1 : 3,
+             .H = 4,
+             .Hkv = 2,
+             .N = 113,
+             .Dk = 16,
+             .Dv = 8};
+      c.lengths = lengths;
+      Problem problem = cases::make_problem(c, 1);
+      expect_equals(problem, FullParams{});
+    }
+  }
+}
+
+TEST(InvariantsTest, ACoveringBudgetIsFullAttentionCausally) {
+  for (const char* spec : {"local(window=65)", "local(window=65,kind=blocked)", "strided(stride=1)",
+                           "oracle-top(topk=65)"}) {
+    SCOPED_TRACE(spec);
+    Problem problem =
+        cases::make_problem({.spec = spec, .N = 65, .S = 65, .Dk = 16, .causal = true}, 2);
+    expect_equals(problem, FullParams{});
+  }
+}
+
+TEST(InvariantsTest, EqualTokensAreClusteredWithoutError) {
+  for (const char* spec :
+       {"clustered(clusters=4)", "clustered(clusters=4,clustering=hamming)",
+        "clustered(clusters=4,clustering=hamming-keys)", "i-clustered(clusters=4,topk=7)"}) {
+    SCOPED_TRACE(spec);
+    Problem problem =
+        cases::make_problem({.spec = spec, .N = 65, .Dk = 16, .data = cases::Data::equal}, 3);
+    const Pass run = cases::run_forward(problem);
+    problem.mechanism = FullParams{};
+    EXPECT_TRUE(follows_rule("out", run.result.out, test::expected_out(problem, {})));
+  }
+}
+
+// Writes labels, and the order and offsets that follow from them.
+void set_labels(const Problem& problem, const Pass& run, const std::vector<double>& labels) {
+  write_values(run.result.saved[0], labels);
+  Groups groups;
+  groups.order = run.result.saved[1];
+  groups.offsets = run.result.saved[2];
+  group_by_cluster(run.result.saved[0], problem.inputs.q_sequences, groups);
+}
+
+TEST(InvariantsTest, ClustersOfEqualQueriesAreExact) {
+  Problem problem = cases::make_problem({.spec = "clustered(clusters=9)", .N = 63, .Dk = 16}, 4);
+  const std::vector<double> rows = read_values(problem.inputs.q);
+  const auto source = [](Index i) { return i * 7 % 9; };  // token i repeats one of nine
+  fill(problem.inputs.q, [&](Index at) {
+    const Index head = at / (63 * 16), i = at / 16 % 63;
+    return rows[(head * 63 + source(i)) * 16 + at % 16];
+  });
+  const Pass run = cases::prepare(problem);
+  std::vector<double> labels;
+  for (Index row = 0; row < 4 * 63; ++row) labels.push_back(static_cast<double>(source(row % 63)));
+  set_labels(problem, run, labels);
+  attention_attend(problem.mechanism, problem.inputs, run.result, run.workspace);
+  problem.mechanism = FullParams{};
+  EXPECT_TRUE(follows_rule("out", run.result.out, test::expected_out(problem, {})));
+}
+
+// Outputs are weights when the values are the unit vectors.
+Problem with_unit_values(Case c, std::uint64_t seed) {
+  c = cases::completed(c);
+  c.Dv = c.S;
+  Problem problem = cases::make_problem(c, seed);
+  fill(problem.inputs.v, [&](Index at) { return at / c.S % c.S == at % c.S ? 1.0 : 0.0; });
+  return problem;
+}
+
+std::vector<double> row_distances(const std::vector<double>& a, const std::vector<double>& b,
+                                  std::size_t width) {
+  std::vector<double> distances;
+  for (std::size_t first = 0; first < a.size(); first += width) {
+    double sum = 0;
+    for (std::size_t j = first; j < first + width; ++j) sum += std::abs(a[j] - b[j]);
+    distances.push_back(sum);
+  }
+  return distances;
+}
+
+// |improved row - exact row| <= |clustered row - exact row| in the 1-norm, for every query.
+TEST(InvariantsTest, ImprovedRowsAreNeverFurtherFromFullAttentionThanClusteredOnes) {
+  for (const char* clustering : {"keys", "hamming-keys", "hamming"}) {
+    for (cases::Data data : {cases::Data::normal, cases::Data::mixture}) {
+      for (int topk : {1, 6, 30}) {
+        const std::string common = "clustered(clusters=7,clustering=" + std::string(clustering);
+        Case c{.spec = common + ")", .N = 50, .S = 60, .Dk = 8};
+        c.dtype = DType::f64;
+        c.data = data;
+        c.scale = 1.0;  // peaked rows
+        const Problem clustered = with_unit_values(c, 5);
+        c.spec = "i-" + common + ",topk=" + std::to_string(topk) + ")";
+        const Problem improved = with_unit_values(c, 5);
+        const Pass a = cases::run_forward(clustered), b = cases::run_forward(improved);
+        ASSERT_TRUE(test::same_bits(a.result.saved[0], b.result.saved[0])) << "other clusters";
+
+        const std::vector<double> exact = ref::weights<double>(FullParams{}, clustered.inputs, {});
+        const auto judge = [&](const std::vector<double>& plain,
+                               const std::vector<double>& better) {
+          const std::vector<double> before = row_distances(plain, exact, 60);
+          const std::vector<double> after = row_distances(better, exact, 60);
+          const double rounding = 60 * test::ulp(DType::f64, 1.0);
+          double gain = 0;
+          for (std::size_t i = 0; i < before.size(); ++i) {
+            ASSERT_LE(after[i], before[i] + rounding) << c.spec << " row " << i;
+            gain += before[i] - after[i];
+          }
+          EXPECT_GT(gain, 0) << c.spec;
+        };
+        judge(read_values(a.result.out), read_values(b.result.out));
+        judge(ref::weights<double>(clustered.mechanism, clustered.inputs, a.result.saved),
+              ref::weights<double>(improved.mechanism, improved.inputs, b.result.saved));
+      }
+    }
+  }
+}
+
+// With values that are all 1, an output is the sum of its row of weights: 1, or 0 where there is
+// nothing to attend to. Routing's rows are n / (n + eps) for a token in n clusters; Laplace
+// attention has no such rule.
+TEST(InvariantsTest, WeightsSumToOne) {
+  for (const Case& c : cases::all()) {
+    if (c.spec.find("laplace") != std::string::npos) continue;
+    SCOPED_TRACE(c.name);
+    const Problem problem = cases::make_problem(c, 6);
+    fill(problem.inputs.v, [](Index) { return 1.0; });
+    const Pass run = cases::run_forward(problem);
+    const Expected expected = test::expected_out(problem, run.result.saved);
+    EXPECT_TRUE(follows_rule("out", run.result.out, expected));
+    const Mechanism resolved = resolve(problem.mechanism, problem.inputs.causal);
+    const auto* routing = std::get_if<RoutingParams>(&resolved);
+    const bool averaged = routing != nullptr && routing->membership == Membership::top;
+    const double eps = averaged ? routing->count_eps : 0.0;
+    for (double sum : expected.exact) {
+      const double clusters = averaged ? std::round(eps * sum / (1.0 - sum)) : std::round(sum);
+      const double whole = clusters == 0.0 ? 0.0 : clusters / (clusters + eps);
+      ASSERT_NEAR(sum, whole, static_cast<double>(c.S) * test::ulp(DType::f64, 1.0));
+    }
+  }
+}
+
+// The token that stands at `i` after the tokens moved.
+Index moved(Index i, Index count) { return (i * 29 + 11) % count; }
+
+// Rows of dimension 2 moved to their new places.
+void permute_rows(const TensorView& tensor, bool back = false) {
+  const std::vector<double> values = read_values(tensor);
+  const Index rows = tensor.size(2), width = tensor.rank > 3 ? tensor.size(3) : 1;
+  std::vector<double> result(values.size());
+  for (std::size_t at = 0; at < values.size(); ++at) {
+    const Index d = static_cast<Index>(at) % width, row = static_cast<Index>(at) / width;
+    const Index to = row / rows * rows + moved(row % rows, rows);
+    if (back) {
+      result[at] = values[to * width + d];
+    } else {
+      result[to * width + d] = values[at];
+    }
+  }
+  write_values(tensor, result);
+}
+
+// Lists along the last dimension name tokens by their new places, ascending again.
+void rename_tokens(const TensorView& lists, Index tokens, bool sorted) {
+  std::vector<double> values = read_values(lists);
+  const auto width = static_cast<std::size_t>(lists.size(lists.rank - 1));
+  for (std::size_t first = 0; first < values.size(); first += width) {
+    std::size_t used = 0;
+    for (std::size_t t = first; t < first + width && values[t] >= 0; ++t, ++used) {
+      values[t] = static_cast<double>(moved(static_cast<Index>(values[t]), tokens));
+    }
+    if (sorted) std::sort(values.begin() + first, values.begin() + first + used);
+  }
+  write_values(lists, values);
+}
+
+// Moves a selection along with its tokens.
+void permute_selection(const Problem& problem, const Pass& run, Index tokens) {
+  const SavedLayout layout = attention_saved(problem.mechanism, problem.inputs);
+  for (std::size_t s = 0; s < layout.selection_count; ++s) {
+    const std::string& name = layout.tensors[s].name;
+    const TensorView& tensor = run.result.saved[s];
+    if (name.find("labels") != std::string::npos) permute_rows(tensor);
+    if (name == "top_keys" || name.find("members") != std::string::npos) {
+      rename_tokens(tensor, tokens, true);
+    }
+    if (name == "top_keys" && std::holds_alternative<OracleTopParams>(problem.mechanism)) {
+      permute_rows(tensor);
+    }
+    if (name == "order" && std::holds_alternative<LshParams>(problem.mechanism)) {
+      rename_tokens(tensor, tokens, false);
+    }
+  }
+  if (layout.selection_count > 2 && layout.tensors[0].name == "labels") {
+    set_labels(problem, run, read_values(run.result.saved[0]));
+  }
+}
+
+TEST(InvariantsTest, PermutedTokensGivePermutedResults) {
+  for (const char* spec :
+       {"full", "oracle-top(topk=9)", "clustered(clusters=6)", "i-clustered(clusters=6,topk=9)",
+        "i-clustered(clusters=6,topk=9,mass_grad=false,clustering=hamming)",
+        "lsh(rounds=2,chunk=8,buckets=8,combine=mean)", "routing(clusters=5,window=12)",
+        "routing(clusters=5,membership=balanced)", "cast(clusters=5,size=12)",
+        "cast(clusters=5,size=15,mode=single)", "cast(clusters=5,size=12,activation=laplace)"}) {
+    SCOPED_TRACE(spec);
+    const Index tokens = 63;
+    const Problem problem = cases::make_problem({.spec = spec, .N = tokens, .Dk = 8}, 7);
+    Pass before = cases::run_forward(problem);
+    cases::run_backward(problem, before);
+    const Expected out = test::expected_out(problem, before.result.saved);
+    const test::ExpectedGradients expected = test::expected_gradients(problem, before.result.saved);
+
+    Pass after = cases::prepare(problem);
+    for (std::size_t s = 0; s < before.selection_count; ++s) {
+      write_values(after.result.saved[s], read_values(before.result.saved[s]));
+    }
+    permute_selection(problem, after, tokens);
+    for (const TensorView& tensor :
+         {problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.grad_out}) {
+      if (tensor.present()) permute_rows(tensor);
+    }
+    if (problem.inputs.gate.present()) {
+      TensorView gate = problem.inputs.gate;  // (B, N) as (1, B, N)
+      gate = TensorView::contiguous(gate.data, gate.dtype, {1, gate.size(0), gate.size(1)});
+      permute_rows(gate);
+    }
+    attention_attend(problem.mechanism, problem.inputs, after.result, after.workspace);
+    cases::run_backward(problem, after);
+    for (const TensorView& tensor :
+         {after.result.out, after.gradients.dq, after.gradients.dk, after.gradients.dv}) {
+      if (tensor.present()) permute_rows(tensor, true);
+    }
+    EXPECT_TRUE(test::agrees("out", after.result.out, before.result.out, out));
+    EXPECT_TRUE(test::agrees("dq", after.gradients.dq, before.gradients.dq, expected.dq));
+    if (problem.inputs.k.present()) {
+      EXPECT_TRUE(test::agrees("dk", after.gradients.dk, before.gradients.dk, expected.dk));
+    }
+    EXPECT_TRUE(test::agrees("dv", after.gradients.dv, before.gradients.dv, expected.dv));
+    if (problem.inputs.gate.present()) {
+      EXPECT_TRUE(test::agrees("dcentroids", after.gradients.dcentroids,
+                               before.gradients.dcentroids, expected.dcentroids));
+    }
+  }
+}
+
+// A mask of ones is no mask, and the lower triangle is the causal rule.
+TEST(InvariantsTest, AMaskCanSayWhatTheFlagsSay) {
+  for (const char* spec : {"full", "local(window=9)", "local(window=16,kind=blocked)",
+                           "strided(stride=3)", "oracle-top(topk=7)"}) {
+    SCOPED_TRACE(spec);
+    const Index tokens = 65;
+    Problem problem =
+        cases::make_problem({.spec = spec, .B = 1, .H = 2, .N = tokens, .Dk = 8, .mask = true}, 8);
+    fill(problem.inputs.mask.narrowed(1, 0, 1), [](Index) { return 1.0; });
+    const Pass masked = cases::run_forward(problem);
+    const Expected expected = test::expected_out(problem, masked.result.saved);
+    TensorView mask = problem.inputs.mask;
+    problem.inputs.mask = {};
+    const Pass plain = cases::run_forward(problem);
+    EXPECT_TRUE(test::agrees("out", masked.result.out, plain.result.out, expected));
+
+    if (std::string(spec).starts_with("local")) continue;  // causal windows are other windows
+    fill(mask.narrowed(1, 0, 1), [&](Index at) { return at % tokens <= at / tokens ? 1.0 : 0.0; });
+    problem.inputs.mask = mask;
+    const Pass triangle = cases::run_forward(problem);
+    const Expected causal = test::expected_out(problem, triangle.result.saved);
+    problem.inputs.mask = {};
+    problem.inputs.causal = true;
+    const Pass flag = cases::run_forward(problem);
+    EXPECT_TRUE(test::agrees("out", triangle.result.out, flag.result.out, causal));
+  }
+}
+
+// Adding one vector to all keys moves every logit of a query alike.
+TEST(InvariantsTest, AConstantAddedToAllKeysChangesNoKeyAwareCluster) {
+  for (const char* clustering : {"keys", "hamming-keys"}) {
+    const Problem problem = cases::make_problem(
+        {.spec = "clustered(clusters=9,clustering=" + std::string(clustering) + ")",
+         .N = 113,
+         .Dk = 8,
+         .dtype = DType::f64},
+        9);
+    const Pass before = cases::run_forward(problem);
+    const std::vector<double> keys = read_values(problem.inputs.k);
+    fill(problem.inputs.k, [&](Index at) { return keys[at] + static_cast<double>(at % 8) - 3.5; });
+    const Pass after = cases::run_forward(problem);
+    EXPECT_TRUE(test::same_bits(before.result.saved[0], after.result.saved[0])) << clustering;
+  }
+}
+
+TEST(InvariantsTest, QueriesThatDifferWhereKeysDoNotShareAKeyAwareCluster) {
+  for (const char* clustering : {"keys", "hamming-keys"}) {
+    const Index tokens = 64, dim = 8;
+    const Problem problem = cases::make_problem(
+        {.spec = "clustered(clusters=9,clustering=" + std::string(clustering) + ")",
+         .B = 1,
+         .H = 1,
+         .N = tokens,
+         .Dk = dim,
+         .dtype = DType::f64,
+         .data = cases::Data::integers},
+        10);
+    const std::vector<double> keys = read_values(problem.inputs.k);
+    fill(problem.inputs.k, [&](Index at) { return at % dim < 4 ? keys[at] : 0.0; });
+    const std::vector<double> queries = read_values(problem.inputs.q);
+    fill(problem.inputs.q, [&](Index at) {  // query i and i + 32 agree in the first four elements
+      const Index i = at / dim, d = at % dim;
+      return queries[d < 4 ? i % 32 * dim + d : at];
+    });
+    const Pass run = cases::run_forward(problem);
+    const std::vector<double> labels = read_values(run.result.saved[0]);
+    EXPECT_GT(std::set<double>(labels.begin(), labels.end()).size(), 1u) << clustering;
+    for (Index i = 0; i < 32; ++i) EXPECT_EQ(labels[i], labels[i + 32]) << clustering;
+  }
+}
+
+}  // namespace
+}  // namespace coterie

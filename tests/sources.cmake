@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: MIT
+# Sources are listed by hand; this finds the file that was written and never compiled.
+cmake_minimum_required(VERSION 3.25)
+get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
+
+set(forgotten)
+foreach(room src cases bench apps tests)
+  file(READ ${root}/${room}/CMakeLists.txt lists)
+  string(REGEX REPLACE "#[^\n]*" "" lists "${lists}")
+  file(GLOB_RECURSE files RELATIVE ${root}/${room} ${root}/${room}/*.cc ${root}/${room}/*.cu)
+  list(FILTER files EXCLUDE REGEX "^package/")  # a project of its own
+  foreach(file IN LISTS files)
+    string(REPLACE "." "\\." pattern "${file}")
+    if(NOT lists MATCHES "[ \n(]${pattern}[ \n)]")
+      list(APPEND forgotten ${room}/${file})
+    endif()
+  endforeach()
+endforeach()
+
+if(forgotten)
+  list(JOIN forgotten "\n  " forgotten)
+  message(FATAL_ERROR "Not named in the CMakeLists.txt of their room:\n  ${forgotten}")
+endif()
