@@ -45,6 +45,10 @@ std::ostream& operator<<(std::ostream& out, const Case& c);
 // Every case, with all sizes filled in.
 std::vector<Case> all();
 
+// A case from words: "B3 H4:2 N113 S65 D64:32 causal mask padded|packed bnhd|gaps f64|bf16|f16
+// mixture|equal|integers logit_scale scale=0.5"; what is not said has the default.
+Case make_case(const std::string& name, const std::string& spec, const std::string& shape);
+
 // Sizes that were left 0 replaced by what they stand for.
 Case completed(Case c);
 

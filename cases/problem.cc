@@ -145,7 +145,8 @@ void add_parameters(const Case& c, std::uint64_t seed, Problem& problem) {
   }
   if (const auto* cast = std::get_if<CastParams>(&problem.mechanism)) {
     inputs.centroids = new_tensor(problem.storage, dtype, {c.H, cast->clusters, c.Dk});
-    fill(inputs.centroids, centroids);
+    const double deviation = c.data == Data::integers ? 1.0 : 1.0 / std::sqrt(c.Dk);
+    fill(inputs.centroids, [&](std::int64_t index) { return deviation * centroids(index); });
     inputs.gate = new_tensor(problem.storage, dtype, {c.B, c.N});
     fill(inputs.gate, normal_values(seed, kGate));
     spoil_padding(inputs.gate, inputs.q_sequences, 1);

@@ -31,8 +31,10 @@ std::vector<Span> make_spans(const std::string& op, const Sequences& sequences,
   if (cu_seqlens.present()) {
     check_ints(op, "cu_seqlens", cu_seqlens);
     COTERIE_CHECK(batches == 1, op, "expected a batch of 1 with cu_seqlens; got ", batches);
-    COTERIE_CHECK(cu_seqlens.size(0) >= 1 && int_at(cu_seqlens, 0) == 0, op,
-                  "expected cu_seqlens to start with 0");
+    COTERIE_CHECK(cu_seqlens.size(0) >= 1, op, "expected at least one number in cu_seqlens; got ",
+                  cu_seqlens.describe());
+    COTERIE_CHECK(int_at(cu_seqlens, 0) == 0, op, "expected cu_seqlens to start with 0; got ",
+                  int_at(cu_seqlens, 0));
     for (std::int64_t t = 0; t + 1 < cu_seqlens.size(0); ++t) {
       const std::int64_t begin = int_at(cu_seqlens, t), end = int_at(cu_seqlens, t + 1);
       COTERIE_CHECK(begin <= end && end <= rows, op, "expected cu_seqlens to ascend to at most ",

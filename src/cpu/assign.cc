@@ -50,20 +50,19 @@ void assign_balanced(const TensorView& x, const std::vector<Span>& spans, const 
     const std::int64_t item = task / heads, head = task % heads;
     const Span& span = spans[static_cast<std::size_t>(item)];
     const std::int64_t even = (span.length + view.clusters() - 1) / view.clusters();
-    balanced_rows(span_rows(x, span, head), span.length,
-                  centroid_rows<T>(view, item, head, heads), view.clusters(),
-                  capacity == 0 ? even : capacity, tiles[static_cast<std::size_t>(worker)],
-                  buffers[static_cast<std::size_t>(worker)],
-                  span_at<std::int32_t>(labels, span, head));
+    balanced_rows(
+        span_rows(x, span, head), span.length, centroid_rows<T>(view, item, head, heads),
+        view.clusters(), capacity == 0 ? even : capacity, tiles[static_cast<std::size_t>(worker)],
+        buffers[static_cast<std::size_t>(worker)], span_at<std::int32_t>(labels, span, head));
   });
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template Rows centroid_rows<T>(const CentroidView&, std::int64_t, std::int64_t, std::int64_t);   \
-  template void assign_nearest(const TensorView&, const std::vector<Span>&, const CentroidView&,   \
-                               const TensorView&, std::vector<Tiles<T>>&);                         \
-  template void assign_balanced(const TensorView&, const std::vector<Span>&, const CentroidView&,  \
-                                std::int64_t, const TensorView&, std::vector<Tiles<T>>&,           \
+#define COTERIE_INSTANTIATE(T)                                                                    \
+  template Rows centroid_rows<T>(const CentroidView&, std::int64_t, std::int64_t, std::int64_t);  \
+  template void assign_nearest(const TensorView&, const std::vector<Span>&, const CentroidView&,  \
+                               const TensorView&, std::vector<Tiles<T>>&);                        \
+  template void assign_balanced(const TensorView&, const std::vector<Span>&, const CentroidView&, \
+                                std::int64_t, const TensorView&, std::vector<Tiles<T>>&,          \
                                 std::vector<BalancedBuffer<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

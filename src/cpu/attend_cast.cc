@@ -32,7 +32,7 @@ void attend_cluster(CastForward<T>& pass, const CastSaved<T>& saved, const TileT
   const Segment<T> inner = pass.inner(task.item, task.head, list);
   for (std::int64_t first = 0; first < list.count; first += kQueryTile) {
     const std::int64_t count = std::min(kQueryTile, list.count - first);
-    pass.f.forward(inner, first, count, tiles, nullptr);
+    forward_tile(inner, first, count, tiles);
     kernel.store(memory_rows(pass.inner_out, value_width), slot + first, count, T(1), tiles.o,
                  tiles.value_row);
     if (saved.member_lse) std::copy_n(tiles.lse, count, saved.member_lse + slot + first);
@@ -40,7 +40,7 @@ void attend_cluster(CastForward<T>& pass, const CastSaved<T>& saved, const TileT
   if (saved.member_lse)
     std::fill(saved.member_lse + slot + list.count, saved.member_lse + slot + pass.width,
               kNegInf<T>);
-  pass.f.forward(pass.outer(task.item, task.head, task.list, list), 0, 1, tiles, nullptr);
+  forward_tile(pass.outer(task.item, task.head, task.list, list), 0, 1, tiles);
   std::copy_n(tiles.o, value_width, saved.summary + number * value_width);
   if (saved.summary_lse) saved.summary_lse[number] = tiles.lse[0];
 }
@@ -63,7 +63,7 @@ void mix_clusters(CastForward<T>& pass, const CastSaved<T>& saved, const TensorV
                    p[cluster - begin] = 0;
                  });
   };
-  pass.f.forward(pass.mix(saved, tile.item, tile.head), tile.first, tile.count, tiles, &hook);
+  forward_tile(pass.mix(saved, tile.item, tile.head), tile.first, tile.count, tiles, &hook);
   kernels<T>().store(span_rows(out, span, tile.head), tile.first, tile.count, T(1), tiles.o,
                      tiles.value_row);
   if (saved.combine_lse.present())

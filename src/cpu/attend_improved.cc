@@ -48,7 +48,7 @@ struct ImprovedWorkspace {
   T* centroids = nullptr;                // (items, H, C, Dk), for the selection
   T *weight = nullptr, *inner = nullptr;  // (B, H, N): mass of the query's cluster; gradient . u
   CentroidGradients<T> gradients;
-  SlotGradients<T> slots;
+  KeySlots<T> slots;
 
   ImprovedWorkspace(Arena& arena, const ImprovedClusteredParams& params, const AttentionCall& call)
       : clustering(arena, params.clustering, call),

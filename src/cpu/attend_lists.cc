@@ -6,6 +6,7 @@
 #include "core/dispatch.h"
 #include "core/parallel.h"
 #include "cpu/banded.h"
+#include "cpu/delta.h"
 #include "cpu/fold.h"
 #include "cpu/members.h"
 #include "cpu/merge.h"
@@ -68,11 +69,9 @@ void slot_deltas(const Rows& out, const Rows& gradient, std::int64_t slots, T* d
   parallel_for((slots + kQueryTile - 1) / kQueryTile, [&](std::int64_t number, int worker) {
     Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
     const std::int64_t first = number * kQueryTile, count = std::min(kQueryTile, slots - first);
-    kernel.load(out, first, count, T(1), own.o, own.value_row);
     kernel.load(gradient, first, count, T(1), own.g, own.value_row);
-    for (std::int64_t r = 0; r < count; ++r)
-      delta[first + r] = kernel.row_dot(own.o + r * own.value_row, own.g + r * own.value_row,
-                                        own.value_row);
+    delta_of_outputs(out, first, count, own);
+    std::copy_n(own.delta, count, delta + first);
   });
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Routing attention: rows are normalised, tokens near a centroid attend to each other. top and
 // balanced: groups of members, whose outputs add up per token (members.h); nearest: runs of tokens
-// sorted by cluster, strictly causal (banded.h). Roy et al., "Efficient Content-Based Sparse Attention
-// with Routing Transformers", 2021; balanced and nearest are ours.
+// sorted by cluster, strictly causal (banded.h). Roy et al., "Efficient Content-Based Sparse
+// Attention with Routing Transformers", 2021; balanced and nearest are ours.
 #include <algorithm>
 #include <limits>
 
@@ -67,8 +67,8 @@ const T* head_scale_of(const AttentionCall& call) {
   return static_cast<const T*>(call.inputs.logit_scale.data);
 }
 
-// Factors of the logits in the backward pass, as far as their own gradient divides by them. In place
-// of 0 a number so small that no weight changes.
+// Factors of the logits in the backward pass, as far as their own gradient divides by them. In
+// place of 0 a number so small that no weight changes.
 template <class T>
 std::vector<T> nonzero_scale(const AttentionCall& call) {
   const T* scale = head_scale_of<T>(call);
@@ -87,6 +87,8 @@ MemberLists member_lists(const RoutingParams& params, const std::vector<TensorVi
 template <class T>
 T slot_weight(const RoutingParams& params, std::int64_t groups_of_token) {
   if (params.membership == Membership::balanced) return T(1);
+  // A token in no cluster has nothing to divide, and its output is 0 whatever count_eps is.
+  if (groups_of_token == 0) return T(0);
   return T(1) / static_cast<T>(static_cast<double>(groups_of_token) + params.count_eps);
 }
 
@@ -147,8 +149,7 @@ void backward_groups(const RoutingParams& params, const AttentionCall& call,
   workspace.query_slots.build(plan.queries, query_spans(call));
   workspace.key_slots.build(plan.keys, key_spans(call));
   fill_weights(params, workspace.query_slots, workspace.weight);
-  const auto* lse =
-      static_cast<const T*>(result.saved[saved_positions(params).member_lse].data);
+  const auto* lse = static_cast<const T*>(result.saved[saved_positions(params).member_lse].data);
   const auto row_gradients = [&](const T* delta) {
     return token_gradients<T>(normalised, plan, grad_out, {workspace.weight, lse, delta});
   };
@@ -179,8 +180,7 @@ BandedRuns banded_runs(const RoutingParams& params, const std::vector<TensorView
 
 template <class T>
 void attend_runs(const RoutingParams& params, const AttentionCall& call,
-                 const AttentionResult& result, BandedForward<T>& workspace,
-                 RoutingRows<T>& rows) {
+                 const AttentionResult& result, BandedForward<T>& workspace, RoutingRows<T>& rows) {
   const AttentionCall normalised = rows.normalise(call);
   const BandedProblem<T> problem{normalised, banded_params(params),
                                  banded_runs(params, result.saved), head_scale_of<T>(call)};
@@ -199,8 +199,8 @@ void backward_runs(const RoutingParams& params, const AttentionCall& call,
                                  banded_runs(params, result.saved),
                                  head_scale.empty() ? nullptr : head_scale.data()};
   const BandedResult forward{result.out, result.saved[saved_positions(params).lse], grad_out};
-  const GradientSums<T> sums = banded_backward(
-      problem, forward, wanted_gradients(params, gradients), workspace, rows.tiles);
+  const GradientSums<T> sums =
+      banded_backward(problem, forward, wanted_gradients(params, gradients), workspace, rows.tiles);
   write_gradients(call, rows, sums, problem.head_scale, gradients);
 }
 

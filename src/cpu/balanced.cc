@@ -67,8 +67,8 @@ struct Holders {
   }
 };
 
-// The next proposal of tokens index[first ..]: the best cluster that comes after the last one tried;
-// cluster -1 when there is none.
+// The next proposal of tokens index[first ..]: the best cluster that comes after the last one
+// tried; cluster -1 when there is none.
 template <class T>
 void next_proposals(const Rows& x, std::int64_t first, std::int64_t count, const Rows& centroids,
                     std::int64_t clusters, Tiles<T>& tiles, BalancedBuffer<T>& buffer) {
@@ -80,8 +80,8 @@ void next_proposals(const Rows& x, std::int64_t first, std::int64_t count, const
   for (std::int64_t begin = 0; begin < clusters; begin += kKeyTile) {
     const std::int64_t columns = std::min(kKeyTile, clusters - begin);
     kernel.load_transposed(centroids, begin, columns, T(1), tiles.k_columns, kKeyTile);
-    kernel.multiply({count, kKeyTile, x.width, tiles.q, tiles.key_row, 1, tiles.k_columns, kKeyTile,
-                     tiles.s, kKeyTile, false});
+    kernel.multiply({count, padded(columns), x.width, tiles.q, tiles.key_row, 1, tiles.k_columns,
+                     kKeyTile, tiles.s, kKeyTile, false});
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int32_t token = x.index[first + r], tried = buffer.cluster[token];
       const T last = buffer.score[token];
@@ -135,10 +135,10 @@ void balanced_rows(const Rows& x, std::int64_t count, const Rows& centroids, std
   std::copy_n(buffer.cluster, count, labels);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                              \
-  template struct BalancedBuffer<T>;                                                        \
-  template void balanced_rows(const Rows&, std::int64_t, const Rows&, std::int64_t,         \
-                              std::int64_t, Tiles<T>&, BalancedBuffer<T>&, std::int32_t*);
+#define COTERIE_INSTANTIATE(T)                                                                    \
+  template struct BalancedBuffer<T>;                                                              \
+  template void balanced_rows(const Rows&, std::int64_t, const Rows&, std::int64_t, std::int64_t, \
+                              Tiles<T>&, BalancedBuffer<T>&, std::int32_t*);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

@@ -25,17 +25,17 @@ SlotSide run_slots(const TensorView& order, const std::vector<Span>& spans,
   for (const Span& span : spans)
     for (std::int64_t head = 0; head < side.heads; ++head) {
       const std::int32_t* tokens = span_at<const std::int32_t>(order, span, head, per_token);
-      side.blocks.push_back({tokens, tokens - static_cast<const std::int32_t*>(order.data),
-                             span.length * per_token});
+      side.blocks.push_back(
+          {tokens, tokens - static_cast<const std::int32_t*>(order.data), span.length * per_token});
     }
   return side;
 }
 
 // The run of a cluster on both sides.
 struct RunPair {
-  Range queries, keys;                           // slots of the blocks
+  Range queries, keys;                            // slots of the blocks
   const std::int32_t *query_tokens, *key_tokens;  // of the run
-  std::int32_t* key_ends;                        // of the run's queries
+  std::int32_t* key_ends;                         // of the run's queries
 };
 
 template <class T>
@@ -59,8 +59,8 @@ constexpr std::uint8_t kManyKeys = 2, kCountMask = 3, kOwnKeySeen = 4;
 
 void note_keys(std::int64_t count, bool own, std::uint8_t& seen) {
   const std::int64_t total = (seen & kCountMask) + count;
-  seen = static_cast<std::uint8_t>(std::min<std::int64_t>(total, kManyKeys) |
-                                   (seen & kOwnKeySeen) | (own ? kOwnKeySeen : 0));
+  seen = static_cast<std::uint8_t>(std::min<std::int64_t>(total, kManyKeys) | (seen & kOwnKeySeen) |
+                                   (own ? kOwnKeySeen : 0));
 }
 
 std::uint8_t own_key_flag(const BandedParams& params, std::uint8_t seen) {
@@ -134,8 +134,8 @@ template <class T>
 GroupPlan<T> banded_plan(const BandedProblem<T>& problem, BandedLayout& layout) {
   const AttentionCall& call = problem.call;
   GroupPlan<T> plan;
-  plan.queries = run_slots(problem.runs.q_order, query_spans(call),
-                           problem.params.clusters_per_query);
+  plan.queries =
+      run_slots(problem.runs.q_order, query_spans(call), problem.params.clusters_per_query);
   plan.keys = run_slots(problem.runs.k_order, key_spans(call), 1);
   plan.groups = problem.runs.q_offsets.size(2) - 1;
   plan.scale = static_cast<T>(call.scale);
@@ -180,8 +180,8 @@ void own_key_parts(const BandedProblem<T>& problem, const RowTile& tile, Tiles<T
   kernel.load(span_rows(call.inputs.v, item.k, call.value_head(tile.head)), tile.first, tile.count,
               T(1), tiles.v, tiles.value_row);
   for (std::int64_t r = 0; r < tile.count; ++r)
-    tiles.max[r] = kernel.row_dot(tiles.q + r * tiles.key_row, tiles.k + r * tiles.key_row,
-                                  tiles.key_row);
+    tiles.max[r] =
+        kernel.row_dot(tiles.q + r * tiles.key_row, tiles.k + r * tiles.key_row, tiles.key_row);
 }
 
 template <class T>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Strictly causal attention inside clusters: queries and keys are sorted by (cluster, position), and a
-// query sees the `window` latest keys of each of its clusters that are not after it. In sorted order
-// that is a band, clipped at cluster boundaries. Tiles start at every cluster, so the order of a row's
-// sums does not depend on how many later tokens there are.
+// Strictly causal attention inside clusters: queries and keys are sorted by (cluster, position),
+// and a query sees the `window` latest keys of each of its clusters that are not after it. In
+// sorted order that is a band, clipped at cluster boundaries. Tiles start at every cluster, so the
+// order of a row's sums does not depend on how many later tokens there are.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct BandedParams {
   bool include_self = false;  // a query also sees its own key when that is in none of its clusters
 };
 
-// Tokens sorted by cluster, and where clusters start. The order of the queries holds (query, cluster)
-// pairs, those of an item from begin * clusters_per_query.
+// Tokens sorted by cluster, and where clusters start. The order of the queries holds (query,
+// cluster) pairs, those of an item from begin * clusters_per_query.
 struct BandedRuns {
   TensorView q_order, q_offsets;  // (B, H, N * clusters_per_query), (items, H, C+1)
   TensorView k_order, k_offsets;  // (B, key heads, S), (items, key heads, C+1)
@@ -81,9 +81,9 @@ template <class T>
 struct BandedBackward {
   BandedLayout layout;
   SlotIndex key_slots;
-  T* delta;                           // (B, H, N)
-  T *own_weight, *own_dlogit;         // (B, H, N), of kAddOwnKey; null without include_self
-  T *dq, *dk, *dv;                    // slot gradients
+  T* delta;                    // (B, H, N)
+  T *own_weight, *own_dlogit;  // (B, H, N), of kAddOwnKey; null without include_self
+  T *dq, *dk, *dv;             // slot gradients
 
   BandedBackward(Arena& arena, const BandedParams& params, const AttentionCall& call);
 };

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "cpu/banded.h"
+#include "cpu/delta.h"
 #include "cpu/pass.h"
 
 namespace coterie::cpu {
@@ -39,11 +40,8 @@ void delta_rows(const AttentionCall& call, const BandedResult& result, T* delta,
     Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
     kernel.load(span_rows(result.grad_out, span, tile.head), tile.first, tile.count, T(1), own.g,
                 own.value_row);
-    kernel.load(span_rows(result.out, span, tile.head), tile.first, tile.count, T(1), own.o,
-                own.value_row);
-    T* row = rows_at(delta, call, span, tile.head) + tile.first;
-    for (std::int64_t r = 0; r < tile.count; ++r)
-      row[r] = kernel.row_dot(own.g + r * own.value_row, own.o + r * own.value_row, own.value_row);
+    delta_of_outputs(span_rows(result.out, span, tile.head), tile.first, tile.count, own);
+    std::copy_n(own.delta, tile.count, rows_at(delta, call, span, tile.head) + tile.first);
   });
 }
 
@@ -56,8 +54,8 @@ void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& resu
   visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
     const Item& item = call.items[static_cast<std::size_t>(tile.item)];
     Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
-    const T scale = static_cast<T>(call.scale) *
-                    (problem.head_scale ? problem.head_scale[tile.head] : T(1));
+    const T scale =
+        static_cast<T>(call.scale) * (problem.head_scale ? problem.head_scale[tile.head] : T(1));
     kernel.load(span_rows(call.inputs.q, item.q, tile.head), tile.first, tile.count, scale, own.q,
                 own.key_row);
     kernel.load(span_rows(call.k, item.k, call.key_head(tile.head)), tile.first, tile.count, T(1),
@@ -76,8 +74,8 @@ void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& resu
       weight[i] = dlogit[i] = 0;
       if (own_key[i] != kAddOwnKey) continue;
       const T logit = kernel.row_dot(own.q + r * own.key_row, own.k + r * own.key_row, own.key_row);
-      const T dp = kernel.row_dot(own.g + r * own.value_row, own.v + r * own.value_row,
-                                  own.value_row);
+      const T dp =
+          kernel.row_dot(own.g + r * own.value_row, own.v + r * own.value_row, own.value_row);
       weight[i] = std::exp(logit - lse[i]);
       dlogit[i] = scale * weight[i] * (dp - delta[i]);
     }
@@ -148,10 +146,10 @@ GradientSums<T> banded_backward(const BandedProblem<T>& problem, const BandedRes
                                 result.grad_out, workspace.own_weight)};
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                    \
-  template struct BandedBackward<T>;                                                              \
-  template GradientSums<T> banded_backward(const BandedProblem<T>&, const BandedResult&,          \
-                                           const WantedGradients&, BandedBackward<T>&,            \
+#define COTERIE_INSTANTIATE(T)                                                           \
+  template struct BandedBackward<T>;                                                     \
+  template GradientSums<T> banded_backward(const BandedProblem<T>&, const BandedResult&, \
+                                           const WantedGradients&, BandedBackward<T>&,   \
                                            std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -52,7 +52,6 @@ template <class T>
 CastPass<T>::CastPass(Arena& arena, const CastParams& cast, const AttentionCall& attention)
     : params(cast),
       call(attention),
-      f(activation<T>(params.activation)),
       clusters(params.clusters),
       width(list_width(params, call)),
       slots(call.num_items() * call.H * clusters * width),
@@ -102,6 +101,7 @@ Segment<T> CastPass<T>::inner(std::int64_t item, std::int64_t head, const RowLis
   segment.v = list_rows(call.inputs.v, spans.k, call.value_head(head), list);
   segment.num_queries = segment.num_keys = list.count;
   segment.scale = static_cast<T>(call.scale);
+  segment.weighting = weighting();
   segment.rule = everything<T>(list.count);
   return segment;
 }
@@ -126,6 +126,7 @@ Segment<T> CastPass<T>::mix(const CastSaved<T>& saved, std::int64_t item, std::i
   segment.num_queries = call.item(item).q.length;
   segment.num_keys = clusters;
   segment.scale = static_cast<T>(call.scale);
+  segment.weighting = weighting();
   segment.rule = everything<T>(clusters);
   const std::int32_t* first_members = members(saved, item, head, 0).index;
   segment.rule.filter = [first_members, stride = width](std::int64_t, std::int64_t begin,

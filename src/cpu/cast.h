@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/call.h"
-#include "cpu/activation.h"
+#include "cpu/laplace.h"
 #include "cpu/fold.h"
 #include "cpu/lists.h"
 
@@ -61,7 +61,6 @@ template <class T>
 struct CastPass {
   const CastParams& params;
   const AttentionCall& call;
-  const Activation<T> f;
   std::int64_t clusters, width, slots;
   ListWorkspace<T> lists;
   TensorView gated_q, gated_k;  // psi(phi) q, psi(-phi) k
@@ -70,6 +69,10 @@ struct CastPass {
   CastPass(Arena& arena, const CastParams& params, const AttentionCall& call);
   void prepare(const CastSaved<T>& saved);
 
+  Weighting weighting() const {
+    const bool softmax = params.activation == CastActivation::softmax;
+    return softmax ? Weighting::softmax : Weighting::laplace;
+  }
   Tiles<T>& tiles(int worker) { return lists.tiles[static_cast<std::size_t>(worker)]; }
   std::int64_t block(std::int64_t item, std::int64_t head) const { return item * call.H + head; }
   RowList members(const CastSaved<T>& saved, std::int64_t item, std::int64_t head,

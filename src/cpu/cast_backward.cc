@@ -54,25 +54,20 @@ RowGradients<T> CastBackward<T>::mix_rows(const CastSaved<T>& saved, const Tenso
   RowGradients<T> rows;
   rows.gradient = span_rows(grad_out, span, head);
   if (saved.combine_lse.present()) rows.lse = span_at<T>(saved.combine_lse, span, head);
-  rows.delta = this->lists.delta + (span.batch * call.H + head) * call.N + span.begin;
+  rows.delta = delta_at(span, head);
   return rows;
 }
 
 // A token takes from its own clusters the inner output, not the summary.
 template <class T>
-TileHook<T> CastBackward<T>::own_clusters(std::int64_t item, std::int64_t head, bool record) const {
+TileHook<T> CastBackward<T>::own_clusters(std::int64_t item, std::int64_t head) const {
   TileHook<T> hook;
   hook.backward = [=, this](std::int64_t token, std::int64_t begin, std::int64_t count, T* p,
                             T* dp) {
     this->for_own(item, head, token, {begin, begin + count},
                   [&](std::int64_t cluster, std::int64_t slot) {
-                    const std::int64_t t = cluster - begin;
-                    dp[t] = inner_dot[slot];
-                    if (record) {
-                      weight[slot] = p[t];
-                      weighted_dot[slot] = p[t] * inner_dot[slot];
-                    }
-                    p[t] = 0;
+                    dp[cluster - begin] = inner_dot[slot];
+                    p[cluster - begin] = 0;
                   });
   };
   return hook;
@@ -85,13 +80,37 @@ void CastBackward<T>::find_inner_dots(const CastSaved<T>& saved, const TensorVie
     const RowGradients<T> rows = inner_rows(saved, grad_out, at);
     for (std::int64_t first = 0; first < at.list.count; first += kQueryTile) {
       const std::int64_t count = std::min(kQueryTile, at.list.count - first);
-      f.delta(inner, rows, first, count, own);
+      delta_tile(inner, rows, first, count, own);
       std::copy_n(own.delta, count, inner_dot + at.slot + first);
     }
   });
 }
 
-// Gradients of summaries and, through the mix, of surrogates; records the weights of the slots.
+// The weights of the slots, and delta = gradient . output of every token. The latter is made of the
+// parts and not of the output, which may have been rounded to half precision.
+template <class T>
+void CastBackward<T>::find_weights(const CastSaved<T>& saved, const TensorView& grad_out) {
+  visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
+    T* delta = delta_at(call.item(tile.item).q, tile.head);
+    std::fill_n(delta + tile.first, tile.count, T(0));
+    TileHook<T> hook;
+    hook.backward = [&](std::int64_t token, std::int64_t begin, std::int64_t count, T* p, T* dp) {
+      this->for_own(tile.item, tile.head, token, {begin, begin + count},
+                    [&](std::int64_t cluster, std::int64_t slot) {
+                      dp[cluster - begin] = inner_dot[slot];
+                      weight[slot] = p[cluster - begin];
+                      weighted_dot[slot] = p[cluster - begin] * inner_dot[slot];
+                    });
+      for (std::int64_t t = 0; t < count; ++t) delta[token] += p[t] * dp[t];
+    };
+    RowGradients<T> rows = mix_rows(saved, grad_out, tile.item, tile.head);
+    rows.delta = nullptr;
+    backward_query_tile(Base::mix(saved, tile.item, tile.head), rows, tile.first, tile.count,
+                     tiles(worker), &hook);
+  });
+}
+
+// Gradients of summaries and, through the mix, of surrogates.
 template <class T>
 void CastBackward<T>::mix_to_clusters(const CastSaved<T>& saved, const TensorView& grad_out) {
   const std::int64_t blocks = (clusters + kKeyTile - 1) / kKeyTile;
@@ -102,8 +121,8 @@ void CastBackward<T>::mix_to_clusters(const CastSaved<T>& saved, const TensorVie
     Tiles<T>& own = tiles(worker);
     std::fill_n(own.dk, kKeyTile * own.key_row, T(0));
     std::fill_n(own.dv, kKeyTile * own.value_row, T(0));
-    const TileHook<T> hook = own_clusters(item, head, true);
-    f.backward_key(Base::mix(saved, item, head), mix_rows(saved, grad_out, item, head), first,
+    const TileHook<T> hook = own_clusters(item, head);
+    backward_key_tile(Base::mix(saved, item, head), mix_rows(saved, grad_out, item, head), first,
                    count, own, &hook);
     const std::int64_t number = block(item, head) * clusters + first;
     kernels<T>().store(memory_rows(dsurrogate, call.Dk), number, count, T(1), own.dk, own.key_row);
@@ -117,7 +136,7 @@ template <class T>
 void CastBackward<T>::outer_to_slots(const Segment<T>& outer, const RowGradients<T>& rows,
                                      const Cluster& at, std::int64_t first, std::int64_t count,
                                      Tiles<T>& own) {
-  f.backward_key(outer, rows, first, count, own, nullptr);
+  backward_key_tile(outer, rows, first, count, own);
   if (!params.gate_scale) return;
   const Kernels<T>& kernel = kernels<T>();
   const Span& span = call.item(at.item).k;
@@ -148,7 +167,7 @@ void CastBackward<T>::clusters_to_slots(const CastSaved<T>& saved, const TensorV
     outer_gradient.gradient = memory_rows(dout, call.Dv);
     if (saved.summary_lse) outer_gradient.lse = saved.summary_lse + at.number;
     outer_gradient.delta = &dot;
-    f.backward_query(outer, outer_gradient, 0, 1, own, nullptr);
+    backward_query_tile(outer, outer_gradient, 0, 1, own);
     for (std::int64_t d = 0; d < call.Dk; ++d) dsurrogate[at.number * call.Dk + d] += own.dq[d];
 
     RowGradients<T> rows = inner_rows(saved, grad_out, at);
@@ -156,7 +175,7 @@ void CastBackward<T>::clusters_to_slots(const CastSaved<T>& saved, const TensorV
     rows.delta = weighted_dot + at.slot;
     for (std::int64_t first = 0; first < at.list.count; first += kQueryTile) {
       const std::int64_t count = std::min(kQueryTile, at.list.count - first);
-      f.backward_query(inner, rows, first, count, own, nullptr);
+      backward_query_tile(inner, rows, first, count, own);
       kernel.store(memory_rows(dq_slots, call.Dk), at.slot + first, count, T(1), own.dq,
                    own.key_row);
     }
@@ -165,7 +184,7 @@ void CastBackward<T>::clusters_to_slots(const CastSaved<T>& saved, const TensorV
       std::fill_n(own.dk, kKeyTile * own.key_row, T(0));
       std::fill_n(own.dv, kKeyTile * own.value_row, T(0));
       outer_to_slots(outer, outer_gradient, at, first, count, own);
-      f.backward_key(inner, rows, first, count, own, nullptr);
+      backward_key_tile(inner, rows, first, count, own);
       kernel.store(memory_rows(dk_slots, call.Dk), at.slot + first, count, T(1), own.dk,
                    own.key_row);
       kernel.store(memory_rows(dv_slots, call.Dv), at.slot + first, count, T(1), own.dv,
@@ -184,8 +203,8 @@ void CastBackward<T>::mix_to_tokens(const CastSaved<T>& saved, const TensorView&
     const Span& span = call.item(tile.item).q;
     const T* gate = gate_at<T>(call, span) + tile.first;
     Tiles<T>& own = tiles(worker);
-    const TileHook<T> hook = own_clusters(tile.item, tile.head, false);
-    f.backward_query(Base::mix(saved, tile.item, tile.head),
+    const TileHook<T> hook = own_clusters(tile.item, tile.head);
+    backward_query_tile(Base::mix(saved, tile.item, tile.head),
                      mix_rows(saved, grad_out, tile.item, tile.head), tile.first, tile.count, own,
                      &hook);
     if (params.gate_scale) {
@@ -239,9 +258,8 @@ void CastBackward<T>::run(const AttentionResult& result, const TensorView& grad_
                           const AttentionGradients& gradients) {
   const CastSaved<T> saved(params, result.saved);
   Base::prepare(saved);
-  if (params.activation == CastActivation::softmax)
-    lists_deltas<T>(call, {result.out, {}, grad_out, {}, {}, {}}, this->lists);
   find_inner_dots(saved, grad_out);
+  find_weights(saved, grad_out);
   mix_to_clusters(saved, grad_out);
   clusters_to_slots(saved, grad_out);
   if (gradients.dq.present() || gradients.dgate.present())

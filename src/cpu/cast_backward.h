@@ -19,7 +19,6 @@ struct CastBackward : CastPass<T> {
   using Base::block;
   using Base::call;
   using Base::clusters;
-  using Base::f;
   using Base::index;
   using Base::params;
   using Base::slots;
@@ -40,9 +39,13 @@ struct CastBackward : CastPass<T> {
                              const Cluster& at) const;
   RowGradients<T> mix_rows(const CastSaved<T>& saved, const TensorView& grad_out, std::int64_t item,
                            std::int64_t head) const;
-  TileHook<T> own_clusters(std::int64_t item, std::int64_t head, bool record) const;
+  TileHook<T> own_clusters(std::int64_t item, std::int64_t head) const;
+  T* delta_at(const Span& span, std::int64_t head) const {
+    return this->lists.delta + (span.batch * call.H + head) * call.N + span.begin;
+  }
 
   void find_inner_dots(const CastSaved<T>& saved, const TensorView& grad_out);
+  void find_weights(const CastSaved<T>& saved, const TensorView& grad_out);
   void mix_to_clusters(const CastSaved<T>& saved, const TensorView& grad_out);
   void clusters_to_slots(const CastSaved<T>& saved, const TensorView& grad_out);
   void outer_to_slots(const Segment<T>& outer, const RowGradients<T>& rows, const Cluster& at,

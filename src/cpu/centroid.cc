@@ -221,7 +221,7 @@ void centroid_backward_means(const AttentionCall& call, const CentroidTensors& t
 
 template <class T>
 void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
-                            const CentroidGradients<T>& gradients, const SlotGradients<T>* slots,
+                            const CentroidGradients<T>& gradients, const KeySlots<T>* slots,
                             const TensorView& dk, const TensorView& dv,
                             std::vector<Tiles<T>>& tiles) {
   for (const TensorView& d : {dk, dv})
@@ -264,7 +264,7 @@ void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& te
   template void centroid_backward_means(const AttentionCall&, const CentroidTensors&,              \
                                         CentroidGradients<T>&, std::vector<Tiles<T>>&);            \
   template void centroid_backward_keys(const AttentionCall&, const CentroidTensors&,               \
-                                       const CentroidGradients<T>&, const SlotGradients<T>*,       \
+                                       const CentroidGradients<T>&, const KeySlots<T>*,       \
                                        const TensorView&, const TensorView&,                       \
                                        std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)

@@ -61,7 +61,7 @@ void centroid_backward_means(const AttentionCall& call, const CentroidTensors& t
 // dk and dv (either may be absent): centroid attention's, plus the listed keys' when slots are given.
 template <class T>
 void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
-                            const CentroidGradients<T>& gradients, const SlotGradients<T>* slots,
+                            const CentroidGradients<T>& gradients, const KeySlots<T>* slots,
                             const TensorView& dk, const TensorView& dv,
                             std::vector<Tiles<T>>& tiles);
 

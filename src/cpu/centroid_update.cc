@@ -127,8 +127,8 @@ void ema_update(double decay, const TensorView& x, const std::vector<Span>& span
       T* sums = static_cast<T*>(state.sums.data) + cell * dim;
       T* centroid = static_cast<T*>(state.centroids.data) + cell * dim;
       for (std::int64_t d = 0; d < dim; ++d) {
-        const double sum = decay * static_cast<double>(sums[d]) +
-                           (1 - decay) * workspace.sums[cell * dim + d];
+        const double sum =
+            decay * static_cast<double>(sums[d]) + (1 - decay) * workspace.sums[cell * dim + d];
         sums[d] = static_cast<T>(sum);
         if (workspace.members[cell] > 0) centroid[d] = static_cast<T>(sum / smoothed);
       }
@@ -136,11 +136,11 @@ void ema_update(double decay, const TensorView& x, const std::vector<Span>& span
   });
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                    \
-  template struct CentroidWorkspace<T>;                                                           \
-  template void spherical_kmeans(const SphericalKMeansParams&, const TensorView&,                 \
-                                 const std::vector<Span>&, const TensorView&,                     \
-                                 CentroidWorkspace<T>&);                                          \
+#define COTERIE_INSTANTIATE(T)                                                                     \
+  template struct CentroidWorkspace<T>;                                                            \
+  template void spherical_kmeans(const SphericalKMeansParams&, const TensorView&,                  \
+                                 const std::vector<Span>&, const TensorView&,                      \
+                                 CentroidWorkspace<T>&);                                           \
   template void ema_update(double, const TensorView&, const std::vector<Span>&, const TensorView&, \
                            const CentroidState&, CentroidWorkspace<T>&);
 COTERIE_INSTANTIATE(float)

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// How the centroids of routing come about and move: spherical k-means, and a moving average. Both work
-// on normalised rows.
+// How the centroids of routing come about and move: spherical k-means, and a moving average. Both
+// work on normalised rows.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "coterie/cluster.h"
 #include "core/items.h"
+#include "coterie/cluster.h"
 #include "cpu/normalise.h"
 #include "cpu/segment.h"
 

@@ -77,9 +77,9 @@ void commitment_backward(const CommitmentProblem& problem, double weight, const 
   });
 }
 
-#define COTERIE_INSTANTIATE(T)                                                               \
-  template T commitment_loss(const CommitmentProblem&, std::vector<Tiles<T>>&);              \
-  template void commitment_backward(const CommitmentProblem&, double, const TensorView&,     \
+#define COTERIE_INSTANTIATE(T)                                                           \
+  template T commitment_loss(const CommitmentProblem&, std::vector<Tiles<T>>&);          \
+  template void commitment_backward(const CommitmentProblem&, double, const TensorView&, \
                                     std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Commitment loss of routing: the mean of (y - centroid of its label)^2 over the elements of normalised
-// rows y; centroids are constants.
+// Commitment loss of routing: the mean of (y - centroid of its label)^2 over the elements of
+// normalised rows y; centroids are constants.
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,8 @@ void SlotIndex::build(const SlotSide& side, const std::vector<Span>& spans) {
     for (std::int64_t s = 0; s < block.count; ++s)
       if (block.tokens[s] >= 0) ++starts[block.tokens[s] + 1];
     for (std::int64_t t = 0; t < tokens; ++t) starts[t + 1] += starts[t];
-    // Filling moves each token's start to its end, the next one's start; then all shift back by one.
+    // Filling moves each token's start to its end, the next one's start; then all shift back by
+    // one.
     for (std::int64_t s = 0; s < block.count; ++s)
       if (block.tokens[s] >= 0) slots[starts[block.tokens[s]]++] = static_cast<std::int32_t>(s);
     for (std::int64_t t = tokens; t > 0; --t) starts[t] = starts[t - 1];
@@ -76,9 +77,9 @@ void write_sums(const RowSums<T>& sums, const std::vector<Span>& spans, const Te
   });
 }
 
-#define COTERIE_INSTANTIATE(T)                                                   \
-  template void add_slots(const SlotRows<T>&, const RowTile&, T*, std::int64_t); \
-  template RowSums<T> slot_sums(const SlotRows<T>&);                             \
+#define COTERIE_INSTANTIATE(T)                                                             \
+  template void add_slots(const SlotRows<T>&, const RowTile&, T*, std::int64_t);           \
+  template RowSums<T> slot_sums(const SlotRows<T>&);                                       \
   template void write_sums(const RowSums<T>&, const std::vector<Span>&, const TensorView&, \
                            std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)

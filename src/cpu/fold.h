@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// From slots back to tokens: every token row adds up its slots in ascending order of head, group and
-// place, by one writer.
+// From slots back to tokens: every token row adds up its slots in ascending order of head, group
+// and place, by one writer.
 #pragma once
 
 #include <cstdint>

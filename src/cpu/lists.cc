@@ -99,8 +99,26 @@ void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const Ten
 }
 
 template <class T>
-void lists_deltas(const AttentionCall& call, const ListGradients& gradients,
-                  ListWorkspace<T>& workspace) {
+static void recompute_deltas(const AttentionCall& call, const ListPlan<T>& plan,
+                             const ListGradients& gradients, ListWorkspace<T>& workspace) {
+  run_tiles(query_tasks(call, plan), workspace, [&](const TileTask& task, Tiles<T>& tiles) {
+    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
+    delta_tile(make_segment(call, plan, task.item, task.head, pair),
+               list_row_gradients<T>(call, plan, gradients, nullptr, task.item, task.head,
+                                     pair.queries),
+               task.first, task.count, tiles);
+    const Span& span = call.item(task.item).q;
+    T* delta = workspace.delta + (span.batch * call.H + task.head) * call.N + span.begin;
+    for (std::int64_t r = 0; r < task.count; ++r)
+      delta[pair.queries.row(task.first + r)] = tiles.delta[r];
+  });
+}
+
+template <class T>
+void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
+                  const ListGradients& gradients, ListWorkspace<T>& workspace) {
+  if (dtype_bytes(gradients.out.dtype) == 2)
+    return recompute_deltas(call, plan, gradients, workspace);
   const Kernels<T>& kernel = kernels<T>();
   const auto tasks = make_tile_tasks(
       call, call.H, 1, kQueryTile,
@@ -177,7 +195,7 @@ void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
 template <class T>
 void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
                     const ListGradients& gradients, ListWorkspace<T>& workspace) {
-  lists_deltas(call, gradients, workspace);
+  lists_deltas(call, plan, gradients, workspace);
   if (gradients.dq.present()) lists_backward_queries(call, plan, gradients, workspace);
   if (gradients.dk.present() || gradients.dv.present())
     lists_backward_keys(call, plan, gradients, workspace);
@@ -192,7 +210,8 @@ void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
   template struct ListWorkspace<T>;                                                                \
   template void lists_forward(const AttentionCall&, const ListPlan<T>&, const TensorView&,         \
                               const TensorView&, ListWorkspace<T>&);                               \
-  template void lists_deltas(const AttentionCall&, const ListGradients&, ListWorkspace<T>&);       \
+  template void lists_deltas(const AttentionCall&, const ListPlan<T>&, const ListGradients&,       \
+                             ListWorkspace<T>&);                                                   \
   template void lists_backward_queries(const AttentionCall&, const ListPlan<T>&,                   \
                                        const ListGradients&, ListWorkspace<T>&);                   \
   template void lists_backward_keys(const AttentionCall&, const ListPlan<T>&,                      \

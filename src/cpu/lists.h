@@ -62,10 +62,12 @@ struct ListGradients {
   TensorView dq, dk, dv;          // absent ones are not computed
 };
 
-// delta (B, H, N) = grad_out . out, into workspace.delta.
+// delta (B, H, N) = grad_out . output, into workspace.delta: from the stored output, or, where that was
+// rounded to 16 bits, from the weights again. The rounding error would not cancel in differences
+// grad_out . v - delta that ought to be small.
 template <class T>
-void lists_deltas(const AttentionCall& call, const ListGradients& gradients,
-                  ListWorkspace<T>& workspace);
+void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
+                  const ListGradients& gradients, ListWorkspace<T>& workspace);
 
 // The two halves of the backward pass, from workspace.delta. The key half needs lists that do not
 // share keys.

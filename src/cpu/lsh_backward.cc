@@ -26,30 +26,37 @@ RowGradients<T> LshBackward<T>::rows(const Part& part, const Span& span, std::in
   return rows;
 }
 
-// gradient . output of one round of a mean, whose output was not kept.
+// Calls body(tile, pair, tiles) for all tiles of the queries of a part.
 template <class T>
-void LshBackward<T>::find_delta(const Part& part) {
-  this->for_tokens([&](const RowTile& tile, Tiles<T>& tiles) {
+template <class Body>
+void LshBackward<T>::for_queries(const Part& part, Body body) {
+  const auto count = [&](std::int64_t item, std::int64_t head) {
+    return part.plan.pair(item, head, 0).queries.count;
+  };
+  this->for_lists(call.H, kQueryTile, count, [&](const TileTask& tile, Tiles<T>& tiles) {
+    body(tile, part.plan.pair(tile.item, tile.head, 0), tiles);
+  });
+}
+
+// Adds a part's share of gradient . output, the output recomputed.
+template <class T>
+void LshBackward<T>::add_deltas(const Part& part) {
+  for_queries(part, [&](const TileTask& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
     const Span& span = call.item(tile.item).q;
-    const ListPair<T> pair = part.plan.pair(tile.item, tile.head, 0);
     RowGradients<T> gradients = rows(part, span, tile.head, pair.queries);
     gradients.delta = nullptr;
     delta_tile(make_segment(call, part.plan, tile.item, tile.head, pair), gradients, tile.first,
                tile.count, tiles);
     T* delta = delta_at(span, tile.head);
     for (std::int64_t r = 0; r < tile.count; ++r)
-      delta[pair.queries.row(tile.first + r)] = tiles.delta[r];
+      delta[pair.queries.row(tile.first + r)] += tiles.delta[r];
   });
 }
 
 template <class T>
 void LshBackward<T>::add_queries(const Part& part) {
-  const auto count = [&](std::int64_t item, std::int64_t head) {
-    return part.plan.pair(item, head, 0).queries.count;
-  };
-  this->for_lists(call.H, kQueryTile, count, [&](const TileTask& tile, Tiles<T>& tiles) {
+  for_queries(part, [&](const TileTask& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
     const Span& span = call.item(tile.item).q;
-    const ListPair<T> pair = part.plan.pair(tile.item, tile.head, 0);
     backward_query_tile(make_segment(call, part.plan, tile.item, tile.head, pair),
                         rows(part, span, tile.head, pair.queries), tile.first, tile.count, tiles);
     dq.add(span, tile.head, pair.queries, tile, tiles.dq);
@@ -106,10 +113,22 @@ void LshBackward<T>::run(const AttentionResult& result, const TensorView& grad_o
   const TensorView &order = result.saved[0], &lse = result.saved[1];
   this->prepare(order);
   for (TokenSums<T>* sums : {&dq, &dk, &dv}) sums->clear();
-  if (this->merges()) lists_deltas<T>(call, {result.out, lse, grad_out, {}, {}, {}}, lists);
+  const auto clear_deltas = [&] { std::fill_n(lists.delta, call.B * call.H * call.N, T(0)); };
+  if (this->merges() && result.out.dtype == lse.dtype) {
+    lists_deltas(call, ListPlan<T>{}, {result.out, lse, grad_out, {}, {}, {}}, lists);
+  } else if (this->merges()) {
+    // Outputs that were rounded to half precision would spoil gradients that should be 0.
+    clear_deltas();
+    this->for_parts(order, [&](std::int64_t round, const ListPlan<T>& plan) {
+      add_deltas({round, plan, lse, grad_out});
+    });
+  }
   this->for_parts(order, [&](std::int64_t round, const ListPlan<T>& plan) {
     const Part part{round, plan, lse, grad_out};
-    if (!this->merges()) find_delta(part);
+    if (!this->merges()) {  // a round is one part, and its output was not kept
+      clear_deltas();
+      add_deltas(part);
+    }
     if (gradients.dq.present()) add_queries(part);
     add_keys(part);
   });

@@ -106,7 +106,9 @@ struct LshBackward : LshPass<T> {
   };
   RowGradients<T> rows(const Part& part, const Span& span, std::int64_t head,
                        const RowList& list) const;
-  void find_delta(const Part& part);
+  template <class Body>
+  void for_queries(const Part& part, Body body);
+  void add_deltas(const Part& part);
   void add_queries(const Part& part);
   void add_keys(const Part& part);
   void add_unit_gradient();

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/parallel.h"
+#include "cpu/delta.h"
 #include "cpu/pass.h"
 
 namespace coterie::cpu {
@@ -163,9 +164,8 @@ GroupPlan<T> member_plan(const AttentionCall& call, const MemberLists& lists, Se
                           filled(key_tokens, key_width),
                           call.position_offset(item),
                           call.causal};
-    return SlotGroup<T>{{q, q + members.num_queries},
-                        {k, k + members.num_keys},
-                        member_rule<T>(members, self)};
+    return SlotGroup<T>{
+        {q, q + members.num_queries}, {k, k + members.num_keys}, member_rule<T>(members, self)};
   };
   return plan;
 }
@@ -200,17 +200,17 @@ GroupRows<T> token_gradients(const AttentionCall& call, const GroupPlan<T>& plan
 template <class T>
 GroupRows<T> slot_gradients(const GroupPlan<T>& plan, const Rows& gradient,
                             const SlotValues<T>& values) {
-  return [&plan, gradient, values](std::int64_t item, std::int64_t head,
-                                   const SlotGroup<T>& group) {
-    const std::int64_t slot = plan.queries.block(item, head).first + group.queries.begin;
-    RowGradients<T> rows;
-    rows.gradient = gradient;
-    rows.gradient.base = static_cast<char*>(gradient.base) + slot * gradient.stride_bytes;
-    rows.weight = values.weight ? values.weight + slot : nullptr;
-    rows.lse = values.lse + slot;
-    rows.delta = values.delta ? values.delta + slot : nullptr;
-    return rows;
-  };
+  return
+      [&plan, gradient, values](std::int64_t item, std::int64_t head, const SlotGroup<T>& group) {
+        const std::int64_t slot = plan.queries.block(item, head).first + group.queries.begin;
+        RowGradients<T> rows;
+        rows.gradient = gradient;
+        rows.gradient.base = static_cast<char*>(gradient.base) + slot * gradient.stride_bytes;
+        rows.weight = values.weight ? values.weight + slot : nullptr;
+        rows.lse = values.lse + slot;
+        rows.delta = values.delta ? values.delta + slot : nullptr;
+        return rows;
+      };
 }
 
 template <class T>
@@ -219,8 +219,12 @@ void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const Gro
   for_query_tiles(call, plan, tiles,
                   [&](const Segment<T>& segment, const SlotGroup<T>& group, const GroupTask& task,
                       Tiles<T>& own) {
-                    delta_tile(segment, rows(task.item, task.head, group), task.first, task.count,
-                               own);
+                    forward_tile(segment, task.first, task.count, own);
+                    Pass<T>{segment, own}.load_gradients(rows(task.item, task.head, group),
+                                                         task.first, task.count);
+                    Rows out = memory_rows(own.o, own.value_row);
+                    out.width = call.Dv;
+                    delta_of_outputs(out, 0, task.count, own);
                     std::copy_n(own.delta, task.count, delta + first_slot(plan, group, task));
                   });
 }
@@ -274,16 +278,16 @@ void groups_backward(const AttentionCall& call, const GroupPlan<T>& plan, const 
   if (gradients.dk || gradients.dv) backward_keys(call, plan, rows, gradients, tiles);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template GroupPlan<T> member_plan(const AttentionCall&, const MemberLists&, SelfAttention);      \
-  template void groups_forward(const AttentionCall&, const GroupPlan<T>&, const Rows&, T*,         \
-                               std::vector<Tiles<T>>&);                                            \
-  template GroupRows<T> token_gradients(const AttentionCall&, const GroupPlan<T>&,                 \
-                                        const TensorView&, const SlotValues<T>&);                  \
-  template GroupRows<T> slot_gradients(const GroupPlan<T>&, const Rows&, const SlotValues<T>&);    \
-  template void groups_delta(const AttentionCall&, const GroupPlan<T>&, const GroupRows<T>&, T*,   \
-                             std::vector<Tiles<T>>&);                                              \
-  template void groups_backward(const AttentionCall&, const GroupPlan<T>&, const GroupRows<T>&,    \
+#define COTERIE_INSTANTIATE(T)                                                                   \
+  template GroupPlan<T> member_plan(const AttentionCall&, const MemberLists&, SelfAttention);    \
+  template void groups_forward(const AttentionCall&, const GroupPlan<T>&, const Rows&, T*,       \
+                               std::vector<Tiles<T>>&);                                          \
+  template GroupRows<T> token_gradients(const AttentionCall&, const GroupPlan<T>&,               \
+                                        const TensorView&, const SlotValues<T>&);                \
+  template GroupRows<T> slot_gradients(const GroupPlan<T>&, const Rows&, const SlotValues<T>&);  \
+  template void groups_delta(const AttentionCall&, const GroupPlan<T>&, const GroupRows<T>&, T*, \
+                             std::vector<Tiles<T>>&);                                            \
+  template void groups_backward(const AttentionCall&, const GroupPlan<T>&, const GroupRows<T>&,  \
                                 const SlotGradients<T>&, std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Attention over groups that may overlap. A token can be in any number of groups, so results are kept
-// per slot (a place in the list of a group) and added up per token afterwards (fold.h).
+// Attention over groups that may overlap. A token can be in any number of groups, so results are
+// kept per slot (a place in the list of a group) and added up per token afterwards (fold.h).
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,8 @@ struct GroupPlan {
 };
 
 // The groups of `lists`, with call.scale. When the call is causal, keys after the query's position
-// are out of sight; with `demote` a query sees the key at its own position only if it sees no other.
+// are out of sight; with `demote` a query sees the key at its own position only if it sees no
+// other.
 template <class T>
 GroupPlan<T> member_plan(const AttentionCall& call, const MemberLists& lists, SelfAttention self);
 
@@ -65,8 +66,8 @@ void groups_forward(const AttentionCall& call, const GroupPlan<T>& plan, const R
 // What the backward pass knows of the queries of a group. The functions below refer to their
 // arguments call and plan, which must outlive the result.
 template <class T>
-using GroupRows = std::function<RowGradients<T>(std::int64_t item, std::int64_t head,
-                                                const SlotGroup<T>& group)>;
+using GroupRows =
+    std::function<RowGradients<T>(std::int64_t item, std::int64_t head, const SlotGroup<T>& group)>;
 
 // Arrays over the query slots of a call.
 template <class T>
@@ -89,8 +90,8 @@ template <class T>
 void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const GroupRows<T>& rows,
                   T* delta, std::vector<Tiles<T>>& tiles);
 
-// Gradients of slots that are not empty: dq (query slots x Dk), dk (key slots x Dk), dv (key slots x
-// Dv); the key slots of a key head take the sum over its query heads. Null: not computed.
+// Gradients of slots that are not empty: dq (query slots x Dk), dk (key slots x Dk), dv (key slots
+// x Dv); the key slots of a key head take the sum over its query heads. Null: not computed.
 template <class T>
 struct SlotGradients {
   T *dq = nullptr, *dk = nullptr, *dv = nullptr;

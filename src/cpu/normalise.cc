@@ -80,12 +80,12 @@ void normalise_rows(const TensorView& x, const std::vector<Span>& spans,
   });
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                  \
-  template void normalise_tile(T*, std::int64_t, std::int64_t, std::int64_t, T*);               \
-  template void normalise_backward_tile(const T*, const T*, std::int64_t, std::int64_t,         \
-                                        std::int64_t, T*);                                      \
-  template struct NormalisedRows<T>;                                                            \
-  template void normalise_rows(const TensorView&, const std::vector<Span>&,                     \
+#define COTERIE_INSTANTIATE(T)                                                          \
+  template void normalise_tile(T*, std::int64_t, std::int64_t, std::int64_t, T*);       \
+  template void normalise_backward_tile(const T*, const T*, std::int64_t, std::int64_t, \
+                                        std::int64_t, T*);                              \
+  template struct NormalisedRows<T>;                                                    \
+  template void normalise_rows(const TensorView&, const std::vector<Span>&,             \
                                const NormalisedRows<T>&, std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

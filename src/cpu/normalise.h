@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Row normalisation of routing: y = (x - mean) / sigma, sigma = sqrt(variance + 1e-6), without scale or
-// bias. A row's result depends on the row alone, so that training and decoding agree on it.
+// Row normalisation of routing: y = (x - mean) / sigma, sigma = sqrt(variance + 1e-6), without
+// scale or bias. A row's result depends on the row alone, so that training and decoding agree on
+// it.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@ void normalise_backward_tile(const T* y, const T* inverse_sigma, std::int64_t ro
 // A normalised copy of a (B, heads, N, D) tensor in the accumulator type.
 template <class T>
 struct NormalisedRows {
-  TensorView rows;    // (B, heads, N, D)
-  T* inverse_sigma;   // (B, heads, N)
+  TensorView rows;   // (B, heads, N, D)
+  T* inverse_sigma;  // (B, heads, N)
 
   NormalisedRows(Arena& arena, const TensorView& x);
 

@@ -56,17 +56,17 @@ namespace {
 // Sums of a tile of rows, first of `own`, whose inner product with y is returned, then of `other`,
 // carried back through the normalisation in tiles.dq.
 template <class T>
-T input_gradients(const RowTile& tile, const Span& span, const NormalisedRows<T>& rows,
-                  const RowSums<T>& own, const RowSums<T>* other, Tiles<T>& tiles) {
+double input_gradients(const RowTile& tile, const Span& span, const NormalisedRows<T>& rows,
+                       const RowSums<T>& own, const RowSums<T>* other, Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
   kernel.load(span_rows(rows.rows, span, tile.head), tile.first, tile.count, T(1), tiles.q,
               tiles.key_row);
   std::fill_n(tiles.dq, tile.count * tiles.key_row, T(0));
   own(tile, tiles.dq, tiles.key_row);
-  T product = 0;
+  double product = 0;
   for (std::int64_t r = 0; r < tile.count; ++r)
-    product += kernel.row_dot(tiles.q + r * tiles.key_row, tiles.dq + r * tiles.key_row,
-                              tiles.key_row);
+    product += static_cast<double>(
+        kernel.row_dot(tiles.q + r * tiles.key_row, tiles.dq + r * tiles.key_row, tiles.key_row));
   if (other) (*other)(tile, tiles.dq, tiles.key_row);
   normalise_backward_tile(tiles.q, rows.sigma_at(span, tile.head) + tile.first, tile.count,
                           rows.rows.size(3), tiles.key_row, tiles.dq);
@@ -80,7 +80,7 @@ void write_query_gradients(const AttentionCall& call, RoutingRows<T>& rows,
                            const AttentionGradients& gradients) {
   const std::vector<Span> spans = query_spans(call);
   const std::vector<RowTile> row_list = row_tiles(spans, call.H);
-  std::vector<T> product(row_list.size());
+  std::vector<double> product(row_list.size());
   if (gradients.dq.present()) fill_padding(gradients.dq, spans, 0);
   parallel_for(static_cast<std::int64_t>(row_list.size()), [&](std::int64_t number, int worker) {
     const RowTile& tile = row_list[static_cast<std::size_t>(number)];
@@ -94,10 +94,12 @@ void write_query_gradients(const AttentionCall& call, RoutingRows<T>& rows,
                          own.dq, own.key_row);
   });
   if (!gradients.dlogit_scale.present()) return;
-  T* dscale = static_cast<T*>(gradients.dlogit_scale.data);
-  std::fill_n(dscale, call.H, T(0));
-  for (std::size_t t = 0; t < row_list.size(); ++t) dscale[row_list[t].head] += product[t];
-  for (std::int64_t head = 0; head < call.H; ++head) dscale[head] /= head_scale[head];
+  std::vector<double> sum(static_cast<std::size_t>(call.H));
+  for (std::size_t t = 0; t < row_list.size(); ++t)
+    sum[static_cast<std::size_t>(row_list[t].head)] += product[t];
+  for (std::int64_t head = 0; head < call.H; ++head)
+    static_cast<T*>(gradients.dlogit_scale.data)[head] =
+        static_cast<T>(sum[static_cast<std::size_t>(head)] / static_cast<double>(head_scale[head]));
 }
 
 }  // namespace
@@ -121,9 +123,9 @@ void write_gradients(const AttentionCall& call, RoutingRows<T>& rows, const Grad
   if (gradients.dv.present()) write_sums(sums.dv, spans, gradients.dv, rows.tiles);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template struct RoutingRows<T>;                                                                  \
-  template void write_gradients(const AttentionCall&, RoutingRows<T>&, const GradientSums<T>&,     \
+#define COTERIE_INSTANTIATE(T)                                                                 \
+  template struct RoutingRows<T>;                                                              \
+  template void write_gradients(const AttentionCall&, RoutingRows<T>&, const GradientSums<T>&, \
                                 const T*, const AttentionGradients&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the forms of routing attention share: normalised rows, selection by centroids, and the way back
-// from gradients of normalised rows.
+// What the forms of routing attention share: normalised rows, selection by centroids, and the way
+// back from gradients of normalised rows.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +53,8 @@ void routing_select(const RoutingParams& params, const AttentionCall& normalised
                     const std::vector<TensorView>& saved, SelectBuffers<T>& buffers,
                     std::vector<Tiles<T>>& tiles);
 
-// From gradients of the normalised rows to those of the inputs; with dlogit_scale, `head_scale` are the
-// factors that the backward pass used.
+// From gradients of the normalised rows to those of the inputs; with dlogit_scale, `head_scale` are
+// the factors that the backward pass used.
 template <class T>
 void write_gradients(const AttentionCall& call, RoutingRows<T>& rows, const GradientSums<T>& sums,
                      const T* head_scale, const AttentionGradients& gradients);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Which tokens meet: the best tokens of each centroid, a balanced partition, or the nearest centroids.
+// Which tokens meet: the best tokens of each centroid, a balanced partition, or the nearest
+// centroids.
 #include <algorithm>
 
 #include "core/parallel.h"
@@ -95,7 +96,8 @@ void select_partition(const AttentionCall& call, const RoutingSide& side, const 
   });
 }
 
-// Scores of -inf count as absent for select_tile; as clusters they are the last choice, lower first.
+// Scores of -inf count as absent for select_tile; as clusters they are the last choice, lower
+// first.
 void complete_row(std::int32_t* row, std::int64_t count) {
   if (row[count - 1] >= 0) return;
   std::int32_t* end = std::find(row, row + count, -1);
@@ -111,9 +113,8 @@ void select_clusters(const AttentionCall& call, std::int64_t m, SelectBuffers<T>
   const CentroidView centroids = centroids_of(call);
   visit_rows(side.spans, side.heads, [&](const RowTile& tile, int worker) {
     const Span& span = side.spans[static_cast<std::size_t>(tile.item)];
-    std::int32_t* rows =
-        buffers.clusters +
-        ((span.batch * call.H + tile.head) * call.N + span.begin + tile.first) * m;
+    std::int32_t* rows = buffers.clusters +
+                         ((span.batch * call.H + tile.head) * call.N + span.begin + tile.first) * m;
     select_tile(all_pairs<T>(span_rows(side.rows, span, tile.head), span.length,
                              centroid_rows<T>(centroids, tile.item, tile.head, side.heads),
                              centroids.clusters()),
@@ -176,8 +177,7 @@ void routing_select(const RoutingParams& params, const AttentionCall& normalised
   const CentroidView centroids = centroids_of(normalised);
   const RoutingSide queries = query_side(normalised), keys = key_side(normalised);
   assign_nearest(queries.rows, queries.spans, centroids, saved[at.q_labels], tiles);
-  if (!params.share_qk)
-    assign_nearest(keys.rows, keys.spans, centroids, saved[at.k_labels], tiles);
+  if (!params.share_qk) assign_nearest(keys.rows, keys.spans, centroids, saved[at.k_labels], tiles);
   if (params.membership == Membership::nearest)
     return select_runs(params, normalised, saved, buffers, tiles);
   const auto select_members =
@@ -186,10 +186,10 @@ void routing_select(const RoutingParams& params, const AttentionCall& normalised
   if (!params.share_qk) select_members(normalised, keys, saved[at.k_members], buffers, tiles);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                        \
-  template struct SelectBuffers<T>;                                                   \
-  template void routing_select(const RoutingParams&, const AttentionCall&,            \
-                               const std::vector<TensorView>&, SelectBuffers<T>&,     \
+#define COTERIE_INSTANTIATE(T)                                                    \
+  template struct SelectBuffers<T>;                                               \
+  template void routing_select(const RoutingParams&, const AttentionCall&,        \
+                               const std::vector<TensorView>&, SelectBuffers<T>&, \
                                std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -8,6 +8,31 @@
 
 namespace coterie::cpu {
 
+namespace {
+
+// Turns a row of scores into weights under a running maximum, with sum and output rescaled to it;
+// returns the factor.
+template <class T>
+T online_softmax(T* row, std::int64_t r, Tiles<T>& tiles) {
+  const Kernels<T>& kernel = kernels<T>();
+  const T largest = std::max(tiles.max[r], kernel.row_max(row, kKeyTile));
+  // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
+  const T shift = largest == kNegInf<T> ? T(0) : largest;
+  const T rescale = std::exp(tiles.max[r] - shift);
+  tiles.sum[r] = tiles.sum[r] * rescale + kernel.row_exp(row, kKeyTile, shift);
+  tiles.max[r] = largest;
+  if (rescale != T(1)) kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row, rescale);
+  return rescale;
+}
+
+template <class T>
+T weigh_alone(T* row) {
+  laplace_row(row);
+  return T(1);
+}
+
+}  // namespace
+
 
 template <class T>
 Tiles<T>::Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width)
@@ -49,19 +74,13 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
     pass.score(first, count, begin, keys);
     for (std::int64_t r = 0; r < count; ++r) {
       T* row = tiles.s + r * kKeyTile;
-      const T largest = std::max(tiles.max[r], kernel.row_max(row, kKeyTile));
-      // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
-      const T shift = largest == kNegInf<T> ? T(0) : largest;
-      const T rescale = std::exp(tiles.max[r] - shift);
-      const T added = kernel.row_exp(row, kKeyTile, shift);
-      tiles.sum[r] = tiles.sum[r] * rescale + added;
-      tiles.max[r] = largest;
-      if (rescale != T(1)) kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row, rescale);
+      const T rescale = pass.laplacian() ? weigh_alone(row) : online_softmax(row, r, tiles);
       if (hook) hook->forward(r, first + r, begin, keys, rescale, row);
     }
     kernel.multiply({count, tiles.value_row, keys, tiles.s, kKeyTile, 1, tiles.v, tiles.value_row,
                      tiles.o, tiles.value_row, true});
   }
+  if (pass.laplacian()) return;
   for (std::int64_t r = 0; r < count; ++r) {
     const bool empty = tiles.max[r] == kNegInf<T> && tiles.sum[r] == T(0);
     tiles.lse[r] = empty ? kNegInf<T> : tiles.max[r] + std::log(tiles.sum[r]);
@@ -112,7 +131,7 @@ void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, s
     pass.load_gradients(rows, q, num);
     pass.score(q, num, first, count);
     pass.differentiate(q, num, first, count, hook);
-    const T* p = hook ? tiles.p_for_v : tiles.s;
+    const T* p = hook || pass.laplacian() ? tiles.p_for_v : tiles.s;
     kernel.multiply({count, tiles.value_row, num, p, 1, kKeyTile, tiles.g, tiles.value_row,
                      tiles.dv, tiles.value_row, true});
     kernel.multiply({count, tiles.key_row, num, tiles.dp, 1, kKeyTile, tiles.q, tiles.key_row,
@@ -134,10 +153,9 @@ void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int
     kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
     kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, kKeyTile);
     pass.score(first, count, begin, keys);
-    kernel.multiply({count, kKeyTile, segment.v.width, tiles.g, tiles.value_row, 1,
-                     tiles.v_columns, kKeyTile, tiles.dp, kKeyTile, false});
+    pass.gradient_products(count);
     for (std::int64_t r = 0; r < count; ++r) {
-      kernel.row_exp(tiles.s + r * kKeyTile, kKeyTile, tiles.lse[r]);
+      pass.weigh(tiles.s + r * kKeyTile, r);
       tiles.delta[r] += kernel.row_dot(tiles.s + r * kKeyTile, tiles.dp + r * kKeyTile, kKeyTile);
     }
   }

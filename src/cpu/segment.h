@@ -36,12 +36,18 @@ struct Rule {
   std::function<Range(std::int64_t begin, std::int64_t end)> queries;
 };
 
+// How scores become weights: softmax over the row, or each by itself and not normalised (CAST),
+//   laplace(x) = (1 + erf((x - mu) / (sigma sqrt 2))) / 2,  mu = sqrt(1/2), sigma = sqrt(1/(4 pi)).
+// Laplace has no log-sum-exps: Tiles::lse is not written, RowGradients::lse and ::delta not read.
+enum class Weighting : std::uint8_t { softmax, laplace };
+
 template <class T>
 struct Segment {
   Rows q, k, v;
   std::int64_t num_queries = 0, num_keys = 0;
   T scale = 1;  // of the logits
   Rule<T> rule;
+  Weighting weighting = Weighting::softmax;
 };
 
 // What the backward pass knows of a query rank t: its output gradient, times weight[slot], and

@@ -46,7 +46,7 @@ ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists) {
 }
 
 template <class T>
-SlotGradients<T>::SlotGradients(Arena& arena, const AttentionCall& call, std::int64_t clusters,
+KeySlots<T>::KeySlots(Arena& arena, const AttentionCall& call, std::int64_t clusters,
                                 std::int64_t width)
     : dk(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dk))),
       dv(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dv))) {}
@@ -54,7 +54,7 @@ SlotGradients<T>::SlotGradients(Arena& arena, const AttentionCall& call, std::in
 template <class T>
 void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
                            const ClusterLists& lists, const ListGradients& gradients,
-                           SlotGradients<T>& slots, ListWorkspace<T>& workspace) {
+                           KeySlots<T>& slots, ListWorkspace<T>& workspace) {
   const auto tasks = make_tile_tasks(call, call.H, lists.clusters(), kKeyTile,
                                      [&](std::int64_t item, std::int64_t head, std::int64_t c) {
                                        return plan.pair(item, head, c).keys.count;
@@ -80,7 +80,7 @@ void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
 template <class T>
 void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_t item,
                std::int64_t head, std::int64_t first, std::int64_t count,
-               const SlotGradients<T>& slots, Tiles<T>& tiles) {
+               const KeySlots<T>& slots, Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
   for (std::int64_t c = 0; c < lists.clusters(); ++c) {
     const Range members = lists.members(item, head, c);
@@ -101,9 +101,9 @@ void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_
 
 template <class T>
 void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const ClusterLists& lists,
-                     const ListGradients& gradients, SlotGradients<T>& slots,
+                     const ListGradients& gradients, KeySlots<T>& slots,
                      ListWorkspace<T>& workspace) {
-  lists_deltas(call, gradients, workspace);
+  lists_deltas(call, plan, gradients, workspace);
   if (gradients.dq.present()) lists_backward_queries(call, plan, gradients, workspace);
   const TensorView &dk = gradients.dk, &dv = gradients.dv;
   if (!dk.present() && !dv.present()) return;
@@ -127,14 +127,14 @@ void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const C
 
 #define COTERIE_INSTANTIATE(T)                                                                     \
   template ListPlan<T> shared_plan(const AttentionCall&, const ClusterLists&);                     \
-  template struct SlotGradients<T>;                                                                \
+  template struct KeySlots<T>;                                                                \
   template void shared_backward_slots(const AttentionCall&, const ListPlan<T>&,                    \
                                       const ClusterLists&, const ListGradients&,                   \
-                                      SlotGradients<T>&, ListWorkspace<T>&);                       \
+                                      KeySlots<T>&, ListWorkspace<T>&);                       \
   template void shared_backward(const AttentionCall&, const ListPlan<T>&, const ClusterLists&,     \
-                                const ListGradients&, SlotGradients<T>&, ListWorkspace<T>&);       \
+                                const ListGradients&, KeySlots<T>&, ListWorkspace<T>&);       \
   template void add_slots(const AttentionCall&, const ClusterLists&, std::int64_t, std::int64_t,   \
-                          std::int64_t, std::int64_t, const SlotGradients<T>&, Tiles<T>&);
+                          std::int64_t, std::int64_t, const KeySlots<T>&, Tiles<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

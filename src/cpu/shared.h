@@ -27,28 +27,28 @@ ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists);
 
 // Key and value gradients of every (cluster, slot): items x H x C x width rows each.
 template <class T>
-struct SlotGradients {
+struct KeySlots {
   T *dk = nullptr, *dv = nullptr;
 
-  SlotGradients(Arena& arena, const AttentionCall& call, std::int64_t clusters, std::int64_t width);
+  KeySlots(Arena& arena, const AttentionCall& call, std::int64_t clusters, std::int64_t width);
 };
 
 // Fills the slots, from workspace.delta.
 template <class T>
 void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
                            const ClusterLists& lists, const ListGradients& gradients,
-                           SlotGradients<T>& slots, ListWorkspace<T>& workspace);
+                           KeySlots<T>& slots, ListWorkspace<T>& workspace);
 
 // Adds the slots of keys [first, first + count) of one query head to tiles.dk and tiles.dv.
 template <class T>
 void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_t item,
                std::int64_t head, std::int64_t first, std::int64_t count,
-               const SlotGradients<T>& slots, Tiles<T>& tiles);
+               const KeySlots<T>& slots, Tiles<T>& tiles);
 
 // The whole backward pass of attention over shared lists.
 template <class T>
 void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const ClusterLists& lists,
-                     const ListGradients& gradients, SlotGradients<T>& slots,
+                     const ListGradients& gradients, KeySlots<T>& slots,
                      ListWorkspace<T>& workspace);
 
 }  // namespace coterie::cpu

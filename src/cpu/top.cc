@@ -71,8 +71,10 @@ void write_rows(TopBuffer<T>& buffer, std::int64_t rows, std::int32_t* indices) 
 }
 
 template <class T>
-void select_tile(const Segment<T>& segment, std::int64_t first, std::int64_t count, Tiles<T>& tiles,
+void select_tile(const Segment<T>& scaled, std::int64_t first, std::int64_t count, Tiles<T>& tiles,
                  TopBuffer<T>& buffer, std::int32_t* indices) {
+  Segment<T> segment = scaled;
+  segment.scale = scaled.scale < 0 ? T(-1) : T(1);
   Pass<T> pass{segment, tiles};
   pass.load_queries(first, count);
   clear_rows(buffer, count);

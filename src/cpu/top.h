@@ -49,9 +49,10 @@ template <class T>
 void write_rows(TopBuffer<T>& buffer, std::int64_t rows, std::int32_t* indices);
 
 // For queries [first, first + count) of the segment: the ranks of the best admissible keys,
-// ascending, -1 beyond them, as rows of `width` indices. NaN scores rank as -inf.
+// ascending, -1 beyond them, as rows of buffer.count indices. NaN scores rank as -inf. Of the scale
+// only the sign counts: scaling would round equal scores apart.
 template <class T>
-void select_tile(const Segment<T>& segment, std::int64_t first, std::int64_t count, Tiles<T>& tiles,
+void select_tile(const Segment<T>& scaled, std::int64_t first, std::int64_t count, Tiles<T>& tiles,
                  TopBuffer<T>& buffer, std::int32_t* indices);
 
 }  // namespace coterie::cpu

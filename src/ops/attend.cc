@@ -34,8 +34,8 @@ void check_runs(const AttentionCall& call, const char* side, const Groups& group
   for (std::size_t item = 0; item < spans.size(); ++item)
     for (std::int64_t head = 0; head < heads; ++head) {
       const auto* order = cpu::span_at<const std::int32_t>(groups.order, spans[item], head);
-      const auto* offsets = cpu::block_at<const std::int32_t>(
-          groups.offsets, static_cast<std::int64_t>(item), head);
+      const auto* offsets =
+          cpu::block_at<const std::int32_t>(groups.offsets, static_cast<std::int64_t>(item), head);
       const std::int64_t length = spans[item].length;
       COTERIE_CHECK(offsets[0] == 0 && offsets[clusters] == length, call.op,
                     "expected the offsets of the ", side, " to go from 0 to the ", length,
@@ -62,8 +62,8 @@ AttentionCall check_banded(const AttentionInputs& inputs, const BandedLists& lis
   COTERIE_CHECK(lists.window >= 1, call.op, "expected a window of 1 or more; got ", lists.window);
   const std::int64_t clusters = check_groups(call, "queries", lists.queries, call.H, call.N);
   const std::int64_t others = check_groups(call, "keys", lists.keys, call.key_heads, call.S);
-  COTERIE_CHECK(clusters == others, call.op, "expected as many clusters of keys as of queries; got ",
-                others, " and ", clusters);
+  COTERIE_CHECK(clusters == others, call.op,
+                "expected as many clusters of keys as of queries; got ", others, " and ", clusters);
   return call;
 }
 
@@ -77,12 +77,11 @@ void check_token_result(const AttentionCall& call, const AttentionResult& result
   ops::check_dtype(call.op, "out", result.out, call.inputs.q.dtype);
   ops::check_shape(call.op, "out", result.out, {call.B, call.H, call.N, call.Dv});
   COTERIE_CHECK(!result.saved.empty(), call.op, "expected lse as the first saved tensor; got none");
-  ops::check_dense(call.op, "lse", result.saved[0], accumulator_of(call),
-                   {call.B, call.H, call.N});
+  ops::check_dense(call.op, "lse", result.saved[0], accumulator_of(call), {call.B, call.H, call.N});
 }
 
 AttentionCall check_members(const AttentionInputs& inputs, const MemberLists& lists) {
-  const AttentionCall call = ops::make_list_call("attend_members", inputs);
+  AttentionCall call = ops::make_list_call("attend_members", inputs);
   const auto check = [&](const char* name, const TensorView& list, std::int64_t heads) {
     COTERIE_CHECK(list.rank == 4, call.op, "expected ", name,
                   " of shape (items, heads, groups, size); got ", list.describe());
@@ -107,9 +106,9 @@ void check_list_values(const AttentionCall& call, const char* name, const Tensor
           cpu::block_at<const std::int32_t>(lists, static_cast<std::int64_t>(item), 0) +
           row * width;
       for (std::int64_t t = 0; t < width; ++t) {
-        const bool fits = list[t] == -1 || (list[t] >= 0 && list[t] < spans[item].length &&
-                                            (t == 0 || list[t - 1] < list[t]) &&
-                                            (t == 0 || list[t - 1] >= 0));
+        const bool fits =
+            list[t] == -1 || (list[t] >= 0 && list[t] < spans[item].length &&
+                              (t == 0 || list[t - 1] < list[t]) && (t == 0 || list[t - 1] >= 0));
         COTERIE_CHECK(fits, call.op, "expected lists of ", name, " that ascend within [0, ",
                       spans[item].length, ") and end with -1; got ", list[t], " in slot ", t,
                       " of item ", item);
@@ -149,8 +148,7 @@ void check_token_gradients(const AttentionCall& call, const AttentionGradients& 
   check("dq", gradients.dq, call.H, call.N, call.Dk);
   check("dk", gradients.dk, call.key_heads, call.S, call.Dk);
   check("dv", gradients.dv, call.value_heads, call.S, call.Dv);
-  for (const TensorView* other :
-       {&gradients.dcentroids, &gradients.dgate, &gradients.dlogit_scale})
+  for (const TensorView* other : {&gradients.dcentroids, &gradients.dgate, &gradients.dlogit_scale})
     COTERIE_CHECK(!other->present(), call.op, "expected no gradients but dq, dk and dv; got ",
                   other->describe());
 }

@@ -52,7 +52,7 @@ struct Checked {
 template <class T>
 struct SharedWorkspace {
   cpu::ListWorkspace<T> lists;
-  cpu::SlotGradients<T> slots;
+  cpu::KeySlots<T> slots;
 
   SharedWorkspace(Arena& arena, const Checked& checked)
       : lists(arena, checked.call),

@@ -38,6 +38,13 @@ bool takes_mask(const Mechanism& mechanism) {
          std::holds_alternative<OracleTopParams>(mechanism);
 }
 
+bool same_view(const TensorView& a, const TensorView& b) {
+  bool same = a.data == b.data && a.dtype == b.dtype && a.rank == b.rank;
+  for (int dim = 0; same && dim < a.rank; ++dim)
+    same = a.size(dim) == b.size(dim) && (a.size(dim) == 1 || a.stride(dim) == b.stride(dim));
+  return same;
+}
+
 // Index lists hold int32.
 void check_counts(const AttentionCall& call) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
@@ -57,7 +64,7 @@ AttentionCall make_base_call(const std::string& op, const AttentionInputs& input
   call.op = op;
   call.inputs = inputs;
   if (shared) {
-    COTERIE_CHECK(!inputs.k.present() || inputs.k.data == q.data, op,
+    COTERIE_CHECK(!inputs.k.present() || same_view(inputs.k, q), op,
                   "expected no k, or k = q, because it takes its keys from the queries; got "
                   "another k");
     call.k = q;

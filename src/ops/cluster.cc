@@ -173,9 +173,8 @@ void ema_update(double decay, const TensorView& x, const Sequences& sequences,
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     HostTensor memory;
-    auto workspace = ops::take_scratch(memory, [&](Arena& arena) {
-      return cpu::CentroidWorkspace<T>(arena, x, state.centroids);
-    });
+    auto workspace = ops::take_scratch(
+        memory, [&](Arena& arena) { return cpu::CentroidWorkspace<T>(arena, x, state.centroids); });
     cpu::ema_update<T>(decay, x, spans, labels, state, workspace);
   });
 }

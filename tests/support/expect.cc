@@ -61,15 +61,20 @@ ExpectedGradients expected_gradients(const cases::Problem& problem,
       ref::backward<double>(problem.mechanism, problem.inputs, saved, problem.grad_out);
   const auto naive =
       ref::backward<float>(problem.mechanism, problem.inputs, saved, problem.grad_out);
-  const Magnitudes magnitude =
-      magnitudes(problem.mechanism, problem.inputs, saved, problem.grad_out);
-  return {
-      .dq = {exact.dq, doubles(naive.dq), magnitude.dq},
-      .dk = {exact.dk, doubles(naive.dk), magnitude.dk},
-      .dv = {exact.dv, doubles(naive.dv), magnitude.dv},
-      .dcentroids = {exact.dcentroids, doubles(naive.dcentroids), magnitude.dcentroids},
-      .dgate = {exact.dgate, doubles(naive.dgate), magnitude.dgate},
-      .dlogit_scale = {exact.dlogit_scale, doubles(naive.dlogit_scale), magnitude.dlogit_scale}};
+  const Magnitudes m = magnitudes(problem.mechanism, problem.inputs, saved, problem.grad_out);
+  const auto expected = [&](const auto& exact_values, const auto& naive_values, auto member) {
+    return Expected{.exact = exact_values,
+                    .naive = doubles(naive_values),
+                    .magnitude = m.terms.*member,
+                    .stored_error = ulp(problem.inputs.q.dtype, m.stored.*member)};
+  };
+  using M = GradientMagnitudes;
+  return {.dq = expected(exact.dq, naive.dq, &M::dq),
+          .dk = expected(exact.dk, naive.dk, &M::dk),
+          .dv = expected(exact.dv, naive.dv, &M::dv),
+          .dcentroids = expected(exact.dcentroids, naive.dcentroids, &M::dcentroids),
+          .dgate = expected(exact.dgate, naive.dgate, &M::dgate),
+          .dlogit_scale = expected(exact.dlogit_scale, naive.dlogit_scale, &M::dlogit_scale)};
 }
 
 void expect_forward(const cases::Problem& problem, const cases::Pass& run) {

@@ -25,7 +25,8 @@ void expect_backward(const cases::Problem& problem, const cases::Pass& run);
 void expect_gradients(const cases::Problem& problem, const cases::Pass& run,
                       const ExpectedGradients& expected);
 
-// The selection is the specification's. Where it is not, rounding must be able to explain it: a
+// The selection is the specification's. Where it is not, rounding must be able to explain it. Of
+// top keys: those that were exchanged have scores that differ by less than rounding. Of others: a
 // float sum is the exact sum of terms moved by a few units in the last place (Higham, Accuracy and
 // Stability, 3.1), so the specification itself, in double or float, must make that choice for
 // inputs moved so little.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <variant>
 
 #include "ref/ref.h"
@@ -13,14 +14,14 @@ namespace {
 using Index = std::int64_t;
 using Values = std::vector<double>;
 
-// Absolute values of a (B, H, N, D) tensor, NaN as 0.
+// A (B, H, N, D) tensor, NaN as 0.
 struct Dense {
   Index heads = 1, rows = 0, cols = 0;
   Values values;
 
   explicit Dense(const TensorView& view)
       : heads(view.size(1)), rows(view.size(2)), cols(view.size(3)), values(read_values(view)) {
-    for (double& value : values) value = std::isnan(value) ? 0.0 : std::abs(value);
+    for (double& value : values) value = std::isnan(value) ? 0.0 : value;
   }
   const double* row(Index b, Index h, Index i) const {
     return &values[((b * heads + h) * rows + i) * cols];
@@ -33,41 +34,59 @@ double dot(const double* a, const double* b, Index count) {
   return sum;
 }
 
+// |a| . |b|
+double absolute_dot(const double* a, const double* b, Index count) {
+  double sum = 0.0;
+  for (Index d = 0; d < count; ++d) sum += std::abs(a[d] * b[d]);
+  return sum;
+}
+
 void add(double* sum, double factor, const double* row, Index count) {
   for (Index d = 0; d < count; ++d) sum[d] += factor * row[d];
+}
+
+void add_squares(double* sum, double factor, const double* row, Index count) {
+  for (Index d = 0; d < count; ++d) sum[d] += std::pow(factor * row[d], 2);
 }
 
 double largest(const Values& values) {
   return values.empty() ? 0.0 : *std::max_element(values.begin(), values.end());
 }
 
+double largest_root(const Values& squares) { return std::sqrt(largest(squares)); }
+
 // Rows as the mechanism sees them, and the largest factor between their gradient and the input's.
-double normalise(Dense& x, const TensorView& view, bool to_unit_variance) {
-  const Values values = read_values(view);
+double normalise(Dense& x, bool to_unit_variance) {
   const auto dim = static_cast<double>(x.cols);
   double factor = 0.0;
-  for (std::size_t first = 0; first < values.size(); first += x.cols) {
+  for (std::size_t first = 0; first < x.values.size(); first += x.cols) {
+    double* row = &x.values[first];
     double mean = 0.0, square = 0.0;
-    for (Index d = 0; d < x.cols; ++d) mean += values[first + d] / dim;
-    if (!to_unit_variance) mean = 0.0;
-    for (Index d = 0; d < x.cols; ++d) square += std::pow(values[first + d] - mean, 2);
+    for (Index d = 0; d < x.cols && to_unit_variance; ++d) mean += row[d] / dim;
+    for (Index d = 0; d < x.cols; ++d) square += std::pow(row[d] - mean, 2);
     const double norm = to_unit_variance ? std::sqrt(square / dim + 1e-6) : std::sqrt(square);
-    for (Index d = 0; d < x.cols; ++d) {
-      const double value = std::abs(values[first + d] - mean) / norm;
-      x.values[first + d] = std::isfinite(value) ? value : 0.0;
-    }
+    for (Index d = 0; d < x.cols; ++d) row[d] = norm > 0.0 ? (row[d] - mean) / norm : 0.0;
     if (norm > 0.0) factor = std::max(factor, 1.0 / norm);
   }
   return factor;
 }
 
-// Sums of the terms of every result, filled query by query.
+// Sums of squares of one kind of terms of every gradient.
+struct Squares {
+  Values dq, dk, logits, rows, columns;
+};
+
+// Everything the terms are made of, filled query by query.
 struct Sums {
   Dense q, k, v, g;
   bool shared;
   Index B, H, Hkv, N, S, Dk, Dv;
-  Values dq, dk, dv, logits, row_terms, column_terms;
+  double scale = 1.0;
+  bool laplace = false;
+  Values q_affinity, k_affinity;  // (B, H, N): largest logit with a surrogate; only for CAST
   double out = 0.0;
+  Values dv;
+  Squares terms, stored;
 
   Sums(const AttentionInputs& inputs, const TensorView& grad_out)
       : q(inputs.q),
@@ -82,68 +101,134 @@ struct Sums {
         S(v.rows),
         Dk(q.cols),
         Dv(v.cols),
-        dq(q.values.size()),
-        dk(k.values.size()),
-        dv(v.values.size()),
-        logits(H),
-        row_terms(B * H * N),
-        column_terms(B * H * S) {}
+        dv(v.values.size()) {
+    for (Squares* squares : {&terms, &stored}) {
+      squares->dq.resize(q.values.size());
+      squares->dk.resize(k.values.size());
+      squares->logits.resize(H);
+      squares->rows.resize(B * H * N);
+      squares->columns.resize(B * H * S);
+    }
+  }
 
   Index value_head(Index h) const { return h / (H / Hkv); }
   Index key_head(Index h) const { return shared ? h : value_head(h); }
 
+  // A weight times the last places of 1 that it may be off, for it comes from exp(logit - lse).
+  // Laplace weights are products of two numbers rounded as parts of 1.
+  double weight_size(Index b, Index h, Index i, Index j, double weight) const {
+    double places = std::abs(scale * dot(q.row(b, h, i), k.row(b, key_head(h), j), Dk));
+    if (!q_affinity.empty()) {
+      places = std::max({places, q_affinity[(b * H + h) * N + i], k_affinity[(b * H + h) * S + j]});
+    }
+    const double size = laplace ? std::sqrt(std::abs(weight)) : std::abs(weight);
+    return size * std::max(1.0, places);
+  }
+
+  void add_terms(double term, Index b, Index h, Index i, Index j) {
+    const Index row = (b * H + h) * N + i, kh = key_head(h);
+    terms.rows[row] += term * term;
+    terms.columns[(b * H + h) * S + j] += term * term;
+    terms.logits[h] += std::pow(term * absolute_dot(q.row(b, h, i), k.row(b, kh, j), Dk), 2);
+    add_squares(&terms.dq[row * Dk], term, k.row(b, kh, j), Dk);
+    add_squares(&terms.dk[((b * k.heads + kh) * S + j) * Dk], term, q.row(b, h, i), Dk);
+  }
+
   void add_query(Index b, Index h, Index i, const double* weights) {
-    const Index row = (b * H + h) * N + i, kv = value_head(h), kh = key_head(h);
+    const Index kv = value_head(h);
     const double* gradient = g.row(b, h, i);
-    Values outputs(Dv);
+    Values row(Dv), absolute(Dv), squares(Dv);
     for (Index j = 0; j < S; ++j) {
-      if (weights[j] != 0.0) add(outputs.data(), std::abs(weights[j]), v.row(b, kv, j), Dv);
+      if (weights[j] == 0.0) continue;
+      add(row.data(), weights[j], v.row(b, kv, j), Dv);
+      for (Index d = 0; d < Dv; ++d) absolute[d] += std::abs(weights[j] * v.row(b, kv, j)[d]);
+      add_squares(squares.data(), weight_size(b, h, i, j, weights[j]), v.row(b, kv, j), Dv);
     }
-    out = std::max(out, largest(outputs));
-    const double delta = dot(gradient, outputs.data(), Dv);
+    out = std::max(out, largest_root(squares));
+    const double delta = absolute_dot(gradient, absolute.data(), Dv);
+    double through_out = 0.0;
+    for (Index d = 0; d < Dv; ++d) through_out += std::pow(gradient[d] * row[d], 2);
     for (Index j = 0; j < S; ++j) {
-      const double weight = std::abs(weights[j]);
-      if (weight == 0.0) continue;
-      const double term = weight * (dot(gradient, v.row(b, kv, j), Dv) + delta);
-      row_terms[row] += term;
-      column_terms[(b * H + h) * S + j] += term;
-      logits[h] += term * dot(q.row(b, h, i), k.row(b, kh, j), Dk);
-      add(&dv[((b * Hkv + kv) * S + j) * Dv], weight, gradient, Dv);
-      add(&dq[row * Dk], term, k.row(b, kh, j), Dk);
-      add(&dk[((b * k.heads + kh) * S + j) * Dk], term, q.row(b, h, i), Dk);
+      if (weights[j] == 0.0) continue;
+      const double weight = weight_size(b, h, i, j, weights[j]);
+      add_squares(&dv[((b * Hkv + kv) * S + j) * Dv], weight, gradient, Dv);
+      add_terms(weight * (absolute_dot(gradient, v.row(b, kv, j), Dv) + delta), b, h, i, j);
     }
+    add_stored(std::sqrt(through_out), b, h, i, weights);
+  }
+
+  // One error of the query's output, in all of its terms: they add up over the keys.
+  void add_stored(double error, Index b, Index h, Index i, const double* weights) {
+    const Index row = (b * H + h) * N + i, kh = key_head(h);
+    Values dq(Dk);
+    double logit = 0.0, total = 0.0;
+    for (Index j = 0; j < S; ++j) {
+      const double term = std::abs(weights[j]) * error;
+      if (term == 0.0) continue;
+      total += term;
+      logit += term * absolute_dot(q.row(b, h, i), k.row(b, kh, j), Dk);
+      for (Index d = 0; d < Dk; ++d) dq[d] += term * std::abs(k.row(b, kh, j)[d]);
+      stored.columns[(b * H + h) * S + j] += term * term;
+      add_squares(&stored.dk[((b * k.heads + kh) * S + j) * Dk], term, q.row(b, h, i), Dk);
+    }
+    add_squares(&stored.dq[row * Dk], 1.0, dq.data(), Dk);
+    stored.logits[h] += logit * logit;
+    stored.rows[row] += total * total;
   }
 };
 
 // CAST's affinities enter twice more, scaled by 1 + softplus(+-gate): with the query's terms in the
 // mix of clusters, with the key's in the summaries.
-void add_affinities(const Sums& sums, const AttentionInputs& inputs, double scale, Magnitudes& m) {
+struct Affinities {
   double gate = 1.0, surrogate = 0.0;
-  for (double value : read_values(inputs.gate)) {
-    if (!std::isnan(value)) gate = std::max(gate, 1.0 + std::log1p(std::exp(std::abs(value))));
+  TensorView centroids;
+
+  explicit Affinities(const AttentionInputs& inputs) : centroids(inputs.centroids) {
+    for (double value : read_values(inputs.gate)) {
+      if (!std::isnan(value)) gate = std::max(gate, 1.0 + std::log1p(std::exp(std::abs(value))));
+    }
+    for (double value : read_values(centroids)) surrogate = std::max(surrogate, std::abs(value));
   }
-  for (double value : read_values(inputs.centroids)) {
-    surrogate = std::max(surrogate, std::abs(value));
-  }
-  Values dcentroids(sums.H * sums.Dk), dgate(sums.B * sums.N);
-  const Values ones(sums.Dk, 1.0);
-  const auto add_side = [&](const Dense& x, const Values& terms, bool keys, double& magnitude) {
+
+  // The largest |logit| of each token with a surrogate, (B, H, N).
+  Values logits(const Sums& sums, bool keys) const {
+    const Dense& x = keys ? sums.k : sums.q;
+    const Values s = read_values(centroids);
+    const Index clusters = centroids.size(1);
+    Values result;
     for (Index b = 0; b < sums.B; ++b)
       for (Index h = 0; h < sums.H; ++h)
         for (Index i = 0; i < x.rows; ++i) {
-          const double* row = x.row(b, keys ? sums.key_head(h) : h, i);
-          const double term = scale * gate * terms[(b * sums.H + h) * x.rows + i];
-          add(&dcentroids[h * sums.Dk], term, row, sums.Dk);
-          dgate[b * sums.N + i] += term * surrogate * dot(row, ones.data(), sums.Dk);
+          double most = 0.0;
+          for (Index c = 0; c < clusters; ++c) {
+            most = std::max(most, std::abs(dot(x.row(b, keys ? sums.key_head(h) : h, i),
+                                               &s[(h * clusters + c) * sums.Dk], sums.Dk)));
+          }
+          result.push_back(sums.scale * gate * most);
         }
-    const double group = keys ? static_cast<double>(sums.H / sums.Hkv) : 1.0;
-    magnitude += scale * gate * group * largest(terms) * surrogate;
-  };
-  add_side(sums.q, sums.row_terms, false, m.dq);
-  add_side(sums.k, sums.column_terms, true, m.dk);
-  m.dcentroids = largest(dcentroids);
-  m.dgate = largest(dgate);
-}
+    return result;
+  }
+
+  void add_to(const Sums& sums, const Squares& squares, GradientMagnitudes& m) const {
+    Values dcentroids(sums.H * sums.Dk), dgate(sums.B * sums.N);
+    for (bool keys : {false, true}) {
+      const Dense& x = keys ? sums.k : sums.q;
+      const Values& terms = keys ? squares.columns : squares.rows;
+      for (Index b = 0; b < sums.B; ++b)
+        for (Index h = 0; h < sums.H; ++h)
+          for (Index i = 0; i < x.rows; ++i) {
+            const double* row = x.row(b, keys ? sums.key_head(h) : h, i);
+            const double term = sums.scale * gate * std::sqrt(terms[(b * sums.H + h) * x.rows + i]);
+            add_squares(&dcentroids[h * sums.Dk], term, row, sums.Dk);
+            dgate[b * sums.N + i] += std::pow(term * surrogate, 2) * dot(row, row, sums.Dk);
+          }
+      const double sharing = keys ? static_cast<double>(sums.H / sums.Hkv) : 1.0;
+      (keys ? m.dk : m.dq) += sums.scale * gate * sharing * largest_root(terms) * surrogate;
+    }
+    m.dcentroids = largest_root(dcentroids);
+    m.dgate = largest_root(dgate);
+  }
+};
 
 }  // namespace
 
@@ -151,25 +236,36 @@ Magnitudes magnitudes(const Mechanism& mechanism, const AttentionInputs& inputs,
                       const std::vector<TensorView>& saved, const TensorView& grad_out) {
   const bool routing = std::holds_alternative<RoutingParams>(mechanism);
   const bool lsh = std::holds_alternative<LshParams>(mechanism);
+  const auto* cast = std::get_if<CastParams>(&mechanism);
   Sums sums(inputs, grad_out);
-  const TensorView& keys = inputs.k.present() ? inputs.k : inputs.q;
-  const double q_factor = routing ? normalise(sums.q, inputs.q, true) : 1.0;
-  const double k_factor = routing || lsh ? normalise(sums.k, keys, routing) : 1.0;
+  const double q_factor = routing ? normalise(sums.q, true) : 1.0;
+  const double k_factor = routing || lsh ? normalise(sums.k, routing) : 1.0;
+  sums.scale = std::abs(inputs.scale);
+  if (sums.scale == 0.0) {
+    sums.scale = routing ? 1.0 : 1.0 / std::sqrt(static_cast<double>(sums.Dk));
+  }
+  if (cast != nullptr) {
+    const Affinities affinities(inputs);
+    sums.laplace = cast->activation == CastActivation::laplace;
+    sums.q_affinity = affinities.logits(sums, false);
+    sums.k_affinity = affinities.logits(sums, true);
+  }
   const Values weights = ref::weights<double>(mechanism, inputs, saved);
   for (Index row = 0; row < sums.B * sums.H * sums.N; ++row) {
     const Index head = row / sums.N;
     sums.add_query(head / sums.H, head % sums.H, row % sums.N, &weights[row * sums.S]);
   }
-  double scale = std::abs(inputs.scale);
-  if (scale == 0.0) scale = routing ? 1.0 : 1.0 / std::sqrt(static_cast<double>(sums.Dk));
   Magnitudes m;
   m.out = sums.out;
-  m.dq = largest(sums.dq) * scale * q_factor;
-  m.dk = largest(sums.dk) * scale * k_factor;
-  m.dv = largest(sums.dv);
-  m.dlogit_scale = largest(sums.logits) * scale;
-  if (std::holds_alternative<CastParams>(mechanism)) add_affinities(sums, inputs, scale, m);
-  if (sums.shared) m.dq += m.dk;
+  for (const auto& [squares, result] :
+       {std::pair{&sums.terms, &m.terms}, std::pair{&sums.stored, &m.stored}}) {
+    result->dq = largest_root(squares->dq) * sums.scale * q_factor;
+    result->dk = largest_root(squares->dk) * sums.scale * k_factor;
+    result->dlogit_scale = largest_root(squares->logits) * sums.scale;
+    if (cast != nullptr) Affinities(inputs).add_to(sums, *squares, *result);
+    if (sums.shared) result->dq += result->dk;
+  }
+  m.terms.dv = largest_root(sums.dv);
   return m;
 }
 
