@@ -35,6 +35,7 @@ constexpr Line kFull[] = {
     {"full_integers", "full", "N63 D8 integers scale=0.5"},
     {"full_mixture_scaled", "full", "H1 N200 D64 mixture scale=0.3"},
     {"full_long_rows", "full", "B1 H1 N129 S200 D129:96 gaps"},
+    {"full_long_causal", "full", "B1 H1 N300 D8 causal"},
 };
 
 constexpr Line kLocal[] = {
@@ -55,6 +56,7 @@ constexpr Line kLocal[] = {
     {"local_blocked_wide_packed", "local(window=8,kind=blocked,flange=2)",
      "B1 N129 D8 packed bf16"},
     {"local_blocked_masked", "local(window=32,kind=blocked)", "N65 D8 causal mask"},
+    {"local_long_window", "local(window=170)", "B1 H1 N300 D8 causal"},
 };
 
 constexpr Line kStrided[] = {
@@ -66,6 +68,7 @@ constexpr Line kStrided[] = {
     {"strided_packed_bf16", "strided(stride=3)", "B1 N129 D32:8 causal packed gaps bf16"},
     {"strided_masked_f64", "strided(stride=2)", "N65 D8 mask f64"},
     {"strided_cross_causal", "strided(stride=6)", "N63 S113 D8 causal"},
+    {"strided_long", "strided(stride=2)", "B1 H1 N300 D8"},
 };
 
 constexpr Line kOracle[] = {
@@ -78,6 +81,8 @@ constexpr Line kOracle[] = {
     {"oracle_top_equal_tokens", "oracle-top(topk=4)", "N65 D8 causal equal"},
     {"oracle_top_masked", "oracle-top(topk=6)", "N63 D8 causal mask gaps"},
     {"oracle_top_cross_causal_f16", "oracle-top(topk=10)", "N113 S65 D8 causal f16"},
+    {"oracle_top_long_tied", "oracle-top(topk=7)", "B1 H1 N300 D4 causal integers"},
+    {"oracle_top_long", "oracle-top(topk=140)", "B1 H2:1 N65 S300 D8"},
 };
 
 constexpr Line kClustered[] = {
@@ -105,6 +110,8 @@ constexpr Line kClustered[] = {
      "B4 H4:2 N63 S65 D16 padded bf16"},
     {"clustered_hamming_keys_packed_f64", "clustered(clusters=7,clustering=hamming-keys,bits=20)",
      "B1 N129 D8 packed f64"},
+    {"clustered_long", "clustered(clusters=150)", "B1 H1 N300 D8"},
+    {"clustered_hamming_long", "clustered(clusters=130,clustering=hamming)", "B1 H1 N300 D8"},
 };
 
 constexpr Line kImproved[] = {
@@ -128,6 +135,10 @@ constexpr Line kImproved[] = {
      "B3 H4:2 N65 causal padded bf16"},
     {"improved_reference_packed", "i-clustered(clusters=3,topk=9,causal=reference)",
      "B1 N129 D8:16 causal packed gaps"},
+    {"improved_long", "i-clustered(clusters=130,topk=140)", "B1 H1 N300 D8"},
+    {"improved_long_clusters", "i-clustered(clusters=2,topk=7)", "B1 H1 N300 D8 mixture"},
+    {"improved_reference_long", "i-clustered(clusters=2,topk=140,causal=reference)",
+     "B1 H1 N300 D8 causal"},
 };
 
 constexpr Line kLsh[] = {
@@ -146,6 +157,8 @@ constexpr Line kLsh[] = {
      "B3 N65 D8 causal padded"},
     {"lsh_mean_packed_f64", "lsh(rounds=2,chunk=7,buckets=4,combine=mean)",
      "B1 H4:1 N129 D8:24 packed f64"},
+    {"lsh_long", "lsh(rounds=2,chunk=100,buckets=4)", "B1 H1 N300 D8 causal"},
+    {"lsh_mean_long", "lsh(rounds=2,chunk=130,buckets=4,combine=mean)", "B1 H1 N300 D8"},
 };
 
 constexpr Line kRouting[] = {
@@ -183,6 +196,12 @@ constexpr Line kRouting[] = {
     {"routing_strict_all_clusters_f64", "routing(clusters=3,window=100,queries_in=9)",
      "N65 D129 causal f64 scale=0.1"},
     {"routing_strict_equal_tokens", "routing(clusters=3,window=5)", "N64 D8 causal equal"},
+    {"routing_long", "routing(clusters=3,window=160)", "B1 H1 N300 D8"},
+    {"routing_balanced_long", "routing(clusters=2,membership=balanced)", "B1 H1 N300 D8"},
+    {"routing_strict_long", "routing(clusters=2,window=140)", "B1 H1 N300 D8 causal"},
+    {"routing_many_clusters", "routing(clusters=150,window=5)", "B1 H1 N300 D8"},
+    {"routing_strict_logit_scale_f16", "routing(clusters=4,window=8)",
+     "N65 D16 causal logit_scale f16 scale=0.3"},
 };
 
 constexpr Line kCast[] = {
@@ -201,6 +220,8 @@ constexpr Line kCast[] = {
     {"cast_laplace_single_packed",
      "cast(clusters=6,size=22,mode=single,activation=laplace,heads=separate)",
      "B1 N129 D8:16 packed"},
+    {"cast_long", "cast(clusters=3,size=160)", "B1 H1 N300 D8"},
+    {"cast_many_clusters", "cast(clusters=140,size=3)", "B1 H1 N300 D8"},
 };
 
 std::int64_t integer(const std::string& text) {

@@ -177,11 +177,10 @@ std::int64_t used_rows(const Sequences& sequences, std::int64_t b, std::int64_t 
   return rows;
 }
 
-void poison(const HostTensor& tensor) {
-  const TensorView& view = tensor.view();
-  if (view.count() == 0) return;
-  std::memset(view.data, is_floating(view.dtype) ? 0xFF : 0x7F,
-              static_cast<std::size_t>(view.count() * dtype_bytes(view.dtype)));
+void poison(const TensorView& tensor) {
+  if (tensor.count() == 0) return;
+  std::memset(tensor.data, is_floating(tensor.dtype) ? 0xFF : 0x7F,
+              static_cast<std::size_t>(tensor.count() * dtype_bytes(tensor.dtype)));
 }
 
 TensorView new_tensor(std::vector<HostTensor>& storage, DType dtype,
@@ -234,16 +233,14 @@ Problem make_problem(const Case& given, std::uint64_t seed) {
 Pass prepare(const Problem& problem) {
   const AttentionInputs& inputs = problem.inputs;
   Pass run;
-  const SavedLayout layout = attention_saved(problem.mechanism, inputs);
-  run.selection_count = layout.selection_count;
-  for (const TensorLayout& tensor : layout.tensors) {
-    run.result.saved.push_back(new_tensor(run.storage, tensor.dtype, tensor.sizes));
-  }
+  run.selection_count = attention_saved(problem.mechanism, inputs).selection_count;
+  run.buffers = AttentionBuffers(problem.mechanism, inputs);
+  run.result = run.buffers.result();
+  for (const TensorView& saved : run.result.saved) poison(saved);
   run.result.out = like(problem.grad_out, problem.layout, run.storage);
-  const std::int64_t bytes = attention_workspace_bytes(problem.mechanism, inputs);
-  run.memory = HostTensor(DType::u8, {bytes});
-  if (bytes > 0) std::memset(run.memory.view().data, 0xFF, static_cast<std::size_t>(bytes));
-  run.workspace = {.data = run.memory.view().data, .bytes = bytes};
+  run.workspace = run.buffers.workspace();
+  const auto bytes = static_cast<std::size_t>(run.workspace.bytes);
+  if (bytes > 0) std::memset(run.workspace.data, 0xFF, bytes);
 
   AttentionGradients& gradients = run.gradients;
   gradients.dq = like(inputs.q, problem.layout, run.storage);

@@ -40,8 +40,8 @@ struct Pass {
   AttentionResult result;
   std::size_t selection_count = 0;
   AttentionGradients gradients;
-  HostTensor memory;
-  Workspace workspace;  // of exactly the bytes asked for
+  AttentionBuffers buffers;  // of the saved tensors and the workspace
+  Workspace workspace;       // of exactly the bytes asked for
   std::vector<HostTensor> storage;
 };
 
@@ -55,8 +55,8 @@ void run_backward(const Problem& problem, Pass& run);
 // How many of the rows of batch entry b belong to a sequence; the rest is padding.
 std::int64_t used_rows(const Sequences& sequences, std::int64_t b, std::int64_t rows);
 
-// Fills all elements with the pattern that Pass describes.
-void poison(const HostTensor& tensor);
+// Fills all elements of a contiguous tensor with the pattern that Pass describes.
+void poison(const TensorView& tensor);
 // A view of a new poisoned tensor with that layout; sizes (B, H, N, D).
 TensorView new_tensor(std::vector<HostTensor>& storage, DType dtype,
                       const std::vector<std::int64_t>& sizes, Layout layout = Layout::bhnd);

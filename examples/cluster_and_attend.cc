@@ -18,26 +18,6 @@ HostTensor random_tensor(std::vector<std::int64_t> sizes, std::uint32_t stream) 
   return tensor;
 }
 
-// What a call needs besides its inputs, allocated as the library asks.
-struct Buffers {
-  std::vector<HostTensor> saved;
-  HostTensor out, memory;
-  AttentionResult result;
-  Workspace workspace;
-
-  Buffers(const Mechanism& mechanism, const AttentionInputs& inputs) {
-    for (const TensorLayout& layout : attention_saved(mechanism, inputs).tensors)
-      saved.emplace_back(layout);
-    const TensorView &q = inputs.q, &v = inputs.v;
-    out = HostTensor(q.dtype, {q.size(0), q.size(1), q.size(2), v.size(3)});
-    const std::int64_t bytes = attention_workspace_bytes(mechanism, inputs);
-    memory = HostTensor(DType::u8, {bytes});
-    result.out = out;
-    for (const HostTensor& tensor : saved) result.saved.push_back(tensor);
-    workspace = {memory.view().data, bytes, nullptr};
-  }
-};
-
 }  // namespace
 
 int main() {
@@ -52,20 +32,21 @@ int main() {
   const Mechanism full = AttentionSpec::parse("full").groups[0].mechanism;
   const Mechanism improved =
       AttentionSpec::parse("i-clustered(clusters=100,topk=32)").groups[0].mechanism;
-  Buffers exact(full, inputs), fast(improved, inputs);
-  attention_forward(full, inputs, exact.result, exact.workspace);
-  attention_forward(improved, inputs, fast.result, fast.workspace);
+  const AttentionBuffers exact(full, inputs), fast(improved, inputs);
+  attention_forward(full, inputs, exact.result(), exact.workspace());
+  attention_forward(improved, inputs, fast.result(), fast.workspace());
 
+  const std::vector<double> wanted = read_values(exact.result().out);
+  const std::vector<double> got = read_values(fast.result().out);
   double error = 0, norm = 0;
-  for (std::int64_t i = 0; i < exact.out.view().count(); ++i) {
-    const double difference = fast.out.data<float>()[i] - exact.out.data<float>()[i];
-    error += difference * difference;
-    norm += std::pow(exact.out.data<float>()[i], 2);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    error += (got[i] - wanted[i]) * (got[i] - wanted[i]);
+    norm += wanted[i] * wanted[i];
   }
   std::printf("relative error against full attention: %.3f\n", std::sqrt(error / norm));
 
   // The selection is there to look at: saved tensor 2 holds the cluster offsets of each head.
-  const std::int32_t* offsets = fast.saved[2].data<std::int32_t>();
+  const auto* offsets = static_cast<const std::int32_t*>(fast.result().saved[2].data);
   std::int32_t largest = 0;
   for (int c = 0; c < 100; ++c) largest = std::max(largest, offsets[c + 1] - offsets[c]);
   std::printf("largest of 100 clusters of head 0: %d of %d queries\n", largest,
@@ -76,7 +57,8 @@ int main() {
   gradients.dq = dq;
   gradients.dk = dk;
   gradients.dv = dv;
-  attention_backward(improved, inputs, fast.result, exact.out, gradients, fast.workspace);
+  attention_backward(improved, inputs, fast.result(), exact.result().out, gradients,
+                     fast.workspace());
   std::printf("d(out . full)/dq of the first element: %.6f\n",
               static_cast<double>(dq.data<float>()[0]));
   return std::isfinite(dq.data<float>()[0]) && error < norm ? 0 : 1;

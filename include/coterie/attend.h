@@ -33,7 +33,8 @@ void attend_banded_backward(const AttentionInputs& inputs, const BandedLists& li
                             const AttentionGradients& gradients, const Workspace& workspace);
 
 // A shared key list per group: all queries of cluster c attend to keys[item, head, c, :] (-1 =
-// empty slot, ascending), with `causal` only to those not after them. out (B, H, N, Dv), lse (B, H, N).
+// empty slot, ascending), with `causal` only to those not after them. out (B, H, N, Dv), lse (B, H,
+// N).
 struct SharedLists {
   Groups queries;   // order (B, H, N), offsets (items, H, C+1)
   TensorView keys;  // (items, H, C, k)
@@ -46,9 +47,9 @@ void attend_shared_backward(const AttentionInputs& inputs, const SharedLists& li
                             const AttentionGradients& gradients, const Workspace& workspace);
 
 // Groups of equal size: slot p of group c is query queries[item, head, c, p] attending to all keys
-// keys[item, key head, c, :] (-1 = empty, ascending), with `causal` only to those not after it. A token may
-// be in any number of groups, so outputs stay per slot: out (items, H, C, w, Dv), lse (items, H, C, w).
-// grad_out of the backward has out's shape; result.saved[0] is lse.
+// keys[item, key head, c, :] (-1 = empty, ascending), with `causal` only to those not after it. A
+// token may be in any number of groups, so outputs stay per slot: out (items, H, C, w, Dv), lse
+// (items, H, C, w). grad_out of the backward has out's shape; result.saved[0] is lse.
 struct MemberLists {
   TensorView queries;  // (items, H, C, wq)
   TensorView keys;     // (items, Hkv, C, wk)

@@ -33,7 +33,8 @@ struct Sequences {
 // `causal`, query i of an item is at key position i + (key length - query length).
 struct AttentionInputs {
   TensorView q;  // (B, H, N, Dk)
-  TensorView k;  // (B, Hkv, S, Dk); absent, or the same view as q, for lsh and routing with share_qk
+  TensorView
+      k;  // (B, Hkv, S, Dk); absent, or the same view as q, for lsh and routing with share_qk
   TensorView v;  // (B, Hkv, S, Dv)
   Sequences q_sequences;
   Sequences k_sequences;
@@ -88,5 +89,27 @@ void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs
 void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,
                         const AttentionResult& result, const TensorView& grad_out,
                         const AttentionGradients& gradients, const Workspace& workspace);
+
+// Host memory for one call: `out`, the saved tensors and the workspace as the functions above ask.
+// For programs without a tensor library.
+class AttentionBuffers {
+ public:
+  AttentionBuffers() = default;  // of no call
+  AttentionBuffers(const Mechanism& mechanism, const AttentionInputs& inputs);
+
+  // Views of the memory, good for the lifetime of whichever object it was moved to.
+  AttentionResult result() const;
+  Workspace workspace() const;
+
+  AttentionBuffers(AttentionBuffers&&) = default;
+  AttentionBuffers& operator=(AttentionBuffers&&) = default;
+  AttentionBuffers(const AttentionBuffers&) = delete;
+  AttentionBuffers& operator=(const AttentionBuffers&) = delete;
+  ~AttentionBuffers() = default;
+
+ private:
+  HostTensor out_, workspace_;
+  std::vector<HostTensor> saved_;
+};
 
 }  // namespace coterie

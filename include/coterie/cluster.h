@@ -11,14 +11,15 @@
 namespace coterie {
 
 struct HammingKMeansParams {
-  std::int64_t iterations = 10;  // centroid updates; one more assignment follows
+  std::int64_t iterations = 10;    // centroid updates; one more assignment follows
   std::int64_t bits = kAutomatic;  // code length, for re-seeding empty clusters; 63 by default
   std::uint64_t seed = 0;
 };
 
-// k-means of codes (B, H, N) u64 in Hamming distance. Starts from distinct random tokens; a centroid
-// bit is the majority of its members, 0 on a tie; an empty cluster gets a random code. With at most
-// C tokens every token is its own cluster. Writes labels (B, H, N) and centroids (items, H, C) u64.
+// k-means of codes (B, H, N) u64 in Hamming distance. Starts from distinct random tokens; a
+// centroid bit is the majority of its members, 0 on a tie; an empty cluster gets a random code.
+// With at most C tokens every token is its own cluster. Writes labels (B, H, N) and centroids
+// (items, H, C) u64.
 void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
                     const Sequences& sequences, const TensorView& labels,
                     const TensorView& centroids, const Workspace& workspace = {});

@@ -16,9 +16,9 @@ constexpr std::int64_t kMaxHashBits = 63;
 void isotropic_planes(std::uint64_t seed, bool bias, const TensorView& planes,
                       const TensorView& thresholds, const Workspace& workspace = {});
 
-// Key-aware form: plane r of an item and key/value head is the sum of 16 differences of random pairs
-// of its valid keys, planes (items, Hkv, bits, D) f32; threshold r of a query head is plane_r . mean
-// valid query, thresholds (items, H, bits) f32. An item without keys or queries gets zeros.
+// Key-aware form: plane r of an item and key/value head is the sum of 16 differences of random
+// pairs of its valid keys, planes (items, Hkv, bits, D) f32; threshold r of a query head is plane_r
+// . mean valid query, thresholds (items, H, bits) f32. An item without keys or queries gets zeros.
 void key_difference_planes(const AttentionInputs& inputs, const TensorView& planes,
                            const TensorView& thresholds, const Workspace& workspace = {});
 

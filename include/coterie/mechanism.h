@@ -85,16 +85,16 @@ enum class SelfAttention : std::uint8_t { automatic, demote, keep };
 // nearest centroid and sees the `window` latest tokens there (nearest, the strictly causal form).
 struct RoutingParams {
   std::int64_t clusters = 0;
-  std::int64_t window = 0;  // not used, and refused, with balanced membership
+  std::int64_t window = 0;                        // not used, and refused, with balanced membership
   Membership membership = Membership::automatic;  // nearest when strict, else top
   bool share_qk = false;
   Causality causal = Causality::automatic;
-  std::int64_t queries_in = 1;  // strict: clusters that a query looks into
+  std::int64_t queries_in = 1;                    // strict: clusters that a query looks into
   SelfAttention self = SelfAttention::automatic;  // demote with share_qk, else keep
-  bool include_self = false;  // strict, separate: a query also sees its own key
-  double count_eps = 0.01;    // top: outputs are divided by the number of clusters + count_eps
-  double decay = 0.999;       // of the centroids' moving average; see ema_update
-  double commitment = 1e-4;   // weight of commitment_loss; applied by whoever adds it to a loss
+  bool include_self = false;                      // strict, separate: a query also sees its own key
+  double count_eps = 0.01;   // top: outputs are divided by the number of clusters + count_eps
+  double decay = 0.999;      // of the centroids' moving average; see ema_update
+  double commitment = 1e-4;  // weight of commitment_loss; applied by whoever adds it to a loss
 };
 
 enum class CastMode : std::uint8_t { topk, single };
@@ -111,9 +111,9 @@ struct CastParams {
   bool gate_scale = true;   // false: the ablation without softplus scaling of the affinities
 };
 
-using Mechanism = std::variant<FullParams, LocalParams, StridedParams, OracleTopParams,
-                               ClusteredParams, ImprovedClusteredParams, LshParams, RoutingParams,
-                               CastParams>;
+using Mechanism =
+    std::variant<FullParams, LocalParams, StridedParams, OracleTopParams, ClusteredParams,
+                 ImprovedClusteredParams, LshParams, RoutingParams, CastParams>;
 
 // The mechanism's name in an attention spec: "full", "i-clustered", ...
 const char* mechanism_name(const Mechanism& mechanism);

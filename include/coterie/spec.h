@@ -4,7 +4,8 @@
 //   spec  := group ("+" group)*
 //   group := [heads "*"] name ["(" key "=" value ("," key "=" value)* ")"]
 //
-// "full", "i-clustered(clusters=100,topk=32)", "4*local(window=256)+4*routing(clusters=16,window=256)"
+// "full", "i-clustered(clusters=100,topk=32)",
+// "4*local(window=256)+4*routing(clusters=16,window=256)"
 #pragma once
 
 #include <cstdint>

@@ -12,18 +12,17 @@
 namespace coterie {
 
 struct AttentionCall {
-  std::string op;            // the mechanism's name, for messages
+  std::string op;  // the mechanism's name, for messages
   AttentionInputs inputs;
   Device device = Device::cpu;
-  std::vector<Item> items;   // on the CPU; a GPU reads lengths itself, so there it is empty
+  std::vector<Item> items;  // on the CPU; a GPU reads lengths itself, so there it is empty
   std::int64_t item_total = 0;
-  TensorView k;              // inputs.k, or inputs.q where queries and keys are shared
+  TensorView k;  // inputs.k, or inputs.q where queries and keys are shared
   std::int64_t B = 0, H = 0, N = 0, S = 0, Dk = 0, Dv = 0;
   std::int64_t key_heads = 0, value_heads = 0;  // H and Hkv when shared, else both Hkv
   double scale = 1.0;
-  bool causal = false;       // in force: by flag or by the mechanism's own causal form
+  bool causal = false;  // in force: by flag or by the mechanism's own causal form
 
-  bool shared_qk() const { return k.data == inputs.q.data; }
   const Item& item(std::int64_t number) const { return items[static_cast<std::size_t>(number)]; }
   std::int64_t num_items() const { return item_total; }
   std::int64_t key_head(std::int64_t h) const { return h / (H / key_heads); }

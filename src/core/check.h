@@ -20,8 +20,8 @@ template <class... Parts>
 }  // namespace coterie
 
 // For what a caller can get wrong: COTERIE_CHECK(n > 0, "op", "expected ...; got ", n).
-#define COTERIE_CHECK(condition, ...)             \
-  do {                                            \
+#define COTERIE_CHECK(condition, ...)               \
+  do {                                              \
     if (!(condition)) ::coterie::fail(__VA_ARGS__); \
   } while (false)
 

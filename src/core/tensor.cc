@@ -96,8 +96,8 @@ double load_element(const TensorView& tensor, std::int64_t offset) {
   return 0;
 }
 
-// Towards zero, with the last bit set when something was lost: rounding the result again, to 16 bits,
-// then gives what rounding once would.
+// Towards zero, with the last bit set when something was lost: rounding the result again, to 16
+// bits, then gives what rounding once would.
 float round_to_odd(double value) {
   const float nearest = static_cast<float>(value);
   if (static_cast<double>(nearest) == value || !std::isfinite(nearest)) return nearest;
@@ -194,7 +194,8 @@ HostTensor::HostTensor(DType dtype, std::vector<std::int64_t> sizes) {
   const std::int64_t bytes = view_.count() * dtype_bytes(dtype);
   if (bytes == 0) return;
   const std::int64_t padded = (bytes + 63) / 64 * 64;
-  storage_.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, static_cast<std::size_t>(padded))));
+  storage_.reset(
+      static_cast<std::byte*>(std::aligned_alloc(kAlignment, static_cast<std::size_t>(padded))));
   COTERIE_CHECK(storage_ != nullptr, "tensor", "expected ", bytes, " bytes of memory; got none");
   std::memset(storage_.get(), 0, static_cast<std::size_t>(bytes));
   view_.data = storage_.get();

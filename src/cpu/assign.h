@@ -28,18 +28,12 @@ template <class T>
 void assign_nearest(const TensorView& x, const std::vector<Span>& spans, const CentroidView& view,
                     const TensorView& labels, std::vector<Tiles<T>>& tiles);
 
-// The same with at most `capacity` tokens per cluster; 0 = ceil(tokens / C) of each item.
+// The same with at most `capacity` tokens per cluster; 0 = ceil(tokens / C) of each item. The bias
+// is not used. Returns the solved problem of every (item, head).
 template <class T>
-void assign_balanced(const TensorView& x, const std::vector<Span>& spans, const CentroidView& view,
-                     std::int64_t capacity, const TensorView& labels, std::vector<Tiles<T>>& tiles,
-                     std::vector<BalancedBuffer<T>>& buffers);
-
-template <class T>
-std::vector<BalancedBuffer<T>> make_balanced_buffers(Arena& arena, std::int64_t tokens,
-                                                     std::int64_t clusters) {
-  std::vector<BalancedBuffer<T>> buffers;
-  for (int worker = 0; worker < threads(); ++worker) buffers.emplace_back(arena, tokens, clusters);
-  return buffers;
-}
+std::vector<BalancedProblem> assign_balanced(const TensorView& x, const std::vector<Span>& spans,
+                                             const CentroidView& view, std::int64_t capacity,
+                                             const TensorView& labels, std::vector<Tiles<T>>& tiles,
+                                             BalancedWorkspace<T>& workspace);
 
 }  // namespace coterie::cpu

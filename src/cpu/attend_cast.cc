@@ -23,7 +23,7 @@ struct CastForward : CastPass<T> {
 
 // Attention inside a cluster, slot by slot, and the cluster's summary.
 template <class T>
-void attend_cluster(CastForward<T>& pass, const CastSaved<T>& saved, const TileTask& task,
+void attend_cluster(CastForward<T>& pass, const CastSaved<T>& saved, const RowTile& task,
                     Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
   const std::int64_t number = pass.block(task.item, task.head) * pass.clusters + task.list;
@@ -81,8 +81,9 @@ void forward(CastForward<T>& pass, const CastSaved<T>& saved, const TensorView& 
   });
   fill_padding(out, query_spans(call), 0);
   if (saved.combine_lse.present()) fill_padding(saved.combine_lse, query_spans(call), kNegInf<T>);
-  visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
-    mix_clusters(pass, saved, out, tile, pass.tiles(worker));
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
+  for_tiles(row_list, pass.lists.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    mix_clusters(pass, saved, out, tile, tiles);
   });
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/dispatch.h"
-#include "core/parallel.h"
 #include "cpu/attention.h"
 #include "cpu/centroid.h"
 #include "cpu/clustering.h"
@@ -43,18 +42,13 @@ void broadcast_rows(const AttentionCall& call, const TensorView& labels, std::in
                     T* from, std::int64_t width, const TensorView& to,
                     std::vector<Tiles<T>>& tiles) {
   fill_padding(to, query_spans(call), 0);
-  const auto tasks = make_tile_tasks(
-      call, call.H, 1, kQueryTile,
-      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).q.length; });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const TileTask& task = tasks[static_cast<std::size_t>(number)];
-    const Span& span = call.item(task.item).q;
-    Tiles<T>& tile = tiles[static_cast<std::size_t>(worker)];
-    T* scratch = width == call.Dv ? tile.o : tile.dq;
-    Rows rows = memory_rows(from + (task.item * call.H + task.head) * clusters * width, width);
-    rows.index = span_at<std::int32_t>(labels, span, task.head);
-    kernels<T>().load(rows, task.first, task.count, T(1), scratch, padded(width));
-    kernels<T>().store(span_rows(to, span, task.head), task.first, task.count, T(1), scratch,
+  for_tiles(span_tiles(query_spans(call), call.H), tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const Span& span = call.item(tile.item).q;
+    T* scratch = width == call.Dv ? own.o : own.dq;
+    Rows rows = memory_rows(from + (tile.item * call.H + tile.head) * clusters * width, width);
+    rows.index = span_at<std::int32_t>(labels, span, tile.head);
+    kernels<T>().load(rows, tile.first, tile.count, T(1), scratch, padded(width));
+    kernels<T>().store(span_rows(to, span, tile.head), tile.first, tile.count, T(1), scratch,
                        padded(width));
   });
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Improved clustered attention: the top keys of each cluster are attended exactly by every member,
-// with the mass the cluster's mean gives them; all other keys as in clustered attention. The leaking
-// causal form keeps the top keys only.
+// with the mass the cluster's mean gives them; all other keys as in clustered attention. The
+// leaking causal form keeps the top keys only.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -45,7 +45,7 @@ struct ImprovedWorkspace {
   ClusteringWorkspace<T> clustering;
   ListWorkspace<T> lists;
   std::vector<TopBuffer<T>> top;
-  T* centroids = nullptr;                // (items, H, C, Dk), for the selection
+  T* centroids = nullptr;                 // (items, H, C, Dk), for the selection
   T *weight = nullptr, *inner = nullptr;  // (B, H, N): mass of the query's cluster; gradient . u
   CentroidGradients<T> gradients;
   KeySlots<T> slots;
@@ -68,56 +68,47 @@ void select_top_keys(const AttentionCall& call, const ClusterLists& lists,
       TensorView::contiguous(ws.centroids, accumulator_dtype(call.inputs.q.dtype),
                              {call.num_items(), call.H, lists.clusters(), call.Dk});
   cluster_means(call, lists, centroids, ws.lists.tiles);
-  const auto tasks =
-      make_tile_tasks(call, call.H, 1, kQueryTile,
-                      [&](std::int64_t, std::int64_t, std::int64_t) { return lists.clusters(); });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const TileTask& task = tasks[static_cast<std::size_t>(number)];
-    std::int32_t* rows = block_at<std::int32_t>(lists.keys, task.item, task.head);
-    select_tile(centroid_segment<T>(call, lists, centroids, task.item, task.head), task.first,
-                task.count, ws.lists.tiles[static_cast<std::size_t>(worker)],
-                ws.top[static_cast<std::size_t>(worker)], rows + task.first * lists.width());
+  for_tiles(centroid_tiles(call, lists.clusters()), [&](const RowTile& tile, int worker) {
+    std::int32_t* rows = block_at<std::int32_t>(lists.keys, tile.item, tile.head);
+    select_tile(centroid_segment<T>(call, lists, centroids, tile.item, tile.head), tile.first,
+                tile.count, ws.lists.tiles[static_cast<std::size_t>(worker)],
+                ws.top[static_cast<std::size_t>(worker)], rows + tile.first * lists.width());
   });
 }
 
 // out = mass * (attention over the top keys) + bottom.
 template <class T>
 void add_bottom(const AttentionCall& call, const CentroidTensors& tensors, ListPlan<T>& plan) {
-  plan.finish = [&call, &tensors](const TileTask& task, Tiles<T>& tiles) {
+  plan.finish = [&call, &tensors](const RowTile& tile, Tiles<T>& tiles) {
     const Kernels<T>& kernel = kernels<T>();
-    const T mass = block_at<T>(tensors.mass, task.item, task.head)[task.list];
-    const T* bottom = block_at<T>(tensors.out, task.item, task.head) + task.list * call.Dv;
-    for (std::int64_t r = 0; r < task.count; ++r) {
+    const T mass = block_at<T>(tensors.mass, tile.item, tile.head)[tile.list];
+    const T* bottom = block_at<T>(tensors.out, tile.item, tile.head) + tile.list * call.Dv;
+    for (std::int64_t r = 0; r < tile.count; ++r) {
       kernel.row_scale(tiles.o + r * tiles.value_row, call.Dv, mass);
       kernel.row_add(tiles.o + r * tiles.value_row, bottom, call.Dv, T(1));
     }
   };
 }
 
-// For every query: the mass of its cluster, gradient . u, and delta = mass * gradient . u, where u is
-// its attention over the top keys. u is recomputed: taking it from the stored output would divide
-// that output's rounding error by the mass.
+// For every query: the mass of its cluster, gradient . u, and delta = mass * gradient . u, where u
+// is its attention over the top keys. u is recomputed: taking it from the stored output would
+// divide that output's rounding error by the mass.
 template <class T>
 void inner_products(const AttentionCall& call, const ListPlan<T>& plan,
                     const CentroidTensors& tensors, const ListGradients& gradients,
                     ImprovedWorkspace<T>& ws) {
-  const auto tasks = make_tile_tasks(call, call.H, plan.lists, kQueryTile,
-                                     [&](std::int64_t item, std::int64_t head, std::int64_t c) {
-                                       return plan.pair(item, head, c).queries.count;
-                                     });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const TileTask& task = tasks[static_cast<std::size_t>(number)];
-    Tiles<T>& tiles = ws.lists.tiles[static_cast<std::size_t>(worker)];
-    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
-    delta_tile(make_segment(call, plan, task.item, task.head, pair),
-               list_row_gradients<T>(call, plan, gradients, nullptr, task.item, task.head,
-                                     pair.queries),
-               task.first, task.count, tiles);
-    const Span& span = call.item(task.item).q;
-    const std::int64_t first = (span.batch * call.H + task.head) * call.N + span.begin;
-    const T mass = block_at<T>(tensors.mass, task.item, task.head)[task.list];
-    for (std::int64_t r = 0; r < task.count; ++r) {
-      const std::int64_t row = first + pair.queries.row(task.first + r);
+  const std::vector<RowTile> row_list = list_query_tiles(call, plan);
+  for_tiles(row_list, ws.lists.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
+    delta_tile(
+        make_segment(call, plan, tile.item, tile.head, pair),
+        list_row_gradients<T>(call, plan, gradients, nullptr, tile.item, tile.head, pair.queries),
+        tile.first, tile.count, tiles);
+    const Span& span = call.item(tile.item).q;
+    const std::int64_t first = (span.batch * call.H + tile.head) * call.N + span.begin;
+    const T mass = block_at<T>(tensors.mass, tile.item, tile.head)[tile.list];
+    for (std::int64_t r = 0; r < tile.count; ++r) {
+      const std::int64_t row = first + pair.queries.row(tile.first + r);
       ws.inner[row] = tiles.delta[r];
       ws.weight[row] = mass;
       ws.lists.delta[row] = mass * tiles.delta[r];
@@ -148,9 +139,9 @@ void mass_gradients(const AttentionCall& call, const ClusterLists& lists, bool m
 template <class T>
 void add_mean_gradient(const AttentionCall& call, std::int64_t clusters, const T* dmean,
                        ListPlan<T>& plan) {
-  plan.finish_backward = [&call, clusters, dmean](const TileTask& task, Tiles<T>& tiles) {
-    const std::int64_t row = (task.item * call.H + task.head) * clusters + task.list;
-    for (std::int64_t r = 0; r < task.count; ++r)
+  plan.finish_backward = [&call, clusters, dmean](const RowTile& tile, Tiles<T>& tiles) {
+    const std::int64_t row = (tile.item * call.H + tile.head) * clusters + tile.list;
+    for (std::int64_t r = 0; r < tile.count; ++r)
       kernels<T>().row_add(tiles.dq + r * tiles.key_row, dmean + row * call.Dk, call.Dk, T(1));
   };
 }

@@ -10,6 +10,7 @@
 #include "cpu/fold.h"
 #include "cpu/members.h"
 #include "cpu/merge.h"
+#include "cpu/shared.h"
 
 namespace coterie::cpu {
 
@@ -32,6 +33,19 @@ void write_gradients(const AttentionCall& call, const GradientSums<T>& sums,
   if (gradients.dk.present()) write_sums(sums.dk, key_spans(call), gradients.dk, tiles);
   if (gradients.dv.present()) write_sums(sums.dv, key_spans(call), gradients.dv, tiles);
 }
+
+ClusterLists clusters_of(const SharedLists& lists) {
+  return {lists.queries.order, lists.queries.offsets, lists.keys};
+}
+
+template <class T>
+struct SharedWorkspace {
+  ListWorkspace<T> lists;
+  KeySlots<T> slots;
+
+  SharedWorkspace(Arena& arena, const AttentionCall& call, const ClusterLists& clusters)
+      : lists(arena, call), slots(arena, call, clusters.clusters(), clusters.width()) {}
+};
 
 // Rows of a contiguous tensor by their number.
 Rows dense_rows(const TensorView& tensor) {
@@ -113,6 +127,40 @@ void attend_banded_backward(const AttentionCall& call, const BandedLists& lists,
         problem, {result.out, result.saved[0], grad_out},
         {gradients.dq.present(), gradients.dk.present(), gradients.dv.present()}, backward, tiles);
     write_gradients(call, sums, gradients, tiles);
+  });
+}
+
+std::int64_t shared_bytes(const AttentionCall& call, const SharedLists& lists) {
+  Arena arena;
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    SharedWorkspace<typename decltype(tag)::type>(arena, call, clusters_of(lists));
+  });
+  return arena.used();
+}
+
+void attend_shared(const AttentionCall& call, const SharedLists& lists,
+                   const AttentionResult& result, const Workspace& workspace) {
+  Arena arena(call.op.c_str(), workspace, shared_bytes(call, lists));
+  const ClusterLists clusters = clusters_of(lists);
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SharedWorkspace<T> own(arena, call, clusters);
+    lists_forward(call, shared_plan<T>(call, clusters), result.out, result.saved[0], own.lists);
+  });
+}
+
+void attend_shared_backward(const AttentionCall& call, const SharedLists& lists,
+                            const AttentionResult& result, const TensorView& grad_out,
+                            const AttentionGradients& gradients, const Workspace& workspace) {
+  Arena arena(call.op.c_str(), workspace, shared_bytes(call, lists));
+  const ClusterLists clusters = clusters_of(lists);
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SharedWorkspace<T> own(arena, call, clusters);
+    shared_backward(
+        call, shared_plan<T>(call, clusters), clusters,
+        {result.out, result.saved[0], grad_out, gradients.dq, gradients.dk, gradients.dv},
+        own.slots, own.lists);
   });
 }
 

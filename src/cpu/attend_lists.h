@@ -16,6 +16,13 @@ void attend_banded_backward(const AttentionCall& call, const BandedLists& lists,
                             const AttentionResult& result, const TensorView& grad_out,
                             const AttentionGradients& gradients, const Workspace& workspace);
 
+std::int64_t shared_bytes(const AttentionCall& call, const SharedLists& lists);
+void attend_shared(const AttentionCall& call, const SharedLists& lists,
+                   const AttentionResult& result, const Workspace& workspace);
+void attend_shared_backward(const AttentionCall& call, const SharedLists& lists,
+                            const AttentionResult& result, const TensorView& grad_out,
+                            const AttentionGradients& gradients, const Workspace& workspace);
+
 std::int64_t members_bytes(const AttentionCall& call, const MemberLists& lists);
 void attend_members(const AttentionCall& call, const MemberLists& lists,
                     const AttentionResult& result, const Workspace& workspace);

@@ -7,7 +7,6 @@
 #include <cmath>
 
 #include "core/dispatch.h"
-#include "core/parallel.h"
 #include "cpu/attention.h"
 #include "cpu/lsh_pass.h"
 #include "cpu/pass.h"
@@ -42,7 +41,7 @@ void forward_part(LshForward<T>& pass, std::int64_t round, const ListPlan<T>& pl
   const auto count = [&](std::int64_t item, std::int64_t head) {
     return plan.pair(item, head, 0).queries.count;
   };
-  pass.for_lists(call.H, kQueryTile, count, [&](const TileTask& tile, Tiles<T>& tiles) {
+  pass.for_lists(call.H, kQueryTile, count, [&](const RowTile& tile, Tiles<T>& tiles) {
     const ListPair<T> pair = plan.pair(tile.item, tile.head, 0);
     forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count,
                  tiles);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Mechanisms whose keys are given by positions: full, local, strided; and oracle-top, which keeps the
-// best of all positions.
+// Mechanisms whose keys are given by positions: full, local, strided; and oracle-top, which keeps
+// the best of all positions.
 #include <algorithm>
 #include <limits>
 
@@ -53,9 +53,7 @@ ListPair<T> make_pair(const FullParams&, const AttentionCall& call, const Item& 
                       std::int64_t) {
   const std::int64_t offset = call.position_offset(item), keys = item.k.length;
   const bool causal = call.causal;
-  return {{item.q.length},
-          {keys},
-          ascending_rule<T>(item.q.length, keys, [=](std::int64_t i) {
+  return {{item.q.length}, {keys}, ascending_rule<T>(item.q.length, keys, [=](std::int64_t i) {
             return Range{0, causal ? i + offset + 1 : keys};
           })};
 }
@@ -123,8 +121,7 @@ std::int64_t num_lists(const Params&, const AttentionCall&) {
 
 // Applies AttentionInputs::mask, if given, on top of the rule.
 template <class T>
-void apply_mask(const AttentionCall& call, const Item& item, std::int64_t head,
-                ListPair<T>& pair) {
+void apply_mask(const AttentionCall& call, const Item& item, std::int64_t head, ListPair<T>& pair) {
   const TensorView& mask = call.inputs.mask;
   if (!mask.present()) return;
   const std::uint8_t* base = static_cast<const std::uint8_t*>(mask.data) +
@@ -135,8 +132,7 @@ void apply_mask(const AttentionCall& call, const Item& item, std::int64_t head,
   pair.rule.filter = [=](std::int64_t query, std::int64_t begin, std::int64_t count, T* scores) {
     const std::uint8_t* allowed = base + queries.row(query) * row;
     for (std::int64_t t = 0; t < count; ++t)
-      if (!allowed[keys.row(begin + t) * column])
-        scores[t] = -std::numeric_limits<T>::infinity();
+      if (!allowed[keys.row(begin + t) * column]) scores[t] = -std::numeric_limits<T>::infinity();
   };
 }
 
@@ -223,9 +219,8 @@ ListGradients list_gradients(const AttentionResult& result, const TensorView& ls
 template <class Params>
 std::int64_t workspace_bytes(const Params&, const AttentionCall& call) {
   Arena arena;
-  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
-    ListWorkspace<typename decltype(tag)::type>(arena, call);
-  });
+  dispatch_accumulator(call.inputs.q.dtype,
+                       [&](auto tag) { ListWorkspace<typename decltype(tag)::type>(arena, call); });
   return arena.used();
 }
 
@@ -301,13 +296,13 @@ void backward(const OracleTopParams& params, const AttentionCall& call,
   });
 }
 
-#define COTERIE_INSTANTIATE(Params)                                                              \
-  template std::int64_t workspace_bytes(const Params&, const AttentionCall&);                    \
-  template void select(const Params&, const AttentionCall&, const std::vector<TensorView>&,      \
-                       const Workspace&);                                                        \
-  template void attend(const Params&, const AttentionCall&, const AttentionResult&,              \
-                       const Workspace&);                                                        \
-  template void backward(const Params&, const AttentionCall&, const AttentionResult&,            \
+#define COTERIE_INSTANTIATE(Params)                                                         \
+  template std::int64_t workspace_bytes(const Params&, const AttentionCall&);               \
+  template void select(const Params&, const AttentionCall&, const std::vector<TensorView>&, \
+                       const Workspace&);                                                   \
+  template void attend(const Params&, const AttentionCall&, const AttentionResult&,         \
+                       const Workspace&);                                                   \
+  template void backward(const Params&, const AttentionCall&, const AttentionResult&,       \
                          const TensorView&, const AttentionGradients&, const Workspace&);
 COTERIE_INSTANTIATE(FullParams)
 COTERIE_INSTANTIATE(LocalParams)

@@ -28,17 +28,17 @@ void backward(const Params& params, const AttentionCall& call, const AttentionRe
               const Workspace& workspace);
 
 // Full, local and strided share one definition; the others have their own.
-#define COTERIE_DECLARE(Params)                                                               \
-  template <>                                                                                 \
-  std::int64_t workspace_bytes(const Params&, const AttentionCall&);                          \
-  template <>                                                                                 \
-  void select(const Params&, const AttentionCall&, const std::vector<TensorView>&,            \
-              const Workspace&);                                                              \
-  template <>                                                                                 \
-  void attend(const Params&, const AttentionCall&, const AttentionResult&, const Workspace&); \
-  template <>                                                                                 \
-  void backward(const Params&, const AttentionCall&, const AttentionResult&,                  \
-                const TensorView&, const AttentionGradients&, const Workspace&);
+#define COTERIE_DECLARE(Params)                                                                 \
+  template <>                                                                                   \
+  std::int64_t workspace_bytes(const Params&, const AttentionCall&);                            \
+  template <>                                                                                   \
+  void select(const Params&, const AttentionCall&, const std::vector<TensorView>&,              \
+              const Workspace&);                                                                \
+  template <>                                                                                   \
+  void attend(const Params&, const AttentionCall&, const AttentionResult&, const Workspace&);   \
+  template <>                                                                                   \
+  void backward(const Params&, const AttentionCall&, const AttentionResult&, const TensorView&, \
+                const AttentionGradients&, const Workspace&);
 COTERIE_DECLARE(OracleTopParams)
 COTERIE_DECLARE(ClusteredParams)
 COTERIE_DECLARE(ImprovedClusteredParams)

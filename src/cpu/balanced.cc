@@ -3,142 +3,214 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <utility>
 
+#include "core/parallel.h"
 #include "cpu/pass.h"
+#include "cpu/row_tiles.h"
 
 namespace coterie::cpu {
 
 template <class T>
-BalancedBuffer<T>::BalancedBuffer(Arena& arena, std::int64_t tokens, std::int64_t clusters)
-    : score(arena.take<T>(tokens)),
-      cluster(arena.take<std::int32_t>(tokens)),
-      pending(arena.take<std::int32_t>(tokens)),
-      left(arena.take<std::int32_t>(tokens)),
-      right(arena.take<std::int32_t>(tokens)),
-      rank(arena.take<std::int32_t>(tokens)),
-      top(arena.take<std::int32_t>(clusters)),
-      size(arena.take<std::int32_t>(clusters)) {}
+BalancedWorkspace<T>::BalancedWorkspace(Arena& arena, std::int64_t problems, std::int64_t tokens,
+                                        std::int64_t clusters)
+    : choices(arena.take<BalancedChoice<T>>(tokens * kChoices)) {
+  for (std::int32_t** ints : {&num_choices, &tried, &waiting, &left, &right, &distance})
+    *ints = arena.take<std::int32_t>(tokens);
+  top = arena.take<std::int32_t>(problems * clusters);
+  size = arena.take<std::int32_t>(problems * clusters);
+}
 
 namespace {
 
-// The heaps of all clusters share the token arrays: a token is held by one cluster at a time.
 template <class T>
-struct Holders {
-  BalancedBuffer<T>& buffer;
+using Choice = BalancedChoice<T>;
+
+template <class T>
+bool before(const Choice<T>& a, const Choice<T>& b) {
+  return a.score > b.score || (a.score == b.score && a.cluster < b.cluster);
+}
+
+// One problem and its part of the workspace, which is advanced to the problem's first element.
+template <class T>
+struct Matching {
+  static constexpr std::int32_t kChoices = BalancedWorkspace<T>::kChoices;
+
+  BalancedProblem problem;
+  BalancedWorkspace<T> at;
+  std::int64_t num_waiting = 0;
+
+  void start(std::int64_t clusters) {
+    std::fill_n(at.num_choices, problem.tokens, 0);
+    std::fill_n(at.tried, problem.tokens, 0);
+    std::iota(at.waiting, at.waiting + problem.tokens, 0);
+    std::fill_n(at.top, clusters, -1);
+    std::fill_n(at.size, clusters, 0);
+    num_waiting = problem.tokens;
+  }
+
+  // The choice that a token tried last: where it is, or was turned away.
+  const Choice<T>& last(std::int32_t token) const {
+    return at.choices[token * std::int64_t{kChoices} + at.tried[token] - 1];
+  }
 
   bool better(std::int32_t a, std::int32_t b) const {
-    return buffer.score[a] > buffer.score[b] || (buffer.score[a] == buffer.score[b] && a < b);
+    const T left = last(a).score, right = last(b).score;
+    return left > right || (left == right && a < b);
   }
-  std::int32_t rank(std::int32_t token) const { return token < 0 ? 0 : buffer.rank[token]; }
 
-  // Leftist: the right spine has at most log2(size + 1) tokens, which bounds the recursion.
+  // The heaps of all clusters share the token arrays: a token is held by one cluster at a time.
+  // They are leftist: the right spine has at most log2(size + 1) tokens, which bounds the
+  // recursion.
+  std::int32_t distance(std::int32_t token) const { return token < 0 ? 0 : at.distance[token]; }
+
   std::int32_t merge(std::int32_t a, std::int32_t b) {
     if (a < 0) return b;
     if (b < 0) return a;
     if (better(a, b)) std::swap(a, b);
-    buffer.right[a] = merge(buffer.right[a], b);
-    if (rank(buffer.left[a]) < rank(buffer.right[a])) std::swap(buffer.left[a], buffer.right[a]);
-    buffer.rank[a] = rank(buffer.right[a]) + 1;
+    at.right[a] = merge(at.right[a], b);
+    if (distance(at.left[a]) < distance(at.right[a])) std::swap(at.left[a], at.right[a]);
+    at.distance[a] = distance(at.right[a]) + 1;
     return a;
   }
 
-  void hold(std::int32_t cluster, std::int32_t token) {
-    buffer.left[token] = buffer.right[token] = -1;
-    buffer.rank[token] = 1;
-    buffer.top[cluster] = merge(buffer.top[cluster], token);
+  // Applies to the cluster tried last; returns the token that now has none, -1 if all have one.
+  std::int32_t apply(std::int32_t token) {
+    const std::int32_t cluster = last(token).cluster;
+    std::int32_t& top = at.top[cluster];
+    std::int32_t dropped = -1;
+    if (at.size[cluster] < problem.capacity) {
+      ++at.size[cluster];
+    } else {
+      if (better(top, token)) return token;
+      dropped = top;
+      top = merge(at.left[dropped], at.right[dropped]);
+    }
+    at.left[token] = at.right[token] = -1;
+    at.distance[token] = 1;
+    top = merge(top, token);
+    problem.labels[token] = cluster;
+    return dropped;
   }
 
-  // Returns the token that is turned away, or -1.
-  std::int32_t propose(std::int32_t token, std::int64_t capacity) {
-    const std::int32_t cluster = buffer.cluster[token];
-    if (buffer.size[cluster] < capacity) {
-      ++buffer.size[cluster];
-      hold(cluster, token);
-      return -1;
+  // Lets the waiting tokens apply until their known choices run out.
+  void place() {
+    std::int64_t left = 0;  // at most one token is left over per turn: the list overtakes no reader
+    for (std::int64_t turn = 0; turn < num_waiting; ++turn) {
+      std::int32_t token = at.waiting[turn];
+      // There is room for all, so a token cannot have tried every cluster.
+      COTERIE_CHECK(at.num_choices[token] > 0, "internal", "a token was left out");
+      while (token >= 0 && at.tried[token] < at.num_choices[token]) {
+        ++at.tried[token];
+        token = apply(token);
+      }
+      if (token >= 0) at.waiting[left++] = token;
     }
-    const std::int32_t worst = buffer.top[cluster];
-    if (better(worst, token)) return token;
-    buffer.top[cluster] = merge(buffer.left[worst], buffer.right[worst]);
-    hold(cluster, token);
-    return worst;
+    num_waiting = left;
+  }
+
+  // Keeps the best choices of a token in order.
+  void keep(std::int32_t token, const Choice<T>& choice) {
+    Choice<T>* best = at.choices + token * std::int64_t{kChoices};
+    std::int32_t& num = at.num_choices[token];
+    if (num == kChoices && !before(choice, best[num - 1])) return;
+    std::int32_t rank = num < kChoices ? num++ : num - 1;
+    for (; rank > 0 && before(choice, best[rank - 1]); --rank) best[rank] = best[rank - 1];
+    best[rank] = choice;
   }
 };
 
-// The next proposal of tokens index[first ..]: the best cluster that comes after the last one
-// tried; cluster -1 when there is none.
+// The next choices of a tile of waiting tokens: those that come after the last one tried.
 template <class T>
-void next_proposals(const Rows& x, std::int64_t first, std::int64_t count, const Rows& centroids,
-                    std::int64_t clusters, Tiles<T>& tiles, BalancedBuffer<T>& buffer) {
-  const Kernels<T>& kernel = kernels<T>();
-  kernel.load(x, first, count, T(1), tiles.q, tiles.key_row);
-  T best_score[kQueryTile];
-  std::int32_t best[kQueryTile];
-  std::fill_n(best, count, -1);
-  for (std::int64_t begin = 0; begin < clusters; begin += kKeyTile) {
-    const std::int64_t columns = std::min(kKeyTile, clusters - begin);
-    kernel.load_transposed(centroids, begin, columns, T(1), tiles.k_columns, kKeyTile);
-    kernel.multiply({count, padded(columns), x.width, tiles.q, tiles.key_row, 1, tiles.k_columns,
-                     kKeyTile, tiles.s, kKeyTile, false});
-    for (std::int64_t r = 0; r < count; ++r) {
-      const std::int32_t token = x.index[first + r], tried = buffer.cluster[token];
-      const T last = buffer.score[token];
-      const T* row = tiles.s + r * kKeyTile;
-      for (std::int64_t t = 0; t < columns; ++t) {
-        const std::int32_t c = static_cast<std::int32_t>(begin + t);
-        const T score = std::isnan(row[t]) ? kNegInf<T> : row[t];
-        if (score > last || (score == last && c <= tried)) continue;
-        if (best[r] >= 0 && !(score > best_score[r])) continue;
-        best[r] = c;
-        best_score[r] = score;
+void find_choices(Matching<T>& matching, const RowTile& tile, std::int64_t num_clusters,
+                  const BalancedScores<T>& scores, Tiles<T>& tiles) {
+  const RowList list{matching.num_waiting, matching.at.waiting};
+  const std::int32_t* waiting = matching.at.waiting + tile.first;
+  Choice<T> last[kQueryTile];
+  bool any_tried[kQueryTile];
+  for (std::int64_t r = 0; r < tile.count; ++r) {
+    any_tried[r] = matching.at.tried[waiting[r]] > 0;
+    if (any_tried[r]) last[r] = matching.last(waiting[r]);
+    matching.at.num_choices[waiting[r]] = matching.at.tried[waiting[r]] = 0;
+  }
+  for (std::int64_t begin = 0; begin < num_clusters; begin += kKeyTile) {
+    const Range clusters{begin, std::min(begin + kKeyTile, num_clusters)};
+    scores(tile.item, list, {tile.first, tile.first + tile.count}, clusters, tiles);
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      for (std::int64_t c = clusters.begin; c < clusters.end; ++c) {
+        const T score = tiles.s[r * kKeyTile + c - begin];
+        const Choice<T> choice{std::isnan(score) ? kNegInf<T> : score,
+                               static_cast<std::int32_t>(c)};
+        if (!any_tried[r] || before(last[r], choice)) matching.keep(waiting[r], choice);
       }
-    }
   }
-  for (std::int64_t r = 0; r < count; ++r) {
-    const std::int32_t token = x.index[first + r];
-    buffer.cluster[token] = best[r];
-    if (best[r] >= 0) buffer.score[token] = best_score[r];
+}
+
+// Each problem with its part of the workspace.
+template <class T>
+std::vector<Matching<T>> divide(const std::vector<BalancedProblem>& problems, std::int64_t clusters,
+                                const BalancedWorkspace<T>& workspace) {
+  std::vector<Matching<T>> matchings;
+  BalancedWorkspace<T> at = workspace;
+  for (const BalancedProblem& problem : problems) {
+    matchings.push_back({problem, at});
+    at.choices += problem.tokens * BalancedWorkspace<T>::kChoices;
+    for (std::int32_t** ints :
+         {&at.num_choices, &at.tried, &at.waiting, &at.left, &at.right, &at.distance})
+      *ints += problem.tokens;
+    at.top += clusters;
+    at.size += clusters;
   }
+  return matchings;
 }
 
 }  // namespace
 
 template <class T>
-void balanced_rows(const Rows& x, std::int64_t count, const Rows& centroids, std::int64_t clusters,
-                   std::int64_t capacity, Tiles<T>& tiles, BalancedBuffer<T>& buffer,
-                   std::int32_t* labels) {
-  std::fill_n(buffer.score, count, std::numeric_limits<T>::infinity());
-  std::fill_n(buffer.cluster, count, -1);
-  std::fill_n(buffer.top, clusters, -1);
-  std::fill_n(buffer.size, clusters, 0);
-  std::iota(buffer.pending, buffer.pending + count, 0);
-  Rows listed = x;
-  listed.index = buffer.pending;
-  Holders<T> holders{buffer};
-  for (std::int64_t left = count; left > 0;) {
-    std::int64_t rejected = 0;
-    for (std::int64_t first = 0; first < left; first += kQueryTile) {
-      const std::int64_t num = std::min(kQueryTile, left - first);
-      next_proposals(listed, first, num, centroids, clusters, tiles, buffer);
-      // At most one token is turned away per proposal, so the list never overtakes its reader.
-      for (std::int64_t r = 0; r < num; ++r) {
-        const std::int32_t token = buffer.pending[first + r];
-        if (buffer.cluster[token] < 0) continue;
-        const std::int32_t out = holders.propose(token, capacity);
-        if (out >= 0) buffer.pending[rejected++] = out;
-      }
-    }
-    left = rejected;
+void match_balanced(const std::vector<BalancedProblem>& problems, std::int64_t clusters,
+                    const BalancedScores<T>& scores, std::vector<Tiles<T>>& tiles,
+                    BalancedWorkspace<T>& workspace) {
+  std::vector<Matching<T>> matchings = divide(problems, clusters, workspace);
+  const std::int64_t count = static_cast<std::int64_t>(matchings.size());
+  const auto matching = [&](std::int64_t problem) -> Matching<T>& {
+    return matchings[static_cast<std::size_t>(problem)];
+  };
+  for (Matching<T>& each : matchings) each.start(clusters);
+  // All problems take their turns together: many tiles to score, many problems to place.
+  for (;;) {
+    const std::vector<RowTile> waiting =
+        list_tiles({count, 1}, kQueryTile, [&](std::int64_t problem, std::int64_t, std::int64_t) {
+          return matching(problem).num_waiting;
+        });
+    if (waiting.empty()) return;
+    for_tiles(waiting, tiles, [&](const RowTile& tile, Tiles<T>& own) {
+      find_choices(matching(tile.item), tile, clusters, scores, own);
+    });
+    parallel_for(count, [&](std::int64_t problem, int) { matching(problem).place(); });
   }
-  std::copy_n(buffer.cluster, count, labels);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                    \
-  template struct BalancedBuffer<T>;                                                              \
-  template void balanced_rows(const Rows&, std::int64_t, const Rows&, std::int64_t, std::int64_t, \
-                              Tiles<T>&, BalancedBuffer<T>&, std::int32_t*);
+void list_members(const std::vector<BalancedProblem>& problems, std::int64_t clusters,
+                  std::int64_t width, std::int32_t* members) {
+  parallel_for(static_cast<std::int64_t>(problems.size()), [&](std::int64_t number, int) {
+    const BalancedProblem& problem = problems[static_cast<std::size_t>(number)];
+    std::int32_t* lists = members + number * clusters * width;
+    std::fill_n(lists, clusters * width, -1);
+    std::vector<std::int64_t> size(static_cast<std::size_t>(clusters));
+    for (std::int64_t token = 0; token < problem.tokens; ++token) {
+      const std::int32_t cluster = problem.labels[token];
+      lists[cluster * width + size[static_cast<std::size_t>(cluster)]++] =
+          static_cast<std::int32_t>(token);
+    }
+  });
+}
+
+#define COTERIE_INSTANTIATE(T)                                                    \
+  template struct BalancedWorkspace<T>;                                           \
+  template void match_balanced(const std::vector<BalancedProblem>&, std::int64_t, \
+                               const BalancedScores<T>&, std::vector<Tiles<T>>&,  \
+                               BalancedWorkspace<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

@@ -213,9 +213,8 @@ void banded_forward(const BandedProblem<T>& problem, const TensorView& out, cons
   const std::vector<Span> spans = query_spans(call);
   fill_padding(out, spans, 0);
   fill_padding(lse, spans, -std::numeric_limits<double>::infinity());
-  visit_rows(spans, call.H, [&](const RowTile& tile, int worker) {
+  for_tiles(span_tiles(spans, call.H), tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = spans[static_cast<std::size_t>(tile.item)];
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
     merge_tile(problem, workspace, tile, workspace.layout.own_key_at(call, span, tile.head), own);
     kernels<T>().store(span_rows(out, span, tile.head), tile.first, tile.count, T(1), own.o,
                        own.value_row);

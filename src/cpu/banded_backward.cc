@@ -35,9 +35,8 @@ void delta_rows(const AttentionCall& call, const BandedResult& result, T* delta,
                 std::vector<Tiles<T>>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
   const std::vector<Span> spans = query_spans(call);
-  visit_rows(spans, call.H, [&](const RowTile& tile, int worker) {
+  for_tiles(span_tiles(spans, call.H), tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = spans[static_cast<std::size_t>(tile.item)];
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
     kernel.load(span_rows(result.grad_out, span, tile.head), tile.first, tile.count, T(1), own.g,
                 own.value_row);
     delta_of_outputs(span_rows(result.out, span, tile.head), tile.first, tile.count, own);
@@ -51,9 +50,8 @@ void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& resu
                        BandedBackward<T>& workspace, std::vector<Tiles<T>>& tiles) {
   const AttentionCall& call = problem.call;
   const Kernels<T>& kernel = kernels<T>();
-  visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
+  for_tiles(span_tiles(query_spans(call), call.H), tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Item& item = call.items[static_cast<std::size_t>(tile.item)];
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
     const T scale =
         static_cast<T>(call.scale) * (problem.head_scale ? problem.head_scale[tile.head] : T(1));
     kernel.load(span_rows(call.inputs.q, item.q, tile.head), tile.first, tile.count, scale, own.q,

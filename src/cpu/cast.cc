@@ -62,10 +62,10 @@ CastPass<T>::CastPass(Arena& arena, const CastParams& cast, const AttentionCall&
 
 template <class T>
 void CastPass<T>::scale_rows(const TensorView& from, T sign, const TensorView& to) {
-  visit_rows(query_spans(call), from.size(1), [&](const RowTile& tile, int worker) {
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), from.size(1));
+  for_tiles(row_list, lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = call.item(tile.item).q;
     const T* gate = gate_at<T>(call, span) + tile.first;
-    Tiles<T>& own = tiles(worker);
     kernels<T>().load(span_rows(from, span, tile.head), tile.first, tile.count, T(1), own.q,
                       own.key_row);
     for (std::int64_t r = 0; r < tile.count; ++r)

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "core/call.h"
-#include "cpu/laplace.h"
 #include "cpu/fold.h"
+#include "cpu/laplace.h"
 #include "cpu/lists.h"
 
 namespace coterie::cpu {

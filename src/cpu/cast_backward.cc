@@ -90,7 +90,8 @@ void CastBackward<T>::find_inner_dots(const CastSaved<T>& saved, const TensorVie
 // parts and not of the output, which may have been rounded to half precision.
 template <class T>
 void CastBackward<T>::find_weights(const CastSaved<T>& saved, const TensorView& grad_out) {
-  visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
+  for_tiles(row_list, this->lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
     T* delta = delta_at(call.item(tile.item).q, tile.head);
     std::fill_n(delta + tile.first, tile.count, T(0));
     TileHook<T> hook;
@@ -105,28 +106,28 @@ void CastBackward<T>::find_weights(const CastSaved<T>& saved, const TensorView& 
     };
     RowGradients<T> rows = mix_rows(saved, grad_out, tile.item, tile.head);
     rows.delta = nullptr;
-    backward_query_tile(Base::mix(saved, tile.item, tile.head), rows, tile.first, tile.count,
-                     tiles(worker), &hook);
+    backward_query_tile(Base::mix(saved, tile.item, tile.head), rows, tile.first, tile.count, own,
+                        &hook);
   });
 }
 
 // Gradients of summaries and, through the mix, of surrogates.
 template <class T>
 void CastBackward<T>::mix_to_clusters(const CastSaved<T>& saved, const TensorView& grad_out) {
-  const std::int64_t blocks = (clusters + kKeyTile - 1) / kKeyTile;
-  parallel_for(call.num_items() * call.H * blocks, [&](std::int64_t task, int worker) {
-    const std::int64_t item = task / blocks / call.H, head = task / blocks % call.H;
-    const std::int64_t first = task % blocks * kKeyTile;
-    const std::int64_t count = std::min(kKeyTile, clusters - first);
-    Tiles<T>& own = tiles(worker);
-    std::fill_n(own.dk, kKeyTile * own.key_row, T(0));
-    std::fill_n(own.dv, kKeyTile * own.value_row, T(0));
-    const TileHook<T> hook = own_clusters(item, head);
-    backward_key_tile(Base::mix(saved, item, head), mix_rows(saved, grad_out, item, head), first,
-                   count, own, &hook);
-    const std::int64_t number = block(item, head) * clusters + first;
-    kernels<T>().store(memory_rows(dsurrogate, call.Dk), number, count, T(1), own.dk, own.key_row);
-    kernels<T>().store(memory_rows(dsummary, call.Dv), number, count, T(1), own.dv, own.value_row);
+  const auto length = [&](std::int64_t, std::int64_t, std::int64_t) { return clusters; };
+  const std::vector<RowTile> row_list = list_tiles({call.num_items(), call.H}, kKeyTile, length);
+  for_tiles(row_list, this->lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    std::fill_n(own.dk, tile.count * own.key_row, T(0));
+    std::fill_n(own.dv, tile.count * own.value_row, T(0));
+    const TileHook<T> hook = own_clusters(tile.item, tile.head);
+    backward_key_tile(Base::mix(saved, tile.item, tile.head),
+                      mix_rows(saved, grad_out, tile.item, tile.head), tile.first, tile.count, own,
+                      &hook);
+    const std::int64_t number = block(tile.item, tile.head) * clusters + tile.first;
+    kernels<T>().store(memory_rows(dsurrogate, call.Dk), number, tile.count, T(1), own.dk,
+                       own.key_row);
+    kernels<T>().store(memory_rows(dsummary, call.Dv), number, tile.count, T(1), own.dv,
+                       own.value_row);
   });
 }
 
@@ -199,14 +200,14 @@ void CastBackward<T>::mix_to_tokens(const CastSaved<T>& saved, const TensorView&
                                     const TensorView& dq) {
   const Kernels<T>& kernel = kernels<T>();
   if (dq.present()) fill_padding(dq, query_spans(call), 0);
-  visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
+  for_tiles(row_list, this->lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = call.item(tile.item).q;
     const T* gate = gate_at<T>(call, span) + tile.first;
-    Tiles<T>& own = tiles(worker);
     const TileHook<T> hook = own_clusters(tile.item, tile.head);
     backward_query_tile(Base::mix(saved, tile.item, tile.head),
-                     mix_rows(saved, grad_out, tile.item, tile.head), tile.first, tile.count, own,
-                     &hook);
+                        mix_rows(saved, grad_out, tile.item, tile.head), tile.first, tile.count,
+                        own, &hook);
     if (params.gate_scale) {
       T* dgate = dgate_rows + (span.batch * call.H + tile.head) * call.N + span.begin + tile.first;
       kernel.load(span_rows(call.inputs.q, span, tile.head), tile.first, tile.count, T(1), own.k,
@@ -227,7 +228,7 @@ template <class T>
 void CastBackward<T>::fold_gate(const TensorView& dgate) {
   std::fill_n(static_cast<T*>(dgate.data), dgate.count(), T(0));
   if (!params.gate_scale) return;  // then it decides the clusters and nothing else
-  visit_rows(query_spans(call), 1, [&](const RowTile& tile, int) {
+  for_tiles(span_tiles(query_spans(call), 1), [&](const RowTile& tile, int) {
     const Span& span = call.item(tile.item).q;
     const std::int64_t first = span.begin + tile.first;
     T* sums = static_cast<T*>(dgate.data) + span.batch * call.N + first;

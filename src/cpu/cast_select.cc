@@ -5,7 +5,7 @@
 
 #include "core/parallel.h"
 #include "cpu/pass.h"
-#include "cpu/visit.h"
+#include "cpu/row_tiles.h"
 
 namespace coterie::cpu {
 
@@ -13,6 +13,11 @@ namespace {
 
 std::int64_t list_heads(const CastParams& params, const AttentionCall& call) {
   return params.share_heads ? 1 : call.H;
+}
+
+// First token of a span in an array (list heads, B, N).
+std::int64_t token_at(const AttentionCall& call, const Span& span, std::int64_t list_head) {
+  return (list_head * call.B + span.batch) * call.N + span.begin;
 }
 
 // A log-sum-exp that grows by rows of scores.
@@ -71,11 +76,9 @@ CastSelectWorkspace<T>::CastSelectWorkspace(Arena& arena, const CastParams& para
     top = make_top_buffers<T>(arena, std::min(params.size, call.N));
     return;
   }
-  choices = arena.take<CastChoice<T>>(call.N * kChoices);
-  for (std::int32_t** ints : {&num_choices, &next_choice, &waiting, &still_waiting})
-    *ints = arena.take<std::int32_t>(call.N);
-  held = arena.take<T>(call.N);
-  sizes = arena.take<std::int32_t>(params.clusters);
+  const std::int64_t heads = list_heads(params, call), tokens = heads * call.B * call.N;
+  balanced.emplace(arena, call.num_items() * heads, tokens, params.clusters);
+  labels = arena.take<std::int32_t>(tokens);
 }
 
 template <class T>
@@ -88,9 +91,8 @@ CastScores<T>::CastScores(const CastParams& cast, const AttentionCall& attention
       first_head(list_head),
       end_head(params.share_heads ? call.H : list_head + 1) {
   const Span& span = call.item(item).q;
-  const std::int64_t first = (list_head * call.B + span.batch) * call.N + span.begin;
-  q_lse = workspace.q_lse + first;
-  k_lse = workspace.k_lse + first;
+  q_lse = workspace.q_lse + token_at(call, span, list_head);
+  k_lse = workspace.k_lse + token_at(call, span, list_head);
 }
 
 template <class T>
@@ -150,33 +152,50 @@ void CastScores<T>::normalisers(const Range& tokens, Tiles<T>& tiles) const {
   }
 }
 
+// Each token joins one cluster. A cluster takes at most `size` tokens, or ceil(tokens / C) if that
+// is more, so that all find room.
+template <class T>
+static void assign_single(const CastParams& params, const AttentionCall& call,
+                          const TensorView& members, CastSelectWorkspace<T>& workspace) {
+  const std::int64_t heads = list_heads(params, call);
+  std::vector<BalancedProblem> problems;
+  for (std::int64_t item = 0; item < call.num_items(); ++item)
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const Span& span = call.item(item).q;
+      const std::int64_t fair = (span.length + params.clusters - 1) / params.clusters;
+      problems.push_back({span.length, std::min(std::max(params.size, fair), span.length),
+                          workspace.labels + token_at(call, span, head)});
+    }
+  const auto scores = [&](std::int64_t problem, const RowList& list, const Range& tokens,
+                          const Range& clusters, Tiles<T>& tiles) {
+    CastScores<T>(params, call, problem / heads, problem % heads, workspace)
+        .scores(list, tokens, clusters, tiles);
+  };
+  match_balanced<T>(problems, params.clusters, scores, workspace.tiles, *workspace.balanced);
+  list_members(problems, params.clusters, members.size(3),
+               static_cast<std::int32_t*>(members.data));
+}
+
 template <class T>
 void cast_select(const CastParams& params, const AttentionCall& call, const TensorView& members,
                  CastSelectWorkspace<T>& workspace) {
   const std::int64_t heads = list_heads(params, call), width = members.size(3);
-  const auto tiles = [&](int worker) -> Tiles<T>& {
-    return workspace.tiles[static_cast<std::size_t>(worker)];
-  };
-  if (params.activation == CastActivation::softmax)
-    visit_rows(query_spans(call), heads, [&](const RowTile& tile, int worker) {
+  if (params.activation == CastActivation::softmax) {
+    const std::vector<RowTile> row_list = span_tiles(query_spans(call), heads);
+    for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
       const CastScores<T> scores(params, call, tile.item, tile.head, workspace);
-      scores.normalisers({tile.first, tile.first + tile.count}, tiles(worker));
+      scores.normalisers({tile.first, tile.first + tile.count}, tiles);
     });
-  if (params.mode == CastMode::single) {
-    for (std::int64_t block = 0; block < call.num_items() * heads; ++block) {
-      const std::int64_t item = block / heads, head = block % heads;
-      cast_assign(CastScores<T>(params, call, item, head, workspace),
-                  block_at<std::int32_t>(members, item, head), width, workspace);
-    }
-    return;
   }
+  if (params.mode == CastMode::single) return assign_single(params, call, members, workspace);
   // Few clusters at a time: the more tasks, the more threads have work in a batch of one.
   const std::int64_t blocks = (params.clusters + kColumnPad - 1) / kColumnPad;
   parallel_for(call.num_items() * heads * blocks, [&](std::int64_t task, int worker) {
     const std::int64_t item = task / blocks / heads, head = task / blocks % heads;
     const std::int64_t first = task % blocks * kColumnPad;
     select_top_tokens(CastScores<T>(params, call, item, head, workspace),
-                      {first, std::min(first + kColumnPad, params.clusters)}, tiles(worker),
+                      {first, std::min(first + kColumnPad, params.clusters)},
+                      workspace.tiles[static_cast<std::size_t>(worker)],
                       workspace.top[static_cast<std::size_t>(worker)],
                       block_at<std::int32_t>(members, item, head) + first * width);
   });

@@ -6,34 +6,23 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "cpu/balanced.h"
 #include "cpu/cast.h"
 #include "cpu/top.h"
 
 namespace coterie::cpu {
 
-// A cluster that a token may join.
-template <class T>
-struct CastChoice {
-  T score;
-  std::int32_t cluster;
-};
-
 template <class T>
 struct CastSelectWorkspace {
-  static constexpr std::int64_t kChoices = 8;
-
   std::vector<Tiles<T>> tiles;    // one per thread
   T *q_lse, *k_lse;               // (list heads, B, N): the normalisers of the two f_c
   std::vector<TopBuffer<T>> top;  // topk: one per thread
-  // single: by token of the item at hand
-  CastChoice<T>* choices = nullptr;  // its kChoices best clusters among those not tried yet
-  std::int32_t* num_choices = nullptr;
-  std::int32_t* next_choice = nullptr;
-  T* held = nullptr;  // its score in the cluster that holds it
-  std::int32_t *waiting = nullptr, *still_waiting = nullptr;  // tokens to place
-  std::int32_t* sizes = nullptr;                              // of the clusters
+  // single
+  std::optional<BalancedWorkspace<T>> balanced;
+  std::int32_t* labels = nullptr;  // (list heads, B, N)
 
   CastSelectWorkspace(Arena& arena, const CastParams& params, const AttentionCall& call);
 };
@@ -63,11 +52,6 @@ struct CastScores {
 // Fills members (items, 1 or H, C, w).
 template <class T>
 void cast_select(const CastParams& params, const AttentionCall& call, const TensorView& members,
-                 CastSelectWorkspace<T>& workspace);
-
-// Mode single: each token of the item joins one cluster. `members` (C, w).
-template <class T>
-void cast_assign(const CastScores<T>& scores, std::int32_t* members, std::int64_t width,
                  CastSelectWorkspace<T>& workspace);
 
 }  // namespace coterie::cpu

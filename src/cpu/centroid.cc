@@ -11,23 +11,6 @@ namespace coterie::cpu {
 
 namespace {
 
-template <class T>
-Tiles<T>& tiles_of(std::vector<Tiles<T>>& tiles, int worker) {
-  return tiles[static_cast<std::size_t>(worker)];
-}
-
-// Calls body(item, head, first, count, tiles) for tiles of clusters.
-template <class T, class Body>
-void for_centroid_tiles(const AttentionCall& call, std::int64_t clusters,
-                        std::vector<Tiles<T>>& tiles, Body body) {
-  const auto tasks =
-      make_tile_tasks(call, call.H, 1, kQueryTile,
-                      [&](std::int64_t, std::int64_t, std::int64_t) { return clusters; });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    body(tasks[static_cast<std::size_t>(number)], tiles_of(tiles, worker));
-  });
-}
-
 // Calls body(problem, item, head, cluster, members, tiles) for every cluster.
 template <class T, class Body>
 void for_clusters(const AttentionCall& call, const ClusterLists& lists,
@@ -35,7 +18,8 @@ void for_clusters(const AttentionCall& call, const ClusterLists& lists,
   const std::int64_t clusters = lists.clusters();
   parallel_for(call.num_items() * call.H * clusters, [&](std::int64_t task, int worker) {
     const std::int64_t item = task / clusters / call.H, head = task / clusters % call.H;
-    body(task, item, head, lists.members(item, head, task % clusters), tiles_of(tiles, worker));
+    body(task, item, head, lists.members(item, head, task % clusters),
+         tiles[static_cast<std::size_t>(worker)]);
   });
 }
 
@@ -97,6 +81,11 @@ RowGradients<T> centroid_rows(const AttentionCall& call, const CentroidTensors& 
 
 }  // namespace
 
+std::vector<RowTile> centroid_tiles(const AttentionCall& call, std::int64_t clusters) {
+  return list_tiles({call.num_items(), call.H}, kQueryTile,
+                    [=](std::int64_t, std::int64_t, std::int64_t) { return clusters; });
+}
+
 void group_queries(const AttentionCall& call, const TensorView& labels, const ClusterLists& lists) {
   fill_padding(lists.order, query_spans(call), -1);
   parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {
@@ -112,13 +101,15 @@ template <class T>
 void cluster_means(const AttentionCall& call, const ClusterLists& lists,
                    const TensorView& centroids, std::vector<Tiles<T>>& tiles) {
   T* means = static_cast<T*>(centroids.data);
-  for_clusters(call, lists, tiles, [&](std::int64_t cluster, std::int64_t item, std::int64_t head,
-                                       const Range& members, Tiles<T>& tile) {
-    const Span& span = call.item(item).q;
-    std::fill_n(means + cluster * call.Dk, call.Dk, T(0));
-    mean_rows(span_rows(call.inputs.q, span, head), span_at<std::int32_t>(lists.order, span, head),
-              members.begin, members.end, tile, means + cluster * call.Dk);
-  });
+  for_clusters(call, lists, tiles,
+               [&](std::int64_t cluster, std::int64_t item, std::int64_t head, const Range& members,
+                   Tiles<T>& own) {
+                 const Span& span = call.item(item).q;
+                 std::fill_n(means + cluster * call.Dk, call.Dk, T(0));
+                 mean_rows(span_rows(call.inputs.q, span, head),
+                           span_at<std::int32_t>(lists.order, span, head), members.begin,
+                           members.end, own, means + cluster * call.Dk);
+               });
 }
 
 template <class T>
@@ -147,18 +138,19 @@ template <class T>
 void centroid_forward(const AttentionCall& call, const CentroidTensors& tensors,
                       std::vector<Tiles<T>>& tiles) {
   const bool listed = tensors.mass.present();
-  for_centroid_tiles(call, tensors.clusters(), tiles, [&](const TileTask& task, Tiles<T>& tile) {
-    const TileHook<T> hook = forward_hook(tensors.lists, task.item, task.head, tile);
-    std::fill_n(tile.delta, task.count, T(0));
-    forward_tile(centroid_segment<T>(call, tensors.lists, tensors.centroids, task.item, task.head),
-                 task.first, task.count, tile, listed ? &hook : nullptr);
-    kernels<T>().store(memory_rows(block_at<T>(tensors.out, task.item, task.head), call.Dv),
-                       task.first, task.count, T(1), tile.o, tile.value_row);
-    std::copy_n(tile.lse, task.count, block_at<T>(tensors.lse, task.item, task.head) + task.first);
+  const std::vector<RowTile> row_list = centroid_tiles(call, tensors.clusters());
+  for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const TileHook<T> hook = forward_hook(tensors.lists, tile.item, tile.head, own);
+    std::fill_n(own.delta, tile.count, T(0));
+    forward_tile(centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, tile.head),
+                 tile.first, tile.count, own, listed ? &hook : nullptr);
+    kernels<T>().store(memory_rows(block_at<T>(tensors.out, tile.item, tile.head), call.Dv),
+                       tile.first, tile.count, T(1), own.o, own.value_row);
+    std::copy_n(own.lse, tile.count, block_at<T>(tensors.lse, tile.item, tile.head) + tile.first);
     if (!listed) return;
-    T* mass = block_at<T>(tensors.mass, task.item, task.head) + task.first;
-    for (std::int64_t r = 0; r < task.count; ++r)
-      mass[r] = tile.sum[r] == T(0) ? T(0) : tile.delta[r] / tile.sum[r];
+    T* mass = block_at<T>(tensors.mass, tile.item, tile.head) + tile.first;
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      mass[r] = own.sum[r] == T(0) ? T(0) : own.delta[r] / own.sum[r];
   });
 }
 
@@ -179,16 +171,16 @@ void centroid_output_gradients(const AttentionCall& call, const CentroidTensors&
   const T* out = static_cast<const T*>(tensors.out.data);
   const T* mass = static_cast<const T*>(tensors.mass.data);
   for_clusters(call, tensors.lists, tiles,
-               [&](std::int64_t cluster, std::int64_t item, std::int64_t head,
-                   const Range& members, Tiles<T>& tile) {
+               [&](std::int64_t cluster, std::int64_t item, std::int64_t head, const Range& members,
+                   Tiles<T>& own) {
                  const Span& span = call.item(item).q;
                  sum_rows(span_rows(grad_out, span, head),
                           span_at<std::int32_t>(tensors.lists.order, span, head), members.begin,
-                          members.end, tile.g, tile.value_row, tile.o);
+                          members.end, own.g, own.value_row, own.o);
                  T dot = 0;
                  for (std::int64_t d = 0; d < call.Dv; ++d) {
-                   gradients.dout[cluster * call.Dv + d] = tile.o[d];
-                   dot += tile.o[d] * out[cluster * call.Dv + d];
+                   gradients.dout[cluster * call.Dv + d] = own.o[d];
+                   dot += own.o[d] * out[cluster * call.Dv + d];
                  }
                  if (mass) dot += mass[cluster] * gradients.dmass[cluster];
                  gradients.delta[cluster] = dot;
@@ -199,23 +191,24 @@ template <class T>
 void centroid_backward_means(const AttentionCall& call, const CentroidTensors& tensors,
                              CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles) {
   const bool listed = tensors.mass.present();
-  for_centroid_tiles(call, tensors.clusters(), tiles, [&](const TileTask& task, Tiles<T>& tile) {
-    const std::int64_t problem = task.item * call.H + task.head;
+  const std::vector<RowTile> row_list = centroid_tiles(call, tensors.clusters());
+  for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const std::int64_t problem = tile.item * call.H + tile.head;
     const std::int64_t row = problem * tensors.clusters();
     const TileHook<T> hook =
-        backward_hook(tensors.lists, task.item, task.head, gradients.dmass + row);
+        backward_hook(tensors.lists, tile.item, tile.head, gradients.dmass + row);
     backward_query_tile(
-        centroid_segment<T>(call, tensors.lists, tensors.centroids, task.item, task.head),
-        centroid_rows(call, tensors, gradients, problem), task.first, task.count, tile,
+        centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, tile.head),
+        centroid_rows(call, tensors, gradients, problem), tile.first, tile.count, own,
         listed ? &hook : nullptr);
-    for (std::int64_t r = 0; r < task.count; ++r) {
-      const Range members = tensors.lists.members(task.item, task.head, task.first + r);
+    for (std::int64_t r = 0; r < tile.count; ++r) {
+      const Range members = tensors.lists.members(tile.item, tile.head, tile.first + r);
       if (members.begin < members.end)
-        kernels<T>().row_scale(tile.dq + r * tile.key_row, tile.key_row,
+        kernels<T>().row_scale(own.dq + r * own.key_row, own.key_row,
                                T(1) / static_cast<T>(members.end - members.begin));
     }
-    kernels<T>().store(memory_rows(gradients.dmean + row * call.Dk, call.Dk), task.first,
-                       task.count, T(1), tile.dq, tile.key_row);
+    kernels<T>().store(memory_rows(gradients.dmean + row * call.Dk, call.Dk), tile.first,
+                       tile.count, T(1), own.dq, own.key_row);
   });
 }
 
@@ -224,49 +217,34 @@ void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& te
                             const CentroidGradients<T>& gradients, const KeySlots<T>* slots,
                             const TensorView& dk, const TensorView& dv,
                             std::vector<Tiles<T>>& tiles) {
-  for (const TensorView& d : {dk, dv})
-    if (d.present()) fill_padding(d, key_spans(call), 0);
-  const std::int64_t group = call.H / call.value_heads;
-  const auto tasks = make_tile_tasks(
-      call, call.value_heads, 1, kKeyTile,
-      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).k.length; });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const TileTask& task = tasks[static_cast<std::size_t>(number)];
-    Tiles<T>& tile = tiles_of(tiles, worker);
-    std::fill_n(tile.dk, task.count * tile.key_row, T(0));
-    std::fill_n(tile.dv, task.count * tile.value_row, T(0));
-    for (std::int64_t head = task.head * group; head < (task.head + 1) * group; ++head) {
-      const std::int64_t problem = task.item * call.H + head;
-      const TileHook<T> hook = backward_hook(tensors.lists, task.item, head,
-                                             gradients.dmass + problem * tensors.clusters());
-      backward_key_tile(
-          centroid_segment<T>(call, tensors.lists, tensors.centroids, task.item, head),
-          centroid_rows(call, tensors, gradients, problem), task.first, task.count, tile,
-          slots ? &hook : nullptr);
-      if (slots)
-        add_slots(call, tensors.lists, task.item, head, task.first, task.count, *slots, tile);
-    }
-    store_key_tile(call, task, dk, dv, tile);
-  });
+  const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& own) {
+    const std::int64_t problem = tile.item * call.H + head;
+    const TileHook<T> hook = backward_hook(tensors.lists, tile.item, head,
+                                           gradients.dmass + problem * tensors.clusters());
+    backward_key_tile(centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, head),
+                      centroid_rows(call, tensors, gradients, problem), tile.first, tile.count, own,
+                      slots ? &hook : nullptr);
+    if (slots) add_slots(call, tensors.lists, tile.item, head, tile.first, tile.count, *slots, own);
+  };
+  write_key_tiles<T>(call, {}, add, dk, dv, tiles);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template void cluster_means(const AttentionCall&, const ClusterLists&, const TensorView&,        \
-                              std::vector<Tiles<T>>&);                                             \
-  template Segment<T> centroid_segment(const AttentionCall&, const ClusterLists&,                  \
-                                       const TensorView&, std::int64_t, std::int64_t);             \
-  template void centroid_forward(const AttentionCall&, const CentroidTensors&,                     \
-                                 std::vector<Tiles<T>>&);                                          \
-  template struct CentroidGradients<T>;                                                            \
-  template void centroid_output_gradients(const AttentionCall&, const CentroidTensors&,            \
-                                          const TensorView&, CentroidGradients<T>&,                \
-                                          std::vector<Tiles<T>>&);                                 \
-  template void centroid_backward_means(const AttentionCall&, const CentroidTensors&,              \
-                                        CentroidGradients<T>&, std::vector<Tiles<T>>&);            \
-  template void centroid_backward_keys(const AttentionCall&, const CentroidTensors&,               \
-                                       const CentroidGradients<T>&, const KeySlots<T>*,       \
-                                       const TensorView&, const TensorView&,                       \
-                                       std::vector<Tiles<T>>&);
+#define COTERIE_INSTANTIATE(T)                                                              \
+  template void cluster_means(const AttentionCall&, const ClusterLists&, const TensorView&, \
+                              std::vector<Tiles<T>>&);                                      \
+  template Segment<T> centroid_segment(const AttentionCall&, const ClusterLists&,           \
+                                       const TensorView&, std::int64_t, std::int64_t);      \
+  template void centroid_forward(const AttentionCall&, const CentroidTensors&,              \
+                                 std::vector<Tiles<T>>&);                                   \
+  template struct CentroidGradients<T>;                                                     \
+  template void centroid_output_gradients(const AttentionCall&, const CentroidTensors&,     \
+                                          const TensorView&, CentroidGradients<T>&,         \
+                                          std::vector<Tiles<T>>&);                          \
+  template void centroid_backward_means(const AttentionCall&, const CentroidTensors&,       \
+                                        CentroidGradients<T>&, std::vector<Tiles<T>>&);     \
+  template void centroid_backward_keys(                                                     \
+      const AttentionCall&, const CentroidTensors&, const CentroidGradients<T>&,            \
+      const KeySlots<T>*, const TensorView&, const TensorView&, std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

@@ -10,11 +10,11 @@ namespace coterie::cpu {
 
 // The saved tensors of centroid attention and the clusters they belong to.
 struct CentroidTensors {
-  ClusterLists lists;   // keys absent in plain clustered attention
-  TensorView centroids; // (items, H, C, Dk)
-  TensorView lse;       // (items, H, C)
-  TensorView out;       // (items, H, C, Dv): over all keys, or over those outside the list
-  TensorView mass;      // (items, H, C): weight of the listed keys; absent without lists
+  ClusterLists lists;    // keys absent in plain clustered attention
+  TensorView centroids;  // (items, H, C, Dk)
+  TensorView lse;        // (items, H, C)
+  TensorView out;        // (items, H, C, Dv): over all keys, or over those outside the list
+  TensorView mass;       // (items, H, C): weight of the listed keys; absent without lists
 
   std::int64_t clusters() const { return lists.clusters(); }
 };
@@ -26,6 +26,9 @@ void group_queries(const AttentionCall& call, const TensorView& labels, const Cl
 template <class T>
 void cluster_means(const AttentionCall& call, const ClusterLists& lists,
                    const TensorView& centroids, std::vector<Tiles<T>>& tiles);
+
+// Tiles of the clusters of every (item, head).
+std::vector<RowTile> centroid_tiles(const AttentionCall& call, std::int64_t clusters);
 
 // The means as queries over all keys of an (item, head); empty clusters see none.
 template <class T>
@@ -40,10 +43,10 @@ void centroid_forward(const AttentionCall& call, const CentroidTensors& tensors,
 // Gradients on the way back, all (items, H, C, ...).
 template <class T>
 struct CentroidGradients {
-  T *dout = nullptr;    // (.., Dv): sum of the members' output gradients
-  T *dmass = nullptr;   // (..): derivative by the mass
-  T *delta = nullptr;   // (..): dout . out + mass * dmass
-  T *dmean = nullptr;   // (.., Dk): derivative by the mean, over the cluster's size
+  T* dout = nullptr;   // (.., Dv): sum of the members' output gradients
+  T* dmass = nullptr;  // (..): derivative by the mass
+  T* delta = nullptr;  // (..): dout . out + mass * dmass
+  T* dmean = nullptr;  // (.., Dk): derivative by the mean, over the cluster's size
 
   CentroidGradients(Arena& arena, const AttentionCall& call, std::int64_t clusters);
 };
@@ -58,7 +61,8 @@ template <class T>
 void centroid_backward_means(const AttentionCall& call, const CentroidTensors& tensors,
                              CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles);
 
-// dk and dv (either may be absent): centroid attention's, plus the listed keys' when slots are given.
+// dk and dv (either may be absent): centroid attention's, plus the listed keys' when slots are
+// given.
 template <class T>
 void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
                             const CentroidGradients<T>& gradients, const KeySlots<T>* slots,

@@ -10,35 +10,21 @@
 #include "cpu/hash.h"
 #include "cpu/means.h"
 #include "cpu/nearest.h"
+#include "cpu/row_tiles.h"
 #include "cpu/rows.h"
 
 namespace coterie::cpu {
 
 namespace {
 
-// Calls body(item, head, first, count, worker) for every tile of queries.
-template <class Body>
-void for_query_tiles(const AttentionCall& call, Body body) {
-  const std::int64_t tiles = (call.N + kQueryTile - 1) / kQueryTile;
-  parallel_for(call.num_items() * call.H * tiles, [&](std::int64_t task, int worker) {
-    const std::int64_t first = task % tiles * kQueryTile, head = task / tiles % call.H;
-    const std::int64_t item = task / tiles / call.H;
-    const std::int64_t length = call.item(item).q.length;
-    if (first < length) body(item, head, first, std::min(kQueryTile, length - first), worker);
-  });
-}
-
 // Calls body(item, head, worker) for `heads` heads of every item.
 template <class Body>
 void for_heads(const AttentionCall& call, std::int64_t heads, Body body) {
-  parallel_for(call.num_items() * heads, [&](std::int64_t task, int worker) {
-    body(task / heads, task % heads, worker);
-  });
+  parallel_for(call.num_items() * heads,
+               [&](std::int64_t task, int worker) { body(task / heads, task % heads, worker); });
 }
 
-const Span& query_span(const AttentionCall& call, std::int64_t item) {
-  return call.item(item).q;
-}
+const Span& query_span(const AttentionCall& call, std::int64_t item) { return call.item(item).q; }
 
 template <class T>
 void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
@@ -69,11 +55,12 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
     const Span& span = query_span(call, item);
     return ws.codes + (span.batch * call.H + head) * call.N + span.begin;
   };
-  for_query_tiles(call, [&](std::int64_t item, std::int64_t head, std::int64_t first,
-                            std::int64_t count, int worker) {
-    hash_tile(span_rows(call.inputs.q, query_span(call, item), head), first, count, bits,
-              planes_of(item, head), thresholds_of(item, head),
-              ws.tiles[static_cast<std::size_t>(worker)], codes_of(item, head) + first);
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
+  for_tiles(row_list, ws.tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    hash_tile(span_rows(call.inputs.q, query_span(call, tile.item), tile.head), tile.first,
+              tile.count, bits, planes_of(tile.item, tile.head),
+              thresholds_of(tile.item, tile.head), own,
+              codes_of(tile.item, tile.head) + tile.first);
   });
   std::vector<CodeProblem> problems;
   for (std::int64_t item = 0; item < call.num_items(); ++item)
@@ -125,8 +112,8 @@ void weigh_centroids(const AttentionCall& call, std::int64_t clusters, const T* 
   for (std::int64_t first = 0; first < clusters; first += kQueryTile) {
     const std::int64_t count = std::min(kQueryTile, clusters - first);
     kernel.load(rows, first, count, T(1), tiles.q, width);
-    kernel.multiply({count, width, call.Dk, tiles.q, width, 1, covariance, width, tiles.dq, width,
-                     false});
+    kernel.multiply(
+        {count, width, call.Dk, tiles.q, width, 1, covariance, width, tiles.dq, width, false});
     kernel.store(out, first, count, T(1), tiles.dq, width);
     for (std::int64_t r = 0; r < count; ++r)
       bias[first + r] = T(-0.5) * kernel.row_dot(tiles.q + r * width, tiles.dq + r * width, width);
@@ -140,7 +127,9 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
   const auto tiles_of = [&](int worker) -> Tiles<T>& {
     return ws.tiles[static_cast<std::size_t>(worker)];
   };
-  const auto one_each = [&](std::int64_t item) { return query_span(call, item).length <= clusters; };
+  const auto one_each = [&](std::int64_t item) {
+    return query_span(call, item).length <= clusters;
+  };
   const auto centroids_of = [&](std::int64_t problem) {
     return ws.centroids + problem * clusters * call.Dk;
   };
@@ -166,6 +155,7 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
                                            static_cast<std::uint32_t>(span.length)),
                         1, T(1), centroids_of(problem) + c * call.Dk, call.Dk);
   });
+  const std::vector<RowTile> query_tiles = span_tiles(query_spans(call), call.H);
   for (std::int64_t iteration = 0; iteration <= params.iterations; ++iteration) {
     for_heads(call, call.H, [&](std::int64_t item, std::int64_t head, int worker) {
       if (one_each(item)) return;
@@ -175,15 +165,14 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
       weigh_centroids(call, clusters, covariance, centroids_of(problem), tiles_of(worker),
                       ws.weighted + problem * clusters * call.Dk, ws.bias + problem * clusters);
     });
-    for_query_tiles(call, [&](std::int64_t item, std::int64_t head, std::int64_t first,
-                              std::int64_t count, int worker) {
-      if (one_each(item)) return;
-      const Span& span = query_span(call, item);
-      const std::int64_t problem = item * call.H + head;
-      nearest_tile(span_rows(call.inputs.q, span, head), first, count,
+    for_tiles(query_tiles, ws.tiles, [&](const RowTile& tile, Tiles<T>& own) {
+      if (one_each(tile.item)) return;
+      const Span& span = query_span(call, tile.item);
+      const std::int64_t problem = tile.item * call.H + tile.head;
+      nearest_tile(span_rows(call.inputs.q, span, tile.head), tile.first, tile.count,
                    memory_rows(ws.weighted + problem * clusters * call.Dk, call.Dk), clusters,
-                   ws.bias + problem * clusters, tiles_of(worker),
-                   span_at<std::int32_t>(labels, span, head) + first);
+                   ws.bias + problem * clusters, own,
+                   span_at<std::int32_t>(labels, span, tile.head) + tile.first);
     });
     if (iteration == params.iterations) return;
     const auto order_of = [&](const Span& span, std::int64_t head) {
@@ -202,8 +191,7 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
       const Span& span = query_span(call, item);
       const std::int32_t* offsets = ws.offsets + problem * (clusters + 1);
       mean_rows(span_rows(call.inputs.q, span, head), order_of(span, head), offsets[cluster],
-                offsets[cluster + 1], tiles_of(worker),
-                centroids_of(problem) + cluster * call.Dk);
+                offsets[cluster + 1], tiles_of(worker), centroids_of(problem) + cluster * call.Dk);
     });
   }
 }
@@ -245,8 +233,8 @@ void cluster_queries(const ClusteringParams& params, const AttentionCall& call,
     hamming_clusters(params, call, labels, workspace);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                  \
-  template struct ClusteringWorkspace<T>;                                                       \
+#define COTERIE_INSTANTIATE(T)                                                                    \
+  template struct ClusteringWorkspace<T>;                                                         \
   template void cluster_queries(const ClusteringParams&, const AttentionCall&, const TensorView&, \
                                 ClusteringWorkspace<T>&);
 COTERIE_INSTANTIATE(float)

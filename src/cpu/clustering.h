@@ -17,15 +17,16 @@ struct ClusteringWorkspace {
 
   // Hamming forms.
   std::uint64_t *codes = nullptr, *code_centroids = nullptr;  // (B,H,N), (items,H,C)
-  float *planes = nullptr, *thresholds = nullptr;  // (items,Hkv,bits,Dk) or (bits,Dk); (items,H,bits)
-  T* mean = nullptr;                               // threads x padded(Dk)
+  float *planes = nullptr,
+        *thresholds = nullptr;  // (items,Hkv,bits,Dk) or (bits,Dk); (items,H,bits)
+  T* mean = nullptr;            // threads x padded(Dk)
   VoteBuffer votes;
 
   // keys.
-  T *covariance = nullptr;                                // (items,Hkv,Dk,padded Dk)
-  T *centroids = nullptr, *weighted = nullptr;            // (items,H,C,Dk): mu and Sigma mu
-  T* bias = nullptr;                                      // (items,H,C)
-  std::int32_t *order = nullptr, *offsets = nullptr;      // (B,H,N), (items,H,C+1)
+  T* covariance = nullptr;                            // (items,Hkv,Dk,padded Dk)
+  T *centroids = nullptr, *weighted = nullptr;        // (items,H,C,Dk): mu and Sigma mu
+  T* bias = nullptr;                                  // (items,H,C)
+  std::int32_t *order = nullptr, *offsets = nullptr;  // (B,H,N), (items,H,C+1)
 
   ClusteringWorkspace(Arena& arena, const ClusteringParams& params, const AttentionCall& call);
 };

@@ -3,10 +3,9 @@
 
 #include <numeric>
 
-#include "core/parallel.h"
 #include "cpu/normalise.h"
+#include "cpu/row_tiles.h"
 #include "cpu/rows.h"
-#include "cpu/visit.h"
 
 namespace coterie::cpu {
 
@@ -42,18 +41,16 @@ void differences(const CommitmentProblem& problem, const RowTile& tile, Tiles<T>
 
 template <class T>
 T commitment_loss(const CommitmentProblem& problem, std::vector<Tiles<T>>& tiles) {
-  const std::vector<RowTile> rows = row_tiles(problem.spans, problem.x.size(1));
+  const std::vector<RowTile> rows = span_tiles(problem.spans, problem.x.size(1));
   std::vector<double> part(rows.size());
-  parallel_for(static_cast<std::int64_t>(rows.size()), [&](std::int64_t number, int worker) {
-    const RowTile& tile = rows[static_cast<std::size_t>(number)];
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
+  for_tiles(rows, tiles, [&](const RowTile& tile, Tiles<T>& own) {
     differences(problem, tile, own);
     double sum = 0;
     for (std::int64_t r = 0; r < tile.count; ++r) {
       const T* row = own.dq + r * own.key_row;
       sum += static_cast<double>(kernels<T>().row_dot(row, row, own.key_row));
     }
-    part[static_cast<std::size_t>(number)] = sum;
+    part[static_cast<std::size_t>(&tile - rows.data())] = sum;
   });
   if (rows.empty()) return 0;
   return static_cast<T>(std::accumulate(part.begin(), part.end(), 0.0) / valid_elements(problem));
@@ -64,8 +61,8 @@ void commitment_backward(const CommitmentProblem& problem, double weight, const 
                          std::vector<Tiles<T>>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
   const T factor = static_cast<T>(2 * weight / valid_elements(problem));
-  visit_rows(problem.spans, problem.x.size(1), [&](const RowTile& tile, int worker) {
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
+  const std::vector<RowTile> row_list = span_tiles(problem.spans, problem.x.size(1));
+  for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Rows target =
         span_rows(dx, problem.spans[static_cast<std::size_t>(tile.item)], tile.head);
     differences(problem, tile, own);

@@ -66,8 +66,7 @@ template <class T>
 void write_sums(const RowSums<T>& sums, const std::vector<Span>& spans, const TensorView& tensor,
                 std::vector<Tiles<T>>& tiles) {
   fill_padding(tensor, spans, 0);
-  visit_rows(spans, tensor.size(1), [&](const RowTile& tile, int worker) {
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
+  for_tiles(span_tiles(spans, tensor.size(1)), tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const std::int64_t row = padded(tensor.size(3));
     T* memory = row <= own.value_row ? own.o : own.dq;
     std::fill_n(memory, tile.count * row, T(0));

@@ -10,7 +10,7 @@
 #include "core/arena.h"
 #include "core/items.h"
 #include "cpu/members.h"
-#include "cpu/visit.h"
+#include "cpu/row_tiles.h"
 
 namespace coterie::cpu {
 

@@ -15,7 +15,9 @@ namespace {
 
 constexpr std::int64_t kChunk = 4096;
 
-std::int64_t num_chunks(std::int64_t rows) { return std::max<std::int64_t>(1, (rows + kChunk - 1) / kChunk); }
+std::int64_t num_chunks(std::int64_t rows) {
+  return std::max<std::int64_t>(1, (rows + kChunk - 1) / kChunk);
+}
 
 // With no more codes than clusters every code is a cluster of its own: equal codes of different
 // queries must not merge.
@@ -77,7 +79,8 @@ void hamming_kmeans(const CodeKMeans& params, const std::vector<CodeProblem>& pr
   const auto sizes_of = [&](std::int64_t p, std::int64_t chunk) {
     return buffer.sizes + (p * buffer.chunks + chunk) * clusters;
   };
-  parallel_for(count, [&](std::int64_t p, int) { start(params, problems[static_cast<std::size_t>(p)]); });
+  parallel_for(count,
+               [&](std::int64_t p, int) { start(params, problems[static_cast<std::size_t>(p)]); });
   for (std::int64_t iteration = 0; iteration <= params.iterations; ++iteration) {
     const bool last = iteration == params.iterations;
     parallel_for(count * buffer.chunks, [&](std::int64_t task, int) {
@@ -89,7 +92,8 @@ void hamming_kmeans(const CodeKMeans& params, const std::vector<CodeProblem>& pr
       kernel.nearest(problem.codes + first, rows, problem.centroids, clusters,
                      problem.labels + first);
       if (last) return;
-      std::memset(votes_of(p, chunk), 0, static_cast<std::size_t>(clusters) * 64 * sizeof(std::int32_t));
+      std::memset(votes_of(p, chunk), 0,
+                  static_cast<std::size_t>(clusters) * 64 * sizeof(std::int32_t));
       std::memset(sizes_of(p, chunk), 0, static_cast<std::size_t>(clusters) * sizeof(std::int32_t));
       kernel.vote(problem.codes + first, problem.labels + first, rows, votes_of(p, chunk),
                   sizes_of(p, chunk));

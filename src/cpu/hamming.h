@@ -23,11 +23,12 @@ struct CodeKMeans {
   std::uint64_t seed = 0;
 };
 
-// Room for the votes of every chunk of `rows` codes, for `problems` problems of at most that length.
+// Room for the votes of every chunk of `rows` codes, for `problems` problems of at most that
+// length.
 struct VoteBuffer {
-  std::int64_t chunks = 0;         // per problem
-  std::int32_t* votes = nullptr;   // problems x chunks x clusters x 64
-  std::int32_t* sizes = nullptr;   // problems x chunks x clusters
+  std::int64_t chunks = 0;        // per problem
+  std::int32_t* votes = nullptr;  // problems x chunks x clusters x 64
+  std::int32_t* sizes = nullptr;  // problems x chunks x clusters
 
   VoteBuffer(Arena& arena, std::int64_t problems, std::int64_t rows, std::int64_t clusters);
 };

@@ -27,8 +27,8 @@ void isotropic_planes(std::uint64_t seed, bool bias, std::int64_t bits, std::int
   const RandomStream threshold{seed, RandomUse::hash_threshold, 0};
   // bf16 entries make products with bf16 inputs exact, so that all back ends agree on the codes.
   for (std::int64_t e = 0; e < bits * width; ++e)
-    planes[e] = to_float(
-        to_bf16(static_cast<float>(random_normal(plane, static_cast<std::uint64_t>(e)))));
+    planes[e] =
+        to_float(to_bf16(static_cast<float>(random_normal(plane, static_cast<std::uint64_t>(e)))));
   for (std::int64_t r = 0; r < bits; ++r)
     thresholds[r] =
         bias ? static_cast<float>(random_normal(threshold, static_cast<std::uint64_t>(r))) : 0.0f;
@@ -99,12 +99,12 @@ void hash_tile(const Rows& x, std::int64_t first, std::int64_t count, std::int64
   }
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                   \
-  template void key_difference_planes<T>(const AttentionCall&, std::int64_t, std::int64_t,       \
-                                         std::int64_t, float*);                                  \
-  template void mean_query_thresholds(const AttentionCall&, std::int64_t, std::int64_t,          \
-                                      std::int64_t, const float*, T*, float*);                   \
-  template void hash_tile(const Rows&, std::int64_t, std::int64_t, std::int64_t, const float*,   \
+#define COTERIE_INSTANTIATE(T)                                                                 \
+  template void key_difference_planes<T>(const AttentionCall&, std::int64_t, std::int64_t,     \
+                                         std::int64_t, float*);                                \
+  template void mean_query_thresholds(const AttentionCall&, std::int64_t, std::int64_t,        \
+                                      std::int64_t, const float*, T*, float*);                 \
+  template void hash_tile(const Rows&, std::int64_t, std::int64_t, std::int64_t, const float*, \
                           const float*, Tiles<T>&, std::uint64_t*);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

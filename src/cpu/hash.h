@@ -26,7 +26,6 @@ void mean_query_thresholds(const AttentionCall& call, std::int64_t item, std::in
 // codes[r] of rows [first, first + count), count <= kQueryTile.
 template <class T>
 void hash_tile(const Rows& x, std::int64_t first, std::int64_t count, std::int64_t bits,
-               const float* planes, const float* thresholds, Tiles<T>& tiles,
-               std::uint64_t* codes);
+               const float* planes, const float* thresholds, Tiles<T>& tiles, std::uint64_t* codes);
 
 }  // namespace coterie::cpu

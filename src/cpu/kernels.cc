@@ -65,20 +65,35 @@ void load_as(const Rows& rows, int64_t first, int64_t count, T factor, T* tile, 
   }
 }
 
+// A vector of converted elements.
+template <class T, class Element>
+Vec<T> load_converted(const Element* from) {
+  T lane[kLanes<T>];
+  for (int i = 0; i < kLanes<T>; ++i) lane[i] = static_cast<T>(to_float(from[i]));
+  return load_vec(lane);
+}
+
 template <class T, class Element>
 void load_transposed_as(const Rows& rows, int64_t first, int64_t count, T factor, T* tile,
                         int64_t tile_row) {
-  // Sixteen rows at a time, so that each write fills a cache line.
-  constexpr int64_t kStrip = 16;
-  for (int64_t r0 = 0; r0 < tile_row; r0 += kStrip) {
-    const Element* from[kStrip];
+  constexpr int kL = kLanes<T>;
+  for (int64_t r0 = 0; r0 < tile_row; r0 += kL) {
+    const Element* from[kL];
     int64_t strip = 0;
-    for (; strip < kStrip && r0 + strip < count; ++strip)
+    for (; strip < kL && r0 + strip < count; ++strip)
       from[strip] = reinterpret_cast<const Element*>(row_at(rows, first + r0 + strip));
-    for (int64_t d = 0; d < rows.width; ++d) {
+    int64_t d = 0;
+    if (strip == kL)  // whole blocks by vectors, the rest one by one
+      for (; d + kL <= rows.width; d += kL) {
+        Vec<T> block[kL];
+        for (int r = 0; r < kL; ++r) block[r] = load_converted<T>(from[r] + d) * factor;
+        transpose<T>(block);
+        for (int c = 0; c < kL; ++c) store_vec(tile + (d + c) * tile_row + r0, block[c]);
+      }
+    for (; d < rows.width; ++d) {
       T* to = tile + d * tile_row + r0;
       for (int64_t r = 0; r < strip; ++r) to[r] = static_cast<T>(to_float(from[r][d])) * factor;
-      for (int64_t r = strip; r < kStrip; ++r) to[r] = 0;
+      for (int64_t r = strip; r < kL; ++r) to[r] = 0;
     }
   }
 }
@@ -191,10 +206,26 @@ void row_softmax_grad(const T* p, T* dp, int64_t n, T delta) {
 
 template <class T>
 int64_t row_argmax(const T* row, int64_t n) {
-  int64_t best = -1;
+  T largest = static_cast<T>(-INFINITY);
+  const int64_t whole = n / kLanes<T> * kLanes<T>;
+  if (whole > 0) largest = row_max(row, whole);
+  for (int64_t i = whole; i < n; ++i) largest = row[i] > largest ? row[i] : largest;
   for (int64_t i = 0; i < n; ++i)
-    if (best < 0 ? row[i] == row[i] : row[i] > row[best]) best = i;
-  return best < 0 ? 0 : best;
+    if (row[i] == largest) return i;
+  return 0;
+}
+
+template <class T>
+int64_t row_above(const T* row, int64_t n, T threshold, int32_t* indices) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += kLanes<T>) {
+    if (!any_above(load_vec(row + i), threshold)) continue;
+    for (int64_t j = i; j < i + kLanes<T>; ++j) {
+      indices[count] = static_cast<int32_t>(j);
+      count += !(row[j] <= threshold);
+    }
+  }
+  return count;
 }
 
 void nearest_code(const uint64_t* codes, int64_t count, const uint64_t* centroids,
@@ -212,8 +243,7 @@ void nearest_code(const uint64_t* codes, int64_t count, const uint64_t* centroid
     for (int64_t c = 0; c < num_centroids; ++c) {
       const uint64_t centroid = centroids[c], index = static_cast<uint64_t>(c);
       for (int64_t i = 0; i < kStrip; ++i) {
-        const uint64_t distance =
-            static_cast<uint64_t>(__builtin_popcountll(code[i] ^ centroid));
+        const uint64_t distance = static_cast<uint64_t>(__builtin_popcountll(code[i] ^ centroid));
         const uint64_t key = (distance << 32) | index;
         best[i] = key < best[i] ? key : best[i];
       }
@@ -234,14 +264,14 @@ void vote(const uint64_t* codes, const int32_t* labels, int64_t count, int32_t* 
 
 template <class T>
 constexpr Kernels<T> make_kernels() {
-  return {multiply<T>, load<T>,      load_transposed<T>, store<T>,            row_max<T>, row_exp<T>,
-          row_dot<T>,  row_scale<T>, row_add<T>,         row_softmax_grad<T>, row_argmax<T>};
+  return {multiply<T>,   load<T>,     load_transposed<T>, store<T>,   row_max<T>,
+          row_exp<T>,    row_dot<T>,  row_scale<T>,       row_add<T>, row_softmax_grad<T>,
+          row_argmax<T>, row_above<T>};
 }
 
 }  // namespace
 
 extern const KernelTable kTable;
-const KernelTable kTable = {
-    make_kernels<float>(), make_kernels<double>(), {nearest_code, vote}};
+const KernelTable kTable = {make_kernels<float>(), make_kernels<double>(), {nearest_code, vote}};
 
 }  // namespace coterie::cpu::COTERIE_ISA

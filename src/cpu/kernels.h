@@ -2,8 +2,9 @@
 // The CPU kernels: small functions on rows and tiles, compiled once per instruction set and reached
 // through a table of function pointers. They neither allocate, throw nor start threads.
 //
-// Every sum runs in an order that depends on the summed index alone, never on the tile a row happens
-// to sit in: a row's result does not change when other rows, padding or masked keys come or go.
+// Every sum runs in an order that depends on the summed index alone, never on the tile a row
+// happens to sit in: a row's result does not change when other rows, padding or masked keys come or
+// go.
 #pragma once
 
 #include <cstdint>
@@ -67,6 +68,9 @@ struct Kernels {
   void (*row_softmax_grad)(const T* p, T* dp, std::int64_t n, T delta);
   // Index of the first largest element of row[0..n), any n >= 1; 0 when all are NaN.
   std::int64_t (*row_argmax)(const T* row, std::int64_t n);
+  // Writes the indices of elements that are not <= threshold (so NaN is among them), ascending, and
+  // returns their number; n is a multiple of kColumnPad.
+  std::int64_t (*row_above)(const T* row, std::int64_t n, T threshold, std::int32_t* indices);
 };
 
 // Integer kernels of Hamming clustering.

@@ -4,43 +4,14 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/parallel.h"
-
 namespace coterie::cpu {
 
-namespace {
-
-// Calls body(task, tiles) for every task, in parallel.
-template <class T, class Body>
-void run_tiles(const std::vector<TileTask>& tasks, ListWorkspace<T>& workspace, Body body) {
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    body(tasks[static_cast<std::size_t>(number)],
-         workspace.tiles[static_cast<std::size_t>(worker)]);
-  });
-}
-
 template <class T>
-std::vector<TileTask> query_tasks(const AttentionCall& call, const ListPlan<T>& plan) {
-  return make_tile_tasks(call, call.H, plan.lists, kQueryTile,
-                         [&](std::int64_t item, std::int64_t head, std::int64_t list) {
-                           return plan.pair(item, head, list).queries.count;
-                         });
-}
-
-}  // namespace
-
-std::vector<TileTask> make_tile_tasks(
-    const AttentionCall& call, std::int64_t heads, std::int64_t lists, std::int64_t size,
-    const std::function<std::int64_t(std::int64_t, std::int64_t, std::int64_t)>& length) {
-  std::vector<TileTask> tasks;
-  for (std::int64_t item = 0; item < call.num_items(); ++item)
-    for (std::int64_t head = 0; head < heads; ++head)
-      for (std::int64_t list = 0; list < lists; ++list) {
-        const std::int64_t rows = length(item, head, list);
-        for (std::int64_t first = 0; first < rows; first += size)
-          tasks.push_back({item, head, list, first, std::min(size, rows - first)});
-      }
-  return tasks;
+std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListPlan<T>& plan) {
+  return list_tiles({call.num_items(), call.H, plan.lists}, kQueryTile,
+                    [&](std::int64_t item, std::int64_t head, std::int64_t list) {
+                      return plan.pair(item, head, list).queries.count;
+                    });
 }
 
 template <class T>
@@ -84,33 +55,35 @@ void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const Ten
                    const TensorView& lse, ListWorkspace<T>& workspace) {
   fill_padding(out, query_spans(call), 0);
   fill_padding(lse, query_spans(call), -std::numeric_limits<double>::infinity());
-  run_tiles(query_tasks(call, plan), workspace, [&](const TileTask& task, Tiles<T>& tiles) {
-    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
-    forward_tile(make_segment(call, plan, task.item, task.head, pair), task.first, task.count,
+  const std::vector<RowTile> row_list = list_query_tiles(call, plan);
+  for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
+    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count,
                  tiles);
-    if (plan.finish) plan.finish(task, tiles);
-    const Span& span = call.item(task.item).q;
-    kernels<T>().store(list_rows(out, span, task.head, pair.queries), task.first, task.count, T(1),
+    if (plan.finish) plan.finish(tile, tiles);
+    const Span& span = call.item(tile.item).q;
+    kernels<T>().store(list_rows(out, span, tile.head, pair.queries), tile.first, tile.count, T(1),
                        tiles.o, tiles.value_row);
-    T* lse_rows = span_at<T>(lse, span, task.head);
-    for (std::int64_t r = 0; r < task.count; ++r)
-      lse_rows[pair.queries.row(task.first + r)] = tiles.lse[r];
+    T* lse_rows = span_at<T>(lse, span, tile.head);
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      lse_rows[pair.queries.row(tile.first + r)] = tiles.lse[r];
   });
 }
 
 template <class T>
 static void recompute_deltas(const AttentionCall& call, const ListPlan<T>& plan,
                              const ListGradients& gradients, ListWorkspace<T>& workspace) {
-  run_tiles(query_tasks(call, plan), workspace, [&](const TileTask& task, Tiles<T>& tiles) {
-    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
-    delta_tile(make_segment(call, plan, task.item, task.head, pair),
-               list_row_gradients<T>(call, plan, gradients, nullptr, task.item, task.head,
-                                     pair.queries),
-               task.first, task.count, tiles);
-    const Span& span = call.item(task.item).q;
-    T* delta = workspace.delta + (span.batch * call.H + task.head) * call.N + span.begin;
-    for (std::int64_t r = 0; r < task.count; ++r)
-      delta[pair.queries.row(task.first + r)] = tiles.delta[r];
+  const std::vector<RowTile> row_list = list_query_tiles(call, plan);
+  for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
+    delta_tile(
+        make_segment(call, plan, tile.item, tile.head, pair),
+        list_row_gradients<T>(call, plan, gradients, nullptr, tile.item, tile.head, pair.queries),
+        tile.first, tile.count, tiles);
+    const Span& span = call.item(tile.item).q;
+    T* delta = workspace.delta + (span.batch * call.H + tile.head) * call.N + span.begin;
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      delta[pair.queries.row(tile.first + r)] = tiles.delta[r];
   });
 }
 
@@ -120,18 +93,16 @@ void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
   if (dtype_bytes(gradients.out.dtype) == 2)
     return recompute_deltas(call, plan, gradients, workspace);
   const Kernels<T>& kernel = kernels<T>();
-  const auto tasks = make_tile_tasks(
-      call, call.H, 1, kQueryTile,
-      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).q.length; });
-  run_tiles(tasks, workspace, [&](const TileTask& task, Tiles<T>& tiles) {
-    const Span& span = call.item(task.item).q;
-    kernel.load(span_rows(gradients.grad_out, span, task.head), task.first, task.count, T(1),
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
+  for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    const Span& span = call.item(tile.item).q;
+    kernel.load(span_rows(gradients.grad_out, span, tile.head), tile.first, tile.count, T(1),
                 tiles.g, tiles.value_row);
-    kernel.load(span_rows(gradients.out, span, task.head), task.first, task.count, T(1), tiles.o,
+    kernel.load(span_rows(gradients.out, span, tile.head), tile.first, tile.count, T(1), tiles.o,
                 tiles.value_row);
-    T* delta = workspace.delta + (span.batch * call.H + task.head) * call.N + span.begin;
-    for (std::int64_t r = 0; r < task.count; ++r)
-      delta[task.first + r] = kernel.row_dot(tiles.g + r * tiles.value_row,
+    T* delta = workspace.delta + (span.batch * call.H + tile.head) * call.N + span.begin;
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      delta[tile.first + r] = kernel.row_dot(tiles.g + r * tiles.value_row,
                                              tiles.o + r * tiles.value_row, tiles.value_row);
   });
 }
@@ -140,56 +111,64 @@ template <class T>
 void lists_backward_queries(const AttentionCall& call, const ListPlan<T>& plan,
                             const ListGradients& gradients, ListWorkspace<T>& workspace) {
   fill_padding(gradients.dq, query_spans(call), 0);
-  run_tiles(query_tasks(call, plan), workspace, [&](const TileTask& task, Tiles<T>& tiles) {
-    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
-    backward_query_tile(make_segment(call, plan, task.item, task.head, pair),
-                        list_row_gradients(call, plan, gradients, workspace.delta, task.item,
-                                           task.head, pair.queries),
-                        task.first, task.count, tiles);
-    if (plan.finish_backward) plan.finish_backward(task, tiles);
-    kernels<T>().store(list_rows(gradients.dq, call.item(task.item).q, task.head, pair.queries),
-                       task.first, task.count, T(1), tiles.dq, tiles.key_row);
+  const std::vector<RowTile> row_list = list_query_tiles(call, plan);
+  for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
+    backward_query_tile(make_segment(call, plan, tile.item, tile.head, pair),
+                        list_row_gradients(call, plan, gradients, workspace.delta, tile.item,
+                                           tile.head, pair.queries),
+                        tile.first, tile.count, tiles);
+    if (plan.finish_backward) plan.finish_backward(tile, tiles);
+    kernels<T>().store(list_rows(gradients.dq, call.item(tile.item).q, tile.head, pair.queries),
+                       tile.first, tile.count, T(1), tiles.dq, tiles.key_row);
   });
 }
 
 template <class T>
-void store_key_tile(const AttentionCall& call, const TileTask& task, const TensorView& dk,
-                    const TensorView& dv, const Tiles<T>& tiles, const RowList* keys) {
-  const Span& span = call.item(task.item).k;
-  const RowList list = keys ? *keys : RowList{span.length};
-  if (dk.present())
-    kernels<T>().store(list_rows(dk, span, task.head, list), task.first, task.count, T(1), tiles.dk,
-                       tiles.key_row);
-  if (dv.present())
-    kernels<T>().store(list_rows(dv, span, task.head, list), task.first, task.count, T(1), tiles.dv,
-                       tiles.value_row);
+void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddKeyTile<T>& add,
+                     const TensorView& dk, const TensorView& dv, std::vector<Tiles<T>>& tiles) {
+  const Kernels<T>& kernel = kernels<T>();
+  for (const TensorView& d : {dk, dv})
+    if (d.present()) fill_padding(d, key_spans(call), 0);
+  const std::int64_t sharing = call.H / call.value_heads;
+  const auto list_of = [&](std::int64_t item, std::int64_t head, std::int64_t list) {
+    return keys.list ? keys.list(item, head, list) : RowList{call.item(item).k.length};
+  };
+  const auto length = [&](std::int64_t item, std::int64_t head, std::int64_t list) {
+    return list_of(item, head, list).count;
+  };
+  const std::vector<RowTile> row_list =
+      list_tiles({call.num_items(), call.value_heads, keys.lists}, kKeyTile, length);
+  for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    std::fill_n(own.dk, tile.count * own.key_row, T(0));
+    std::fill_n(own.dv, tile.count * own.value_row, T(0));
+    for (std::int64_t h = 0; h < sharing; ++h) add(tile, tile.head * sharing + h, own);
+    const Span& span = call.item(tile.item).k;
+    const RowList list = list_of(tile.item, tile.head, tile.list);
+    if (dk.present())
+      kernel.store(list_rows(dk, span, tile.head, list), tile.first, tile.count, T(1), own.dk,
+                   own.key_row);
+    if (dv.present())
+      kernel.store(list_rows(dv, span, tile.head, list), tile.first, tile.count, T(1), own.dv,
+                   own.value_row);
+  });
 }
 
 template <class T>
 void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
                          const ListGradients& gradients, ListWorkspace<T>& workspace) {
-  const TensorView &dk = gradients.dk, &dv = gradients.dv;
-  for (const TensorView& d : {dk, dv})
-    if (d.present()) fill_padding(d, key_spans(call), 0);
-  const std::int64_t group = call.H / call.value_heads;
-  const auto tasks = make_tile_tasks(call, call.value_heads, plan.lists, kKeyTile,
-                                     [&](std::int64_t item, std::int64_t head, std::int64_t list) {
-                                       return plan.pair(item, head * group, list).keys.count;
-                                     });
-  run_tiles(tasks, workspace, [&](const TileTask& task, Tiles<T>& tiles) {
-    std::fill_n(tiles.dk, kKeyTile * tiles.key_row, T(0));
-    std::fill_n(tiles.dv, kKeyTile * tiles.value_row, T(0));
-    RowList keys;
-    for (std::int64_t head = task.head * group; head < (task.head + 1) * group; ++head) {
-      const ListPair<T> pair = plan.pair(task.item, head, task.list);
-      keys = pair.keys;
-      backward_key_tile(make_segment(call, plan, task.item, head, pair),
-                        list_row_gradients(call, plan, gradients, workspace.delta, task.item, head,
-                                           pair.queries),
-                        task.first, task.count, tiles);
-    }
-    store_key_tile(call, task, dk, dv, tiles, &keys);
-  });
+  const std::int64_t sharing = call.H / call.value_heads;
+  const KeyLists keys{plan.lists, [&](std::int64_t item, std::int64_t head, std::int64_t list) {
+                        return plan.pair(item, head * sharing, list).keys;
+                      }};
+  const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& tiles) {
+    const ListPair<T> pair = plan.pair(tile.item, head, tile.list);
+    backward_key_tile(
+        make_segment(call, plan, tile.item, head, pair),
+        list_row_gradients(call, plan, gradients, workspace.delta, tile.item, head, pair.queries),
+        tile.first, tile.count, tiles);
+  };
+  write_key_tiles<T>(call, keys, add, gradients.dk, gradients.dv, workspace.tiles);
 }
 
 template <class T>
@@ -201,24 +180,25 @@ void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
     lists_backward_keys(call, plan, gradients, workspace);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template Segment<T> make_segment(const AttentionCall&, const ListPlan<T>&, std::int64_t,         \
-                                   std::int64_t, const ListPair<T>&);                              \
-  template RowGradients<T> list_row_gradients(const AttentionCall&, const ListPlan<T>&,            \
-                                              const ListGradients&, const T*, std::int64_t,        \
-                                              std::int64_t, const RowList&);                       \
-  template struct ListWorkspace<T>;                                                                \
-  template void lists_forward(const AttentionCall&, const ListPlan<T>&, const TensorView&,         \
-                              const TensorView&, ListWorkspace<T>&);                               \
-  template void lists_deltas(const AttentionCall&, const ListPlan<T>&, const ListGradients&,       \
-                             ListWorkspace<T>&);                                                   \
-  template void lists_backward_queries(const AttentionCall&, const ListPlan<T>&,                   \
-                                       const ListGradients&, ListWorkspace<T>&);                   \
-  template void lists_backward_keys(const AttentionCall&, const ListPlan<T>&,                      \
-                                    const ListGradients&, ListWorkspace<T>&);                      \
-  template void store_key_tile(const AttentionCall&, const TileTask&, const TensorView&,           \
-                               const TensorView&, const Tiles<T>&, const RowList*);                \
-  template void lists_backward(const AttentionCall&, const ListPlan<T>&, const ListGradients&,     \
+#define COTERIE_INSTANTIATE(T)                                                                 \
+  template Segment<T> make_segment(const AttentionCall&, const ListPlan<T>&, std::int64_t,     \
+                                   std::int64_t, const ListPair<T>&);                          \
+  template RowGradients<T> list_row_gradients(const AttentionCall&, const ListPlan<T>&,        \
+                                              const ListGradients&, const T*, std::int64_t,    \
+                                              std::int64_t, const RowList&);                   \
+  template std::vector<RowTile> list_query_tiles(const AttentionCall&, const ListPlan<T>&);    \
+  template void write_key_tiles(const AttentionCall&, const KeyLists&, const AddKeyTile<T>&,   \
+                                const TensorView&, const TensorView&, std::vector<Tiles<T>>&); \
+  template struct ListWorkspace<T>;                                                            \
+  template void lists_forward(const AttentionCall&, const ListPlan<T>&, const TensorView&,     \
+                              const TensorView&, ListWorkspace<T>&);                           \
+  template void lists_deltas(const AttentionCall&, const ListPlan<T>&, const ListGradients&,   \
+                             ListWorkspace<T>&);                                               \
+  template void lists_backward_queries(const AttentionCall&, const ListPlan<T>&,               \
+                                       const ListGradients&, ListWorkspace<T>&);               \
+  template void lists_backward_keys(const AttentionCall&, const ListPlan<T>&,                  \
+                                    const ListGradients&, ListWorkspace<T>&);                  \
+  template void lists_backward(const AttentionCall&, const ListPlan<T>&, const ListGradients&, \
                                ListWorkspace<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

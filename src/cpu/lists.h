@@ -5,17 +5,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "core/call.h"
+#include "cpu/row_tiles.h"
 #include "cpu/rows.h"
 #include "cpu/segment.h"
 
 namespace coterie::cpu {
-
-// Rows [first, first + count) of a list of one (item, head).
-struct TileTask {
-  std::int64_t item, head, list, first, count;
-};
 
 // One list: which queries meet which keys.
 template <class T>
@@ -34,7 +31,7 @@ struct ListPlan {
   const T* head_scale = nullptr;  // optional (H) factors
   // Optional: changes the finished outputs tiles.o of queries [first, first + count) of a list, or
   // their gradients tiles.dq in the backward pass, before they are stored.
-  std::function<void(const TileTask& task, Tiles<T>& tiles)> finish, finish_backward;
+  std::function<void(const RowTile&tile, Tiles<T>&tiles)> finish, finish_backward;
   // Optional (B, H, N): the backward pass multiplies output gradients by it.
   const T* weight = nullptr;
 };
@@ -62,9 +59,9 @@ struct ListGradients {
   TensorView dq, dk, dv;          // absent ones are not computed
 };
 
-// delta (B, H, N) = grad_out . output, into workspace.delta: from the stored output, or, where that was
-// rounded to 16 bits, from the weights again. The rounding error would not cancel in differences
-// grad_out . v - delta that ought to be small.
+// delta (B, H, N) = grad_out . output, into workspace.delta: from the stored output, or, where that
+// was rounded to 16 bits, from the weights again. The rounding error would not cancel in
+// differences grad_out . v - delta that ought to be small.
 template <class T>
 void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
                   const ListGradients& gradients, ListWorkspace<T>& workspace);
@@ -89,14 +86,26 @@ RowGradients<T> list_row_gradients(const AttentionCall& call, const ListPlan<T>&
                                    const ListGradients& gradients, const T* delta,
                                    std::int64_t item, std::int64_t head, const RowList& list);
 
-// Writes tiles.dk and tiles.dv to keys [task.first, ..) of a key/value head; absent ones are left out.
+// Tiles of the queries of all lists.
 template <class T>
-void store_key_tile(const AttentionCall& call, const TileTask& task, const TensorView& dk,
-                    const TensorView& dv, const Tiles<T>& tiles, const RowList* keys = nullptr);
+std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListPlan<T>& plan);
 
-// Tiles of `size` rows over all lists of `heads` heads; length(item, head, list) rows each.
-std::vector<TileTask> make_tile_tasks(
-    const AttentionCall& call, std::int64_t heads, std::int64_t lists, std::int64_t size,
-    const std::function<std::int64_t(std::int64_t, std::int64_t, std::int64_t)>& length);
+// Key lists by key/value head: `lists` per (item, head), one of all keys unless `list` says
+// otherwise.
+struct KeyLists {
+  std::int64_t lists = 1;
+  std::function<RowList(std::int64_t item, std::int64_t kv_head, std::int64_t list)> list;
+};
+
+// Adds to tiles.dk and tiles.dv what keys [tile.first, tile.first + tile.count) of a list get from
+// one query head.
+template <class T>
+using AddKeyTile = std::function<void(const RowTile& tile, std::int64_t head, Tiles<T>& tiles)>;
+
+// Writes dk and dv (either may be absent): every tile of keys is the sum of `add` over the query
+// heads that share the key/value head tile.head, in ascending order; keys in no item get 0.
+template <class T>
+void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddKeyTile<T>& add,
+                     const TensorView& dk, const TensorView& dv, std::vector<Tiles<T>>& tiles);
 
 }  // namespace coterie::cpu

@@ -6,7 +6,7 @@
 
 #include "core/parallel.h"
 #include "coterie/random.h"
-#include "cpu/visit.h"
+#include "cpu/row_tiles.h"
 
 namespace coterie::cpu {
 
@@ -136,9 +136,9 @@ void lsh_select(const LshParams& params, const AttentionCall& call, const Tensor
                 LshSelectWorkspace<T>& workspace) {
   const std::int64_t rounds = params.rounds;
   draw_rotations(params, call, workspace);
-  visit_rows(query_spans(call), call.H, [&](const RowTile& tile, int worker) {
+  const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
+  for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
     const Span& span = call.item(tile.item).q;
-    Tiles<T>& tiles = workspace.tiles[static_cast<std::size_t>(worker)];
     kernels<T>().load(span_rows(call.inputs.q, span, tile.head), tile.first, tile.count, T(1),
                       tiles.q, tiles.key_row);
     for (std::int64_t round = 0; round < rounds; ++round)

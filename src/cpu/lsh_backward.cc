@@ -3,7 +3,6 @@
 // log-sum-exp and delta = gradient . output; where they are averaged each round has its own.
 #include <algorithm>
 
-#include "core/parallel.h"
 #include "cpu/lsh_pass.h"
 
 namespace coterie::cpu {
@@ -33,7 +32,7 @@ void LshBackward<T>::for_queries(const Part& part, Body body) {
   const auto count = [&](std::int64_t item, std::int64_t head) {
     return part.plan.pair(item, head, 0).queries.count;
   };
-  this->for_lists(call.H, kQueryTile, count, [&](const TileTask& tile, Tiles<T>& tiles) {
+  this->for_lists(call.H, kQueryTile, count, [&](const RowTile& tile, Tiles<T>& tiles) {
     body(tile, part.plan.pair(tile.item, tile.head, 0), tiles);
   });
 }
@@ -41,7 +40,7 @@ void LshBackward<T>::for_queries(const Part& part, Body body) {
 // Adds a part's share of gradient . output, the output recomputed.
 template <class T>
 void LshBackward<T>::add_deltas(const Part& part) {
-  for_queries(part, [&](const TileTask& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
+  for_queries(part, [&](const RowTile& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
     const Span& span = call.item(tile.item).q;
     RowGradients<T> gradients = rows(part, span, tile.head, pair.queries);
     gradients.delta = nullptr;
@@ -55,7 +54,7 @@ void LshBackward<T>::add_deltas(const Part& part) {
 
 template <class T>
 void LshBackward<T>::add_queries(const Part& part) {
-  for_queries(part, [&](const TileTask& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
+  for_queries(part, [&](const RowTile& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
     const Span& span = call.item(tile.item).q;
     backward_query_tile(make_segment(call, part.plan, tile.item, tile.head, pair),
                         rows(part, span, tile.head, pair.queries), tile.first, tile.count, tiles);
@@ -71,7 +70,7 @@ void LshBackward<T>::add_keys(const Part& part) {
     const auto count = [&](std::int64_t item, std::int64_t value_head) {
       return part.plan.pair(item, value_head * group + turn, 0).keys.count;
     };
-    this->for_lists(call.value_heads, kKeyTile, count, [&](const TileTask& tile, Tiles<T>& tiles) {
+    this->for_lists(call.value_heads, kKeyTile, count, [&](const RowTile& tile, Tiles<T>& tiles) {
       const Span& span = call.item(tile.item).q;
       const std::int64_t head = tile.head * group + turn;
       const ListPair<T> pair = part.plan.pair(tile.item, head, 0);

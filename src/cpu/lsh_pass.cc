@@ -22,7 +22,7 @@ void TokenSums<T>::clear() {
 
 template <class T>
 void TokenSums<T>::add(const Span& span, std::int64_t head, const RowList& list,
-                       const TileTask& tile, const T* rows) {
+                       const RowTile& tile, const T* rows) {
   for (std::int64_t r = 0; r < tile.count; ++r)
     kernels<T>().row_add(at(span, head, list.row(tile.first + r)), rows + r * row, row, T(1));
 }
@@ -30,7 +30,7 @@ void TokenSums<T>::add(const Span& span, std::int64_t head, const RowList& list,
 template <class T>
 void TokenSums<T>::store(const AttentionCall& call, T factor, const TensorView& tensor) const {
   fill_padding(tensor, query_spans(call), 0);
-  visit_rows(query_spans(call), heads, [&](const RowTile& tile, int) {
+  for_tiles(span_tiles(query_spans(call), heads), [&](const RowTile& tile, int) {
     const Span& span = call.item(tile.item).q;
     kernels<T>().store(span_rows(tensor, span, tile.head), tile.first, tile.count, factor,
                        at(span, tile.head, tile.first), row);

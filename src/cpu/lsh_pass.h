@@ -5,10 +5,8 @@
 
 #include <cstdint>
 
-#include "core/parallel.h"
 #include "coterie/attention.h"
 #include "cpu/lsh.h"
-#include "cpu/visit.h"
 
 namespace coterie::cpu {
 
@@ -25,7 +23,7 @@ struct TokenSums {
   }
   void clear();
   // Adds the rows of a tile to those of the tokens that it takes from `list`.
-  void add(const Span& span, std::int64_t head, const RowList& list, const TileTask& tile,
+  void add(const Span& span, std::int64_t head, const RowList& list, const RowTile& tile,
            const T* rows);
   // Writes them times `factor` as rows of a (B, heads, N, D) tensor, zeros in padding.
   void store(const AttentionCall& call, T factor, const TensorView& tensor) const;
@@ -62,22 +60,16 @@ struct LshPass {
   // Calls body(tile, tiles) for all tiles of tokens of the query heads.
   template <class Body>
   void for_tokens(Body body) {
-    visit_rows(query_spans(call), call.H,
-               [&](const RowTile& tile, int worker) { body(tile, tiles(worker)); });
+    for_tiles(span_tiles(query_spans(call), call.H), lists.tiles, body);
   }
   // The same for all tiles of `size` rows of lists; count(item, head) rows each.
   template <class Count, class Body>
   void for_lists(std::int64_t heads, std::int64_t size, Count count, Body body) {
-    const std::vector<TileTask> tasks = make_tile_tasks(
-        call, heads, 1, size,
+    const std::vector<RowTile> tiles = list_tiles(
+        {call.num_items(), heads}, size,
         [&](std::int64_t item, std::int64_t head, std::int64_t) { return count(item, head); });
-    parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-      body(tasks[static_cast<std::size_t>(number)], tiles(worker));
-    });
+    for_tiles(tiles, lists.tiles, body);
   }
-
- private:
-  Tiles<T>& tiles(int worker) { return lists.tiles[static_cast<std::size_t>(worker)]; }
 };
 
 // 1 / |x| of a padded row, or 0 for a zero row, whose key is zero and has no direction to change.

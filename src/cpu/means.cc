@@ -29,11 +29,11 @@ void mean_rows(const Rows& x, const std::int32_t* index, std::int64_t begin, std
   for (std::int64_t d = 0; d < x.width; ++d) mean[d] = tiles.dq[d] / static_cast<T>(end - begin);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                  \
-  template void sum_rows(const Rows&, const std::int32_t*, std::int64_t, std::int64_t, T*,      \
-                         std::int64_t, T*);                                                     \
-  template void mean_rows(const Rows&, const std::int32_t*, std::int64_t, std::int64_t,         \
-                          Tiles<T>&, T*);
+#define COTERIE_INSTANTIATE(T)                                                                     \
+  template void sum_rows(const Rows&, const std::int32_t*, std::int64_t, std::int64_t, T*,         \
+                         std::int64_t, T*);                                                        \
+  template void mean_rows(const Rows&, const std::int32_t*, std::int64_t, std::int64_t, Tiles<T>&, \
+                          T*);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

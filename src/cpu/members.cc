@@ -11,26 +11,6 @@ namespace coterie::cpu {
 
 namespace {
 
-struct GroupTask {
-  std::int64_t item, head, group, first, count;
-};
-
-// Tiles of `size` rows over all groups; rows(item, head, group) each.
-template <class Count>
-std::vector<GroupTask> make_tasks(std::int64_t items, std::int64_t heads, std::int64_t groups,
-                                  std::int64_t size, Count rows) {
-  std::vector<GroupTask> tasks;
-  for (std::int64_t item = 0; item < items; ++item)
-    for (std::int64_t head = 0; head < heads; ++head)
-      for (std::int64_t group = 0; group < groups; ++group) {
-        const Range slots = rows(item, head, group);
-        const std::int64_t length = slots.end - slots.begin;
-        for (std::int64_t first = 0; first < length; first += size)
-          tasks.push_back({item, head, group, first, std::min(size, length - first)});
-      }
-  return tasks;
-}
-
 template <class T>
 Segment<T> group_segment(const AttentionCall& call, const GroupPlan<T>& plan, std::int64_t number,
                          std::int64_t head, const SlotGroup<T>& group) {
@@ -51,26 +31,26 @@ Segment<T> group_segment(const AttentionCall& call, const GroupPlan<T>& plan, st
   return segment;
 }
 
-// Calls body(segment, group, task, tiles) for every tile of queries.
+// Calls body(segment, group, tile, tiles) for every tile of queries.
 template <class T, class Body>
 void for_query_tiles(const AttentionCall& call, const GroupPlan<T>& plan,
                      std::vector<Tiles<T>>& tiles, Body body) {
-  const auto tasks = make_tasks(
-      call.num_items(), call.H, plan.groups, kQueryTile,
-      [&](auto item, auto head, auto group) { return plan.group(item, head, group).queries; });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const GroupTask& task = tasks[static_cast<std::size_t>(number)];
-    const SlotGroup<T> group = plan.group(task.item, task.head, task.group);
-    body(group_segment(call, plan, task.item, task.head, group), group, task,
-         tiles[static_cast<std::size_t>(worker)]);
+  const auto length = [&](std::int64_t item, std::int64_t head, std::int64_t group) {
+    const Range slots = plan.group(item, head, group).queries;
+    return slots.end - slots.begin;
+  };
+  const std::vector<RowTile> row_list =
+      list_tiles({call.num_items(), call.H, plan.groups}, kQueryTile, length);
+  for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const SlotGroup<T> group = plan.group(tile.item, tile.head, tile.list);
+    body(group_segment(call, plan, tile.item, tile.head, group), group, tile, own);
   });
 }
 
 // Number over the call of the first query slot of a tile.
 template <class T>
-std::int64_t first_slot(const GroupPlan<T>& plan, const SlotGroup<T>& group,
-                        const GroupTask& task) {
-  return plan.queries.block(task.item, task.head).first + group.queries.begin + task.first;
+std::int64_t first_slot(const GroupPlan<T>& plan, const SlotGroup<T>& group, const RowTile& tile) {
+  return plan.queries.block(tile.item, tile.head).first + group.queries.begin + tile.first;
 }
 
 template <class T>
@@ -175,12 +155,12 @@ void groups_forward(const AttentionCall& call, const GroupPlan<T>& plan, const R
                     std::vector<Tiles<T>>& tiles) {
   clear_empty_slots(plan.queries, out, lse);
   for_query_tiles(call, plan, tiles,
-                  [&](const Segment<T>& segment, const SlotGroup<T>& group, const GroupTask& task,
+                  [&](const Segment<T>& segment, const SlotGroup<T>& group, const RowTile& tile,
                       Tiles<T>& own) {
-                    forward_tile(segment, task.first, task.count, own);
-                    const std::int64_t slot = first_slot(plan, group, task);
-                    kernels<T>().store(out, slot, task.count, T(1), own.o, own.value_row);
-                    std::copy_n(own.lse, task.count, lse + slot);
+                    forward_tile(segment, tile.first, tile.count, own);
+                    const std::int64_t slot = first_slot(plan, group, tile);
+                    kernels<T>().store(out, slot, tile.count, T(1), own.o, own.value_row);
+                    std::copy_n(own.lse, tile.count, lse + slot);
                   });
 }
 
@@ -217,15 +197,15 @@ template <class T>
 void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const GroupRows<T>& rows,
                   T* delta, std::vector<Tiles<T>>& tiles) {
   for_query_tiles(call, plan, tiles,
-                  [&](const Segment<T>& segment, const SlotGroup<T>& group, const GroupTask& task,
+                  [&](const Segment<T>& segment, const SlotGroup<T>& group, const RowTile& tile,
                       Tiles<T>& own) {
-                    forward_tile(segment, task.first, task.count, own);
-                    Pass<T>{segment, own}.load_gradients(rows(task.item, task.head, group),
-                                                         task.first, task.count);
+                    forward_tile(segment, tile.first, tile.count, own);
+                    Pass<T>{segment, own}.load_gradients(rows(tile.item, tile.head, group),
+                                                         tile.first, tile.count);
                     Rows out = memory_rows(own.o, own.value_row);
                     out.width = call.Dv;
-                    delta_of_outputs(out, 0, task.count, own);
-                    std::copy_n(own.delta, task.count, delta + first_slot(plan, group, task));
+                    delta_of_outputs(out, 0, tile.count, own);
+                    std::copy_n(own.delta, tile.count, delta + first_slot(plan, group, tile));
                   });
 }
 
@@ -235,27 +215,27 @@ template <class T>
 void backward_keys(const AttentionCall& call, const GroupPlan<T>& plan, const GroupRows<T>& rows,
                    const SlotGradients<T>& gradients, std::vector<Tiles<T>>& tiles) {
   const std::int64_t sharing = call.H / call.key_heads;
-  const auto tasks = make_tasks(call.num_items(), call.key_heads, plan.groups, kKeyTile,
-                                [&](auto item, auto key_head, auto group) {
-                                  return plan.group(item, key_head * sharing, group).keys;
-                                });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const GroupTask& task = tasks[static_cast<std::size_t>(number)];
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
-    std::fill_n(own.dk, kKeyTile * own.key_row, T(0));
-    std::fill_n(own.dv, kKeyTile * own.value_row, T(0));
-    std::int64_t slot = plan.keys.block(task.item, task.head).first + task.first;
-    for (std::int64_t head = task.head * sharing; head < (task.head + 1) * sharing; ++head) {
-      const SlotGroup<T> group = plan.group(task.item, head, task.group);
-      if (head == task.head * sharing) slot += group.keys.begin;
-      backward_key_tile(group_segment(call, plan, task.item, head, group),
-                        rows(task.item, head, group), task.first, task.count, own);
+  const auto length = [&](std::int64_t item, std::int64_t key_head, std::int64_t group) {
+    const Range slots = plan.group(item, key_head * sharing, group).keys;
+    return slots.end - slots.begin;
+  };
+  const std::vector<RowTile> row_list =
+      list_tiles({call.num_items(), call.key_heads, plan.groups}, kKeyTile, length);
+  for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    std::fill_n(own.dk, tile.count * own.key_row, T(0));
+    std::fill_n(own.dv, tile.count * own.value_row, T(0));
+    std::int64_t slot = plan.keys.block(tile.item, tile.head).first + tile.first;
+    for (std::int64_t head = tile.head * sharing; head < (tile.head + 1) * sharing; ++head) {
+      const SlotGroup<T> group = plan.group(tile.item, head, tile.list);
+      if (head == tile.head * sharing) slot += group.keys.begin;
+      backward_key_tile(group_segment(call, plan, tile.item, head, group),
+                        rows(tile.item, head, group), tile.first, tile.count, own);
     }
     const Kernels<T>& kernel = kernels<T>();
     if (gradients.dk)
-      kernel.store(memory_rows(gradients.dk, call.Dk), slot, task.count, T(1), own.dk, own.key_row);
+      kernel.store(memory_rows(gradients.dk, call.Dk), slot, tile.count, T(1), own.dk, own.key_row);
     if (gradients.dv)
-      kernel.store(memory_rows(gradients.dv, call.Dv), slot, task.count, T(1), own.dv,
+      kernel.store(memory_rows(gradients.dv, call.Dv), slot, tile.count, T(1), own.dv,
                    own.value_row);
   });
 }
@@ -267,12 +247,12 @@ void groups_backward(const AttentionCall& call, const GroupPlan<T>& plan, const 
                      const SlotGradients<T>& gradients, std::vector<Tiles<T>>& tiles) {
   if (gradients.dq)
     for_query_tiles(call, plan, tiles,
-                    [&](const Segment<T>& segment, const SlotGroup<T>& group, const GroupTask& task,
+                    [&](const Segment<T>& segment, const SlotGroup<T>& group, const RowTile& tile,
                         Tiles<T>& own) {
-                      backward_query_tile(segment, rows(task.item, task.head, group), task.first,
-                                          task.count, own);
+                      backward_query_tile(segment, rows(tile.item, tile.head, group), tile.first,
+                                          tile.count, own);
                       kernels<T>().store(memory_rows(gradients.dq, call.Dk),
-                                         first_slot(plan, group, task), task.count, T(1), own.dq,
+                                         first_slot(plan, group, tile), tile.count, T(1), own.dq,
                                          own.key_row);
                     });
   if (gradients.dk || gradients.dv) backward_keys(call, plan, rows, gradients, tiles);

@@ -10,6 +10,7 @@
 #include "core/call.h"
 #include "coterie/attend.h"
 #include "coterie/mechanism.h"
+#include "cpu/row_tiles.h"
 #include "cpu/rows.h"
 #include "cpu/segment.h"
 

@@ -16,16 +16,17 @@ void nearest_tile(const Rows& x, std::int64_t first, std::int64_t count, const R
   std::fill_n(labels, count, 0);
   for (std::int64_t begin = 0; begin < num_centroids; begin += kKeyTile) {
     const std::int64_t columns = std::min(kKeyTile, num_centroids - begin);
-    kernel.load_transposed(centroids, begin, columns, T(1), tiles.k_columns, kKeyTile);
-    kernel.multiply({count, kKeyTile, x.width, tiles.q, tiles.key_row, 1, tiles.k_columns, kKeyTile,
+    const std::int64_t width = padded(columns);
+    kernel.load_transposed(centroids, begin, columns, T(1), tiles.k_columns, width);
+    kernel.multiply({count, width, x.width, tiles.q, tiles.key_row, 1, tiles.k_columns, width,
                      tiles.s, kKeyTile, false});
     for (std::int64_t r = 0; r < count; ++r) {
-      T* row = tiles.s + r * kKeyTile;
+      T* scores = tiles.s + r * kKeyTile;
       if (bias)
-        for (std::int64_t t = 0; t < columns; ++t) row[t] += bias[begin + t];
-      const std::int64_t best = kernel.row_argmax(row, columns);
-      if (!(row[best] > tiles.max[r])) continue;
-      tiles.max[r] = row[best];
+        for (std::int64_t t = 0; t < columns; ++t) scores[t] += bias[begin + t];
+      const std::int64_t best = kernel.row_argmax(scores, columns);
+      if (!(scores[best] > tiles.max[r])) continue;
+      tiles.max[r] = scores[best];
       labels[r] = static_cast<std::int32_t>(begin + best);
     }
   }

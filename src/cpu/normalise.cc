@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/row_tiles.h"
 #include "cpu/rows.h"
-#include "cpu/visit.h"
 
 namespace coterie::cpu {
 
@@ -69,9 +69,8 @@ template <class T>
 void normalise_rows(const TensorView& x, const std::vector<Span>& spans,
                     const NormalisedRows<T>& normalised, std::vector<Tiles<T>>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
-  visit_rows(spans, x.size(1), [&](const RowTile& tile, int worker) {
+  for_tiles(span_tiles(spans, x.size(1)), tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = spans[static_cast<std::size_t>(tile.item)];
-    Tiles<T>& own = tiles[static_cast<std::size_t>(worker)];
     T* inverse_sigma = normalised.sigma_at(span, tile.head) + tile.first;
     kernel.load(span_rows(x, span, tile.head), tile.first, tile.count, T(1), own.q, own.key_row);
     normalise_tile(own.q, tile.count, x.size(3), own.key_row, inverse_sigma);

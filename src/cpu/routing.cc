@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "core/parallel.h"
-#include "cpu/visit.h"
+#include "cpu/row_tiles.h"
 
 namespace coterie::cpu {
 
@@ -79,15 +78,13 @@ void write_query_gradients(const AttentionCall& call, RoutingRows<T>& rows,
                            const GradientSums<T>& sums, const T* head_scale,
                            const AttentionGradients& gradients) {
   const std::vector<Span> spans = query_spans(call);
-  const std::vector<RowTile> row_list = row_tiles(spans, call.H);
-  std::vector<double> product(row_list.size());
+  const std::vector<RowTile> tiles = span_tiles(spans, call.H);
+  std::vector<double> product(tiles.size());
   if (gradients.dq.present()) fill_padding(gradients.dq, spans, 0);
-  parallel_for(static_cast<std::int64_t>(row_list.size()), [&](std::int64_t number, int worker) {
-    const RowTile& tile = row_list[static_cast<std::size_t>(number)];
+  for_tiles(tiles, rows.tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = spans[static_cast<std::size_t>(tile.item)];
-    Tiles<T>& own = rows.tiles[static_cast<std::size_t>(worker)];
     const bool both = !rows.k && gradients.dq.present();
-    product[static_cast<std::size_t>(number)] =
+    product[static_cast<std::size_t>(&tile - tiles.data())] =
         input_gradients(tile, span, rows.q, sums.dq, both ? &sums.dk : nullptr, own);
     if (gradients.dq.present())
       kernels<T>().store(span_rows(gradients.dq, span, tile.head), tile.first, tile.count, T(1),
@@ -95,8 +92,8 @@ void write_query_gradients(const AttentionCall& call, RoutingRows<T>& rows,
   });
   if (!gradients.dlogit_scale.present()) return;
   std::vector<double> sum(static_cast<std::size_t>(call.H));
-  for (std::size_t t = 0; t < row_list.size(); ++t)
-    sum[static_cast<std::size_t>(row_list[t].head)] += product[t];
+  for (std::size_t t = 0; t < tiles.size(); ++t)
+    sum[static_cast<std::size_t>(tiles[t].head)] += product[t];
   for (std::int64_t head = 0; head < call.H; ++head)
     static_cast<T*>(gradients.dlogit_scale.data)[head] =
         static_cast<T>(sum[static_cast<std::size_t>(head)] / static_cast<double>(head_scale[head]));
@@ -112,9 +109,9 @@ void write_gradients(const AttentionCall& call, RoutingRows<T>& rows, const Grad
   const std::vector<Span> spans = key_spans(call);
   if (gradients.dk.present()) {
     fill_padding(gradients.dk, spans, 0);
-    visit_rows(spans, call.key_heads, [&](const RowTile& tile, int worker) {
+    const std::vector<RowTile> row_list = span_tiles(spans, call.key_heads);
+    for_tiles(row_list, rows.tiles, [&](const RowTile& tile, Tiles<T>& own) {
       const Span& span = spans[static_cast<std::size_t>(tile.item)];
-      Tiles<T>& own = rows.tiles[static_cast<std::size_t>(worker)];
       input_gradients<T>(tile, span, *rows.k, sums.dk, nullptr, own);
       kernels<T>().store(span_rows(gradients.dk, span, tile.head), tile.first, tile.count, T(1),
                          own.dq, own.key_row);

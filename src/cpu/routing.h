@@ -40,9 +40,10 @@ RoutingSide key_side(const AttentionCall& normalised);
 
 template <class T>
 struct SelectBuffers {
-  std::vector<TopBuffer<T>> top;            // top: of the larger window; nearest: of queries_in
-  std::vector<BalancedBuffer<T>> balanced;  // one per thread
-  std::int32_t* clusters = nullptr;         // (B, H, N, queries_in), for several
+  std::vector<TopBuffer<T>> top;  // top: of the larger window; nearest: of queries_in
+  std::optional<BalancedWorkspace<T>> balanced;
+  std::int32_t* clusters = nullptr;  // nearest, if several: (B, H, N, queries_in)
+  std::int32_t* labels = nullptr;    // balanced: (B, H, N) or (B, key heads, S)
 
   SelectBuffers(Arena& arena, const RoutingParams& params, const AttentionCall& call);
 };

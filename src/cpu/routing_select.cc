@@ -7,7 +7,7 @@
 #include "cpu/assign.h"
 #include "cpu/group.h"
 #include "cpu/routing.h"
-#include "cpu/visit.h"
+#include "cpu/row_tiles.h"
 
 namespace coterie::cpu {
 
@@ -55,45 +55,28 @@ void select_best(const AttentionCall& call, const RoutingSide& side, const Tenso
                  SelectBuffers<T>& buffers, std::vector<Tiles<T>>& tiles) {
   const CentroidView centroids = centroids_of(call);
   const std::int64_t clusters = members.size(2), width = members.size(3);
-  const std::int64_t tiles_per_head = (clusters + kQueryTile - 1) / kQueryTile;
   const std::int64_t items = static_cast<std::int64_t>(side.spans.size());
-  parallel_for(items * side.heads * tiles_per_head, [&](std::int64_t task, int worker) {
-    const std::int64_t first = task % tiles_per_head * kQueryTile;
-    const std::int64_t head = task / tiles_per_head % side.heads;
-    const std::int64_t item = task / tiles_per_head / side.heads;
-    const Span& span = side.spans[static_cast<std::size_t>(item)];
+  const auto length = [&](std::int64_t, std::int64_t, std::int64_t) { return clusters; };
+  const std::vector<RowTile> row_list = list_tiles({items, side.heads}, kQueryTile, length);
+  for_tiles(row_list, [&](const RowTile& tile, int worker) {
+    const Span& span = side.spans[static_cast<std::size_t>(tile.item)];
     TopBuffer<T> buffer = buffers.top[static_cast<std::size_t>(worker)];
     buffer.count = width;
-    select_tile(all_pairs<T>(centroid_rows<T>(centroids, item, head, side.heads), clusters,
-                             span_rows(side.rows, span, head), span.length),
-                first, std::min(kQueryTile, clusters - first),
-                tiles[static_cast<std::size_t>(worker)], buffer,
-                block_at<std::int32_t>(members, item, head) + first * width);
+    select_tile(all_pairs<T>(centroid_rows<T>(centroids, tile.item, tile.head, side.heads),
+                             clusters, span_rows(side.rows, span, tile.head), span.length),
+                tile.first, tile.count, tiles[static_cast<std::size_t>(worker)], buffer,
+                block_at<std::int32_t>(members, tile.item, tile.head) + tile.first * width);
   });
 }
 
 template <class T>
 void select_partition(const AttentionCall& call, const RoutingSide& side, const TensorView& members,
                       SelectBuffers<T>& buffers, std::vector<Tiles<T>>& tiles) {
-  const CentroidView centroids = centroids_of(call);
-  const std::int64_t clusters = members.size(2), width = members.size(3);
-  const std::int64_t items = static_cast<std::int64_t>(side.spans.size());
-  parallel_for(items * side.heads, [&](std::int64_t task, int worker) {
-    const std::int64_t item = task / side.heads, head = task % side.heads;
-    const Span& span = side.spans[static_cast<std::size_t>(item)];
-    BalancedBuffer<T>& buffer = buffers.balanced[static_cast<std::size_t>(worker)];
-    balanced_rows(span_rows(side.rows, span, head), span.length,
-                  centroid_rows<T>(centroids, item, head, side.heads), clusters,
-                  (span.length + clusters - 1) / clusters, tiles[static_cast<std::size_t>(worker)],
-                  buffer, buffer.pending);
-    std::int32_t* lists = block_at<std::int32_t>(members, item, head);
-    std::fill_n(lists, clusters * width, -1);
-    std::fill_n(buffer.size, clusters, 0);
-    for (std::int64_t i = 0; i < span.length; ++i) {
-      const std::int64_t c = buffer.pending[i];
-      lists[c * width + buffer.size[c]++] = static_cast<std::int32_t>(i);
-    }
-  });
+  const TensorView labels = TensorView::contiguous(
+      buffers.labels, DType::i32, {side.rows.size(0), side.heads, side.rows.size(2)});
+  list_members(assign_balanced(side.rows, side.spans, centroids_of(call), 0, labels, tiles,
+                               *buffers.balanced),
+               members.size(2), members.size(3), static_cast<std::int32_t*>(members.data));
 }
 
 // Scores of -inf count as absent for select_tile; as clusters they are the last choice, lower
@@ -111,7 +94,7 @@ void select_clusters(const AttentionCall& call, std::int64_t m, SelectBuffers<T>
                      std::vector<Tiles<T>>& tiles) {
   const RoutingSide side = query_side(call);
   const CentroidView centroids = centroids_of(call);
-  visit_rows(side.spans, side.heads, [&](const RowTile& tile, int worker) {
+  for_tiles(span_tiles(side.spans, side.heads), [&](const RowTile& tile, int worker) {
     const Span& span = side.spans[static_cast<std::size_t>(tile.item)];
     std::int32_t* rows = buffers.clusters +
                          ((span.batch * call.H + tile.head) * call.N + span.begin + tile.first) * m;
@@ -165,8 +148,11 @@ SelectBuffers<T>::SelectBuffers(Arena& arena, const RoutingParams& params,
   const std::int64_t m = clusters_per_query(params);
   if (params.membership == Membership::nearest && m > 1)
     clusters = arena.take<std::int32_t>(call.B * call.H * call.N * m);
-  if (params.membership == Membership::balanced)
-    balanced = make_balanced_buffers<T>(arena, std::max(call.N, call.S), params.clusters);
+  if (params.membership == Membership::balanced) {
+    const std::int64_t tokens = call.B * call.H * std::max(call.N, call.S);
+    balanced.emplace(arena, call.num_items() * call.H, tokens, params.clusters);
+    labels = arena.take<std::int32_t>(tokens);
+  }
 }
 
 template <class T>

@@ -7,8 +7,7 @@
 
 namespace coterie::cpu {
 
-Rows list_rows(const TensorView& tensor, const Span& span, std::int64_t head,
-               const RowList& list) {
+Rows list_rows(const TensorView& tensor, const Span& span, std::int64_t head, const RowList& list) {
   const std::int64_t bytes = dtype_bytes(tensor.dtype);
   const std::int64_t first = span.batch * tensor.stride(0) + head * tensor.stride(1) +
                              (span.begin + list.first) * tensor.stride(2);

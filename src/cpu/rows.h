@@ -31,8 +31,8 @@ inline Rows span_rows(const TensorView& tensor, const Span& span, std::int64_t h
 template <class T>
 Rows memory_rows(T* base, std::int64_t width);
 
-// First element of (item, head) in a contiguous (items, heads, ...) tensor with `inner` elements for
-// each.
+// First element of (item, head) in a contiguous (items, heads, ...) tensor with `inner` elements
+// for each.
 template <class T>
 T* block_at(const TensorView& tensor, std::int64_t item, std::int64_t head) {
   std::int64_t inner = 1;

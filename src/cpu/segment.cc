@@ -13,26 +13,25 @@ namespace {
 // Turns a row of scores into weights under a running maximum, with sum and output rescaled to it;
 // returns the factor.
 template <class T>
-T online_softmax(T* row, std::int64_t r, Tiles<T>& tiles) {
+T online_softmax(T* row, std::int64_t r, std::int64_t columns, Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
-  const T largest = std::max(tiles.max[r], kernel.row_max(row, kKeyTile));
+  const T largest = std::max(tiles.max[r], kernel.row_max(row, columns));
   // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
   const T shift = largest == kNegInf<T> ? T(0) : largest;
   const T rescale = std::exp(tiles.max[r] - shift);
-  tiles.sum[r] = tiles.sum[r] * rescale + kernel.row_exp(row, kKeyTile, shift);
+  tiles.sum[r] = tiles.sum[r] * rescale + kernel.row_exp(row, columns, shift);
   tiles.max[r] = largest;
   if (rescale != T(1)) kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row, rescale);
   return rescale;
 }
 
 template <class T>
-T weigh_alone(T* row) {
-  laplace_row(row);
+T weigh_alone(T* row, std::int64_t columns) {
+  laplace_row(row, columns);
   return T(1);
 }
 
 }  // namespace
-
 
 template <class T>
 Tiles<T>::Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width)
@@ -69,12 +68,13 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
   const Range span = tile_span(tiles.ranges, count);
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
     const std::int64_t keys = std::min(kKeyTile, span.end - begin);
-    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
+    pass.load_key_columns(begin, keys);
     kernel.load(segment.v, begin, keys, T(1), tiles.v, tiles.value_row);
     pass.score(first, count, begin, keys);
     for (std::int64_t r = 0; r < count; ++r) {
       T* row = tiles.s + r * kKeyTile;
-      const T rescale = pass.laplacian() ? weigh_alone(row) : online_softmax(row, r, tiles);
+      const T rescale = pass.laplacian() ? weigh_alone(row, padded(keys))
+                                         : online_softmax(row, r, padded(keys), tiles);
       if (hook) hook->forward(r, first + r, begin, keys, rescale, row);
     }
     kernel.multiply({count, tiles.value_row, keys, tiles.s, kKeyTile, 1, tiles.v, tiles.value_row,
@@ -90,9 +90,8 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
 }
 
 template <class T>
-void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows,
-                         std::int64_t first, std::int64_t count, Tiles<T>& tiles,
-                         const TileHook<T>* hook) {
+void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                         std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook) {
   Pass<T> pass{segment, tiles};
   const Kernels<T>& kernel = pass.kernel;
   pass.load_queries(first, count);
@@ -101,8 +100,8 @@ void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows,
   const Range span = tile_span(tiles.ranges, count);
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
     const std::int64_t keys = std::min(kKeyTile, span.end - begin);
-    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
-    kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, kKeyTile);
+    pass.load_key_columns(begin, keys);
+    pass.load_value_columns(begin, keys);
     kernel.load(segment.k, begin, keys, T(1), tiles.k, tiles.key_row);
     pass.score(first, count, begin, keys);
     pass.differentiate(first, count, begin, keys, hook);
@@ -118,8 +117,8 @@ void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, s
                        std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook) {
   Pass<T> pass{segment, tiles};
   const Kernels<T>& kernel = pass.kernel;
-  kernel.load_transposed(segment.k, first, count, T(1), tiles.k_columns, kKeyTile);
-  kernel.load_transposed(segment.v, first, count, T(1), tiles.v_columns, kKeyTile);
+  pass.load_key_columns(first, count);
+  pass.load_value_columns(first, count);
   const Range queries = segment.rule.queries ? segment.rule.queries(first, first + count)
                                              : Range{0, segment.num_queries};
   // Query tiles keep their alignment to the start of the list whichever keys are asked for.
@@ -150,26 +149,27 @@ void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int
   const Range span = tile_span(tiles.ranges, count);
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
     const std::int64_t keys = std::min(kKeyTile, span.end - begin);
-    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
-    kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, kKeyTile);
+    pass.load_key_columns(begin, keys);
+    pass.load_value_columns(begin, keys);
     pass.score(first, count, begin, keys);
-    pass.gradient_products(count);
+    pass.gradient_products(count, keys);
     for (std::int64_t r = 0; r < count; ++r) {
-      pass.weigh(tiles.s + r * kKeyTile, r);
-      tiles.delta[r] += kernel.row_dot(tiles.s + r * kKeyTile, tiles.dp + r * kKeyTile, kKeyTile);
+      pass.weigh(tiles.s + r * kKeyTile, r, keys);
+      tiles.delta[r] +=
+          kernel.row_dot(tiles.s + r * kKeyTile, tiles.dp + r * kKeyTile, padded(keys));
     }
   }
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template struct Tiles<T>;                                                                        \
-  template void forward_tile(const Segment<T>&, std::int64_t, std::int64_t, Tiles<T>&,             \
-                             const TileHook<T>*);                                                  \
-  template void backward_query_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,       \
-                                    std::int64_t, Tiles<T>&, const TileHook<T>*);                  \
-  template void backward_key_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,         \
-                                  std::int64_t, Tiles<T>&, const TileHook<T>*);                    \
-  template void delta_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t, std::int64_t,  \
+#define COTERIE_INSTANTIATE(T)                                                                    \
+  template struct Tiles<T>;                                                                       \
+  template void forward_tile(const Segment<T>&, std::int64_t, std::int64_t, Tiles<T>&,            \
+                             const TileHook<T>*);                                                 \
+  template void backward_query_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,      \
+                                    std::int64_t, Tiles<T>&, const TileHook<T>*);                 \
+  template void backward_key_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,        \
+                                  std::int64_t, Tiles<T>&, const TileHook<T>*);                   \
+  template void delta_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t, std::int64_t, \
                            Tiles<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -29,8 +29,8 @@ template <class T>
 struct Rule {
   // Writes the range of query ranks first .. first+count-1.
   std::function<void(std::int64_t first, std::int64_t count, Range* ranges)> ranges;
-  // Optional: sets the scores of further keys that query rank `query` may not see to -inf; scores[t]
-  // belongs to key rank begin + t.
+  // Optional: sets the scores of further keys that query rank `query` may not see to -inf;
+  // scores[t] belongs to key rank begin + t.
   std::function<void(std::int64_t query, std::int64_t begin, std::int64_t count, T* scores)> filter;
   // Optional: query ranks that may see any of the keys [begin, end); all of them when absent.
   std::function<Range(std::int64_t begin, std::int64_t end)> queries;
@@ -82,7 +82,7 @@ struct Tiles {
   std::int64_t key_row = 0, value_row = 0;  // padded widths
   T *q, *g, *o, *dq;                        // kQueryTile rows
   T *k, *v;                                 // kKeyTile rows
-  T *k_columns, *v_columns;                 // transposed: width x kKeyTile
+  T *k_columns, *v_columns;                 // transposed: width x padded(keys of the tile)
   T *dk, *dv;                               // kKeyTile rows
   T *s, *dp, *p_for_v;                      // kQueryTile x kKeyTile
   T *max, *sum, *lse, *delta;               // kQueryTile
@@ -108,9 +108,8 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
 
 // Leaves the gradients of queries [first, first + count) in tiles.dq.
 template <class T>
-void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows,
-                         std::int64_t first, std::int64_t count, Tiles<T>& tiles,
-                         const TileHook<T>* hook = nullptr);
+void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                         std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
 
 // Adds the gradients of keys [first, first + count), count <= kKeyTile and first a multiple of
 // kKeyTile, to tiles.dk and tiles.dv; the caller clears them, and calls again for every query head
@@ -119,8 +118,8 @@ template <class T>
 void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                        std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
 
-// delta[slot] = sum over keys of p (gradient . v) for queries whose outputs were not kept; leaves it
-// in tiles.delta for queries [first, first + count).
+// delta[slot] = sum over keys of p (gradient . v) for queries whose outputs were not kept; leaves
+// it in tiles.delta for queries [first, first + count).
 template <class T>
 void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                 std::int64_t count, Tiles<T>& tiles);

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "core/parallel.h"
-
 namespace coterie::cpu {
 
 Range ClusterLists::members(std::int64_t item, std::int64_t head, std::int64_t cluster) const {
@@ -36,8 +34,8 @@ ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists) {
     pair.rule.ranges = [=](std::int64_t first, std::int64_t count, Range* ranges) {
       for (std::int64_t r = 0; r < count; ++r) {
         const std::int64_t position = order[first + r] + offset;
-        ranges[r] = {0, causal ? std::upper_bound(keys, keys + num_keys, position) - keys
-                               : num_keys};
+        ranges[r] = {0,
+                     causal ? std::upper_bound(keys, keys + num_keys, position) - keys : num_keys};
       }
     };
     return pair;
@@ -47,7 +45,7 @@ ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists) {
 
 template <class T>
 KeySlots<T>::KeySlots(Arena& arena, const AttentionCall& call, std::int64_t clusters,
-                                std::int64_t width)
+                      std::int64_t width)
     : dk(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dk))),
       dv(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dv))) {}
 
@@ -55,32 +53,31 @@ template <class T>
 void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
                            const ClusterLists& lists, const ListGradients& gradients,
                            KeySlots<T>& slots, ListWorkspace<T>& workspace) {
-  const auto tasks = make_tile_tasks(call, call.H, lists.clusters(), kKeyTile,
-                                     [&](std::int64_t item, std::int64_t head, std::int64_t c) {
-                                       return plan.pair(item, head, c).keys.count;
-                                     });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const TileTask& task = tasks[static_cast<std::size_t>(number)];
-    Tiles<T>& tiles = workspace.tiles[static_cast<std::size_t>(worker)];
-    std::fill_n(tiles.dk, task.count * tiles.key_row, T(0));
-    std::fill_n(tiles.dv, task.count * tiles.value_row, T(0));
-    const ListPair<T> pair = plan.pair(task.item, task.head, task.list);
-    backward_key_tile(make_segment(call, plan, task.item, task.head, pair),
-                      list_row_gradients(call, plan, gradients, workspace.delta, task.item,
-                                         task.head, pair.queries),
-                      task.first, task.count, tiles);
+  const auto length = [&](std::int64_t item, std::int64_t head, std::int64_t c) {
+    return plan.pair(item, head, c).keys.count;
+  };
+  const std::vector<RowTile> row_list =
+      list_tiles({call.num_items(), call.H, lists.clusters()}, kKeyTile, length);
+  for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
+    std::fill_n(tiles.dk, tile.count * tiles.key_row, T(0));
+    std::fill_n(tiles.dv, tile.count * tiles.value_row, T(0));
+    const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
+    backward_key_tile(make_segment(call, plan, tile.item, tile.head, pair),
+                      list_row_gradients(call, plan, gradients, workspace.delta, tile.item,
+                                         tile.head, pair.queries),
+                      tile.first, tile.count, tiles);
     const std::int64_t slot =
-        ((task.item * call.H + task.head) * lists.clusters() + task.list) * lists.width() +
-        task.first;
-    std::copy_n(tiles.dk, task.count * tiles.key_row, slots.dk + slot * tiles.key_row);
-    std::copy_n(tiles.dv, task.count * tiles.value_row, slots.dv + slot * tiles.value_row);
+        ((tile.item * call.H + tile.head) * lists.clusters() + tile.list) * lists.width() +
+        tile.first;
+    std::copy_n(tiles.dk, tile.count * tiles.key_row, slots.dk + slot * tiles.key_row);
+    std::copy_n(tiles.dv, tile.count * tiles.value_row, slots.dv + slot * tiles.value_row);
   });
 }
 
 template <class T>
 void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_t item,
-               std::int64_t head, std::int64_t first, std::int64_t count,
-               const KeySlots<T>& slots, Tiles<T>& tiles) {
+               std::int64_t head, std::int64_t first, std::int64_t count, const KeySlots<T>& slots,
+               Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
   for (std::int64_t c = 0; c < lists.clusters(); ++c) {
     const Range members = lists.members(item, head, c);
@@ -108,32 +105,21 @@ void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const C
   const TensorView &dk = gradients.dk, &dv = gradients.dv;
   if (!dk.present() && !dv.present()) return;
   shared_backward_slots(call, plan, lists, gradients, slots, workspace);
-  for (const TensorView& d : {dk, dv})
-    if (d.present()) fill_padding(d, key_spans(call), 0);
-  const std::int64_t group = call.H / call.value_heads;
-  const auto tasks = make_tile_tasks(
-      call, call.value_heads, 1, kKeyTile,
-      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).k.length; });
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t number, int worker) {
-    const TileTask& task = tasks[static_cast<std::size_t>(number)];
-    Tiles<T>& tiles = workspace.tiles[static_cast<std::size_t>(worker)];
-    std::fill_n(tiles.dk, task.count * tiles.key_row, T(0));
-    std::fill_n(tiles.dv, task.count * tiles.value_row, T(0));
-    for (std::int64_t head = task.head * group; head < (task.head + 1) * group; ++head)
-      add_slots(call, lists, task.item, head, task.first, task.count, slots, tiles);
-    store_key_tile(call, task, dk, dv, tiles);
-  });
+  const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& tiles) {
+    add_slots(call, lists, tile.item, head, tile.first, tile.count, slots, tiles);
+  };
+  write_key_tiles<T>(call, {}, add, dk, dv, workspace.tiles);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                     \
-  template ListPlan<T> shared_plan(const AttentionCall&, const ClusterLists&);                     \
-  template struct KeySlots<T>;                                                                \
-  template void shared_backward_slots(const AttentionCall&, const ListPlan<T>&,                    \
-                                      const ClusterLists&, const ListGradients&,                   \
-                                      KeySlots<T>&, ListWorkspace<T>&);                       \
-  template void shared_backward(const AttentionCall&, const ListPlan<T>&, const ClusterLists&,     \
-                                const ListGradients&, KeySlots<T>&, ListWorkspace<T>&);       \
-  template void add_slots(const AttentionCall&, const ClusterLists&, std::int64_t, std::int64_t,   \
+#define COTERIE_INSTANTIATE(T)                                                                   \
+  template ListPlan<T> shared_plan(const AttentionCall&, const ClusterLists&);                   \
+  template struct KeySlots<T>;                                                                   \
+  template void shared_backward_slots(const AttentionCall&, const ListPlan<T>&,                  \
+                                      const ClusterLists&, const ListGradients&, KeySlots<T>&,   \
+                                      ListWorkspace<T>&);                                        \
+  template void shared_backward(const AttentionCall&, const ListPlan<T>&, const ClusterLists&,   \
+                                const ListGradients&, KeySlots<T>&, ListWorkspace<T>&);          \
+  template void add_slots(const AttentionCall&, const ClusterLists&, std::int64_t, std::int64_t, \
                           std::int64_t, std::int64_t, const KeySlots<T>&, Tiles<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Attention of clusters of queries over one key list per cluster. Clusters may list the same key, so
-// key gradients are made per (cluster, slot) first and then added up key by key.
+// Attention of clusters of queries over one key list per cluster. Clusters may list the same key,
+// so key gradients are made per (cluster, slot) first and then added up key by key.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,8 @@ void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
 // Adds the slots of keys [first, first + count) of one query head to tiles.dk and tiles.dv.
 template <class T>
 void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_t item,
-               std::int64_t head, std::int64_t first, std::int64_t count,
-               const KeySlots<T>& slots, Tiles<T>& tiles);
+               std::int64_t head, std::int64_t first, std::int64_t count, const KeySlots<T>& slots,
+               Tiles<T>& tiles);
 
 // The whole backward pass of attention over shared lists.
 template <class T>

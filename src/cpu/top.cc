@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <functional>
 
 #include "cpu/pass.h"
 
@@ -11,29 +13,60 @@ namespace coterie::cpu {
 namespace {
 
 template <class T>
-bool better(const Candidate<T>& a, const Candidate<T>& b) {
-  return a.score > b.score || (a.score == b.score && a.index < b.index);
+using Key = typename CandidateKey<T>::type;
+template <class T>
+using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
+
+// Flipping the sign bit of positive numbers and all bits of negative ones makes bits compare like
+// numbers.
+template <class T>
+Key<T> make_key(T score, std::int64_t index) {
+  constexpr Bits<T> sign = Bits<T>{1} << (8 * sizeof(T) - 1);
+  const T ranked = (std::isnan(score) ? kNegInf<T> : score) + T(0);  // + 0 makes -0 equal 0
+  Bits<T> bits;
+  std::memcpy(&bits, &ranked, sizeof bits);
+  bits = bits & sign ? ~bits : bits | sign;
+  return (static_cast<Key<T>>(bits) << (8 * sizeof(T))) | static_cast<Bits<T>>(~index);
+}
+
+template <class T>
+std::int32_t key_index(Key<T> key) {
+  return static_cast<std::int32_t>(~static_cast<Bits<T>>(key));
+}
+
+template <class T>
+T key_score(Key<T> key) {
+  constexpr Bits<T> sign = Bits<T>{1} << (8 * sizeof(T) - 1);
+  Bits<T> bits = static_cast<Bits<T>>(key >> (8 * sizeof(T)));
+  bits = bits & sign ? bits & ~sign : ~bits;
+  T score;
+  std::memcpy(&score, &bits, sizeof score);
+  return score;
 }
 
 // Keeps the best `count` candidates of a row.
 template <class T>
 void prune(TopBuffer<T>& buffer, std::int64_t row) {
-  Candidate<T>* candidates = buffer.candidates + row * buffer.capacity;
+  Key<T>* keys = buffer.candidates + row * buffer.capacity;
   if (buffer.filled[row] <= buffer.count) return;
-  std::nth_element(candidates, candidates + buffer.count - 1, candidates + buffer.filled[row],
-                   better<T>);
+  std::nth_element(keys, keys + buffer.count - 1, keys + buffer.filled[row],
+                   std::greater<Key<T>>());
   buffer.filled[row] = buffer.count;
-  buffer.threshold[row] = candidates[buffer.count - 1].score;
+  buffer.threshold[row] = key_score<T>(keys[buffer.count - 1]);
 }
 
 }  // namespace
 
+// Room beyond what is kept: the first cut comes late enough for its threshold to be good.
+constexpr std::int64_t kRoom = 2 * kKeyTile;
+
 template <class T>
 TopBuffer<T>::TopBuffer(Arena& arena, std::int64_t kept)
-    : count(kept), capacity(kept + std::max(kept, kKeyTile)) {
-  candidates = arena.take<Candidate<T>>(kQueryTile * capacity);
+    : count(kept), capacity(kept + std::max(kept, kRoom)) {
+  candidates = arena.take<Key<T>>(kQueryTile * capacity);
   filled = arena.take<std::int64_t>(kQueryTile);
   threshold = arena.take<T>(kQueryTile);
+  found = arena.take<std::int32_t>(kKeyTile);
 }
 
 template <class T>
@@ -45,27 +78,27 @@ void clear_rows(TopBuffer<T>& buffer, std::int64_t rows) {
 template <class T>
 void offer_scores(TopBuffer<T>& buffer, std::int64_t row, std::int64_t begin, std::int64_t count,
                   const T* scores) {
-  const bool full = buffer.filled[row] >= buffer.count;
-  // Later keys have higher indices, so they must be strictly better than the worst kept.
-  if (full && !(kernels<T>().row_max(scores, padded(count)) > buffer.threshold[row])) return;
-  if (buffer.filled[row] + count > buffer.capacity) prune(buffer, row);
-  Candidate<T>* candidates = buffer.candidates + row * buffer.capacity;
-  for (std::int64_t t = 0; t < count; ++t) {
-    if (scores[t] == kNegInf<T>) continue;  // not admissible
-    const T score = std::isnan(scores[t]) ? kNegInf<T> : scores[t];
-    if (buffer.filled[row] >= buffer.count && !(score > buffer.threshold[row])) continue;
-    candidates[buffer.filled[row]++] = {score, static_cast<std::int32_t>(begin + t)};
-  }
+  // Later keys have higher indices, so they must be strictly better than the worst kept. Before the
+  // first cut the threshold is -inf, which leaves out what is not admissible.
+  std::int64_t found =
+      kernels<T>().row_above(scores, padded(count), buffer.threshold[row], buffer.found);
+  while (found > 0 && buffer.found[found - 1] >= count) --found;  // padding
+  if (found == 0) return;
+  if (buffer.filled[row] + found > buffer.capacity) prune(buffer, row);
+  Key<T>* keys = buffer.candidates + row * buffer.capacity + buffer.filled[row];
+  for (std::int64_t t = 0; t < found; ++t)
+    keys[t] = make_key(scores[buffer.found[t]], begin + buffer.found[t]);
+  buffer.filled[row] += found;
 }
 
 template <class T>
 void write_rows(TopBuffer<T>& buffer, std::int64_t rows, std::int32_t* indices) {
   for (std::int64_t r = 0; r < rows; ++r) {
     prune(buffer, r);
-    Candidate<T>* candidates = buffer.candidates + r * buffer.capacity;
+    const Key<T>* keys = buffer.candidates + r * buffer.capacity;
     std::int32_t* row = indices + r * buffer.count;
     for (std::int64_t t = 0; t < buffer.count; ++t)
-      row[t] = t < buffer.filled[r] ? candidates[t].index : -1;
+      row[t] = t < buffer.filled[r] ? key_index<T>(keys[t]) : -1;
     std::sort(row, row + buffer.filled[r]);
   }
 }
@@ -81,7 +114,7 @@ void select_tile(const Segment<T>& scaled, std::int64_t first, std::int64_t coun
   const Range span = tile_span(tiles.ranges, count);
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
     const std::int64_t keys = std::min(kKeyTile, span.end - begin);
-    pass.kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, kKeyTile);
+    pass.load_key_columns(begin, keys);
     pass.score(first, count, begin, keys);
     for (std::int64_t r = 0; r < count; ++r)
       offer_scores(buffer, r, begin, keys, tiles.s + r * kKeyTile);

@@ -10,19 +10,26 @@
 
 namespace coterie::cpu {
 
-// Better score first, then lower index.
+// A candidate as one number, larger is better: the score's bits in an order that compares like the
+// score, then the index reversed, so that equal scores go by the lower index.
 template <class T>
-struct Candidate {
-  T score;
-  std::int32_t index;
+struct CandidateKey;
+template <>
+struct CandidateKey<float> {
+  using type = std::uint64_t;
+};
+template <>
+struct CandidateKey<double> {
+  __extension__ typedef unsigned __int128 type;
 };
 
 template <class T>
 struct TopBuffer {
-  std::int64_t count = 0, capacity = 0;  // kept per row, room per row
-  Candidate<T>* candidates = nullptr;    // kQueryTile x capacity
-  std::int64_t* filled = nullptr;        // kQueryTile
-  T* threshold = nullptr;                // kQueryTile: the worst kept score
+  std::int64_t count = 0, capacity = 0;                  // kept per row, room per row
+  typename CandidateKey<T>::type* candidates = nullptr;  // kQueryTile x capacity
+  std::int64_t* filled = nullptr;                        // kQueryTile
+  T* threshold = nullptr;                                // kQueryTile: the worst kept score
+  std::int32_t* found = nullptr;                         // kKeyTile
 
   TopBuffer(Arena& arena, std::int64_t count);
 };

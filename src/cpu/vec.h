@@ -38,6 +38,18 @@ using Vec = typename VecOf<T>::type;
 template <class T>
 constexpr int kLanes = COTERIE_VECTOR_BYTES / static_cast<int>(sizeof(T));
 
+// 0, 1, .. n-1 as template arguments.
+template <int... kLane>
+struct Lanes {};
+template <int n, int... kLane>
+struct MakeLanes : MakeLanes<n - 1, n - 1, kLane...> {};
+template <int... kLane>
+struct MakeLanes<0, kLane...> {
+  using type = Lanes<kLane...>;
+};
+template <int n>
+using LaneList = typename MakeLanes<n>::type;
+
 template <class T>
 static inline Vec<T> load_vec(const T* from) {
   Vec<T> v;
@@ -63,6 +75,38 @@ static inline T sum_lanes(Vec<T> v) {
   for (int width = kLanes<T> / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
   return lane[0];
+}
+
+// Whether any lane is not <= threshold.
+template <class T>
+static inline bool any_above(Vec<T> v, T threshold) {
+  const typename VecOf<T>::ints below = v <= threshold;
+  int64_t words[COTERIE_VECTOR_BYTES / 8];
+  memcpy(words, &below, sizeof below);
+  int64_t all = -1;
+  for (int64_t word : words) all &= word;
+  return all != -1;
+}
+
+// Interleaves the lower (or upper) halves of two vectors.
+template <class T, int kHalf, int... kLane>
+static inline Vec<T> interleave(Vec<T> a, Vec<T> b, Lanes<kLane...>) {
+  constexpr int kL = kLanes<T>;
+  return __builtin_shufflevector(a, b, (kLane % 2 * kL + kHalf * kL / 2 + kLane / 2)...);
+}
+
+// Transposes kLanes x kLanes elements: as many perfect shuffles as the lane number has bits.
+template <class T>
+static inline void transpose(Vec<T>* block) {
+  constexpr int kL = kLanes<T>;
+  for (int width = 1; width < kL; width *= 2) {
+    Vec<T> shuffled[kL];
+    for (int i = 0; i < kL / 2; ++i) {
+      shuffled[2 * i] = interleave<T, 0>(block[i], block[i + kL / 2], LaneList<kL>{});
+      shuffled[2 * i + 1] = interleave<T, 1>(block[i], block[i + kL / 2], LaneList<kL>{});
+    }
+    for (int i = 0; i < kL; ++i) block[i] = shuffled[i];
+  }
 }
 
 // exp(x) by 2^n times a degree-6 polynomial on [-ln2/2, ln2/2] (error about 1 ulp); 0 below the

@@ -8,7 +8,8 @@ namespace coterie::cuda {
 namespace {
 
 [[noreturn]] void refuse(const AttentionCall& call) {
-  fail(call.op, "expected tensors on the cpu; got tensors on cuda, and this library was built without CUDA");
+  fail(call.op,
+       "expected tensors on the cpu; got tensors on cuda, and this library was built without CUDA");
 }
 
 }  // namespace

@@ -23,12 +23,18 @@ struct Checked {
         layout(ops::saved_layout(mechanism, call)) {
     if (call.device == Device::cpu) return;
     const std::string refusal = cuda::refusal(mechanism, call);
-    COTERIE_CHECK(refusal.empty(), call.op, "expected tensors on the cpu; got tensors on cuda, and ",
-                  refusal);
+    COTERIE_CHECK(refusal.empty(), call.op,
+                  "expected tensors on the cpu; got tensors on cuda, and ", refusal);
   }
 
   bool on_cuda() const { return call.device == Device::cuda; }
 };
+
+std::int64_t bytes_of(const Checked& checked) {
+  if (checked.on_cuda()) return cuda::workspace_bytes(checked.mechanism, checked.call);
+  return std::visit([&](const auto& params) { return cpu::workspace_bytes(params, checked.call); },
+                    checked.mechanism);
+}
 
 void check_out(const AttentionCall& call, const TensorView& out) {
   ops::check_rows(call.op, "out", out, 4, call.device);
@@ -43,19 +49,14 @@ SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& i
 }
 
 std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs) {
-  const Checked checked(mechanism, inputs);
-  if (checked.on_cuda()) return cuda::workspace_bytes(checked.mechanism, checked.call);
-  return std::visit(
-      [&](const auto& params) { return cpu::workspace_bytes(params, checked.call); },
-      checked.mechanism);
+  return bytes_of(Checked(mechanism, inputs));
 }
 
 void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
                       const std::vector<TensorView>& saved, const Workspace& workspace) {
   const Checked checked(mechanism, inputs);
   ops::check_saved(checked.call, checked.layout, saved, checked.layout.selection_count);
-  if (checked.on_cuda())
-    return cuda::select(checked.mechanism, checked.call, saved, workspace);
+  if (checked.on_cuda()) return cuda::select(checked.mechanism, checked.call, saved, workspace);
   std::visit([&](const auto& params) { cpu::select(params, checked.call, saved, workspace); },
              checked.mechanism);
 }
@@ -65,8 +66,7 @@ void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
   const Checked checked(mechanism, inputs);
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
-  if (checked.on_cuda())
-    return cuda::attend(checked.mechanism, checked.call, result, workspace);
+  if (checked.on_cuda()) return cuda::attend(checked.mechanism, checked.call, result, workspace);
   std::visit([&](const auto& params) { cpu::attend(params, checked.call, result, workspace); },
              checked.mechanism);
 }
@@ -91,6 +91,24 @@ void attention_backward(const Mechanism& mechanism, const AttentionInputs& input
         cpu::backward(params, checked.call, result, grad_out, gradients, workspace);
       },
       checked.mechanism);
+}
+
+AttentionBuffers::AttentionBuffers(const Mechanism& mechanism, const AttentionInputs& inputs) {
+  const Checked checked(mechanism, inputs);
+  const AttentionCall& call = checked.call;
+  COTERIE_CHECK(!checked.on_cuda(), call.op,
+                "expected inputs on the cpu for buffers in host memory; got them on cuda");
+  for (const TensorLayout& layout : checked.layout.tensors) saved_.emplace_back(layout);
+  out_ = HostTensor(call.inputs.q.dtype, {call.B, call.H, call.N, call.Dv});
+  workspace_ = HostTensor(DType::u8, {bytes_of(checked)});
+}
+
+AttentionResult AttentionBuffers::result() const {
+  return {out_, std::vector<TensorView>(saved_.begin(), saved_.end())};
+}
+
+Workspace AttentionBuffers::workspace() const {
+  return {workspace_.view().data, workspace_.view().count(), nullptr};
 }
 
 }  // namespace coterie

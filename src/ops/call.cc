@@ -104,8 +104,8 @@ AttentionCall make_base_call(const std::string& op, const AttentionInputs& input
 }
 
 void refuse(const AttentionCall& call, const char* name, const TensorView& tensor) {
-  COTERIE_CHECK(!tensor.present(), call.op, "expected no ", name, ", for it has no use of one; got ",
-                tensor.describe());
+  COTERIE_CHECK(!tensor.present(), call.op, "expected no ", name,
+                ", for it has no use of one; got ", tensor.describe());
 }
 
 void check_state(const Mechanism& mechanism, const AttentionCall& call) {
@@ -233,45 +233,8 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
   if (gradients.dlogit_scale.present()) {
     COTERIE_CHECK(call.inputs.logit_scale.present(), call.op,
                   "expected dlogit_scale only with logit_scale; got it alone");
-    check_dense(call.op, "dlogit_scale", gradients.dlogit_scale, accumulator, {call.H}, call.device);
-  }
-}
-
-void check_list_outputs(const AttentionCall& call, const TensorView& out, const TensorView& lse) {
-  check_rows(call.op, "out", out, 4);
-  check_dtype(call.op, "out", out, call.inputs.q.dtype);
-  check_shape(call.op, "out", out, {call.B, call.H, call.N, call.Dv});
-  check_dense(call.op, "lse", lse, accumulator_dtype(call.inputs.q.dtype),
-              {call.B, call.H, call.N});
-}
-
-void check_groups(const std::string& op, const std::int32_t* order, std::int64_t count,
-                  const std::int32_t* offsets, std::int64_t clusters) {
-  COTERIE_CHECK(offsets[0] == 0 && offsets[clusters] == count, op, "expected offsets from 0 to ",
-                count, ", for every row is in one cluster; got ", offsets[0], " to ",
-                offsets[clusters]);
-  for (std::int64_t c = 0; c < clusters; ++c)
-    COTERIE_CHECK(offsets[c] <= offsets[c + 1], op, "expected offsets to ascend; got ", offsets[c],
-                  " then ", offsets[c + 1]);
-  std::vector<bool> seen(static_cast<std::size_t>(count));
-  for (std::int64_t slot = 0; slot < offsets[clusters]; ++slot) {
-    COTERIE_CHECK(0 <= order[slot] && order[slot] < count, op, "expected rows in [0, ", count,
-                  ") in order; got ", order[slot]);
-    COTERIE_CHECK(!seen[static_cast<std::size_t>(order[slot])], op,
-                  "expected each row once in order; got ", order[slot], " twice");
-    seen[static_cast<std::size_t>(order[slot])] = true;
-  }
-}
-
-void check_ascending(const std::string& op, const char* name, const std::int32_t* list,
-                     std::int64_t width, std::int64_t limit) {
-  for (std::int64_t t = 0; t < width; ++t) {
-    const std::int32_t before = t == 0 ? 0 : list[t - 1];
-    const bool ends = list[t] == -1;
-    const bool goes_on = list[t] >= 0 && list[t] < limit && (t == 0 || list[t] > before);
-    COTERIE_CHECK(ends || (goes_on && (t == 0 || before != -1)), op, "expected ", name,
-                  " to ascend within [0, ", limit, ") and to end with -1s; got ", list[t],
-                  " after ", before);
+    check_dense(call.op, "dlogit_scale", gradients.dlogit_scale, accumulator, {call.H},
+                call.device);
   }
 }
 

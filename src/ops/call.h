@@ -30,15 +30,6 @@ void check_saved(const AttentionCall& call, const SavedLayout& layout,
 void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
                      const TensorView& grad_out, const AttentionGradients& gradients);
 
-// out (B, H, N, Dv) and lse (B, H, N) of an operation on lists.
-void check_list_outputs(const AttentionCall& call, const TensorView& out, const TensorView& lse);
-// Contents of index lists, which kernels trust: order is a permutation of `count` rows in runs given
-// by offsets; a list ascends within [0, limit) and ends with -1s.
-void check_groups(const std::string& op, const std::int32_t* order, std::int64_t count,
-                  const std::int32_t* offsets, std::int64_t clusters);
-void check_ascending(const std::string& op, const char* name, const std::int32_t* list,
-                     std::int64_t width, std::int64_t limit);
-
 // The saved tensors of a checked call with a resolved mechanism.
 SavedLayout saved_layout(const Mechanism& mechanism, const AttentionCall& call);
 

@@ -129,11 +129,14 @@ void balanced_assign(const TensorView& x, const Sequences& sequences, const Tens
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     HostTensor memory;
-    auto [tiles, buffers] = ops::take_scratch(memory, [&](Arena& arena) {
-      return std::make_pair(cpu::make_tiles<T>(arena, x.size(3), 1),
-                            cpu::make_balanced_buffers<T>(arena, x.size(2), view.clusters()));
+    auto [tiles, workspace] = ops::take_scratch(memory, [&](Arena& arena) {
+      const std::int64_t items = static_cast<std::int64_t>(spans.size());
+      return std::make_pair(
+          cpu::make_tiles<T>(arena, x.size(3), 1),
+          cpu::BalancedWorkspace<T>(arena, items * x.size(1), x.size(0) * x.size(1) * x.size(2),
+                                    view.clusters()));
     });
-    cpu::assign_balanced<T>(x, spans, view, capacity, labels, tiles, buffers);
+    cpu::assign_balanced<T>(x, spans, view, capacity, labels, tiles, workspace);
   });
 }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
 // Clusters of codes and of queries.
+#include "cpu/clustering.h"
+
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "coterie/cluster.h"
 #include "coterie/hash.h"
-#include "cpu/clustering.h"
 #include "cpu/hamming.h"
 #include "cpu/rows.h"
 #include "ops/call.h"
@@ -29,15 +30,14 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
   COTERIE_CHECK(params.iterations >= 0, op, "expected 0 or more iterations; got ",
                 params.iterations);
   const std::int64_t bits = params.bits == kAutomatic ? kMaxHashBits : params.bits;
-  COTERIE_CHECK(1 <= bits && bits <= kMaxHashBits, op, "expected bits from 1 to ",
-                kMaxHashBits, "; got ", bits);
+  COTERIE_CHECK(1 <= bits && bits <= kMaxHashBits, op, "expected bits from 1 to ", kMaxHashBits,
+                "; got ", bits);
   const std::int64_t batches = codes.size(0), heads = codes.size(1), rows = codes.size(2);
   ops::check_dense(op, "codes", codes, DType::u64, {batches, heads, rows});
   ops::check_dense(op, "labels", labels, DType::i32, {batches, heads, rows});
   const std::vector<Span> spans = make_spans(op, sequences, batches, rows);
   COTERIE_CHECK(centroids.rank == 3 && centroids.size(2) >= 1, op,
-                "expected centroids of shape (items, heads, clusters); got ",
-                centroids.describe());
+                "expected centroids of shape (items, heads, clusters); got ", centroids.describe());
   const std::int64_t items = static_cast<std::int64_t>(spans.size()), clusters = centroids.size(2);
   ops::check_dense(op, "centroids", centroids, DType::u64, {items, heads, clusters});
   cpu::fill_padding(labels, spans, -1);

@@ -15,8 +15,7 @@ namespace {
 
 // Planes (a, b, bits, width) and thresholds (a', b', bits); returns bits.
 std::int64_t check_planes(const char* op, const TensorView& planes, const TensorView& thresholds) {
-  COTERIE_CHECK(planes.rank == 4, op, "expected planes with 4 dimensions; got ",
-                planes.describe());
+  COTERIE_CHECK(planes.rank == 4, op, "expected planes with 4 dimensions; got ", planes.describe());
   COTERIE_CHECK(thresholds.rank == 3, op, "expected thresholds with 3 dimensions; got ",
                 thresholds.describe());
   const std::int64_t bits = planes.size(2);
@@ -95,9 +94,8 @@ void hash_codes(const TensorView& x, const Sequences& sequences, const TensorVie
     parallel_for(items * heads, [&](std::int64_t problem, int worker) {
       const std::int64_t item = problem / heads, head = problem % heads;
       const Span& span = spans[static_cast<std::size_t>(item)];
-      const float* plane =
-          static_cast<const float*>(planes.data) +
-          table_row(op, "planes", planes, items, heads, item, head) * bits * width;
+      const float* plane = static_cast<const float*>(planes.data) +
+                           table_row(op, "planes", planes, items, heads, item, head) * bits * width;
       const float* threshold =
           static_cast<const float*>(thresholds.data) +
           table_row(op, "thresholds", thresholds, items, heads, item, head) * bits;

@@ -48,9 +48,9 @@ void select_top(const TensorView& rows, const TensorView& x, const Sequences& se
       const std::int64_t head = task / tiles_per_head % heads, item = task / tiles_per_head / heads;
       const Span& span = spans[static_cast<std::size_t>(item)];
       cpu::Segment<T> segment;
-      segment.q = cpu::memory_rows(cpu::block_at<T>(rows, rows.size(0) == 1 ? 0 : item,
-                                                    head / (heads / row_heads)),
-                                   x.size(3));
+      segment.q = cpu::memory_rows(
+          cpu::block_at<T>(rows, rows.size(0) == 1 ? 0 : item, head / (heads / row_heads)),
+          x.size(3));
       segment.k = cpu::span_rows(x, span, head / (heads / x_heads));
       segment.num_queries = num_rows;
       segment.num_keys = span.length;

@@ -42,7 +42,7 @@ TEST(RandomTest, StreamsDifferBySeedUseProblemAndIndex) {
 TEST(RandomTest, UnitNumbersLieInsideTheOpenInterval) {
   EXPECT_GT(random_unit(0), 0.0);
   EXPECT_LT(random_unit(0xffffffff), 1.0);
-  EXPECT_EQ(random_unit(0xffffffff), 1.0 - std::ldexp(0.5, -24));
+  EXPECT_EQ(random_unit(0xffffffff), 1.0 - std::ldexp(0.5, -23));
   EXPECT_EQ(static_cast<double>(static_cast<float>(random_unit(0xffff0000))),
             random_unit(0xffff0000));
 }

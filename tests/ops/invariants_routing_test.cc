@@ -11,6 +11,7 @@
 #include "cases/problem.h"
 #include "coterie/cluster.h"
 #include "ref/ref.h"
+#include "tests/support/definitions.h"
 #include "tests/support/expect.h"
 #include "tests/support/tensors.h"
 
@@ -22,24 +23,10 @@ using cases::Pass;
 using cases::Problem;
 using test::Expected;
 using test::follows_rule;
+using test::Normalisation;
+using test::normalised;
 
 using Index = std::int64_t;
-
-enum class Normalisation { unit_variance, unit_length };
-
-std::vector<double> normalised(std::vector<double> x, Index dim, Normalisation kind) {
-  for (auto row = x.begin(); row != x.end(); row += dim) {
-    double mean = 0, square = 0;
-    for (Index d = 0; d < dim; ++d) mean += row[d] / static_cast<double>(dim);
-    if (kind == Normalisation::unit_length) mean = 0;
-    for (Index d = 0; d < dim; ++d) square += (row[d] - mean) * (row[d] - mean);
-    const double norm = kind == Normalisation::unit_length
-                            ? std::sqrt(square)
-                            : std::sqrt(square / static_cast<double>(dim) + 1e-6);
-    for (Index d = 0; d < dim; ++d) row[d] = (row[d] - mean) / norm;
-  }
-  return x;
-}
 
 // A problem of another mechanism over tokens of our own: in double, values and gradients shared.
 Problem twin(const Problem& problem, const Mechanism& mechanism, const std::vector<double>& q,

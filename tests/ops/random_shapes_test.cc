@@ -64,7 +64,8 @@ class SpecText {
 
 void draw_clustering(Draw& draw, SpecText& spec) {
   const auto* method = draw.among({"keys", "hamming-keys", "hamming"});
-  spec.add("clusters", draw.between(1, 40)).add("clustering", method);
+  spec.add("clusters", draw.chance(10) ? draw.between(130, 200) : draw.between(1, 40));
+  spec.add("clustering", method);
   if (draw.chance(50)) spec.add("iterations", draw.between(0, 4));
   if (std::string(method) != "keys" && draw.chance(50)) spec.add("bits", draw.between(1, 63));
   if (std::string(method) == "hamming") spec.add("hash_bias", draw.chance(50));
@@ -81,7 +82,7 @@ void draw_routing(Draw& draw, Case& c) {
   if (form == 2) {
     spec.add("membership", "balanced");
   } else {
-    spec.add("window", draw.between(1, 40));
+    spec.add("window", draw.chance(10) ? draw.between(100, 200) : draw.between(1, 40));
   }
   if (form == 3) spec.add("queries_in", draw.between(1, 3));
   if (form == 3 && !shared) spec.add("include_self", draw.chance(50));
@@ -126,7 +127,8 @@ void draw_mechanism(Draw& draw, std::int64_t mechanism, Case& c) {
       c.causal = draw.chance(50);
       break;
     case 3:
-      c.spec = SpecText("oracle-top").add("topk", draw.between(1, 40)).str();
+      c.spec =
+          SpecText("oracle-top").add("topk", draw.chance(10) ? 150 : draw.between(1, 40)).str();
       c.causal = draw.chance(50);
       break;
     case 4: {
@@ -177,7 +179,13 @@ Case draw_case(std::uint64_t seed) {
   const std::int64_t least = c.lengths == cases::Lengths::packed ? 24 : 1;
   c.N = draw.between(least, draw.chance(20) ? 150 : 70);
   c.S = draw.chance(60) ? c.N : draw.between(least, 90);
+  if (draw.chance(8)) {  // beyond the tiles of the kernels
+    c.B = c.H = c.Hkv = 1;
+    c.N = draw.between(130, 300);
+    c.S = draw.chance(60) ? c.N : draw.between(130, 300);
+  }
   c.Dk = draw.chance(10) ? 129 : draw.between(2, 40);
+  if (seed % 9 >= 7) c.Dk = std::max<std::int64_t>(c.Dk, 4);  // two normalised elements are +-1
   c.Dv = draw.chance(50) ? c.Dk : draw.between(1, 40);
   draw_mechanism(draw, static_cast<std::int64_t>(seed % 9), c);
   c.mask = seed % 9 < 4 && draw.chance(30);
@@ -186,12 +194,12 @@ Case draw_case(std::uint64_t seed) {
   return c;
 }
 
-// Ties that rounding decides, and whose outcomes are too many to try: covariances of equal keys,
+// Ties that rounding decides, and whose outcomes are too many to try: covariances of tied keys,
 // Laplace affinities that round to 1, and normalised integers.
 bool has_rounded_ties(const Case& c) {
   const bool tied = c.data == cases::Data::equal || c.data == cases::Data::integers;
   return c.spec.find("laplace") != std::string::npos ||
-         (c.data == cases::Data::equal && c.spec.find("clustering=keys") != std::string::npos) ||
+         (tied && c.spec.find("clustering=keys") != std::string::npos) ||
          (tied && (c.spec.starts_with("routing") || c.spec.starts_with("cast")));
 }
 

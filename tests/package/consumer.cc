@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <vector>
+#include <string>
 
 namespace {
 
@@ -13,7 +13,6 @@ double attend_to_ones() {
   coterie::HostTensor q(coterie::DType::f32, {1, 1, 5, 4});
   coterie::HostTensor k(coterie::DType::f32, {1, 1, 5, 4});
   coterie::HostTensor v(coterie::DType::f32, {1, 1, 5, 2});
-  coterie::HostTensor out(coterie::DType::f32, {1, 1, 5, 2});
   coterie::fill(q, [](std::int64_t i) { return 0.1 * static_cast<double>(i); });
   coterie::fill(k, [](std::int64_t i) { return 0.3 - 0.1 * static_cast<double>(i); });
   coterie::fill(v, [](std::int64_t) { return 1.0; });
@@ -24,22 +23,9 @@ double attend_to_ones() {
   inputs.k = k;
   inputs.v = v;
 
-  coterie::AttentionResult result;
-  result.out = out;
-  std::vector<coterie::HostTensor> saved;
-  for (const auto& layout : coterie::attention_saved(full, inputs).tensors) {
-    saved.emplace_back(layout);
-  }
-  for (const auto& tensor : saved) result.saved.push_back(tensor);
-
-  coterie::HostTensor memory(coterie::DType::u8,
-                             {coterie::attention_workspace_bytes(full, inputs) + 64});
-  const auto address = reinterpret_cast<std::uintptr_t>(memory.view().data);
-  coterie::Workspace workspace;
-  workspace.data = reinterpret_cast<void*>((address + 63) / 64 * 64);
-  workspace.bytes = memory.view().count() - 64;
-  coterie::attention_forward(full, inputs, result, workspace);
-  return coterie::read_values(out).back();
+  const coterie::AttentionBuffers buffers(full, inputs);
+  coterie::attention_forward(full, inputs, buffers.result(), buffers.workspace());
+  return coterie::read_values(buffers.result().out).back();
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 #include <variant>
 
 #include "ref/ref.h"
@@ -41,10 +40,6 @@ double absolute_dot(const double* a, const double* b, Index count) {
   return sum;
 }
 
-void add(double* sum, double factor, const double* row, Index count) {
-  for (Index d = 0; d < count; ++d) sum[d] += factor * row[d];
-}
-
 void add_squares(double* sum, double factor, const double* row, Index count) {
   for (Index d = 0; d < count; ++d) sum[d] += std::pow(factor * row[d], 2);
 }
@@ -71,12 +66,7 @@ double normalise(Dense& x, bool to_unit_variance) {
   return factor;
 }
 
-// Sums of squares of one kind of terms of every gradient.
-struct Squares {
-  Values dq, dk, logits, rows, columns;
-};
-
-// Everything the terms are made of, filled query by query.
+// Sums of squares of the terms of every result, filled query by query.
 struct Sums {
   Dense q, k, v, g;
   bool shared;
@@ -85,8 +75,7 @@ struct Sums {
   bool laplace = false;
   Values q_affinity, k_affinity;  // (B, H, N): largest logit with a surrogate; only for CAST
   double out = 0.0;
-  Values dv;
-  Squares terms, stored;
+  Values dq, dk, dv, logits, row_terms, column_terms;
 
   Sums(const AttentionInputs& inputs, const TensorView& grad_out)
       : q(inputs.q),
@@ -101,15 +90,12 @@ struct Sums {
         S(v.rows),
         Dk(q.cols),
         Dv(v.cols),
-        dv(v.values.size()) {
-    for (Squares* squares : {&terms, &stored}) {
-      squares->dq.resize(q.values.size());
-      squares->dk.resize(k.values.size());
-      squares->logits.resize(H);
-      squares->rows.resize(B * H * N);
-      squares->columns.resize(B * H * S);
-    }
-  }
+        dq(q.values.size()),
+        dk(k.values.size()),
+        dv(v.values.size()),
+        logits(H),
+        row_terms(B * H * N),
+        column_terms(B * H * S) {}
 
   Index value_head(Index h) const { return h / (H / Hkv); }
   Index key_head(Index h) const { return shared ? h : value_head(h); }
@@ -117,63 +103,41 @@ struct Sums {
   // A weight times the last places of 1 that it may be off, for it comes from exp(logit - lse).
   // Laplace weights are products of two numbers rounded as parts of 1.
   double weight_size(Index b, Index h, Index i, Index j, double weight) const {
-    double places = std::abs(scale * dot(q.row(b, h, i), k.row(b, key_head(h), j), Dk));
+    const double logit = scale * dot(q.row(b, h, i), k.row(b, key_head(h), j), Dk);
+    if (laplace) weight = std::sqrt(std::abs(weight));
+    double places = std::max({1.0, std::abs(logit), std::abs(logit - std::log(weight))});
     if (!q_affinity.empty()) {
       places = std::max({places, q_affinity[(b * H + h) * N + i], k_affinity[(b * H + h) * S + j]});
     }
-    const double size = laplace ? std::sqrt(std::abs(weight)) : std::abs(weight);
-    return size * std::max(1.0, places);
+    return weight * places;
   }
 
   void add_terms(double term, Index b, Index h, Index i, Index j) {
     const Index row = (b * H + h) * N + i, kh = key_head(h);
-    terms.rows[row] += term * term;
-    terms.columns[(b * H + h) * S + j] += term * term;
-    terms.logits[h] += std::pow(term * absolute_dot(q.row(b, h, i), k.row(b, kh, j), Dk), 2);
-    add_squares(&terms.dq[row * Dk], term, k.row(b, kh, j), Dk);
-    add_squares(&terms.dk[((b * k.heads + kh) * S + j) * Dk], term, q.row(b, h, i), Dk);
+    row_terms[row] += term * term;
+    column_terms[(b * H + h) * S + j] += term * term;
+    logits[h] += std::pow(term * absolute_dot(q.row(b, h, i), k.row(b, kh, j), Dk), 2);
+    add_squares(&dq[row * Dk], term, k.row(b, kh, j), Dk);
+    add_squares(&dk[((b * k.heads + kh) * S + j) * Dk], term, q.row(b, h, i), Dk);
   }
 
   void add_query(Index b, Index h, Index i, const double* weights) {
     const Index kv = value_head(h);
     const double* gradient = g.row(b, h, i);
-    Values row(Dv), absolute(Dv), squares(Dv);
+    Values absolute(Dv), squares(Dv);
     for (Index j = 0; j < S; ++j) {
       if (weights[j] == 0.0) continue;
-      add(row.data(), weights[j], v.row(b, kv, j), Dv);
       for (Index d = 0; d < Dv; ++d) absolute[d] += std::abs(weights[j] * v.row(b, kv, j)[d]);
       add_squares(squares.data(), weight_size(b, h, i, j, weights[j]), v.row(b, kv, j), Dv);
     }
     out = std::max(out, largest_root(squares));
     const double delta = absolute_dot(gradient, absolute.data(), Dv);
-    double through_out = 0.0;
-    for (Index d = 0; d < Dv; ++d) through_out += std::pow(gradient[d] * row[d], 2);
     for (Index j = 0; j < S; ++j) {
       if (weights[j] == 0.0) continue;
       const double weight = weight_size(b, h, i, j, weights[j]);
       add_squares(&dv[((b * Hkv + kv) * S + j) * Dv], weight, gradient, Dv);
       add_terms(weight * (absolute_dot(gradient, v.row(b, kv, j), Dv) + delta), b, h, i, j);
     }
-    add_stored(std::sqrt(through_out), b, h, i, weights);
-  }
-
-  // One error of the query's output, in all of its terms: they add up over the keys.
-  void add_stored(double error, Index b, Index h, Index i, const double* weights) {
-    const Index row = (b * H + h) * N + i, kh = key_head(h);
-    Values dq(Dk);
-    double logit = 0.0, total = 0.0;
-    for (Index j = 0; j < S; ++j) {
-      const double term = std::abs(weights[j]) * error;
-      if (term == 0.0) continue;
-      total += term;
-      logit += term * absolute_dot(q.row(b, h, i), k.row(b, kh, j), Dk);
-      for (Index d = 0; d < Dk; ++d) dq[d] += term * std::abs(k.row(b, kh, j)[d]);
-      stored.columns[(b * H + h) * S + j] += term * term;
-      add_squares(&stored.dk[((b * k.heads + kh) * S + j) * Dk], term, q.row(b, h, i), Dk);
-    }
-    add_squares(&stored.dq[row * Dk], 1.0, dq.data(), Dk);
-    stored.logits[h] += logit * logit;
-    stored.rows[row] += total * total;
   }
 };
 
@@ -209,11 +173,11 @@ struct Affinities {
     return result;
   }
 
-  void add_to(const Sums& sums, const Squares& squares, GradientMagnitudes& m) const {
+  void add_to(const Sums& sums, Magnitudes& m) const {
     Values dcentroids(sums.H * sums.Dk), dgate(sums.B * sums.N);
     for (bool keys : {false, true}) {
       const Dense& x = keys ? sums.k : sums.q;
-      const Values& terms = keys ? squares.columns : squares.rows;
+      const Values& terms = keys ? sums.column_terms : sums.row_terms;
       for (Index b = 0; b < sums.B; ++b)
         for (Index h = 0; h < sums.H; ++h)
           for (Index i = 0; i < x.rows; ++i) {
@@ -257,15 +221,12 @@ Magnitudes magnitudes(const Mechanism& mechanism, const AttentionInputs& inputs,
   }
   Magnitudes m;
   m.out = sums.out;
-  for (const auto& [squares, result] :
-       {std::pair{&sums.terms, &m.terms}, std::pair{&sums.stored, &m.stored}}) {
-    result->dq = largest_root(squares->dq) * sums.scale * q_factor;
-    result->dk = largest_root(squares->dk) * sums.scale * k_factor;
-    result->dlogit_scale = largest_root(squares->logits) * sums.scale;
-    if (cast != nullptr) Affinities(inputs).add_to(sums, *squares, *result);
-    if (sums.shared) result->dq += result->dk;
-  }
-  m.terms.dv = largest_root(sums.dv);
+  m.dq = largest_root(sums.dq) * sums.scale * q_factor;
+  m.dk = largest_root(sums.dk) * sums.scale * k_factor;
+  m.dv = largest_root(sums.dv);
+  m.dlogit_scale = largest_root(sums.logits) * sums.scale;
+  if (cast != nullptr) Affinities(inputs).add_to(sums, m);
+  if (sums.shared) m.dq += m.dk;
   return m;
 }
 

@@ -19,13 +19,12 @@ double ulp(DType dtype, double magnitude);
 std::vector<double> rounded(DType dtype, const std::vector<double>& values);
 
 // What a tensor should hold, row-major: by the specification in double, by the naive implementation
-// (the specification in float, not rounded further), how large the terms of the sums behind it are
-// (magnitude.h), and what it owes to outputs that were stored in a shorter type.
+// (the specification in float, not rounded further), and how large the terms of the sums behind it
+// are (magnitude.h).
 struct Expected {
   std::vector<double> exact;
   std::vector<double> naive;
   double magnitude = 0.0;
-  double stored_error = 0.0;
 };
 
 ::testing::AssertionResult follows_rule(const std::string& name, const TensorView& actual,
