@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/parallel.h"
 #include "cpu/banded.h"
 #include "cpu/delta.h"
 #include "cpu/pass.h"
@@ -44,9 +45,26 @@ void delta_rows(const AttentionCall& call, const BandedResult& result, T* delta,
   });
 }
 
-// The weight of the own key where it was added, and the gradient of its logit times the scale.
+// The same from the parts of every cluster that a query looks into; an own key is added later.
+// Outputs that were rounded to 16 bits would spoil gradients that ought to be small.
 template <class T>
-void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& result,
+void delta_parts(const AttentionCall& call, const SlotIndex& slots, const T* parts, T* delta) {
+  parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {
+    const std::int64_t item = problem / call.H, head = problem % call.H;
+    const Span& span = call.item(item).q;
+    const T* part = parts + slots.side().block(item, head).first;
+    T* sums = rows_at(delta, call, span, head);
+    for (std::int64_t i = 0; i < span.length; ++i) {
+      sums[i] = 0;
+      for (const std::int32_t slot : slots.slots_of(item, head, i)) sums[i] += part[slot];
+    }
+  });
+}
+
+// The weight of the own key where it was added, and the gradient of its logit times the scale;
+// deltas that are not complete lack the own key's part.
+template <class T>
+void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& result, bool complete,
                        BandedBackward<T>& workspace, std::vector<Tiles<T>>& tiles) {
   const AttentionCall& call = problem.call;
   const Kernels<T>& kernel = kernels<T>();
@@ -64,7 +82,7 @@ void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& resu
                 tile.count, T(1), own.v, own.value_row);
     const std::uint8_t* own_key = workspace.layout.own_key_at(call, item.q, tile.head);
     const T* lse = span_at<const T>(result.lse, item.q, tile.head);
-    const T* delta = rows_at(workspace.delta, call, item.q, tile.head);
+    T* delta = rows_at(workspace.delta, call, item.q, tile.head);
     T* weight = rows_at(workspace.own_weight, call, item.q, tile.head);
     T* dlogit = rows_at(workspace.own_dlogit, call, item.q, tile.head);
     for (std::int64_t r = 0; r < tile.count; ++r) {
@@ -75,6 +93,7 @@ void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& resu
       const T dp =
           kernel.row_dot(own.g + r * own.value_row, own.v + r * own.value_row, own.value_row);
       weight[i] = std::exp(logit - lse[i]);
+      if (!complete) delta[i] += weight[i] * dp;
       dlogit[i] = scale * weight[i] * (dp - delta[i]);
     }
   });
@@ -119,8 +138,6 @@ GradientSums<T> banded_backward(const BandedProblem<T>& problem, const BandedRes
   const AttentionCall& call = problem.call;
   const GroupPlan<T> plan = banded_plan(problem, workspace.layout);
   workspace.key_slots.build(plan.keys, key_spans(call));
-  delta_rows(call, result, workspace.delta, tiles);
-  if (problem.params.include_self) own_key_gradients(problem, result, workspace, tiles);
   const GroupRows<T> rows = [&](std::int64_t number, std::int64_t head, const SlotGroup<T>& group) {
     const Span& span = call.items[static_cast<std::size_t>(number)].q;
     const std::int32_t* tokens = plan.queries.block(number, head).tokens + group.queries.begin;
@@ -131,6 +148,15 @@ GradientSums<T> banded_backward(const BandedProblem<T>& problem, const BandedRes
     row.index = tokens;
     return row;
   };
+  const bool complete = dtype_bytes(result.out.dtype) > 2;
+  if (complete) {
+    delta_rows(call, result, workspace.delta, tiles);
+  } else {
+    T* parts = workspace.dq;  // not in use yet
+    groups_partial_delta(call, plan, rows, parts, tiles);
+    delta_parts(call, workspace.layout.query_slots, parts, workspace.delta);
+  }
+  if (problem.params.include_self) own_key_gradients(problem, result, complete, workspace, tiles);
   groups_backward(call, plan, rows,
                   {wanted.dq ? workspace.dq : nullptr, wanted.dk ? workspace.dk : nullptr,
                    wanted.dv ? workspace.dv : nullptr},

@@ -209,6 +209,18 @@ void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const Gro
                   });
 }
 
+template <class T>
+void groups_partial_delta(const AttentionCall& call, const GroupPlan<T>& plan,
+                          const GroupRows<T>& rows, T* delta, std::vector<Tiles<T>>& tiles) {
+  for_query_tiles(call, plan, tiles,
+                  [&](const Segment<T>& segment, const SlotGroup<T>& group, const RowTile& tile,
+                      Tiles<T>& own) {
+                    delta_tile(segment, rows(tile.item, tile.head, group), tile.first, tile.count,
+                               own);
+                    std::copy_n(own.delta, tile.count, delta + first_slot(plan, group, tile));
+                  });
+}
+
 namespace {
 
 template <class T>
@@ -267,6 +279,8 @@ void groups_backward(const AttentionCall& call, const GroupPlan<T>& plan, const 
   template GroupRows<T> slot_gradients(const GroupPlan<T>&, const Rows&, const SlotValues<T>&);  \
   template void groups_delta(const AttentionCall&, const GroupPlan<T>&, const GroupRows<T>&, T*, \
                              std::vector<Tiles<T>>&);                                            \
+  template void groups_partial_delta(const AttentionCall&, const GroupPlan<T>&,                  \
+                                     const GroupRows<T>&, T*, std::vector<Tiles<T>>&);           \
   template void groups_backward(const AttentionCall&, const GroupPlan<T>&, const GroupRows<T>&,  \
                                 const SlotGradients<T>&, std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)

@@ -91,6 +91,12 @@ template <class T>
 void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const GroupRows<T>& rows,
                   T* delta, std::vector<Tiles<T>>& tiles);
 
+// delta[slot] = sum over the group's keys of exp(score - lse) gradient . v, with the rows' lse: the
+// part of gradient . output that a group adds when a query's groups share one softmax.
+template <class T>
+void groups_partial_delta(const AttentionCall& call, const GroupPlan<T>& plan,
+                          const GroupRows<T>& rows, T* delta, std::vector<Tiles<T>>& tiles);
+
 // Gradients of slots that are not empty: dq (query slots x Dk), dk (key slots x Dk), dv (key slots
 // x Dv); the key slots of a key head take the sum over its query heads. Null: not computed.
 template <class T>
