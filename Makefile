@@ -10,20 +10,22 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test dev sanitize coverage format tidy cuda install clean
+.PHONY: help setup run test dev sanitize coverage format tidy cuda test-gpu install clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup:  ## install the tools and libraries that are missing
 	@scripts/setup
 
-run: setup  ## build, then time every attention on the CPU beside full attention
+run:  ## build, then time every attention on the CPU beside full attention
+	@scripts/setup torch
 	cmake --preset release
 	cmake --build --preset release --target coterie_cli
 	build/release/bin/coterie bench
 
-test: setup  ## build everything the machine has the tools for and run all tests
+test:  ## build everything the machine has the tools for and run all tests
+	@scripts/setup torch
 	cmake --workflow --preset full
 
 dev: setup  ## build and test the core on the CPU: the quick round
@@ -47,6 +49,11 @@ tidy:  ## clang-tidy over the host sources
 	cmake --preset dev
 	run-clang-tidy -quiet -p build/dev -extra-arg=-Wno-unknown-warning-option -extra-arg=-Wno-error \
 	  '^$(CURDIR)/(src|cases|bench|apps)/.*\.cc$$'
+
+test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
+	cmake --preset cuda
+	cmake --build --preset cuda
+	ctest --preset cuda -L gpu --output-on-failure
 
 cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)
 	cmake --workflow --preset cuda

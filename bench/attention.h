@@ -48,23 +48,32 @@ enum class Pass : std::uint8_t { forward, backward, both };
 
 struct Measurement {
   Entry entry;
+  std::string name;       // the spec, or the opponent's name
+  bool opponent = false;  // full attention by another library (opponent.h)
   std::int64_t N = 0;
   std::optional<Timing> forward, backward;
+  std::optional<Timing> select, attend;  // the parts of forward; an opponent has none
   double error = 0;  // of the output against full attention: relative, in the Frobenius norm
-  std::int64_t workspace_bytes = 0, saved_bytes = 0;
-  double full_flops = 0;  // what full attention needs for the passes measured
+  std::int64_t workspace_bytes = 0, saved_bytes = 0;  // not known of an opponent
+  std::int64_t io_bytes = 0;                          // queries, keys, values and outputs
+  // Arithmetic of the passes measured; only full attention's is known from its shape alone.
+  std::optional<double> forward_flops, backward_flops;
+  double peak_gflops = 0;  // of the machine, measured in turn with the rest
 
   double total_ms() const;  // medians of the measured passes together
+  // Of the measured passes with known arithmetic together.
+  std::optional<double> gflops() const;
 };
 
-// Measures all entries on the same data, one Measurement each.
+// Measures all entries and, for each causality among them, the opponent if there is one, on the
+// same data: one Measurement each, an opponent's after the full attention it opposes.
 std::vector<Measurement> measure(const std::vector<Entry>& entries, const Problem& problem,
                                  Pass pass, const TimingPlan& plan, const Progress& progress = {});
 
 // Multiplications and additions of full attention.
 double full_attention_flops(const Problem& problem, Pass pass, bool causal);
 
-// The length from which on the speed against full attention stays above 1, between measured lengths
+// The length from which on the speed against the baseline stays above 1, between measured lengths
 // by interpolation of the logarithms; speeds are (length, speed) by ascending length. Nothing when
 // the last speed is not above 1; the first length when all are.
 std::optional<double> crossover(const std::vector<std::pair<double, double>>& speeds);

@@ -4,11 +4,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <thread>
 
 namespace coterie::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// OpenMP's threads spin for about a millisecond after their work, on cores that the next run needs.
+constexpr std::chrono::milliseconds kPause(2);
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -18,7 +22,35 @@ Timing summary(const std::vector<double>& samples_ms) {
   return {.median_ms = quantile(samples_ms, 0.5),
           .p20_ms = quantile(samples_ms, 0.2),
           .p80_ms = quantile(samples_ms, 0.8),
+          .fastest_ms = quantile(samples_ms, 0),
           .repeats = static_cast<int>(samples_ms.size())};
+}
+
+// Milliseconds of a contender's rounds.
+struct Samples {
+  std::vector<double> total;
+  std::vector<std::vector<double>> stages;
+
+  explicit Samples(const Contender& contender) : stages(contender.stages.size()) {}
+
+  void add(const std::vector<double>& stages_ms) {
+    double sum = 0;
+    for (std::size_t s = 0; s < stages_ms.size(); ++s) {
+      stages[s].push_back(stages_ms[s]);
+      sum += stages_ms[s];
+    }
+    total.push_back(sum);
+  }
+};
+
+std::vector<double> run_once(const Contender& contender) {
+  std::vector<double> stages_ms;
+  for (const auto& stage : contender.stages) {
+    const Clock::time_point begin = Clock::now();
+    stage();
+    stages_ms.push_back(1e3 * seconds_since(begin));
+  }
+  return stages_ms;
 }
 
 }  // namespace
@@ -33,9 +65,9 @@ double quantile(std::vector<double> values, double share) {
   return values[below] + part * (values[above] - values[below]);
 }
 
-std::vector<Timing> time_interleaved(const std::vector<Contender>& contenders,
-                                     const TimingPlan& plan, const Progress& progress) {
-  std::vector<std::vector<double>> samples_ms(contenders.size());
+std::vector<StagedTiming> time_interleaved(const std::vector<Contender>& contenders,
+                                           const TimingPlan& plan, const Progress& progress) {
+  std::vector<Samples> samples(contenders.begin(), contenders.end());
   const Clock::time_point start = Clock::now();
   const int rounds = plan.warmups + plan.repeats;
   for (int round = 0; round < rounds; ++round) {
@@ -43,14 +75,17 @@ std::vector<Timing> time_interleaved(const std::vector<Contender>& contenders,
     if (enough && plan.seconds > 0 && seconds_since(start) > plan.seconds) break;
     for (std::size_t i = 0; i < contenders.size(); ++i) {
       if (progress) progress(contenders[i], round + 1, rounds);
-      const Clock::time_point begin = Clock::now();
-      contenders[i].run();
-      const double elapsed_ms = 1e3 * seconds_since(begin);
-      if (round >= plan.warmups) samples_ms[i].push_back(elapsed_ms);
+      std::this_thread::sleep_for(kPause);
+      const std::vector<double> stages_ms = run_once(contenders[i]);
+      if (round >= plan.warmups) samples[i].add(stages_ms);
     }
   }
-  std::vector<Timing> timings;
-  for (const auto& samples : samples_ms) timings.push_back(summary(samples));
+  std::vector<StagedTiming> timings;
+  for (const Samples& one : samples) {
+    StagedTiming& timing = timings.emplace_back();
+    timing.total = summary(one.total);
+    for (const auto& stage : one.stages) timing.stages.push_back(summary(stage));
+  }
   return timings;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The one timing driver. Contenders take turns (A B C, A B C, ...) so that whatever else the
-// machine does meets all of them alike; a result is the median with its spread.
+// machine does meets all of them alike; a result is the median with its spread. Between two runs is
+// a pause in which another library's threads stop looking for work.
 #pragma once
 
 #include <functional>
@@ -9,9 +10,10 @@
 
 namespace coterie::bench {
 
+// What is timed: stages that run one after the other.
 struct Contender {
   std::string name;
-  std::function<void()> run;
+  std::vector<std::function<void()>> stages;
 };
 
 struct TimingPlan {
@@ -22,16 +24,22 @@ struct TimingPlan {
 };
 
 struct Timing {
-  double median_ms = 0, p20_ms = 0, p80_ms = 0;
+  double median_ms = 0, p20_ms = 0, p80_ms = 0, fastest_ms = 0;
   int repeats = 0;
+};
+
+// All stages of a contender together, and each of them.
+struct StagedTiming {
+  Timing total;
+  std::vector<Timing> stages;
 };
 
 // Told before each run: the contender, the round, the number of rounds planned.
 using Progress = std::function<void(const Contender& contender, int round, int rounds)>;
 
-// One Timing per contender, by the steady clock.
-std::vector<Timing> time_interleaved(const std::vector<Contender>& contenders,
-                                     const TimingPlan& plan, const Progress& progress = {});
+// One per contender, by the steady clock.
+std::vector<StagedTiming> time_interleaved(const std::vector<Contender>& contenders,
+                                           const TimingPlan& plan, const Progress& progress = {});
 
 // The value below which a share (0..1) of `values` lies, between neighbours by linear
 // interpolation.

@@ -81,8 +81,8 @@ constexpr Line kOracle[] = {
     {"oracle_top_equal_tokens", "oracle-top(topk=4)", "N65 D8 causal equal"},
     {"oracle_top_masked", "oracle-top(topk=6)", "N63 D8 causal mask gaps"},
     {"oracle_top_cross_causal_f16", "oracle-top(topk=10)", "N113 S65 D8 causal f16"},
-    {"oracle_top_long_tied", "oracle-top(topk=7)", "B1 H1 N300 D4 causal integers"},
-    {"oracle_top_long", "oracle-top(topk=140)", "B1 H2:1 N65 S300 D8"},
+    {"oracle_top_long_tied", "oracle-top(topk=7)", "B1 H2:1 N33 S700 D4 integers"},
+    {"oracle_top_long", "oracle-top(topk=140)", "B1 H2:1 N33 S900 D8"},
 };
 
 constexpr Line kClustered[] = {
@@ -136,7 +136,7 @@ constexpr Line kImproved[] = {
     {"improved_reference_packed", "i-clustered(clusters=3,topk=9,causal=reference)",
      "B1 N129 D8:16 causal packed gaps"},
     {"improved_long", "i-clustered(clusters=130,topk=140)", "B1 H1 N300 D8"},
-    {"improved_long_clusters", "i-clustered(clusters=2,topk=7)", "B1 H1 N300 D8 mixture"},
+    {"improved_long_clusters", "i-clustered(clusters=2,topk=7)", "B1 H1 N150 S700 D8 mixture"},
     {"improved_reference_long", "i-clustered(clusters=2,topk=140,causal=reference)",
      "B1 H1 N300 D8 causal"},
 };
@@ -196,7 +196,7 @@ constexpr Line kRouting[] = {
     {"routing_strict_all_clusters_f64", "routing(clusters=3,window=100,queries_in=9)",
      "N65 D129 causal f64 scale=0.1"},
     {"routing_strict_equal_tokens", "routing(clusters=3,window=5)", "N64 D8 causal equal"},
-    {"routing_long", "routing(clusters=3,window=160)", "B1 H1 N300 D8"},
+    {"routing_long", "routing(clusters=3,window=160)", "B1 H1 N600 D8"},
     {"routing_balanced_long", "routing(clusters=2,membership=balanced)", "B1 H1 N300 D8"},
     {"routing_strict_long", "routing(clusters=2,window=140)", "B1 H1 N300 D8 causal"},
     {"routing_many_clusters", "routing(clusters=150,window=5)", "B1 H1 N300 D8"},

@@ -7,18 +7,18 @@ set(COTERIE_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mpopcnt)
 set(COTERIE_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vpopcntdq -mfma
   -mf16c -mpopcnt -mprefer-vector-width=512)
 
-# coterie_isa_libraries(<sources>...): object libraries coterie_cpu_{baseline,avx2,avx512}.
-function(coterie_isa_libraries)
+# coterie_isa_libraries(<name> <sources>...): object libraries <name>_{baseline,avx2,avx512}.
+function(coterie_isa_libraries name)
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     message(FATAL_ERROR "The CPU kernels are written for x86-64; this is ${CMAKE_SYSTEM_PROCESSOR}.")
   endif()
   foreach(isa IN LISTS COTERIE_ISAS)
-    add_library(coterie_cpu_${isa} OBJECT ${ARGN})
-    target_link_libraries(coterie_cpu_${isa} PRIVATE coterie_room)
-    target_compile_definitions(coterie_cpu_${isa} PRIVATE COTERIE_ISA=${isa})
+    add_library(${name}_${isa} OBJECT ${ARGN})
+    target_link_libraries(${name}_${isa} PRIVATE coterie_room)
+    target_compile_definitions(${name}_${isa} PRIVATE COTERIE_ISA=${isa})
     # No errno and no traps lets g++ vectorise; -ffast-math would give up NaN, -inf and the order of
     # sums, which the numerics rely on.
-    target_compile_options(coterie_cpu_${isa} PRIVATE ${COTERIE_KERNEL_OPTIMIZE} -fno-math-errno
+    target_compile_options(${name}_${isa} PRIVATE ${COTERIE_KERNEL_OPTIMIZE} -fno-math-errno
       -fno-trapping-math ${COTERIE_ISA_FLAGS_${isa}})
   endforeach()
 endfunction()

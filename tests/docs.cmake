@@ -11,7 +11,7 @@ list(APPEND documents ${deeper})
 file(READ ${root}/Makefile makefile)
 file(READ ${root}/CMakePresets.json presets)
 file(GLOB_RECURSE tree RELATIVE ${root} ${root}/*)
-list(FILTER tree EXCLUDE REGEX "^(build|out|\\.git)/")
+list(FILTER tree EXCLUDE REGEX "^(build|out|\\.git|\\.venv)/")
 
 # a{b,c}d -> abd acd, first brace first.
 function(expand_braces word out)

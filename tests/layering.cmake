@@ -9,7 +9,7 @@ string(APPEND std "|(immintrin|x86intrin|cpuid|unistd|sched|pthread|sys/[a-z]+)\
 set(public "coterie/[a-z0-9_]+\\.h")
 set(core "core/[a-z0-9_]+\\.h")
 
-set(rooms include src/core src/ref src/cpu src/cuda src/no_cuda src/ops cases bench apps)
+set(rooms include src/core src/ref src/cpu src/cuda src/no_cuda src/ops torch cases bench apps)
 set(may_include "${std}|${public}")
 set(may_src/core "${std}|${public}|core/.*")
 set(may_src/ref "${std}|${public}|${core}|ref/.*")
@@ -17,8 +17,12 @@ set(may_src/cpu "${std}|${public}|${core}|cpu/.*")
 set(may_src/cuda "${std}|${public}|${core}|cuda/.*|cuda[a-z0-9_]*\\.h|(cub|cute|cuda)/.*|(cooperative_groups|mma)\\.h")
 set(may_src/no_cuda "${std}|${public}|${core}|cuda/entry\\.h")
 set(may_src/ops "${std}|${public}|${core}|ref/.*|cpu/.*|cuda/entry\\.h|ops/.*")
+# Torch by narrow headers: torch/torch.h costs 14 s in every file that has it.
+set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly)/.*\\.h")
+set(may_torch "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}")
 set(may_cases "${std}|${public}|cases/.*")
-set(may_bench "${std}|${public}|cases/.*|bench/.*")
+# The gate compares with the specification; the opponent is torch.
+set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|${libtorch}")
 set(may_apps "${std}|${public}|cases/.*|bench/.*|apps/.*|(CLI|fmt|nlohmann)/.*")
 
 set(wrong)

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "bench/gate.h"
+#include "bench/peak.h"
 #include "bench_report.h"
 #include "coterie/runtime.h"
 #include "verbs.h"
@@ -35,6 +37,7 @@ struct BenchOptions {
   int repeats = 0;  // 0: as many as fit in `seconds`
   double seconds = 60;
   std::uint64_t seed = 1;
+  bool gate = false;
   std::string json;
 };
 
@@ -163,17 +166,20 @@ void check_json_path(const std::string& path) {
   }
 }
 
-void run_bench(const BenchOptions& options) {
-  using Clock = std::chrono::steady_clock;
-  const std::vector<std::int64_t> lengths = parse_lengths(options.lengths);
-  check_json_path(options.json);
-  const std::vector<bench::Entry> entries = make_entries(options);
-  BenchReport report;
-  report.problem = make_problem(options);
-  report.pass = make_pass(options.pass);
-  if (options.threads > 0) set_threads(options.threads);
+// Compares all entries with the specification; throws when one is wrong.
+void run_gate(const std::vector<bench::Entry>& entries, const bench::Problem& problem) {
+  const std::vector<bench::Check> checks = bench::gate(
+      entries, problem,
+      [](const bench::Contender& contender, int, int) { show_progress(contender.name); });
+  show_progress("");
+  bench::refuse_wrong(checks);
+  fmt::print("{} outputs and gradients agree with the specification.\n", checks.size());
+}
 
-  print_header(report);
+// Measures one length after the other and prints each.
+void measure_lengths(const BenchOptions& options, const std::vector<std::int64_t>& lengths,
+                     const std::vector<bench::Entry>& entries, BenchReport& report) {
+  using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
   std::int64_t tokens_left = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
   for (const std::int64_t N : lengths) {
@@ -192,6 +198,23 @@ void run_bench(const BenchOptions& options) {
     report.measurements.insert(report.measurements.end(), measured.begin(), measured.end());
     tokens_left -= N;
   }
+}
+
+void run_bench(const BenchOptions& options) {
+  const std::vector<std::int64_t> lengths = parse_lengths(options.lengths);
+  check_json_path(options.json);
+  const std::vector<bench::Entry> entries = make_entries(options);
+  BenchReport report;
+  report.problem = make_problem(options);
+  report.problem.N = lengths.back();
+  report.pass = make_pass(options.pass);
+  if (options.threads > 0) set_threads(options.threads);
+
+  if (options.gate) run_gate(entries, report.problem);
+  report.gated = options.gate;
+  report.copy_gbs = bench::copy_gigabytes_per_second();
+  print_header(report);
+  measure_lengths(options, lengths, entries, report);
   print_crossovers(report);
   if (!options.json.empty()) write_json(report, options.json);
 }
@@ -215,10 +238,13 @@ void add_choice(CLI::App& verb, const char* name, std::string& field,
 }
 
 const char* const kExamples =
-    "Without --attention, a set with every mechanism is measured. Speed and error are against "
-    "this\n"
-    "library's full attention on the same data, causal for attentions that are causal. Attentions\n"
-    "with shared queries and keys are compared with full attention over the queries as keys.\n"
+    "Without --attention, a set with every mechanism is measured. Errors are against this "
+    "library's\n"
+    "full attention on the same data, causal for attentions that are causal; with shared queries "
+    "and\n"
+    "keys, over the queries as keys. Speeds are against torch's full attention where this program "
+    "is\n"
+    "built with torch, timed in turn with ours; else against our own.\n"
     "Learned centroids are replaced by k-means of the data; positions are not applied.\n"
     "\n"
     "Examples:\n"
@@ -262,6 +288,8 @@ void add_bench(CLI::App& program) {
   verb->add_option("--seed", options.seed, "Of data and clusters")
       ->type_name("N")
       ->capture_default_str();
+  verb->add_flag("--gate", options.gate,
+                 "First compare all with the specification; do not time what is wrong");
   verb->add_option("--json", options.json, "Also write the results here, as JSON lines")
       ->type_name("FILE");
   verb->footer([] { return kExamples + spec_help(); });

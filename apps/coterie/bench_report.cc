@@ -1,49 +1,25 @@
 // SPDX-License-Identifier: MIT
+// The tables of `coterie bench`.
 #include "bench_report.h"
 
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "bench/opponent.h"
 #include "coterie/runtime.h"
 
 namespace coterie::cli {
 namespace {
 
 using bench::Measurement;
-using Json = nlohmann::ordered_json;
 
-std::string label(const bench::Entry& entry) {
-  const std::string spec = entry.spec.to_string();
-  const bool named = spec.find("causal=") != std::string::npos;
-  return spec + (entry.causal && !named ? ", causal" : "");
+std::string label(const Series& series) {
+  const bool named = series.name.find("causal=") != std::string::npos;
+  return series.name + (series.entry.causal && !named ? ", causal" : "");
 }
-
-bool same_entry(const bench::Entry& a, const bench::Entry& b) {
-  return a.causal == b.causal && a.spec.to_string() == b.spec.to_string();
-}
-
-// Full attention at the same length with the same causality; the driver always measures it.
-const Measurement& full_beside(const Measurement& measurement,
-                               const std::vector<Measurement>& measurements) {
-  for (const Measurement& other : measurements) {
-    const bool same = other.N == measurement.N && other.entry.causal == measurement.entry.causal;
-    if (same && bench::is_full(other.entry)) return other;
-  }
-  throw std::logic_error("no measurement of full attention to compare with");
-}
-
-double speed(const Measurement& measurement, const std::vector<Measurement>& measurements) {
-  return full_beside(measurement, measurements).total_ms() / measurement.total_ms();
-}
-
-double gflops(const Measurement& full) { return full.full_flops / (1e6 * full.total_ms()); }
 
 double mebibytes(const Measurement& measurement) {
   const std::int64_t bytes = measurement.workspace_bytes + measurement.saved_bytes;
@@ -70,35 +46,28 @@ double spread(const Measurement& measurement) {
 void print_rows(const std::vector<Measurement>& measurements, bool causal, std::size_t width) {
   for (const Measurement& m : measurements) {
     if (m.entry.causal != causal) continue;
-    const std::string name = m.entry.spec.to_string() + (bench::leaks_future(m.entry) ? " *" : "");
-    fmt::print("  {:<{}} {:>10} {:>10} {:>5.0f}% {:>7.2f}x {:>8.4f} {:>9.1f}\n", name, width,
-               milliseconds(m.forward), milliseconds(m.backward), 100 * spread(m),
-               speed(m, measurements), m.error, mebibytes(m));
+    const std::string name = m.name + (bench::leaks_future(m.entry) ? " *" : "");
+    const std::string memory = m.opponent ? "-" : fmt::format("{:.1f}", mebibytes(m));
+    fmt::print("  {:<{}} {:>8} {:>8} {:>8} {:>9} {:>5.0f}% {:>7.2f}x {:>8.4f} {:>9}\n", name, width,
+               milliseconds(m.select), milliseconds(m.attend), milliseconds(m.forward),
+               milliseconds(m.backward), 100 * spread(m), speed(m, measurements), m.error, memory);
   }
+}
+
+// "; FMA peak 230 GFLOP/s; full 141.2 (61 %); torch sdpa 120.3 (52 %)"
+std::string arithmetic_text(const std::vector<Measurement>& measurements, bool causal) {
+  std::string text = fmt::format("; FMA peak {:.0f} GFLOP/s", measurements[0].peak_gflops);
+  for (const Measurement& m : measurements) {
+    const std::optional<double> gflops = m.gflops();
+    if (m.entry.causal != causal || !gflops) continue;
+    text += fmt::format("; {} {:.1f} ({:.0f} %)", m.name, *gflops, 100 * *gflops / m.peak_gflops);
+  }
+  return text;
 }
 
 std::string length_text(double tokens) {
   const bool whole = tokens >= 1024 && std::fmod(tokens, 1024) == 0;
   return whole ? fmt::format("{:.0f}k", tokens / 1024) : fmt::format("{:.0f}", tokens);
-}
-
-// One attention over all lengths.
-struct Series {
-  bench::Entry entry;
-  std::vector<std::pair<double, double>> speeds;  // (length, against full attention)
-};
-
-std::vector<Series> make_series(const std::vector<Measurement>& measurements) {
-  std::vector<Series> all;
-  for (const Measurement& m : measurements) {
-    if (bench::is_full(m.entry)) continue;
-    const auto known = std::find_if(all.begin(), all.end(), [&](const Series& series) {
-      return same_entry(series.entry, m.entry);
-    });
-    Series& series = known != all.end() ? *known : all.emplace_back(Series{m.entry, {}});
-    series.speeds.emplace_back(static_cast<double>(m.N), speed(m, measurements));
-  }
-  return all;
 }
 
 // The lengths at which it wins, or does not.
@@ -119,12 +88,41 @@ std::string crossover_text(const Series& series) {
   return fmt::format("from about {:.0f} tokens; slower at {}", *from, losses);
 }
 
-Json timing_json(const std::optional<bench::Timing>& timing) {
-  if (!timing) return nullptr;
-  return {{"median", timing->median_ms},
-          {"p20", timing->p20_ms},
-          {"p80", timing->p80_ms},
-          {"repeats", timing->repeats}};
+std::string baseline_name() {
+  const std::string opponent = bench::opponent_name();
+  return opponent.empty() ? "full attention" : opponent;
+}
+
+}  // namespace
+
+const Measurement& baseline_beside(const Measurement& measurement,
+                                   const std::vector<Measurement>& measurements) {
+  const Measurement* full = nullptr;  // the driver always measures it
+  for (const Measurement& other : measurements) {
+    const bool same = other.N == measurement.N && other.entry.causal == measurement.entry.causal;
+    if (!same || !bench::is_full(other.entry)) continue;
+    if (other.opponent) return other;
+    full = &other;
+  }
+  if (!full) throw std::logic_error("no measurement of full attention to compare with");
+  return *full;
+}
+
+double speed(const Measurement& measurement, const std::vector<Measurement>& measurements) {
+  return baseline_beside(measurement, measurements).total_ms() / measurement.total_ms();
+}
+
+std::vector<Series> make_series(const std::vector<Measurement>& measurements) {
+  std::vector<Series> all;
+  for (const Measurement& m : measurements) {
+    if (&m == &baseline_beside(m, measurements)) continue;
+    const auto known = std::find_if(all.begin(), all.end(), [&](const Series& series) {
+      return series.name == m.name && series.entry.causal == m.entry.causal;
+    });
+    Series& series = known != all.end() ? *known : all.emplace_back(Series{m.name, m.entry, {}});
+    series.speeds.emplace_back(static_cast<double>(m.N), speed(m, measurements));
+  }
+  return all;
 }
 
 const char* pass_name(bench::Pass pass) {
@@ -137,78 +135,36 @@ const char* data_name(bench::DataKind data) {
   return data == bench::DataKind::normal ? "normal" : "mixture";
 }
 
-Json run_json(const BenchReport& report) {
-  const BuildInfo build = build_info();
-  const bench::Problem& problem = report.problem;
-  return {{"kind", "run"},
-          {"version", build.version},
-          {"compiler", build.compiler},
-          {"build_type", build.build_type},
-          {"cpu", cpu_model()},
-          {"isa", cpu_isa_name(cpu_isa())},
-          {"threads", threads()},
-          {"pass", pass_name(report.pass)},
-          {"batch", problem.B},
-          {"heads", problem.heads},
-          {"kv_heads", problem.kv_heads},
-          {"dim", problem.D},
-          {"dtype", dtype_name(problem.dtype)},
-          {"data", data_name(problem.data)},
-          {"seed", problem.seed}};
-}
-
-Json measurement_json(const Measurement& m, const std::vector<Measurement>& measurements) {
-  Json line = {{"kind", "measurement"},
-               {"attention", m.entry.spec.to_string()},
-               {"causal", m.entry.causal},
-               {"leaks_future", bench::leaks_future(m.entry)},
-               {"N", m.N},
-               {"forward_ms", timing_json(m.forward)},
-               {"backward_ms", timing_json(m.backward)},
-               {"speed", speed(m, measurements)},
-               {"error", m.error},
-               {"workspace_bytes", m.workspace_bytes},
-               {"saved_bytes", m.saved_bytes}};
-  if (bench::is_full(m.entry)) line["gflops"] = gflops(m);
-  return line;
-}
-
-Json crossover_json(const Series& series) {
-  const std::optional<double> from = bench::crossover(series.speeds);
-  return {{"kind", "crossover"},
-          {"attention", series.entry.spec.to_string()},
-          {"causal", series.entry.causal},
-          {"N", from ? Json(*from) : Json(nullptr)}};
-}
-
-}  // namespace
-
 void print_header(const BenchReport& report) {
   const bench::Problem& problem = report.problem;
-  fmt::print("{}, {}, {} threads; {}, batch {}, {} heads", cpu_model(), cpu_isa_name(cpu_isa()),
-             threads(), dtype_name(problem.dtype), problem.B, problem.heads);
+  fmt::print("{}, {}, {} threads, copies at {:.1f} GB/s; {}, batch {}, {} heads", cpu_model(),
+             cpu_isa_name(cpu_isa()), threads(), report.copy_gbs, dtype_name(problem.dtype),
+             problem.B, problem.heads);
   if (problem.kv_heads != problem.heads) fmt::print(" ({} of keys)", problem.kv_heads);
   fmt::print(" of {}, data {}\n", problem.D, data_name(problem.data));
+  const std::string opponent = bench::opponent_description();
+  fmt::print("Times are medians (spread: 20th to 80th percentile). Speed is against {};\n",
+             opponent.empty() ? "this library's full attention" : opponent);
   fmt::print(
-      "Times are medians (spread: 20th to 80th percentile). Speed and error are against full "
-      "attention;\nextra memory is workspace and what is saved for the backward pass.\n");
+      "error is against full attention; extra memory is workspace and what is saved for the "
+      "backward pass.\n");
 }
 
 void print_table(const std::vector<Measurement>& measurements) {
   std::size_t width = 12;
   bool leaks = false;
   for (const Measurement& m : measurements) {
-    width = std::max(width, m.entry.spec.to_string().size() + 2);
+    width = std::max(width, m.name.size() + 2);
     leaks = leaks || bench::leaks_future(m.entry);
   }
   for (const bool causal : {false, true}) {
     const auto first = std::find_if(measurements.begin(), measurements.end(),
                                     [&](const auto& m) { return m.entry.causal == causal; });
     if (first == measurements.end()) continue;
-    fmt::print("\n{} tokens{}; full attention runs at {:.1f} GFLOP/s\n", first->N,
-               causal ? ", causal" : "", gflops(full_beside(*first, measurements)));
-    fmt::print("  {:<{}} {:>10} {:>10} {:>6} {:>8} {:>8} {:>9}\n", "attention", width, "forward ms",
-               "backw. ms", "spread", "speed", "error", "extra MiB");
+    fmt::print("\n{} tokens{}{}\n", first->N, causal ? ", causal" : "",
+               arithmetic_text(measurements, causal));
+    fmt::print("  {:<{}} {:>8} {:>8} {:>8} {:>9} {:>6} {:>8} {:>8} {:>9}\n", "attention", width,
+               "select", "attend", "forward", "backward", "spread", "speed", "error", "extra MiB");
     print_rows(measurements, causal, width);
   }
   if (leaks) fmt::print("  * its selection sees the future, as published\n");
@@ -218,31 +174,12 @@ void print_crossovers(const BenchReport& report) {
   const std::vector<Series> all = make_series(report.measurements);
   if (all.empty()) return;
   std::size_t width = 0;
-  for (const Series& series : all) width = std::max(width, label(series.entry).size());
+  for (const Series& series : all) width = std::max(width, label(series).size());
   const char* const passes =
       report.pass == bench::Pass::both ? "forward and backward together" : pass_name(report.pass);
-  fmt::print("\nFaster than full attention ({})\n", passes);
+  fmt::print("\nFaster than {} ({})\n", baseline_name(), passes);
   for (const Series& series : all) {
-    fmt::print("  {:<{}}  {}\n", label(series.entry), width, crossover_text(series));
-  }
-}
-
-void write_json(const BenchReport& report, const std::string& path) {
-  const std::string temporary = fmt::format("{}.{}.tmp", path, getpid());
-  std::ofstream file(temporary);
-  file << run_json(report).dump() << '\n';
-  for (const Measurement& m : report.measurements) {
-    file << measurement_json(m, report.measurements).dump() << '\n';
-  }
-  for (const Series& series : make_series(report.measurements)) {
-    file << crossover_json(series).dump() << '\n';
-  }
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(temporary, path, error);
-  if (!file || error) {
-    std::filesystem::remove(temporary, error);
-    throw std::runtime_error("cannot write " + path);
+    fmt::print("  {:<{}}  {}\n", label(series), width, crossover_text(series));
   }
 }
 

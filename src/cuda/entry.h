@@ -25,13 +25,16 @@ const char* toolkit();
 // Why the CUDA back end cannot run a checked call with a resolved mechanism; "" when it can.
 std::string refusal(const Mechanism& mechanism, const AttentionCall& call);
 
-// The four functions of a mechanism, for calls that are not refused. They launch work on
+// The functions of a mechanism, for calls that are not refused. They launch work on
 // workspace.stream and return without waiting for it; the host reads no device memory.
 std::int64_t workspace_bytes(const Mechanism& mechanism, const AttentionCall& call);
 void select(const Mechanism& mechanism, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace);
 void attend(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace);
+// select, then attend, sharing what both need.
+void forward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
+             const Workspace& workspace);
 void backward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace);

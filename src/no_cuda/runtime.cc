@@ -35,6 +35,11 @@ void attend(const Mechanism&, const AttentionCall& call, const AttentionResult&,
   refuse(call);
 }
 
+void forward(const Mechanism&, const AttentionCall& call, const AttentionResult&,
+             const Workspace&) {
+  refuse(call);
+}
+
 void backward(const Mechanism&, const AttentionCall& call, const AttentionResult&,
               const TensorView&, const AttentionGradients&, const Workspace&) {
   refuse(call);

@@ -73,8 +73,16 @@ void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
 
 void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
                        const AttentionResult& result, const Workspace& workspace) {
-  attention_select(mechanism, inputs, result.saved, workspace);
-  attention_attend(mechanism, inputs, result, workspace);
+  const Checked checked(mechanism, inputs);
+  check_out(checked.call, result.out);
+  ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
+  if (checked.on_cuda()) return cuda::forward(checked.mechanism, checked.call, result, workspace);
+  std::visit(
+      [&](const auto& params) {
+        cpu::select(params, checked.call, result.saved, workspace);
+        cpu::attend(params, checked.call, result, workspace);
+      },
+      checked.mechanism);
 }
 
 void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,

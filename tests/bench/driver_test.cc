@@ -23,10 +23,10 @@ TEST(Driver, QuantilesLieBetweenNeighbours) {
 
 TEST(Driver, ContendersTakeTurnsAndWarmUpIsNotCounted) {
   std::string order;
-  const std::vector<Contender> contenders = {{"a", [&] { order += 'a'; }},
-                                             {"b", [&] { order += 'b'; }}};
+  const std::vector<Contender> contenders = {{"a", {[&] { order += 'a'; }}},
+                                             {"b", {[&] { order += 'b'; }}}};
   int told = 0;
-  const std::vector<Timing> timings =
+  const std::vector<StagedTiming> timings =
       time_interleaved(contenders, {.warmups = 1, .repeats = 3, .min_repeats = 3},
                        [&](const Contender&, int, int rounds) {
                          ++told;
@@ -35,16 +35,27 @@ TEST(Driver, ContendersTakeTurnsAndWarmUpIsNotCounted) {
   EXPECT_EQ(order, "abababab");
   EXPECT_EQ(told, 8);
   ASSERT_EQ(timings.size(), 2u);
-  EXPECT_EQ(timings[0].repeats, 3);
-  EXPECT_LE(timings[1].p20_ms, timings[1].p80_ms);
+  EXPECT_EQ(timings[0].total.repeats, 3);
+  EXPECT_LE(timings[1].total.fastest_ms, timings[1].total.p20_ms);
+  EXPECT_LE(timings[1].total.p20_ms, timings[1].total.p80_ms);
+}
+
+TEST(Driver, StagesAreTimedOneByOne) {
+  const auto nap = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+  const Contender contender{"naps", {[&] { nap(2); }, [&] { nap(6); }}};
+  const StagedTiming timing = time_interleaved({contender}, {.repeats = 1, .min_repeats = 1})[0];
+  ASSERT_EQ(timing.stages.size(), 2u);
+  EXPECT_GE(timing.stages[0].median_ms, 2.0);
+  EXPECT_GE(timing.stages[1].median_ms, 6.0);
+  EXPECT_DOUBLE_EQ(timing.total.median_ms, timing.stages[0].median_ms + timing.stages[1].median_ms);
 }
 
 TEST(Driver, StopsWhenTimeIsUpButNotTooEarly) {
   const auto nap = [] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); };
   const TimingPlan plan{.warmups = 1, .repeats = 1000, .min_repeats = 3, .seconds = 0.001};
-  const std::vector<Timing> timings = time_interleaved({{"nap", nap}}, plan);
-  EXPECT_EQ(timings[0].repeats, 3);
-  EXPECT_GE(timings[0].median_ms, 2.0);
+  const Timing timing = time_interleaved({{"nap", {nap}}}, plan)[0].total;
+  EXPECT_EQ(timing.repeats, 3);
+  EXPECT_GE(timing.median_ms, 2.0);
 }
 
 TEST(Crossover, IsWhereTheLastWinsBegin) {

@@ -306,6 +306,25 @@ TEST(RoutingInvariantsTest, CentroidUpdatesShowInTheNextStep) {
   EXPECT_FALSE(test::same_bits(first.result.out, third.result.out));
 }
 
+// A factor of 0 makes attention uniform; its gradient is that of any other factor.
+TEST(RoutingInvariantsTest, LogitFactorsMayBeZeroOrNegative) {
+  for (const auto& [spec, causal] : std::vector<std::pair<const char*, bool>>{
+           {"routing(clusters=4,window=9)", true},
+           {"routing(clusters=4,window=9,share_qk=true)", true},
+           {"routing(clusters=4,window=9)", false},
+           {"routing(clusters=4,membership=balanced)", false}}) {
+    SCOPED_TRACE(spec);
+    Case c{.spec = spec, .N = 65, .Dk = 8, .logit_scale = true, .scale = 0.5};
+    c.causal = causal;
+    const Problem problem = cases::make_problem(c, 12);
+    write_values(problem.inputs.logit_scale, {0.0, -0.7});
+    Pass run = cases::run_forward(problem);
+    cases::run_backward(problem, run);
+    test::expect_forward(problem, run);
+    test::expect_backward(problem, run);
+  }
+}
+
 TEST(LshInvariantsTest, OneChunkIsFullAttentionOverNormalisedKeys) {
   for (const char* spec :
        {"lsh(rounds=1,chunk=65,buckets=4,combine=mean)",

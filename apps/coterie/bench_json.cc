@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: MIT
+// The results of `coterie bench` as JSON lines.
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "apps/commit.h"
+#include "bench/opponent.h"
+#include "bench_report.h"
+#include "coterie/runtime.h"
+
+namespace coterie::cli {
+namespace {
+
+using bench::Measurement;
+using Json = nlohmann::ordered_json;
+
+Json or_null(const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); }
+
+Json run_json(const BenchReport& report) {
+  const BuildInfo build = build_info();
+  const bench::Problem& problem = report.problem;
+  return {{"kind", "run"},
+          {"version", build.version},
+          {"commit", or_null(kCommit)},
+          {"compiler", build.compiler},
+          {"build_type", build.build_type},
+          {"asserts", build.asserts},
+          {"opponent", or_null(bench::opponent_description())},
+          {"cpu", cpu_model()},
+          {"isa", cpu_isa_name(cpu_isa())},
+          {"threads", threads()},
+          {"copy_gbs", report.copy_gbs},
+          {"gated", report.gated},
+          {"pass", pass_name(report.pass)},
+          {"batch", problem.B},
+          {"heads", problem.heads},
+          {"kv_heads", problem.kv_heads},
+          {"dim", problem.D},
+          {"dtype", dtype_name(problem.dtype)},
+          {"data", data_name(problem.data)},
+          {"seed", problem.seed}};
+}
+
+const char* clustering_name(Clustering method) {
+  return method == Clustering::keys           ? "keys"
+         : method == Clustering::hamming_keys ? "hamming-keys"
+                                              : "hamming";
+}
+
+// The numbers of a head group by which results are compared: N, C, k, w and the clustering.
+struct GroupNumbers {
+  Json json;
+
+  void clustering(const ClusteringParams& params) {
+    json["clusters"] = params.clusters;
+    json["clustering"] = clustering_name(params.method);
+    json["iterations"] = params.iterations;
+  }
+
+  void operator()(const FullParams&) {}
+  void operator()(const LocalParams& params) { json["window"] = params.window; }
+  void operator()(const StridedParams& params) { json["stride"] = params.stride; }
+  void operator()(const OracleTopParams& params) { json["topk"] = params.topk; }
+  void operator()(const ClusteredParams& params) { clustering(params.clustering); }
+  void operator()(const ImprovedClusteredParams& params) {
+    clustering(params.clustering);
+    json["topk"] = params.topk;
+  }
+  void operator()(const LshParams& params) {
+    json["rounds"] = params.rounds;
+    json["chunk"] = params.chunk;
+    json["buckets"] = params.buckets;
+  }
+  void operator()(const RoutingParams& params) {
+    json["clusters"] = params.clusters;
+    json["window"] = params.window;
+  }
+  void operator()(const CastParams& params) {
+    json["clusters"] = params.clusters;
+    json["size"] = params.size;
+  }
+};
+
+Json groups_json(const bench::Entry& entry) {
+  Json groups = Json::array();
+  for (const HeadGroup& group : entry.spec.groups) {
+    GroupNumbers numbers{{{"mechanism", mechanism_name(group.mechanism)}, {"heads", group.heads}}};
+    std::visit(numbers, resolve(group.mechanism, entry.causal));
+    groups.push_back(std::move(numbers.json));
+  }
+  return groups;
+}
+
+Json timing_json(const std::optional<bench::Timing>& timing) {
+  if (!timing) return nullptr;
+  return {{"median", timing->median_ms},
+          {"p20", timing->p20_ms},
+          {"p80", timing->p80_ms},
+          {"repeats", timing->repeats}};
+}
+
+// Rate of one pass, or nothing where its arithmetic is not known.
+Json gflops_json(const std::optional<double>& flops, const std::optional<bench::Timing>& timing) {
+  if (!flops || !timing) return nullptr;
+  return *flops / (1e6 * timing->median_ms);
+}
+
+Json measurement_json(const Measurement& m, const std::vector<Measurement>& measurements) {
+  const auto bytes = [&](std::int64_t count) { return m.opponent ? Json(nullptr) : Json(count); };
+  return {{"kind", "measurement"},
+          {"attention", m.name},
+          {"opponent", m.opponent},
+          {"groups", groups_json(m.entry)},
+          {"causal", m.entry.causal},
+          {"leaks_future", bench::leaks_future(m.entry)},
+          {"N", m.N},
+          {"select_ms", timing_json(m.select)},
+          {"attend_ms", timing_json(m.attend)},
+          {"forward_ms", timing_json(m.forward)},
+          {"backward_ms", timing_json(m.backward)},
+          {"against", baseline_beside(m, measurements).name},
+          {"speed", speed(m, measurements)},
+          {"error", m.error},
+          {"forward_gflops", gflops_json(m.forward_flops, m.forward)},
+          {"backward_gflops", gflops_json(m.backward_flops, m.backward)},
+          {"peak_gflops", m.peak_gflops},
+          {"workspace_bytes", bytes(m.workspace_bytes)},
+          {"saved_bytes", bytes(m.saved_bytes)},
+          {"io_bytes", m.io_bytes}};
+}
+
+Json crossover_json(const Series& series) {
+  const std::optional<double> from = bench::crossover(series.speeds);
+  return {{"kind", "crossover"},
+          {"attention", series.name},
+          {"causal", series.entry.causal},
+          {"N", from ? Json(*from) : Json(nullptr)}};
+}
+
+}  // namespace
+
+void write_json(const BenchReport& report, const std::string& path) {
+  const std::string temporary = fmt::format("{}.{}.tmp", path, getpid());
+  std::ofstream file(temporary);
+  file << run_json(report).dump() << '\n';
+  for (const Measurement& m : report.measurements) {
+    file << measurement_json(m, report.measurements).dump() << '\n';
+  }
+  for (const Series& series : make_series(report.measurements)) {
+    file << crossover_json(series).dump() << '\n';
+  }
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(temporary, path, error);
+  if (!file || error) {
+    std::filesystem::remove(temporary, error);
+    throw std::runtime_error("cannot write " + path);
+  }
+}
+
+}  // namespace coterie::cli

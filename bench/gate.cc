@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: MIT
+#include "bench/gate.h"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+#include "bench/run.h"
+#include "ref/ref.h"
+
+namespace coterie::bench {
+namespace {
+
+// An odd number beyond one tile of the kernels, small enough for the scalar specification.
+constexpr std::int64_t kLongest = 193;
+
+struct Bounds {
+  double output, gradient;
+};
+
+// Rounding, with room: outputs of half types are rounded once, and sums of a few hundred terms in
+// f32 are good to 1e-6.
+Bounds bounds_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return {1e-12, 1e-11};
+    case DType::bf16:
+      return {3e-3, 1e-2};
+    case DType::f16:
+      return {5e-4, 2e-3};
+    default:
+      return {1e-5, 1e-4};
+  }
+}
+
+struct Checker {
+  std::string attention;
+  std::vector<Check>& checks;
+
+  void operator()(const char* tensor, const TensorView& got, const std::vector<double>& wanted,
+                  double bound) const {
+    if (!got.present()) return;
+    SquaredNorms norms;
+    norms.add(read_values(got), wanted);
+    checks.push_back({attention, tensor, norms.relative_error(), bound});
+  }
+};
+
+void check_group(const HeadRun& group, const Bounds& bounds, const Checker& check) {
+  const AttentionResult result = group.buffers.result();
+  const Mechanism mechanism = resolve(group.mechanism, group.inputs.causal);
+  check("output", result.out, ref::attend<double>(mechanism, group.inputs, result.saved),
+        bounds.output);
+  const ref::Gradients<double> wanted =
+      ref::backward<double>(mechanism, group.inputs, result.saved, group.grad_out);
+  check("dq", group.gradients.dq, wanted.dq, bounds.gradient);
+  check("dk", group.gradients.dk, wanted.dk, bounds.gradient);
+  check("dv", group.gradients.dv, wanted.dv, bounds.gradient);
+  check("dcentroids", group.gradients.dcentroids, wanted.dcentroids, bounds.gradient);
+  check("dgate", group.gradients.dgate, wanted.dgate, bounds.gradient);
+}
+
+}  // namespace
+
+std::vector<Check> gate(const std::vector<Entry>& entries, const Problem& problem,
+                        const Progress& progress) {
+  Problem small = problem;
+  small.B = 1;
+  small.N = std::min(problem.N, kLongest);
+  const AttentionData data = make_data(small);
+  const Gradients gradients(data);
+  std::vector<Check> checks;
+  for (const Entry& entry : entries) {
+    const std::string name = entry.spec.to_string();
+    if (progress) progress({name + " against the specification", {}}, 1, 1);
+    AttentionRun run(entry, data, gradients);
+    run.forward();
+    run.backward();
+    for (const HeadRun& group : run.groups()) {
+      check_group(group, bounds_of(small.dtype), {name, checks});
+    }
+  }
+  return checks;
+}
+
+void refuse_wrong(const std::vector<Check>& checks) {
+  std::ostringstream wrong;
+  for (const Check& check : checks) {
+    if (check.passed()) continue;
+    wrong << (wrong.tellp() > 0 ? "; " : "") << check.attention << " gives a wrong " << check.tensor
+          << " (relative error " << check.error << ", allowed " << check.bound << ")";
+  }
+  if (wrong.tellp() > 0) throw std::runtime_error("not timed: " + wrong.str());
+}
+
+}  // namespace coterie::bench

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT
+#include "bench/peak.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "bench/driver.h"
+#include "bench/fma.h"
+#include "coterie/runtime.h"
+
+namespace coterie::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+const FmaLoops& loops_in_use() {
+  switch (cpu_isa()) {
+    case CpuIsa::avx512:
+      return avx512::fma_loops;
+    case CpuIsa::avx2:
+      return avx2::fma_loops;
+    case CpuIsa::baseline:
+      break;
+  }
+  return baseline::fma_loops;
+}
+
+// task(0) .. task(count - 1) at the same time, the first one here.
+void run_in_threads(int count, const std::function<void(int)>& task) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < count; ++t) others.emplace_back(task, t);
+  task(0);
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace
+
+// More threads than cores have no more units.
+FmaPeak::FmaPeak(DType dtype)
+    : windows_ms_(std::min<std::size_t>(threads(), std::thread::hardware_concurrency())) {
+  constexpr double kWindowFlops = 2e7;
+  const FmaLoops& loops = loops_in_use();
+  const bool wide = dtype == DType::f64;
+  const int per_round = wide ? loops.f64_flops_per_round : loops.f32_flops_per_round;
+  loop_ = wide ? loops.f64 : loops.f32;
+  rounds_ = static_cast<std::int64_t>(kWindowFlops / per_round);
+  flops_ = static_cast<double>(rounds_) * per_round;
+}
+
+void FmaPeak::run() {
+  constexpr int kWindows = 40;
+  static std::atomic<double> sink;  // so that the loops have a use
+  run_in_threads(static_cast<int>(windows_ms_.size()), [this](int thread) {
+    for (int window = 0; window < kWindows; ++window) {
+      const Clock::time_point begin = Clock::now();
+      sink = loop_(rounds_);
+      const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
+      windows_ms_[thread].push_back(elapsed.count());
+    }
+  });
+}
+
+double FmaPeak::gflops() const {
+  double sum = 0;
+  for (const auto& windows : windows_ms_) sum += flops_ / (1e6 * quantile(windows, 0.5));
+  return sum;
+}
+
+double copy_gigabytes_per_second() {
+  constexpr std::size_t kBytes = std::size_t{1} << 27;
+  std::vector<char> from(kBytes, 1), to(kBytes);
+  const int count = threads();
+  const std::size_t share = kBytes / static_cast<std::size_t>(count);
+  const Contender copy{"copy", {[&] {
+                         run_in_threads(count, [&](int t) {
+                           std::memcpy(to.data() + t * share, from.data() + t * share, share);
+                         });
+                       }}};
+  const Timing timing = time_interleaved({copy}, {.repeats = 5, .min_repeats = 5})[0].total;
+  return 2e-6 * static_cast<double>(share * count) / timing.fastest_ms;
+}
+
+}  // namespace coterie::bench

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: MIT
+// What the machine can do at best, measured with as many threads as the library uses.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "coterie/tensor.h"
+
+namespace coterie::bench {
+
+// Multiplications and additions on registers only, in the instruction set in use and compiled as
+// the kernels are. Each thread times windows of a fraction of a millisecond and counts with its
+// median: on a machine that does other work too, a thread often waits, but not in most windows.
+class FmaPeak {
+ public:
+  explicit FmaPeak(DType dtype);  // f32 or f64
+  void run();                     // some milliseconds
+  double gflops() const;          // by all runs so far, all threads together
+
+ private:
+  double (*loop_)(std::int64_t rounds);
+  std::int64_t rounds_ = 0;                      // of a window
+  double flops_ = 0;                             // of a window
+  std::vector<std::vector<double>> windows_ms_;  // of each thread
+};
+
+// Bytes read and written per second, in 10^9, copying memory larger than the caches.
+double copy_gigabytes_per_second();
+
+}  // namespace coterie::bench

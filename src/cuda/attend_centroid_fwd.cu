@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: MIT
+// Attention of cluster means over all keys: log-sum-exp, output, and for improved clustered
+// attention the mass of the cluster's top keys, which are left out of the output.
+//
+// Blocks take 128 means and one chunk of the keys; a second kernel adds the chunks in order.
+#include "cuda/clustered.h"
+#include "cuda/device/attend.cuh"
+#include "cuda/launch.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kThreads = 128;  // 4 warps of 32 rows
+constexpr int kCombineWarps = 4;
+
+template <class T, int kDim>
+struct AttendTiles {
+  static constexpr int kQueryBytes = kCentroidRows * Tile<T, kDim>::kRowBytes;
+  static constexpr int kTileBytes = kAttendKeys * Tile<T, kDim>::kRowBytes;
+  static constexpr int kBytes = kQueryBytes + 4 * kTileBytes;
+
+  Tile<T, kDim> queries;
+
+  __device__ explicit AttendTiles(const void* memory) : queries{shared_address(memory)} {}
+  __device__ Tile<T, kDim> keys(int stage) const {
+    return {queries.base + kQueryBytes + stage * 2 * kTileBytes};
+  }
+  __device__ Tile<T, kDim> values(int stage) const { return {keys(stage).base + kTileBytes}; }
+  __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v, int begin,
+                       int end) const {
+    load_tile<kAttendKeys, kThreads>(keys(stage), k, begin, end - begin);
+    load_tile<kAttendKeys, kThreads>(values(stage), v, begin, end - begin);
+    cp_async_commit();
+  }
+};
+
+// State of a warp's 32 rows: 2 x 16, of which a lane holds [m][half].
+template <class T, int kDim>
+struct AttendRows {
+  static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
+  CentroidFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
+  RowSoftmax softmax[2][2];
+  float mass[2][2] = {};
+  Accumulator out[2][kDim / 16] = {};
+
+  __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i)
+          top = fmaxf(top, s[i / 4][m][i / 2 % 2][2 * half + i % 2]);
+        const float factor = softmax[m][half].raise(quad_max(top), exponent);
+        mass[m][half] *= factor;
+#pragma unroll
+        for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
+      }
+  }
+
+  // Scores of 16 kBlock keys become weights; those of top keys are moved to the mass.
+  __device__ void weigh(Accumulator (&s)[kBlock][2], int column, const unsigned long long* masks,
+                        float exponent) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int shift = column + lane % 4 * 2;
+        const unsigned bits =
+            masks ? static_cast<unsigned>(masks[16 * m + 8 * half + lane / 4] >> shift) : 0;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i) {
+          float& score = s[i / 4][m][i / 2 % 2][2 * half + i % 2];
+          score = softmax[m][half].weight(score, exponent);
+        }
+        if ((bits & (kBlock == 2 ? 0x03030303u : 0x0303u)) == 0) continue;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i) {
+          float& weight = s[i / 4][m][i / 2 % 2][2 * half + i % 2];
+          if (!(bits >> (i / 2 * 8 + i % 2) & 1)) continue;
+          mass[m][half] += weight;
+          weight = 0.0f;
+        }
+      }
+  }
+
+  // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` are there.
+  __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
+                         int left, const unsigned long long* masks, float exponent, bool first) {
+    Accumulator s[kBlock][2];
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
+    if (left < 16 * kBlock)
+#pragma unroll
+      for (int i = 0; i < 16 * kBlock; ++i) {
+        const int key = i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (key >= left) s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = -INFINITY;
+      }
+    bool above = first;
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i)
+      above |= s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] >
+               softmax[i / 8 % 2][i / 2 % 2].limit(1.0f / exponent);
+    if (__any_sync(~0u, above)) rescale(s, exponent);
+    weigh(s, column, masks, exponent);
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) {
+      FragmentA<T> p[2];
+      to_fragment(p[0], s[b][0]);
+      to_fragment(p[1], s[b][1]);
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) {
+        FragmentB<T> v;
+        load_b_transposed(v, values, 16 * d, column + 16 * b);
+        multiply_add(out[0][d], p[0], v);
+        multiply_add(out[1][d], p[1], v);
+      }
+    }
+  }
+};
+
+template <class T, int kDim>
+__device__ void write_partial(const AttendArgs<T>& args, std::int64_t first_row, int rows,
+                              const AttendRows<T, kDim>& state) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = warp * 32 + 16 * m + 8 * half + lane / 4;
+      const float sum = quad_sum(state.softmax[m][half].sum), mass = quad_sum(state.mass[m][half]);
+      if (r >= rows) continue;
+      if (lane % 4 == 0) args.rows[first_row + r] = {state.softmax[m][half].shift, sum, mass, 0.0f};
+      float* out = args.outs + (first_row + r) * args.pitch + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) {
+        const float* pair = state.out[m][i / 2][i % 2] + 2 * half;
+        store2(out + 8 * i, pair[0], pair[1]);
+      }
+    }
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
+                                            : kDim <= 64   ? 3
+                                                           : 2)
+    centroid_attend_kernel(const __grid_constant__ AttendArgs<T> args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ unsigned long long masks[2][kCentroidRows];
+  const AttendTiles<T, kDim> tiles(memory);
+  const CentroidQueries& queries = args.queries;
+  const CentroidBlock block(queries, blockIdx.x);
+  const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  if (chunk.begin >= chunk.end) return;
+
+  const int kv_head = block.head / queries.group;
+  const Rows<const T> k = args.k.rows(chunk.keys.batch, kv_head, chunk.keys.begin);
+  const Rows<const T> v = args.v.rows(chunk.keys.batch, kv_head, chunk.keys.begin);
+  tiles.load(0, k, v, chunk.begin, chunk.end);
+  load_centroids<kCentroidRows, kThreads>(tiles.queries, queries, chunk.item, block.head,
+                                          block.first);
+  TopWalk walk;
+  const int thread = threadIdx.x, warp = thread / 32, cluster = block.first + thread;
+  if (args.top_keys && cluster < queries.clusters)
+    walk.start(args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk, args.topk,
+               chunk.begin);
+  __syncthreads();
+  AttendRows<T, kDim> rows;
+  rows.queries.load(tiles.queries, warp * 32);
+  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kAttendKeys, stage ^= 1) {
+    cp_async_wait<0>();
+    if (args.top_keys) masks[stage][thread] = walk.mask(begin);
+    __syncthreads();
+    if (begin + kAttendKeys < chunk.end)
+      tiles.load(stage ^ 1, k, v, begin + kAttendKeys, chunk.end);
+    constexpr int kStep = 16 * AttendRows<T, kDim>::kBlock;
+#pragma unroll 1
+    for (int column = 0; column < kAttendKeys; column += kStep)
+      rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
+                  args.top_keys ? masks[stage] + warp * 32 : nullptr, queries.exponent,
+                  begin + column == chunk.begin);
+  }
+  write_partial(args, queries.row(block.slot, block.head, block.first),
+                queries.clusters - block.first, rows);
+}
+
+// Adds the chunks of one mean, in order; one warp per mean.
+template <class T>
+__global__ void __launch_bounds__(kCombineWarps * 32)
+    centroid_combine_kernel(const __grid_constant__ AttendArgs<T> args, float* lse, float* mass,
+                            float* out, int width) {
+  const CentroidQueries& queries = args.queries;
+  const int lane = threadIdx.x % 32;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / 32;
+  const std::int64_t problem = row / queries.clusters;
+  if (problem >= static_cast<std::int64_t>(queries.chunks.items) * queries.H) return;
+  const int cluster = static_cast<int>(row % queries.clusters);
+  const int item = static_cast<int>(problem / queries.H),
+            head = static_cast<int>(problem % queries.H);
+  const bool empty = queries.empty(item, head, cluster);
+  const int parts = empty ? 0 : queries.chunks.count(queries.spans.k.span(item).length);
+  const std::int64_t first =
+      queries.row(queries.chunks.first_slot(queries.spans.k, item), head, cluster);
+  const std::int64_t step = static_cast<std::int64_t>(queries.H) * queries.clusters;
+
+  float shift = -INFINITY, sum = 0.0f, listed = 0.0f;
+  for (int part = 0; part < parts; ++part)
+    shift = fmaxf(shift, args.rows[first + part * step].shift);
+  float total[kMaxHeadDim / 32] = {};
+  for (int part = 0; part < parts; ++part) {
+    const PartialRow partial = args.rows[first + part * step];
+    const float factor = exp2_approximate(partial.shift - shift);
+    sum += factor * partial.sum;
+    listed += factor * partial.mass;
+    const float* values = args.outs + (first + part * step) * args.pitch;
+#pragma unroll
+    for (int i = 0; i < kMaxHeadDim / 32; ++i)
+      if (lane + 32 * i < width) total[i] += factor * values[lane + 32 * i];
+  }
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (lane == 0) {
+    lse[row] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
+    if (mass) mass[row] = listed * inverse;
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxHeadDim / 32; ++i)
+    if (lane + 32 * i < width) out[row * width + lane + 32 * i] = total[i] * inverse;
+}
+
+template <class T, int kDim>
+void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
+  constexpr int kBytes = AttendTiles<T, kDim>::kBytes;
+  const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
+  allow_shared_memory(centroid_attend_kernel<T, kDim>, kBytes);
+  centroid_attend_kernel<T, kDim>
+      <<<tiles * args.queries.chunks.slots, kThreads, kBytes, stream>>>(args);
+  COTERIE_LAUNCH("centroid_attend");
+}
+
+template <class T>
+void attend_chunks(const AttentionCall& call, const AttendArgs<T>& args, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (on_hopper()) return attend_chunks_sm90a(args, stream);
+  dispatch_head_dim(call.op, call.Dk,
+                    [&](auto dim) { launch_attend<T, decltype(dim)::value>(args, stream); });
+}
+
+}  // namespace
+
+void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
+                      const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream) {
+  CentroidBlocks blocks = centroid_blocks(call, sizes);
+  // Two warpgroups with all the registers of a multiprocessor.
+  if (blocks.sm90a && call.Dk > 64) blocks = {kCentroidRows, multiprocessors(), true};
+  const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
+  const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
+  const std::int64_t partials = queries.chunks.slots * call.H * sizes.clusters;
+  const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
+  PartialRow* partial_rows = arena.take<PartialRow>(partials + 1);
+  float* outs = arena.take<float>(partials * pitch + 1);
+  if (!partial_rows || rows == 0) return;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const AttendArgs<T> args{queries,
+                             tensor4<const T>(call.k),
+                             tensor4<const T>(call.inputs.v),
+                             static_cast<const std::int32_t*>(tensors.top_keys.data),
+                             static_cast<int>(sizes.topk),
+                             partial_rows,
+                             outs,
+                             pitch};
+    attend_chunks(call, args, stream);
+    centroid_combine_kernel<T>
+        <<<static_cast<unsigned>((rows + kCombineWarps - 1) / kCombineWarps), kCombineWarps * 32, 0,
+           stream>>>(args, static_cast<float*>(tensors.centroid_lse.data),
+                     static_cast<float*>(tensors.mass.data), static_cast<float*>(tensors.out.data),
+                     static_cast<int>(call.Dv));
+    COTERIE_LAUNCH("centroid_combine");
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: MIT
+// The chunks of attend_centroid_fwd.cu on Hopper's warpgroup products: each warpgroup takes 64
+// means and 64 keys at a time; the output of one tile and the scores of the next are computed
+// together.
+#include "cuda/device/attend.cuh"
+#include "cuda/device/key_pipeline.cuh"
+#include "cuda/launch.h"
+
+namespace coterie::cuda {
+namespace {
+
+// Two rows of a thread, and the state of their softmax.
+template <class T, int kDim>
+struct GroupRows {
+  RowSoftmax softmax[2];
+  float mass[2] = {};
+  float out[kDim / 64][32] = {};
+
+  __device__ void rescale(const float (&s)[32], float exponent) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+      const float factor = softmax[half].raise(quad_max(top), exponent);
+      mass[half] *= factor;
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+    }
+  }
+
+  // Scores become weights, as left factors of P V; those of top keys are moved to the mass. `bits`:
+  // the masks of the two rows, shifted to this lane's first column.
+  __device__ void weigh(float (&s)[32], const unsigned long long (&bits)[2], float exponent) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = softmax[i / 2 % 2].weight(s[i], exponent);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if ((bits[half] & 0x0303030303030303ull) == 0) continue;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& weight = s[i / 2 * 4 + 2 * half + i % 2];
+        if (!(bits[half] >> (i / 2 * 8 + i % 2) & 1)) continue;
+        mass[half] += weight;
+        weight = 0.0f;
+      }
+    }
+  }
+
+  // Starts out += P V.
+  __device__ void add_products(const std::uint32_t (&p)[4][4], std::uint32_t values) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int band = 0; band < kDim / 64; ++band)
+        wgmma<T, 1, 1>(out[band], p[k],
+                       matrix_descriptor(values + band * (64 * 128) + k * (16 * 128)));
+  }
+  __device__ void settle() {
+#pragma unroll
+    for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
+  }
+};
+
+template <class T, int kDim>
+__device__ void write_partial(const AttendArgs<T>& args, std::int64_t row, int rows,
+                              const GroupRows<T, kDim>& state) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(state.softmax[half].sum), mass = quad_sum(state.mass[half]);
+    if (8 * half >= rows) continue;
+    if (lane % 4 == 0) args.rows[row + 8 * half] = {state.softmax[half].shift, sum, mass, 0.0f};
+    float* out = args.outs + (row + 8 * half) * args.pitch + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+      const float* pair = state.out[j / 8] + j % 8 * 4 + 2 * half;
+      store2(out + 8 * j, pair[0], pair[1]);
+    }
+  }
+}
+
+// The left factor of the scores: in registers where they fit, else in shared memory.
+template <class T, int kDim, int kGroups>
+struct GroupQueries {
+  static constexpr bool kResident = kDim == 64;
+  static constexpr int kBand = kGroups * 64 * 128;  // bytes of 64 columns
+  static constexpr int kBytes = kResident ? 0 : kDim / 64 * kBand;
+  std::uint32_t q[kResident ? kDim / 16 : 1][4];
+  std::uint32_t memory;
+
+  // `first`: cluster of the block's first row. The caller synchronises the threads.
+  __device__ void load(std::uint32_t base, const CentroidQueries& queries, int item, int head,
+                       int first) {
+    const int thread = threadIdx.x;
+    memory = base + thread / kWarpgroup * (64 * 128);
+    if constexpr (kResident) {
+      load_mean_rows<T, kDim>(q, queries, item, head, first + thread / 32 * 16 + thread % 32 / 4);
+    } else {
+#pragma unroll
+      for (int band = 0; band < kDim / 64; ++band)
+        load_centroids<kGroups * 64, kGroups * kWarpgroup>(Tile<T, 64>{base + band * kBand},
+                                                           queries, item, head, first, band * 64);
+      fence_async_proxy();
+    }
+  }
+  __device__ void scores(float (&s)[32], std::uint32_t keys) const {
+    if constexpr (kResident)
+      score_products<T, kDim>(s, q, keys);
+    else
+      score_products<T, kDim>(s, memory, kBand, keys);
+  }
+};
+
+template <class T, int kDim, int kGroups>
+__global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
+    centroid_attend_sm90a_kernel(const __grid_constant__ AttendArgs<T> args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  using Pipeline = KeyPipeline<T, kDim, 2, 4 * kGroups>;
+  using Queries = GroupQueries<T, kDim, kGroups>;
+  const CentroidQueries& queries = args.queries;
+  const CentroidBlock block(queries, blockIdx.x);
+  const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  if (chunk.begin >= chunk.end) return;
+
+  const int kv_head = block.head / queries.group;
+  const Pipeline pipeline{shared_address(memory) + Queries::kBytes,
+                          {args.k.rows(chunk.keys.batch, kv_head, chunk.keys.begin),
+                           args.v.rows(chunk.keys.batch, kv_head, chunk.keys.begin)},
+                          (chunk.end - chunk.begin + kAttendKeys - 1) / kAttendKeys};
+  pipeline.init();
+  Queries q;
+  q.load(shared_address(memory), queries, chunk.item, block.head, block.first);
+  __syncthreads();
+  const auto first = [&](int t) { return chunk.begin + t * kAttendKeys; };
+  pipeline.start(first, chunk.end);
+
+  const int lane = threadIdx.x % 32,
+            warp_row = block.first + static_cast<int>(threadIdx.x) / 32 * 16;
+  TopWalk walk;  // of row warp_row + lane, in the first 16 lanes
+  if (args.top_keys && lane < 16 && warp_row + lane < queries.clusters)
+    walk.start(args.top_keys + queries.row(chunk.item, block.head, warp_row + lane) * args.topk,
+               args.topk, chunk.begin);
+  GroupRows<T, kDim> rows;
+  float s[32];
+  std::uint32_t p[4][4];
+  pipeline.wait(0);
+  wgmma_fence();
+  q.scores(s, pipeline.tile(0, 0));
+  wgmma_commit();
+#pragma unroll 1
+  for (int t = 0; t < pipeline.total; ++t) {
+    pipeline.advance(t, first, chunk.end);
+    const unsigned long long mask = walk.mask(first(t));
+    const unsigned long long bits[2] = {__shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2),
+                                        __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2)};
+    wgmma_wait<0>();
+    wgmma_settle(s);
+    rows.settle();
+    if (t > 0) pipeline.release(t - 1);
+    const int left = chunk.end - first(t);
+    if (left < kAttendKeys)
+#pragma unroll
+      for (int i = 0; i < 32; ++i)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) s[i] = -INFINITY;
+    bool above = t == 0;
+    const float limits[2] = {rows.softmax[0].limit(queries.inverse),
+                             rows.softmax[1].limit(queries.inverse)};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) above |= s[i] > limits[i / 2 % 2];
+    if (__any_sync(~0u, above)) rows.rescale(s, queries.exponent);
+    rows.weigh(s, bits, queries.exponent);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
+    // After the last tile its scores are computed again, for nothing, which saves a branch here.
+    const int next = min(t + 1, pipeline.total - 1);
+    pipeline.wait(next);
+    wgmma_fence();
+    rows.add_products(p, pipeline.tile(t, 1));
+    q.scores(s, pipeline.tile(next, 0));
+    wgmma_commit();
+  }
+  wgmma_wait<0>();
+  rows.settle();
+  const int row = warp_row + lane / 4;
+  write_partial(args, queries.row(block.slot, block.head, row), queries.clusters - row, rows);
+}
+
+template <class T, int kDim, int kGroups>
+void launch(const AttendArgs<T>& args, cudaStream_t stream) {
+  constexpr int kBytes =
+      KeyPipeline<T, kDim, 2, 4 * kGroups>::kBytes + GroupQueries<T, kDim, kGroups>::kBytes;
+  const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
+  allow_shared_memory(centroid_attend_sm90a_kernel<T, kDim, kGroups>, kBytes);
+  centroid_attend_sm90a_kernel<T, kDim, kGroups>
+      <<<tiles * args.queries.chunks.slots, kGroups * kWarpgroup, kBytes, stream>>>(args);
+  COTERIE_LAUNCH("centroid_attend_sm90a");
+}
+
+}  // namespace
+
+template <class T>
+void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream) {
+  if (args.queries.width > 64)
+    launch<T, 128, 2>(args, stream);
+  else if (args.queries.block_rows == 256)
+    launch<T, 64, 4>(args, stream);
+  else
+    launch<T, 64, 2>(args, stream);
+}
+
+template void attend_chunks_sm90a(const AttendArgs<__nv_bfloat16>&, cudaStream_t);
+template void attend_chunks_sm90a(const AttendArgs<__half>&, cudaStream_t);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: MIT
+// The three clusterings as sequences of kernels.
+#include "cuda/cluster.h"
+
+#include "core/arena.h"
+#include "cuda/cluster_sums.h"
+#include "cuda/hamming.h"
+#include "cuda/hash.h"
+#include "cuda/key_metric.h"
+#include "cuda/launch.h"
+#include "cuda/nearest.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+struct Outputs {
+  std::int32_t *labels = nullptr, *order = nullptr, *offsets = nullptr;
+};
+
+// 3 launches: planes, codes, k-means.
+void hamming_clusters(const ClusteringParams& params, const AttentionCall& call, const Outputs& out,
+                      Arena& arena, cudaStream_t stream) {
+  const ClusterShape shape = cluster_shape(call, params.clusters);
+  const HashBuffers hash(arena, params, call);
+  const HammingBuffers buffers(arena, shape, static_cast<int>(params.iterations));
+  if (!hash.codes) return;
+  hash_queries(params, call, hash, {buffers.zeroed, buffers.zeroed_count}, stream);
+  hamming_kmeans(shape,
+                 {static_cast<int>(params.iterations), static_cast<int>(params.bits), hash.codes,
+                  out.labels, out.order, out.offsets},
+                 buffers, stream);
+}
+
+// 3 launches, and 3 more for each iteration: sums of clusters, centroids, labels.
+void key_metric_clusters(const ClusteringParams& params, const AttentionCall& call,
+                         const Outputs& out, Arena& arena, cudaStream_t stream) {
+  const ClusterShape shape = cluster_shape(call, params.clusters);
+  const KeyMetricBuffers metric(arena, call, params.clusters);
+  const NearestBuffers nearest(arena, shape, params.iterations + 1);
+  // The sums may overwrite the centroids: those of empty clusters, which are kept, have none.
+  const ClusterSums sums =
+      make_cluster_sums(arena, shape, call.inputs.q, out.order, out.offsets, metric.centroids);
+  if (!metric.centroids) return;
+  key_covariance(call, metric, {nearest.zeroed, nearest.passes * nearest.teams}, stream);
+  for (std::int64_t pass = 0; pass <= params.iterations; ++pass) {
+    if (pass > 0) sum_cluster_tiles(call.op, sums, call.inputs.q, stream);
+    weigh_centroids(call, sums, pass == 0, metric, stream);
+    nearest_clusters(call, shape, metric.table, nearest, {pass, out.labels, out.order, out.offsets},
+                     stream);
+  }
+}
+
+void cluster(const ClusteringParams& params, const AttentionCall& call, const Outputs& out,
+             Arena& arena, cudaStream_t stream) {
+  COTERIE_CHECK(params.clusters <= kMaxClusters, call.op, "expected at most ", kMaxClusters,
+                " clusters; got ", params.clusters);
+  if (params.method == Clustering::keys)
+    key_metric_clusters(params, call, out, arena, stream);
+  else
+    hamming_clusters(params, call, out, arena, stream);
+}
+
+}  // namespace
+
+std::int64_t cluster_workspace_bytes(const ClusteringParams& params, const AttentionCall& call) {
+  Arena arena;
+  cluster(params, call, {}, arena, nullptr);
+  return arena.used();
+}
+
+void cluster_queries(const ClusteringParams& params, const AttentionCall& call,
+                     const TensorView& labels, const TensorView& order, const TensorView& offsets,
+                     void* workspace, cudaStream_t stream) {
+  if (call.num_items() == 0) {  // all rows are padding
+    for (const TensorView* rows : {&labels, &order})
+      COTERIE_CUDA(cudaMemsetAsync(rows->data, 0xff,
+                                   static_cast<std::size_t>(rows->count()) * sizeof(std::int32_t),
+                                   stream));
+    return;
+  }
+  const std::int64_t bytes = cluster_workspace_bytes(params, call);
+  Arena arena(call.op.c_str(), {workspace, bytes, stream}, bytes);
+  cluster(params, call,
+          {static_cast<std::int32_t*>(labels.data), static_cast<std::int32_t*>(order.data),
+           static_cast<std::int32_t*>(offsets.data)},
+          arena, stream);
+}
+
+}  // namespace coterie::cuda

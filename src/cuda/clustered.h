@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT
+// Clustered and improved clustered attention on the GPU: what their stages hand to each other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/call.h"
+#include "coterie/attention.h"
+
+namespace coterie::cuda {
+
+// The saved tensors by name, in the order of ops/saved.cc. Plain clustered attention has no
+// top_keys, mass and lse; during a selection all after top_keys are absent.
+struct ClusteredTensors {
+  TensorView labels;        // int32 (B, H, N)
+  TensorView order;         // int32 (B, H, N)
+  TensorView offsets;       // int32 (items, H, C+1)
+  TensorView top_keys;      // int32 (items, H, C, k), ascending, -1 beyond the last
+  TensorView centroids;     // f32 (items, H, C, Dk)
+  TensorView centroid_lse;  // f32 (items, H, C), natural logarithm, scale applied
+  TensorView mass;          // f32 (items, H, C)
+  TensorView out;           // f32 (items, H, C, Dv): centroid_out, or bottom
+  TensorView lse;           // f32 (B, H, N)
+
+  std::int64_t clusters() const { return offsets.size(2) - 1; }
+  std::int64_t topk() const { return top_keys.present() ? top_keys.size(3) : 0; }
+};
+
+ClusteredTensors clustered_tensors(const ClusteredParams& params,
+                                   const std::vector<TensorView>& saved);
+ClusteredTensors clustered_tensors(const ImprovedClusteredParams& params,
+                                   const std::vector<TensorView>& saved);
+
+// Sizes that decide how much memory a call takes.
+struct ClusteredSizes {
+  std::int64_t clusters = 0;
+  std::int64_t topk = 0;  // 0 for plain clustered attention; else at most the number of keys
+};
+
+// Every stage launches on `stream` and takes its scratch memory from `arena`; with an arena that
+// only counts it launches nothing, so that the same function tells how much it needs. `tensors` may
+// be empty then.
+
+// top_keys from the centroids (f32, (items, H, C, Dk)) and the keys. attend_centroid_select.cu
+void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
+                     const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream);
+
+// centroid_lse, out and (with top keys) mass from the centroids. attend_centroid_fwd.cu
+void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
+                      const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream);
+
+// Rows of `out` and lse: attention over the cluster's top keys, or the cluster's row.
+// attend_topk_fwd.cu
+void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
+                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream);
+void broadcast_forward(const AttentionCall& call, const ClusteredTensors& tensors,
+                       const TensorView& out, cudaStream_t stream);
+
+// Gradients of clustered and improved clustered attention. attend_clustered_bwd.cu
+struct ClusteredBackward {
+  ClusteredTensors tensors;
+  bool mass_grad = true;
+  TensorView grad_out;
+  AttentionGradients gradients;
+};
+void clustered_backward(const AttentionCall& call, const ClusteredSizes& sizes,
+                        const ClusteredBackward& pass, Arena& arena, cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT
+// The backward pass of clustered and improved clustered attention: what its kernels share.
+//
+// With G_c the sum of the members' output gradients g_i, A_cj the weights of cluster c's mean, m_c
+// the mass of its top keys T_c, and p_ij the weights of query i over T_c:
+//   e_i   = sum_T p_ij (g_i . v_j)            dm_c = sum of e_i over the cluster (mass_grad)
+//   dA_cj = G_c . v_j, or dm_c for j in T_c   delta_c = G_c . out_c + m_c dm_c
+//   dS_cj = A_cj (dA_cj - delta_c)            ds_ij = m_c p_ij (g_i . v_j - e_i)
+//   dmean_c = scale sum_j dS_cj k_j / n_c     dq_i = scale sum_T ds_ij k_j + dmean_c
+//   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i)
+//   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i m_c p_ij g_i
+// The centroid kernels treat all keys alike (dA = G . v everywhere); what that gets wrong for top
+// keys is one number per (cluster, slot) and tensor, put right where the slots are summed up.
+// No float atomics: every sum has one writer and a fixed order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/arena.h"
+#include "cuda/clustered.h"
+#include "cuda/device/problem.cuh"
+#include "cuda/device/splits.cuh"
+
+namespace coterie::cuda {
+
+constexpr float kLog2E = 1.44269504088896f;
+
+// A part of a cluster that one block works on: members [first, first + count) of the sorted order
+// of its (item, head). A cluster has ceil(size / kUnitRows) units with consecutive numbers.
+struct Unit {
+  int item, cluster, first, count;
+};
+constexpr int kUnitRows = 1024;
+
+// Slots of top keys that a block keeps on the chip.
+constexpr int kSlotTile = 32;
+
+struct BackwardShape {
+  int items, B, H, group, N, S, clusters, topk;
+  int units;             // per head, most of them used
+  int pitch;             // of scratch rows: the head dim padded to one of kHeadDims
+  bool sm90a;            // the kernels of *_sm90a.cu serve this call
+  KeyChunks chunks;      // of the keys, for the gradients of the means
+  KeyChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
+  bool mass_grad;
+  float scale;
+  // fp16 operands are kept in range by powers of two: G and its products times gradient_scale,
+  // centroid weights times weight_scale. 1 for other types.
+  float gradient_scale, weight_scale;
+  ItemSpans spans;
+
+  // Number of the first unit of a cluster that starts at `offset` of its item. Each unit of
+  // kUnitRows rows moves the numbers of later clusters by at least as much, so they never meet.
+  __device__ int first_unit(int item, int cluster, const ItemSpan& span, int offset) const {
+    return item * clusters + cluster + span.batch * (N / kUnitRows + 1) +
+           (span.begin + offset) / kUnitRows;
+  }
+  // Tiles of `size` keys over all items.
+  KeyChunks key_tiles(int size) const {
+    const int per_item = (S + size - 1) / size;
+    if (spans.k.cu_seqlens) return {size, 0, items, items + S / size};
+    return {size, per_item, items, items * per_item};
+  }
+};
+
+// The saved tensors. A "row" is a cluster of an (item, head): row = (item * H + head) * C +
+// cluster.
+struct BackwardLists {
+  const std::int32_t *order, *labels, *offsets, *top_keys;
+  const float *centroids, *centroid_lse, *mass, *out, *lse;
+};
+
+template <class T>
+struct BackwardScratch {
+  Unit* units;        // (H, units)
+  float* unit_dout;   // (H, units, pitch): partial sums of g
+  float* unit_dmass;  // (H, units)
+  T *mean, *dout;     // (rows, pitch): operands of the centroid kernels
+  float* row_lse;     // (rows): base 2, so that A = exp2(scale s - lse); +inf for empty clusters
+  float *row_delta, *row_dmass;  // (rows), times gradient_scale
+  float* mean_slices;            // (splits, rows, pitch)
+  float* dmean;                  // (rows, pitch)
+  float *top_ds, *top_weight;    // (rows, topk): corrections of dS and A for top keys
+  float* inner;                  // (B, H, N): e_i
+  float* slots;                  // (H, units, topk, 2, pitch): dk and dv of the top keys of a unit
+};
+
+template <class T>
+struct BackwardArgs {
+  BackwardShape shape;
+  BackwardLists lists;
+  BackwardScratch<T> scratch;
+  Tensor4<const T> q, k, v, g;
+  Tensor4<T> dq, dk, dv;  // data is null when absent
+};
+
+// The stages, in order. Each is instantiated for float, __nv_bfloat16 and __half.
+
+// unit_dout, unit_dmass and inner. attend_topk_bwd.cu
+template <class T>
+void segment_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+// dk and dv, and mean_slices, as if there were no top keys. attend_centroid_bwd.cu
+template <class T>
+void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+template <class T>
+void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+// The same by Hopper's warpgroup products, for 16-bit types and pitches of 64 and 128.
+// attend_key_bwd_sm90a.cu, attend_mean_bwd_sm90a.cu
+template <class T>
+void centroid_key_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
+template <class T>
+void centroid_mean_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
+// dq and slots. attend_topk_bwd.cu
+template <class T>
+void topk_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+// Adds the slots to dk and dv. fold.cu
+template <class T>
+void fold_slots(const BackwardArgs<T>& args, cudaStream_t stream);
+
+}  // namespace coterie::cuda

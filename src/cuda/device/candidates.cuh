@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT
+// Lists of candidates for a top-k selection. A candidate is one 64-bit key, larger for a better
+// score and, among equal scores, for a lower index; keys are distinct, so that every cut is exact.
+#pragma once
+
+#include <cstdint>
+
+namespace coterie::cuda {
+
+struct alignas(8) Candidate {
+  float score;
+  int index;
+};
+using CandidateKey = unsigned long long;
+
+// Unsigned integers in the order of the floats (without NaN).
+__device__ __forceinline__ std::uint32_t ordered(float score) {
+  const std::uint32_t bits = __float_as_uint(score);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float from_ordered(std::uint32_t value) {
+  return __uint_as_float(value & 0x80000000u ? value & 0x7fffffffu : ~value);
+}
+
+__device__ __forceinline__ CandidateKey candidate_key(float score, int index) {
+  return static_cast<CandidateKey>(ordered(score)) << 32 | ~static_cast<std::uint32_t>(index);
+}
+__device__ __forceinline__ CandidateKey candidate_key(const Candidate& candidate) {
+  return candidate_key(candidate.score, candidate.index);
+}
+__device__ __forceinline__ float score_of(CandidateKey key) {
+  return from_ordered(static_cast<std::uint32_t>(key >> 32));
+}
+__device__ __forceinline__ int index_of(CandidateKey key) {
+  return static_cast<int>(~static_cast<std::uint32_t>(key));
+}
+
+__device__ __forceinline__ CandidateKey warp_max(CandidateKey key) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) key = max(key, __shfl_xor_sync(~0u, key, step));
+  return key;
+}
+
+// A key that at least `least` and at most `most` of the keys are not below. for_each(visit) calls
+// visit(key) for this lane's share of the keys, of which there are more than `most`.
+template <class ForEach>
+__device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
+  CandidateKey largest = 0, smallest = 0;  // of the complements
+  for_each([&](CandidateKey key) {
+    largest = max(largest, key);
+    smallest = max(smallest, ~key);
+  });
+  CandidateKey low = ~warp_max(smallest), high = warp_max(largest) + 1;  // too many; too few
+  while (true) {
+    const CandidateKey middle = low + (high - low) / 2;
+    int count = 0;
+    for_each([&](CandidateKey key) { count += key >= middle; });
+    count = __reduce_add_sync(~0u, count);
+    if (count > most)
+      low = middle;
+    else if (count < least)
+      high = middle;
+    else
+      return middle;
+  }
+}
+
+// Moves the candidates of list[0, count) that are not below `cut` to its front; returns their
+// number.
+__device__ __forceinline__ int keep_above(Candidate* list, int count, CandidateKey cut) {
+  const int lane = threadIdx.x % 32;
+  int kept = 0;
+  for (int first = 0; first < count; first += 32) {
+    const bool there = first + lane < count;
+    const Candidate candidate = there ? list[first + lane] : Candidate{};
+    const bool keep = there && candidate_key(candidate) >= cut;
+    const std::uint32_t votes = __ballot_sync(~0u, keep);
+    if (keep) list[kept + __popc(votes & ((1u << lane) - 1))] = candidate;
+    kept += __popc(votes);
+    __syncwarp();
+  }
+  return kept;
+}
+
+// The lane's values in descending order over the lanes of the warp.
+__device__ __forceinline__ float warp_sort_descending(float value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int size = 2; size <= 32; size *= 2)
+#pragma unroll
+    for (int step = size / 2; step > 0; step /= 2) {
+      const float other = __shfl_xor_sync(~0u, value, step);
+      const bool larger =
+          ((lane & step) == 0) == ((lane & size) == 0);  // this lane keeps the larger
+      value = larger ? fmaxf(value, other) : fminf(value, other);
+    }
+  return value;
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: MIT
+// Tiles of 64 keys (and values) on their way to warpgroup products. All warps of a block load a
+// share of every tile and wait for each other only through barriers in shared memory, a few tiles
+// apart.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/centroid.cuh"
+#include "cuda/device/load.cuh"
+#include "cuda/device/wgmma.cuh"
+
+namespace coterie::cuda {
+
+// kMatrices: 1 for keys, 2 for keys and values. Of kStages tiles in shared memory, kAhead are
+// loaded before they are needed, and a thread has seen its own share of a tile arrive kReady tiles
+// before.
+template <class T, int kDim, int kMatrices, int kWarps>
+struct KeyPipeline {
+  static constexpr int kKeys = 64;
+  static constexpr int kBands = kDim / 64;  // tiles of 128-byte rows side by side
+  static constexpr int kBandBytes = kKeys * 128;
+  static constexpr int kStageBytes = kMatrices * kBands * kBandBytes;
+  static constexpr bool kLarge = kStageBytes > 16 * 1024;
+  static constexpr int kStages = kLarge ? 4 : 7, kAhead = kLarge ? 2 : 4, kReady = kLarge ? 1 : 2;
+  static constexpr int kBytes = kStages * kStageBytes + kStages * 16;
+
+  std::uint32_t base;
+  Rows<const T> rows[kMatrices];
+  int total;  // tiles
+
+  __device__ std::uint32_t full(int tile) const {
+    return base + kStages * kStageBytes + tile % kStages * 8;
+  }
+  __device__ std::uint32_t free(int tile) const { return full(tile) + kStages * 8; }
+  __device__ std::uint32_t tile(int number, int matrix) const {
+    return base + number % kStages * kStageBytes + matrix * kBands * kBandBytes;
+  }
+
+  // By all threads, before a __syncthreads.
+  __device__ void init() const {
+    if (threadIdx.x < 2 * kStages) mbarrier_init(full(0) + threadIdx.x * 8, kWarps);
+  }
+
+  // Starts to load a tile of keys first .. end - 1, once all warps are done with its place.
+  __device__ void fill(int number, std::int64_t first, std::int64_t end) const {
+    if (number < total) {
+      if (number >= kStages) mbarrier_wait(free(number), (number / kStages - 1) & 1);
+#pragma unroll
+      for (int matrix = 0; matrix < kMatrices; ++matrix)
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+          Rows<const T> columns = rows[matrix];
+          columns.data += band * 64;
+          columns.width -= band * 64;
+          load_tile<kKeys, kWarps * 32>(Tile<T, 64>{tile(number, matrix) + band * kBandBytes},
+                                        columns, first, static_cast<int>(end - first));
+        }
+    }
+    cp_async_commit();
+  }
+  // Loads the first tiles; first(t) is the first key of tile t.
+  template <class First>
+  __device__ void start(const First& first, std::int64_t end) const {
+#pragma unroll
+    for (int t = 0; t < kAhead; ++t) fill(t, first(t), end);
+    cp_async_wait<kAhead - kReady>();
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 < min(kReady, total)) mbarrier_arrive(full(threadIdx.x % 32));
+  }
+  // Keeps the tiles coming, at the start of the work on tile `number`.
+  template <class First>
+  __device__ void advance(int number, const First& first, std::int64_t end) const {
+    fill(number + kAhead, first(number + kAhead), end);
+    publish(number + kReady);
+  }
+  // After fill(number + kAhead - kReady): this warp's share of the tile is there.
+  __device__ void publish(int number) const {
+    cp_async_wait<kAhead - kReady>();
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && number < total) mbarrier_arrive(full(number));
+  }
+  __device__ void wait(int number) const { mbarrier_wait(full(number), number / kStages & 1); }
+  // This warp has read the tile.
+  __device__ void release(int number) const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(free(number));
+  }
+};
+
+// The means of this thread's rows, rounded, as left factors.
+template <class T, int kDim>
+__device__ __forceinline__ void load_mean_rows(std::uint32_t (&q)[kDim / 16][4],
+                                               const CentroidQueries& queries, int item, int head,
+                                               int cluster) {
+  const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
+  const auto mean = [&](int row, int column) {
+    return row < queries.clusters && column < queries.width
+               ? means[static_cast<std::int64_t>(row) * queries.width + column] * queries.sign
+               : 0.0f;
+  };
+#pragma unroll
+  for (int i = 0; i < kDim / 4; ++i) {
+    const int row = cluster + i % 2 * 8;
+    const int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
+    q[i / 4][i % 4] = pack2<T>(mean(row, column), mean(row, column + 1));
+  }
+}
+
+// S = Q Kᵀ of a warpgroup: 64 rows, 64 keys. Rows of A in registers.
+template <class T, int kDim>
+__device__ __forceinline__ void score_products(float (&s)[32],
+                                               const std::uint32_t (&q)[kDim / 16][4],
+                                               std::uint32_t keys) {
+#pragma unroll
+  for (int d = 0; d < kDim / 16; ++d) {
+    const std::uint64_t k = matrix_descriptor(keys + d / 4 * (64 * 128) + d % 4 * 32);
+    if (d == 0)
+      wgmma<T, 0, 0>(s, q[d], k);
+    else
+      wgmma<T, 1, 0>(s, q[d], k);
+  }
+}
+// The same with the rows in shared memory, `band` bytes from one band of 64 columns to the next.
+template <class T, int kDim>
+__device__ __forceinline__ void score_products(float (&s)[32], std::uint32_t queries, int band,
+                                               std::uint32_t keys) {
+#pragma unroll
+  for (int d = 0; d < kDim / 16; ++d) {
+    const std::uint64_t q = matrix_descriptor(queries + d / 4 * band + d % 4 * 32);
+    const std::uint64_t k = matrix_descriptor(keys + d / 4 * (64 * 128) + d % 4 * 32);
+    if (d == 0)
+      wgmma<T, 0, 0>(s, q, k);
+    else
+      wgmma<T, 1, 0>(s, q, k);
+  }
+}
+
+}  // namespace coterie::cuda

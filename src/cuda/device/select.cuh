@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: MIT
+// Selection of the top keys of cluster means: what its kernels share (attend_centroid_select.cu).
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "cuda/device/candidates.cuh"
+#include "cuda/device/centroid.cuh"
+
+namespace coterie::cuda {
+
+constexpr int kSamples = 8;      // parts of the sample, a block each
+constexpr int kSampleShare = 4;  // one key tile in so many is in the sample
+constexpr int kSelectKeys = 64;  // keys of a tile, 16 of them for each lane of a row's four
+
+template <class T>
+struct SelectArgs {
+  CentroidQueries queries;
+  Tensor4<const T> k;
+  int topk;
+  int wanted;              // candidates to find, some more than topk
+  int lists;               // of a row and chunk: one for each lane that holds scores of the row
+  int capacity;            // of a list
+  float* thresholds;       // (items, H, C, kSamples)
+  std::int32_t* counts;    // (slots, H, C, lists)
+  Candidate* candidates;   // (slots, H, C, lists, capacity)
+  std::int32_t* top_keys;  // (items, H, C, topk)
+
+  __device__ Rows<const T> keys(const ItemSpan& span, int head) const {
+    return k.rows(span.batch, head / queries.group, span.begin);
+  }
+};
+
+// The sample of one block: `tiles` whole tiles of kSelectKeys keys, the j-th at key(j).
+struct Sample {
+  int parts, tiles, first, total, all;
+
+  __device__ Sample(int keys, int part) {
+    all = keys / kSelectKeys;
+    parts = min(kSamples, max(all, 1));
+    tiles = max(max(all / (kSampleShare * parts), min(all / parts, 4)), 1);
+    total = parts * tiles;
+    first = part * tiles;
+  }
+  __device__ int key(int j) const {
+    return static_cast<int>(static_cast<std::int64_t>(first + j) * all / total) * kSelectKeys;
+  }
+  // Which of the 32 group maxima of a row bounds `wanted` keys.
+  __device__ int rank(int wanted) const { return (wanted + parts - 1) / parts; }
+};
+
+// Writes one threshold for all rows of a block: -FLT_MAX where every key is a candidate, FLT_MAX
+// from parts that have no keys.
+template <class T>
+__device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
+                                 int part, float value) {
+  for (int r = threadIdx.x; r < args.queries.block_rows; r += blockDim.x)
+    if (block.first + r < args.queries.clusters)
+      args.thresholds[args.queries.row(item, block.head, block.first + r) * kSamples + part] =
+          value;
+}
+
+// maxima[r]: 32 group maxima of row r. Writes the rank-th largest of each.
+template <class T>
+__device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
+                                 int part, int rank, const float (*maxima)[33]) {
+  const int lane = threadIdx.x % 32;
+  for (int r = threadIdx.x / 32; r < args.queries.block_rows; r += blockDim.x / 32) {
+    const float sorted = warp_sort_descending(maxima[r][lane]);
+    if (lane == rank - 1 && block.first + r < args.queries.clusters)
+      args.thresholds[args.queries.row(item, block.head, block.first + r) * kSamples + part] =
+          sorted;
+  }
+}
+
+// The threshold of a row from those of the parts; none for rows without members, or beyond the last
+// cluster.
+template <class T>
+__device__ float row_threshold(const SelectArgs<T>& args, int item, int head, int cluster) {
+  if (cluster >= args.queries.clusters || args.queries.empty(item, head, cluster)) return INFINITY;
+  const float* parts = args.thresholds + args.queries.row(item, head, cluster) * kSamples;
+  float threshold = FLT_MAX;
+#pragma unroll
+  for (int i = 0; i < kSamples; ++i) threshold = fminf(threshold, parts[i]);
+  return threshold;
+}
+
+// One row of means in a warp: four lanes hold its scores, each keeps a list of its own, so that
+// nothing is shared while scores stream by. A list has room for one tile after every check.
+struct LaneList {
+  Candidate* list;
+  int count;
+  float floor;  // scores below are no candidates
+
+  __device__ void push(float score, int key) {
+    list[count] = {score, key};
+    ++count;
+  }
+  __device__ bool filling(int capacity) const { return count > capacity - kSelectKeys / 4; }
+};
+
+// By all lanes of a warp, for the row of lanes 4 * quad .. 4 * quad + 3: keeps the best `wanted` of
+// its lists and raises its floor. Keys to come have indices from `next` on. Rare, and kept out of
+// the registers of the kernels.
+static __device__ __noinline__ LaneList prune(LaneList own, int quad, int wanted, int next) {
+  const int lane = threadIdx.x % 32;
+  Candidate* lists[4];
+  int counts[4];
+  const auto address = reinterpret_cast<unsigned long long>(own.list);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    lists[i] = reinterpret_cast<Candidate*>(__shfl_sync(~0u, address, 4 * quad + i));
+    counts[i] = __shfl_sync(~0u, own.count, 4 * quad + i);
+  }
+  if (counts[0] + counts[1] + counts[2] + counts[3] <= wanted) return own;
+  const auto for_each = [&](const auto& visit) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      for (int j = lane; j < counts[i]; j += 32) visit(candidate_key(lists[i][j]));
+  };
+  const CandidateKey cut = find_cut(for_each, wanted, wanted);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int kept = keep_above(lists[i], counts[i], cut);
+    if (lane == 4 * quad + i) own.count = kept;
+  }
+  // A later key with the cut's score counts only if its index is low enough to beat the cut.
+  const float score = score_of(cut);
+  const bool ties = ~static_cast<std::uint32_t>(next) > static_cast<std::uint32_t>(cut);
+  if (lane / 4 == quad) own.floor = ties ? score : from_ordered(ordered(score) + 1);
+  return own;
+}
+
+// Cuts back the lists that may overflow with the next tile.
+template <int kRows>
+__device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity, int wanted,
+                                          int next) {
+  bool filling = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) filling |= lists[r].filling(capacity);
+  if (!__any_sync(~0u, filling)) return;
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const std::uint32_t full = __ballot_sync(~0u, lists[r].filling(capacity));
+#pragma unroll 1
+    for (int quad = 0; quad < 8; ++quad)
+      if (full >> (4 * quad) & 15u) lists[r] = prune(lists[r], quad, wanted, next);
+  }
+}
+
+// 4 scores of a row: keys first, first + 1, first + 8, first + 9.
+__device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float s2, float s3,
+                                       int first) {
+  if (!(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3)) >= list.floor)) return;
+  if (s0 >= list.floor) list.push(s0, first);
+  if (s1 >= list.floor) list.push(s1, first + 1);
+  if (s2 >= list.floor) list.push(s2, first + 8);
+  if (s3 >= list.floor) list.push(s3, first + 9);
+}
+
+// Steps 1 and 2 of the selection on Hopper's warpgroup products; 16-bit types only.
+// attend_centroid_select_sm90a.cu
+template <class T>
+void find_candidates_sm90a(const SelectArgs<T>& args, cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT
+// Running softmax of the rows of a 16 x 16 m accumulator, base 2. A lane holds rows l/4 and l/4 +
+// 8; the four lanes of a row agree on its shift.
+#pragma once
+
+#include <cstdint>
+
+namespace coterie::cuda {
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// Weights are 2^(score * exponent - shift). The shift follows the largest score only when that is
+// kSlack above it: sums stay far from overflow, and rows are hardly ever rescaled.
+struct RowSoftmax {
+  static constexpr float kSlack = 8.0f;
+  float shift = -INFINITY;
+  float sum = 0.0f;  // of this lane's weights
+
+  // The largest score that needs no new shift; `inverse` is 1 / exponent.
+  __device__ float limit(float inverse) const { return (shift + kSlack) * inverse; }
+
+  // For a new largest score of the row; returns the factor of everything summed so far. Scores of
+  // -inf only (rows that see infinities) leave the shift at 0, which makes their weights 0.
+  __device__ float raise(float largest, float exponent) {
+    const float old = shift;
+    shift = fmaxf(shift, largest * exponent);
+    if (shift == -INFINITY) shift = 0.0f;
+    const float factor = exp2_approximate(old - shift);
+    sum *= factor;
+    return factor;
+  }
+  __device__ float weight(float score, float exponent) {
+    const float p = exp2_approximate(fmaf(score, exponent, -shift));
+    sum += p;
+    return p;
+  }
+};
+
+}  // namespace coterie::cuda

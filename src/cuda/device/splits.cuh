@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: MIT
+// Keys of an item cut in chunks, one per thread block. The number of chunks of an item is known on
+// the device only; slots numbers them without a scan, so that partial results have a place each.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/call.h"
+#include "cuda/device/problem.cuh"
+
+namespace coterie::cuda {
+
+// One chunk of one item's keys: [begin, end) counted from the item's first key.
+struct KeyChunk {
+  int item;
+  int split;  // number of the chunk in its item
+  ItemSpan keys;
+  int begin, end;
+};
+
+// Slot of chunk s of item t: t * per_item + s, or for packed items (first key) / chunk + t + s,
+// which is distinct for all chunks because an item of n keys has at most n / chunk + 1 of them.
+struct KeyChunks {
+  int chunk;     // keys in a chunk, a multiple of the key tiles
+  int per_item;  // slots of an item; 0 for packed items
+  int items;
+  int slots;  // in all
+
+  __host__ __device__ int count(int keys) const { return (keys + chunk - 1) / chunk; }
+
+  __device__ int first_slot(const SequenceSpans& keys, int item) const {
+    if (per_item > 0) return item * per_item;
+    return min(max(keys.cu_seqlens[item], 0), keys.rows) / chunk + item;
+  }
+
+  // The chunk of a slot; an empty one when the slot is not used.
+  __device__ KeyChunk find(const SequenceSpans& keys, int slot) const {
+    int item = 0;
+    if (per_item > 0) {
+      item = slot / per_item;
+    } else {
+      int high = items;  // the last item whose first slot is not after this one
+      while (high - item > 1) {
+        const int middle = (item + high) / 2;
+        if (first_slot(keys, middle) <= slot)
+          item = middle;
+        else
+          high = middle;
+      }
+    }
+    KeyChunk found{item, slot - first_slot(keys, item), keys.span(item), 0, 0};
+    const std::int64_t begin = static_cast<std::int64_t>(found.split) * chunk;
+    found.begin = static_cast<int>(min(begin, static_cast<std::int64_t>(found.keys.length)));
+    found.end = min(found.begin + chunk, found.keys.length);
+    return found;
+  }
+};
+
+// Cuts the keys so that `rows` row tiles per item keep `blocks` resident thread blocks busy: the
+// least time of waves x (keys of a chunk + a block's overhead, in keys).
+inline KeyChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::int64_t blocks) {
+  constexpr std::int64_t kStep = 128, kOverhead = 256, kMost = 256;
+  const bool packed = call.inputs.k_sequences.cu_seqlens.present();
+  const std::int64_t keys = std::max<std::int64_t>(call.S, 1),
+                     tiles = rows * std::max<std::int64_t>(call.B, 1);
+  std::int64_t best = 0, least = 0;
+  for (std::int64_t splits = 1; splits <= std::min((keys + kStep - 1) / kStep, kMost); ++splits) {
+    const std::int64_t length = ((keys + splits - 1) / splits + kStep - 1) / kStep * kStep;
+    const std::int64_t time = (tiles * splits + blocks - 1) / blocks * (length + kOverhead);
+    if (best == 0 || time < least) {
+      best = length;
+      least = time;
+    }
+  }
+  KeyChunks chunks;
+  chunks.chunk = static_cast<int>(best);
+  chunks.items = static_cast<int>(call.num_items());
+  chunks.per_item = packed ? 0 : chunks.count(static_cast<int>(keys));
+  chunks.slots =
+      packed ? static_cast<int>(keys / best) + chunks.items : chunks.items * chunks.per_item;
+  return chunks;
+}
+
+}  // namespace coterie::cuda

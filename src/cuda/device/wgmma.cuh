@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT
+// Hopper's warpgroup products: 64 x 64 accumulators of four warps, right factors in shared memory
+// in tiles of 128-byte rows (Tile<T, 64>, at multiples of 1024 bytes). Only for sm_90a.
+//
+// Warp w of the group holds rows 16 w .. 16 w + 15 of an accumulator, in the layout of mma.cuh:
+// d[4 j + e] is column 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace coterie::cuda {
+
+constexpr int kWarpgroup = 128;  // threads
+
+// A matrix of 128-byte rows: groups of 8 rows are 1024 bytes apart, and columns beyond the 64th lie
+// `leading` bytes further.
+__device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address,
+                                                           int leading = 16) {
+  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) |
+         static_cast<std::uint64_t>(leading >> 4) << 16 |
+         static_cast<std::uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// Before the first product of a batch: registers and shared memory are as the warp wrote them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from reading an accumulator before the wait that precedes this.
+__device__ __forceinline__ void wgmma_settle(float (&d)[32]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Makes ordinary and cp.async writes to shared memory visible to wgmma.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Operand lists for the products below; `io` is "+" or "=".
+#define COTERIE_WGMMA_D                                                                         \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
+  "%25,%26,%27,%28,%29,%30,%31}"
+#define COTERIE_WGMMA_OUT(io)                                                                   \
+  io "f"(d[0]), io "f"(d[1]), io "f"(d[2]), io "f"(d[3]), io "f"(d[4]), io "f"(d[5]),           \
+      io "f"(d[6]), io "f"(d[7]), io "f"(d[8]), io "f"(d[9]), io "f"(d[10]), io "f"(d[11]),     \
+      io "f"(d[12]), io "f"(d[13]), io "f"(d[14]), io "f"(d[15]), io "f"(d[16]), io "f"(d[17]), \
+      io "f"(d[18]), io "f"(d[19]), io "f"(d[20]), io "f"(d[21]), io "f"(d[22]), io "f"(d[23]), \
+      io "f"(d[24]), io "f"(d[25]), io "f"(d[26]), io "f"(d[27]), io "f"(d[28]), io "f"(d[29]), \
+      io "f"(d[30]), io "f"(d[31])
+#define COTERIE_WGMMA_REGISTERS(type, io, add)                                                 \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                            \
+               ", 0;\n"                                                                        \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " COTERIE_WGMMA_D \
+               ", {%32,%33,%34,%35}, %36, p, 1, 1, %37;}"                                      \
+               : COTERIE_WGMMA_OUT(io)                                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed))
+#define COTERIE_WGMMA_SHARED(type, io, add)                                                    \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                            \
+               ", 0;\n"                                                                        \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " COTERIE_WGMMA_D \
+               ", %32, %33, p, 1, 1, 0, %34;}"                                                 \
+               : COTERIE_WGMMA_OUT(io)                                                         \
+               : "l"(a), "l"(b), "n"(kTransposed))
+#define COTERIE_WGMMA(operands)                                \
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kAdd == 1) \
+    operands("bf16", "+", "1");                                \
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)         \
+    operands("bf16", "=", "0");                                \
+  else if constexpr (kAdd == 1)                                \
+    operands("f16", "+", "1");                                 \
+  else                                                         \
+    operands("f16", "=", "0")
+
+// d = a b (kAdd 0) or d += a b (kAdd 1), 64 x 16 by 16 x 64. b: with kTransposed 0 its 64 columns
+// are rows of the tile (keys in Q Kᵀ), with 1 its 16 depths are (keys in P V).
+template <class T, int kAdd, int kTransposed>
+__device__ __forceinline__ void wgmma(float (&d)[32], const std::uint32_t (&a)[4],
+                                      std::uint64_t b) {
+  COTERIE_WGMMA(COTERIE_WGMMA_REGISTERS);
+}
+// The same with a in shared memory.
+template <class T, int kAdd, int kTransposed>
+__device__ __forceinline__ void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b) {
+  COTERIE_WGMMA(COTERIE_WGMMA_SHARED);
+}
+
+#undef COTERIE_WGMMA_D
+#undef COTERIE_WGMMA_OUT
+#undef COTERIE_WGMMA_REGISTERS
+#undef COTERIE_WGMMA_SHARED
+#undef COTERIE_WGMMA
+
+// Barriers in shared memory that count arrivals and flip a phase.
+__device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Waits for the end of the phase of the given parity; phases are numbered from 0.
+__device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: MIT
+#include "cuda/group.h"
+
+#include "cuda/device/group.cuh"
+
+namespace coterie::cuda {
+
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+
+struct GroupArgs {
+  ClusterShape shape;
+  Teams teams;
+  GroupRun run;
+  std::int32_t* histograms;
+  int shared_words;
+};
+
+__global__ void __launch_bounds__(kThreads, 1) group_kernel(GroupArgs args) {
+  extern __shared__ std::int32_t shared[];
+  const ClusterShape& shape = args.shape;
+  Team team(args.teams);
+  int turn = 0;
+  for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
+    const int item = number / shape.heads, head = number % shape.heads;
+    const ItemSpan span = shape.q.span(item);
+    const std::int64_t start = shape.start(span, head);
+    fill_padding(shape, team, item, head, nullptr, args.run.order);
+    group_rows(
+        team, team.share(span.length),
+        {args.run.labels + start, args.run.order + start,
+         args.run.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
+         histograms_of(args.histograms, args.teams, team, turn, shape.clusters), shape.clusters},
+        shared, args.shared_words);
+  }
+}
+
+}  // namespace
+
+void group_by_label(const ClusterShape& shape, const GroupRun& run, Arena& arena,
+                    cudaStream_t stream) {
+  GroupArgs args{};
+  args.shape = shape;
+  args.run = run;
+  args.teams = make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr);
+  args.histograms =
+      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) * shape.clusters);
+  args.teams.arrivals = arena.take<unsigned>(args.teams.count);
+  if (!args.histograms || shape.problems() == 0) return;
+  COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,
+                               static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
+                               stream));
+  const std::size_t bytes = group_shared_bytes(shape.clusters, kWarps);
+  args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
+  launch_cooperative(group_kernel, args.teams.blocks(), kThreads, bytes, stream, args);
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: MIT
+#include "cuda/key_metric.h"
+
+#include "coterie/random.h"
+#include "cuda/device/load.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/row_fragments.cuh"
+#include "cuda/nearest.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kSlab = 16;  // rows of the covariance that one block computes
+
+struct CovarianceArgs {
+  ClusterShape shape;
+  float* covariance;
+  int width;
+  ZeroedWords zeroed;
+};
+
+// Keys in shared memory at a time.
+template <class T>
+constexpr int kBatch = sizeof(T) == 2 ? 512 : 256;
+
+// sum += the products of columns slab .. slab+15 with all columns, and the sums of the columns,
+// over rows [first, first + kBatch / kWarps) of the tile.
+template <class T, int kWidth>
+__device__ __forceinline__ void add_products(const Tile<T, kWidth>& tile, int first, int count,
+                                             int slab, Accumulator (&sum)[kWidth / 16],
+                                             Accumulator (&columns)[kWidth / 16]) {
+  FragmentA<T> ones;
+  for (std::uint32_t& word : ones.r) {
+    if constexpr (sizeof(T) == 2)
+      word = pack2<T>(1.0f, 1.0f);
+    else
+      word = __float_as_uint(1.0f);
+  }
+  for (int row = first; row < min(first + kBatch<T> / kWarps, count); row += 16) {
+    FragmentA<T> left;
+    load_a_transposed(left, tile, slab, row);
+#pragma unroll
+    for (int n = 0; n < kWidth / 16; ++n) {
+      FragmentB<T> right;
+      load_b_transposed(right, tile, 16 * n, row);
+      multiply_add(sum[n], left, right);
+      multiply_add(columns[n], ones, right);
+    }
+  }
+}
+
+// Takes the first key of all from `count` rows of the tile. Only for fp32: 16-bit keys far from
+// zero have fewer digits than the sums.
+template <int kWidth>
+__device__ void subtract_first(const Tile<float, kWidth>& tile, const Rows<const float>& keys,
+                               int count) {
+  for (int i = threadIdx.x; i < count * keys.width; i += kThreads) {
+    const std::uint32_t address = tile.address(i / keys.width, i % keys.width);
+    const float value = __uint_as_float(load_shared32(address)) - keys.row(0)[i % keys.width];
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  }
+}
+
+// Rows slab .. slab+15 of the covariance of one item and key head, S2 / n - mean mean^T. The warps
+// take different keys and their sums are added in order.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    key_covariance_kernel(CovarianceArgs args, Tensor4<const T> k) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ std::int32_t rows[kBatch<T>];
+  args.zeroed.zero();
+  const int slab = blockIdx.x % (kWidth / kSlab) * kSlab, problem = blockIdx.x / (kWidth / kSlab);
+  const int key_heads = args.shape.heads / args.shape.group;
+  const ItemSpan span = args.shape.k.span(problem / key_heads);
+  const Rows<const T> keys = k.rows(span.batch, problem % key_heads, span.begin);
+  const int samples = min(span.length, 8 * args.width), warp = threadIdx.x / 32;
+  const Tile<T, kWidth> tile{shared_address(shared)};
+  Accumulator sum[kWidth / 16] = {}, columns[kWidth / 16] = {};
+  for (int first = 0; first < samples; first += kBatch<T>) {
+    const int count = min(kBatch<T>, samples - first);
+    __syncthreads();
+    for (int t = threadIdx.x; t < count; t += kThreads)
+      rows[t] = static_cast<int>(static_cast<std::int64_t>(first + t) * span.length / samples);
+    __syncthreads();
+    load_tile<kBatch<T>, kThreads>(tile, keys, 0, count, rows);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (sizeof(T) == 4) {
+      subtract_first(tile, keys, count);
+      __syncthreads();
+    }
+    add_products(tile, warp * (kBatch<T> / kWarps), count, slab, sum, columns);
+  }
+  __syncthreads();
+  // Row kSlab of a warp's part are the sums of the columns.
+  auto* parts = reinterpret_cast<float*>(shared);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kWidth / 16; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = 16 * n + 8 * half + lane % 4 * 2;
+      float* part = parts + (warp * (kSlab + 1) + lane / 4) * kWidth + column;
+      store2(part, sum[n][half][0], sum[n][half][1]);
+      store2(part + 8 * kWidth, sum[n][half][2], sum[n][half][3]);
+      if (lane < 4) store2(part + kSlab * kWidth, columns[n][half][0], columns[n][half][1]);
+    }
+  __syncthreads();
+  for (int e = threadIdx.x; e < (kSlab + 1) * kWidth; e += kThreads) {
+    float total = 0.0f;
+    for (int w = 0; w < kWarps; ++w) total += parts[w * (kSlab + 1) * kWidth + e];
+    parts[e] = samples > 0 ? total / static_cast<float>(samples) : 0.0f;
+  }
+  __syncthreads();
+  const float* mean = parts + kSlab * kWidth;
+  for (int e = threadIdx.x; e < kSlab * kWidth; e += kThreads)
+    args.covariance[(static_cast<std::int64_t>(problem) * kWidth + slab) * kWidth + e] =
+        parts[e] - mean[slab + e / kWidth] * mean[e % kWidth];
+}
+
+struct WeighArgs {
+  ClusterSums sums;
+  bool initial;
+  const float* covariance;
+  float* centroids;
+  CentroidTable table;
+};
+
+constexpr int kWeighThreads = 512, kWeighWarps = kWeighThreads / 32;
+constexpr int kPair = 2;  // clusters of a warp
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+
+// A power of two by which the covariance's mean variance comes near 1: it changes no label, and
+// keeps the table in the range of fp16.
+__device__ float metric_scale(const float* covariance, int width, int pitch) {
+  float trace = 0.0f;
+  for (int d = threadIdx.x % 32; d < width; d += 32) trace += covariance[d * pitch + d];
+  const std::uint32_t exponent = __float_as_uint(warp_sum(trace) / static_cast<float>(width)) >> 23;
+  return exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+}
+
+// mu of clusters first and first + 1: this lane's columns lane + 32 i. `rows` are where an initial
+// centroid comes from, by lane.
+template <class T, int kChunks>
+__device__ __forceinline__ void new_centroids(const WeighArgs& args, const Rows<const T>& queries,
+                                              int problem, int first, int rows,
+                                              float (&mean)[kPair][kChunks]) {
+  const ClusterSums& sums = args.sums;
+  const int lane = threadIdx.x % 32, clusters = sums.shape.clusters;
+  const std::int64_t row = static_cast<std::int64_t>(problem) * clusters + first;
+  const int offset = args.initial ? 0 : sums.offsets[row + problem + min(lane, clusters - first)];
+  int size[kPair];
+#pragma unroll
+  for (int j = 0; j < kPair; ++j) {
+    const int source = __shfl_sync(0xffffffffu, rows, j);
+    const int begin = __shfl_sync(0xffffffffu, offset, j);
+    size[j] = __shfl_sync(0xffffffffu, offset, j + 1) - begin;
+    if (first + j >= clusters) continue;
+    if (!args.initial) {
+      collect_sums(sums, problem, first + j, begin, begin + size[j], mean[j]);
+      continue;
+    }
+    const T* from = queries.row(source);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i)
+      if (lane + 32 * i < sums.width) mean[j][i] = to_float(from[lane + 32 * i]);
+  }
+#pragma unroll
+  for (int j = 0; j < kPair; ++j)
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (first + j >= clusters || lane + 32 * i >= sums.width) continue;
+      float* stored = args.centroids + (row + j) * sums.width + lane + 32 * i;
+      if (!args.initial)
+        mean[j][i] = size[j] > 0 ? mean[j][i] / static_cast<float>(size[j]) : *stored;
+      *stored = mean[j][i];
+    }
+}
+
+// Writes m'_c, b_c and the norm of a cluster, the last one also beyond the end.
+template <class T, int kChunks>
+__device__ __forceinline__ void write_column(const WeighArgs& args, int problem, int c,
+                                             const float (&mean)[kChunks],
+                                             const float (&reference)[kChunks],
+                                             const float (&weighed)[kChunks]) {
+  constexpr int kParts = NearestParts<T>::kParts;
+  using F = Factor<T>;
+  const int lane = threadIdx.x % 32, padded = args.table.padded;
+  const int copies = c == args.sums.shape.clusters - 1 ? padded - c : 1;
+  F* columns = static_cast<F*>(args.table.columns) +
+               static_cast<std::int64_t>(problem) * padded * kChunks * 32 * kParts;
+  float bias = 0.0f, norm = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    F part[kParts];
+    split_factor(weighed[i], part);
+    float rounded = 0.0f;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      rounded += to_float(part[p]);
+      for (int copy = 0; copy < copies; ++copy)
+        columns[table_index(kChunks, kParts, c + copy, lane + 32 * i, p)] = part[p];
+    }
+    bias -= 0.5f * (mean[i] + reference[i]) * weighed[i] + mean[i] * (rounded - weighed[i]);
+    norm += fabsf(rounded);
+  }
+  bias = warp_sum(bias);
+  norm = warp_sum(norm);
+  if (lane >= copies) return;
+  args.table.bias[static_cast<std::int64_t>(problem) * padded + c + lane] = bias;
+  args.table.norms[static_cast<std::int64_t>(problem) * padded + c + lane] = norm;
+}
+
+// A warp for each pair of clusters; blocks work on one problem.
+template <class T, int kChunks>
+__global__ void __launch_bounds__(kWeighThreads)
+    weigh_centroids_kernel(WeighArgs args, Tensor4<const T> q, int blocks) {
+  constexpr int kWidth = 32 * kChunks;
+  __shared__ float2 deltas[kWeighWarps][kWidth];
+  const ClusterShape& shape = args.sums.shape;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.sums.width;
+  const int problem = blockIdx.x / blocks;
+  const int first = (blockIdx.x % blocks * kWeighWarps + warp) * kPair;
+  const ItemSpan span = shape.q.span(problem / shape.heads);
+  if (span.length <= shape.clusters || first >= shape.clusters) return;
+  const Rows<const T> queries = q.rows(span.batch, problem % shape.heads, span.begin);
+  const float* covariance =
+      args.covariance + static_cast<std::int64_t>(shape.key_problem(problem)) * kWidth * kWidth;
+  const float scale = metric_scale(covariance, width, kWidth);
+  // Lanes 0 and 1 find the first rows of the two clusters, lane 2 that of cluster 0: the reference.
+  const RandomStream stream{shape.seed, RandomUse::initial_centroid,
+                            static_cast<std::uint32_t>(problem)};
+  const int drawn = lane < kPair ? min(first + lane, shape.clusters - 1) : 0;
+  const int rows = static_cast<int>(random_permutation(stream, static_cast<std::uint32_t>(drawn),
+                                                       static_cast<std::uint32_t>(span.length)));
+  const T* origin = queries.row(__shfl_sync(0xffffffffu, rows, kPair));
+  float mean[kPair][kChunks] = {}, reference[kChunks], weighed[kPair][kChunks] = {};
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i)
+    reference[i] = lane + 32 * i < width ? to_float(origin[lane + 32 * i]) : 0.0f;
+  new_centroids<T, kChunks>(args, queries, problem, first, rows, mean);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i)
+    deltas[warp][lane + 32 * i] =
+        make_float2((mean[0][i] - reference[i]) * scale, (mean[1][i] - reference[i]) * scale);
+  __syncwarp();
+#pragma unroll 8
+  for (int d = 0; d < width; ++d) {
+    const float2 delta = deltas[warp][d];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const float value = covariance[d * kWidth + lane + 32 * i];
+      weighed[0][i] = fmaf(value, delta.x, weighed[0][i]);
+      weighed[1][i] = fmaf(value, delta.y, weighed[1][i]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPair; ++j)
+    if (first + j < shape.clusters)
+      write_column<T, kChunks>(args, problem, first + j, mean[j], reference, weighed[j]);
+}
+
+std::int64_t padded_width(std::int64_t width) { return (width + 31) / 32 * 32; }
+
+template <class T, int kWidth>
+void launch_covariance(const CovarianceArgs& args, const TensorView& k, cudaStream_t stream) {
+  const std::size_t tile = sizeof(T) * kBatch<T> * kWidth;
+  const std::size_t shared = std::max(tile, sizeof(float) * kWarps * (kSlab + 1) * kWidth);
+  allow_shared_memory(key_covariance_kernel<T, kWidth>, shared);
+  const int blocks = args.shape.key_problems() * (kWidth / kSlab);
+  key_covariance_kernel<T, kWidth>
+      <<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(args, tensor4<const T>(k));
+  COTERIE_LAUNCH("key_covariance");
+}
+
+}  // namespace
+
+CentroidTable::CentroidTable(Arena& arena, const AttentionCall& call, std::int64_t clusters)
+    : padded(static_cast<int>((clusters + 15) / 16 * 16)) {
+  const std::int64_t rows = call.num_items() * call.H * padded, depth = padded_width(call.Dk);
+  columns = arena.take<std::uint16_t>(rows * depth * (call.inputs.q.dtype == DType::f32 ? 2 : 1));
+  bias = arena.take<float>(rows);
+  norms = arena.take<float>(rows);
+}
+
+KeyMetricBuffers::KeyMetricBuffers(Arena& arena, const AttentionCall& call, std::int64_t clusters)
+    : covariance(arena.take<float>(call.num_items() * call.key_heads * padded_width(call.Dk) *
+                                   padded_width(call.Dk))),
+      centroids(arena.take<float>(call.num_items() * call.H * clusters * call.Dk)),
+      table(arena, call, clusters) {}
+
+void key_covariance(const AttentionCall& call, const KeyMetricBuffers& buffers,
+                    const ZeroedWords& zeroed, cudaStream_t stream) {
+  CovarianceArgs args{};
+  args.shape = cluster_shape(call, 0);
+  args.covariance = buffers.covariance;
+  args.width = static_cast<int>(call.Dk);
+  args.zeroed = zeroed;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      launch_covariance<typename decltype(tag)::type, decltype(width)::value>(args, call.k, stream);
+    });
+  });
+}
+
+void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool initial,
+                     const KeyMetricBuffers& buffers, cudaStream_t stream) {
+  const WeighArgs args{sums, initial, buffers.covariance, buffers.centroids, buffers.table};
+  constexpr int kClusters = kWeighWarps * kPair;
+  const int blocks = (sums.shape.clusters + kClusters - 1) / kClusters;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      weigh_centroids_kernel<T, decltype(width)::value / 32>
+          <<<static_cast<unsigned>(sums.shape.problems() * blocks), kWeighThreads, 0, stream>>>(
+              args, tensor4<const T>(call.inputs.q), blocks);
+      COTERIE_LAUNCH("weigh_centroids");
+    });
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: MIT
+// Checks of CUDA calls and kernel launches; both throw coterie::Error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/check.h"
+#include "coterie/tensor.h"
+
+namespace coterie::cuda {
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // the runtime keeps the error for the next call otherwise
+  fail("cuda", "expected ", what, " to succeed; got ", cudaGetErrorName(status), ": ",
+       cudaGetErrorString(status));
+}
+
+inline cudaStream_t stream_of(const Workspace& workspace) {
+  return static_cast<cudaStream_t>(workspace.stream);
+}
+
+// Lets a kernel use `bytes` of dynamic shared memory; more than 48 KiB, static arrays included,
+// must be asked for.
+template <class Kernel>
+void allow_shared_memory(Kernel* kernel, std::size_t bytes) {
+  if (bytes <= 32 * 1024) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(bytes)),
+             "raising the shared memory of a kernel");
+}
+
+// Multiprocessors of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the device");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "asking for the number of multiprocessors");
+  return count;
+}
+
+}  // namespace coterie::cuda
+
+// Around every call of the CUDA runtime: COTERIE_CUDA(cudaMemsetAsync(...)).
+#define COTERIE_CUDA(call) ::coterie::cuda::check_cuda((call), #call)
+
+// After every kernel launch: COTERIE_LAUNCH("centroid_attend").
+#define COTERIE_LAUNCH(name) ::coterie::cuda::check_cuda(cudaGetLastError(), "launching " name)

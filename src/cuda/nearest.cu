@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: MIT
+// Nearest centroid: argmax_c x . m_c + b_c by tensor cores, scores never stored.
+//
+// A warp holds a tile of rows in registers and meets 8 centroids at a time, from shared memory. The
+// epilogue makes a score s one integer key: s + K, with K = 1.5 * 2^k and 2^(k-1) above every |s|
+// of the row, lies in [2^k, 2^(k+1)), so its bits are a fixed-point number; times 512 the sign and
+// the exponent fall off the top and 9 bits for the reversed column number become free at the
+// bottom. One addition, one multiply-add and half a three-way maximum per score; ties go to the
+// lower index. The resolution is 2^(k-23), some 2^-17 of the bound |x|_inf |m|_1 + |b|.
+#include "cuda/nearest.h"
+
+#include "cuda/device/group.cuh"
+#include "cuda/device/row_fragments.cuh"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMostColumns = 2048;       // that 9 bits can tell apart: 4 columns of 16 in a lane
+constexpr int kTableBytes = 192 * 1024;  // of the centroids in shared memory
+
+template <class T>
+struct NearestArgs {
+  ClusterShape shape;
+  Teams teams;
+  Tensor4<const T> x;
+  CentroidTable table;
+  std::int32_t *labels, *order, *offsets, *histograms;
+  int columns;  // centroids in shared memory at a time, a multiple of 16
+  int shared_words;
+  unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
+  unsigned zero;       // 0, unknown as well: see RowFragments
+};
+
+// Tiles of 16 rows of a warp: as many as registers hold.
+template <class T, int kChunks>
+constexpr int kRowTiles = (kChunks <= 2 ? 4 : 2) / NearestParts<T>::kParts;
+
+// The addend K of a row whose largest element is `largest`; not finite when the scores may not be.
+__device__ __forceinline__ float key_offset(float largest, float norm, float bias) {
+  const float bound = 1.02f * (largest * norm + bias);
+  const std::uint32_t exponent = __float_as_uint(bound) >> 23;
+  return __uint_as_float(min(exponent + 2, 255u) << 23 | 0x400000u);
+}
+
+__device__ __forceinline__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b,
+                                                      std::uint32_t c) {
+  std::uint32_t d;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// Best keys of the rows over `columns` centroids.
+template <class T, int kChunks, int kParts, int kMTiles>
+__device__ __forceinline__ void nearest_keys(
+    const RowFragments<T, kChunks, kParts> (&rows)[kMTiles], const uint4* table, const float4* bias,
+    int columns, unsigned key_scale, const float (&offset)[kMTiles][2],
+    std::uint32_t (&best)[kMTiles][2]) {
+  constexpr int kTileVectors = kParts * kChunks * 32;
+  const int lane = threadIdx.x % 32;
+  table += lane;
+  bias += lane % 4;
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m) best[m][0] = best[m][1] = 0;
+#pragma unroll 1
+  for (std::uint32_t number = 511; columns > 0; columns -= 16, number -= 4) {
+    float d[2][kMTiles][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      multiply_rows<kParts, T, kChunks, kParts, kParts>(rows, table + half * kTileVectors,
+                                                        bias[4 * half], d[half]);
+    table += 2 * kTileVectors;
+    bias += 8;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* score = d[half][m] + 2 * side;
+          const std::uint32_t even = multiply_add(__float_as_uint(score[0] + offset[m][side]),
+                                                  key_scale, number - 2 * half);
+          const std::uint32_t odd = multiply_add(__float_as_uint(score[1] + offset[m][side]),
+                                                 key_scale, number - 2 * half - 1);
+          best[m][side] = __vimax3_u32(best[m][side], even, odd);
+        }
+  }
+}
+
+struct Point {
+  std::uint32_t value;
+  int label;
+};
+
+// From this lane's key of a row to the best of its four lanes.
+__device__ __forceinline__ Point decode_key(std::uint32_t key) {
+  const int number = 511 - static_cast<int>(key & 511u);
+  Point best{key >> 9, number / 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + number % 2};
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const Point other{__shfl_xor_sync(0xffffffffu, best.value, step),
+                      __shfl_xor_sync(0xffffffffu, best.label, step)};
+    if (other.value > best.value || (other.value == best.value && other.label < best.label))
+      best = other;
+  }
+  return best;
+}
+
+// Copies the columns of centroids [first, first + columns) of a problem; their biases as a product
+// starts from them, those of columns 2i and 2i + 1 for both rows of a lane.
+template <class T, int kChunks>
+__device__ void stage_table(const NearestArgs<T>& args, int problem, int first, int columns,
+                            uint4* table, float4* bias) {
+  constexpr int kColumnVectors = kChunks * 4 * NearestParts<T>::kParts;  // 16 bytes each
+  const std::int64_t start = static_cast<std::int64_t>(problem) * args.table.padded + first;
+  const auto* from = static_cast<const uint4*>(args.table.columns) + start * kColumnVectors;
+  const std::uint32_t to = shared_address(table);
+  for (int i = threadIdx.x; i < columns * kColumnVectors; i += kThreads)
+    cp_async16(to + i * 16, from + i, 16);
+  cp_async_commit();
+  for (int i = threadIdx.x; i < columns / 2; i += kThreads) {
+    const float even = args.table.bias[start + 2 * i], odd = args.table.bias[start + 2 * i + 1];
+    bias[i] = make_float4(even, odd, even, odd);
+  }
+}
+
+__device__ __forceinline__ void finish_stage() {
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
+// Largest |m_c|_1 and |b_c| of a problem.
+template <class T>
+__device__ float2 table_bounds(const NearestArgs<T>& args, int problem) {
+  __shared__ float2 warps[kWarps];
+  const std::int64_t start = static_cast<std::int64_t>(problem) * args.table.padded;
+  float2 most = make_float2(0.0f, 0.0f);
+  for (int c = threadIdx.x; c < args.shape.clusters; c += kThreads) {
+    // Comparisons that let NaN pass: it must reach key_offset.
+    const float norm = args.table.norms[start + c], bias = fabsf(args.table.bias[start + c]);
+    if (!(norm <= most.x)) most.x = norm;
+    if (!(bias <= most.y)) most.y = bias;
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    const float norm = __shfl_xor_sync(0xffffffffu, most.x, step);
+    const float bias = __shfl_xor_sync(0xffffffffu, most.y, step);
+    if (!(norm <= most.x)) most.x = norm;
+    if (!(bias <= most.y)) most.y = bias;
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) {
+    if (!(warps[w].x <= most.x)) most.x = warps[w].x;
+    if (!(warps[w].y <= most.y)) most.y = warps[w].y;
+  }
+  return most;
+}
+
+// Labels of the block's rows.
+template <class T, int kChunks>
+__device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<const T>& rows,
+                            RowRange range, std::int32_t* labels, uint4* table) {
+  constexpr int kMTiles = kRowTiles<T, kChunks>, kParts = NearestParts<T>::kParts;
+  using Tile = RowTile<T, kChunks, kMTiles>;
+  const int lane = threadIdx.x % 32, clusters = args.shape.clusters;
+  auto* bias = reinterpret_cast<float4*>(table + args.columns * kChunks * 4 * kParts);
+  Tile ahead;
+  const int offset_rows = threadIdx.x / 32 * Tile::kRows;
+  ahead.load(rows, range.begin + offset_rows, range.end);
+  const bool resident = args.table.padded <= args.columns;
+  if (resident) stage_table<T, kChunks>(args, problem, 0, args.table.padded, table, bias);
+  const float2 bounds = table_bounds(args, problem);
+  if (resident) finish_stage();
+  for (int round = range.begin; round < range.end; round += kWarps * Tile::kRows) {
+    const int first = round + offset_rows;
+    RowFragments<T, kChunks, kParts> left[kMTiles];
+    float offset[kMTiles][2];
+    Point mine[kMTiles][2];
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        left[m].set(side, ahead.words[m][side], args.zero);
+        float largest = ahead.words[m][side].largest();
+#pragma unroll
+        for (int step = 1; step <= 2; step *= 2) {
+          const float other = __shfl_xor_sync(0xffffffffu, largest, step);
+          if (!(other <= largest)) largest = other;
+        }
+        offset[m][side] = key_offset(largest, bounds.x, bounds.y);
+        mine[m][side] = {0, 0};
+      }
+    ahead.load(rows, first + kWarps * Tile::kRows, range.end);
+    for (int column = 0; column < args.table.padded; column += args.columns) {
+      const int columns = min(args.columns, args.table.padded - column);
+      if (!resident) {  // more than fit: every round reads them again
+        __syncthreads();
+        stage_table<T, kChunks>(args, problem, column, columns, table, bias);
+        finish_stage();
+      }
+      if (first >= range.end) continue;
+      std::uint32_t best[kMTiles][2];
+      nearest_keys<T, kChunks>(left, table, bias, columns, args.key_scale, offset, best);
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const Point point = decode_key(best[m][side]);
+          if (column == 0 || point.value > mine[m][side].value)
+            mine[m][side] = {point.value, column + point.label};
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int row = first + 16 * m + 8 * side + lane / 4;
+        const bool finite = __float_as_uint(offset[m][side]) >> 23 < 255;
+        if (lane % 4 == (2 * m + side) % 4 && row < range.end)
+          labels[row] = finite ? min(mine[m][side].label, clusters - 1) : 0;
+      }
+  }
+}
+
+template <class T, int kChunks>
+__global__ void __launch_bounds__(kThreads, 1) nearest_kernel(NearestArgs<T> args) {
+  extern __shared__ uint4 shared[];
+  const ClusterShape& shape = args.shape;
+  Team team(args.teams);
+  int turn = 0;
+  for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
+    const int item = number / shape.heads, head = number % shape.heads;
+    const ItemSpan span = shape.q.span(item);
+    const std::int64_t start = shape.start(span, head);
+    const RowRange range = team.share(span.length);
+    __syncthreads();  // the sort of the last problem used the same memory
+    if (span.length <= shape.clusters) {
+      for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
+        args.labels[start + i] = i;
+    } else {
+      assign_rows<T, kChunks>(args, number, args.x.rows(span.batch, head, span.begin), range,
+                              args.labels + start, shared);
+    }
+    fill_padding(shape, team, item, head, args.labels, args.order);
+    const GroupLists lists{args.labels + start, args.order + start,
+                           args.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
+                           histograms_of(args.histograms, args.teams, team, turn, shape.clusters),
+                           shape.clusters};
+    group_rows(team, range, lists, reinterpret_cast<std::int32_t*>(shared), args.shared_words);
+  }
+}
+
+template <class T, int kChunks>
+void launch(NearestArgs<T> args, cudaStream_t stream) {
+  constexpr int kColumnBytes = kChunks * 64 * NearestParts<T>::kParts + 8;
+  args.columns = std::min({args.table.padded, kMostColumns, kTableBytes / kColumnBytes / 16 * 16});
+  const std::size_t bytes = std::max(static_cast<std::size_t>(args.columns) * kColumnBytes,
+                                     group_shared_bytes(args.shape.clusters, kWarps));
+  args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
+  launch_cooperative(nearest_kernel<T, kChunks>, args.teams.blocks(), kThreads, bytes, stream,
+                     args);
+}
+
+Teams nearest_teams(const ClusterShape& shape, unsigned* arrivals) {
+  return make_teams(shape.problems(), shape.rows, multiprocessors(), arrivals);
+}
+
+}  // namespace
+
+NearestBuffers::NearestBuffers(Arena& arena, const ClusterShape& shape, std::int64_t num_passes)
+    : passes(num_passes) {
+  const Teams sizes = nearest_teams(shape, nullptr);
+  teams = sizes.count;
+  histograms =
+      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(sizes.blocks()) * shape.clusters);
+  zeroed = arena.take<unsigned>(passes * teams);
+}
+
+void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
+                      const CentroidTable& table, const NearestBuffers& buffers,
+                      const NearestRun& run, cudaStream_t stream) {
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    NearestArgs<T> args{};
+    args.shape = shape;
+    args.teams = nearest_teams(shape, buffers.zeroed + run.pass * buffers.teams);
+    args.x = tensor4<const T>(call.inputs.q);
+    args.table = table;
+    args.labels = run.labels;
+    args.order = run.order;
+    args.offsets = run.offsets;
+    args.histograms = buffers.histograms;
+    args.key_scale = 512;
+    dispatch_head_dim(call.op, call.Dk,
+                      [&](auto width) { launch<T, decltype(width)::value / 32>(args, stream); });
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT
+// What the CUDA back end supports, and tile sizes: each list stands here once.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "coterie/tensor.h"
+
+namespace coterie::cuda {
+
+// Head dims that have instances of their own; others are padded to the next inside the tiles.
+constexpr int kHeadDims[] = {32, 64, 96, 128};
+constexpr int kMaxHeadDim = 128;
+constexpr int kMaxTopKeys = 128;
+
+constexpr bool supports(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+// Calls body(TypeTag<float | __nv_bfloat16 | __half>).
+template <class Body>
+decltype(auto) dispatch_element(const std::string& op, DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::f32:
+      return body(TypeTag<float>{});
+    case DType::bf16:
+      return body(TypeTag<__nv_bfloat16>{});
+    case DType::f16:
+      return body(TypeTag<__half>{});
+    default:
+      fail(op, "expected an element type among f32, bf16, f16; got ", dtype_name(dtype));
+  }
+}
+
+// Calls body(std::integral_constant<int, P>) with P the smallest of kHeadDims that holds D.
+template <class Body>
+decltype(auto) dispatch_head_dim(const std::string& op, std::int64_t head_dim, Body&& body) {
+  if (head_dim <= 32) return body(std::integral_constant<int, 32>{});
+  if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
+  if (head_dim <= 96) return body(std::integral_constant<int, 96>{});
+  if (head_dim <= 128) return body(std::integral_constant<int, 128>{});
+  fail(op, "expected rows of at most ", kMaxHeadDim, " elements; got ", head_dim);
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,630 @@
+// SPDX-License-Identifier: MIT
+// The CUDA backward pass of clustered and i-clustered attention against the CPU's, for the same
+// inputs, selection and saved tensors. A plain program: 0 when all is well. With "time" it times
+// the pass instead; with "small" it runs few small cases, for compute-sanitizer.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "coterie/attention.h"
+#include "coterie/random.h"
+#include "cuda/clustered.h"
+#include "ops/call.h"
+
+namespace {
+
+using namespace coterie;
+
+void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// Device memory with a guard behind it, filled with NaN.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(std::int64_t bytes) : bytes_(bytes) {
+    check(cudaMalloc(&data_, static_cast<std::size_t>(bytes) + kGuard));
+    poison();
+  }
+  DeviceMemory(DeviceMemory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+    other.data_ = nullptr;
+  }
+  ~DeviceMemory() {
+    if (data_) cudaFree(data_);
+  }
+  void poison() { check(cudaMemset(data_, 0xFF, static_cast<std::size_t>(bytes_) + kGuard)); }
+  bool intact() const {
+    std::vector<unsigned char> guard(kGuard);
+    check(cudaMemcpy(guard.data(), static_cast<char*>(data_) + bytes_, kGuard,
+                     cudaMemcpyDeviceToHost));
+    return std::all_of(guard.begin(), guard.end(), [](unsigned char c) { return c == 0xFF; });
+  }
+  void* data() const { return data_; }
+  std::int64_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr std::size_t kGuard = 256;
+  void* data_ = nullptr;
+  std::int64_t bytes_;
+};
+
+enum class Lengths { full, padded, packed };
+
+struct Case {
+  const char* name;
+  std::int64_t B, H, Hkv, N, S, D, C, topk;  // topk 0: plain clustered
+  Lengths lengths = Lengths::full;
+  bool mass_grad = true;
+  bool equal_queries = false;
+  bool by_token = false;  // (B, N, H, D) in memory
+  const char* wanted = "qkv";
+  std::int64_t sharpness = 1;  // factor of the queries
+};
+
+Mechanism mechanism_of(const Case& c) {
+  ClusteringParams clustering;
+  clustering.clusters = c.C;
+  clustering.method = Clustering::hamming;
+  clustering.iterations = 2;
+  if (c.topk == 0) return resolve(ClusteredParams{clustering}, false);
+  ImprovedClusteredParams params;
+  params.clustering = clustering;
+  params.topk = c.topk;
+  params.mass_grad = c.mass_grad;
+  return resolve(params, false);
+}
+
+// A host tensor in f32 holding values of `dtype`, seen as (B, H, N, D).
+struct Input {
+  HostTensor memory;
+  TensorView view;
+
+  Input(DType dtype, std::vector<std::int64_t> sizes, bool by_token) {
+    if (by_token) std::swap(sizes[1], sizes[2]);
+    memory = HostTensor(dtype, sizes);
+    view = by_token ? memory.view().transposed(1, 2) : memory.view();
+  }
+};
+
+std::vector<double> round_to(DType dtype, const std::vector<double>& values) {
+  HostTensor tensor(dtype, {static_cast<std::int64_t>(values.size())});
+  write_values(tensor, values);
+  return read_values(tensor);
+}
+
+std::vector<std::int64_t> item_lengths(const Case& c, std::int64_t rows, int seed) {
+  std::vector<std::int64_t> lengths;
+  if (c.lengths == Lengths::padded)
+    for (std::int64_t b = 0; b < c.B; ++b)
+      lengths.push_back(b == 1 ? 0 : std::max<std::int64_t>(rows - 7 * b - seed, 1));
+  if (c.lengths == Lengths::packed) {
+    const std::int64_t parts[] = {rows / 3, 0, rows / 5, 1, rows / 4};
+    for (const std::int64_t part : parts) lengths.push_back(part);
+  }
+  return lengths;
+}
+
+HostTensor lengths_tensor(const Case& c, const std::vector<std::int64_t>& lengths) {
+  std::vector<double> values;
+  if (c.lengths == Lengths::packed) values.push_back(0);
+  for (const std::int64_t length : lengths)
+    values.push_back(static_cast<double>(length) +
+                     (c.lengths == Lengths::packed ? values.back() : 0.0));
+  HostTensor tensor(DType::i32, {static_cast<std::int64_t>(values.size())});
+  write_values(tensor, values);
+  return tensor;
+}
+
+Sequences sequences(const Case& c, const TensorView& lengths) {
+  Sequences result;
+  if (c.lengths == Lengths::padded) result.lengths = lengths;
+  if (c.lengths == Lengths::packed) result.cu_seqlens = lengths;
+  return result;
+}
+
+// Everything of one case on both machines' memory.
+struct Problem {
+  const Case& c;
+  DType dtype;
+  Mechanism mechanism;
+  HostTensor q_lengths, k_lengths;
+  std::vector<double> q, k, v, g;
+  std::vector<HostTensor> saved;
+  AttentionInputs cpu_inputs;
+  std::vector<Input> cpu;
+  std::vector<std::vector<double>> expected;  // dq, dk, dv
+  std::vector<DeviceMemory> memory;
+
+  Problem(const Case& which, DType type) : c(which), dtype(type), mechanism(mechanism_of(which)) {
+    const auto q_items = item_lengths(c, c.N, 1), k_items = item_lengths(c, c.S, 3);
+    q_lengths = lengths_tensor(c, q_items);
+    k_lengths = lengths_tensor(c, k_items);
+    q = values({c.B, c.H, c.N}, 1, q_items, static_cast<double>(c.sharpness));
+    k = values({c.B, c.Hkv, c.S}, 2, k_items, 1.0);
+    v = values({c.B, c.Hkv, c.S}, 3, k_items, 1.0);
+    g = values({c.B, c.H, c.N}, 4, q_items, 1.0);
+    run_cpu();
+  }
+
+  // Normal numbers rounded to the element type; NaN in padding.
+  std::vector<double> values(const std::vector<std::int64_t>& rows, std::uint32_t which,
+                             const std::vector<std::int64_t>& items, double factor) const {
+    const RandomStream stream{17, RandomUse::data, which};
+    std::int64_t used = rows[2];
+    if (c.lengths == Lengths::packed) {
+      used = 0;
+      for (const std::int64_t length : items) used += length;
+    }
+    std::vector<double> result(static_cast<std::size_t>(rows[0] * rows[1] * rows[2] * c.D));
+    for (std::size_t i = 0; i < result.size(); ++i) {
+      const std::int64_t row = static_cast<std::int64_t>(i) / c.D;
+      const std::int64_t r = row % rows[2], b = row / rows[2] / rows[1];
+      const bool equal = c.equal_queries && which == 1;
+      const std::uint64_t index =
+          equal ? static_cast<std::uint64_t>(static_cast<std::int64_t>(i) % c.D) : i;
+      result[i] = factor * random_normal(stream, index);
+      const std::int64_t end =
+          c.lengths == Lengths::padded ? items[static_cast<std::size_t>(b)] : used;
+      if (r >= end) result[i] = std::nan("");
+    }
+    return round_to(dtype, result);
+  }
+
+  AttentionInputs inputs_of(const std::vector<TensorView>& views, const TensorView& q_items,
+                            const TensorView& k_items) const {
+    AttentionInputs inputs;
+    inputs.q = views[0];
+    inputs.k = views[1];
+    inputs.v = views[2];
+    inputs.q_sequences = sequences(c, q_items);
+    inputs.k_sequences = sequences(c, k_items);
+    inputs.seed = 5;
+    return inputs;
+  }
+
+  void run_cpu() {
+    const std::int64_t rows[] = {c.H, c.Hkv, c.Hkv, c.H}, lengths[] = {c.N, c.S, c.S, c.N};
+    const std::vector<double>* data[] = {&q, &k, &v, &g};
+    std::vector<TensorView> views;
+    for (int t = 0; t < 4; ++t) {
+      cpu.emplace_back(DType::f32, std::vector<std::int64_t>{c.B, rows[t], lengths[t], c.D}, false);
+      write_values(cpu.back().view, *data[t]);
+      views.push_back(cpu.back().view);
+    }
+    cpu_inputs = inputs_of(views, q_lengths, k_lengths);
+    const SavedLayout layout = attention_saved(mechanism, cpu_inputs);
+    AttentionResult result;
+    for (const TensorLayout& tensor : layout.tensors) saved.emplace_back(tensor);
+    for (const HostTensor& tensor : saved) result.saved.push_back(tensor);
+    HostTensor out(DType::f32, {c.B, c.H, c.N, c.D});
+    result.out = out;
+    const std::int64_t bytes = attention_workspace_bytes(mechanism, cpu_inputs);
+    HostTensor scratch(DType::u8, {bytes});
+    const Workspace workspace{scratch.view().data, bytes, nullptr};
+    attention_forward(mechanism, cpu_inputs, result, workspace);
+    HostTensor dq(DType::f32, {c.B, c.H, c.N, c.D}), dk(DType::f32, {c.B, c.Hkv, c.S, c.D}),
+        dv(DType::f32, {c.B, c.Hkv, c.S, c.D});
+    AttentionGradients gradients;
+    gradients.dq = dq;
+    gradients.dk = dk;
+    gradients.dv = dv;
+    attention_backward(mechanism, cpu_inputs, result, views[3], gradients, workspace);
+    for (const HostTensor* d : {&dq, &dk, &dv}) expected.push_back(read_values(*d));
+  }
+
+  // A copy on the device.
+  TensorView upload(const TensorView& dense) {
+    TensorView view = dense;
+    memory.emplace_back(dense.count() * dtype_bytes(dense.dtype));
+    view.data = memory.back().data();
+    view.device = Device::cuda;
+    check(cudaMemcpy(view.data, dense.data, static_cast<std::size_t>(memory.back().bytes()),
+                     cudaMemcpyHostToDevice));
+    return view;
+  }
+  TensorView upload_rows(std::vector<std::int64_t> sizes, const std::vector<double>& data) {
+    Input input(dtype, std::move(sizes), c.by_token);
+    write_values(input.view, data);
+    TensorView view = upload(input.memory);
+    return c.by_token ? view.transposed(1, 2) : view;
+  }
+};
+
+// A prepared call on the device.
+struct DeviceCall {
+  AttentionCall call;
+  cuda::ClusteredSizes sizes;
+  cuda::ClusteredBackward pass;
+  std::vector<DeviceMemory> memory;
+
+  std::int64_t workspace_bytes() const {
+    Arena counting;
+    cuda::clustered_backward(call, sizes, pass, counting, nullptr);
+    return counting.used();
+  }
+  void run(const DeviceMemory& workspace, cudaStream_t stream) const {
+    Arena arena("test", {workspace.data(), workspace.bytes(), stream}, workspace.bytes());
+    cuda::clustered_backward(call, sizes, pass, arena, stream);
+  }
+};
+
+cuda::ClusteredTensors named(const Mechanism& mechanism, const std::vector<TensorView>& saved) {
+  cuda::ClusteredTensors t;
+  t.labels = saved[0];
+  t.order = saved[1];
+  t.offsets = saved[2];
+  std::size_t next = 3;
+  const bool improved = std::holds_alternative<ImprovedClusteredParams>(mechanism);
+  if (improved) t.top_keys = saved[next++];
+  t.centroids = saved[next++];
+  t.centroid_lse = saved[next++];
+  if (improved) t.mass = saved[next++];
+  t.out = saved[next++];
+  if (improved) t.lse = saved[next++];
+  return t;
+}
+
+TensorView new_gradient(DeviceCall& device, DType dtype, std::vector<std::int64_t> sizes,
+                        bool by_token) {
+  if (by_token) std::swap(sizes[1], sizes[2]);
+  TensorView view = TensorView::contiguous(nullptr, dtype, {sizes[0], sizes[1], sizes[2], sizes[3]},
+                                           Device::cuda);
+  device.memory.emplace_back(view.count() * dtype_bytes(dtype));
+  view.data = device.memory.back().data();
+  return by_token ? view.transposed(1, 2) : view;
+}
+
+DeviceCall prepare(Problem& p) {
+  const Case& c = p.c;
+  DeviceCall device;
+  const std::vector<TensorView> views = {p.upload_rows({c.B, c.H, c.N, c.D}, p.q),
+                                         p.upload_rows({c.B, c.Hkv, c.S, c.D}, p.k),
+                                         p.upload_rows({c.B, c.Hkv, c.S, c.D}, p.v)};
+  const TensorView q_items = p.upload(p.q_lengths), k_items = p.upload(p.k_lengths);
+  const AttentionInputs inputs = p.inputs_of(views, q_items, k_items);
+  device.call = ops::make_call(p.mechanism, inputs);
+  std::vector<TensorView> saved;
+  for (const HostTensor& tensor : p.saved) saved.push_back(p.upload(tensor));
+  device.pass.tensors = named(p.mechanism, saved);
+  device.sizes = {c.C, device.pass.tensors.topk()};
+  device.pass.mass_grad = c.mass_grad;
+  device.pass.grad_out = p.upload_rows({c.B, c.H, c.N, c.D}, p.g);
+  const std::string wanted = c.wanted;
+  AttentionGradients& gradients = device.pass.gradients;
+  if (wanted.find('q') != std::string::npos)
+    gradients.dq = new_gradient(device, p.dtype, {c.B, c.H, c.N, c.D}, c.by_token);
+  if (wanted.find('k') != std::string::npos)
+    gradients.dk = new_gradient(device, p.dtype, {c.B, c.Hkv, c.S, c.D}, c.by_token);
+  if (wanted.find('v') != std::string::npos)
+    gradients.dv = new_gradient(device, p.dtype, {c.B, c.Hkv, c.S, c.D}, c.by_token);
+  return device;
+}
+
+// The elements of a device tensor as bytes in its own order, and as numbers in (B, H, N, D) order.
+std::vector<unsigned char> bytes_of(const TensorView& view) {
+  std::vector<unsigned char> bytes(
+      static_cast<std::size_t>(view.count() * dtype_bytes(view.dtype)));
+  check(cudaMemcpy(bytes.data(), view.data, bytes.size(), cudaMemcpyDeviceToHost));
+  return bytes;
+}
+std::vector<double> download(const TensorView& view) {
+  std::vector<unsigned char> bytes = bytes_of(view);
+  TensorView host = view;
+  host.data = bytes.data();
+  host.device = Device::cpu;
+  return read_values(host);
+}
+
+double tolerance(DType dtype) {
+  return dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 2e-3 : 1e-2;
+}
+
+// Relative to the result, or to kFloor, a fraction of the terms it sums up, where they cancel.
+bool compare(const char* name, const TensorView& view, const std::vector<double>& expected,
+             double allowed) {
+  constexpr double kFloor = 0.03;
+  if (!view.present()) return true;
+  const std::vector<double> got = download(view);
+  double error = 0, norm = 0, worst = 0, largest = 0;
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double e = std::abs(got[i] - expected[i]);
+    error += e * e;
+    norm += expected[i] * expected[i];
+    largest = std::max(largest, std::abs(expected[i]));
+    if (!(e <= worst)) {
+      worst = e;
+      at = i;
+    }
+  }
+  norm = std::max(norm, kFloor * kFloor * static_cast<double>(got.size()));
+  const double relative = got.empty() ? 0 : std::sqrt(error / norm);
+  const bool good = relative <= allowed && worst <= 8 * allowed * std::max(largest, kFloor);
+  std::printf("  %s %.1e (max %.1e of %.1e)%s", name, relative, worst, largest, good ? "" : " BAD");
+  if (!good) std::printf(" at %zu: %g for %g", at, got[at], expected[at]);
+  return good;
+}
+
+bool same(const TensorView& view, const std::vector<unsigned char>& before) {
+  return !view.present() || bytes_of(view) == before;
+}
+
+bool run_case(const Case& c, DType dtype, int repeats) {
+  Problem problem(c, dtype);
+  DeviceCall device = prepare(problem);
+  const DeviceMemory workspace(device.workspace_bytes());
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream));
+  device.run(workspace, stream);
+  check(cudaStreamSynchronize(stream));
+  std::printf("%-34s %-4s", c.name, dtype_name(dtype));
+  const AttentionGradients& d = device.pass.gradients;
+  // Errors of the logits grow with them.
+  const double allowed = tolerance(dtype) * static_cast<double>(c.sharpness);
+  bool good = compare("dq", d.dq, problem.expected[0], allowed);
+  good &= compare("dk", d.dk, problem.expected[1], allowed);
+  good &= compare("dv", d.dv, problem.expected[2], allowed);
+  for (const DeviceMemory& memory : device.memory) good &= memory.intact();
+  good &= workspace.intact();
+  if (repeats > 0) {
+    std::vector<std::vector<unsigned char>> first;
+    for (const TensorView* view : {&d.dq, &d.dk, &d.dv}) first.push_back(bytes_of(*view));
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    device.run(workspace, stream);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&replay, graph, 0));
+    int equal = 0;
+    for (int i = 0; i < repeats; ++i) {
+      for (DeviceMemory& memory : device.memory) memory.poison();
+      if (i % 2)
+        check(cudaGraphLaunch(replay, stream));
+      else
+        device.run(workspace, stream);
+      check(cudaStreamSynchronize(stream));
+      equal += same(d.dq, first[0]) && same(d.dk, first[1]) && same(d.dv, first[2]);
+    }
+    std::printf("  %d of %d runs equal", equal, repeats);
+    good &= equal == repeats;
+    check(cudaGraphExecDestroy(replay));
+    check(cudaGraphDestroy(graph));
+  }
+  std::printf("  %s\n", good ? "ok" : "FAILED");
+  check(cudaStreamDestroy(stream));
+  return good;
+}
+
+const Lengths kFull = Lengths::full, kPadded = Lengths::padded, kPacked = Lengths::packed;
+
+std::vector<Case> small_cases() {
+  return {
+      {"i 129 x 77, C 7, k 32", 1, 2, 2, 129, 77, 64, 7, 32},
+      {"i 200 x 150, C 300, k 40, D 128", 1, 2, 1, 200, 150, 128, 300, 40, kPacked},
+      {"i 90 x 130, C 9, k 5, D 40", 3, 4, 2, 90, 130, 40, 9, 5, kPadded, true, false, true},
+      {"plain 129 x 300, C 20, D 96", 1, 4, 1, 129, 300, 96, 20, 0},
+  };
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all = small_cases();
+  const std::vector<Case> more = {
+      {"i N 1", 1, 2, 2, 1, 1, 64, 4, 32},
+      {"i N 31, C > N", 2, 3, 3, 31, 31, 64, 50, 32},
+      {"i 1000, C 16, k 32", 1, 4, 4, 1000, 1000, 64, 16, 32},
+      {"i 1000, C 16, k 32, no mass_grad", 1, 4, 4, 1000, 1000, 64, 16, 32, kFull, false},
+      {"i 1000 x 640, C 16, k 1", 1, 2, 2, 1000, 640, 64, 16, 1},
+      {"i 640 x 1000, C 33, k 128", 1, 2, 2, 640, 1000, 64, 33, 128},
+      {"i 640 x 1000, C 33, k 128, D 128", 1, 2, 2, 640, 1000, 128, 33, 128},
+      {"i 300, C 10, k 33, D 32", 2, 2, 2, 300, 300, 32, 10, 33},
+      {"i 300, C 10, k 32, D 96", 2, 2, 2, 300, 300, 96, 10, 32},
+      {"i 300, C 10, k 20, D 40 by token", 2, 2, 2, 300, 300, 40, 10, 20, kFull, true, false, true},
+      {"i 300, C 10, k 20, D 33", 1, 2, 2, 300, 300, 33, 10, 20},
+      {"i all equal queries", 1, 2, 2, 500, 400, 64, 8, 32, kFull, true, true},
+      {"i one cluster of 3000", 1, 2, 2, 3000, 700, 64, 1, 32},
+      {"i equal 2500, C 5", 1, 1, 1, 2500, 600, 64, 5, 64, kFull, true, true},
+      {"i padded with an empty item", 3, 2, 2, 200, 260, 64, 12, 32, kPadded},
+      {"i packed with empty items", 1, 2, 2, 900, 1100, 64, 12, 32, kPacked},
+      {"i GQA 4:2", 2, 4, 2, 333, 444, 64, 20, 32},
+      {"i GQA 4:1 packed by token", 1, 4, 1, 900, 700, 64, 20, 16, kPacked, true, false, true},
+      {"i GQA 4:1, C 100, D 128", 1, 4, 1, 700, 900, 128, 100, 32},
+      {"i GQA 4:1, C 150", 1, 4, 1, 700, 900, 64, 150, 32},
+      {"i C 1100", 1, 2, 2, 1500, 800, 64, 1100, 32},
+      {"i sharp, k 32", 1, 2, 2, 1000, 1000, 64, 32, 32, kFull, true, false, false, "qkv", 6},
+      {"i k above S", 1, 2, 2, 100, 20, 64, 6, 32},
+      {"i dq only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "q"},
+      {"i dk only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "k"},
+      {"i dv only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "v"},
+      {"plain 1000, C 16", 1, 4, 4, 1000, 1000, 64, 16, 0},
+      {"plain GQA 4:2 padded", 3, 4, 2, 333, 444, 32, 20, 0, kPadded},
+      {"plain packed, D 128", 1, 2, 1, 900, 700, 128, 40, 0, kPacked},
+      {"plain C > N, D 33", 1, 2, 2, 31, 50, 33, 40, 0},
+      {"plain dq only", 1, 2, 2, 300, 300, 64, 10, 0, kFull, true, false, false, "q"},
+  };
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+
+// Rows of random numbers, a million different ones.
+TensorView random_rows(std::vector<DeviceMemory>& memory, DType dtype, std::int64_t B,
+                       std::int64_t H, std::int64_t N, std::int64_t D, std::uint32_t which) {
+  const std::int64_t block = 1 << 20, bytes = dtype_bytes(dtype);
+  HostTensor numbers(dtype, {block});
+  fill(numbers, [&](std::int64_t i) {
+    return random_normal({3, RandomUse::data, which}, static_cast<std::uint64_t>(i));
+  });
+  TensorView view = TensorView::contiguous(nullptr, dtype, {B, H, N, D}, Device::cuda);
+  memory.emplace_back(view.count() * bytes);
+  view.data = memory.back().data();
+  for (std::int64_t at = 0; at < view.count(); at += block - 131)
+    check(cudaMemcpy(static_cast<char*>(view.data) + at * bytes, numbers.data<char>(),
+                     static_cast<std::size_t>(std::min(block - 131, view.count() - at) * bytes),
+                     cudaMemcpyHostToDevice));
+  return view;
+}
+
+TensorView upload(std::vector<DeviceMemory>& memory, const HostTensor& tensor) {
+  TensorView view = tensor;
+  memory.emplace_back(view.count() * dtype_bytes(view.dtype));
+  view.data = memory.back().data();
+  view.device = Device::cuda;
+  check(cudaMemcpy(view.data, tensor.view().data, static_cast<std::size_t>(memory.back().bytes()),
+                   cudaMemcpyHostToDevice));
+  return view;
+}
+
+// A call of B = 1 with made-up clusters and top keys; values do not matter for its time.
+DeviceCall made_up(std::int64_t H, std::int64_t N, std::int64_t D, std::int64_t C, std::int64_t k) {
+  DeviceCall device;
+  std::vector<DeviceMemory>& memory = device.memory;
+  const DType dtype = DType::bf16;
+  AttentionInputs inputs;
+  inputs.q = random_rows(memory, dtype, 1, H, N, D, 1);
+  inputs.k = random_rows(memory, dtype, 1, H, N, D, 2);
+  inputs.v = random_rows(memory, dtype, 1, H, N, D, 3);
+  Case c{"time", 1, H, H, N, N, D, C, k};
+  const Mechanism mechanism = mechanism_of(c);
+  device.call = ops::make_call(mechanism, inputs);
+  HostTensor order(DType::i32, {1, H, N}), labels(DType::i32, {1, H, N}),
+      offsets(DType::i32, {1, H, C + 1}), top(DType::i32, {1, H, C, std::max<std::int64_t>(k, 1)});
+  std::uint64_t state = 1;
+  const auto next = [&] { return state = state * 6364136223846793005ull + 1442695040888963407ull; };
+  for (std::int64_t h = 0; h < H; ++h) {
+    std::int32_t* label = labels.data<std::int32_t>() + h * N;
+    std::int32_t* offset = offsets.data<std::int32_t>() + h * (C + 1);
+    for (std::int64_t i = 0; i < N; ++i) {
+      label[i] = static_cast<std::int32_t>((next() >> 33) % static_cast<std::uint64_t>(C));
+      ++offset[label[i] + 1];
+    }
+    for (std::int64_t cl = 0; cl < C; ++cl) offset[cl + 1] += offset[cl];
+    std::vector<std::int32_t> at(offset, offset + C);
+    for (std::int64_t i = 0; i < N; ++i)
+      order.data<std::int32_t>()[h * N + at[static_cast<std::size_t>(label[i])]++] =
+          static_cast<std::int32_t>(i);
+    for (std::int64_t cl = 0; cl < C && k > 0; ++cl) {
+      std::vector<std::int32_t> keys;
+      while (static_cast<std::int64_t>(keys.size()) < k) {
+        while (static_cast<std::int64_t>(keys.size()) < k)
+          keys.push_back(static_cast<std::int32_t>((next() >> 33) % static_cast<std::uint64_t>(N)));
+        std::sort(keys.begin(), keys.end());
+        keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+      }
+      std::copy(keys.begin(), keys.end(), top.data<std::int32_t>() + (h * C + cl) * k);
+    }
+  }
+  const auto constant = [&](std::vector<std::int64_t> sizes, double value) {
+    HostTensor tensor(DType::f32, std::move(sizes));
+    fill(tensor, [&](std::int64_t) { return value; });
+    return upload(memory, tensor);
+  };
+  HostTensor centroids(DType::f32, {1, H, C, D});
+  fill(centroids, [&](std::int64_t i) {
+    return 0.1 * random_normal({3, RandomUse::data, 7}, static_cast<std::uint64_t>(i));
+  });
+  cuda::ClusteredTensors& t = device.pass.tensors;
+  t.labels = upload(memory, labels);
+  t.order = upload(memory, order);
+  t.offsets = upload(memory, offsets);
+  t.centroids = upload(memory, centroids);
+  t.centroid_lse = constant({1, H, C}, std::log(static_cast<double>(N)));
+  t.out = constant({1, H, C, D}, 0.01);
+  if (k > 0) {
+    t.top_keys = upload(memory, top);
+    t.mass = constant({1, H, C}, 0.1);
+    t.lse = constant({1, H, N}, std::log(static_cast<double>(k)) + 0.5);
+  }
+  device.sizes = {C, k};
+  device.pass.grad_out = random_rows(memory, dtype, 1, H, N, D, 4);
+  device.pass.gradients.dq = new_gradient(device, dtype, {1, H, N, D}, false);
+  device.pass.gradients.dk = new_gradient(device, dtype, {1, H, N, D}, false);
+  device.pass.gradients.dv = new_gradient(device, dtype, {1, H, N, D}, false);
+  return device;
+}
+
+void time_size(std::int64_t H, std::int64_t N, std::int64_t D, std::int64_t C, std::int64_t k,
+               int repeats) {
+  const DeviceCall device = made_up(H, N, D, C, k);
+  const DeviceMemory workspace(device.workspace_bytes()), flush(256 << 20);
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream));
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin));
+  check(cudaEventCreate(&end));
+  std::vector<float> cold, warm;
+  for (int i = 0; i < 2 * repeats + 6; ++i) {
+    const bool flushed = i % 2 == 0;
+    if (flushed) check(cudaMemsetAsync(flush.data(), i, 256 << 20, stream));
+    check(cudaEventRecord(begin, stream));
+    device.run(workspace, stream);
+    check(cudaEventRecord(end, stream));
+    check(cudaEventSynchronize(end));
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= 6) (flushed ? cold : warm).push_back(ms);
+  }
+  for (std::vector<float>* times : {&cold, &warm})
+    if (!times->empty()) std::sort(times->begin(), times->end());
+  if (repeats > 0)
+    std::printf(
+        "H %ld N %6ld D %3ld C %4ld k %3ld: %.3f ms after a flush, %.3f warm; workspace %.1f MB\n",
+        static_cast<long>(H), static_cast<long>(N), static_cast<long>(D), static_cast<long>(C),
+        static_cast<long>(k), cold[cold.size() / 2], warm[warm.size() / 2],
+        static_cast<double>(workspace.bytes()) * 1e-6);
+  check(cudaEventDestroy(begin));
+  check(cudaEventDestroy(end));
+  check(cudaStreamDestroy(stream));
+}
+
+int run(const std::string& mode) {
+  if (mode == "time") {
+    for (const std::int64_t N : {4096, 16384, 65536}) {
+      time_size(16, N, 64, 256, 32, 20);
+      time_size(16, N, 64, 256, 0, 20);
+    }
+    time_size(16, 65536, 128, 256, 32, 10);
+    time_size(16, 65536, 64, 1024, 64, 10);
+    return 0;
+  }
+  if (mode.rfind("once", 0) == 0) {  // "once65536": three plain calls, for a profiler
+    time_size(16, std::stol(mode.substr(4)), 64, 256, 32, 0);
+    return 0;
+  }
+  int failures = 0, runs = 0;
+  for (const Case& c : mode == "small" ? small_cases() : cases())
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      if (mode == "small" && dtype == DType::f16) continue;
+      failures += !run_case(c, dtype, mode == "small" ? 0 : 4);
+      ++runs;
+    }
+  if (mode != "small") {
+    const Case repeated{"i 4096, C 64, GQA 4:2", 2, 4, 2, 4096, 4096, 64, 64, 32};
+    failures += !run_case(repeated, DType::bf16, 100);
+    const Case large{"i 5000 x 6000, C 256, k 64, D 128", 1, 2, 1, 5000, 6000, 128, 256, 64};
+    failures += !run_case(large, DType::bf16, 100);
+    runs += 2;
+  }
+  std::printf("%d of %d cases failed\n", failures, runs);
+  return failures > 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("no GPU\n");
+    return 0;
+  }
+  try {
+    return run(argc > 1 ? argv[1] : "");
+  } catch (const std::exception& error) {
+    std::printf("stopped: %s\n", error.what());
+    return 2;
+  }
+}

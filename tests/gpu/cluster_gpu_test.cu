@@ -1,0 +1,898 @@
+// SPDX-License-Identifier: MIT
+// Every stage of clustering on the GPU against the CPU, then times. Needs a GPU; plain program:
+//   cluster_gpu_test [check|small|time|once]...
+// `check` without arguments; `small` is for compute-sanitizer, `once` for ncu.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/half.h"
+#include "core/parallel.h"
+#include "coterie/cluster.h"
+#include "coterie/group.h"
+#include "coterie/hash.h"
+#include "coterie/random.h"
+#include "cuda/cluster.h"
+#include "cuda/cluster_sums.h"
+#include "cuda/group.h"
+#include "cuda/hamming.h"
+#include "cuda/hash.h"
+#include "cuda/key_metric.h"
+#include "cuda/launch.h"
+#include "cuda/means.h"
+#include "cuda/nearest.h"
+#include "ops/call.h"
+
+namespace coterie {
+namespace {
+
+int failures = 0;
+
+void expect(bool good, const std::string& what) {
+  if (good) return;
+  ++failures;
+  if (failures < 60) std::printf("FAIL %s\n", what.c_str());
+}
+
+// Device memory with guard bytes of a poison pattern.
+class DeviceTensor {
+ public:
+  DeviceTensor() = default;
+  DeviceTensor(DType dtype, std::vector<std::int64_t> sizes) : host_(dtype, std::move(sizes)) {
+    bytes_ = static_cast<std::size_t>(host_.view().count() * dtype_bytes(dtype));
+    COTERIE_CUDA(cudaMalloc(&data_, bytes_ + 64));
+    poison();
+  }
+  DeviceTensor(const DeviceTensor&) = delete;
+  DeviceTensor& operator=(const DeviceTensor&) = delete;
+  ~DeviceTensor() { cudaFree(data_); }
+
+  void poison() { COTERIE_CUDA(cudaMemset(data_, 0xcd, bytes_ + 64)); }
+  void upload() {
+    COTERIE_CUDA(cudaMemcpy(data_, host_.view().data, bytes_, cudaMemcpyHostToDevice));
+  }
+  HostTensor& download() {
+    COTERIE_CUDA(cudaMemcpy(host_.view().data, data_, bytes_, cudaMemcpyDeviceToHost));
+    return host_;
+  }
+  HostTensor& host() { return host_; }
+  TensorView view() const {
+    TensorView view = host_.view();
+    view.data = data_;
+    view.device = Device::cuda;
+    return view;
+  }
+
+ private:
+  HostTensor host_;
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+struct Case {
+  std::string name;
+  std::int64_t B = 1, H = 2, Hkv = 2, N = 129, S = 129, D = 64;
+  DType dtype = DType::bf16;
+  std::int64_t clusters = 16, iterations = kAutomatic;
+  std::vector<int> q_lengths, k_lengths, q_seqlens, k_seqlens;
+  bool rows_first = false;  // (B, N, H, D) in memory
+  double offset = 0.5;      // of all queries and keys
+  int modes = 40;           // of the mixture the data are drawn from
+  double noise = 0.6;       // around a mode
+};
+
+double cheap_normal(std::uint64_t index) {
+  std::uint64_t z = index * 0x9E3779B97F4A7C15ull + 0x1234567ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  z ^= z >> 31;
+  double sum = 0;
+  for (int i = 0; i < 4; ++i) sum += static_cast<double>((z >> (16 * i)) & 0xffff) / 65536.0 - 0.5;
+  return sum * 1.7320508;
+}
+
+// A tensor (B, H, N, D) on both sides.
+struct Input {
+  DeviceTensor memory;
+  bool rows_first;
+
+  Input(const Case& c, std::int64_t heads, std::int64_t rows, std::int64_t width,
+        std::uint64_t salt)
+      : memory(c.dtype, c.rows_first ? std::vector<std::int64_t>{c.B, rows, heads, width}
+                                     : std::vector<std::int64_t>{c.B, heads, rows, width}),
+        rows_first(c.rows_first) {
+    std::vector<double> middle;
+    for (std::int64_t d = 0; d < width; ++d)
+      middle.push_back(c.offset * std::sin(static_cast<double>(d)));
+    void* data = memory.host().view().data;
+    parallel_for(c.B * heads * rows, [&](std::int64_t i, int) {
+      const auto row = static_cast<std::uint64_t>(i);
+      const std::uint64_t mode = (row * 2654435761u + salt) % static_cast<std::uint64_t>(c.modes);
+      for (std::int64_t d = 0; d < width; ++d) {
+        const auto column = static_cast<std::uint64_t>(d);
+        const double value = middle[static_cast<std::size_t>(d)] +
+                             cheap_normal((mode << 20) + column + 99) +
+                             c.noise * cheap_normal((row << 8) + column + (salt << 40));
+        const std::int64_t at = i * width + d;
+        if (c.dtype == DType::f32) static_cast<float*>(data)[at] = static_cast<float>(value);
+        if (c.dtype == DType::bf16)
+          static_cast<Bf16*>(data)[at] = to_bf16(static_cast<float>(value));
+        if (c.dtype == DType::f16) static_cast<F16*>(data)[at] = to_f16(static_cast<float>(value));
+      }
+    });
+    memory.upload();
+  }
+  TensorView host() {
+    return rows_first ? memory.host().view().transposed(1, 2) : memory.host().view();
+  }
+  TensorView device() const { return rows_first ? memory.view().transposed(1, 2) : memory.view(); }
+};
+
+struct Ints {
+  DeviceTensor memory;
+  explicit Ints(const std::vector<int>& values)
+      : memory(DType::i32, {static_cast<std::int64_t>(values.size())}) {
+    std::copy(values.begin(), values.end(), memory.host().data<std::int32_t>());
+    memory.upload();
+  }
+};
+
+// Inputs of a case on both sides, outputs on the device.
+struct Setup {
+  Case c;
+  Input q, k, v;
+  Ints q_lengths, k_lengths, q_seqlens, k_seqlens;
+  AttentionInputs host, device;
+
+  explicit Setup(const Case& which)
+      : c(which),
+        q(c, c.H, c.N, c.D, 1),
+        k(c, c.Hkv, c.S, c.D, 2),
+        v(c, c.Hkv, c.S, 1, 3),
+        q_lengths(c.q_lengths),
+        k_lengths(c.k_lengths),
+        q_seqlens(c.q_seqlens),
+        k_seqlens(c.k_seqlens) {
+    host.q = q.host();
+    host.k = k.host();
+    host.v = v.host();
+    device.q = q.device();
+    device.k = k.device();
+    device.v = v.device();
+    host.seed = device.seed = 77;
+    const auto give = [](Ints& ints, TensorView& on_host, TensorView& on_device) {
+      if (ints.memory.host().view().size(0) == 0) return;
+      on_host = ints.memory.host();
+      on_device = ints.memory.view();
+    };
+    give(q_lengths, host.q_sequences.lengths, device.q_sequences.lengths);
+    give(k_lengths, host.k_sequences.lengths, device.k_sequences.lengths);
+    give(q_seqlens, host.q_sequences.cu_seqlens, device.q_sequences.cu_seqlens);
+    give(k_seqlens, host.k_sequences.cu_seqlens, device.k_sequences.cu_seqlens);
+  }
+
+  ClusteringParams params(Clustering method) const {
+    ClusteringParams p;
+    p.clusters = c.clusters;
+    p.method = method;
+    p.iterations = c.iterations;
+    if (p.iterations == kAutomatic)
+      p.iterations = method == Clustering::keys ? 1 : method == Clustering::hamming_keys ? 3 : 10;
+    return p;
+  }
+  AttentionCall call(const ClusteringParams& p, const AttentionInputs& inputs) const {
+    ClusteredParams mechanism;
+    mechanism.clustering = p;
+    return ops::make_call(mechanism, inputs);
+  }
+  std::vector<Span> spans() const { return make_spans("test", host.q_sequences, c.B, c.N); }
+  std::vector<Span> key_spans() const { return make_spans("test", host.k_sequences, c.B, c.S); }
+};
+
+struct Outputs {
+  DeviceTensor labels, order, offsets;
+  Outputs(const Case& c, std::int64_t items)
+      : labels(DType::i32, {c.B, c.H, c.N}),
+        order(DType::i32, {c.B, c.H, c.N}),
+        offsets(DType::i32, {items, c.H, c.clusters + 1}) {}
+};
+
+struct Scratch {
+  void* data = nullptr;
+  std::int64_t bytes;
+  explicit Scratch(std::int64_t size) : bytes(size) {
+    COTERIE_CUDA(cudaMalloc(&data, static_cast<std::size_t>(size) + 64));
+    COTERIE_CUDA(cudaMemset(data, 0xcd, static_cast<std::size_t>(size) + 64));
+  }
+  ~Scratch() { cudaFree(data); }
+  Workspace workspace() const { return {data, bytes, nullptr}; }
+};
+
+std::string title(const Setup& s, Clustering method, const char* what) {
+  const char* names[] = {"keys", "hamming-keys", "hamming"};
+  return s.c.name + " " + names[static_cast<int>(method)] + ": " + what;
+}
+
+double element(const TensorView& t, std::int64_t b, std::int64_t h, std::int64_t n,
+               std::int64_t d) {
+  const std::int64_t at = b * t.stride(0) + h * t.stride(1) + n * t.stride(2) + d * t.stride(3);
+  switch (t.dtype) {
+    case DType::f32:
+      return static_cast<const float*>(t.data)[at];
+    case DType::bf16:
+      return to_float(static_cast<const Bf16*>(t.data)[at]);
+    default:
+      return to_float(static_cast<const F16*>(t.data)[at]);
+  }
+}
+
+std::vector<double> row_of(const TensorView& t, const Span& span, std::int64_t h, std::int64_t i) {
+  std::vector<double> row(static_cast<std::size_t>(t.size(3)));
+  for (std::size_t d = 0; d < row.size(); ++d)
+    row[d] = element(t, span.batch, h, span.begin + i, static_cast<std::int64_t>(d));
+  return row;
+}
+
+double dot(const std::vector<double>& a, const std::vector<double>& b) {
+  double sum = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+template <class T>
+bool equal_bytes(const HostTensor& a, const HostTensor& b) {
+  return std::memcmp(a.view().data, b.view().data,
+                     static_cast<std::size_t>(a.view().count()) * sizeof(T)) == 0;
+}
+
+void run_clusters(const Setup& s, const ClusteringParams& p, Outputs& out, Scratch& scratch) {
+  const AttentionCall call = s.call(p, s.device);
+  cuda::cluster_queries(p, call, out.labels.view(), out.order.view(), out.offsets.view(),
+                        scratch.data, nullptr);
+  COTERIE_CUDA(cudaDeviceSynchronize());
+}
+
+// order and offsets are those of the labels; padding is -1.
+void check_groups(const Setup& s, Clustering method, Outputs& out) {
+  HostTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}), offsets(out.offsets.host());
+  HostTensor& labels = out.labels.download();
+  std::vector<char> valid(static_cast<std::size_t>(labels.view().count()), 0);
+  for (const Span& span : s.spans())
+    for (std::int64_t h = 0; h < s.c.H; ++h)
+      for (std::int64_t i = 0; i < span.length; ++i)
+        valid[static_cast<std::size_t>((span.batch * s.c.H + h) * s.c.N + span.begin + i)] = 1;
+  bool in_range = true;
+  for (std::size_t i = 0; i < valid.size(); ++i) {
+    const int label = labels.data<std::int32_t>()[i];
+    in_range = in_range && (valid[i] ? label >= 0 && label < s.c.clusters : label == -1);
+  }
+  expect(in_range, title(s, method, "labels in range, -1 in padding"));
+  if (!in_range) return;
+  group_by_cluster(labels, s.host.q_sequences, {order, {}, offsets});
+  expect(equal_bytes<std::int32_t>(order, out.order.download()), title(s, method, "order"));
+  expect(equal_bytes<std::int32_t>(offsets, out.offsets.download()), title(s, method, "offsets"));
+}
+
+// Codes against the CPU's; returns the GPU's for the k-means.
+HostTensor check_codes(const Setup& s, const ClusteringParams& p, Scratch& scratch) {
+  const AttentionCall call = s.call(p, s.device);
+  const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
+  Arena arena("test", scratch.workspace(), 0);
+  const cuda::HashBuffers buffers(arena, p, call);
+  cuda::hash_queries(p, call, buffers, {}, nullptr);
+  HostTensor codes(DType::u64, {s.c.B, s.c.H, s.c.N}), wanted(DType::u64, {s.c.B, s.c.H, s.c.N});
+  COTERIE_CUDA(cudaMemcpy(codes.view().data, buffers.codes,
+                          static_cast<std::size_t>(codes.view().count()) * 8,
+                          cudaMemcpyDeviceToHost));
+  const bool by_keys = p.method == Clustering::hamming_keys;
+  HostTensor planes(DType::f32, by_keys ? std::vector<std::int64_t>{items, s.c.Hkv, p.bits, s.c.D}
+                                        : std::vector<std::int64_t>{1, 1, p.bits, s.c.D});
+  HostTensor thresholds(DType::f32, by_keys ? std::vector<std::int64_t>{items, s.c.H, p.bits}
+                                            : std::vector<std::int64_t>{1, 1, p.bits});
+  HostTensor device_planes(planes);
+  COTERIE_CUDA(cudaMemcpy(device_planes.view().data, buffers.planes,
+                          static_cast<std::size_t>(planes.view().count()) * 4,
+                          cudaMemcpyDeviceToHost));
+  if (by_keys)
+    key_difference_planes(s.host, planes, thresholds);
+  else
+    isotropic_planes(s.host.seed, p.hash_bias, planes, thresholds);
+  expect(equal_bytes<float>(planes, device_planes), title(s, p.method, "planes"));
+  hash_codes(s.host.q, s.host.q_sequences, planes, thresholds, wanted);
+  const std::vector<Span> spans = s.spans();
+  std::int64_t different = 0, wrong = 0;
+  for (std::size_t item = 0; item < spans.size(); ++item)
+    for (std::int64_t h = 0; h < s.c.H; ++h)
+      for (std::int64_t i = 0; i < spans[item].length; ++i) {
+        if (spans[item].length <= s.c.clusters) continue;  // not hashed
+        const std::int64_t at = (spans[item].batch * s.c.H + h) * s.c.N + spans[item].begin + i;
+        std::uint64_t bits = codes.data<std::uint64_t>()[at] ^ wanted.data<std::uint64_t>()[at];
+        for (; bits; bits &= bits - 1) {
+          const std::int64_t r = __builtin_ctzll(bits);
+          ++different;
+          if (r >= p.bits) {
+            ++wrong;
+            continue;
+          }
+          const std::int64_t kv = h / (s.c.H / s.c.Hkv), it = static_cast<std::int64_t>(item);
+          const float* plane =
+              planes.data<float>() + ((by_keys ? it * s.c.Hkv + kv : 0) * p.bits + r) * s.c.D;
+          const double t = thresholds.data<float>()[(by_keys ? it * s.c.H + h : 0) * p.bits + r];
+          const std::vector<double> row = row_of(s.host.q, spans[item], h, i);
+          double projection = -t, size = 0, length = 0;
+          for (std::int64_t d = 0; d < s.c.D; ++d) {
+            projection += plane[d] * row[static_cast<std::size_t>(d)];
+            size += plane[d] * plane[d];
+            length += row[static_cast<std::size_t>(d)] * row[static_cast<std::size_t>(d)];
+          }
+          wrong += std::abs(projection) > 1e-5 * std::sqrt(size * length) + 1e-6 * std::abs(t);
+        }
+      }
+  expect(wrong == 0, title(s, p.method, "codes") + ", wrong bits " + std::to_string(wrong) +
+                         " of different " + std::to_string(different));
+  if (different > 0)
+    std::printf("  %s: %lld bits differ near zero\n", title(s, p.method, "codes").c_str(),
+                static_cast<long long>(different));
+  return codes;
+}
+
+void check_hamming(const Setup& s, Clustering method) {
+  const ClusteringParams p = s.params(method);
+  const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
+  Scratch scratch(cuda::cluster_workspace_bytes(p, s.call(p, s.device)));
+  HostTensor codes = check_codes(s, p, scratch);
+  Outputs out(s.c, items);
+  run_clusters(s, p, out, scratch);
+  check_groups(s, method, out);
+  HostTensor labels(DType::i32, {s.c.B, s.c.H, s.c.N}),
+      centroids(DType::u64, {items, s.c.H, s.c.clusters});
+  HammingKMeansParams kmeans;
+  kmeans.iterations = p.iterations;
+  kmeans.bits = p.bits;
+  kmeans.seed = s.host.seed;
+  hamming_kmeans(kmeans, codes, s.host.q_sequences, labels, centroids);
+  std::int64_t different = 0;
+  for (std::int64_t i = 0; i < labels.view().count(); ++i)
+    different += labels.data<std::int32_t>()[i] != out.labels.host().data<std::int32_t>()[i];
+  expect(different == 0,
+         title(s, method, "labels given the codes") + ", different " + std::to_string(different));
+}
+
+// Labels against exact scores with the GPU's centroids and covariance, and those two by themselves.
+void check_keys(const Setup& s) {
+  ClusteringParams p = s.params(Clustering::keys);
+  const std::int64_t items = static_cast<std::int64_t>(s.spans().size()), C = s.c.clusters;
+  const std::size_t D = static_cast<std::size_t>(s.c.D);
+  const AttentionCall call = s.call(p, s.device);
+  Scratch scratch(cuda::cluster_workspace_bytes(p, call));
+  Outputs out(s.c, items), before(s.c, items);
+  if (p.iterations > 0) {
+    ClusteringParams fewer = p;
+    --fewer.iterations;
+    run_clusters(s, fewer, before, scratch);
+    before.labels.download();
+  }
+  run_clusters(s, p, out, scratch);
+  check_groups(s, Clustering::keys, out);
+  Arena arena("test", scratch.workspace(), 0);
+  const cuda::KeyMetricBuffers metric(arena, call, C);
+  const std::size_t P = (D + 31) / 32 * 32;  // pitch of the covariance
+  std::vector<float> covariance(static_cast<std::size_t>(items * s.c.Hkv) * P * P);
+  std::vector<float> centroids(static_cast<std::size_t>(items * s.c.H * C) * D);
+  COTERIE_CUDA(cudaMemcpy(covariance.data(), metric.covariance, covariance.size() * 4,
+                          cudaMemcpyDeviceToHost));
+  COTERIE_CUDA(
+      cudaMemcpy(centroids.data(), metric.centroids, centroids.size() * 4, cudaMemcpyDeviceToHost));
+  const std::vector<Span> spans = s.spans(), key_spans = s.key_spans();
+  double covariance_error = 0, mean_error = 0;
+  std::int64_t total = 0, near = 0, wrong = 0, cpu_different = 0;
+  for (std::size_t item = 0; item < spans.size(); ++item)
+    for (std::int64_t h = 0; h < s.c.H; ++h) {
+      const Span &span = spans[item], &keys = key_spans[item];
+      const std::int64_t kv = h / (s.c.H / s.c.Hkv);
+      // Covariance in double.
+      const std::int64_t samples = std::min(keys.length, 8 * s.c.D);
+      std::vector<std::vector<double>> sampled;
+      std::vector<double> mean(D);
+      for (std::int64_t t = 0; t < samples; ++t) {
+        sampled.push_back(row_of(s.host.k, keys, kv, t * keys.length / samples));
+        for (std::size_t d = 0; d < D; ++d)
+          mean[d] += sampled.back()[d] / static_cast<double>(samples);
+      }
+      const float* sigma =
+          covariance.data() +
+          (item * static_cast<std::size_t>(s.c.Hkv) + static_cast<std::size_t>(kv)) * P * P;
+      double error = 0, size = 1e-30;
+      for (std::size_t a = 0; a < D; ++a)
+        for (std::size_t b = 0; b < D; ++b) {
+          double value = 0;
+          for (const auto& row : sampled) value += (row[a] - mean[a]) * (row[b] - mean[b]);
+          if (samples > 0) value /= static_cast<double>(samples);
+          error += (value - sigma[a * P + b]) * (value - sigma[a * P + b]);
+          size += value * value;
+        }
+      covariance_error = std::max(covariance_error, std::sqrt(error / size));
+      const std::int32_t* label =
+          out.labels.host().data<std::int32_t>() + (span.batch * s.c.H + h) * s.c.N + span.begin;
+      if (span.length <= C) {
+        for (std::int64_t i = 0; i < span.length; ++i) wrong += label[i] != i;
+        continue;
+      }
+      const std::size_t problem =
+          item * static_cast<std::size_t>(s.c.H) + static_cast<std::size_t>(h);
+      const float* mu = centroids.data() + problem * static_cast<std::size_t>(C) * D;
+      // Centroids are the means of the labels before.
+      if (p.iterations > 0) {
+        const std::int32_t* old = before.labels.host().data<std::int32_t>() +
+                                  (span.batch * s.c.H + h) * s.c.N + span.begin;
+        std::vector<double> sum(static_cast<std::size_t>(C) * D);
+        std::vector<std::int64_t> members(static_cast<std::size_t>(C));
+        for (std::int64_t i = 0; i < span.length; ++i) {
+          const std::vector<double> row = row_of(s.host.q, span, h, i);
+          ++members[static_cast<std::size_t>(old[i])];
+          for (std::size_t d = 0; d < D; ++d)
+            sum[static_cast<std::size_t>(old[i]) * D + d] += row[d];
+        }
+        for (std::size_t c = 0; c < static_cast<std::size_t>(C) && p.iterations == 1; ++c)
+          for (std::size_t d = 0; d < D && members[c] > 0; ++d)
+            mean_error = std::max(
+                mean_error,
+                std::abs(sum[c * D + d] / static_cast<double>(members[c]) - mu[c * D + d]));
+      }
+      // Scores in double; m relative to a fixed query, as the kernels take it.
+      const RandomStream stream{s.host.seed, RandomUse::initial_centroid,
+                                static_cast<std::uint32_t>(problem)};
+      const std::vector<double> reference =
+          row_of(s.host.q, span, h,
+                 random_permutation(stream, 0, static_cast<std::uint32_t>(span.length)));
+      std::vector<std::vector<double>> m(static_cast<std::size_t>(C)),
+          mus(static_cast<std::size_t>(C));
+      std::vector<double> bias(static_cast<std::size_t>(C)), lengths(static_cast<std::size_t>(C));
+      for (std::size_t c = 0; c < static_cast<std::size_t>(C); ++c) {
+        m[c].assign(D, 0);
+        mus[c].assign(mu + c * D, mu + (c + 1) * D);
+        for (std::size_t a = 0; a < D; ++a)
+          for (std::size_t b = 0; b < D; ++b)
+            m[c][a] += static_cast<double>(sigma[a * P + b]) * (mus[c][b] - reference[b]);
+        for (std::size_t d = 0; d < D; ++d) bias[c] -= 0.5 * (mus[c][d] + reference[d]) * m[c][d];
+        lengths[c] = std::sqrt(dot(m[c], m[c]));
+      }
+      const double digits = s.c.dtype == DType::f32    ? 1e-5
+                            : s.c.dtype == DType::bf16 ? 1.0 / 256
+                                                       : 1.0 / 2048;
+      const std::int64_t step = span.length > 20000 ? 37 : 1;
+      for (std::int64_t i = 0; i < span.length; i += step) {
+        const std::vector<double> row = row_of(s.host.q, span, h, i);
+        std::size_t best = 0;
+        std::vector<double> score(static_cast<std::size_t>(C));
+        double bound = 0;
+        for (std::size_t c = 0; c < static_cast<std::size_t>(C); ++c) {
+          score[c] = dot(row, m[c]) + bias[c];
+          bound = std::max(bound, std::abs(bias[c]) + std::sqrt(dot(row, row)) * lengths[c]);
+          if (score[c] > score[best]) best = c;
+        }
+        ++total;
+        const std::size_t got = static_cast<std::size_t>(label[i]);
+        if (got == best) continue;
+        ++near;
+        double room = 3e-5 * bound;  // fixed-point keys and fp32 sums
+        for (std::size_t c : {got, best}) {
+          double distance = 0;
+          for (std::size_t d = 0; d < D; ++d)
+            distance += (row[d] - mus[c][d]) * (row[d] - mus[c][d]);
+          room += digits * std::sqrt(distance) * lengths[c];
+        }
+        wrong += score[best] - score[got] > room;
+      }
+    }
+  expect(covariance_error < (s.c.dtype == DType::f32 ? 4e-6 : 2e-5),
+         title(s, Clustering::keys, "covariance") + " error " + std::to_string(covariance_error));
+  expect(mean_error < 2e-5,
+         title(s, Clustering::keys, "centroids") + " error " + std::to_string(mean_error));
+  expect(wrong == 0, title(s, Clustering::keys, "labels") + " wrong " + std::to_string(wrong));
+  HostTensor cpu(DType::i32, {s.c.B, s.c.H, s.c.N});
+  HostTensor memory(DType::u8, {cluster_queries_workspace_bytes(p, s.host)});
+  cluster_queries(p, s.host, cpu, {memory.view().data, memory.view().count()});
+  for (std::int64_t i = 0; i < cpu.view().count(); ++i)
+    cpu_different += cpu.data<std::int32_t>()[i] != out.labels.host().data<std::int32_t>()[i];
+  std::printf("  %s: %lld of %lld within rounding, %lld differ from the CPU's (of %lld)\n",
+              title(s, Clustering::keys, "labels").c_str(), static_cast<long long>(near),
+              static_cast<long long>(total), static_cast<long long>(cpu_different),
+              static_cast<long long>(cpu.view().count()));
+}
+
+// Means and sums by the labels of the last clustering, and the sort by itself.
+void check_means(const Setup& s) {
+  const ClusteringParams p = s.params(Clustering::keys);
+  const AttentionCall call = s.call(p, s.device);
+  const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
+  const std::size_t D = static_cast<std::size_t>(s.c.D), C = static_cast<std::size_t>(s.c.clusters);
+  Scratch scratch(cuda::cluster_workspace_bytes(p, call));
+  Outputs out(s.c, items);
+  run_clusters(s, p, out, scratch);
+  HostTensor& labels = out.labels.download();
+  DeviceTensor means(DType::f32, {items, s.c.H, s.c.clusters, s.c.D}),
+      sums(DType::f32, {items, s.c.H, s.c.clusters, s.c.D});
+  Arena counter;
+  cuda::centroid_means(call, {}, {}, {}, counter, nullptr);
+  const std::int64_t one = counter.used();
+  cuda::cluster_sums(call, call.inputs.q, {}, {}, {}, counter, nullptr);
+  Scratch more(counter.used());
+  Arena arena("test", more.workspace(), one);
+  cuda::centroid_means(call, out.order.view(), out.offsets.view(), means.view(), arena, nullptr);
+  cuda::cluster_sums(call, call.inputs.q, out.order.view(), out.offsets.view(), sums.view(), arena,
+                     nullptr);
+  COTERIE_CUDA(cudaDeviceSynchronize());
+  means.download();
+  sums.download();
+  double worst = 0;
+  const std::vector<Span> spans = s.spans();
+  for (std::size_t item = 0; item < spans.size(); ++item)
+    for (std::int64_t h = 0; h < s.c.H; ++h) {
+      std::vector<double> sum(C * D), size(C * D);
+      std::vector<double> members(C);
+      const std::int32_t* label =
+          labels.data<std::int32_t>() + (spans[item].batch * s.c.H + h) * s.c.N + spans[item].begin;
+      for (std::int64_t i = 0; i < spans[item].length; ++i) {
+        const std::vector<double> row = row_of(s.host.q, spans[item], h, i);
+        members[static_cast<std::size_t>(label[i])] += 1;
+        for (std::size_t d = 0; d < D; ++d) {
+          sum[static_cast<std::size_t>(label[i]) * D + d] += row[d];
+          size[static_cast<std::size_t>(label[i]) * D + d] += std::abs(row[d]);
+        }
+      }
+      const std::size_t at =
+          (item * static_cast<std::size_t>(s.c.H) + static_cast<std::size_t>(h)) * C * D;
+      for (std::size_t e = 0; e < C * D; ++e) {
+        const double n = std::max(1.0, members[e / D]);
+        worst = std::max(worst,
+                         std::abs(sums.host().data<float>()[at + e] - sum[e]) / (size[e] + 1e-30));
+        worst = std::max(worst, std::abs(means.host().data<float>()[at + e] - sum[e] / n) * n /
+                                    (size[e] + 1e-30));
+      }
+    }
+  expect(worst < 1e-5,
+         title(s, Clustering::keys, "sums and means") + " error " + std::to_string(worst));
+  DeviceTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}),
+      offsets(DType::i32, {items, s.c.H, s.c.clusters + 1});
+  const cuda::ClusterShape shape = cuda::cluster_shape(call, s.c.clusters);
+  const cuda::GroupRun run{static_cast<const std::int32_t*>(out.labels.view().data),
+                           static_cast<std::int32_t*>(order.view().data),
+                           static_cast<std::int32_t*>(offsets.view().data)};
+  Arena group_count;
+  cuda::group_by_label(shape, run, group_count, nullptr);
+  Scratch group_memory(group_count.used());
+  Arena group_arena("test", group_memory.workspace(), 0);
+  cuda::group_by_label(shape, run, group_arena, nullptr);
+  expect(equal_bytes<std::int32_t>(order.download(), out.order.download()) &&
+             equal_bytes<std::int32_t>(offsets.download(), out.offsets.download()),
+         title(s, Clustering::keys, "the sort by itself"));
+}
+
+// The same bits again and again, also as a graph.
+void check_repeats(const Setup& s, Clustering method, int repeats) {
+  const ClusteringParams p = s.params(method);
+  const AttentionCall call = s.call(p, s.device);
+  const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
+  Scratch scratch(cuda::cluster_workspace_bytes(p, call));
+  Outputs first(s.c, items), again(s.c, items);
+  run_clusters(s, p, first, scratch);
+  first.labels.download();
+  first.order.download();
+  first.offsets.download();
+  const auto same = [&] {
+    return equal_bytes<std::int32_t>(first.labels.host(), again.labels.download()) &&
+           equal_bytes<std::int32_t>(first.order.host(), again.order.download()) &&
+           equal_bytes<std::int32_t>(first.offsets.host(), again.offsets.download());
+  };
+  int different = 0;
+  for (int i = 0; i < repeats; ++i) {
+    again.labels.poison();
+    again.order.poison();
+    again.offsets.poison();
+    run_clusters(s, p, again, scratch);
+    different += !same();
+  }
+  expect(different == 0, title(s, method, "repeats differ") + " " + std::to_string(different));
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  COTERIE_CUDA(cudaStreamCreate(&stream));
+  COTERIE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  cuda::cluster_queries(p, call, again.labels.view(), again.order.view(), again.offsets.view(),
+                        scratch.data, stream);
+  COTERIE_CUDA(cudaStreamEndCapture(stream, &graph));
+  COTERIE_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 3; ++i) {
+    again.labels.poison();
+    COTERIE_CUDA(cudaGraphLaunch(exec, stream));
+    COTERIE_CUDA(cudaStreamSynchronize(stream));
+    expect(same(), title(s, method, "graph replay"));
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+std::vector<Case> small_cases() {
+  std::vector<Case> cases;
+  const auto add = [&](const char* name, const std::function<void(Case&)>& change) {
+    Case c;
+    c.name = name;
+    change(c);
+    cases.push_back(c);
+  };
+  add("one row", [](Case& c) { c.N = 1; });
+  add("31 rows, 1 cluster", [](Case& c) { c.N = 31, c.clusters = 1; });
+  add("129 rows", [](Case&) {});
+  add("more clusters than rows", [](Case& c) { c.N = 31, c.clusters = 100; });
+  add("as many clusters as rows", [](Case& c) { c.N = 64, c.clusters = 64; });
+  add("padded, empty item, other keys", [](Case& c) {
+    c.B = 4, c.N = 300, c.S = 170, c.q_lengths = {300, 0, 17, 131}, c.k_lengths = {170, 5, 0, 100},
+    c.clusters = 20;
+  });
+  add("no keys", [](Case& c) { c.N = 100, c.S = 0; });
+  add("packed, groups of 2", [](Case& c) {
+    c.H = 4, c.N = 700, c.S = 500, c.q_seqlens = {0, 250, 250, 259, 690},
+    c.k_seqlens = {0, 200, 230, 260, 500}, c.clusters = 24;
+  });
+  add("fp32, width 40, rows first", [](Case& c) {
+    c.dtype = DType::f32, c.D = 40, c.N = c.S = 333, c.rows_first = true, c.Hkv = 1;
+  });
+  add("fp16, width 7", [](Case& c) { c.dtype = DType::f16, c.D = 7, c.N = c.S = 333; });
+  add("bf16, width 1", [](Case& c) { c.D = 1, c.N = c.S = 200; });
+  add("bf16, width 96", [](Case& c) { c.D = 96, c.N = c.S = 500, c.clusters = 33; });
+  add("fp16, width 128", [](Case& c) {
+    c.dtype = DType::f16, c.D = 128, c.N = c.S = 500, c.clusters = 33, c.iterations = 2;
+  });
+  add("fp32, width 128",
+      [](Case& c) { c.dtype = DType::f32, c.D = 128, c.N = c.S = 500, c.clusters = 33; });
+  add("equal keys and queries",
+      [](Case& c) { c.modes = 1, c.noise = 0, c.N = c.S = 200, c.D = 32; });
+  return cases;
+}
+
+std::vector<Case> large_cases() {
+  std::vector<Case> cases;
+  const auto add = [&](const char* name, const std::function<void(Case&)>& change) {
+    Case c;
+    c.name = name;
+    change(c);
+    cases.push_back(c);
+  };
+  add("1000 rows, 100 clusters", [](Case& c) { c.N = c.S = 1000, c.clusters = 100; });
+  add("many short problems", [](Case& c) {
+    c.B = 40, c.H = 8, c.Hkv = 2, c.N = c.S = 400, c.clusters = 50, c.dtype = DType::f16;
+  });
+  add("5000 rows, 1500 clusters", [](Case& c) { c.N = c.S = 5000, c.clusters = 1500; });
+  add("5000 rows, 2100 clusters fp32",
+      [](Case& c) { c.N = c.S = 5000, c.clusters = 2100, c.dtype = DType::f32; });
+  add("9000 rows, 4500 clusters",
+      [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 9000, c.clusters = 4500, c.iterations = 2; });
+  add("65536 rows, 256 clusters", [](Case& c) { c.N = c.S = 65536, c.clusters = 256; });
+  add("65536 rows fp32",
+      [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f32; });
+  add("65536 rows fp16, far from zero", [](Case& c) {
+    c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f16, c.offset = 8;
+  });
+  add("65536 rows, far from zero",
+      [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.offset = 8; });
+  add("70000 rows, a block each", [](Case& c) {
+    c.H = 67, c.Hkv = 1, c.N = 70000, c.S = 1000, c.D = 8, c.clusters = 40, c.iterations = 2;
+  });
+  return cases;
+}
+
+void check_case(const Case& c, bool repeats) {
+  const Setup s(c);
+  check_hamming(s, Clustering::hamming);
+  check_hamming(s, Clustering::hamming_keys);
+  check_keys(s);
+  check_means(s);
+  if (repeats)
+    for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming})
+      check_repeats(s, method, 20);
+}
+
+__global__ void spin_kernel(float* out, int rounds) {
+  float value = static_cast<float>(threadIdx.x);
+  for (int i = 0; i < rounds; ++i) value = fmaf(value, 0.999f, 0.5f);
+  if (value == 12345.0f) *out = value;
+}
+
+// Keeps the GPU busy until its clocks are up.
+void spin_up() {
+  for (int i = 0; i < 40; ++i) spin_kernel<<<1056, 256>>>(nullptr, 200000);
+  COTERIE_CUDA(cudaDeviceSynchronize());
+}
+
+// Median milliseconds of `body`, after warming up.
+double median_ms(const std::function<void()>& body, int repeats = 30) {
+  cudaEvent_t begin, end;
+  COTERIE_CUDA(cudaEventCreate(&begin));
+  COTERIE_CUDA(cudaEventCreate(&end));
+  spin_kernel<<<1056, 256>>>(nullptr, 400000);
+  for (int i = 0; i < 5; ++i) body();
+  std::vector<float> times;
+  for (int i = 0; i < repeats; ++i) {
+    COTERIE_CUDA(cudaEventRecord(begin));
+    body();
+    COTERIE_CUDA(cudaEventRecord(end));
+    COTERIE_CUDA(cudaEventSynchronize(end));
+    float ms = 0;
+    COTERIE_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    times.push_back(ms);
+  }
+  std::sort(times.begin(), times.end());
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return times[times.size() / 2];
+}
+
+double graph_ms(const std::function<void(cudaStream_t)>& body) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  COTERIE_CUDA(cudaStreamCreate(&stream));
+  COTERIE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  body(stream);
+  COTERIE_CUDA(cudaStreamEndCapture(stream, &graph));
+  COTERIE_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  const double ms = median_ms([&] { COTERIE_CUDA(cudaGraphLaunch(exec, nullptr)); });
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  return ms;
+}
+
+void time_stages(std::int64_t N, std::int64_t D, std::int64_t clusters, DType dtype) {
+  Case c;
+  c.H = c.Hkv = 16;
+  c.N = c.S = N;
+  c.D = D;
+  c.clusters = clusters;
+  c.dtype = dtype;
+  c.modes = 1000000007;  // no structure: the worst case
+  const Setup s(c);
+  Outputs out(c, 1);
+  spin_up();
+  std::printf("N=%lld D=%lld C=%lld %s, ms:", static_cast<long long>(N), static_cast<long long>(D),
+              static_cast<long long>(clusters), dtype_name(dtype));
+  for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming}) {
+    const ClusteringParams p = s.params(method);
+    const AttentionCall call = s.call(p, s.device);
+    Scratch scratch(cuda::cluster_workspace_bytes(p, call));
+    const auto all = [&](cudaStream_t stream) {
+      cuda::cluster_queries(p, call, out.labels.view(), out.order.view(), out.offsets.view(),
+                            scratch.data, stream);
+    };
+    const char* names[] = {"keys", "hamming-keys", "hamming"};
+    std::printf("\n  %-13s total %.4f graph %.4f workspace %.1f MB |",
+                names[static_cast<int>(method)], median_ms([&] { all(nullptr); }), graph_ms(all),
+                static_cast<double>(scratch.bytes) / 1e6);
+    auto* labels = static_cast<std::int32_t*>(out.labels.view().data);
+    auto* order = static_cast<std::int32_t*>(out.order.view().data);
+    auto* offsets = static_cast<std::int32_t*>(out.offsets.view().data);
+    const cuda::ClusterShape shape = cuda::cluster_shape(call, clusters);
+    Arena arena("time", scratch.workspace(), 0);
+    if (method == Clustering::keys) {
+      const cuda::KeyMetricBuffers metric(arena, call, clusters);
+      const cuda::NearestBuffers nearest(arena, shape, p.iterations + 1);
+      const cuda::ClusterSums sums =
+          cuda::make_cluster_sums(arena, shape, call.inputs.q, order, offsets, metric.centroids);
+      const cuda::ZeroedWords zeroed{nearest.zeroed, nearest.passes * nearest.teams};
+      std::printf(" empty %.4f", median_ms([&] { spin_kernel<<<132, 256>>>(nullptr, 1); }));
+      const double metric_ms =
+          median_ms([&] { cuda::key_covariance(call, metric, zeroed, nullptr); });
+      std::printf(" covariance %.4f", metric_ms);
+      std::printf(" start %.4f",
+                  median_ms([&] { cuda::weigh_centroids(call, sums, true, metric, nullptr); }));
+      std::printf(" nearest+sort %.4f", median_ms([&] {
+                    COTERIE_CUDA(cudaMemsetAsync(
+                        nearest.zeroed, 0, static_cast<std::size_t>(zeroed.count) * 4, nullptr));
+                    cuda::nearest_clusters(call, shape, metric.table, nearest,
+                                           {0, labels, order, offsets}, nullptr);
+                  }));
+      std::printf(" sums %.4f", median_ms([&] {
+                    cuda::sum_cluster_tiles(call.op, sums, call.inputs.q, nullptr);
+                  }));
+      std::printf(" weigh %.4f",
+                  median_ms([&] { cuda::weigh_centroids(call, sums, false, metric, nullptr); }));
+      DeviceTensor means(DType::f32, {1, c.H, clusters, D});
+      Arena counter;
+      cuda::centroid_means(call, {}, {}, {}, counter, nullptr);
+      Scratch more(counter.used());
+      std::printf(" means %.4f", median_ms([&] {
+                    Arena pieces("time", more.workspace(), 0);
+                    cuda::centroid_means(call, out.order.view(), out.offsets.view(), means.view(),
+                                         pieces, nullptr);
+                  }));
+      Arena group_count;
+      cuda::group_by_label(shape, {labels, order, offsets}, group_count, nullptr);
+      Scratch group_memory(group_count.used());
+      std::printf(" sort %.4f", median_ms([&] {
+                    Arena pieces("time", group_memory.workspace(), 0);
+                    cuda::group_by_label(shape, {labels, order, offsets}, pieces, nullptr);
+                  }));
+    } else {
+      const cuda::HashBuffers hash(arena, p, call);
+      const cuda::HammingBuffers buffers(arena, shape, static_cast<int>(p.iterations));
+      const cuda::ZeroedWords zeroed{buffers.zeroed, buffers.zeroed_count};
+      std::printf(" planes+codes %.4f",
+                  median_ms([&] { cuda::hash_queries(p, call, hash, zeroed, nullptr); }));
+      for (int iterations : {0, 1, 3, 10})
+        std::printf(
+            " kmeans(%d)+sort %.4f", iterations, median_ms([&] {
+              if (iterations > p.iterations) return;
+              COTERIE_CUDA(cudaMemsetAsync(buffers.zeroed, 0,
+                                           static_cast<std::size_t>(zeroed.count) * 4, nullptr));
+              cuda::hamming_kmeans(
+                  shape, {iterations, static_cast<int>(p.bits), hash.codes, labels, order, offsets},
+                  buffers, nullptr);
+            }));
+    }
+  }
+  std::printf("\n");
+}
+
+// Each clustering and the means, twice.
+void run_once(std::int64_t N) {
+  Case c;
+  c.H = c.Hkv = 16;
+  c.N = c.S = N;
+  c.clusters = 256;
+  c.modes = 1000000007;
+  const Setup s(c);
+  Outputs out(c, 1);
+  DeviceTensor means(DType::f32, {1, c.H, c.clusters, c.D});
+  for (int i = 0; i < 2; ++i)
+    for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming}) {
+      const ClusteringParams p = s.params(method);
+      Scratch scratch(cuda::cluster_workspace_bytes(p, s.call(p, s.device)));
+      run_clusters(s, p, out, scratch);
+      if (method != Clustering::keys) continue;
+      Arena arena("once", scratch.workspace(), 0);
+      cuda::centroid_means(s.call(p, s.device), out.order.view(), out.offsets.view(), means.view(),
+                           arena, nullptr);
+    }
+  COTERIE_CUDA(cudaDeviceSynchronize());
+}
+
+}  // namespace
+}  // namespace coterie
+
+int main(int argc, char** argv) {
+  using namespace coterie;
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("no GPU\n");
+    return 0;
+  }
+  std::vector<std::string> wanted(argv + 1, argv + argc);
+  if (wanted.empty()) wanted = {"check"};
+  for (const std::string& what : wanted) {
+    if (what == "small" || what == "check")
+      for (const Case& c : small_cases()) check_case(c, what == "check" && c.name == "129 rows");
+    if (what == "check")
+      for (const Case& c : large_cases())
+        check_case(c, c.name == "65536 rows, 256 clusters" || c.name == "many short problems");
+    if (what == "once")
+      for (std::int64_t N : {4096, 65536}) run_once(N);
+    if (what == "time") {
+      for (std::int64_t N : {4096, 16384, 65536, 1048576}) time_stages(N, 64, 256, DType::bf16);
+      time_stages(65536, 128, 256, DType::bf16);
+      time_stages(65536, 64, 1024, DType::bf16);
+      time_stages(65536, 64, 256, DType::f32);
+    }
+  }
+  std::printf("%s, %d failures\n", failures == 0 ? "PASS" : "FAILED", failures);
+  return failures == 0 ? 0 : 1;
+}

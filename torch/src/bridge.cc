@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: MIT
+#include "bridge.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <string>
+
+#include "coterie/error.h"
+
+namespace coterie::torch_api {
+namespace {
+
+struct TypePair {
+  at::ScalarType torch;
+  DType core;
+};
+// bool comes last: it has no type of its own in the core.
+constexpr TypePair kTypes[] = {
+    {at::kFloat, DType::f32},  {at::kDouble, DType::f64}, {at::kBFloat16, DType::bf16},
+    {at::kHalf, DType::f16},   {at::kInt, DType::i32},    {at::kLong, DType::i64},
+    {at::kUInt64, DType::u64}, {at::kByte, DType::u8},    {at::kBool, DType::u8}};
+
+Device core_device(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return Device::cpu;
+  if (tensor.is_cuda()) return Device::cuda;
+  throw Error("[torch] expected tensors on cpu or cuda; got one on " + tensor.device().str());
+}
+
+// Through the guard that torch registers for the device, so that no header of CUDA is needed.
+void* current_stream(const at::Device& device) {
+  if (!device.is_cuda()) return nullptr;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+}  // namespace
+
+DType dtype_of(at::ScalarType type) {
+  for (const TypePair& pair : kTypes) {
+    if (pair.torch == type) return pair.core;
+  }
+  throw Error(std::string("[torch] expected float, double, bfloat16, half, int32, int64, uint64, "
+                          "uint8 or bool; got ") +
+              c10::toString(type));
+}
+
+at::ScalarType scalar_type_of(DType dtype) {
+  for (const TypePair& pair : kTypes) {
+    if (pair.core == dtype) return pair.torch;
+  }
+  throw Error("[internal] a type that torch lacks");
+}
+
+TensorView view(const at::Tensor& tensor) {
+  TensorView view;
+  if (!tensor.defined()) return view;
+  if (tensor.layout() != at::kStrided || tensor.dim() < 1 || tensor.dim() > kMaxRank) {
+    throw Error("[torch] expected dense tensors with 1 to " + std::to_string(kMaxRank) +
+                " dimensions; got one with " + std::to_string(tensor.dim()));
+  }
+  view.data = tensor.data_ptr();
+  view.dtype = dtype_of(tensor.scalar_type());
+  view.device = core_device(tensor);
+  view.rank = static_cast<int>(tensor.dim());
+  for (int dim = 0; dim < view.rank; ++dim) {
+    view.sizes[dim] = tensor.size(dim);
+    view.strides[dim] = tensor.stride(dim);
+  }
+  return view;
+}
+
+at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
+  const bool rows =
+      !tensor.defined() || tensor.dim() == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+  return rows ? tensor : tensor.contiguous();
+}
+
+at::Tensor empty(const TensorLayout& layout, const at::Tensor& like) {
+  return at::empty(layout.sizes, like.options().dtype(scalar_type_of(layout.dtype)));
+}
+
+at::Tensor empty_rows(const at::Tensor& like, std::int64_t D) {
+  const std::int64_t B = like.size(0), H = like.size(1), N = like.size(2);
+  if (like.stride(1) >= like.stride(2)) return at::empty({B, H, N, D}, like.options());
+  return at::empty({B, N, H, D}, like.options()).transpose(1, 2);
+}
+
+Scratch::Scratch(std::int64_t bytes, const at::Tensor& like)
+    : memory_(at::empty({bytes}, like.options().dtype(at::kByte))),
+      workspace_{memory_.data_ptr(), bytes, current_stream(like.device())} {}
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: MIT
+// Torch tensors as the core sees them, memory from torch's allocator, torch's current stream.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "coterie/tensor.h"
+
+namespace coterie::torch_api {
+
+DType dtype_of(at::ScalarType type);  // bool is u8; throws Error on types the core lacks
+at::ScalarType scalar_type_of(DType dtype);
+
+// The tensor's memory; absent when it is undefined. The tensor must outlive the view.
+TensorView view(const at::Tensor& tensor);
+
+// The tensor itself when its last dimension is contiguous, else a contiguous copy.
+at::Tensor with_contiguous_rows(const at::Tensor& tensor);
+
+// Uninitialised memory on the device of `like`.
+at::Tensor empty(const TensorLayout& layout, const at::Tensor& like);
+// (B, H, N, D) of the type of `like` (B, H, N, any), in the same order of heads and tokens.
+at::Tensor empty_rows(const at::Tensor& like, std::int64_t D);
+
+// Scratch memory, and the stream that is current on the device of `like`.
+class Scratch {
+ public:
+  Scratch(std::int64_t bytes, const at::Tensor& like);
+  const Workspace& workspace() const { return workspace_; }
+
+ private:
+  at::Tensor memory_;
+  Workspace workspace_;
+};
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: MIT
+// One autograd function for all mechanisms: the core's forward and backward pass, with what the
+// core wants saved between them as torch tensors.
+#include "coterie/torch/functional.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "bridge.h"
+#include "coterie/attention.h"
+#include "coterie/error.h"
+
+namespace coterie::torch_api {
+namespace {
+
+using ::torch::autograd::AutogradContext;
+using ::torch::autograd::variable_list;
+using Optional = std::optional<at::Tensor>;  // autograd wants no undefined tensors
+
+// Places in the lists of input tensors. Up to kDifferentiable these are also the places of the
+// autograd function's arguments and gradients.
+enum Place : std::size_t {
+  kQ,
+  kK,
+  kV,
+  kCentroids,
+  kGate,
+  kLogitScale,
+  kDifferentiable,
+  kQLengths = kDifferentiable,
+  kKLengths,
+  kCuSeqlensQ,
+  kCuSeqlensK,
+  kMask,
+  kInputs
+};
+
+// What a call has beside tensors that gradients flow to.
+// A holder, so that autograd can keep it.
+struct Call : ::torch::CustomClassHolder {
+  Mechanism mechanism;
+  double scale = 0.0;
+  bool causal = false;
+  std::uint64_t seed = 0;
+  variable_list constants;  // places kDifferentiable .. kInputs, until they are saved
+};
+using CallPointer = c10::intrusive_ptr<Call>;
+
+AttentionInputs make_inputs(const Call& call, const variable_list& tensors) {
+  AttentionInputs inputs;
+  inputs.q = view(tensors[kQ]);
+  inputs.k = view(tensors[kK]);
+  inputs.v = view(tensors[kV]);
+  inputs.q_sequences = {view(tensors[kQLengths]), view(tensors[kCuSeqlensQ])};
+  inputs.k_sequences = {view(tensors[kKLengths]), view(tensors[kCuSeqlensK])};
+  inputs.mask = view(tensors[kMask]);
+  inputs.centroids = view(tensors[kCentroids]);
+  inputs.gate = view(tensors[kGate]);
+  inputs.logit_scale = view(tensors[kLogitScale]);
+  inputs.scale = call.scale;
+  inputs.causal = call.causal;
+  inputs.seed = call.seed;
+  return inputs;
+}
+
+// The gradients that are asked for, and views of them for the core.
+struct Gradients {
+  variable_list tensors = variable_list(kDifferentiable);
+  AttentionGradients views;
+
+  Gradients(const AutogradContext& ctx, const variable_list& inputs) {
+    std::size_t edge = 0;  // autograd counts the inputs that are there
+    for (std::size_t place = 0; place < kDifferentiable; ++place) {
+      if (!inputs[place].defined()) continue;
+      if (ctx.needs_input_grad(edge++)) tensors[place] = empty_like(inputs[place]);
+    }
+    views.dq = view(tensors[kQ]);
+    views.dk = view(tensors[kK]);
+    views.dv = view(tensors[kV]);
+    views.dcentroids = view(tensors[kCentroids]);
+    views.dgate = view(tensors[kGate]);
+    views.dlogit_scale = view(tensors[kLogitScale]);
+  }
+
+ private:
+  // Gradients of rows lie in memory as the rows do; the others are dense.
+  static at::Tensor empty_like(const at::Tensor& input) {
+    if (input.dim() == 4) return empty_rows(input, input.size(3));
+    return empty({"", dtype_of(input.scalar_type()), input.sizes().vec()}, input);
+  }
+};
+
+AttentionResult make_result(const at::Tensor& out, const at::Tensor* saved, std::size_t count) {
+  AttentionResult result;
+  result.out = view(out);
+  for (std::size_t i = 0; i < count; ++i) result.saved.push_back(view(saved[i]));
+  return result;
+}
+
+struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
+  // Gives out, then the saved tensors.
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const Optional& k,
+                               const at::Tensor& v, const Optional& centroids, const Optional& gate,
+                               const Optional& logit_scale, const CallPointer& call) {
+    variable_list tensors = {q};
+    for (const Optional& tensor : {k, Optional(v), centroids, gate, logit_scale}) {
+      tensors.push_back(tensor.value_or(at::Tensor()));
+    }
+    tensors.insert(tensors.end(), call->constants.begin(), call->constants.end());
+    call->constants.clear();
+    const c10::DeviceGuard guard(q.device());
+    const AttentionInputs inputs = make_inputs(*call, tensors);
+    const SavedLayout layout = attention_saved(call->mechanism, inputs);
+    variable_list outputs = {empty_rows(q, v.size(3))};
+    for (const TensorLayout& saved : layout.tensors) outputs.push_back(empty(saved, q));
+    const Scratch scratch(attention_workspace_bytes(call->mechanism, inputs), q);
+    attention_forward(call->mechanism, inputs,
+                      make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
+                      scratch.workspace());
+
+    ctx->mark_non_differentiable(variable_list(outputs.begin() + 1, outputs.end()));
+    tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+    ctx->save_for_backward(std::move(tensors));
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    constexpr std::size_t kArguments = kDifferentiable + 1;
+    if (!grad_outputs[0].defined()) return variable_list(kArguments);
+    if (at::GradMode::is_enabled()) {
+      throw Error("[attention] expected derivatives of first order; got create_graph");
+    }
+    const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const variable_list tensors = ctx->get_saved_variables();
+    const at::Tensor& q = tensors[kQ];
+    const c10::DeviceGuard guard(q.device());
+    const AttentionInputs inputs = make_inputs(*call, tensors);
+    const AttentionResult result =
+        make_result(tensors[kInputs], tensors.data() + kInputs + 1, tensors.size() - kInputs - 1);
+    const at::Tensor grad_out = with_contiguous_rows(grad_outputs[0]);
+    Gradients gradients(*ctx, tensors);
+    const Scratch scratch(attention_workspace_bytes(call->mechanism, inputs), q);
+    attention_backward(call->mechanism, inputs, result, view(grad_out), gradients.views,
+                       scratch.workspace());
+    gradients.tensors.resize(kArguments);
+    return gradients.tensors;
+  }
+};
+
+[[noreturn]] void refuse(const Mechanism& mechanism, const std::string& message) {
+  throw Error(std::string("[") + mechanism_name(mechanism) + "] " + message);
+}
+
+bool keys_are_queries(const Mechanism& mechanism) {
+  const auto* routing = std::get_if<RoutingParams>(&mechanism);
+  return std::holds_alternative<LshParams>(mechanism) || (routing && routing->share_qk);
+}
+
+// What the core cannot see: graphs and the numbers of devices.
+void check(const Mechanism& mechanism, const variable_list& tensors) {
+  const at::Tensor &q = tensors[kQ], &k = tensors[kK], &centroids = tensors[kCentroids];
+  if (!q.defined() || !tensors[kV].defined()) {
+    refuse(mechanism, "expected q and v; got an undefined tensor");
+  }
+  if (keys_are_queries(mechanism) && k.defined() && !k.is_same(q)) {
+    refuse(mechanism, "expected no k, because it takes its keys from the queries; got one");
+  }
+  if (std::holds_alternative<RoutingParams>(mechanism) && centroids.defined() &&
+      centroids.requires_grad() && at::GradMode::is_enabled()) {
+    refuse(mechanism,
+           "expected centroids without gradient, for they are moved by ema_update; got some that "
+           "require it");
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.device() != q.device()) {
+      refuse(mechanism, "expected all tensors on " + q.device().str() + "; got one on " +
+                            tensor.device().str());
+    }
+  }
+}
+
+at::Tensor as_int32(const Mechanism& mechanism, const at::Tensor& lengths) {
+  if (!lengths.defined()) return lengths;
+  if (!at::isIntegralType(lengths.scalar_type(), false)) {
+    refuse(mechanism, std::string("expected integer lengths and cu_seqlens; got ") +
+                          at::toString(lengths.scalar_type()));
+  }
+  return lengths.to(at::kInt).contiguous();
+}
+
+// Broadcast, without a copy. Where q and v have no such shape the core will say so.
+at::Tensor as_mask(const Mechanism& mechanism, const at::Tensor& mask, const at::Tensor& q,
+                   const at::Tensor& v) {
+  if (!mask.defined() || q.dim() != 4 || v.dim() != 4) return mask;
+  if (mask.scalar_type() != at::kBool) {
+    refuse(mechanism,
+           std::string("expected a mask of bool; got ") + at::toString(mask.scalar_type()));
+  }
+  return mask.expand({q.size(0), q.size(1), q.size(2), v.size(2)});
+}
+
+// Small inputs in the type the core accumulates in.
+at::Tensor as_state(const at::Tensor& tensor, const at::Tensor& q) {
+  if (!tensor.defined()) return tensor;
+  return tensor.to(scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())))).contiguous();
+}
+
+// The tensors of a call as the core wants them, by differentiable operations.
+variable_list prepare(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const Mechanism& mechanism, const AttentionOptions& options) {
+  check(mechanism,
+        {q, k, v, options.centroids, options.gate, options.logit_scale, options.q_lengths,
+         options.k_lengths, options.cu_seqlens_q, options.cu_seqlens_k, options.mask});
+  return {with_contiguous_rows(q),
+          keys_are_queries(mechanism) ? at::Tensor() : with_contiguous_rows(k),
+          with_contiguous_rows(v),
+          as_state(options.centroids, q),
+          as_state(options.gate, q),
+          as_state(options.logit_scale, q),
+          as_int32(mechanism, options.q_lengths),
+          as_int32(mechanism, options.k_lengths),
+          as_int32(mechanism, options.cu_seqlens_q),
+          as_int32(mechanism, options.cu_seqlens_k),
+          as_mask(mechanism, options.mask, q, v)};
+}
+
+CallPointer make_call(const Mechanism& mechanism, const AttentionOptions& options) {
+  auto call = c10::make_intrusive<Call>();
+  call->mechanism = mechanism;
+  call->scale = options.scale;
+  call->causal = options.causal;
+  call->seed = options.seed;
+  return call;
+}
+
+// The output, then the saved tensors.
+variable_list run(const CallPointer& call, const variable_list& tensors) {
+  call->constants.assign(tensors.begin() + kDifferentiable, tensors.end());
+  const auto optional = [&](Place place) {
+    return tensors[place].defined() ? Optional(tensors[place]) : std::nullopt;
+  };
+  return AttentionFunction::apply(tensors[kQ], optional(kK), tensors[kV], optional(kCentroids),
+                                  optional(kGate), optional(kLogitScale), call);
+}
+
+}  // namespace
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const Mechanism& mechanism, const AttentionOptions& options) {
+  return run(make_call(mechanism, options), prepare(q, k, v, mechanism, options))[0];
+}
+
+AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const Mechanism& mechanism, const AttentionOptions& options) {
+  const variable_list tensors = prepare(q, k, v, mechanism, options);
+  const CallPointer call = make_call(mechanism, options);
+  const variable_list outputs = run(call, tensors);
+  const SavedLayout layout = attention_saved(mechanism, make_inputs(*call, tensors));
+  AttentionDetails details;
+  details.out = outputs[0];
+  details.selection_count = layout.selection_count;
+  for (std::size_t i = 0; i < layout.tensors.size(); ++i) {
+    details.saved.push_back({layout.tensors[i].name, outputs[i + 1]});
+  }
+  return details;
+}
+
+const at::Tensor& AttentionDetails::get(const std::string& name) const {
+  std::string names;
+  for (const NamedTensor& named : saved) {
+    if (named.name == name) return named.tensor;
+    names += " " + named.name;
+  }
+  throw Error("[attention] expected one of" + names + "; got " + name);
+}
+
+}  // namespace coterie::torch_api
