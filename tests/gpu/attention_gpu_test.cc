@@ -192,7 +192,7 @@ TEST_P(AttentionGpuTest, GivesTheSameBitsInAGraph) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionGpuTest, ::testing::ValuesIn(gpu_cases()),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& test) { return test.param.name; });
 
 TEST(AttentionGpuRefusalTest, WhatHasNoKernelsSaysSo) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
