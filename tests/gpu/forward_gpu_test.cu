@@ -17,6 +17,7 @@
 #include "core/call.h"
 #include "core/items.h"
 #include "coterie/attention.h"
+#include "coterie/runtime.h"
 #include "cuda/clustered.h"
 #include "cuda/means.h"
 #include "device_tensor.h"
@@ -631,6 +632,10 @@ void time_size(std::int64_t N, std::int64_t D, std::int64_t C, std::int64_t k, b
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (!coterie::cuda_available()) {
+    std::printf("no GPU\n");
+    return 0;
+  }
   bool quick = false, time = false, once = false;
   for (int i = 1; i < argc; ++i) {
     quick = quick || std::strcmp(argv[i], "--quick") == 0;
