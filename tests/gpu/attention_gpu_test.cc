@@ -5,6 +5,7 @@
 // weights and score gradients are rounded to the input type for the tensor cores.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -29,7 +30,8 @@ bool on_gpu(const Case& c) {
   const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism);
   const bool clustered = std::holds_alternative<ClusteredParams>(mechanism) ||
                          (improved && improved->causal == Causality::none);
-  return clustered && c.Dk == c.Dv && c.Dk <= 128 && c.dtype != DType::f64;
+  const bool few_keys = !improved || std::min(improved->topk, c.S) <= 128;
+  return clustered && few_keys && c.Dk == c.Dv && c.Dk <= 128 && c.dtype != DType::f64;
 }
 
 std::vector<Case> gpu_cases() {
