@@ -153,11 +153,6 @@ void add_parameters(const Case& c, std::uint64_t seed, Problem& problem) {
   }
 }
 
-bool queries_are_keys(const Mechanism& mechanism) {
-  const auto* routing = std::get_if<RoutingParams>(&mechanism);
-  return std::holds_alternative<LshParams>(mechanism) || (routing != nullptr && routing->share_qk);
-}
-
 // A poisoned tensor like an input, or none where the input is absent.
 TensorView like(const TensorView& input, Layout layout, std::vector<HostTensor>& storage) {
   if (!input.present()) return {};
@@ -214,7 +209,7 @@ Problem make_problem(const Case& given, std::uint64_t seed) {
   inputs.q = new_tensor(storage, c.dtype, {c.B, c.H, c.N, c.Dk}, c.layout);
   fill(inputs.q, token_values(c, seed, kQ));
   spoil_padding(inputs.q, inputs.q_sequences, 2);
-  if (!queries_are_keys(problem.mechanism)) {
+  if (!keys_are_queries(problem.mechanism)) {
     inputs.k = new_tensor(storage, c.dtype, {c.B, c.Hkv, c.S, c.Dk}, c.layout);
     fill(inputs.k, token_values(c, seed, kK));
     spoil_padding(inputs.k, inputs.k_sequences, 2);

@@ -118,6 +118,9 @@ using Mechanism =
 // The mechanism's name in an attention spec: "full", "i-clustered", ...
 const char* mechanism_name(const Mechanism& mechanism);
 
+// Whether keys are taken from the queries: lsh, and routing with share_qk.
+bool keys_are_queries(const Mechanism& mechanism);
+
 // Whether, when used causally, the selection of a position depends on later positions.
 bool leaks_future(const Mechanism& mechanism, bool causal);
 

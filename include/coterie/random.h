@@ -23,6 +23,7 @@ enum class RandomUse : std::uint32_t {
   lsh_rotation = 6,
   centroid_init = 7,
   data = 8,
+  sample = 9,
 };
 
 struct RandomBits {

@@ -17,7 +17,7 @@
 
 namespace coterie {
 
-enum class Positions : std::uint8_t { automatic, rotary, none };
+enum class Positions : std::uint8_t { automatic, rotary, none, relative };
 
 // Heads of a layer that share a mechanism.
 struct HeadGroup {

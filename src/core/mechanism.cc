@@ -141,6 +141,11 @@ const char* mechanism_name(const Mechanism& mechanism) {
   return spec_entry(mechanism).name.c_str();
 }
 
+bool keys_are_queries(const Mechanism& mechanism) {
+  const auto* routing = std::get_if<RoutingParams>(&mechanism);
+  return std::holds_alternative<LshParams>(mechanism) || (routing && routing->share_qk);
+}
+
 bool leaks_future(const Mechanism& mechanism, bool causal) {
   if (const auto* params = std::get_if<ImprovedClusteredParams>(&mechanism)) {
     return params->causal == Causality::leaking;

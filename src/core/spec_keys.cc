@@ -288,6 +288,21 @@ SpecEntry cast_entry() {
   return entry;
 }
 
+// Relative positions add a term to the logits of q and k as they are, and widen their rows: nothing
+// for mechanisms that normalise rows, take keys from queries or learn vectors of the rows' width.
+SpecKey positions_key(const HeadGroup& defaults) {
+  const Mechanism& mechanism = defaults.mechanism;
+  Choices<Positions> choices = {{"rotary", Positions::rotary}, {"none", Positions::none}};
+  if (!std::holds_alternative<LshParams>(mechanism) &&
+      !std::holds_alternative<RoutingParams>(mechanism) &&
+      !std::holds_alternative<CastParams>(mechanism)) {
+    choices.push_back({"relative", Positions::relative});
+  }
+  return choice_key<Positions>(
+      "positions", [](auto& group) -> auto& { return group.positions; }, choices,
+      defaults.rotary() ? "rotary unless told" : "none unless told");
+}
+
 std::vector<SpecEntry> make_table() {
   std::vector<SpecEntry> table = {
       make_entry<FullParams>("full", "softmax over all keys; any mask, causal or not"),
@@ -299,12 +314,7 @@ std::vector<SpecEntry> make_table() {
       lsh_entry(),
       routing_entry(),
       cast_entry()};
-  const auto positions = [](auto& group) -> auto& { return group.positions; };
-  for (SpecEntry& entry : table) {
-    entry.keys.push_back(choice_key<Positions>(
-        "positions", positions, {{"rotary", Positions::rotary}, {"none", Positions::none}},
-        entry.defaults.rotary() ? "rotary unless told" : "none unless told"));
-  }
+  for (SpecEntry& entry : table) entry.keys.push_back(positions_key(entry.defaults));
   return table;
 }
 

@@ -25,12 +25,6 @@ void check_device(const std::string& op, const char* name, const TensorView& ten
                 "; got it on ", device_name(tensor.device));
 }
 
-bool shares_qk(const Mechanism& mechanism) {
-  if (std::holds_alternative<LshParams>(mechanism)) return true;
-  const auto* routing = std::get_if<RoutingParams>(&mechanism);
-  return routing && routing->share_qk;
-}
-
 bool takes_mask(const Mechanism& mechanism) {
   return std::holds_alternative<FullParams>(mechanism) ||
          std::holds_alternative<LocalParams>(mechanism) ||
@@ -215,7 +209,7 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
   check("grad_out", grad_out, {call.B, call.H, call.N, call.Dv});
   check("dq", gradients.dq, {call.B, call.H, call.N, call.Dk});
   check("dv", gradients.dv, {call.B, call.value_heads, call.S, call.Dv});
-  if (shares_qk(mechanism))
+  if (keys_are_queries(mechanism))
     COTERIE_CHECK(!gradients.dk.present(), call.op,
                   "expected no dk, because keys are the queries and dq holds both; got ",
                   gradients.dk.describe());
@@ -240,7 +234,7 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
 
 AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs) {
   const std::string op = mechanism_name(mechanism);
-  AttentionCall call = make_base_call(op, inputs, shares_qk(mechanism));
+  AttentionCall call = make_base_call(op, inputs, keys_are_queries(mechanism));
   const Causality form = resolve_causality(mechanism, inputs.causal);
   call.causal = form != Causality::none;
   if (std::holds_alternative<RoutingParams>(mechanism) && inputs.scale == 0) call.scale = 1.0;
@@ -248,7 +242,8 @@ AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& input
   check_state(mechanism, call);
   const bool strict_routing =
       std::holds_alternative<RoutingParams>(mechanism) && form == Causality::strict;
-  if (strict_routing || shares_qk(mechanism) || std::holds_alternative<CastParams>(mechanism))
+  if (strict_routing || keys_are_queries(mechanism) ||
+      std::holds_alternative<CastParams>(mechanism))
     check_self_attention(call);
   return call;
 }

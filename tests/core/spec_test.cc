@@ -143,6 +143,7 @@ TEST(Spec, PositionsAreRotaryForFullAndLocalUnlessTold) {
   EXPECT_FALSE(rotary("i-clustered(clusters=4)"));
   EXPECT_FALSE(rotary("strided(stride=4)"));
   EXPECT_TRUE(rotary("i-clustered(clusters=4,positions=rotary)"));
+  EXPECT_FALSE(rotary("full(positions=relative)"));
 }
 
 TEST(Spec, DefaultsAreNotPrinted) {
@@ -267,7 +268,10 @@ TEST(Spec, ValuesOutOfRangeAreRefused) {
                                  "routing(clusters=3,window=2,membership=auto)",
                                  "cast(clusters=3,size=0)",
                                  "cast(clusters=3,size=3,heads=2)",
-                                 "full(positions=sinus)"}) {
+                                 "full(positions=sinus)",
+                                 "lsh(positions=relative)",
+                                 "routing(clusters=3,window=2,positions=relative)",
+                                 "cast(clusters=3,size=3,positions=relative)"}) {
     const std::string error = error_of(text);
     EXPECT_NE(error.find(" to be "), std::string::npos) << text << ": " << error;
   }
@@ -284,7 +288,8 @@ TEST(Spec, HelpListsEveryNameAndKey) {
   for (const char* const word :
        {"full", "local", "strided", "oracle-top", "clustered", "i-clustered", "lsh", "routing",
         "cast", "window (required)", "keys|hamming-keys|hamming", "none|paper|strict",
-        "commitment=1e-4", "buckets=64", "positions=automatic", "heads=shared"}) {
+        "commitment=1e-4", "buckets=64", "positions=automatic", "rotary|none|relative",
+        "heads=shared"}) {
     EXPECT_NE(help.find(word), std::string::npos) << word;
   }
 }
@@ -298,6 +303,7 @@ struct KeyValues {
 struct NamedKeys {
   const char* name;
   std::vector<KeyValues> keys;
+  bool relative = true;  // whether positions=relative is allowed
 };
 
 std::vector<NamedKeys> grammar() {
@@ -318,10 +324,8 @@ std::vector<NamedKeys> grammar() {
       {"clustered", clustering},
       {"i-clustered", improved},
       {"lsh",
-       {{"rounds", {"1", "8"}},
-        {"chunk", {"1"}},
-        {"buckets", {"2", "128"}},
-        {"combine", {"mean"}}}},
+       {{"rounds", {"1", "8"}}, {"chunk", {"1"}}, {"buckets", {"2", "128"}}, {"combine", {"mean"}}},
+       false},
       {"routing",
        {{"clusters", {"1", "16"}, true},
         {"window", {"1", "256"}, true},
@@ -333,14 +337,16 @@ std::vector<NamedKeys> grammar() {
         {"include_self", {"true"}},
         {"count_eps", {"0", "1e-5"}},
         {"decay", {"0", "1", "0.99"}},
-        {"commitment", {"0", "0.25", "1e22"}}}},
+        {"commitment", {"0", "0.25", "1e22"}}},
+       false},
       {"cast",
        {{"clusters", {"1", "8"}, true},
         {"size", {"1", "64"}, true},
         {"mode", {"single"}},
         {"activation", {"laplace"}},
         {"heads", {"separate"}},
-        {"gate_scale", {"false"}}}}};
+        {"gate_scale", {"false"}}},
+       false}};
 }
 
 std::string random_group(std::mt19937& random) {
@@ -348,6 +354,7 @@ std::string random_group(std::mt19937& random) {
   const NamedKeys& mechanism = names[random() % names.size()];
   std::vector<KeyValues> keys = mechanism.keys;
   keys.push_back({"positions", {"rotary", "none"}});
+  if (mechanism.relative) keys.back().values.push_back("relative");
   std::string inside;
   for (const KeyValues& key : keys) {
     if (!key.required && random() % 2 == 0) continue;
