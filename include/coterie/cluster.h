@@ -47,12 +47,14 @@ void balanced_assign(const TensorView& x, const Sequences& sequences, const Tens
 
 struct SphericalKMeansParams {
   std::int64_t iterations = 10;
+  std::int64_t candidates = 32;  // random rows per cluster, among which the first ones are chosen
   std::uint64_t seed = 0;
 };
 
 // Centroids (H, C, D) from rows of x (B, H, N, D) after row normalisation (zero mean, unit
-// variance): starts from distinct random rows of the batch, assigns by inner product, and takes the
-// normalised mean. An empty cluster keeps its centroid.
+// variance): starts from rows of a random sample of the batch, each as far as possible from those
+// chosen before it, assigns by inner product, and takes the normalised mean. An empty cluster keeps
+// its centroid.
 void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
                       const Sequences& sequences, const TensorView& centroids,
                       const Workspace& workspace = {});

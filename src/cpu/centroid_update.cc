@@ -2,6 +2,9 @@
 #include "cpu/centroid_update.h"
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
+#include <vector>
 
 #include "core/parallel.h"
 #include "coterie/random.h"
@@ -45,22 +48,43 @@ void add_up(const std::vector<Span>& spans, const TensorView& labels, std::int64
   });
 }
 
-// Distinct random rows of the head's batch; they repeat when there are fewer than clusters.
+// Up to `count` distinct random rows of a head's batch.
 template <class T>
-void draw_centroids(std::uint64_t seed, std::int64_t head, const std::vector<Span>& spans,
-                    const TensorView& centroids, const CentroidWorkspace<T>& workspace) {
-  const std::int64_t clusters = centroids.size(1), dim = centroids.size(2);
+std::vector<const T*> draw_rows(const RandomStream& stream, std::int64_t head, std::int64_t count,
+                                const std::vector<Span>& spans, const TensorView& rows) {
   std::int64_t total = 0;
   for (const Span& span : spans) total += span.length;
-  const RandomStream stream{seed, RandomUse::centroid_init, static_cast<std::uint32_t>(head)};
-  for (std::int64_t c = 0; c < clusters; ++c) {
-    std::int64_t row = random_permutation(stream, static_cast<std::uint32_t>(c % total),
+  std::vector<const T*> drawn;
+  for (std::int64_t i = 0; i < std::min(count, total); ++i) {
+    std::int64_t row = random_permutation(stream, static_cast<std::uint32_t>(i),
                                           static_cast<std::uint32_t>(total));
     auto span = spans.begin();
     while (row >= span->length) row -= (span++)->length;
-    const T* chosen = block_at<const T>(workspace.rows.rows, span->batch, head);
-    std::copy_n(chosen + (span->begin + row) * dim, dim,
-                static_cast<T*>(centroids.data) + (head * clusters + c) * dim);
+    drawn.push_back(block_at<const T>(rows, span->batch, head) +
+                    (span->begin + row) * rows.size(3));
+  }
+  return drawn;
+}
+
+// Farthest first among random rows: each next centroid is the candidate whose largest inner product
+// with those chosen is smallest, ties to the first drawn.
+template <class T>
+void draw_centroids(const SphericalKMeansParams& params, std::int64_t head,
+                    const std::vector<Span>& spans, const TensorView& centroids,
+                    const CentroidWorkspace<T>& workspace) {
+  const std::int64_t clusters = centroids.size(1), dim = centroids.size(2);
+  const std::vector<const T*> candidates =
+      draw_rows<T>({params.seed, RandomUse::centroid_init, static_cast<std::uint32_t>(head)}, head,
+                   params.candidates * clusters, spans, workspace.rows.rows);
+  std::vector<double> largest(candidates.size(), -std::numeric_limits<double>::infinity());
+  for (std::int64_t c = 0; c < clusters; ++c) {
+    const auto place = std::min_element(largest.begin(), largest.end()) - largest.begin();
+    const T* chosen = candidates[static_cast<std::size_t>(place)];
+    std::copy_n(chosen, dim, static_cast<T*>(centroids.data) + (head * clusters + c) * dim);
+    for (std::size_t i = 0; i < candidates.size(); ++i) {
+      largest[i] =
+          std::max(largest[i], std::inner_product(chosen, chosen + dim, candidates[i], 0.0));
+    }
   }
 }
 
@@ -92,8 +116,9 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
   const CentroidView view{
       TensorView::contiguous(centroids.data, centroids.dtype, {1, heads, clusters, dim}), {}};
   normalise_rows(x, spans, workspace.rows, workspace.tiles);
-  for (std::int64_t head = 0; head < heads; ++head)
-    draw_centroids(params.seed, head, spans, centroids, workspace);
+  parallel_for(heads, [&](std::int64_t head, int) {
+    draw_centroids(params, head, spans, centroids, workspace);
+  });
   for (std::int64_t iteration = 0; iteration < params.iterations; ++iteration) {
     assign_nearest(workspace.rows.rows, spans, view, labels, workspace.tiles);
     add_up(spans, labels, heads, clusters, workspace);

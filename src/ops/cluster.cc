@@ -149,6 +149,8 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
                 " heads of x; got ", centroids.describe());
   COTERIE_CHECK(params.iterations >= 0, op, "expected 0 or more iterations; got ",
                 params.iterations);
+  COTERIE_CHECK(params.candidates >= 1, op, "expected 1 or more candidates; got ",
+                params.candidates);
   std::int64_t tokens = 0;
   for (const Span& span : spans) tokens += span.length;
   COTERIE_CHECK(tokens >= 1, op, "expected at least one valid row; got none");

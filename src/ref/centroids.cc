@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: MIT
 // Centroids of routing: spherical k-means, the moving average, the commitment loss. Rows are
 // normalised to zero mean and unit variance throughout.
+#include <algorithm>
+#include <limits>
+
 #include "core/check.h"
 #include "coterie/random.h"
 #include "ref/normalise.h"
@@ -24,17 +27,30 @@ Matrix<T> rows_of_head(const std::vector<Place>& places, const TensorView& x, In
   return rows;
 }
 
-// Distinct random rows; they repeat when there are fewer than clusters.
+// Farthest first among a random sample of the rows: each next centroid is the candidate whose
+// largest inner product with those chosen is smallest. Random rows alone would give several
+// centroids to whatever kind of token is most frequent.
 template <class T>
 Matrix<T> initial_centroids(const SphericalKMeansParams& params, Index head, Index clusters,
                             const Matrix<T>& rows) {
   const RandomStream stream{params.seed, RandomUse::centroid_init,
                             static_cast<std::uint32_t>(head)};
-  Matrix<T> centroids(clusters, rows.cols);
-  for (Index c = 0; c < clusters; ++c) {
-    const Index row = random_permutation(stream, static_cast<std::uint32_t>(c % rows.rows),
+  const Index candidates = std::min(rows.rows, params.candidates * clusters);
+  Matrix<T> sample(candidates, rows.cols);
+  for (Index i = 0; i < candidates; ++i) {
+    const Index row = random_permutation(stream, static_cast<std::uint32_t>(i),
                                          static_cast<std::uint32_t>(rows.rows));
-    for (Index d = 0; d < rows.cols; ++d) centroids(c, d) = rows(row, d);
+    for (Index d = 0; d < rows.cols; ++d) sample(i, d) = rows(row, d);
+  }
+  const Matrix<T> products = inner_products(sample, sample);
+  Matrix<T> centroids(clusters, rows.cols);
+  std::vector<T> largest(candidates, -std::numeric_limits<T>::infinity());
+  for (Index c = 0; c < clusters; ++c) {
+    const Index chosen = std::min_element(largest.begin(), largest.end()) - largest.begin();
+    for (Index d = 0; d < rows.cols; ++d) centroids(c, d) = sample(chosen, d);
+    for (Index i = 0; i < candidates; ++i) {
+      largest[i] = std::max(largest[i], products(chosen, i));
+    }
   }
   return centroids;
 }

@@ -91,6 +91,24 @@ TEST_P(CentroidsTest, SphericalKMeansStartsFromNormalisedRowsAndTakesNormalisedM
   }
 }
 
+// Nine of ten tokens are alike: random rows would give most centroids to these.
+TEST_P(CentroidsTest, SphericalKMeansFindsRareKindsOfTokens) {
+  const std::int64_t kinds = 6, dim = 16, tokens = 600;
+  const HostTensor kind = normals(DType::f32, {1, 1, kinds, dim}, 4);
+  const std::vector<double> rows = read_values(kind);
+  std::vector<double> values;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    const std::int64_t row = i % 10 == 0 ? 1 + i / 10 % (kinds - 1) : 0;
+    values.insert(values.end(), rows.begin() + row * dim, rows.begin() + (row + 1) * dim);
+  }
+  const HostTensor x = test::tensor_of(DType::f32, {1, 1, tokens, dim}, values);
+  HostTensor centroids(DType::f32, {1, kinds, dim});
+  spherical_kmeans({.seed = 3}, x, {}, centroids);
+  const std::vector<double> labels =
+      nearest_rows(normalised(rows, dim), read_values(centroids), {}, dim);
+  EXPECT_EQ(std::set<double>(labels.begin(), labels.end()).size(), static_cast<std::size_t>(kinds));
+}
+
 struct Ema {
   HostTensor x = normals(DType::f32, {2, 4, 25, 8}, 9);
   HostTensor lengths = ints({25, 13});
