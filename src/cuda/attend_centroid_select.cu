@@ -150,16 +150,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
       load_tile<kSelectKeys, kThreads>(tiles.keys(stage ^ 1), rows, begin + kSelectKeys,
                                        chunk.end - begin - kSelectKeys);
     cp_async_commit();
-    for_scores(fragments, tiles.keys(stage), [&](int n, Accumulator(&s)[2]) {
-      if (begin + kSelectKeys > chunk.end)
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (begin + 16 * n + i / 4 % 2 * 8 + lane % 4 * 2 + i % 2 >= chunk.end)
-            s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+    for_scores(fragments, tiles.keys(stage), [&](int n, const Accumulator(&s)[2]) {
 #pragma unroll
       for (int r = 0; r < 4; ++r)
         offer4(lists[r], s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1], s[r / 2][1][r % 2 * 2],
-               s[r / 2][1][r % 2 * 2 + 1], begin + 16 * n + lane % 4 * 2);
+               s[r / 2][1][r % 2 * 2 + 1], begin + 16 * n + lane % 4 * 2, chunk.end);
     });
     make_room(lists, args.capacity, args.wanted, begin + kSelectKeys);
   }

@@ -102,17 +102,13 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, 4 / kGroups)
       pipeline, chunk.end, q, [&](int t) { return chunk.begin + t * kSelectKeys; },
       [&](int t, float(&s)[32]) {
         const int begin = chunk.begin + t * kSelectKeys;
-        if (begin + kSelectKeys > chunk.end)
-#pragma unroll
-          for (int i = 0; i < 32; ++i)
-            if (begin + i / 4 * 8 + lane % 4 * 2 + i % 2 >= chunk.end) s[i] = -INFINITY;
 #pragma unroll
         for (int n = 0; n < 4; ++n)
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float* scores = s + 8 * n + 2 * r;
             offer4(lists[r], scores[0], scores[1], scores[4], scores[5],
-                   begin + 16 * n + lane % 4 * 2);
+                   begin + 16 * n + lane % 4 * 2, chunk.end);
           }
         make_room(lists, args.capacity, args.wanted, begin + kSelectKeys);
       });

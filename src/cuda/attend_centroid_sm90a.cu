@@ -80,35 +80,25 @@ __device__ void write_partial(const AttendArgs<T>& args, std::int64_t row, int r
   }
 }
 
-// The left factor of the scores: in registers where they fit, else in shared memory.
+// The left factor of the scores, in shared memory: registers are short.
 template <class T, int kDim, int kGroups>
 struct GroupQueries {
-  static constexpr bool kResident = kDim == 64;
   static constexpr int kBand = kGroups * 64 * 128;  // bytes of 64 columns
-  static constexpr int kBytes = kResident ? 0 : kDim / 64 * kBand;
-  std::uint32_t q[kResident ? kDim / 16 : 1][4];
+  static constexpr int kBytes = kDim / 64 * kBand;
   std::uint32_t memory;
 
   // `first`: cluster of the block's first row. The caller synchronises the threads.
-  __device__ void load(std::uint32_t base, const CentroidQueries& queries, int item, int head,
-                       int first) {
-    const int thread = threadIdx.x;
-    memory = base + thread / kWarpgroup * (64 * 128);
-    if constexpr (kResident) {
-      load_mean_rows<T, kDim>(q, queries, item, head, first + thread / 32 * 16 + thread % 32 / 4);
-    } else {
+  __device__ GroupQueries(std::uint32_t base, const CentroidQueries& queries, int item, int head,
+                          int first)
+      : memory(base + threadIdx.x / kWarpgroup * (64 * 128)) {
 #pragma unroll
-      for (int band = 0; band < kDim / 64; ++band)
-        load_centroids<kGroups * 64, kGroups * kWarpgroup>(Tile<T, 64>{base + band * kBand},
-                                                           queries, item, head, first, band * 64);
-      fence_async_proxy();
-    }
+    for (int band = 0; band < kDim / 64; ++band)
+      load_centroids<kGroups * 64, kGroups * kWarpgroup>(Tile<T, 64>{base + band * kBand}, queries,
+                                                         item, head, first, band * 64);
+    fence_async_proxy();
   }
   __device__ void scores(float (&s)[32], std::uint32_t keys) const {
-    if constexpr (kResident)
-      score_products<T, kDim>(s, q, keys);
-    else
-      score_products<T, kDim>(s, memory, kBand, keys);
+    score_products<T, kDim>(s, memory, kBand, keys);
   }
 };
 
@@ -129,8 +119,7 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
                            args.v.rows(chunk.keys.batch, kv_head, chunk.keys.begin)},
                           (chunk.end - chunk.begin + kAttendKeys - 1) / kAttendKeys};
   pipeline.init();
-  Queries q;
-  q.load(shared_address(memory), queries, chunk.item, block.head, block.first);
+  const Queries q(shared_address(memory), queries, chunk.item, block.head, block.first);
   __syncthreads();
   const auto first = [&](int t) { return chunk.begin + t * kAttendKeys; };
   pipeline.start(first, chunk.end);
@@ -141,6 +130,13 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
   if (args.top_keys && lane < 16 && warp_row + lane < queries.clusters)
     walk.start(args.top_keys + queries.row(chunk.item, block.head, warp_row + lane) * args.topk,
                args.topk, chunk.begin);
+  // Which of this lane's scores of tile t are of top keys.
+  unsigned long long bits[2];
+  const auto find_top = [&](int t) {
+    const unsigned long long mask = walk.mask(first(t));
+    bits[0] = __shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2);
+    bits[1] = __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2);
+  };
   GroupRows<T, kDim> rows;
   float s[32];
   std::uint32_t p[4][4];
@@ -148,21 +144,19 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
   wgmma_fence();
   q.scores(s, pipeline.tile(0, 0));
   wgmma_commit();
+  pipeline.advance(0, first, chunk.end);
+  find_top(0);
+  wgmma_wait<0>();
+  wgmma_settle(s);
 #pragma unroll 1
   for (int t = 0; t < pipeline.total; ++t) {
-    pipeline.advance(t, first, chunk.end);
-    const unsigned long long mask = walk.mask(first(t));
-    const unsigned long long bits[2] = {__shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2),
-                                        __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2)};
-    wgmma_wait<0>();
-    wgmma_settle(s);
-    rows.settle();
-    if (t > 0) pipeline.release(t - 1);
     const int left = chunk.end - first(t);
-    if (left < kAttendKeys)
+    if (left < kAttendKeys) {
+      __syncwarp();  // keeps the compiler from doing this for all tiles
 #pragma unroll
       for (int i = 0; i < 32; ++i)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) s[i] = -INFINITY;
+    }
     bool above = t == 0;
     const float limits[2] = {rows.softmax[0].limit(queries.inverse),
                              rows.softmax[1].limit(queries.inverse)};
@@ -172,16 +166,21 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
     rows.weigh(s, bits, queries.exponent);
 #pragma unroll
     for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
-    // After the last tile its scores are computed again, for nothing, which saves a branch here.
+    // Products begin and end in one step: the assembler does them one by one otherwise. After the
+    // last tile its scores are computed again, for nothing, which saves a branch here.
     const int next = min(t + 1, pipeline.total - 1);
     pipeline.wait(next);
     wgmma_fence();
     rows.add_products(p, pipeline.tile(t, 1));
     q.scores(s, pipeline.tile(next, 0));
     wgmma_commit();
+    pipeline.advance(t + 1, first, chunk.end);
+    find_top(t + 1);
+    wgmma_wait<0>();
+    wgmma_settle(s);
+    rows.settle();
+    pipeline.release(t);
   }
-  wgmma_wait<0>();
-  rows.settle();
   const int row = warp_row + lane / 4;
   write_partial(args, queries.row(block.slot, block.head, row), queries.clusters - row, rows);
 }

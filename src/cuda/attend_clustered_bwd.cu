@@ -7,6 +7,7 @@
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/element.cuh"
 #include "cuda/device/load.cuh"
+#include "cuda/device/mean_gradient.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
@@ -16,9 +17,7 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kWarpsPerBlock = 4;
-constexpr int kMeanThreads = 256;
-static_assert(kMeanThreads >= kMaxHeadDim, "a thread per column");
-constexpr int kColumns = kMaxHeadDim / 32;  // of a row that a lane holds: lane, lane + 32, ...
+constexpr int kColumns = kMaxHeadDim / 64;  // pairs of columns that a lane holds
 
 // A cluster and its members, seen by a warp.
 struct ClusterRow {
@@ -46,218 +45,190 @@ __device__ __forceinline__ std::int64_t num_rows(const BackwardArgs<T>& args) {
   return static_cast<std::int64_t>(args.shape.items) * args.shape.H * args.shape.clusters;
 }
 
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-  return value;
-}
-
-// The units of every cluster; numbers that belong to none get an empty unit.
-template <class T>
-__global__ void plan_units_kernel(const __grid_constant__ BackwardArgs<T> args) {
-  const std::int64_t number = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x;
-  if (number >= num_rows(args)) return;
-  const BackwardShape& shape = args.shape;
-  const ClusterRow c(args, number);
-  const int first = shape.first_unit(c.item, c.cluster, c.span, c.begin);
-  int next = shape.units;
-  if (c.cluster + 1 < shape.clusters)
-    next = shape.first_unit(c.item, c.cluster + 1, c.span, c.begin + c.count);
-  else if (c.item + 1 < shape.items)
-    next = shape.first_unit(c.item + 1, 0, shape.spans.q.span(c.item + 1), 0);
-  Unit* units = args.scratch.units + static_cast<std::int64_t>(c.head) * shape.units;
-  for (int u = first; u < min(next, shape.units); ++u) {
-    const int done = (u - first) * kUnitRows;
-    units[u] = {c.item, c.cluster, c.begin + done, min(max(c.count - done, 0), kUnitRows)};
-  }
-}
-
-// Adds up the units: dout, dmass and delta, and what else the centroid kernels read of a cluster.
-template <class T>
-__global__ void cluster_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
-  const std::int64_t number =
-      blockIdx.x * static_cast<std::int64_t>(kWarpsPerBlock) + threadIdx.x / 32;
-  if (number >= num_rows(args)) return;
-  const BackwardShape& shape = args.shape;
-  const BackwardScratch<T>& scratch = args.scratch;
-  const ClusterRow c(args, number);
-  const int lane = threadIdx.x % 32;
-  const std::int64_t first = static_cast<std::int64_t>(c.head) * shape.units +
-                             shape.first_unit(c.item, c.cluster, c.span, c.begin);
-  float dout[kColumns] = {}, dmass = 0.0f;
-  for (std::int64_t unit = first; unit < first + (c.count + kUnitRows - 1) / kUnitRows; ++unit) {
-    dmass += scratch.unit_dmass[unit];
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i)
-      if (lane + 32 * i < shape.pitch)
-        dout[i] += scratch.unit_dout[unit * shape.pitch + lane + 32 * i];
-  }
-  float delta = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const int column = lane + 32 * i;
-    if (column >= shape.pitch) continue;
-    // delta is taken of the rounded sum: dout . v - delta then cancels as in exact arithmetic.
-    const T rounded = from_float<T>(dout[i] * shape.gradient_scale);
-    scratch.dout[c.row * shape.pitch + column] = rounded;
-    if (column < args.v.width)
-      delta += to_float(rounded) * args.lists.out[c.row * args.v.width + column];
-    const float mean =
-        column < args.k.width ? args.lists.centroids[c.row * args.k.width + column] : 0.0f;
-    scratch.mean[c.row * shape.pitch + column] = from_float<T>(mean);
-  }
-  delta = warp_sum(delta);
-  if (lane > 0) return;
-  dmass *= shape.gradient_scale;
-  if (shape.topk > 0) delta += args.lists.mass[c.row] * dmass;
-  const float lse = args.lists.centroid_lse[c.row];
-  const bool empty = c.count == 0 || lse == -INFINITY;
-  scratch.row_lse[c.row] = empty ? INFINITY : lse * kLog2E - log2f(shape.weight_scale);
-  scratch.row_delta[c.row] = empty ? 0.0f : delta;
-  scratch.row_dmass[c.row] = dmass;
-}
-
 // A row in 16-byte chunks, one per lane of a group of 4 to 32 lanes; kVector numbers a lane.
 template <class T>
 struct ChunkLane {
   static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-  int lanes, group, lane;  // lanes of a group, number of the group in the block, lane in the group
+  int lanes, group, lane;  // lanes of a group, number of the group in the warp, lane in the group
 
   __device__ explicit ChunkLane(int pitch) : lanes(4) {
     while (lanes * kVector < pitch) lanes *= 2;
-    group = threadIdx.x / lanes;
+    group = threadIdx.x % 32 / lanes;
     lane = threadIdx.x % lanes;
   }
   __device__ int column() const { return lane * kVector; }
-  __device__ void load(const Rows<const T>& rows, std::int64_t row, bool there,
-                       float (&to)[kVector]) const {
-    union {
-      uint4 words;
-      T element[kVector];
-    } chunk;
-    chunk.words = make_uint4(0, 0, 0, 0);
-    if (there && column() < rows.width)
-      chunk.words = rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(row) + column())
-                                 : load_chunk(rows.row(row), column(), rows.width);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) to[i] = to_float(chunk.element[i]);
+  __device__ uint4 load(const Rows<const T>& rows, int row) const {
+    if (row < 0 || column() >= rows.width) return make_uint4(0, 0, 0, 0);
+    return rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(row) + column())
+                        : load_chunk(rows.row(row), column(), rows.width);
   }
   __device__ float sum(float value) const {
     for (int step = lanes / 2; step > 0; step /= 2)
       value += __shfl_xor_sync(0xffffffffu, value, step);
     return value;
   }
+  // Over the groups of the warp.
+  __device__ float sum_groups(float value) const {
+    for (int step = lanes; step < 32; step *= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+  }
 };
+
+// What the kernels read of a cluster, in a warp: this lane's chunk of its rows, every group of
+// lanes alike.
+template <class T>
+struct ClusterOperands {
+  static constexpr int kVector = ChunkLane<T>::kVector;
+  float mean[kVector], dout[kVector];  // rounded to T
+  float lse, delta, dmass;
+};
+
+// Rounds, and writes where `write`.
+template <class T>
+__device__ __forceinline__ void round_chunk(float (&values)[16 / sizeof(T)], T* to, bool write) {
+  union {
+    uint4 words;
+    T element[16 / sizeof(T)];
+  } chunk;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) {
+    chunk.element[i] = from_float<T>(values[i]);
+    values[i] = to_float(chunk.element[i]);
+  }
+  if (write) *reinterpret_cast<uint4*>(to) = chunk.words;
+}
 
 // What the centroid kernels get wrong for the top keys of a cluster, from the same rounded
 // operands: dS should be A (dm - delta) and the weight 0, where they took A (dout . v - delta) and
-// A. Groups of lanes take turns; adds this thread's columns of sum_T ds k over its turns.
+// A. Groups of lanes take turns.
 template <class T>
-__device__ __forceinline__ void correct_top_keys(const BackwardArgs<T>& args, std::int64_t row,
-                                                 int item, int key_head, const ChunkLane<T>& at,
-                                                 float (&dmean)[ChunkLane<T>::kVector]) {
-  constexpr int kVector = ChunkLane<T>::kVector;
+__device__ __forceinline__ void correct_top_keys(const BackwardArgs<T>& args, const ClusterRow& c,
+                                                 const ChunkLane<T>& at,
+                                                 const ClusterOperands<T>& own) {
+  constexpr int kVector = ChunkLane<T>::kVector, kBatch = 4;
   const BackwardShape& shape = args.shape;
-  const int groups = kMeanThreads / at.lanes;
-  const auto key_at = [&](int slot) {
-    return slot < shape.topk ? args.lists.top_keys[row * shape.topk + slot] : -1;
-  };
-  int key = key_at(at.group);
-  const ItemSpan span = shape.spans.k.span(item);
-  const Rows<const T> k = args.k.rows(span.batch, key_head, span.begin);
-  const Rows<const T> v = args.v.rows(span.batch, key_head, span.begin);
-  const float lse = args.scratch.row_lse[row], delta = args.scratch.row_delta[row];
-  const float dmass = args.scratch.row_dmass[row];
+  const int groups = 32 / at.lanes, topk = shape.topk;
+  const ItemSpan span = shape.spans.k.span(c.item);
+  const Rows<const T> k = args.k.rows(span.batch, c.head / shape.group, span.begin);
+  const Rows<const T> v = args.v.rows(span.batch, c.head / shape.group, span.begin);
   const float unscale = 1.0f / (shape.weight_scale * shape.gradient_scale);
-  float mean[kVector], dout[kVector];
-  at.load({args.scratch.mean, shape.pitch, shape.pitch, true}, row, true, mean);
-  at.load({args.scratch.dout, shape.pitch, shape.pitch, true}, row, true, dout);
-  for (int first = 0; first < shape.topk; first += groups) {  // all threads: they shuffle
-    const int slot = first + at.group, next = key_at(slot + groups);
-    float k_row[kVector], v_row[kVector], s = 0.0f, gv = 0.0f;
-    at.load(k, key, key >= 0, k_row);
-    at.load(v, key, key >= 0, v_row);
+  float dmean[kVector] = {};
+  for (int first = 0; first < topk; first += kBatch * groups) {  // all lanes: they shuffle
+    int key[kBatch];
+    uint4 k_words[kBatch], v_words[kBatch];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      s = fmaf(mean[i], k_row[i], s);
-      gv = fmaf(dout[i], v_row[i], gv);
+    for (int b = 0; b < kBatch; ++b) {
+      const int slot = first + b * groups + at.group;
+      key[b] = slot < topk ? args.lists.top_keys[c.row * topk + slot] : -1;
     }
-    s = at.sum(s);
-    gv = at.sum(gv);
-    const float a = key < 0 ? 0.0f : exp2_approximate(fmaf(s, shape.scale * kLog2E, -lse));
-    float ds = a * (dmass - delta) - to_float(from_float<T>(a * (gv - delta)));
-    ds *= shape.scale * unscale;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) dmean[i] = fmaf(ds, k_row[i], dmean[i]);
-    key = next;
-    if (at.lane > 0 || slot >= shape.topk) continue;
-    args.scratch.top_ds[row * shape.topk + slot] = ds;
-    args.scratch.top_weight[row * shape.topk + slot] = -to_float(from_float<T>(a)) * unscale;
+    for (int b = 0; b < kBatch; ++b) {
+      k_words[b] = at.load(k, key[b]);
+      v_words[b] = at.load(v, key[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const T* k_row = reinterpret_cast<const T*>(&k_words[b]);
+      const T* v_row = reinterpret_cast<const T*>(&v_words[b]);
+      float s = 0.0f, gv = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        s = fmaf(own.mean[i], to_float(k_row[i]), s);
+        gv = fmaf(own.dout[i], to_float(v_row[i]), gv);
+      }
+      s = at.sum(s);
+      gv = at.sum(gv);
+      const float a = key[b] < 0 ? 0.0f : exp2_approximate(fmaf(s, shape.scale * kLog2E, -own.lse));
+      float ds = a * (own.dmass - own.delta) - to_float(from_float<T>(a * (gv - own.delta)));
+      ds *= shape.scale * unscale;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) dmean[i] = fmaf(ds, to_float(k_row[i]), dmean[i]);
+      const int slot = first + b * groups + at.group;
+      if (at.lane > 0 || slot >= topk) continue;
+      args.scratch.top_ds[c.row * topk + slot] = ds;
+      args.scratch.top_weight[c.row * topk + slot] = -to_float(from_float<T>(a)) * unscale;
+    }
   }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) dmean[i] = at.sum_groups(dmean[i]);
+  if (at.group > 0 || at.column() >= shape.pitch) return;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i)
+    args.scratch.top_dmean[c.row * shape.pitch + at.column() + i] = dmean[i];
 }
 
-// dmean: slices and top keys in a fixed order, over the size of the cluster. One block per cluster.
+// Adds up the units of a cluster: dout, dmass and delta, and what else the centroid kernels read of
+// it; then what they get wrong for its top keys. A warp per cluster.
 template <class T>
-__global__ void __launch_bounds__(kMeanThreads, 4)
-    mean_sum_kernel(const __grid_constant__ BackwardArgs<T> args) {
+__global__ void __launch_bounds__(32 * kWarpsPerBlock)
+    cluster_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
   constexpr int kVector = ChunkLane<T>::kVector;
-  __shared__ float corrections[kMeanThreads * kVector], slices[kMeanThreads];
+  const std::int64_t number =
+      blockIdx.x * static_cast<std::int64_t>(kWarpsPerBlock) + threadIdx.x / 32;
+  if (number >= num_rows(args)) return;
   const BackwardShape& shape = args.shape;
-  const std::int64_t row = blockIdx.x, problem = row / shape.clusters;
-  const int item = static_cast<int>(problem / shape.H), head = static_cast<int>(problem % shape.H);
-  const int cluster = static_cast<int>(row % shape.clusters), pitch = shape.pitch;
-  const std::int32_t* offset = args.lists.offsets + problem * (shape.clusters + 1) + cluster;
-  const int members = offset[1] - offset[0];
-  if (members == 0) return;
-  const int column = static_cast<int>(threadIdx.x) % pitch, share = threadIdx.x / pitch;
-  const int shares = kMeanThreads / pitch;
-  if (args.dq.data) {
-    const int count = shape.chunks.count(shape.spans.k.span(item).length);
-    const std::int64_t first = shape.chunks.first_slot(shape.spans.k, item);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int slice = share; share < shares && slice < count; slice += shares) {
-      const std::int64_t at = ((first + slice) * shape.H + head) * shape.clusters + cluster;
-      sum += args.scratch.mean_slices[at * pitch + column];
-    }
-    slices[threadIdx.x] = sum;
-  }
-  const ChunkLane<T> at(pitch);
-  if (shape.topk > 0) {
-    float dmean[kVector] = {};
-    correct_top_keys(args, row, item, head / shape.group, at, dmean);
+  const BackwardScratch<T>& scratch = args.scratch;
+  const ClusterRow c(args, number);
+  const ChunkLane<T> at(shape.pitch);
+  const bool inside = at.column() < shape.pitch, first_group = at.group == 0 && inside;
+  const std::int64_t first = static_cast<std::int64_t>(c.head) * shape.units.total +
+                             shape.units.first_tile(c.item, c.cluster, c.span, c.begin);
+  ClusterOperands<T> own{};
+  for (std::int64_t unit = first; unit < first + (c.count + kUnitRows - 1) / kUnitRows; ++unit) {
+    own.dmass += scratch.unit_dmass[unit];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) corrections[threadIdx.x * kVector + i] = dmean[i];
+    for (int i = 0; i < kVector; ++i)
+      if (inside) own.dout[i] += scratch.unit_dout[unit * shape.pitch + at.column() + i];
   }
-  __syncthreads();
-  if (!args.dq.data || threadIdx.x >= pitch) return;
-  float sum = 0.0f;
-  for (int i = 0; i < shares; ++i) sum += slices[i * pitch + column];
-  for (int group = 0; shape.topk > 0 && group < kMeanThreads / at.lanes; ++group)
-    sum += corrections[group * at.lanes * kVector + column];
-  args.scratch.dmean[row * pitch + column] = sum / static_cast<float>(members);
+  float out[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const int column = at.column() + i;
+    own.dout[i] *= shape.gradient_scale;
+    own.mean[i] =
+        column < args.k.width ? args.lists.centroids[c.row * args.k.width + column] : 0.0f;
+    out[i] = column < args.v.width ? args.lists.out[c.row * args.v.width + column] : 0.0f;
+  }
+  const std::int64_t place = c.row * shape.pitch + at.column();
+  round_chunk<T>(own.dout, scratch.dout + place, first_group);
+  round_chunk<T>(own.mean, scratch.mean + place, first_group);
+  // delta is taken of the rounded sum: dout . v - delta then cancels as in exact arithmetic.
+  float delta = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) delta = fmaf(own.dout[i], out[i], delta);
+  delta = at.sum(delta);
+  own.dmass *= shape.gradient_scale;
+  if (shape.topk > 0) delta += args.lists.mass[c.row] * own.dmass;
+  const float lse = args.lists.centroid_lse[c.row];
+  const bool empty = c.count == 0 || lse == -INFINITY;
+  own.lse = empty ? INFINITY : lse * kLog2E - log2f(shape.weight_scale);
+  own.delta = empty ? 0.0f : delta;
+  if (threadIdx.x % 32 == 0) {
+    scratch.row_lse[c.row] = own.lse;
+    scratch.row_delta[c.row] = own.delta;
+  }
+  if (shape.topk > 0 && c.count > 0) correct_top_keys(args, c, at, own);
 }
 
 // dq of plain clustered attention: the row of the query's cluster. One warp per query.
 template <class T>
 __global__ void broadcast_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
   const BackwardShape& shape = args.shape;
-  const Unit unit = args.scratch.units[blockIdx.x];
-  const int head = blockIdx.x / shape.units, lane = threadIdx.x % 32;
+  const int head = blockIdx.x / shape.units.total, lane = threadIdx.x % 32;
+  const QueryTile unit = shape.units.find(shape.spans.q, args.lists.offsets, shape.H, head,
+                                          static_cast<int>(blockIdx.x) % shape.units.total);
   if (unit.count == 0) return;
-  const ItemSpan span = shape.spans.q.span(unit.item);
-  const Rows<T> dq = args.dq.rows(span.batch, head, span.begin);
-  const std::int64_t problem = static_cast<std::int64_t>(unit.item) * shape.H + head;
-  const float* dmean = args.scratch.dmean + (problem * shape.clusters + unit.cluster) * shape.pitch;
-  const std::int32_t* order = args.lists.order +
-                              (static_cast<std::int64_t>(span.batch) * shape.H + head) * shape.N +
-                              span.begin + unit.first;
+  const Rows<T> dq = args.dq.rows(unit.span.batch, head, unit.span.begin);
+  const std::int32_t* order =
+      args.lists.order + (static_cast<std::int64_t>(unit.span.batch) * shape.H + head) * shape.N +
+      unit.span.begin + unit.first;
   float values[kColumns][2];
 #pragma unroll
   for (int i = 0; i < kColumns; ++i)
     for (int j = 0; j < 2; ++j) {
       const int column = 64 * i + 2 * lane + j;
-      values[i][j] = column < dq.width ? dmean[column] : 0.0f;
+      values[i][j] =
+          column < dq.width ? mean_gradient(args, unit.item, head, unit.cluster, column) : 0.0f;
     }
   for (int r = threadIdx.x / 32; r < unit.count; r += static_cast<int>(blockDim.x) / 32) {
     T* to = dq.row(order[r]);
@@ -311,7 +282,7 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.S = static_cast<int>(call.S);
   shape.clusters = static_cast<int>(sizes.clusters);
   shape.topk = static_cast<int>(sizes.topk);
-  shape.units = shape.items * shape.clusters + shape.B * (shape.N / kUnitRows + 1);
+  shape.units = query_tiles(call, sizes.clusters, kUnitRows);
   shape.pitch = dispatch_head_dim(call.op, std::max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
   shape.sm90a =
@@ -338,21 +309,20 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
 template <class T>
 BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   const std::int64_t rows = static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters;
-  const std::int64_t units = static_cast<std::int64_t>(shape.H) * shape.units, pitch = shape.pitch;
+  const std::int64_t units = static_cast<std::int64_t>(shape.H) * shape.units.total,
+                     pitch = shape.pitch;
   const std::int64_t slices =
       static_cast<std::int64_t>(shape.chunks.slots) * shape.H * shape.clusters;
   BackwardScratch<T> scratch;
-  scratch.units = arena.take<Unit>(units);
   scratch.unit_dout = arena.take<float>(units * pitch);
   scratch.unit_dmass = arena.take<float>(units);
   scratch.mean = arena.take<T>(rows * pitch);
   scratch.dout = arena.take<T>(rows * pitch);
   scratch.row_lse = arena.take<float>(rows);
   scratch.row_delta = arena.take<float>(rows);
-  scratch.row_dmass = arena.take<float>(rows);
   scratch.mean_slices = arena.take<float>(slices * pitch);
-  scratch.dmean = arena.take<float>(rows * pitch);
   const bool top = shape.topk > 0;
+  scratch.top_dmean = arena.take<float>(top ? rows * pitch : 0);
   scratch.top_ds = arena.take<float>(rows * shape.topk);
   scratch.top_weight = arena.take<float>(rows * shape.topk);
   scratch.inner =
@@ -408,21 +378,17 @@ void run_backward(const BackwardArgs<T>& args, cudaStream_t stream) {
   if (rows == 0) return;
   const auto blocks = [&](int each) { return static_cast<unsigned>((rows + each - 1) / each); };
   const bool queries = args.dq.data, keys = args.dk.data || args.dv.data;
-  plan_units_kernel<T><<<blocks(256), 256, 0, stream>>>(args);
-  COTERIE_LAUNCH("plan_units_kernel");
   segment_gradients(args, stream);
   cluster_gradient_kernel<T><<<blocks(kWarpsPerBlock), 32 * kWarpsPerBlock, 0, stream>>>(args);
   COTERIE_LAUNCH("cluster_gradient_kernel");
   if (queries) centroid_gradients(args, false, stream);
   if (keys) centroid_gradients(args, true, stream);
-  mean_sum_kernel<T><<<blocks(1), kMeanThreads, 0, stream>>>(args);
-  COTERIE_LAUNCH("mean_sum_kernel");
   if (shape.topk > 0) {
     topk_gradients(args, stream);
     if (keys) fold_slots(args, stream);
   } else if (queries) {
     broadcast_gradient_kernel<T>
-        <<<static_cast<unsigned>(shape.H * shape.units), 256, 0, stream>>>(args);
+        <<<static_cast<unsigned>(shape.H * shape.units.total), 256, 0, stream>>>(args);
     COTERIE_LAUNCH("broadcast_gradient_kernel");
   }
 }
@@ -435,7 +401,7 @@ void clustered_backward(const AttentionCall& call, const ClusteredSizes& sizes,
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardScratch<T> scratch = take_scratch<T>(arena, shape);
-    if (scratch.units) run_backward(backward_args(call, shape, pass, scratch), stream);
+    if (scratch.unit_dout) run_backward(backward_args(call, shape, pass, scratch), stream);
   });
 }
 

@@ -2,18 +2,18 @@
 // Outputs of the queries of clustered attention.
 //
 // Improved: out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c.
-// A block takes up to 256 queries of one cluster. It gathers the cluster's keys and values to
+// A block takes up to 64 queries a warp of one cluster. It gathers the cluster's keys and values to
 // shared memory once; each warp then streams 16 queries at a time through its registers and writes
 // each output to its query's place. Plain: out_i = centroid_out_c.
 //
-// Lanes read and write rows in pieces of 16 bytes. That deals columns to lanes in another order
-// than the products do, so keys and values are put into shared memory in a matching order
-// (load_permuted): products do not care in which order depths are added, and outputs come out in
-// the order to write.
+// Lanes read rows of queries in pieces of 16 bytes. That deals columns to lanes in another order
+// than the products do; keys are read from shared memory in the same way, and products do not care
+// in which order depths are added.
 #include "cuda/clustered.h"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/device/store.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -21,15 +21,15 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kQueries = 256;  // of a block
-constexpr int kKeys = 32;      // multiplied at a time
+constexpr int kThreads = 128;      // of the kernels without top keys
+constexpr int kWarpQueries = 64;   // of a warp
+constexpr int kKeys = 32;          // multiplied at a time
+constexpr int kSmallCluster = 48;  // mean size up to which one warp takes a tile
 
 template <class T>
 struct TopArgs {
   ItemSpans spans;
-  QueryTiles<kQueries> tiles;
+  QueryTiles tiles;
   Tensor4<const T> q, k, v;
   Tensor4<T> out;
   const std::int32_t *order, *offsets, *top_keys;
@@ -39,48 +39,60 @@ struct TopArgs {
   float exponent;                 // scale log2(e)
 };
 
-// Number of entries before the first -1, by all lanes of a warp.
-__device__ __forceinline__ int listed(const std::int32_t* list, int width) {
-  int count = 0;
-  for (int first = 0; first < width; first += 32) {
-    const int i = first + threadIdx.x % 32;
-    count += __popc(__ballot_sync(~0u, i < width && list[i] >= 0));
-  }
-  return count;
-}
-
-// Rows of a tile by their index lists, as load_tile; but in every 64 bytes of a row the word that
-// lane l of a product holds first comes from piece l % 4 of the row.
+// Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
+// Neighbouring rows lie in different halves of 128 bytes, so that 8 lanes meet no bank twice.
 template <class T, int kDim>
-__device__ __forceinline__ void load_permuted(const Tile<T, kDim>& tile, const Rows<const T>& rows,
-                                              int count, const std::int32_t* index) {
-  constexpr int kChunks = Tile<T, kDim>::kChunks, kVector = Tile<T, kDim>::kVector;
-  const int padded = (count + kKeys - 1) / kKeys * kKeys;
-#pragma unroll 4
-  for (int number = threadIdx.x; number < padded * kChunks; number += kThreads) {
-    const int r = number / kChunks, chunk = number % kChunks, column = chunk * kVector;
-    const int row = r < count ? index[r] : -1;
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (row >= 0 && column < rows.width)
-      words = rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(row) + column)
-                           : load_chunk(rows.row(row), column, rows.width);
-    const int first = chunk / 4 * 4, piece = chunk % 4;
-    if constexpr (sizeof(T) == 2) {
-      const std::uint32_t parts[4] = {words.x, words.y, words.z, words.w};
+struct KeyTile {
+  static constexpr int kChunks = Tile<T, kDim>::kChunks;
+  std::uint32_t base;
+
+  __device__ std::uint32_t chunk(int row, int index) const {
+    const int moved = kChunks % 8 == 0 ? index ^ (row & 1) << 2 : index;
+    return base + row * Tile<T, kDim>::kRowBytes + moved * 16;
+  }
+  __device__ KeyTile below(int row) const { return {base + row * Tile<T, kDim>::kRowBytes}; }
+  __device__ uint4 piece(int row, int index) const {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(chunk(row, index))
+                 : "memory");
+    return words;
+  }
+};
+
+// Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kKeys;
+// returns how many there are. By all threads; the caller commits, waits and synchronises.
+template <class T, int kDim, int kBlockThreads>
+__device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
+                                      const Rows<const T>& k, const Rows<const T>& v,
+                                      const std::int32_t* top, int topk) {
+  constexpr int kChunks = Tile<T, kDim>::kChunks;
+  static_assert(kKeys * kChunks % kBlockThreads == 0, "lanes stay together for the shuffles");
+  const int lane = threadIdx.x % 32;
+  int count = 0;
+#pragma unroll 1
+  for (int first = 0; first < topk; first += kKeys) {
+    const int own = first + lane < topk ? top[first + lane] : -1;
+    count += __popc(__ballot_sync(~0u, own >= 0));
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile.chunk(r, first + i) + 4 * piece),
-                     "r"(parts[i])
-                     : "memory");
-    } else {
-      const std::uint32_t to = tile.chunk(r, first + piece / 2) + piece % 2 * 8;
-      const std::uint32_t then = tile.chunk(r, first + 2 + piece / 2) + piece % 2 * 8;
-      asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(to), "r"(words.x), "r"(words.y)
-                   : "memory");
-      asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(then), "r"(words.z), "r"(words.w)
-                   : "memory");
+    for (int step = 0; step < kKeys * kChunks; step += kBlockThreads) {
+      const int number = step + static_cast<int>(threadIdx.x);
+      const int r = number / kChunks, chunk = number % kChunks;
+      const int column = chunk * Tile<T, kDim>::kVector, row = __shfl_sync(~0u, own, r);
+      const auto copy = [&](std::uint32_t to, const Rows<const T>& rows) {
+        const bool there = row >= 0 && column < rows.width;
+        if (rows.aligned)
+          cp_async16(to, there ? rows.row(row) + column : rows.data, there ? 16 : 0);
+        else
+          store_shared16(
+              to, there ? load_chunk(rows.row(row), column, rows.width) : make_uint4(0, 0, 0, 0));
+      };
+      copy(keys.chunk(first + r, chunk), k);
+      copy(values.chunk(first + r, chunk), v);
     }
   }
+  return count;
 }
 
 // 16 queries of a warp in registers: lane l has pieces l % 4, l % 4 + 4, ... of rows l / 4 and
@@ -106,16 +118,15 @@ struct QueryRows {
                                        : load_chunk(row, column, from.width);
       }
   }
-  // Depths 16 d .. 16 d + 15 in the order of load_permuted.
-  __device__ FragmentA<T> fragment(int d) const {
+  // Step `step` of the depths in pieces i: two steps of 16-bit elements, one of fp32.
+  __device__ FragmentA<T> fragment(int i, int step) const {
     FragmentA<T> a;
-    const uint4& low = pieces[0][sizeof(T) == 2 ? d / 2 : d];
-    const uint4& high = pieces[1][sizeof(T) == 2 ? d / 2 : d];
+    const uint4 &low = pieces[0][i], &high = pieces[1][i];
     if constexpr (sizeof(T) == 2) {
-      a.r[0] = d % 2 == 0 ? low.x : low.z;
-      a.r[1] = d % 2 == 0 ? high.x : high.z;
-      a.r[2] = d % 2 == 0 ? low.y : low.w;
-      a.r[3] = d % 2 == 0 ? high.y : high.w;
+      a.r[0] = step == 0 ? low.x : low.z;
+      a.r[1] = step == 0 ? high.x : high.z;
+      a.r[2] = step == 0 ? low.y : low.w;
+      a.r[3] = step == 0 ? high.y : high.w;
     } else {
       a.r[0] = low.x;
       a.r[1] = high.x;
@@ -129,6 +140,29 @@ struct QueryRows {
     return a;
   }
 };
+
+// The right factors of the same steps: pieces of keys l / 4 and l / 4 + 8 of 16.
+template <class T>
+__device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uint4& high,
+                                                     int step) {
+  FragmentB<T> b;
+  if constexpr (sizeof(T) == 2) {
+    b.r[0] = step == 0 ? low.x : low.z;
+    b.r[1] = step == 0 ? low.y : low.w;
+    b.r[2] = step == 0 ? high.x : high.z;
+    b.r[3] = step == 0 ? high.y : high.w;
+  } else {
+    const uint4* halves[] = {&low, &high};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      b.r[4 * half] = halves[half]->x;
+      b.r[4 * half + 1] = halves[half]->y;
+      b.r[4 * half + 2] = halves[half]->z;
+      b.r[4 * half + 3] = halves[half]->w;
+    }
+  }
+  return b;
+}
 
 // Attention of 16 queries of a warp over the cluster's top keys.
 template <class T, int kDim>
@@ -164,22 +198,26 @@ struct TopRows {
     }
   }
 
-  __device__ void attend(const QueryRows<T, kDim>& queries, const Tile<T, kDim>& keys,
+  __device__ void attend(const QueryRows<T, kDim>& queries, const KeyTile<T, kDim>& keys,
                          const Tile<T, kDim>& values, int left, float exponent) {
+    constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
+    const int lane = threadIdx.x % 32;
     Accumulator s[2];
 #pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      const FragmentA<T> q = queries.fragment(d);
+    for (int i = 0; i < QueryRows<T, kDim>::kPieces; ++i)
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        FragmentB<T> k;
-        load_b(k, keys, 16 * b, 16 * d);
-        if (d == 0)
-          multiply(s[b], q, k);
-        else
-          multiply_add(s[b], q, k);
+        const uint4 low = keys.piece(16 * b + lane / 4, 4 * i + lane % 4);
+        const uint4 high = keys.piece(16 * b + 8 + lane / 4, 4 * i + lane % 4);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const FragmentB<T> k = key_fragment<T>(low, high, step);
+          if (i == 0 && step == 0)
+            multiply(s[b], queries.fragment(i, step), k);
+          else
+            multiply_add(s[b], queries.fragment(i, step), k);
+        }
       }
-    }
     weigh(s, left, exponent);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -193,69 +231,49 @@ struct TopRows {
       }
     }
   }
-
-  // Piece i of row `half`: mass * out / sum + bottom, as T.
-  __device__ uint4 piece(int half, int i, float factor, const float* bottom) const {
-    constexpr int kVector = Tile<T, kDim>::kVector;
-    float values[kVector];
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      const Accumulator& acc = out[sizeof(T) == 2 ? 2 * i + e / 4 : i];
-      values[e] = fmaf(acc[e / 2 % 2][2 * half + e % 2], factor, bottom[e]);
-    }
-    if constexpr (sizeof(T) == 2)
-      return make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
-                        pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
-    else
-      return make_uint4(__float_as_uint(values[0]), __float_as_uint(values[1]),
-                        __float_as_uint(values[2]), __float_as_uint(values[3]));
-  }
 };
 
-template <class T>
-__device__ __forceinline__ void store_chunk(const Rows<T>& to, int row, int column,
-                                            const uint4& words) {
-  constexpr int kVector = 16 / sizeof(T);
-  if (column >= to.width) return;
-  T* target = to.row(row) + column;
-  if (to.aligned) return __stcs(reinterpret_cast<uint4*>(target), words);
-  union {
-    uint4 words;
-    T elements[kVector];
-  } chunk;
-  chunk.words = words;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i)
-    if (column + i < to.width) target[i] = chunk.elements[i];
-}
-
-// The outputs of 16 queries to their places, and their log-sum-exps. bottom has kDim elements.
+// The outputs of 16 queries, mass * out / sum + bottom, to their places, and their log-sum-exps.
+// bottom has kDim elements.
 template <class T, int kDim>
 __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
                                            const TopRows<T, kDim>& rows, const Rows<T>& out,
                                            float* lse, float mass, const float* bottom) {
-  constexpr int kVector = Tile<T, kDim>::kVector;
   const int lane = threadIdx.x % 32;
+  float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = quad_sum(rows.sum[half]);
-    const float factor = sum == 0.0f ? 0.0f : mass / sum;
-    const int row = queries.rows[half];
-    if (row < 0) continue;
-    if (lane % 4 == 0)
-      lse[row] = sum == 0.0f ? -INFINITY : (rows.shift[half] + log2f(sum)) * 0.693147180559945f;
+    factor[half] = sum == 0.0f ? 0.0f : mass / sum;
+    if (lane % 4 == 0 && queries.rows[half] >= 0)
+      lse[queries.rows[half]] =
+          sum == 0.0f ? -INFINITY : (rows.shift[half] + log2f(sum)) * 0.693147180559945f;
+  }
 #pragma unroll
-    for (int i = 0; i < QueryRows<T, kDim>::kPieces; ++i) {
-      const int column = (4 * i + lane % 4) * kVector;
-      store_chunk(out, row, column, rows.piece(half, i, factor, bottom + column));
+  for (int column = 0; column < kDim; column += 32) {
+    Accumulator pair[2];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float2 add = *reinterpret_cast<const float2*>(bottom + column + 8 * n + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        pair[n / 2][n % 2][i] =
+            fmaf(rows.out[column / 16 + n / 2][n % 2][i], factor[i / 2], i % 2 ? add.y : add.x);
     }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      store_columns(out, queries.rows[half], queries.rows[half] >= 0, column, pair, half);
   }
 }
 
+// As many warps on a multiprocessor as registers allow.
 template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2
-                                            : kDim <= 64   ? 4
-                                                           : 3)
+constexpr int kResidentWarps = sizeof(T) == 4 ? 8
+                               : kDim <= 64   ? 16
+                                              : 12;
+
+template <class T, int kDim, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     topk_attend_kernel(const __grid_constant__ TopArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ __align__(16) float bottom[kDim];
@@ -263,6 +281,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2
   const QueryTile tile =
       args.tiles.find(args.spans.q, args.offsets, args.H, head, static_cast<int>(blockIdx.x));
   if (tile.count == 0) return;
+  // What depends on the tile only is on its way before anything is waited for.
   const std::int64_t line = static_cast<std::int64_t>(tile.span.batch) * args.H + head;
   const std::int32_t* order = args.order + line * args.N + tile.span.begin + tile.first;
   const auto number = [&](int group, int half) {
@@ -276,22 +295,25 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2
     next.rows[half] = number(warp, half);
     after[half] = number(warp + kWarps, half);
   }
-  const Rows<const T> q = args.q.rows(tile.span.batch, head, tile.span.begin);
-  next.load(q);
-
-  const Tile<T, kDim> keys{shared_address(memory)}, values = keys.below(args.padded);
   const std::int64_t problem = static_cast<std::int64_t>(tile.item) * args.H + head;
   const std::int64_t cluster_row = problem * args.tiles.clusters + tile.cluster;
-  const std::int32_t* top = args.top_keys + cluster_row * args.topk;
-  const ItemSpan span = args.spans.k.span(tile.item);
-  load_permuted(keys, args.k.rows(span.batch, head / args.group, span.begin), args.topk, top);
-  load_permuted(values, args.v.rows(span.batch, head / args.group, span.begin), args.topk, top);
-  for (int d = threadIdx.x; d < kDim; d += kThreads)
-    bottom[d] = d < args.v.width ? args.bottom[cluster_row * args.v.width + d] : 0.0f;
-  const int count = listed(top, args.topk);
   const float mass = args.mass[cluster_row];
+  const int width = args.v.width;
+  for (int d = threadIdx.x; d < kDim; d += 32 * kWarps)
+    bottom[d] = d < width ? args.bottom[cluster_row * width + d] : 0.0f;
+  const KeyTile<T, kDim> keys{shared_address(memory)};
+  const Tile<T, kDim> values{keys.below(args.padded).base};
+  const ItemSpan span = args.spans.k.span(tile.item);
+  const int count = gather<T, kDim, 32 * kWarps>(
+      keys, values, args.k.rows(span.batch, head / args.group, span.begin),
+      args.v.rows(span.batch, head / args.group, span.begin),
+      args.top_keys + cluster_row * args.topk, args.topk);
+  cp_async_commit();
+  const Rows<const T> q = args.q.rows(tile.span.batch, head, tile.span.begin);
+  next.load(q);
   const Rows<T> out = args.out.rows(tile.span.batch, head, tile.span.begin);
   float* lse = args.lse + line * args.N + tile.span.begin;
+  cp_async_wait<0>();
   __syncthreads();
 
 #pragma unroll 1
@@ -376,12 +398,12 @@ void fill_padding(const AttentionCall& call, const TensorView& out, float* lse,
   COTERIE_LAUNCH("padding");
 }
 
-template <class T, int kDim>
+template <class T, int kDim, int kWarps>
 void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
-  allow_shared_memory(topk_attend_kernel<T, kDim>, static_cast<std::size_t>(bytes));
+  allow_shared_memory(topk_attend_kernel<T, kDim, kWarps>, static_cast<std::size_t>(bytes));
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
-  topk_attend_kernel<T, kDim><<<grid, kThreads, bytes, stream>>>(args);
+  topk_attend_kernel<T, kDim, kWarps><<<grid, 32 * kWarps, bytes, stream>>>(args);
   COTERIE_LAUNCH("topk_attend");
 }
 
@@ -398,7 +420,6 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     using T = typename decltype(tag)::type;
     TopArgs<T> args;
     args.spans = item_spans(call.inputs);
-    args.tiles = query_tiles<kQueries>(call, sizes.clusters);
     args.q = tensor4<const T>(call.inputs.q);
     args.k = tensor4<const T>(call.k);
     args.v = tensor4<const T>(call.inputs.v);
@@ -416,8 +437,13 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.padded = (args.topk + kKeys - 1) / kKeys * kKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     if (ragged(call)) fill_padding<T>(call, out, args.lse, stream);
-    dispatch_head_dim(call.op, call.Dk,
-                      [&](auto dim) { launch_topk<T, decltype(dim)::value>(args, stream); });
+    // A warp alone where clusters are small: it waits for nobody.
+    const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
+    args.tiles = query_tiles(call, sizes.clusters, kWarpQueries * warps);
+    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
+      constexpr int kDim = decltype(dim)::value;
+      warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);
+    });
   });
 }
 

@@ -22,16 +22,14 @@
 #include "cuda/clustered.h"
 #include "cuda/device/problem.cuh"
 #include "cuda/device/splits.cuh"
+#include "cuda/device/units.cuh"
 
 namespace coterie::cuda {
 
 constexpr float kLog2E = 1.44269504088896f;
 
-// A part of a cluster that one block works on: members [first, first + count) of the sorted order
-// of its (item, head). A cluster has ceil(size / kUnitRows) units with consecutive numbers.
-struct Unit {
-  int item, cluster, first, count;
-};
+// A unit is the part of a cluster that one block works on: up to kUnitRows members in sorted order
+// (device/units.cuh). A cluster of n members has ceil(n / kUnitRows) of them, consecutive numbers.
 constexpr int kUnitRows = 1024;
 
 // Slots of top keys that a block keeps on the chip.
@@ -39,7 +37,7 @@ constexpr int kSlotTile = 32;
 
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  int units;             // per head, most of them used
+  QueryTiles units;      // of a head
   int pitch;             // of scratch rows: the head dim padded to one of kHeadDims
   bool sm90a;            // the kernels of *_sm90a.cu serve this call
   KeyChunks chunks;      // of the keys, for the gradients of the means
@@ -51,12 +49,6 @@ struct BackwardShape {
   float gradient_scale, weight_scale;
   ItemSpans spans;
 
-  // Number of the first unit of a cluster that starts at `offset` of its item. Each unit of
-  // kUnitRows rows moves the numbers of later clusters by at least as much, so they never meet.
-  __device__ int first_unit(int item, int cluster, const ItemSpan& span, int offset) const {
-    return item * clusters + cluster + span.batch * (N / kUnitRows + 1) +
-           (span.begin + offset) / kUnitRows;
-  }
   // Tiles of `size` keys over all items.
   KeyChunks key_tiles(int size) const {
     const int per_item = (S + size - 1) / size;
@@ -74,17 +66,16 @@ struct BackwardLists {
 
 template <class T>
 struct BackwardScratch {
-  Unit* units;        // (H, units)
-  float* unit_dout;   // (H, units, pitch): partial sums of g
-  float* unit_dmass;  // (H, units)
-  T *mean, *dout;     // (rows, pitch): operands of the centroid kernels
-  float* row_lse;     // (rows): base 2, so that A = exp2(scale s - lse); +inf for empty clusters
-  float *row_delta, *row_dmass;  // (rows), times gradient_scale
-  float* mean_slices;            // (splits, rows, pitch)
-  float* dmean;                  // (rows, pitch)
-  float *top_ds, *top_weight;    // (rows, topk): corrections of dS and A for top keys
-  float* inner;                  // (B, H, N): e_i
-  float* slots;                  // (H, units, topk, 2, pitch): dk and dv of the top keys of a unit
+  float* unit_dout;    // (H, units, pitch): partial sums of g
+  float* unit_dmass;   // (H, units)
+  T *mean, *dout;      // (rows, pitch): operands of the centroid kernels
+  float* row_lse;      // (rows): base 2, so that A = exp2(scale s - lse); +inf for empty clusters
+  float* row_delta;    // (rows), times gradient_scale
+  float* mean_slices;  // (splits, rows, pitch)
+  float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
+  float *top_ds, *top_weight;  // (rows, topk): corrections of dS and A for top keys
+  float* inner;                // (B, H, N): e_i
+  float* slots;                // (H, units, topk, 2, pitch): dk and dv of the top keys of a unit
 };
 
 template <class T>
@@ -98,7 +89,7 @@ struct BackwardArgs {
 
 // The stages, in order. Each is instantiated for float, __nv_bfloat16 and __half.
 
-// unit_dout, unit_dmass and inner. attend_topk_bwd.cu
+// unit_dout, unit_dmass and inner. attend_segment_bwd.cu
 template <class T>
 void segment_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. attend_centroid_bwd.cu

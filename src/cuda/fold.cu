@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Adds the gradients of the clusters' top keys (slots, clustered_bwd.h) to the rows of dk and dv. A
-// block owns a tile of keys. Top keys ascend, so the slots of a cluster that fall into the tile are
-// one run, found by bisection; the entries of all clusters, sorted by key and then by head, cluster
-// and unit, are added by half a warp per key.
+// block owns a tile of keys. It looks through the lists of all clusters for keys of its tile, sorts
+// what it finds by key, then by head and cluster, and adds it by half a warp per key.
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/element.cuh"
 #include "cuda/launch.h"
@@ -11,95 +10,128 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kMostKeys = 512, kLeastKeys = 64;  // of a tile
-constexpr int kFoldThreads = 256;
+constexpr int kMostKeys = 1024, kLeastKeys = 64;  // of a tile
+constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
 constexpr int kRowLanes = 16;  // that add up one key's rows
 // Entries sorted at a time; a tile with more of them is added up in several rounds.
 constexpr int kEntries = 2048;
-static_assert(kMostKeys * kEntries <= 1 << 30, "a sort key is (key, entry) in one word");
+static_assert(kEntries >= kMaxTopKeys, "a round takes at least one list");
 
-// Slots of one cluster and place, one for each of its units.
-struct Entry {
-  int slot;   // row of the first unit's slot
-  int units;  // the next unit's is topk rows further
+// (key, list, slot) in one word, in the order in which entries are added; lists are numbered by
+// head and cluster. A list has a key once, so words are distinct.
+using Entry = unsigned long long;
+constexpr int kSlotBits = 8, kKeyShift = 40;
+static_assert(kMaxTopKeys <= 1 << kSlotBits, "a slot in its bits");
+
+__device__ __forceinline__ Entry make_entry(int key, int list, int slot) {
+  return static_cast<Entry>(key) << kKeyShift | static_cast<Entry>(list) << kSlotBits |
+         static_cast<unsigned>(slot);
+}
+__device__ __forceinline__ int key_of(Entry entry) { return static_cast<int>(entry >> kKeyShift); }
+__device__ __forceinline__ int list_of(Entry entry) {
+  return static_cast<int>(entry >> kSlotBits & ((1ull << (kKeyShift - kSlotBits)) - 1));
+}
+__device__ __forceinline__ int slot_of(Entry entry) {
+  return static_cast<int>(entry & ((1u << kSlotBits) - 1));
+}
+
+// Rows of scratch.slots: one for each unit of the cluster, topk rows apart.
+struct SlotRows {
+  int first, units;
 };
 
 struct FoldMemory {
   Entry entries[kEntries];
-  unsigned sorted[kEntries];  // key * kEntries + entry
-  int sums[kFoldThreads / 32];
+  SlotRows rows[kEntries];
+  int found;
 };
 
-// First of `count` ascending keys that is at least `key`; -1, which ends a list, is the largest.
-__device__ __forceinline__ int lower_bound(const std::int32_t* keys, int count, unsigned key) {
-  int low = 0;
-  while (count > 0) {
-    const int half = count / 2;
-    if (static_cast<unsigned>(keys[low + half]) < key) {
-      low += half + 1;
-      count -= half + 1;
-    } else {
-      count = half;
-    }
-  }
-  return low;
-}
+// What a block works on.
+template <class T>
+struct FoldBlock {
+  const BackwardArgs<T>& args;
+  KeyChunk keys;
+  int key_head;
+  ItemSpan queries;
 
-// Sum of `value` over the threads before this one; `total` over all.
-__device__ __forceinline__ int exclusive_scan(int value, int* shared, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += before;
+  __device__ int head(int list) const {
+    return key_head * args.shape.group + list / args.shape.clusters;
   }
-  __syncthreads();
-  if (lane == 31) shared[warp] = sum;
-  __syncthreads();
-  int offset = 0;
-  total = 0;
-  for (int w = 0; w < kFoldThreads / 32; ++w) {
-    if (w == warp) offset = total;
-    total += shared[w];
+  // Number of the cluster of a list among those of all items and heads.
+  __device__ std::int64_t row(int list) const {
+    return (static_cast<std::int64_t>(keys.item) * args.shape.H + head(list)) *
+               args.shape.clusters +
+           list % args.shape.clusters;
   }
-  return offset + sum - value;
-}
+  __device__ SlotRows slot_rows(Entry entry) const {
+    const BackwardShape& shape = args.shape;
+    const int list = list_of(entry), cluster = list % shape.clusters;
+    const std::int64_t problem = static_cast<std::int64_t>(keys.item) * shape.H + head(list);
+    const std::int32_t* offset = args.lists.offsets + problem * (shape.clusters + 1) + cluster;
+    const int begin = offset[0], end = offset[1];
+    const int unit =
+        head(list) * shape.units.total + shape.units.first_tile(keys.item, cluster, queries, begin);
+    return {unit * shape.topk + slot_of(entry), (end - begin + kUnitRows - 1) / kUnitRows};
+  }
 
-// Bitonic sort of the first `count` words. Up to a word per thread stays in registers.
-__device__ __forceinline__ void sort_entries(unsigned* sorted, int count) {
-  int size = 1;
-  while (size < count) size *= 2;
-  const int i = static_cast<int>(threadIdx.x);
-  if (size <= kFoldThreads) {
-    unsigned word = i < count ? sorted[i] : 0xffffffffu;
-    for (int run = 2; run <= size; run *= 2)
-      for (int step = run / 2; step > 0; step /= 2) {
-        unsigned other;
-        if (step >= 32) {
-          __syncthreads();
-          sorted[i] = word;
-          __syncthreads();
-          other = sorted[i ^ step];
-        } else {
-          other = __shfl_xor_sync(0xffffffffu, word, step);
+  // Finds the entries of lists [first, last) in any order; returns their number, of which at most
+  // kEntries are kept. A warp reads 32 slots of several lists at a time.
+  __device__ int find(FoldMemory& memory, int first, int last) const {
+    constexpr int kLists = 8;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, topk = args.shape.topk;
+    const auto size = static_cast<unsigned>(keys.end - keys.begin);
+    __syncthreads();
+    if (threadIdx.x == 0) memory.found = 0;
+    __syncthreads();
+    for (int slot = lane; slot - lane < topk; slot += 32)
+      for (int base = first + warp; base < last; base += kLists * kFoldWarps) {
+        unsigned key[kLists];
+#pragma unroll
+        for (int i = 0; i < kLists; ++i) {
+          const int list = base + i * kFoldWarps;
+          const bool there = slot < topk && list < last;
+          key[i] = (there ? args.lists.top_keys[row(list) * topk + slot] : -1) - keys.begin;
         }
-        word = ((i & step) == 0) == ((i & run) == 0) ? min(word, other) : max(word, other);
+#pragma unroll
+        for (int i = 0; i < kLists; ++i) {
+          if (key[i] >= size) continue;
+          const int place = atomicAdd(&memory.found, 1);
+          if (place < kEntries)
+            memory.entries[place] =
+                make_entry(static_cast<int>(key[i]), base + i * kFoldWarps, slot);
+        }
       }
     __syncthreads();
-    sorted[i] = word;
+    return memory.found;
+  }
+};
+
+// Sorts the first `count` entries: up to one per thread by counting those before each, more in a
+// bitonic network.
+__device__ __forceinline__ void sort_entries(Entry* entries, int count) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (count <= kFoldThreads) {
+    const Entry mine = i < count ? entries[i] : ~0ull;
+    int place = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) place += entries[j] < mine;
+    __syncthreads();
+    if (i < count) entries[place] = mine;
     __syncthreads();
     return;
   }
-  for (int j = count + i; j < size; j += kFoldThreads) sorted[j] = 0xffffffffu;
+  int size = 1;
+  while (size < count) size *= 2;
+  for (int j = count + i; j < size; j += kFoldThreads) entries[j] = ~0ull;
   for (int run = 2; run <= size; run *= 2)
     for (int step = run / 2; step > 0; step /= 2) {
       __syncthreads();
       for (int j = i; j < size; j += kFoldThreads) {
         if ((j ^ step) < j) continue;
-        const unsigned a = sorted[j], b = sorted[j ^ step];
+        const Entry a = entries[j], b = entries[j ^ step];
         if ((a > b) == ((j & run) == 0)) {
-          sorted[j] = b;
-          sorted[j ^ step] = a;
+          entries[j] = b;
+          entries[j ^ step] = a;
         }
       }
     }
@@ -148,23 +180,31 @@ struct FourElements {
 
 // Adds the first `count` entries to the rows of the tile's keys; absent tensors have no data.
 template <class T, int kVectors>
-__device__ __forceinline__ void add_entries(const BackwardArgs<T>& args, FoldMemory& memory,
+__device__ __forceinline__ void add_entries(const FoldBlock<T>& block, FoldMemory& memory,
                                             int count, const Rows<T>& dk, const Rows<T>& dv) {
-  const int lane = threadIdx.x % kRowLanes, pitch = 32 * kVectors, topk = args.shape.topk;
-  sort_entries(memory.sorted, count);
+  constexpr int kPitch = 32 * kVectors;
+  const int lane = threadIdx.x % kRowLanes, topk = block.args.shape.topk;
+  sort_entries(memory.entries, count);
+  for (int i = threadIdx.x; i < count; i += kFoldThreads)
+    memory.rows[i] = block.slot_rows(memory.entries[i]);
+  __syncthreads();
   for (int i = threadIdx.x / kRowLanes; i < count; i += kFoldThreads / kRowLanes) {
-    const unsigned key = memory.sorted[i] / kEntries;
-    if (i > 0 && memory.sorted[i - 1] / kEntries == key) continue;
+    const int key = key_of(memory.entries[i]);
+    if (i > 0 && key_of(memory.entries[i - 1]) == key) continue;
+    const auto target = [&](int n) {
+      return FourElements<T>(dk, dv, static_cast<unsigned>(key), 4 * (lane + kRowLanes * n),
+                             kPitch);
+    };
     float4 sum[kVectors] = {};
-    for (int e = i; e < count && memory.sorted[e] / kEntries == key; ++e) {
-      const Entry entry = memory.entries[memory.sorted[e] % kEntries];
-      for (int unit = 0; unit < entry.units; ++unit) {
-        const std::int64_t slot = entry.slot + static_cast<std::int64_t>(unit) * topk;
+    for (int e = i; e < count && key_of(memory.entries[e]) == key; ++e) {
+      const SlotRows rows = memory.rows[e];
+      for (int unit = 0; unit < rows.units; ++unit) {
+        const std::int64_t slot = rows.first + static_cast<std::int64_t>(unit) * topk;
         const float4* row =
-            reinterpret_cast<const float4*>(args.scratch.slots + slot * 2 * pitch) + lane;
+            reinterpret_cast<const float4*>(block.args.scratch.slots + slot * 2 * kPitch) + lane;
 #pragma unroll
         for (int n = 0; n < kVectors; ++n) {
-          const float4 value = row[kRowLanes * n];
+          const float4 value = __ldcs(row + kRowLanes * n);
           sum[n].x += value.x;
           sum[n].y += value.y;
           sum[n].z += value.z;
@@ -173,64 +213,34 @@ __device__ __forceinline__ void add_entries(const BackwardArgs<T>& args, FoldMem
       }
     }
 #pragma unroll
-    for (int n = 0; n < kVectors; ++n)
-      FourElements<T>(dk, dv, key, 4 * (lane + kRowLanes * n), pitch).add(sum[n]);
+    for (int n = 0; n < kVectors; ++n) target(n).add(sum[n]);
   }
-  __syncthreads();
 }
 
 template <class T, int kVectors>
-__global__ void __launch_bounds__(kFoldThreads)
+__global__ void __launch_bounds__(kFoldThreads, kVectors <= 2 ? 5 : 4)
     fold_slots_kernel(const __grid_constant__ BackwardArgs<T> args, KeyChunks tiles) {
   __shared__ FoldMemory memory;
   const BackwardShape& shape = args.shape;
-  const KeyChunk keys = tiles.find(shape.spans.k, blockIdx.x);
+  FoldBlock<T> block{args, tiles.find(shape.spans.k, blockIdx.x), static_cast<int>(blockIdx.y)};
+  const KeyChunk& keys = block.keys;
   if (keys.begin >= keys.end) return;
-  const int key_head = blockIdx.y, topk = shape.topk, item = keys.item;
-  const ItemSpan span = shape.spans.q.span(item);
+  block.queries = shape.spans.q.span(keys.item);
   const auto rows = [&](const Tensor4<T>& tensor) {
-    return tensor.rows(keys.keys.batch, key_head, keys.keys.begin + keys.begin);
+    Rows<T> found = tensor.rows(keys.keys.batch, block.key_head, keys.keys.begin + keys.begin);
+    if (!tensor.data) found.data = nullptr;
+    return found;
   };
-  Rows<T> dk = rows(args.dk), dv = rows(args.dv);
-  if (!args.dk.data) dk.data = nullptr;
-  if (!args.dv.data) dv.data = nullptr;
-  const int total = shape.group * shape.clusters;
-  int filled = 0;
-  for (int base = 0; base < total; base += kFoldThreads) {
-    const int r = base + static_cast<int>(threadIdx.x);
-    const std::int32_t* list = nullptr;
-    int from = 0, to = 0;
-    Entry entry{0, 0};
-    if (r < total) {
-      const int head = key_head * shape.group + r / shape.clusters, cluster = r % shape.clusters;
-      const std::int64_t problem = static_cast<std::int64_t>(item) * shape.H + head;
-      const std::int32_t* offset = args.lists.offsets + problem * (shape.clusters + 1) + cluster;
-      entry.units = (offset[1] - offset[0] + kUnitRows - 1) / kUnitRows;
-      entry.slot = (head * shape.units + shape.first_unit(item, cluster, span, offset[0])) * topk;
-      list = args.lists.top_keys + (problem * shape.clusters + cluster) * topk;
-      if (entry.units > 0) {
-        from = lower_bound(list, topk, static_cast<unsigned>(keys.begin));
-        to = from;  // a tile holds few keys of a list
-        while (to < topk && static_cast<unsigned>(list[to]) < static_cast<unsigned>(keys.end)) ++to;
-      }
+  const Rows<T> dk = rows(args.dk), dv = rows(args.dv);
+  const int lists = shape.group * shape.clusters;
+  int step = lists;
+  for (int first = 0; first < lists; first += step) {
+    int count = block.find(memory, first, min(first + step, lists));
+    if (count > kEntries) {  // fewer lists at a time, so that all of their slots have room
+      step = kEntries / shape.topk;
+      count = block.find(memory, first, min(first + step, lists));
     }
-    int added = 0;
-    const int place = filled + exclusive_scan(to - from, memory.sums, added);
-    const int all = filled + added;
-    for (int window = 0;; window += kEntries) {
-      for (int slot = from; slot < to; ++slot) {
-        const int e = place + slot - from - window;
-        if (e < 0 || e >= kEntries) continue;
-        memory.entries[e] = {entry.slot + slot, entry.units};
-        memory.sorted[e] = static_cast<unsigned>((list[slot] - keys.begin) * kEntries + e);
-      }
-      __syncthreads();
-      filled = all - window;
-      const bool full = filled >= kEntries, last = base + kFoldThreads >= total;
-      if (filled > 0 && (full || last))
-        add_entries<T, kVectors>(args, memory, min(filled, kEntries), dk, dv);
-      if (!full) break;
-    }
+    add_entries<T, kVectors>(block, memory, count, dk, dv);
   }
 }
 

@@ -225,17 +225,21 @@ template <class T, int kChunks>
 __global__ void __launch_bounds__(kWeighThreads)
     weigh_centroids_kernel(WeighArgs args, Tensor4<const T> q, int blocks) {
   constexpr int kWidth = 32 * kChunks;
+  extern __shared__ __align__(128) char shared[];
   __shared__ float2 deltas[kWeighWarps][kWidth];
+  const auto* covariance = reinterpret_cast<const float*>(shared);
   const ClusterShape& shape = args.sums.shape;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.sums.width;
   const int problem = blockIdx.x / blocks;
   const int first = (blockIdx.x % blocks * kWeighWarps + warp) * kPair;
   const ItemSpan span = shape.q.span(problem / shape.heads);
-  if (span.length <= shape.clusters || first >= shape.clusters) return;
+  if (span.length <= shape.clusters) return;
   const Rows<const T> queries = q.rows(span.batch, problem % shape.heads, span.begin);
-  const float* covariance =
+  const float* from =
       args.covariance + static_cast<std::int64_t>(shape.key_problem(problem)) * kWidth * kWidth;
-  const float scale = metric_scale(covariance, width, kWidth);
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < kWidth * kWidth; i += 4 * kWeighThreads)
+    cp_async16(shared_address(shared) + 4 * i, from + i, 16);
+  cp_async_commit();
   // Lanes 0 and 1 find the first rows of the two clusters, lane 2 that of cluster 0: the reference.
   const RandomStream stream{shape.seed, RandomUse::initial_centroid,
                             static_cast<std::uint32_t>(problem)};
@@ -247,7 +251,11 @@ __global__ void __launch_bounds__(kWeighThreads)
 #pragma unroll
   for (int i = 0; i < kChunks; ++i)
     reference[i] = lane + 32 * i < width ? to_float(origin[lane + 32 * i]) : 0.0f;
-  new_centroids<T, kChunks>(args, queries, problem, first, rows, mean);
+  if (first < shape.clusters) new_centroids<T, kChunks>(args, queries, problem, first, rows, mean);
+  cp_async_wait<0>();
+  __syncthreads();
+  if (first >= shape.clusters) return;
+  const float scale = metric_scale(covariance, width, kWidth);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i)
     deltas[warp][lane + 32 * i] =
@@ -320,9 +328,12 @@ void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool in
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {
-      weigh_centroids_kernel<T, decltype(width)::value / 32>
-          <<<static_cast<unsigned>(sums.shape.problems() * blocks), kWeighThreads, 0, stream>>>(
-              args, tensor4<const T>(call.inputs.q), blocks);
+      constexpr int kWidth = decltype(width)::value;
+      constexpr std::size_t kBytes = sizeof(float) * kWidth * kWidth;
+      const auto kernel = &weigh_centroids_kernel<T, kWidth / 32>;
+      allow_shared_memory(kernel, kBytes);
+      kernel<<<static_cast<unsigned>(sums.shape.problems() * blocks), kWeighThreads, kBytes,
+               stream>>>(args, tensor4<const T>(call.inputs.q), blocks);
       COTERIE_LAUNCH("weigh_centroids");
     });
   });

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: MIT
 // Nearest centroid: argmax_c x . m_c + b_c by tensor cores, scores never stored.
 //
-// A warp holds a tile of rows in registers and meets 8 centroids at a time, from shared memory. The
-// epilogue makes a score s one integer key: s + K, with K = 1.5 * 2^k and 2^(k-1) above every |s|
-// of the row, lies in [2^k, 2^(k+1)), so its bits are a fixed-point number; times 512 the sign and
-// the exponent fall off the top and 9 bits for the reversed column number become free at the
-// bottom. One addition, one multiply-add and half a three-way maximum per score; ties go to the
-// lower index. The resolution is 2^(k-23), some 2^-17 of the bound |x|_inf |m|_1 + |b|.
+// A warp holds a tile of rows in registers and meets 8 centroids at a time, from shared memory.
+// device/nearest.cuh says how the best one is found.
 #include "cuda/nearest.h"
 
-#include "cuda/device/group.cuh"
-#include "cuda/device/row_fragments.cuh"
+#include "cuda/device/nearest.cuh"
+#include "cuda/hopper.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -18,39 +14,10 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kMostColumns = 2048;       // that 9 bits can tell apart: 4 columns of 16 in a lane
-constexpr int kTableBytes = 192 * 1024;  // of the centroids in shared memory
-
-template <class T>
-struct NearestArgs {
-  ClusterShape shape;
-  Teams teams;
-  Tensor4<const T> x;
-  CentroidTable table;
-  std::int32_t *labels, *order, *offsets, *histograms;
-  int columns;  // centroids in shared memory at a time, a multiple of 16
-  int shared_words;
-  unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
-  unsigned zero;       // 0, unknown as well: see RowFragments
-};
 
 // Tiles of 16 rows of a warp: as many as registers hold.
 template <class T, int kChunks>
 constexpr int kRowTiles = (kChunks <= 2 ? 4 : 2) / NearestParts<T>::kParts;
-
-// The addend K of a row whose largest element is `largest`; not finite when the scores may not be.
-__device__ __forceinline__ float key_offset(float largest, float norm, float bias) {
-  const float bound = 1.02f * (largest * norm + bias);
-  const std::uint32_t exponent = __float_as_uint(bound) >> 23;
-  return __uint_as_float(min(exponent + 2, 255u) << 23 | 0x400000u);
-}
-
-__device__ __forceinline__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b,
-                                                      std::uint32_t c) {
-  std::uint32_t d;
-  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 
 // Best keys of the rows over `columns` centroids.
 template <class T, int kChunks, int kParts, int kMTiles>
@@ -80,32 +47,10 @@ __device__ __forceinline__ void nearest_keys(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float* score = d[half][m] + 2 * side;
-          const std::uint32_t even = multiply_add(__float_as_uint(score[0] + offset[m][side]),
-                                                  key_scale, number - 2 * half);
-          const std::uint32_t odd = multiply_add(__float_as_uint(score[1] + offset[m][side]),
-                                                 key_scale, number - 2 * half - 1);
-          best[m][side] = __vimax3_u32(best[m][side], even, odd);
+          best[m][side] = best_key(best[m][side], score[0], score[1], offset[m][side], key_scale,
+                                   number - 2 * half);
         }
   }
-}
-
-struct Point {
-  std::uint32_t value;
-  int label;
-};
-
-// From this lane's key of a row to the best of its four lanes.
-__device__ __forceinline__ Point decode_key(std::uint32_t key) {
-  const int number = 511 - static_cast<int>(key & 511u);
-  Point best{key >> 9, number / 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + number % 2};
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const Point other{__shfl_xor_sync(0xffffffffu, best.value, step),
-                      __shfl_xor_sync(0xffffffffu, best.label, step)};
-    if (other.value > best.value || (other.value == best.value && other.label < best.label))
-      best = other;
-  }
-  return best;
 }
 
 // Copies the columns of centroids [first, first + columns) of a problem; their biases as a product
@@ -131,34 +76,6 @@ __device__ __forceinline__ void finish_stage() {
   __syncthreads();
 }
 
-// Largest |m_c|_1 and |b_c| of a problem.
-template <class T>
-__device__ float2 table_bounds(const NearestArgs<T>& args, int problem) {
-  __shared__ float2 warps[kWarps];
-  const std::int64_t start = static_cast<std::int64_t>(problem) * args.table.padded;
-  float2 most = make_float2(0.0f, 0.0f);
-  for (int c = threadIdx.x; c < args.shape.clusters; c += kThreads) {
-    // Comparisons that let NaN pass: it must reach key_offset.
-    const float norm = args.table.norms[start + c], bias = fabsf(args.table.bias[start + c]);
-    if (!(norm <= most.x)) most.x = norm;
-    if (!(bias <= most.y)) most.y = bias;
-  }
-  for (int step = 16; step > 0; step /= 2) {
-    const float norm = __shfl_xor_sync(0xffffffffu, most.x, step);
-    const float bias = __shfl_xor_sync(0xffffffffu, most.y, step);
-    if (!(norm <= most.x)) most.x = norm;
-    if (!(bias <= most.y)) most.y = bias;
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
-  __syncthreads();
-  for (int w = 0; w < kWarps; ++w) {
-    if (!(warps[w].x <= most.x)) most.x = warps[w].x;
-    if (!(warps[w].y <= most.y)) most.y = warps[w].y;
-  }
-  return most;
-}
-
 // Labels of the block's rows.
 template <class T, int kChunks>
 __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<const T>& rows,
@@ -172,7 +89,7 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
   ahead.load(rows, range.begin + offset_rows, range.end);
   const bool resident = args.table.padded <= args.columns;
   if (resident) stage_table<T, kChunks>(args, problem, 0, args.table.padded, table, bias);
-  const float2 bounds = table_bounds(args, problem);
+  const float2 bounds = table_bounds<kThreads>(args, problem);
   if (resident) finish_stage();
   for (int round = range.begin; round < range.end; round += kWarps * Tile::kRows) {
     const int first = round + offset_rows;
@@ -184,13 +101,7 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         left[m].set(side, ahead.words[m][side], args.zero);
-        float largest = ahead.words[m][side].largest();
-#pragma unroll
-        for (int step = 1; step <= 2; step *= 2) {
-          const float other = __shfl_xor_sync(0xffffffffu, largest, step);
-          if (!(other <= largest)) largest = other;
-        }
-        offset[m][side] = key_offset(largest, bounds.x, bounds.y);
+        offset[m][side] = row_offset(ahead.words[m][side], bounds);
         mine[m][side] = {0, 0};
       }
     ahead.load(rows, first + kWarps * Tile::kRows, range.end);
@@ -228,29 +139,11 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kThreads, 1) nearest_kernel(NearestArgs<T> args) {
   extern __shared__ uint4 shared[];
-  const ClusterShape& shape = args.shape;
-  Team team(args.teams);
-  int turn = 0;
-  for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
-    const int item = number / shape.heads, head = number % shape.heads;
-    const ItemSpan span = shape.q.span(item);
-    const std::int64_t start = shape.start(span, head);
-    const RowRange range = team.share(span.length);
-    __syncthreads();  // the sort of the last problem used the same memory
-    if (span.length <= shape.clusters) {
-      for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
-        args.labels[start + i] = i;
-    } else {
-      assign_rows<T, kChunks>(args, number, args.x.rows(span.batch, head, span.begin), range,
-                              args.labels + start, shared);
-    }
-    fill_padding(shape, team, item, head, args.labels, args.order);
-    const GroupLists lists{args.labels + start, args.order + start,
-                           args.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
-                           histograms_of(args.histograms, args.teams, team, turn, shape.clusters),
-                           shape.clusters};
-    group_rows(team, range, lists, reinterpret_cast<std::int32_t*>(shared), args.shared_words);
-  }
+  label_problems<kThreads>(
+      args, reinterpret_cast<std::int32_t*>(shared),
+      [&](int problem, const Rows<const T>& rows, RowRange range, std::int32_t* labels) {
+        assign_rows<T, kChunks>(args, problem, rows, range, labels, shared);
+      });
 }
 
 template <class T, int kChunks>
@@ -294,6 +187,8 @@ void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
     args.offsets = run.offsets;
     args.histograms = buffers.histograms;
     args.key_scale = 512;
+    if constexpr (sizeof(T) == 2)
+      if (on_hopper() && nearest_sm90a(args, stream)) return;
     dispatch_head_dim(call.op, call.Dk,
                       [&](auto width) { launch<T, decltype(width)::value / 32>(args, stream); });
   });

@@ -22,7 +22,7 @@ struct KeyPipeline {
   static constexpr int kBandBytes = kKeys * 128;
   static constexpr int kStageBytes = kMatrices * kBands * kBandBytes;
   static constexpr bool kLarge = kStageBytes > 16 * 1024;
-  static constexpr int kStages = kLarge ? 4 : 7, kAhead = kLarge ? 2 : 4, kReady = kLarge ? 1 : 2;
+  static constexpr int kStages = kLarge ? 4 : 6, kAhead = kLarge ? 2 : 4, kReady = kLarge ? 1 : 2;
   static constexpr int kBytes = kStages * kStageBytes + kStages * 16;
 
   std::uint32_t base;

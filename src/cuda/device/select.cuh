@@ -150,14 +150,17 @@ __device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity
   }
 }
 
-// 4 scores of a row: keys first, first + 1, first + 8, first + 9.
+// 4 scores of a row: keys first, first + 1, first + 8, first + 9, those below `end`.
 __device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float s2, float s3,
-                                       int first) {
+                                       int first, int end) {
   if (!(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3)) >= list.floor)) return;
-  if (s0 >= list.floor) list.push(s0, first);
-  if (s1 >= list.floor) list.push(s1, first + 1);
-  if (s2 >= list.floor) list.push(s2, first + 8);
-  if (s3 >= list.floor) list.push(s3, first + 9);
+  const auto offer = [&](float score, int key) {
+    if (score >= list.floor && key < end) list.push(score, key);
+  };
+  offer(s0, first);
+  offer(s1, first + 1);
+  offer(s2, first + 8);
+  offer(s3, first + 9);
 }
 
 // Steps 1 and 2 of the selection on Hopper's warpgroup products; 16-bit types only.

@@ -12,20 +12,28 @@ namespace coterie::cuda {
 // Rows [first, first + count) of the sorted order of an item's head; count 0: no tile here.
 struct QueryTile {
   int item, cluster, first, count;
+  bool leads;  // the first of its cluster
   ItemSpan span;
 };
 
 // The tiles of cluster c of item t have consecutive numbers from
-//   t * clusters + c + (rows before its first one) / kRows (+ batch * room for one more)
-// on. A cluster of n rows has at most n / kRows + 1 tiles, so numbers never meet.
-template <int kRows>
+//   t * clusters + c + (rows before its first one) / size (+ batch * room for one more)
+// on. A cluster of n rows has at most n / size + 1 tiles, so numbers never meet.
 struct QueryTiles {
+  int size;                       // most rows of a tile
   int clusters, items, per_item;  // per_item: numbers of an item, 0 for packed items
   int total;
 
   __device__ int first_tile(const SequenceSpans& queries, int item) const {
     if (per_item > 0) return item * per_item;
-    return item * clusters + min(max(queries.cu_seqlens[item], 0), queries.rows) / kRows;
+    return item * clusters + min(max(queries.cu_seqlens[item], 0), queries.rows) / size;
+  }
+
+  // Number of the first tile of a cluster that starts at `offset` of its item.
+  __device__ int first_tile(int item, int cluster, const ItemSpan& span, int offset) const {
+    return (per_item > 0 ? item * per_item + offset / size
+                         : item * clusters + (span.begin + offset) / size) +
+           cluster;
   }
 
   // By all lanes of a warp. `offsets` is (items, H, clusters + 1).
@@ -41,37 +49,46 @@ struct QueryTiles {
         (first_tile(queries, middle) <= number ? item : high) = middle;
       }
     }
-    QueryTile tile{item, 0, 0, 0, queries.span(item)};
+    QueryTile tile{item, 0, 0, 0, false, queries.span(item)};
     const std::int32_t* starts =
         offsets + (static_cast<std::int64_t>(item) * heads + head) * (clusters + 1);
     // Packed rows are counted from the start of the tensor, others from that of the item.
     const int before = per_item > 0 ? 0 : tile.span.begin;
     const int origin = per_item > 0 ? item * per_item : item * clusters;
+    // The last cluster whose first tile is not after this one. A lane looks at several places at a
+    // time: up to 256 clusters take one wait for memory.
+    constexpr int kProbes = 8;
     const int lane = threadIdx.x % 32;
-    for (int left = clusters;
-         left > 1;) {  // the last cluster whose first tile is not after this one
-      const int step = (left + 31) / 32, c = tile.cluster + lane * step;
-      const bool reached =
-          lane * step < left && origin + c + (before + starts[c]) / kRows <= number;
-      tile.cluster += step * (31 - __clz(__ballot_sync(~0u, reached) | 1));
+    for (int left = clusters; left > 1;) {
+      const int step = (left + 32 * kProbes - 1) / (32 * kProbes);
+      int reached = 0;
+#pragma unroll
+      for (int i = 0; i < kProbes; ++i) {
+        const int place = (32 * i + lane) * step, c = tile.cluster + place;
+        const bool there =
+            place < left && origin + c + (before + starts[min(c, clusters)]) / size <= number;
+        reached += __popc(__ballot_sync(~0u, there));
+      }
+      tile.cluster += step * max(reached - 1, 0);
       left = min(step, clusters - tile.cluster);
     }
-    const int start = starts[tile.cluster], size = starts[tile.cluster + 1] - start;
-    const int skipped = (number - origin - tile.cluster - (before + start) / kRows) * kRows;
+    const int start = starts[tile.cluster], members = starts[tile.cluster + 1] - start;
+    const int skipped = (number - origin - tile.cluster - (before + start) / size) * size;
     tile.first = start + skipped;
-    tile.count = min(max(size - skipped, 0), kRows);
+    tile.leads = skipped == 0;
+    tile.count = min(max(members - skipped, 0), size);
     return tile;
   }
 };
 
-template <int kRows>
-QueryTiles<kRows> query_tiles(const AttentionCall& call, std::int64_t clusters) {
+inline QueryTiles query_tiles(const AttentionCall& call, std::int64_t clusters, int size) {
   const bool packed = call.inputs.q_sequences.cu_seqlens.present();
-  QueryTiles<kRows> tiles;
+  QueryTiles tiles;
+  tiles.size = size;
   tiles.clusters = static_cast<int>(clusters);
   tiles.items = static_cast<int>(call.num_items());
-  tiles.per_item = packed ? 0 : static_cast<int>(clusters + call.N / kRows + 1);
-  tiles.total = packed ? static_cast<int>(tiles.items * clusters + call.N / kRows + 1)
+  tiles.per_item = packed ? 0 : static_cast<int>(clusters + call.N / size + 1);
+  tiles.total = packed ? static_cast<int>(tiles.items * clusters + call.N / size + 1)
                        : tiles.items * tiles.per_item;
   return tiles;
 }
