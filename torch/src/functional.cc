@@ -13,6 +13,7 @@
 #include "bridge.h"
 #include "coterie/attention.h"
 #include "coterie/error.h"
+#include "full_torch.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -157,11 +158,6 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
   throw Error(std::string("[") + mechanism_name(mechanism) + "] " + message);
 }
 
-bool keys_are_queries(const Mechanism& mechanism) {
-  const auto* routing = std::get_if<RoutingParams>(&mechanism);
-  return std::holds_alternative<LshParams>(mechanism) || (routing && routing->share_qk);
-}
-
 // What the core cannot see: graphs and the numbers of devices.
 void check(const Mechanism& mechanism, const variable_list& tensors) {
   const at::Tensor &q = tensors[kQ], &k = tensors[kK], &centroids = tensors[kCentroids];
@@ -253,7 +249,12 @@ variable_list run(const CallPointer& call, const variable_list& tensors) {
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const Mechanism& mechanism, const AttentionOptions& options) {
-  return run(make_call(mechanism, options), prepare(q, k, v, mechanism, options))[0];
+  const variable_list tensors = prepare(q, k, v, mechanism, options);
+  if (q.is_cuda() && std::holds_alternative<FullParams>(mechanism) &&
+      !options.cu_seqlens_q.defined() && !options.cu_seqlens_k.defined()) {
+    return full_attention_of_torch(q, k, v, options);
+  }
+  return run(make_call(mechanism, options), tensors)[0];
 }
 
 AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: MIT
+// The door on a GPU: the CPU's results, on the current stream, without waiting, equal bits in every
+// run. Skipped where there is no GPU.
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "coterie/error.h"
+#include "coterie/runtime.h"
+#include "tensors.h"
+
+namespace coterie::torch_api {
+namespace {
+
+using ::torch::autograd::grad;
+
+const char* const kSpecs[] = {"clustered(clusters=8)", "clustered(clusters=8,clustering=hamming)",
+                              "i-clustered(clusters=8,topk=16)",
+                              "i-clustered(clusters=8,topk=16,clustering=hamming-keys)"};
+
+class CudaDoor : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!at::hasCUDA() || !cuda_available()) GTEST_SKIP() << "no GPU";
+  }
+};
+
+struct Inputs {
+  at::Tensor q, k, v, grad_out;
+
+  explicit Inputs(std::int64_t N, at::ScalarType type = at::kFloat) {
+    at::manual_seed(7);
+    const auto normal = [&](std::int64_t heads) {
+      return at::randn({2, heads, N, 64}, at::TensorOptions(at::kFloat)).to(type);
+    };
+    q = normal(4);
+    k = normal(2);
+    v = normal(2);
+    grad_out = normal(4);
+  }
+
+  void to(const at::Device& device) {
+    for (at::Tensor* tensor : {&q, &k, &v, &grad_out}) *tensor = tensor->to(device);
+    for (at::Tensor* leaf : {&q, &k, &v}) leaf->requires_grad_();
+  }
+};
+
+at::Tensor forward(const Inputs& inputs, const Mechanism& mechanism) {
+  return attention(inputs.q, inputs.k, inputs.v, mechanism, {.seed = 3});
+}
+
+// The output, then the gradients of q, k and v.
+std::vector<at::Tensor> both_passes(const Inputs& inputs, const Mechanism& mechanism) {
+  std::vector<at::Tensor> results = {forward(inputs, mechanism)};
+  for (const at::Tensor& gradient :
+       grad({results[0]}, {inputs.q, inputs.k, inputs.v}, {inputs.grad_out})) {
+    results.push_back(gradient);
+  }
+  return results;
+}
+
+double relative_error(const at::Tensor& got, const at::Tensor& wanted) {
+  const at::Tensor exact = wanted.to(at::kDouble);
+  return ((got.to(at::kCPU).to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
+}
+
+// In f32 both devices see the same hash codes, labels and top keys, but for ties of rounding: a
+// query that goes to another cluster differs altogether, so the data have none that are close.
+TEST_F(CudaDoor, GivesWhatTheCpuGives) {
+  for (const char* const spec : kSpecs) {
+    const Mechanism mechanism = mechanism_of(spec);
+    Inputs inputs(200);
+    inputs.to(at::kCPU);
+    const AttentionDetails on_cpu =
+        attention_details(inputs.q, inputs.k, inputs.v, mechanism, {.seed = 3});
+    const std::vector<at::Tensor> wanted = both_passes(inputs, mechanism);
+    inputs.to(at::kCUDA);
+    const AttentionDetails on_gpu =
+        attention_details(inputs.q, inputs.k, inputs.v, mechanism, {.seed = 3});
+    for (std::size_t i = 0; i < on_cpu.selection_count; ++i) {
+      EXPECT_TRUE(at::equal(on_gpu.saved[i].tensor.to(at::kCPU), on_cpu.saved[i].tensor))
+          << spec << " " << on_cpu.saved[i].name;
+    }
+    const std::vector<at::Tensor> got = both_passes(inputs, mechanism);
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      EXPECT_TRUE(got[i].is_cuda());
+      EXPECT_LE(relative_error(got[i], wanted[i]), i == 0 ? 1e-5 : 3e-5) << spec << " " << i;
+    }
+  }
+}
+
+TEST_F(CudaDoor, GivesTheSameBitsInEveryRun) {
+  for (const char* const spec : kSpecs) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      Inputs inputs(1000, type);
+      inputs.to(at::kCUDA);
+      const std::vector<at::Tensor> first = both_passes(inputs, mechanism_of(spec));
+      for (int run = 0; run < 5; ++run) {
+        const std::vector<at::Tensor> again = both_passes(inputs, mechanism_of(spec));
+        for (std::size_t i = 0; i < first.size(); ++i) {
+          EXPECT_TRUE(at::equal(first[i], again[i])) << spec << " " << i;
+        }
+      }
+    }
+  }
+}
+
+// Queries that are ready when a product of large matrices has been made `products` times.
+at::Tensor late_queries(const at::Tensor& q, const at::Tensor& matrix, int products) {
+  at::Tensor product = matrix;
+  for (int i = 0; i < products; ++i) product = at::matmul(matrix, product).clamp(-1, 1);
+  return (q.detach() + 0 * product.view(-1)[0]).requires_grad_();
+}
+
+// Work that was put into the current stream before comes first, and the host does not wait for it.
+TEST_F(CudaDoor, WorksOnTheCurrentStreamWithoutWaiting) {
+  const c10::impl::VirtualGuardImpl gpu(at::kCUDA);
+  const Mechanism mechanism = mechanism_of("i-clustered(clusters=8,topk=16)");
+  Inputs inputs(500);
+  inputs.to(at::kCUDA);
+  const at::Tensor q = inputs.q;
+  const std::vector<at::Tensor> wanted = both_passes(inputs, mechanism);
+  gpu.synchronizeDevice(0);
+
+  const c10::StreamGuard guard(gpu.getStreamFromGlobalPool(gpu.getDevice()));
+  const c10::Stream side = guard.current_stream();
+  const at::Tensor matrix =
+      at::randn({8192, 8192}, at::TensorOptions(at::kFloat).device(at::kCUDA));
+  std::vector<at::Tensor> got;
+  // First to load every kernel and take all memory, which may wait; then with half a second to go.
+  for (const int products : {2, 25}) {
+    inputs.q = late_queries(q, matrix, products);
+    got = both_passes(inputs, mechanism);
+    EXPECT_TRUE(products == 2 || !side.query()) << "the host waited for the GPU";
+    side.synchronize();
+  }
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    EXPECT_TRUE(at::equal(got[i], wanted[i])) << i;
+  }
+}
+
+TEST_F(CudaDoor, PassesRefusalsOn) {
+  Inputs inputs(32);
+  inputs.to(at::kCUDA);
+  EXPECT_THROW(forward(inputs, mechanism_of("oracle-top")), Error);
+  inputs.k = inputs.k.to(at::kCPU);
+  EXPECT_THROW(forward(inputs, mechanism_of("clustered(clusters=8)")), Error);
+}
+
+}  // namespace
+}  // namespace coterie::torch_api

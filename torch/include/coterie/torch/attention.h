@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT
+// A self-attention layer made of an attention spec: projections, positions and one call of
+// functional.h per head group.
+//
+// Parameters and buffers, by name (the same in checkpoints and in the Python package):
+//   q.weight (H D, E), k.weight (keys of the groups that have their own), v.weight, out.weight
+//   (E, H D), each with .bias when there are biases; and for group g, where it has them,
+//   group_g.centroids, group_g.counts, group_g.sums (buffers) and group_g.logit_scale (routing),
+//   group_g.surrogates, group_g.gate.weight, group_g.gate.bias (cast),
+//   group_g.relative.weight (F, D) per head group and group_g.relative.bias (H, F)
+//   (positions=relative).
+// Heads lie in the order of the groups. Centroids are no parameters: update_centroids moves them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <iosfwd>
+#include <memory>
+#include <vector>
+
+#include "coterie/spec.h"
+#include "coterie/torch/centroids.h"
+#include "coterie/torch/functional.h"
+
+namespace coterie::torch_api {
+
+struct SelfAttentionOptions {
+  std::int64_t dim = 0;       // E, width of the input
+  std::int64_t heads = 0;     // H; E / H is the head dimension D
+  std::int64_t kv_heads = 0;  // 0: as heads; must share out over the groups evenly
+  AttentionSpec spec{};
+  bool causal = false;
+  bool bias = true;
+  double rotary_base = 10000.0;
+  std::uint64_t seed = 0;  // of the initial centroids and surrogate tokens
+};
+
+// What one head group was called with, detached; for centroid updates and for inspection.
+struct AttentionRecord {
+  std::int64_t layer = 0, group = 0;
+  Mechanism mechanism;
+  at::Tensor q, k, v;  // (B, h, N, D) as attention() got them; k undefined when shared
+  AttentionOptions options;
+};
+
+// What a pass over a batch needs beside the tokens.
+struct PassContext {
+  at::Tensor lengths{};                             // (B), or undefined: all rows count
+  std::uint64_t seed = 0;                           // of clusterings; equal seeds repeat them
+  std::int64_t layer = 0;                           // set by the transformer
+  std::vector<AttentionRecord>* records = nullptr;  // appended to when given
+};
+
+// Outputs of a layer, a stack or a model.
+struct PassOutput {
+  at::Tensor out;
+  at::Tensor commitment;  // weighted sum of the routing heads' commitment losses; undefined without
+};
+
+// The keys and values of one layer seen so far, per group. Only for exact causal mechanisms: full,
+// local, strided, oracle-top, strict routing.
+struct LayerCache;
+
+class HeadGroupImpl;  // a group of heads and what it learns
+struct HeadRows;
+
+class SelfAttentionImpl : public ::torch::nn::Module {
+ public:
+  explicit SelfAttentionImpl(SelfAttentionOptions options);
+
+  PassOutput forward(const at::Tensor& x_BNE, const PassContext& context);
+
+  // Another attention over the same projections, for evaluation: the groups must have the same
+  // numbers of heads, in the same order, and need the same keys; groups that need centroids,
+  // surrogate tokens or relative positions take those of the trained group, or are refused when it
+  // has none. Positions that the spec does not name stay those the group was trained with.
+  void set_spec(const AttentionSpec& spec);
+  void check_spec(const AttentionSpec& spec) const;  // throws what set_spec would
+  const AttentionSpec& spec() const;
+
+  // Moves the routing centroids by the records of this layer, outside autograd.
+  void update_centroids(const std::vector<AttentionRecord>& records);
+  // Sets them by spherical k-means of the records.
+  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
+
+  // Decoding: one position x_BE after those in the cache; (B, E). Throws for mechanisms that are
+  // not exact and causal, naming them.
+  std::shared_ptr<LayerCache> make_cache(std::int64_t batch) const;
+  at::Tensor step(const at::Tensor& x_BE, LayerCache& cache);
+
+  void pretty_print(std::ostream& stream) const override;
+
+ private:
+  std::vector<HeadRows> project(const at::Tensor& x_BNE);
+  at::Tensor merge(const std::vector<at::Tensor>& parts_BHND);
+
+  SelfAttentionOptions options_;
+  std::int64_t kv_heads_ = 0;
+  ::torch::nn::Linear q_{nullptr}, k_{nullptr}, v_{nullptr}, out_{nullptr};
+  std::vector<std::shared_ptr<HeadGroupImpl>> groups_;
+};
+TORCH_MODULE(SelfAttention);
+
+}  // namespace coterie::torch_api

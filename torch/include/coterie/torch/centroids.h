@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: MIT
+// The centroids of routing heads on torch tensors: nearest clusters, commitment loss, moving
+// average. Rows of x (B, H, N, D) are normalised inside (zero mean, unit variance); `lengths` (B)
+// excludes padding and may be undefined.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace coterie::torch_api {
+
+// The state of the centroids of Hc heads, of f32 (f64 for f64 models): buffers of a module.
+struct CentroidState {
+  at::Tensor centroids;  // (Hc, C, D)
+  at::Tensor counts;     // (Hc, C)
+  at::Tensor sums;       // (Hc, C, D)
+};
+
+// The rows of x with zero mean and unit variance, in the type the core accumulates in; the variance
+// is raised by 1e-6. As the core does it, up to rounding.
+at::Tensor normalised_rows(const at::Tensor& x);
+
+// Normalised Gaussian centroids, counts of one and sums that agree with them.
+CentroidState make_centroids(std::int64_t heads, std::int64_t clusters, std::int64_t dim,
+                             std::uint64_t seed);
+
+// Replaces the centroids by spherical k-means of the rows of x, and resets counts and sums.
+void initialise_centroids(const CentroidState& state, const at::Tensor& x,
+                          const at::Tensor& lengths, std::uint64_t seed);
+
+// int32 (B, H, N): the nearest centroid of each normalised row, -1 in padding.
+at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
+                             const at::Tensor& lengths);
+
+// Mean over valid elements of (normalised x - its centroid)^2, differentiable in x.
+at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,
+                           const at::Tensor& labels, const at::Tensor& lengths);
+
+// One step of the moving average, in place.
+void ema_update(double decay, const at::Tensor& x, const at::Tensor& labels,
+                const at::Tensor& lengths, const CentroidState& state);
+
+}  // namespace coterie::torch_api

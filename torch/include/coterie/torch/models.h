@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: MIT
+// Models: a transformer between embeddings and an output layer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+
+#include <cstdint>
+
+#include "coterie/torch/transformer.h"
+
+namespace coterie::torch_api {
+
+// Absolute positions added to the embeddings.
+enum class EmbeddingPositions : std::uint8_t { none, sinusoidal, learned };
+
+struct TokenInputOptions {
+  std::int64_t vocabulary = 256;
+  double embedding_std = 0.1;  // of the embeddings at the start
+  EmbeddingPositions positions = EmbeddingPositions::none;
+  double position_base = 100.0;    // sinusoidal: wavelengths grow from 2 pi to this times 2 pi
+  std::int64_t max_length = 1024;  // of learned positions
+};
+
+// Tokens as vectors: embeddings plus positions. Sinusoids have unit variance.
+struct TokenInput {
+  TokenInputOptions options;
+  ::torch::nn::Embedding embedding{nullptr}, positions{nullptr};  // the latter: learned positions
+
+  // (B, N, E) for tokens (B, N) that begin at position `first`.
+  at::Tensor embed(const at::Tensor& tokens_BN, std::int64_t first);
+};
+
+struct LanguageModelOptions {
+  TokenInputOptions input{};
+  bool tied = true;                  // the output layer is the embedding
+  TransformerOptions transformer{};  // causal: a language model; otherwise a token classifier
+};
+
+// Tokens (B, N) give logits (B, N, V) of the token at, or with `causal` after, each position.
+// Names: embedding.weight, positions.weight, transformer.*, output.weight.
+class LanguageModelImpl : public ::torch::nn::Module {
+ public:
+  explicit LanguageModelImpl(LanguageModelOptions options);
+  PassOutput forward(const at::Tensor& tokens_BN, const PassContext& context = {});
+  Transformer transformer() const;
+  const LanguageModelOptions& options() const;
+
+  // Decoding: logits (B, V) after `tokens_B`, the next position. Equal to the parallel pass's up to
+  // rounding. Refuses models that are not causal and mechanisms that look ahead.
+  DecoderCache make_cache(std::int64_t batch) const;
+  at::Tensor step(const at::Tensor& tokens_B, DecoderCache& cache);
+
+ private:
+  at::Tensor logits(const at::Tensor& x);
+
+  LanguageModelOptions options_;
+  TokenInput input_;
+  Transformer transformer_{nullptr};
+  ::torch::nn::Linear output_{nullptr};  // absent when tied
+};
+TORCH_MODULE(LanguageModel);
+
+struct SequenceClassifierOptions {
+  TokenInputOptions input{.positions = EmbeddingPositions::sinusoidal};
+  std::int64_t classes = 2;
+  TransformerOptions transformer{};
+};
+
+// Tokens (B, N) give logits (B, classes) from the mean over the valid positions.
+class SequenceClassifierImpl : public ::torch::nn::Module {
+ public:
+  explicit SequenceClassifierImpl(SequenceClassifierOptions options);
+  PassOutput forward(const at::Tensor& tokens_BN, const PassContext& context = {});
+
+ private:
+  TokenInput input_;
+  Transformer transformer_{nullptr};
+  ::torch::nn::Linear output_{nullptr};
+};
+TORCH_MODULE(SequenceClassifier);
+
+struct CtcModelOptions {
+  std::int64_t features = 40, symbols = 27;  // class 0 is the blank, 1..symbols the symbols
+  std::int64_t subsample = 1;                // frames put together into one position
+  double position_base = 1000.0;             // as in TokenInputOptions
+  TransformerOptions transformer{};
+};
+
+// Frames (B, T, F) give log-probabilities (B, T', symbols + 1); T' = ceil(T / subsample).
+class CtcModelImpl : public ::torch::nn::Module {
+ public:
+  explicit CtcModelImpl(CtcModelOptions options);
+  PassOutput forward(const at::Tensor& frames_BTF, const PassContext& context = {});
+  // lengths of outputs for lengths of inputs
+  at::Tensor output_lengths(const at::Tensor& lengths) const;
+  at::Tensor loss(const PassOutput& output, const at::Tensor& frame_lengths,
+                  const at::Tensor& targets_BL, const at::Tensor& target_lengths) const;
+
+ private:
+  CtcModelOptions options_;
+  ::torch::nn::Linear input_{nullptr}, output_{nullptr};
+  Transformer transformer_{nullptr};
+};
+TORCH_MODULE(CtcModel);
+
+struct ImageModelOptions {
+  std::int64_t height = 28, width = 28, channels = 1;
+  std::int64_t levels = 256;
+  double embedding_std = 0.1;
+  TransformerOptions transformer{};  // causal
+};
+
+// Images (B, height, width, channels) of levels give logits (B, height width channels, levels) of
+// each value from those before it; rows, columns and channels have learned embeddings.
+class ImageModelImpl : public ::torch::nn::Module {
+ public:
+  explicit ImageModelImpl(ImageModelOptions options);
+  PassOutput forward(const at::Tensor& images_BHWC, const PassContext& context = {});
+
+ private:
+  ImageModelOptions options_;
+  ::torch::nn::Embedding embedding_{nullptr}, rows_{nullptr}, columns_{nullptr}, channels_{nullptr};
+  at::Tensor start_;  // in place of a value before the first
+  Transformer transformer_{nullptr};
+  ::torch::nn::Linear output_{nullptr};
+};
+TORCH_MODULE(ImageModel);
+
+// Mean bits per value of logits (..., V) for targets (...).
+at::Tensor bits_per_value(const at::Tensor& logits, const at::Tensor& targets);
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: MIT
+#include "coterie/torch/attention.h"
+
+#include <ATen/ops/cat.h>
+
+#include <ostream>
+#include <string>
+
+#include "coterie/error.h"
+#include "decode.h"
+#include "head_group.h"
+
+namespace coterie::torch_api {
+namespace {
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::string message = "[self_attention] ";
+  ((message += parts), ...);
+  throw Error(message);
+}
+
+std::string text(std::int64_t number) { return std::to_string(number); }
+
+void check_options(const SelfAttentionOptions& options, std::int64_t kv_heads) {
+  const std::int64_t E = options.dim, H = options.heads;
+  if (H < 1 || E < H || E % H != 0) {
+    refuse("expected a width that is a multiple of the number of heads; got width ", text(E),
+           " and ", text(H), " heads");
+  }
+  if (kv_heads < 1 || H % kv_heads != 0) {
+    refuse("expected a number of heads that is a multiple of the number of key/value heads; got ",
+           text(H), " and ", text(kv_heads));
+  }
+}
+
+// Key/value heads of a group of `heads` of the layer's H.
+std::int64_t share_of(std::int64_t heads, std::int64_t kv_heads, std::int64_t H) {
+  if (heads * kv_heads % H != 0) {
+    refuse("expected groups whose heads are multiples of ", text(H / kv_heads),
+           ", the query heads per key/value head (", text(H), " heads, ", text(kv_heads),
+           " key/value heads); got a group of ", text(heads));
+  }
+  return heads * kv_heads / H;
+}
+
+void check_input(const at::Tensor& x, std::int64_t rank, std::int64_t E) {
+  if (x.dim() == rank && x.size(-1) == E) return;
+  std::string sizes;
+  for (const std::int64_t size : x.sizes()) sizes += (sizes.empty() ? "" : ", ") + text(size);
+  refuse("expected x of shape (", rank == 3 ? "B, N, " : "B, ", text(E), "); got (", sizes, ")");
+}
+
+// What attention() gets, off the graph.
+AttentionRecord make_record(const HeadRows& rows, AttentionOptions options) {
+  const auto detached = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.detach() : tensor;
+  };
+  for (at::Tensor* tensor : {&options.centroids, &options.gate, &options.logit_scale}) {
+    *tensor = detached(*tensor);
+  }
+  AttentionRecord record;
+  record.q = detached(rows.q);
+  record.k = detached(rows.k);
+  record.v = detached(rows.v);
+  record.options = options;
+  return record;
+}
+
+}  // namespace
+
+SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
+    : options_(std::move(options)),
+      kv_heads_(options_.kv_heads == 0 ? options_.heads : options_.kv_heads) {
+  check_options(options_, kv_heads_);
+  const std::int64_t E = options_.dim, H = options_.heads, D = E / H;
+  const std::vector<std::int64_t> counts = options_.spec.head_counts(H);
+  std::int64_t key_heads = 0;
+  for (std::size_t g = 0; g < counts.size(); ++g) {
+    const std::int64_t kv = share_of(counts[g], kv_heads_, H);
+    if (!keys_are_queries(options_.spec.groups[g].mechanism)) key_heads += kv;
+    groups_.push_back(std::make_shared<HeadGroupImpl>(
+        HeadGroupOptions{.spec = options_.spec.groups[g],
+                         .dim = E,
+                         .head_dim = D,
+                         .heads = counts[g],
+                         .kv_heads = kv,
+                         .causal = options_.causal,
+                         .rotary_base = options_.rotary_base,
+                         .seed = group_seed(options_.seed, 0, static_cast<std::int64_t>(g))}));
+  }
+  const auto linear = [&](const char* name, std::int64_t in, std::int64_t out) {
+    const auto settings = ::torch::nn::LinearOptions(in, out).bias(options_.bias);
+    return register_module(name, ::torch::nn::Linear(settings));
+  };
+  q_ = linear("q", E, H * D);
+  if (key_heads > 0) k_ = linear("k", E, key_heads * D);
+  v_ = linear("v", E, kv_heads_ * D);
+  out_ = linear("out", H * D, E);
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    register_module("group_" + std::to_string(g), groups_[g]);
+  }
+}
+
+// Slices of the projections, without copies.
+std::vector<HeadRows> SelfAttentionImpl::project(const at::Tensor& x_BNE) {
+  const std::int64_t D = options_.dim / options_.heads;
+  const auto split = [&](::torch::nn::Linear& linear) {
+    return linear ? linear(x_BNE).unflatten(2, {-1, D}) : at::Tensor();
+  };
+  const at::Tensor q = split(q_), k = split(k_), v = split(v_);
+  std::vector<HeadRows> rows;
+  std::int64_t q_head = 0, k_head = 0, v_head = 0;
+  const auto take = [](const at::Tensor& heads, std::int64_t& first, std::int64_t count) {
+    first += count;
+    return heads.narrow(2, first - count, count);
+  };
+  for (const auto& group : groups_) {
+    HeadRows own;
+    own.q = take(q, q_head, group->heads());
+    if (!keys_are_queries(group->mechanism())) own.k = take(k, k_head, group->kv_heads());
+    own.v = take(v, v_head, group->kv_heads());
+    rows.push_back(own);
+  }
+  return rows;
+}
+
+at::Tensor SelfAttentionImpl::merge(const std::vector<at::Tensor>& parts_BHND) {
+  std::vector<at::Tensor> parts_BNHD;
+  for (const at::Tensor& part : parts_BHND) parts_BNHD.push_back(part.transpose(1, 2));
+  const at::Tensor all = parts_BNHD.size() == 1 ? parts_BNHD[0] : at::cat(parts_BNHD, 2);
+  return out_(all.flatten(2));
+}
+
+PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
+  check_input(x_BNE, 3, options_.dim);
+  const std::vector<HeadRows> rows = project(x_BNE);
+  std::vector<at::Tensor> parts;
+  at::Tensor commitment;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const HeadGroupImpl& group = *groups_[g];
+    const HeadRows placed = group.placed(rows[g], 0);
+    const auto number = static_cast<std::int64_t>(g);
+    AttentionOptions options = group.attention_options(x_BNE);
+    options.q_lengths = options.k_lengths = context.lengths;
+    options.seed = group_seed(context.seed, context.layer, number);
+    if (context.records) {
+      context.records->push_back(make_record(placed, options));
+      AttentionRecord& record = context.records->back();
+      record.layer = context.layer;
+      record.group = number;
+      record.mechanism = group.mechanism();
+    }
+    const PassOutput part = group.forward(placed, options);
+    parts.push_back(part.out);
+    if (!part.commitment.defined()) continue;
+    commitment = commitment.defined() ? commitment + part.commitment : part.commitment;
+  }
+  return {merge(parts), commitment};
+}
+
+void SelfAttentionImpl::check_spec(const AttentionSpec& spec) const {
+  const std::vector<std::int64_t> counts = spec.head_counts(options_.heads);
+  if (counts != options_.spec.head_counts(options_.heads)) {
+    refuse("expected groups with as many heads as in \"", options_.spec.to_string(), "\"; got \"",
+           spec.to_string(), "\"");
+  }
+  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->check_spec(spec.groups[g]);
+}
+
+void SelfAttentionImpl::set_spec(const AttentionSpec& spec) {
+  check_spec(spec);
+  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->set_spec(spec.groups[g]);
+  options_.spec = spec;
+}
+
+const AttentionSpec& SelfAttentionImpl::spec() const { return options_.spec; }
+
+void SelfAttentionImpl::update_centroids(const std::vector<AttentionRecord>& records) {
+  for (const AttentionRecord& record : records) {
+    groups_.at(static_cast<std::size_t>(record.group))->update_centroids(record);
+  }
+}
+
+void SelfAttentionImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
+                                             std::uint64_t seed) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    std::vector<AttentionRecord> own;
+    for (const AttentionRecord& record : records) {
+      if (record.group == static_cast<std::int64_t>(g)) own.push_back(record);
+    }
+    groups_[g]->initialise_centroids(own, group_seed(seed, 0, static_cast<std::int64_t>(g)));
+  }
+}
+
+std::shared_ptr<LayerCache> SelfAttentionImpl::make_cache(std::int64_t batch) const {
+  auto cache = std::make_shared<LayerCache>();
+  cache->batch = batch;
+  for (const auto& group : groups_) {
+    cache->groups.push_back(make_group_cache(group->mechanism(), options_.causal));
+  }
+  return cache;
+}
+
+at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
+  check_input(x_BE, 2, options_.dim);
+  if (x_BE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
+    refuse("expected the cache of this layer and a batch of ", text(cache.batch), "; got ",
+           text(x_BE.size(0)));
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor x_BNE = x_BE.unsqueeze(1);
+  const std::vector<HeadRows> rows = project(x_BNE);
+  std::vector<at::Tensor> parts;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const HeadGroupImpl& group = *groups_[g];
+    const DecodingStep step{group.mechanism(), group.placed(rows[g], cache.position),
+                            group.attention_options(x_BNE), cache.position};
+    parts.push_back(decode(step, cache.groups[g]));
+  }
+  ++cache.position;
+  return merge(parts).squeeze(1);
+}
+
+void SelfAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << "SelfAttention(dim=" << options_.dim << ", heads=" << options_.heads
+         << ", kv_heads=" << kv_heads_ << ", attention=" << options_.spec.to_string()
+         << (options_.causal ? ", causal)" : ")");
+}
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: MIT
+#include "coterie/torch/centroids.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+
+#include "bridge.h"
+#include "coterie/cluster.h"
+#include "coterie/error.h"
+
+namespace coterie::torch_api {
+namespace {
+
+using ::torch::autograd::AutogradContext;
+using ::torch::autograd::variable_list;
+
+at::Tensor as_int32(const at::Tensor& lengths) {
+  return lengths.defined() ? lengths.to(at::kInt).contiguous() : lengths;
+}
+
+at::ScalarType accumulator_of(const at::Tensor& x) {
+  return scalar_type_of(accumulator_dtype(dtype_of(x.scalar_type())));
+}
+
+// Rows of x as the core wants them, with what must live as long as the views of them.
+struct Tokens {
+  at::Tensor x, lengths;
+  c10::DeviceGuard guard;
+  Scratch scratch;
+
+  Tokens(const at::Tensor& tokens, const at::Tensor& token_lengths)
+      : x(with_contiguous_rows(tokens.detach())),
+        lengths(as_int32(token_lengths)),
+        guard(x.device()),
+        scratch(0, x) {}
+
+  Sequences sequences() const { return {view(lengths), {}}; }
+};
+
+struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& centroids,
+                            const at::Tensor& labels, const std::optional<at::Tensor>& lengths) {
+    const Tokens tokens(x, lengths.value_or(at::Tensor()));
+    const at::Tensor loss = at::empty({1}, x.options().dtype(accumulator_of(x)));
+    coterie::commitment_loss(view(tokens.x), tokens.sequences(), view(centroids), view(labels),
+                             view(loss), tokens.scratch.workspace());
+    ctx->save_for_backward({tokens.x, centroids, labels, tokens.lengths});
+    return loss.squeeze(0);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    if (at::GradMode::is_enabled()) {
+      throw Error("[commitment_loss] expected derivatives of first order; got create_graph");
+    }
+    const variable_list saved = ctx->get_saved_variables();
+    const Tokens tokens(saved[0], saved[3]);
+    const at::Tensor dx = at::zeros_like(tokens.x);
+    coterie::commitment_loss_backward(view(tokens.x), tokens.sequences(), view(saved[1]),
+                                      view(saved[2]), 1.0, view(dx), tokens.scratch.workspace());
+    return {dx.mul(grad_outputs[0].to(dx.scalar_type())), {}, {}, {}};
+  }
+};
+
+// Makes autograd notice that the core wrote into the tensor.
+void mark_changed(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
+
+}  // namespace
+
+at::Tensor normalised_rows(const at::Tensor& x) {
+  constexpr double kVarianceFloor = 1e-6;  // src/cpu/normalise.cc
+  const at::Tensor wide = x.to(accumulator_of(x));
+  const at::Tensor centred = wide - wide.mean(-1, /*keepdim=*/true);
+  return centred * (centred.square().mean(-1, /*keepdim=*/true) + kVarianceFloor).rsqrt();
+}
+
+CentroidState make_centroids(std::int64_t heads, std::int64_t clusters, std::int64_t dim,
+                             std::uint64_t seed) {
+  const at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const at::Tensor centroids =
+      normalised_rows(at::randn({heads, clusters, dim}, generator, at::kFloat));
+  return {centroids, at::ones({heads, clusters}, at::kFloat), centroids.clone()};
+}
+
+void initialise_centroids(const CentroidState& state, const at::Tensor& x,
+                          const at::Tensor& lengths, std::uint64_t seed) {
+  const Tokens tokens(x, lengths);
+  spherical_kmeans({.seed = seed}, view(tokens.x), tokens.sequences(), view(state.centroids),
+                   tokens.scratch.workspace());
+  mark_changed(state.centroids);
+  const at::NoGradGuard no_grad;
+  at::Tensor(state.counts).fill_(1);
+  at::Tensor(state.sums).copy_(state.centroids);
+}
+
+at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
+                             const at::Tensor& lengths) {
+  const Tokens tokens(normalised_rows(x.detach()), lengths);
+  const at::Tensor labels = at::empty(x.sizes().slice(0, 3), x.options().dtype(at::kInt));
+  const at::Tensor wide = centroids.detach().to(tokens.x.scalar_type()).unsqueeze(0);
+  nearest_centroid(view(tokens.x), tokens.sequences(), view(wide), {}, view(labels),
+                   tokens.scratch.workspace());
+  return labels;
+}
+
+at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,
+                           const at::Tensor& labels, const at::Tensor& lengths) {
+  const auto optional = lengths.defined() ? std::optional(lengths) : std::nullopt;
+  const at::Tensor wide = centroids.detach().to(accumulator_of(x)).contiguous();
+  return CommitmentFunction::apply(with_contiguous_rows(x), wide, labels, optional);
+}
+
+void ema_update(double decay, const at::Tensor& x, const at::Tensor& labels,
+                const at::Tensor& lengths, const CentroidState& state) {
+  const Tokens tokens(x, lengths);
+  coterie::ema_update(decay, view(tokens.x), tokens.sequences(), view(labels),
+                      {view(state.centroids), view(state.counts), view(state.sums)},
+                      tokens.scratch.workspace());
+  for (const at::Tensor& tensor : {state.centroids, state.counts, state.sums}) mark_changed(tensor);
+}
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT
+// Attention one position at a time, for mechanisms in which a position depends on earlier ones
+// only. Positional patterns keep rows that later positions may still see; strict routing keeps, for
+// each cluster, a ring of its latest keys, so that its memory does not grow with the sequence.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <variant>
+#include <vector>
+
+#include "coterie/mechanism.h"
+#include "coterie/torch/functional.h"
+#include "head_group.h"
+
+namespace coterie::torch_api {
+
+// Rows of positions [first, first + count).
+struct RowCache {
+  at::Tensor k, v;  // (B, h', capacity, D)
+  std::int64_t first = 0, count = 0;
+};
+
+// Ring c of `window` slots holds the latest keys of cluster c, at slot (number of the key) mod
+// window. Keys are normalised. Heads are those of the keys.
+struct RingCache {
+  at::Tensor k, v;    // (B, heads, C * window, D)
+  at::Tensor counts;  // (B, heads, C) int64: keys that were put in
+};
+
+using GroupCache = std::variant<RowCache, RingCache>;
+
+// Copies share memory: a step on a cache whose memory is shared copies it first.
+struct LayerCache {
+  std::int64_t batch = 0, position = 0;  // positions seen
+  std::vector<GroupCache> groups;
+};
+
+// An empty cache; throws Error for mechanisms that are not exact and causal.
+GroupCache make_group_cache(const Mechanism& mechanism, bool causal);
+
+struct DecodingStep {
+  Mechanism mechanism;  // resolved
+  HeadRows rows;        // (B, h, 1, D)
+  AttentionOptions options;
+  std::int64_t position = 0;
+};
+// The output (B, h, 1, D) of the position, whose keys and values join the cache.
+at::Tensor decode(const DecodingStep& step, GroupCache& cache);
+at::Tensor decode_rings(const DecodingStep& step, RingCache& cache);
+
+// Gives the tensor memory of its own, if it shares any.
+void make_own(at::Tensor& tensor);
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: MIT
+#include "head_group.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "coterie/error.h"
+
+namespace coterie::torch_api {
+namespace {
+
+[[noreturn]] void refuse(const Mechanism& mechanism, const std::string& message) {
+  throw Error(std::string("[") + mechanism_name(mechanism) + "] " + message);
+}
+
+double inverse_root(std::int64_t D) { return 1.0 / std::sqrt(static_cast<double>(D)); }
+
+// `automatic` stands for `unless_told`.
+Positions settled(const HeadGroup& spec, Positions unless_told) {
+  return spec.positions == Positions::automatic ? unless_told : spec.positions;
+}
+
+void check_positions(const HeadGroupOptions& options, const Mechanism& mechanism,
+                     Positions positions) {
+  if (positions == Positions::none) return;
+  if (options.head_dim % 2 != 0) {
+    refuse(mechanism, "expected an even head dimension for rotary and relative positions; got " +
+                          std::to_string(options.head_dim));
+  }
+  const bool rotary_only = keys_are_queries(mechanism) ||
+                           std::holds_alternative<RoutingParams>(mechanism) ||
+                           std::holds_alternative<CastParams>(mechanism);
+  if (positions == Positions::relative && rotary_only) {
+    refuse(mechanism, "expected positions=rotary or none; got relative");
+  }
+}
+
+// Whether a trained group has what another mechanism needs: (heads, clusters, D).
+void check_state(const Mechanism& mechanism, const char* name, std::int64_t clusters,
+                 const at::Tensor& state) {
+  if (state.defined() && state.size(1) == clusters) return;
+  const std::string have = state.defined() ? std::to_string(state.size(1)) : std::string("none");
+  refuse(mechanism, std::string("expected a group trained with ") + std::to_string(clusters) + " " +
+                        name + "; got one with " + have);
+}
+
+// (B, H, N, D) as (B H / heads, heads, N, D): rows of heads that share a key head, as more batch
+// entries.
+at::Tensor fold_heads(const at::Tensor& x, std::int64_t heads) {
+  return x.unflatten(1, {heads, x.size(1) / heads}).transpose(1, 2).flatten(0, 1);
+}
+
+// Rows of records one below the other, padded to the same length.
+struct PaddedRows {
+  std::vector<at::Tensor> rows, lengths;
+
+  void add(const at::Tensor& x, const at::Tensor& x_lengths, std::int64_t heads, std::int64_t N) {
+    const at::Tensor folded = fold_heads(x, heads);
+    rows.push_back(at::constant_pad_nd(folded, {0, 0, 0, N - x.size(2)}));
+    lengths.push_back(x_lengths.defined()
+                          ? x_lengths.to(at::kInt).repeat_interleave(x.size(1) / heads)
+                          : at::full({folded.size(0)}, x.size(2), x.options().dtype(at::kInt)));
+  }
+};
+
+}  // namespace
+
+std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
+  // SplitMix64's output function, once for the layer and once for the group (Steele et al. 2014).
+  for (const std::int64_t number : {layer, group}) {
+    seed += 0x9E3779B97F4A7C15ull * (static_cast<std::uint64_t>(number) + 1);
+    seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9ull;
+    seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EBull;
+    seed ^= seed >> 31;
+  }
+  return seed;
+}
+
+HeadGroupImpl::HeadGroupImpl(const HeadGroupOptions& options)
+    : options_(options),
+      mechanism_(resolve(options.spec.mechanism, options.causal)),
+      positions_(
+          settled(options.spec, options.spec.rotary() ? Positions::rotary : Positions::none)) {
+  check_positions(options_, mechanism_, positions_);
+  if (const auto* routing = std::get_if<RoutingParams>(&mechanism_)) add_centroids(*routing);
+  if (const auto* cast = std::get_if<CastParams>(&mechanism_)) add_surrogates(*cast);
+  if (positions_ == Positions::relative) add_relative();
+}
+
+void HeadGroupImpl::add_centroids(const RoutingParams& params) {
+  const CentroidState state =
+      make_centroids(options_.kv_heads, params.clusters, options_.head_dim, options_.seed);
+  state_ = {register_buffer("centroids", state.centroids), register_buffer("counts", state.counts),
+            register_buffer("sums", state.sums)};
+  // At 1 shared-QK heads would look at themselves only: |normalised row|^2 = D.
+  logit_scale_ = register_parameter(
+      "logit_scale", at::full({options_.heads}, inverse_root(options_.head_dim), at::kFloat));
+}
+
+void HeadGroupImpl::add_surrogates(const CastParams& params) {
+  const std::int64_t D = options_.head_dim;
+  const at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed);
+  const at::Tensor drawn = at::randn({options_.heads, params.clusters, D}, generator, at::kFloat);
+  surrogates_ = register_parameter("surrogates", drawn * inverse_root(D));
+  gate_ = register_module("gate", ::torch::nn::Linear(options_.dim, 1));
+}
+
+void HeadGroupImpl::add_relative() {
+  const std::int64_t D = options_.head_dim;
+  const auto relative = register_module("relative", std::make_shared<::torch::nn::Module>());
+  const at::Tensor drawn = (at::rand({D, D}) * 2 - 1) * inverse_root(D);  // as of torch's Linear
+  relative_ = {relative->register_parameter("weight", drawn),
+               relative->register_parameter("bias", at::zeros({options_.heads, D}))};
+}
+
+void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
+  const Mechanism mechanism = resolve(spec.mechanism, options_.causal);
+  if (keys_are_queries(mechanism) != keys_are_queries(mechanism_)) {
+    refuse(mechanism, std::string("expected keys as ") + mechanism_name(mechanism_) +
+                          " was trained with, " +
+                          (keys_are_queries(mechanism_) ? "the queries" : "of their own") +
+                          "; got a mechanism that takes others");
+  }
+  const Positions positions = settled(spec, positions_);
+  check_positions(options_, mechanism, positions);
+  if (positions == Positions::relative && !relative_.weight.defined()) {
+    refuse(mechanism, "expected a group trained with positions=relative; got one without");
+  }
+  if (const auto* routing = std::get_if<RoutingParams>(&mechanism)) {
+    check_state(mechanism, "centroids", routing->clusters, state_.centroids);
+  }
+  if (const auto* cast = std::get_if<CastParams>(&mechanism)) {
+    check_state(mechanism, "surrogate tokens", cast->clusters, surrogates_);
+  }
+}
+
+void HeadGroupImpl::set_spec(const HeadGroup& spec) {
+  check_spec(spec);
+  mechanism_ = resolve(spec.mechanism, options_.causal);
+  positions_ = settled(spec, positions_);
+}
+
+HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
+  at::Tensor q = rows.q, k = rows.k;
+  const double base = options_.rotary_base;
+  if (positions_ == Positions::rotary) {
+    q = rotated(q, first, base);
+    if (k.defined()) k = rotated(k, first, base);
+  } else if (positions_ == Positions::relative) {
+    q = widened_queries(q, relative_, first, base);
+    k = widened_keys(k, relative_.weight.size(0), first, base);
+  }
+  return {q.transpose(1, 2), k.defined() ? k.transpose(1, 2) : k, rows.v.transpose(1, 2)};
+}
+
+AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x) const {
+  AttentionOptions options;
+  options.causal = options_.causal;
+  if (positions_ == Positions::relative) options.scale = inverse_root(options_.head_dim);
+  if (std::holds_alternative<RoutingParams>(mechanism_)) {
+    options.centroids = state_.centroids;
+    options.logit_scale = logit_scale_;
+  } else if (std::holds_alternative<CastParams>(mechanism_)) {
+    options.centroids = surrogates_;
+    options.gate = ::torch::nn::Linear(gate_)->forward(x).squeeze(-1);
+  }
+  return options;
+}
+
+PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions& options) const {
+  const auto& [q, k, v] = placed;
+  const auto* routing = std::get_if<RoutingParams>(&mechanism_);
+  if (!routing) return {attention(q, k, v, mechanism_, options), {}};
+  const AttentionDetails details = attention_details(q, k, v, mechanism_, options);
+  const auto loss = [&](const at::Tensor& x, const char* labels) {
+    return commitment_loss(x, options.centroids, details.get(labels), options.q_lengths);
+  };
+  const at::Tensor of_queries = loss(q, "q_labels");
+  const at::Tensor of_keys = routing->share_qk ? of_queries : loss(k, "k_labels");
+  return {details.out, (of_queries + of_keys) * routing->commitment};
+}
+
+void HeadGroupImpl::update_centroids(const AttentionRecord& record) const {
+  const auto* routing = std::get_if<RoutingParams>(&mechanism_);
+  if (!routing) return;
+  const at::Tensor& lengths = record.options.q_lengths;
+  // All labels come from the centroids of the pass, before the first update.
+  const at::Tensor q_labels = nearest_centroids(record.q, state_.centroids, lengths);
+  at::Tensor k_labels;
+  if (record.k.defined()) k_labels = nearest_centroids(record.k, state_.centroids, lengths);
+  ema_update(routing->decay, record.q, q_labels, lengths, state_);
+  if (record.k.defined()) ema_update(routing->decay, record.k, k_labels, lengths, state_);
+}
+
+void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
+                                         std::uint64_t seed) const {
+  if (!std::holds_alternative<RoutingParams>(mechanism_) || records.empty()) return;
+  std::int64_t N = 0;
+  for (const AttentionRecord& record : records) N = std::max(N, record.q.size(2));
+  PaddedRows padded;
+  for (const AttentionRecord& record : records) {
+    for (const at::Tensor& x : {record.q, record.k}) {
+      if (x.defined()) padded.add(x, record.options.q_lengths, options_.kv_heads, N);
+    }
+  }
+  torch_api::initialise_centroids(state_, at::cat(padded.rows), at::cat(padded.lengths), seed);
+}
+
+}  // namespace coterie::torch_api

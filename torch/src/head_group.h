@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT
+// The heads of a layer that share a mechanism: what they learn beside projections, and their
+// attention.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+
+#include <cstdint>
+
+#include "coterie/spec.h"
+#include "coterie/torch/attention.h"
+#include "positions.h"
+
+namespace coterie::torch_api {
+
+struct HeadGroupOptions {
+  HeadGroup spec;
+  std::int64_t dim = 0, head_dim = 0;  // E, D
+  std::int64_t heads = 0, kv_heads = 0;
+  bool causal = false;
+  double rotary_base = 0;
+  std::uint64_t seed = 0;
+};
+
+// q (B, N, h, D), k and v (B, N, h', D); k undefined where keys are queries.
+struct HeadRows {
+  at::Tensor q, k, v;
+};
+
+class HeadGroupImpl : public ::torch::nn::Module {
+ public:
+  explicit HeadGroupImpl(const HeadGroupOptions& options);
+
+  // Another mechanism over the same state; see SelfAttention::set_spec. `check_spec` throws what
+  // `set_spec` would and changes nothing.
+  void check_spec(const HeadGroup& spec) const;
+  void set_spec(const HeadGroup& spec);
+
+  const Mechanism& mechanism() const { return mechanism_; }  // resolved
+  std::int64_t heads() const { return options_.heads; }
+  std::int64_t kv_heads() const { return options_.kv_heads; }
+
+  // Rows as attention() takes them, (B, h, N, D): with positions from `first` on.
+  HeadRows placed(const HeadRows& rows, std::int64_t first) const;
+  // What attention() takes beside rows; `x` (B, N, E) is the layer's input.
+  AttentionOptions attention_options(const at::Tensor& x) const;
+
+  // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
+  PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
+
+  void update_centroids(const AttentionRecord& record) const;
+  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed) const;
+
+ private:
+  void add_centroids(const RoutingParams& params);
+  void add_surrogates(const CastParams& params);
+  void add_relative();
+
+  HeadGroupOptions options_;
+  Mechanism mechanism_;
+  Positions positions_ = Positions::none;
+  CentroidState state_;                // routing
+  at::Tensor logit_scale_;             // routing: (h)
+  at::Tensor surrogates_;              // cast: (h, C, D)
+  ::torch::nn::Linear gate_{nullptr};  // cast
+  RelativePositions relative_;
+};
+
+// The seed of clusterings in one group of one layer, from the seed of a pass.
+std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group);
+
+}  // namespace coterie::torch_api

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT
+#include "coterie/torch/models.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/ctc_loss.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/randn.h>
+
+#include <cmath>
+#include <string>
+
+#include "coterie/error.h"
+#include "positions.h"
+
+namespace coterie::torch_api {
+namespace {
+
+::torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t dim, double deviation) {
+  return ::torch::nn::Embedding(
+      ::torch::nn::EmbeddingOptions(rows, dim)._weight(at::randn({rows, dim}) * deviation));
+}
+
+TokenInput make_input(::torch::nn::Module& owner, std::int64_t dim,
+                      const TokenInputOptions& options) {
+  TokenInput input;
+  input.options = options;
+  input.embedding = owner.register_module(
+      "embedding", make_embedding(options.vocabulary, dim, options.embedding_std));
+  if (options.positions == EmbeddingPositions::learned) {
+    input.positions = owner.register_module(
+        "positions", make_embedding(options.max_length, dim, options.embedding_std));
+  }
+  return input;
+}
+
+// Sinusoids of unit variance.
+at::Tensor position_waves(std::int64_t first, double base, const at::Tensor& x_BNE) {
+  return sinusoids(first, x_BNE.size(1), x_BNE.size(2), base, x_BNE) * std::sqrt(2.0);
+}
+
+void check_rank(const char* op, const char* shape, const at::Tensor& tensor, std::int64_t rank) {
+  if (tensor.dim() == rank) return;
+  throw Error(std::string("[") + op + "] expected a tensor " + shape + "; got one with " +
+              std::to_string(tensor.dim()) + " dimensions");
+}
+
+// (B, N, 1): one where a position counts.
+at::Tensor valid_positions(const at::Tensor& lengths, std::int64_t N, const at::Tensor& like) {
+  const at::Tensor positions = at::arange(N, lengths.options());
+  return (positions < lengths.unsqueeze(1)).unsqueeze(2).to(like.scalar_type());
+}
+
+}  // namespace
+
+at::Tensor TokenInput::embed(const at::Tensor& tokens_BN, std::int64_t first) {
+  const std::int64_t N = tokens_BN.size(1);
+  const at::Tensor x = embedding(tokens_BN);
+  if (options.positions == EmbeddingPositions::none) return x;
+  if (options.positions == EmbeddingPositions::sinusoidal) {
+    return x + position_waves(first, options.position_base, x);
+  }
+  if (first + N > positions->weight.size(0)) {
+    throw Error("[model] expected at most " + std::to_string(positions->weight.size(0)) +
+                " positions, for which embeddings were learned; got " + std::to_string(first + N));
+  }
+  return x + positions->weight.narrow(0, first, N);
+}
+
+LanguageModelImpl::LanguageModelImpl(LanguageModelOptions options) : options_(std::move(options)) {
+  const std::int64_t E = options_.transformer.dim, V = options_.input.vocabulary;
+  input_ = make_input(*this, E, options_.input);
+  transformer_ = register_module("transformer", Transformer(options_.transformer));
+  if (options_.tied) return;
+  output_ =
+      register_module("output", ::torch::nn::Linear(::torch::nn::LinearOptions(E, V).bias(false)));
+}
+
+at::Tensor LanguageModelImpl::logits(const at::Tensor& x) {
+  return output_ ? output_(x) : at::linear(x, input_.embedding->weight);
+}
+
+PassOutput LanguageModelImpl::forward(const at::Tensor& tokens_BN, const PassContext& context) {
+  check_rank("language_model", "(B, N)", tokens_BN, 2);
+  PassOutput output = transformer_->forward(input_.embed(tokens_BN, 0), context);
+  output.out = logits(output.out);
+  return output;
+}
+
+Transformer LanguageModelImpl::transformer() const { return transformer_; }
+
+const LanguageModelOptions& LanguageModelImpl::options() const { return options_; }
+
+DecoderCache LanguageModelImpl::make_cache(std::int64_t batch) const {
+  return Transformer(transformer_)->make_cache(batch);
+}
+
+at::Tensor LanguageModelImpl::step(const at::Tensor& tokens_B, DecoderCache& cache) {
+  check_rank("language_model", "(B)", tokens_B, 1);
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = input_.embed(tokens_B.unsqueeze(1), cache.position).squeeze(1);
+  return logits(transformer_->step(x, cache));
+}
+
+SequenceClassifierImpl::SequenceClassifierImpl(SequenceClassifierOptions options) {
+  const std::int64_t E = options.transformer.dim;
+  input_ = make_input(*this, E, options.input);
+  transformer_ = register_module("transformer", Transformer(options.transformer));
+  output_ = register_module("output", ::torch::nn::Linear(E, options.classes));
+}
+
+PassOutput SequenceClassifierImpl::forward(const at::Tensor& tokens_BN,
+                                           const PassContext& context) {
+  check_rank("sequence_classifier", "(B, N)", tokens_BN, 2);
+  PassOutput output = transformer_->forward(input_.embed(tokens_BN, 0), context);
+  if (context.lengths.defined()) {
+    const at::Tensor valid = valid_positions(context.lengths, tokens_BN.size(1), output.out);
+    output.out = (output.out * valid).sum(1) / valid.sum(1).clamp_min(1);
+  } else {
+    output.out = output.out.mean(1);
+  }
+  output.out = output_(output.out);
+  return output;
+}
+
+CtcModelImpl::CtcModelImpl(CtcModelOptions options) : options_(std::move(options)) {
+  if (options_.subsample < 1 || options_.features < 1 || options_.symbols < 1) {
+    throw Error("[ctc_model] expected at least one feature, symbol and frame per position; got " +
+                std::to_string(options_.features) + ", " + std::to_string(options_.symbols) +
+                " and " + std::to_string(options_.subsample));
+  }
+  const std::int64_t E = options_.transformer.dim;
+  input_ = register_module("input", ::torch::nn::Linear(options_.features * options_.subsample, E));
+  transformer_ = register_module("transformer", Transformer(options_.transformer));
+  output_ = register_module("output", ::torch::nn::Linear(E, options_.symbols + 1));
+}
+
+PassOutput CtcModelImpl::forward(const at::Tensor& frames_BTF, const PassContext& context) {
+  check_rank("ctc_model", "(B, T, F)", frames_BTF, 3);
+  const std::int64_t T = frames_BTF.size(1), s = options_.subsample;
+  at::Tensor frames = frames_BTF;
+  PassContext own = context;
+  if (context.lengths.defined()) {
+    // The last position of an item may hold frames of padding.
+    frames = frames * valid_positions(context.lengths, T, frames);
+    own.lengths = output_lengths(context.lengths);
+  }
+  frames = at::constant_pad_nd(frames, {0, 0, 0, (s - T % s) % s});
+  const at::Tensor x = input_(frames.unflatten(1, {-1, s}).flatten(2));
+  PassOutput output = transformer_->forward(x + position_waves(0, options_.position_base, x), own);
+  output.out = at::log_softmax(output_(output.out), -1);
+  return output;
+}
+
+at::Tensor CtcModelImpl::output_lengths(const at::Tensor& lengths) const {
+  return (lengths + (options_.subsample - 1)).div(options_.subsample, "floor");
+}
+
+at::Tensor CtcModelImpl::loss(const PassOutput& output, const at::Tensor& frame_lengths,
+                              const at::Tensor& targets_BL,
+                              const at::Tensor& target_lengths) const {
+  constexpr std::int64_t kBlank = 0, kMean = 1;
+  return at::ctc_loss(output.out.transpose(0, 1), targets_BL, output_lengths(frame_lengths),
+                      target_lengths, kBlank, kMean, /*zero_infinity=*/true);
+}
+
+ImageModelImpl::ImageModelImpl(ImageModelOptions options) : options_(std::move(options)) {
+  const std::int64_t E = options_.transformer.dim;
+  embedding_ =
+      register_module("embedding", make_embedding(options_.levels, E, options_.embedding_std));
+  rows_ = register_module("rows", make_embedding(options_.height, E, options_.embedding_std));
+  columns_ = register_module("columns", make_embedding(options_.width, E, options_.embedding_std));
+  channels_ =
+      register_module("channels", make_embedding(options_.channels, E, options_.embedding_std));
+  start_ = register_parameter("start", at::randn({E}) * options_.embedding_std);
+  transformer_ = register_module("transformer", Transformer(options_.transformer));
+  output_ = register_module("output", ::torch::nn::Linear(E, options_.levels));
+}
+
+PassOutput ImageModelImpl::forward(const at::Tensor& images_BHWC, const PassContext& context) {
+  const std::int64_t H = options_.height, W = options_.width, C = options_.channels;
+  check_rank("image_model", "(B, height, width, channels)", images_BHWC, 4);
+  if (images_BHWC.sizes().slice(1) != at::IntArrayRef({H, W, C})) {
+    throw Error("[image_model] expected images of " + std::to_string(H) + " x " +
+                std::to_string(W) + " x " + std::to_string(C) + "; got others");
+  }
+  const std::int64_t B = images_BHWC.size(0), N = H * W * C;
+  const at::Tensor before = embedding_(images_BHWC.flatten(1).narrow(1, 0, N - 1));
+  const at::Tensor start = start_.expand({B, 1, -1});
+  const at::Tensor places = rows_->weight.view({H, 1, 1, -1}) + columns_->weight.view({W, 1, -1}) +
+                            channels_->weight.view({C, -1});
+  const at::Tensor x = at::cat({start, before}, 1) + places.flatten(0, 2);
+  PassOutput output = transformer_->forward(x, context);
+  output.out = output_(output.out);
+  return output;
+}
+
+at::Tensor bits_per_value(const at::Tensor& logits, const at::Tensor& targets) {
+  const at::Tensor nats =
+      at::cross_entropy_loss(logits.flatten(0, -2), targets.flatten().to(at::kLong));
+  return nats / std::log(2.0);
+}
+
+}  // namespace coterie::torch_api

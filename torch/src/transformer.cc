@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: MIT
+#include "coterie/torch/transformer.h"
+
+#include <ATen/ops/dropout.h>
+#include <ATen/ops/gelu.h>
+
+#include <algorithm>
+#include <string>
+
+#include "coterie/error.h"
+#include "head_group.h"
+#include "recompute.h"
+
+namespace coterie::torch_api {
+
+// x + attention(norm(x)), then x + ffn(norm(x)).
+class BlockImpl : public ::torch::nn::Module {
+ public:
+  BlockImpl(const TransformerOptions& options, std::int64_t layer);
+
+  PassOutput forward(const at::Tensor& x_BNE, const PassContext& context) {
+    const PassOutput attended = attention->forward(attention_norm_(x_BNE), context);
+    const at::Tensor x = x_BNE + drop(attended.out);
+    return {x + drop(feed(x)), attended.commitment};
+  }
+  at::Tensor step(const at::Tensor& x_BE, LayerCache& cache) {
+    const at::Tensor x = x_BE + attention->step(attention_norm_(x_BE), cache);
+    return x + feed(x);
+  }
+
+  SelfAttention attention{nullptr};
+
+ private:
+  at::Tensor drop(const at::Tensor& x) const { return at::dropout(x, dropout_, is_training()); }
+  at::Tensor feed(const at::Tensor& x) { return ffn_out_(at::gelu(ffn_in_(ffn_norm_(x)))); }
+
+  double dropout_;
+  ::torch::nn::LayerNorm attention_norm_{nullptr}, ffn_norm_{nullptr};
+  ::torch::nn::Linear ffn_in_{nullptr}, ffn_out_{nullptr};
+};
+
+namespace {
+
+::torch::nn::LayerNorm make_norm(const TransformerOptions& options) {
+  return ::torch::nn::LayerNorm(std::vector<std::int64_t>{options.dim});
+}
+
+const AttentionSpec& spec_of(const std::vector<AttentionSpec>& specs, std::int64_t layer) {
+  return specs.size() == 1 ? specs[0] : specs[static_cast<std::size_t>(layer)];
+}
+
+void check_specs(const std::vector<AttentionSpec>& specs, std::int64_t layers) {
+  if (specs.size() == 1 || specs.size() == static_cast<std::size_t>(layers)) return;
+  throw Error("[transformer] expected one attention spec, or one for each of " +
+              std::to_string(layers) + " layers; got " + std::to_string(specs.size()));
+}
+
+void check_options(const TransformerOptions& options) {
+  if (options.layers < 1 || options.dim < 1 || options.ffn < 0) {
+    throw Error("[transformer] expected at least one layer and positive widths; got " +
+                std::to_string(options.layers) + " layers, dim " + std::to_string(options.dim) +
+                ", ffn " + std::to_string(options.ffn));
+  }
+  if (!(options.dropout >= 0 && options.dropout < 1)) {
+    throw Error("[transformer] expected dropout from 0 to below 1; got " +
+                std::to_string(options.dropout));
+  }
+  check_specs(options.attention, options.layers);
+}
+
+}  // namespace
+
+BlockImpl::BlockImpl(const TransformerOptions& options, std::int64_t layer)
+    : dropout_(options.dropout) {
+  const std::int64_t E = options.dim, hidden = options.ffn == 0 ? 4 * E : options.ffn;
+  const auto linear = [&](std::int64_t in, std::int64_t out) {
+    return ::torch::nn::Linear(::torch::nn::LinearOptions(in, out).bias(options.bias));
+  };
+  attention_norm_ = register_module("attention_norm", make_norm(options));
+  attention = register_module(
+      "attention", SelfAttention(SelfAttentionOptions{.dim = E,
+                                                      .heads = options.heads,
+                                                      .kv_heads = options.kv_heads,
+                                                      .spec = spec_of(options.attention, layer),
+                                                      .causal = options.causal,
+                                                      .bias = options.bias,
+                                                      .rotary_base = options.rotary_base,
+                                                      .seed = group_seed(options.seed, layer, 0)}));
+  ffn_norm_ = register_module("ffn_norm", make_norm(options));
+  ffn_in_ = register_module("ffn_in", linear(E, hidden));
+  ffn_out_ = register_module("ffn_out", linear(hidden, E));
+}
+
+TransformerImpl::TransformerImpl(TransformerOptions options) : options_(std::move(options)) {
+  check_options(options_);
+  const auto layers = register_module("layers", std::make_shared<::torch::nn::Module>("layers"));
+  for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
+    blocks_.push_back(std::make_shared<BlockImpl>(options_, layer));
+    layers->register_module(std::to_string(layer), blocks_.back());
+  }
+  norm_ = register_module("norm", make_norm(options_));
+}
+
+namespace {
+
+PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Tensor& x,
+                          const PassContext& context, bool random) {
+  PassContext again = context;
+  again.records = nullptr;  // they were collected in the first run
+  RecomputedPart part;
+  part.first = [&](const at::Tensor& input) { return block->forward(input, context); };
+  part.again = [block, again](const at::Tensor& input) { return block->forward(input, again); };
+  part.random = random;
+  for (const at::Tensor& parameter : block->parameters()) {
+    if (parameter.requires_grad()) part.parameters.push_back(parameter);
+  }
+  return recompute(part, x);
+}
+
+}  // namespace
+
+PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
+  PassOutput output{at::dropout(x_BNE, options_.dropout, is_training()), {}};
+  PassContext own = context;
+  for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
+    own.layer = static_cast<std::int64_t>(layer);
+    const bool random = is_training() && options_.dropout > 0;
+    const PassOutput next = options_.recompute && at::GradMode::is_enabled()
+                                ? run_recomputed(blocks_[layer], output.out, own, random)
+                                : blocks_[layer]->forward(output.out, own);
+    output.out = next.out;
+    if (!next.commitment.defined()) continue;
+    output.commitment =
+        output.commitment.defined() ? output.commitment + next.commitment : next.commitment;
+  }
+  output.out = norm_(output.out);
+  return output;
+}
+
+void TransformerImpl::set_attention(const std::vector<AttentionSpec>& specs) {
+  check_specs(specs, options_.layers);
+  for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
+    blocks_[static_cast<std::size_t>(layer)]->attention->check_spec(spec_of(specs, layer));
+  }
+  for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
+    blocks_[static_cast<std::size_t>(layer)]->attention->set_spec(spec_of(specs, layer));
+  }
+  options_.attention = specs;
+}
+
+const TransformerOptions& TransformerImpl::options() const { return options_; }
+
+namespace {
+
+std::vector<AttentionRecord> records_of(const std::vector<AttentionRecord>& records,
+                                        std::int64_t layer) {
+  std::vector<AttentionRecord> own;
+  std::copy_if(records.begin(), records.end(), std::back_inserter(own),
+               [&](const AttentionRecord& record) { return record.layer == layer; });
+  return own;
+}
+
+}  // namespace
+
+void TransformerImpl::update_centroids(const std::vector<AttentionRecord>& records) {
+  for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
+    SelfAttention& attention = blocks_[static_cast<std::size_t>(layer)]->attention;
+    attention->update_centroids(records_of(records, layer));
+  }
+}
+
+void TransformerImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
+                                           std::uint64_t seed) {
+  for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
+    SelfAttention& attention = blocks_[static_cast<std::size_t>(layer)]->attention;
+    attention->initialise_centroids(records_of(records, layer), group_seed(seed, layer, 0));
+  }
+}
+
+DecoderCache TransformerImpl::make_cache(std::int64_t batch) const {
+  DecoderCache cache;
+  for (const auto& block : blocks_) cache.layers.push_back(block->attention->make_cache(batch));
+  return cache;
+}
+
+at::Tensor TransformerImpl::step(const at::Tensor& x_BE, DecoderCache& cache) {
+  if (cache.layers.size() != blocks_.size()) {
+    throw Error("[transformer] expected a cache of " + std::to_string(blocks_.size()) +
+                " layers; got one of " + std::to_string(cache.layers.size()));
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor x = x_BE;
+  for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
+    x = blocks_[layer]->step(x, *cache.layers[layer]);
+  }
+  ++cache.position;
+  return norm_(x);
+}
+
+}  // namespace coterie::torch_api
