@@ -10,7 +10,7 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test dev sanitize coverage format tidy cuda test-gpu install clean
+.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -18,11 +18,13 @@ help:  ## list the targets
 setup:  ## install the tools and libraries that are missing
 	@scripts/setup
 
-run:  ## build, then time every attention on the CPU beside full attention
+run:  ## build, then train the same small model with every attention; writes out/report.html
 	@scripts/setup torch
 	cmake --preset release
 	cmake --build --preset release --target coterie_cli
-	build/release/bin/coterie bench
+	@mkdir -p out
+	build/release/bin/coterie bench --seconds 30 --json out/bench.jsonl
+	build/release/bin/coterie compare --out out --bench out/bench.jsonl
 
 test:  ## build everything the machine has the tools for and run all tests
 	@scripts/setup torch
@@ -40,6 +42,13 @@ coverage:  ## lines of src/ops and src/cpu that the tests reach
 	find build/coverage -name '*.gcda' -delete 2>/dev/null || true
 	cmake --workflow --preset coverage
 	gcovr --root . --object-directory build/coverage --filter 'src/(ops|cpu)/' build/coverage/src
+
+fuzz: setup  ## malformed specs, configs and safetensors files, a minute each, under sanitizers
+	cmake --preset asan -DCOTERIE_APPS=ON
+	cmake --build --preset asan --target fuzz_spec fuzz_config fuzz_safetensors
+	build/asan/bin/fuzz_spec 60
+	build/asan/bin/fuzz_config 60
+	build/asan/bin/fuzz_safetensors 60
 
 format:  ## format all sources with clang-format
 	cmake -DFIX=ON -P tests/format.cmake

@@ -51,10 +51,12 @@ endif()
 add_library(coterie_libtorch INTERFACE IMPORTED GLOBAL)
 target_include_directories(coterie_libtorch SYSTEM INTERFACE ${root}/include
   ${root}/include/torch/csrc/api/include)
-# libtorch.so has no code; it brings torch's CUDA part into the process, which no symbol asks for.
-target_link_libraries(coterie_libtorch INTERFACE
+# libtorch.so brings torch's CUDA part into the process, which no symbol asks for. It also exports a
+# std::filesystem::remove_all of its own that calls address 0: the standard library comes before it.
+target_link_libraries(coterie_libtorch INTERFACE stdc++
   -Wl,--no-as-needed,${root}/lib/libtorch.so,--as-needed ${root}/lib/libtorch_cpu.so
   ${root}/lib/libc10.so)
 target_link_options(coterie_libtorch INTERFACE LINKER:-rpath,${root}/lib)
 set(COTERIE_WITH_TORCH ON)
+set(COTERIE_TORCH_FOLDER ${root})
 coterie_report(torch in "version ${version} in ${root}")

@@ -5,11 +5,11 @@ get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 
 # Regular expressions over what stands between the quotes or brackets.
 set(std "[a-z0-9_]+|(math|stddef|stdint|stdlib|string|float|limits)\\.h")
-string(APPEND std "|(immintrin|x86intrin|cpuid|unistd|sched|pthread|sys/[a-z]+)\\.h")
+string(APPEND std "|(immintrin|x86intrin|cpuid|unistd|fcntl|malloc|signal|sched|pthread|sys/[a-z]+)\\.h")
 set(public "coterie/[a-z0-9_]+\\.h")
 set(core "core/[a-z0-9_]+\\.h")
 
-set(rooms include src/core src/ref src/cpu src/cuda src/no_cuda src/ops torch cases bench apps)
+set(rooms include src/core src/ref src/cpu src/cuda src/no_cuda src/ops torch python train cases bench apps fuzz)
 set(may_include "${std}|${public}")
 set(may_src/core "${std}|${public}|core/.*")
 set(may_src/ref "${std}|${public}|${core}|ref/.*")
@@ -18,12 +18,19 @@ set(may_src/cuda "${std}|${public}|${core}|cuda/.*|cuda[a-z0-9_]*\\.h|(cub|cute|
 set(may_src/no_cuda "${std}|${public}|${core}|cuda/entry\\.h")
 set(may_src/ops "${std}|${public}|${core}|ref/.*|cpu/.*|cuda/entry\\.h|ops/.*")
 # Torch by narrow headers: torch/torch.h costs 14 s in every file that has it.
-set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly)/.*\\.h")
+set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly|nn|optim)/.*\\.h")
 set(may_torch "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}")
+# Only what torch keeps stable, so that one binary serves many versions of it.
+set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h")
+set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|train/.*")
+string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h")
+# What needs no torch, so that it can be built with sanitizers.
+set(may_fuzz "${std}|${public}|fuzz/.*|train/(files|safetensors|config|config_text|options)\\.h")
 set(may_cases "${std}|${public}|cases/.*")
-# The gate compares with the specification; the opponent is torch.
-set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|${libtorch}")
-set(may_apps "${std}|${public}|cases/.*|bench/.*|apps/.*|(CLI|fmt|nlohmann)/.*")
+# The gate compares with the specification; the opponent is torch; the clock of a GPU is CUDA's.
+set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|${libtorch}|cuda_runtime_api\\.h")
+set(may_apps "${std}|${public}|cases/.*|bench/.*|train/.*|coterie/torch/[a-z0-9_]+\\.h|apps/.*")
+string(APPEND may_apps "|(CLI|fmt|nlohmann)/.*|${libtorch}")
 
 set(wrong)
 set(count 0)

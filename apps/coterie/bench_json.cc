@@ -3,12 +3,14 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "apps/commit.h"
+#include "bench/device.h"
 #include "bench/opponent.h"
 #include "bench_report.h"
 #include "coterie/runtime.h"
@@ -21,6 +23,13 @@ using Json = nlohmann::ordered_json;
 
 Json or_null(const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); }
 
+std::string today() {
+  const std::time_t now = std::time(nullptr);
+  char text[16] = {};
+  std::strftime(text, sizeof text, "%Y-%m-%d", std::gmtime(&now));
+  return text;
+}
+
 Json run_json(const BenchReport& report) {
   const BuildInfo build = build_info();
   const bench::Problem& problem = report.problem;
@@ -30,11 +39,18 @@ Json run_json(const BenchReport& report) {
           {"compiler", build.compiler},
           {"build_type", build.build_type},
           {"asserts", build.asserts},
-          {"opponent", or_null(bench::opponent_description())},
+          {"date", today()},
+          {"title", or_null(report.title)},
+          {"command", report.command},
+          {"opponent", or_null(bench::opponent_description(problem.device))},
           {"cpu", cpu_model()},
           {"isa", cpu_isa_name(cpu_isa())},
-          {"threads", threads()},
+          {"threads", report.threads},
+          {"load", report.load},
+          {"device", device_name(problem.device)},
+          {"gpu", or_null(bench::device_description())},
           {"copy_gbs", report.copy_gbs},
+          {"hamming_gpairs", report.hamming_rate > 0 ? Json(1e-9 * report.hamming_rate) : Json()},
           {"gated", report.gated},
           {"pass", pass_name(report.pass)},
           {"batch", problem.B},
@@ -110,7 +126,13 @@ Json gflops_json(const std::optional<double>& flops, const std::optional<bench::
   return *flops / (1e6 * timing->median_ms);
 }
 
+template <class Value>
+Json or_null(const std::optional<Value>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
+
 Json measurement_json(const Measurement& m, const std::vector<Measurement>& measurements) {
+  const Measurement* const baseline = baseline_beside(m, measurements);
   const auto bytes = [&](std::int64_t count) { return m.opponent ? Json(nullptr) : Json(count); };
   return {{"kind", "measurement"},
           {"attention", m.name},
@@ -119,16 +141,24 @@ Json measurement_json(const Measurement& m, const std::vector<Measurement>& meas
           {"causal", m.entry.causal},
           {"leaks_future", bench::leaks_future(m.entry)},
           {"N", m.N},
+          {"threads", m.threads},
+          {"hash_ms", timing_json(m.hash)},
+          {"cluster_ms", timing_json(m.cluster)},
           {"select_ms", timing_json(m.select)},
           {"attend_ms", timing_json(m.attend)},
           {"forward_ms", timing_json(m.forward)},
           {"backward_ms", timing_json(m.backward)},
-          {"against", baseline_beside(m, measurements).name},
-          {"speed", speed(m, measurements)},
+          {"launch_ms", or_null(m.launch_ms)},
+          {"against", baseline ? Json(baseline->name) : Json(nullptr)},
+          {"speed", or_null(speed(m, measurements))},
+          {"forward_speed", or_null(forward_speed(m, measurements))},
           {"error", m.error},
+          {"error_rows", m.error_rows},
+          {"gbs", m.gigabytes_per_second()},
+          {"gflops", or_null(m.gflops())},
           {"forward_gflops", gflops_json(m.forward_flops, m.forward)},
           {"backward_gflops", gflops_json(m.backward_flops, m.backward)},
-          {"peak_gflops", m.peak_gflops},
+          {"peak_gflops", m.peak_gflops > 0 ? Json(m.peak_gflops) : Json(nullptr)},
           {"workspace_bytes", bytes(m.workspace_bytes)},
           {"saved_bytes", bytes(m.saved_bytes)},
           {"io_bytes", m.io_bytes}};
@@ -139,7 +169,17 @@ Json crossover_json(const Series& series) {
   return {{"kind", "crossover"},
           {"attention", series.name},
           {"causal", series.entry.causal},
+          {"threads", series.threads},
           {"N", from ? Json(*from) : Json(nullptr)}};
+}
+
+Json scaling_json(const Scaling& scaling) {
+  return {{"kind", "scaling"},
+          {"attention", scaling.name},
+          {"N", scaling.N},
+          {"fewest_threads", scaling.fewest},
+          {"most_threads", scaling.most},
+          {"factor", scaling.factor}};
 }
 
 }  // namespace
@@ -148,11 +188,19 @@ void write_json(const BenchReport& report, const std::string& path) {
   const std::string temporary = fmt::format("{}.{}.tmp", path, getpid());
   std::ofstream file(temporary);
   file << run_json(report).dump() << '\n';
+  for (const Refused& refused : report.refused) {
+    const Json json = {
+        {"kind", "refused"}, {"attention", refused.attention}, {"reason", refused.reason}};
+    file << json.dump() << '\n';
+  }
   for (const Measurement& m : report.measurements) {
     file << measurement_json(m, report.measurements).dump() << '\n';
   }
   for (const Series& series : make_series(report.measurements)) {
     file << crossover_json(series).dump() << '\n';
+  }
+  for (const Scaling& scaling : make_scalings(report.measurements)) {
+    file << scaling_json(scaling).dump() << '\n';
   }
   file.close();
   std::error_code error;

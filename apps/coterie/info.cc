@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bench/attention.h"
 #include "coterie/mechanism.h"
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
@@ -41,6 +42,20 @@ void print_devices() {
   }
 }
 
+// The attentions that have kernels for GPUs, whether there is one or not.
+std::vector<std::string> attentions_on_cuda() {
+  std::vector<std::string> names;
+  for (const char* spec : {"full", "local(window=8)", "strided(stride=2)", "oracle-top",
+                           "clustered(clusters=2)", "i-clustered(clusters=2)", "lsh",
+                           "routing(clusters=2,window=8)", "cast(clusters=2,size=8)"}) {
+    const bench::Entry entry = bench::make_entry(spec, false);
+    const bench::Problem problem{.N = 64, .dtype = DType::bf16, .device = Device::cuda};
+    const bool runs = bench::refusal(entry, problem).empty();
+    if (runs) names.push_back(mechanism_name(entry.spec.groups[0].mechanism));
+  }
+  return names;
+}
+
 void print_info() {
   const BuildInfo build = build_info();
   std::vector<std::string> isas;
@@ -55,6 +70,8 @@ void print_info() {
   print_devices();
   constexpr auto indices = std::make_index_sequence<std::variant_size_v<Mechanism>>();
   print_row("attention", joined(mechanism_names(indices)));
+  const std::vector<std::string> on_cuda = attentions_on_cuda();
+  print_row("on cuda", on_cuda.empty() ? "none" : joined(on_cuda));
 }
 
 }  // namespace

@@ -36,6 +36,12 @@ int run(int argc, char** argv) {
   program.set_version_flag("--version", "coterie " + coterie::build_info().version);
   program.require_subcommand(0, 1);
   program.footer("coterie VERB --help tells more, with examples.");
+  coterie::cli::add_train(program);
+  coterie::cli::add_eval(program);
+  coterie::cli::add_generate(program);
+  coterie::cli::add_inspect(program);
+  coterie::cli::add_report(program);
+  coterie::cli::add_compare(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);
   try {

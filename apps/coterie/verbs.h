@@ -9,6 +9,12 @@ class App;
 namespace coterie::cli {
 
 void add_bench(CLI::App& program);
+void add_compare(CLI::App& program);
+void add_eval(CLI::App& program);
+void add_generate(CLI::App& program);
 void add_info(CLI::App& program);
+void add_inspect(CLI::App& program);
+void add_report(CLI::App& program);
+void add_train(CLI::App& program);
 
 }  // namespace coterie::cli

@@ -2,54 +2,7 @@
 # Runs the program and looks at exit status, output and messages:
 #   cmake -DPROGRAM=build/dev/bin/coterie [-DWORK=folder] -P tests/cli/cli_test.cmake
 cmake_minimum_required(VERSION 3.25)
-if(NOT PROGRAM)
-  message(FATAL_ERROR "expected -DPROGRAM=path of the program")
-endif()
-if(NOT WORK)
-  string(RANDOM name)
-  set(WORK /tmp/coterie_cli_test_${name})
-endif()
-file(MAKE_DIRECTORY ${WORK})
-
-set(wrong)
-macro(complain text)
-  list(JOIN arguments " " command)
-  list(APPEND wrong "coterie ${command}: ${text}\n    stdout: ${out}\n    stderr: ${err}")
-endmacro()
-
-# run(STATUS arguments...) runs the program and leaves its output in `out` and `err`.
-macro(run wanted)
-  set(arguments ${ARGN})
-  execute_process(COMMAND ${PROGRAM} ${arguments} RESULT_VARIABLE status OUTPUT_VARIABLE out
-    ERROR_VARIABLE err TIMEOUT 120)
-  if(NOT status STREQUAL "${wanted}")
-    complain("exit status ${status} instead of ${wanted}")
-  endif()
-endmacro()
-
-macro(expect_out)
-  foreach(part IN ITEMS ${ARGN})
-    string(FIND "${out}" "${part}" at)
-    if(at EQUAL -1)
-      complain("no \"${part}\" on stdout")
-    endif()
-  endforeach()
-endmacro()
-
-# A user's mistake: status 2, nothing on stdout, one line on stderr that has the given part.
-macro(expect_mistake part)
-  run(2 ${ARGN})
-  string(FIND "${err}" "${part}" at)
-  if(at EQUAL -1)
-    complain("no \"${part}\" on stderr")
-  endif()
-  if(NOT err MATCHES "^coterie: [^\n]*\n$")
-    complain("not one line on stderr")
-  endif()
-  if(NOT out STREQUAL "")
-    complain("something on stdout")
-  endif()
-endmacro()
+include(${CMAKE_CURRENT_LIST_DIR}/program.cmake)
 
 run(0 --help)
 expect_out("bench" "info" "coterie VERB --help")
@@ -58,7 +11,7 @@ if(NOT out MATCHES "^coterie [0-9]+\\.[0-9]+\\.[0-9]+\n$")
   complain("not a version")
 endif()
 run(0 bench --help)
-expect_out("--attention" "--lengths" "--gate" "--json" "Examples:" "coterie bench --attention"
+expect_out("--attention" "--lengths" "--device" "--gate" "--json" "--report" "Examples:" "coterie bench --attention"
   "keys|hamming-keys|hamming" "none|paper|strict")
 run(0 info)
 expect_out("compiler" "isa" "threads" "i-clustered" "routing" "cast")
@@ -81,18 +34,24 @@ expect_mistake("--heads" bench --heads 0)
 expect_mistake("--kv-heads" bench --heads 8 --kv-heads 3)
 expect_mistake("--dtype" bench --dtype i32)
 expect_mistake("--json" bench --json ${WORK}/no/such/folder/file.jsonl)
+expect_mistake("--threads" bench --threads 1,none)
+expect_mistake("--threads" bench --threads 0)
+expect_mistake("no/such.safetensors" bench --data ${WORK}/no/such.safetensors)
+expect_mistake("--dim" bench --data ${WORK}/no/such.safetensors --dim 8)
+expect_mistake("no/such.jsonl" bench --report ${WORK}/no/such.jsonl)
+expect_mistake("--gate" bench --report ${WORK}/no/such.jsonl --gate)
 
 # A small run: the table, the crossovers and the file.
 set(json ${WORK}/bench.jsonl)
 run(0 bench --attention "local(window=8)" "i-clustered(clusters=4,topk=4)"
   "1*local(window=8)+1*routing(clusters=2,window=8,causal=strict)" --lengths 16,32:64 --heads 2
-  --dim 8 --repeats 2 --gate --json ${json})
-expect_out("agree with the specification" "64 tokens" "64 tokens, causal" "FMA peak" "select"
+  --dim 8 --repeats 2 --threads 1,2 --gate --title Small --json ${json})
+expect_out("agree with the specification" "64 tokens" "64 tokens, causal" "peak " "cluster" "select"
   "backward" "local(window=8)" "i-clustered(clusters=4" "Faster than ")
 # Beside torch in builds that have it.
-set(wanted 15)  # two full attentions and three specs at three lengths
+set(wanted 30)  # two full attentions and three specs at three lengths, by one and by two threads
 if(out MATCHES "torch")
-  set(wanted 21)
+  set(wanted 42)
 endif()
 if(EXISTS ${json})
   file(STRINGS ${json} lines)
@@ -102,7 +61,8 @@ if(EXISTS ${json})
     if(error)
       complain("not a JSON object with a kind: ${line}")
     elseif(kind STREQUAL "run")
-      foreach(key version commit opponent cpu isa threads copy_gbs gated dtype data seed)
+      foreach(key version commit date title command opponent cpu isa threads load device gpu copy_gbs
+          hamming_gpairs gated dtype data seed)
         string(JSON value ERROR_VARIABLE error GET "${line}" ${key})
         if(error)
           complain("no ${key} in ${line}")
@@ -110,8 +70,9 @@ if(EXISTS ${json})
       endforeach()
     elseif(kind STREQUAL "measurement")
       math(EXPR measurements "${measurements} + 1")
-      foreach(key attention opponent groups causal leaks_future N select_ms backward_ms against speed
-          error forward_gflops peak_gflops workspace_bytes saved_bytes io_bytes)
+      foreach(key attention opponent groups causal leaks_future N threads hash_ms cluster_ms select_ms
+          backward_ms launch_ms against speed error error_rows gbs gflops forward_gflops peak_gflops
+          workspace_bytes saved_bytes io_bytes)
         string(JSON value ERROR_VARIABLE error GET "${line}" ${key})
         if(error)
           complain("no ${key} in ${line}")
@@ -134,13 +95,47 @@ if(left)
   complain("left behind: ${left}")
 endif()
 
+# The same file as a report.
+run(0 bench --report ${json})
+expect_out("# Performance" "## Small" "| 64 | " "--lengths 16,32:64" "i-clustered(clusters=4,topk=4)"
+  "with 2 threads against 1" "faster")
+
+# The documented performance is what the records say.
+get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/../.. ABSOLUTE)
+file(GLOB records ${root}/docs/performance/*.jsonl)  # in the order of their names
+if(records)
+  run(0 bench --report ${records})
+  file(READ ${root}/docs/performance.md document)
+  if(NOT out STREQUAL document)
+    complain("docs/performance.md is not what coterie bench --report makes of docs/performance")
+  endif()
+endif()
+
+# Saved rows: q, k and v of two heads, three tokens and two elements, zeros.
+string(CONCAT header [[{"q":{"dtype":"F32","shape":[2,3,2],"data_offsets":[0,48]},]]
+  [["k":{"dtype":"F32","shape":[2,3,2],"data_offsets":[48,96]},]]
+  [["v":{"dtype":"F32","shape":[2,3,2],"data_offsets":[96,144]}}]])
+string(LENGTH "${header}" length)  # below 256: one byte, then seven zeros
+set(saved ${WORK}/rows.safetensors)
+execute_process(COMMAND sh -c
+  "printf \"\\\\$(printf %03o ${length})\"; head -c 7 /dev/zero; printf '%s' '${header}'; head -c 144 /dev/zero"
+  OUTPUT_FILE ${saved})
+run(0 bench --data ${saved} --attention "local(window=2)" --repeats 1 --pass forward)
+expect_out("2 heads of 2, data saved" "3 tokens" "local(window=2)")
+expect_mistake("at most the 3 tokens" bench --data ${saved} --lengths 4)
+
+# Where it can run; what is missing otherwise.
+run(0 info)
+if(out MATCHES "no CUDA device")
+  expect_mistake("expected a CUDA device" bench --device cuda)
+endif()
+run(0 bench --alone --attention "local(window=8)" --lengths 64 --heads 1 --dim 8 --repeats 1)
+if(out MATCHES "torch sdpa|Faster")
+  complain("something beside what was to run alone")
+endif()
+
 # The causal set, and the marks of what sees the future.
 run(0 bench --causal --lengths 32 --heads 1 --dim 8 --repeats 1 --pass forward --data normal)
 expect_out("routing(clusters=16,window=256,causal=paper) *" "its selection sees the future")
 
-file(REMOVE_RECURSE ${WORK})
-if(wrong)
-  list(JOIN wrong "\n  " wrong)
-  message(FATAL_ERROR "The program does not behave:\n  ${wrong}")
-endif()
-message(STATUS "the program behaves")
+finish()

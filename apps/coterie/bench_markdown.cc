@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: MIT
+// A report of measurements in Markdown, from the JSON lines of `coterie bench`.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "bench_report.h"
+#include "coterie/error.h"
+
+namespace coterie::cli {
+namespace {
+
+using Json = nlohmann::json;
+
+// The lines of one file by kind.
+struct Run {
+  Json run;
+  std::vector<Json> refused, measurements, crossovers, scalings;
+};
+
+Run read_run(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) throw Error("[bench] expected a file to read; got " + path);
+  Run run;
+  std::string line;
+  while (std::getline(file, line)) {
+    const Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const std::string kind = json.is_object() ? json.value("kind", "") : "";
+    if (kind == "run") {
+      run.run = json;
+    } else if (kind == "refused") {
+      run.refused.push_back(json);
+    } else if (kind == "measurement") {
+      run.measurements.push_back(json);
+    } else if (kind == "crossover") {
+      run.crossovers.push_back(json);
+    } else if (kind == "scaling") {
+      run.scalings.push_back(json);
+    } else {
+      throw Error("[bench] expected lines of coterie bench --json in " + path + "; got " + line);
+    }
+  }
+  if (run.run.is_null())
+    throw Error("[bench] expected a line of kind run in " + path + "; got none");
+  return run;
+}
+
+// A number with three digits, times a unit's factor; "" where the field is null or not there.
+std::string number(const Json& json, const char* key, double factor = 1.0) {
+  const auto found = json.find(key);
+  if (found == json.end() || !found->is_number()) return "";
+  const double value = factor * found->get<double>();
+  return value >= 100 || value == 0 ? fmt::format("{:.0f}", value) : fmt::format("{:#.3g}", value);
+}
+
+std::string median(const Json& measurement, const char* key) {
+  const auto found = measurement.find(key);
+  return found == measurement.end() || found->is_null() ? "" : number(*found, "median");
+}
+
+std::string text(const Json& json, const char* key) {
+  const auto found = json.find(key);
+  return found == json.end() || !found->is_string() ? "" : found->get<std::string>();
+}
+
+std::string extra_mebibytes(const Json& m) {
+  if (m.at("workspace_bytes").is_null()) return "";
+  const double bytes = m.at("workspace_bytes").get<double>() + m.at("saved_bytes").get<double>();
+  return fmt::format("{:.1f}", bytes / (1 << 20));
+}
+
+std::string share_of_peak(const Json& m) {
+  if (m.at("gflops").is_null() || m.at("peak_gflops").is_null()) return "";
+  return fmt::format("{:.0f} %",
+                     100 * m.at("gflops").get<double>() / m.at("peak_gflops").get<double>());
+}
+
+// Between the 20th and the 80th percentile of the slower-spread pass, as a share of the median.
+std::string spread(const Json& m) {
+  double widest = 0;
+  for (const char* key : {"forward_ms", "backward_ms"}) {
+    const Json& timing = m.at(key);
+    if (timing.is_null() || timing.at("median").get<double>() <= 0) continue;
+    const double width = timing.at("p80").get<double>() - timing.at("p20").get<double>();
+    widest = std::max(widest, width / timing.at("median").get<double>());
+  }
+  return fmt::format("{:.0f} %", 100 * widest);
+}
+
+void print_run(const Json& run) {
+  const std::string title = text(run, "title"), gpu = text(run, "gpu");
+  const bool on_gpu = text(run, "device") == "cuda";
+  fmt::print("## {}\n\n", title.empty() ? "Attentions" : title);
+  fmt::print("{}. ", on_gpu ? gpu
+                            : fmt::format("{}, {}, load {} before", text(run, "cpu"),
+                                          text(run, "isa"), number(run, "load")));
+  fmt::print("{}; {}, batch {}, {} heads of {}, data {}. ", text(run, "date"), text(run, "dtype"),
+             run.at("batch").get<int>(), run.at("heads").get<int>(), run.at("dim").get<int>(),
+             text(run, "data"));
+  fmt::print("Copies at {} GB/s", number(run, "copy_gbs"));
+  const std::string hamming = number(run, "hamming_gpairs");
+  if (!hamming.empty()) fmt::print("; Hamming assignment {} G pairs/s on one thread", hamming);
+  const std::string opponent = text(run, "opponent"), commit = text(run, "commit");
+  fmt::print(". Speeds against {}. Commit {}{}.\n\n",
+             opponent.empty() ? "this library's full attention" : opponent,
+             commit.empty() ? "unknown" : commit,
+             run.value("gated", false) ? ", compared with the specification before" : "");
+  fmt::print("```\n{}\n```\n\n", text(run, "command"));
+}
+
+// "4096 | 2 | local(window=256), causal": what the rows of a table are about.
+std::string subject(const Json& run, const Json& m) {
+  const bool on_gpu = text(run, "device") == "cuda";
+  return fmt::format("{} | {} | {}{}{}", m.at("N").get<std::int64_t>(),
+                     on_gpu ? "" : std::to_string(m.at("threads").get<int>()), text(m, "attention"),
+                     m.at("causal").get<bool>() ? ", causal" : "",
+                     m.at("leaks_future").get<bool>() ? " (selection sees the future)" : "");
+}
+
+void print_measurements(const Json& run, const std::vector<Json>& measurements) {
+  fmt::print(
+      "| tokens | threads | attention | forward ms | backward ms | spread | speed forward | speed "
+      "| "
+      "error | extra MiB | GB/s | GFLOP/s | of peak |\n"
+      "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n");
+  for (const Json& m : measurements) {
+    fmt::print("| {} | {} | {} | {} | {} | {} | {:.4f} | {} | {} | {} | {} |\n", subject(run, m),
+               median(m, "forward_ms"), median(m, "backward_ms"), spread(m),
+               number(m, "forward_speed"), number(m, "speed"), m.at("error").get<double>(),
+               extra_mebibytes(m), number(m, "gbs"), number(m, "gflops"), share_of_peak(m));
+  }
+  fmt::print("\n");
+}
+
+// Only of attentions that select.
+void print_parts(const Json& run, const std::vector<Json>& measurements) {
+  bool any = false;
+  for (const Json& m : measurements) {
+    if (m.at("select_ms").is_null()) continue;
+    if (!any) {
+      fmt::print(
+          "| tokens | threads | attention | hash ms | cluster ms | select ms | attend ms | launch "
+          "ms |\n|---:|---:|---|---:|---:|---:|---:|---:|\n");
+    }
+    any = true;
+    fmt::print("| {} | {} | {} | {} | {} | {} |\n", subject(run, m), median(m, "hash_ms"),
+               median(m, "cluster_ms"), median(m, "select_ms"), median(m, "attend_ms"),
+               number(m, "launch_ms"));
+  }
+  if (any) fmt::print("\n");
+}
+
+// Lines that say more than the table: from which length on an attention is faster.
+void print_crossovers(const Run& run) {
+  const bool one_length =
+      std::all_of(run.measurements.begin(), run.measurements.end(),
+                  [&](const Json& m) { return m.at("N") == run.measurements[0].at("N"); });
+  if (one_length || run.crossovers.empty()) return;
+  for (const Json& crossover : run.crossovers) {
+    const std::string from = number(crossover, "N");
+    fmt::print("* {}{}, {} threads: {}\n", text(crossover, "attention"),
+               crossover.at("causal").get<bool>() ? ", causal" : "",
+               crossover.at("threads").get<int>(),
+               from.empty() ? "not faster at the longest length"
+                            : fmt::format("faster from {} tokens on", from));
+  }
+  fmt::print("\n");
+}
+
+void print_scalings(const std::vector<Json>& scalings) {
+  for (const Json& s : scalings) {
+    fmt::print("* {} at {} tokens: {:.2f}x with {} threads against {}\n", text(s, "attention"),
+               s.at("N").get<std::int64_t>(), s.at("factor").get<double>(),
+               s.at("most_threads").get<int>(), s.at("fewest_threads").get<int>());
+  }
+  if (!scalings.empty()) fmt::print("\n");
+}
+
+void print_refused(const std::vector<Json>& refused) {
+  for (const Json& one : refused) {
+    fmt::print("* not measured: {} ({})\n", text(one, "attention"), text(one, "reason"));
+  }
+  if (!refused.empty()) fmt::print("\n");
+}
+
+void print_report(const Run& run) {
+  print_run(run.run);
+  print_measurements(run.run, run.measurements);
+  print_parts(run.run, run.measurements);
+  print_crossovers(run);
+  print_scalings(run.scalings);
+  print_refused(run.refused);
+}
+
+const char* const kIntroduction = R"text(# Performance
+
+Made by `coterie bench --report` from records that `coterie bench --json` wrote; do not edit.
+
+Times are medians of runs in turn with the others (spread: 20th to 80th percentile), on a GPU by CUDA
+events with flushed caches. Speed is how many times faster than full attention by the library named;
+"speed forward" is of the forward pass, "speed" of the passes measured together. Error is the relative
+error of the outputs against full attention in the Frobenius norm. Extra memory is workspace and what is
+saved for the backward pass. GB/s count inputs and outputs once, GFLOP/s the products of pairs that meet;
+the peak is measured in turn with the rest. In the second table, cluster includes hash, select includes
+cluster, and each runs alone; launch is the host's time to start a forward pass on a GPU.
+
+)text";
+
+}  // namespace
+
+void print_markdown(const std::vector<std::string>& paths) {
+  std::vector<Run> runs;
+  for (const std::string& path : paths) runs.push_back(read_run(path));
+  fmt::print("{}", kIntroduction);
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    try {
+      print_report(runs[i]);
+    } catch (const Json::exception& error) {
+      throw Error("[bench] expected the fields of coterie bench --json in " + paths[i] + "; got " +
+                  error.what());
+    }
+  }
+}
+
+}  // namespace coterie::cli

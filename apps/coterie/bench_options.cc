@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: MIT
+#include "bench_options.h"
+
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+
+#include "bench_saved.h"
+#include "coterie/spec.h"
+
+namespace coterie::cli {
+namespace {
+
+// "512", "4k" (4096), "1m" (1048576).
+std::int64_t parse_length(const std::string& text) {
+  std::int64_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, value);
+  const std::string suffix(result.ptr, end);
+  const std::int64_t factor = suffix == "" ? 1 : suffix == "k" ? 1024 : suffix == "m" ? 1 << 20 : 0;
+  constexpr std::int64_t kLongest = 1 << 30;
+  if (result.ec != std::errc() || factor == 0 || value < 1 || value > kLongest / factor) {
+    refuse_option("--lengths", "expected lengths like 512, 4k or 1k:8k; got \"" + text + "\"");
+  }
+  return value * factor;
+}
+
+std::vector<std::int64_t> parse_lengths(const std::string& text) {
+  std::vector<std::int64_t> lengths;
+  for (const std::string& part : CLI::detail::split(text, ',')) {
+    const std::size_t colon = part.find(':');
+    const std::int64_t first = parse_length(part.substr(0, colon));
+    const std::int64_t last =
+        colon == std::string::npos ? first : parse_length(part.substr(colon + 1));
+    for (std::int64_t length = first; length <= last; length *= 2) lengths.push_back(length);
+  }
+  if (lengths.empty()) {
+    refuse_option("--lengths", "expected at least one length; got \"" + text + "\"");
+  }
+  std::sort(lengths.begin(), lengths.end());
+  lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+  return lengths;
+}
+
+bool is_file(const std::string& data) { return data != "mixture" && data != "normal"; }
+
+// The range stands in the message of the check, not in the help.
+template <class Integer>
+CLI::Option* add_integer(CLI::App& verb, const char* name, Integer& field, Integer low,
+                         Integer high, const char* help) {
+  return verb.add_option(name, field, help)
+      ->check(CLI::Range(low, high).description(""))
+      ->type_name("N")
+      ->capture_default_str();
+}
+
+void add_choice(CLI::App& verb, const char* name, std::string& field,
+                const std::vector<std::string>& words, const char* help) {
+  verb.add_option(name, field, help)
+      ->check(CLI::IsMember(words).description(""))
+      ->type_name(CLI::detail::join(words, "|"))
+      ->capture_default_str();
+}
+
+void add_problem_options(CLI::App& verb, BenchOptions& options) {
+  verb.add_option("--attention", options.attention, "Attention specs; see below")
+      ->type_name("SPEC");
+  verb.add_option("--lengths", options.lengths,
+                  "Tokens: a list (512,1k,4k), or a range that doubles (1k:8k). 512:4k, or all "
+                  "tokens of a file, if not given")
+      ->type_name("LIST");
+  add_integer<std::int64_t>(verb, "--heads", options.heads, 1, 1024, "Query heads");
+  add_integer<std::int64_t>(verb, "--kv-heads", options.kv_heads, 0, 1024,
+                            "Key and value heads; as many as --heads if 0");
+  add_integer<std::int64_t>(verb, "--dim", options.dim, 1, 1024, "Elements of a head");
+  add_integer<std::int64_t>(verb, "--batch", options.batch, 1, 4096, "Sequences");
+  verb.add_flag("--causal", options.causal, "No query sees later keys");
+  add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Where to run");
+  add_choice(verb, "--pass", options.pass, {"forward", "backward", "both"}, "What to time");
+  verb.add_option("--data", options.data,
+                  "Tokens around centres of Zipf popularity (mixture), independent normal ones "
+                  "(normal), or a safetensors file with tensors q, k and v of a model, (batch, "
+                  "heads, tokens, dim) or without batch")
+      ->type_name("mixture|normal|FILE")
+      ->capture_default_str();
+  add_choice(verb, "--dtype", options.dtype, {"f32", "bf16", "f16", "f64"},
+             "Type of queries, keys and values");
+  verb.add_option("--seed", options.seed, "Of data and clusters")
+      ->type_name("N")
+      ->capture_default_str();
+}
+
+void add_timing_options(CLI::App& verb, BenchOptions& options) {
+  verb.add_option("--threads", options.threads,
+                  "CPU threads; a list measures each count (1,2). All cores if not given")
+      ->check(CLI::Range(1, 4096).description(""))
+      ->delimiter(',')
+      ->type_name("LIST");
+  add_integer(verb, "--repeats", options.repeats, 0, 1000000,
+              "Timed runs of each; as many as time allows, at most 20 (50 on a GPU), if 0");
+  verb.add_option("--seconds", options.seconds, "Time to aim at when --repeats is 0")
+      ->check(CLI::PositiveNumber.description(""))
+      ->type_name("NUMBER")
+      ->capture_default_str();
+  verb.add_flag("--gate", options.gate,
+                "First compare all with the specification; do not time what is wrong");
+  verb.add_flag("--alone", options.alone,
+                "No full attention beside the named ones, and no speeds: for long sequences");
+  verb.add_option("--json", options.json, "Also write the results here, as JSON lines")
+      ->type_name("FILE");
+  verb.add_option("--title", options.title, "Heading of the results in a report")
+      ->type_name("TEXT");
+  verb.add_option("--report", options.report,
+                  "Measure nothing: write a report in Markdown of results in JSON lines")
+      ->type_name("FILE");
+}
+
+const char* const kExamples =
+    R"help(Without --attention, a set with every mechanism is measured; on a GPU, what has kernels there.
+Errors are against full attention on the same data, over all queries or, of long sequences, a
+sample; causal for attentions that are causal; with shared queries and keys, over the queries as
+keys. Speeds are against torch's full attention where this program is built with torch, timed in
+turn with ours; else against our own. Learned centroids are replaced by k-means of the data;
+positions are not applied.
+
+Examples:
+  coterie bench
+  coterie bench --attention "i-clustered(clusters=256)" --lengths 1k:16k
+  coterie bench --causal --attention "local(window=256)" "routing(clusters=32,window=256)"
+  coterie bench --pass forward --dtype bf16 --lengths 512,3000 --json bench.jsonl
+  coterie bench --device cuda --dtype bf16 --heads 16 --lengths 4k,64k
+  coterie bench --threads 1,2 --data model.safetensors
+  coterie bench --report bench.jsonl > report.md
+
+)help";
+
+}  // namespace
+
+void refuse_option(const std::string& option, const std::string& message) {
+  throw CLI::ValidationError(option, message);
+}
+
+void add_bench_options(CLI::App& verb, BenchOptions& options) {
+  add_problem_options(verb, options);
+  add_timing_options(verb, options);
+  verb.footer([] { return kExamples + spec_help(); });
+}
+
+void check_conflicts(const CLI::App& verb, const BenchOptions& options) {
+  const auto given = [&](const char* name) { return verb.get_option(name)->count() > 0; };
+  for (const char* name : {"--heads", "--kv-heads", "--dim", "--batch"}) {
+    if (is_file(options.data) && given(name)) {
+      refuse_option(name,
+                    "expected the shape of the tensors in " + options.data + "; got another one");
+    }
+  }
+  for (const CLI::Option* option : verb.get_options()) {
+    if (!options.report.empty() && option->count() > 0 && option->get_name() != "--report") {
+      refuse_option(option->get_name(), "expected nothing to measure beside --report; got it");
+    }
+  }
+}
+
+std::string bench_command(const CLI::App& verb) {
+  std::string command = "coterie " + verb.get_name();
+  for (const CLI::Option* option : verb.get_options()) {
+    const std::string name = option->get_name();
+    if (option->count() == 0 || name == "--json" || name == "--title") continue;
+    command += " " + name;
+    if (option->get_items_expected_max() == 0) continue;  // a flag
+    for (const std::string& value : option->results()) {
+      const bool plain = value.find_first_of(" ()*\"") == std::string::npos;
+      command += plain ? " " + value : " \"" + value + "\"";
+    }
+  }
+  return command;
+}
+
+bench::Problem make_problem(const BenchOptions& options) {
+  bench::Problem problem;
+  problem.B = options.batch;
+  problem.heads = options.heads;
+  problem.kv_heads = options.kv_heads > 0 ? options.kv_heads : options.heads;
+  problem.D = options.dim;
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
+    if (options.dtype == dtype_name(dtype)) problem.dtype = dtype;
+  }
+  problem.device = options.device == "cuda" ? Device::cuda : Device::cpu;
+  problem.seed = options.seed;
+  if (options.data == "normal") {
+    problem.data = bench::DataKind::normal;
+  } else if (is_file(options.data)) {
+    use_saved_rows(options.data, problem);
+  }
+  if (problem.heads % problem.kv_heads != 0) {
+    refuse_option("--kv-heads", fmt::format("expected a divisor of the {} heads; got {}",
+                                            problem.heads, problem.kv_heads));
+  }
+  return problem;
+}
+
+std::vector<std::int64_t> make_lengths(const BenchOptions& options, const bench::Problem& problem) {
+  const bool saved = problem.data == bench::DataKind::saved;
+  if (saved && options.lengths.empty()) return {problem.N};
+  std::vector<std::int64_t> lengths =
+      parse_lengths(options.lengths.empty() ? "512:4k" : options.lengths);
+  if (saved && lengths.back() > problem.N) {
+    refuse_option("--lengths", fmt::format("expected at most the {} tokens of {}; got {}",
+                                           problem.N, options.data, lengths.back()));
+  }
+  return lengths;
+}
+
+bench::Pass make_pass(const std::string& name) {
+  if (name == "both") return bench::Pass::both;
+  return name == "forward" ? bench::Pass::forward : bench::Pass::backward;
+}
+
+}  // namespace coterie::cli

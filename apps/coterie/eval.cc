@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT
+// coterie eval: scores of a trained model, with the attention it was trained with and with others.
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "apps/coterie/loaded_model.h"
+#include "train/evaluate.h"
+#include "train/trainer.h"
+#include "verbs.h"
+
+namespace coterie::cli {
+namespace {
+
+struct EvalOptions {
+  std::string path;
+  std::vector<std::string> attention;
+  std::string split = "valid";
+  std::int64_t batches = 0;
+  std::int64_t rows = 0;
+  std::uint64_t seed = 0;
+  bool json = false;
+};
+
+struct Row {
+  std::string attention;
+  bool trained = false;
+  train::Evaluation evaluation;
+};
+
+// The config with another attention in all layers.
+train::Config with_attention(const train::Config& config, const std::string& attention) {
+  train::Config other = config;
+  other.attention = attention;
+  other.attention_at.clear();
+  return other;
+}
+
+// The trained attention first, then the others.
+std::vector<train::Config> variants(const train::Config& config,
+                                    const std::vector<std::string>& attention) {
+  std::vector<train::Config> configs = {config};
+  for (const std::string& spec : attention) configs.push_back(with_attention(config, spec));
+  for (const train::Config& variant : configs) train::layer_attention(variant);  // refuses early
+  return configs;
+}
+
+std::string attention_name(const train::Config& config) {
+  std::string name = config.attention;
+  for (const auto& [layers, spec] : config.attention_at) name += "; " + layers + ": " + spec;
+  return name;
+}
+
+void print_header(const EvalOptions& options, const LoadedModel& loaded, std::size_t width) {
+  fmt::print("{}, {} on {}, trained for {} steps\n\n  {:<{}} {:>13} {:>9} {:>8}", loaded.checkpoint,
+             loaded.task->name(), options.split, loaded.step, "attention", width,
+             train::metric_name(loaded.task->metric()), "loss", "seconds");
+  for (const std::string& stratum : loaded.task->strata()) {
+    fmt::print("  {:>8}", stratum);
+  }
+  fmt::print("\n");
+}
+
+void print_row(const Row& row, const train::Task& task, std::size_t width) {
+  fmt::print("{} {:<{}} {:>13.4f} {:>9.4f} {:>8.2f}", row.trained ? '*' : ' ', row.attention, width,
+             row.evaluation.metric, row.evaluation.score.loss(), row.evaluation.seconds);
+  for (const std::string& name : task.strata()) {
+    const train::Score& score = row.evaluation.strata.at(name);
+    const std::string value =
+        score.count == 0 ? "-" : fmt::format("{:.4f}", metric_value(task.metric(), score));
+    fmt::print("  {:>{}}", value, std::max<std::size_t>(8, name.size()));
+  }
+  fmt::print("\n");
+  std::fflush(stdout);
+}
+
+void print_footer(const train::Task& task) {
+  fmt::print("\n* trained with this attention");
+  for (const train::Baseline& baseline : task.baselines()) {
+    fmt::print("; {} {:.4g}", baseline.name, baseline.value);
+  }
+  fmt::print("\n");
+}
+
+void print_json(const Row& row, const EvalOptions& options, const LoadedModel& loaded) {
+  const train::Task& task = *loaded.task;
+  nlohmann::ordered_json strata = nlohmann::ordered_json::object();
+  for (const auto& [name, score] : row.evaluation.strata) {
+    if (score.count > 0) strata[name] = metric_value(task.metric(), score);
+  }
+  const nlohmann::ordered_json line = {
+      {"kind", "eval"},
+      {"checkpoint", loaded.checkpoint},
+      {"step", loaded.step},
+      {"task", task.name()},
+      {"split", options.split},
+      {"attention", row.attention},
+      {"trained", row.trained},
+      {"metric_name", train::metric_name(task.metric())},
+      {"metric", row.evaluation.metric},
+      {"loss", row.evaluation.score.loss()},
+      {"accuracy", metric_value(train::Metric::accuracy, row.evaluation.score)},
+      {"seconds", row.evaluation.seconds},
+      {"strata", strata}};
+  fmt::print("{}\n", line.dump());
+}
+
+Row evaluate_variant(LoadedModel& loaded, const train::Config& variant,
+                     const EvalOptions& options) {
+  const std::vector<AttentionSpec> specs = train::layer_attention(variant);
+  const std::string warning = train::leak_warning(specs, loaded.task->causal());
+  if (!warning.empty()) fmt::print(stderr, "coterie: warning: {}\n", warning);
+  loaded.model->transformer()->set_attention(specs);
+  train::EvaluateOptions wanted;
+  wanted.split = options.split == "test" ? train::Split::test : train::Split::valid;
+  wanted.rows = options.rows > 0 ? options.rows : loaded.config.train.batch;
+  wanted.batches = options.batches;
+  wanted.seed = options.seed;
+  wanted.bf16 = loaded.config.train.dtype == "bf16";
+  return {attention_name(variant), false, evaluate(loaded.model, *loaded.task, wanted)};
+}
+
+void run_eval(const EvalOptions& options) {
+  LoadedModel loaded = load_model(options.path);
+  train::use_threads(loaded.config.threads);
+  const std::vector<train::Config> configs = variants(loaded.config, options.attention);
+  std::size_t width = 9;
+  for (const train::Config& config : configs) {
+    width = std::max(width, attention_name(config).size());
+  }
+  if (!options.json) print_header(options, loaded, width);
+  for (std::size_t i = 0; i < configs.size(); ++i) {
+    Row row = evaluate_variant(loaded, configs[i], options);
+    row.trained = i == 0;
+    options.json ? print_json(row, options, loaded) : print_row(row, *loaded.task, width);
+  }
+  if (!options.json) print_footer(*loaded.task);
+}
+
+const char* const kExamples =
+    "The table has the attention the model was trained with, marked *, and one line for each\n"
+    "--attention, which takes its place in all layers without training. That works between\n"
+    "attentions of the same heads that need the same parameters: full, local, clustered and\n"
+    "i-clustered among each other, for example.\n"
+    "\n"
+    "Examples:\n"
+    "  coterie eval runs/copy-full-1\n"
+    "  coterie eval runs/copy-full-1 --attention \"i-clustered(clusters=16)\" "
+    "\"clustered(clusters=16)\"\n"
+    "  coterie eval runs/copy-full-1/checkpoints/step-00000200 --split test --json\n\n";
+
+}  // namespace
+
+void add_eval(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand(
+      "eval", "Score a trained model, also with another attention than it was trained with");
+  const auto shared = std::make_shared<EvalOptions>();  // lives as long as the callback
+  EvalOptions& options = *shared;
+  verb->add_option("checkpoint", options.path,
+                   "A checkpoint's folder, or a run's, of which the best is taken")
+      ->required()
+      ->type_name("FOLDER");
+  verb->add_option("--attention", options.attention,
+                   "Attentions to evaluate with as well; see below")
+      ->type_name("SPEC");
+  verb->add_option("--split", options.split, "Which held-out data")
+      ->check(CLI::IsMember({"valid", "test"}).description(""))
+      ->type_name("valid|test")
+      ->capture_default_str();
+  verb->add_option("--batches", options.batches, "How much of it; all if 0")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30).description(""))
+      ->type_name("N")
+      ->capture_default_str();
+  verb->add_option("--rows", options.rows, "Rows of a batch; as in training if 0")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20).description(""))
+      ->type_name("N")
+      ->capture_default_str();
+  verb->add_option("--seed", options.seed, "Of clusters")->type_name("N")->capture_default_str();
+  verb->add_flag("--json", options.json, "Print JSON lines instead of the table");
+  verb->footer([] { return kExamples + spec_help(); });
+  verb->callback([shared] { run_eval(*shared); });
+}
+
+}  // namespace coterie::cli

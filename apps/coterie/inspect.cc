@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: MIT
+// coterie inspect: what the attention of a trained model does, head by head.
+#include "train/inspect.h"
+
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "loaded_model.h"
+#include "verbs.h"
+
+namespace coterie::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct InspectOptions {
+  std::string checkpoint;
+  std::int64_t rows = 4;
+  std::uint64_t seed = 1;
+  bool json = false;
+};
+
+// "27 18 9 ... 0 0": the largest and the smallest.
+std::string sizes_text(const std::vector<double>& sizes) {
+  constexpr std::size_t kShown = 8, kLast = 2;
+  std::string text;
+  for (std::size_t cluster = 0; cluster < sizes.size(); ++cluster) {
+    const bool left_out =
+        sizes.size() > kShown && cluster >= kShown - kLast && cluster + kLast < sizes.size();
+    if (left_out && cluster > kShown - kLast) continue;
+    text += (text.empty() ? "" : " ") + (left_out ? "..." : fmt::format("{:.0f}", sizes[cluster]));
+  }
+  return text.empty() ? "-" : text;
+}
+
+std::string largest_text(const std::vector<double>& sizes) {
+  double sum = 0, largest = 0;
+  for (const double size : sizes) {
+    sum += size;
+    largest = std::max(largest, size);
+  }
+  if (sum <= 0) return "-";
+  return fmt::format("{:.2f}", largest * static_cast<double>(sizes.size()) / sum);
+}
+
+void print_groups(const std::vector<train::GroupReport>& groups) {
+  std::size_t width = 9;
+  for (const train::GroupReport& group : groups) width = std::max(width, group.attention.size());
+  fmt::print("{:>5} {:>5}  {:<{}} {:>7} {:>8} {:>9} {:>6} {:>13}  {}\n", "layer", "head",
+             "attention", width, "kept", "entropy", "clusters", "empty", "largest/mean",
+             "tokens per cluster");
+  std::int64_t layer = -1, first = 0;  // heads are counted over the groups of a layer
+  for (const train::GroupReport& group : groups) {
+    if (group.layer != layer) first = 0;
+    layer = group.layer;
+    for (const train::HeadReport& head : group.heads) {
+      const bool clusters = !head.sizes.empty();
+      fmt::print("{:>5} {:>5}  {:<{}} {:>6.1f}% {:>8.3f} {:>9} {:>6} {:>13}  {}\n", layer, first++,
+                 group.attention, width, 100 * head.mass, head.entropy,
+                 clusters ? fmt::format("{}", head.sizes.size()) : "-",
+                 clusters ? fmt::format("{:.1f}", head.empty) : "-", largest_text(head.sizes),
+                 sizes_text(head.sizes));
+    }
+  }
+}
+
+void print_divergences(const std::vector<train::Divergence>& divergences) {
+  if (divergences.empty()) return;
+  fmt::print("\nJensen-Shannon divergence between heads, nats (0: equal, 0.693: nothing shared)\n");
+  fmt::print("{:>5}  {:<26} {:>8} {:>10}\n", "layer", "heads", "mean", "deviation");
+  for (const train::Divergence& divergence : divergences) {
+    fmt::print("{:>5}  {:<26} {:>8.4f} {:>10.4f}\n", divergence.layer,
+               divergence.a + " | " + divergence.b, divergence.mean, divergence.deviation);
+  }
+}
+
+Json to_json(const train::Inspection& inspection, const LoadedModel& loaded) {
+  Json groups = Json::array(), divergences = Json::array();
+  for (const train::GroupReport& group : inspection.groups) {
+    Json heads = Json::array();
+    for (const train::HeadReport& head : group.heads) {
+      heads.push_back({{"sizes", head.sizes},
+                       {"empty", head.empty},
+                       {"mass", head.mass},
+                       {"entropy", head.entropy}});
+    }
+    groups.push_back({{"layer", group.layer},
+                      {"group", group.group},
+                      {"attention", group.attention},
+                      {"heads", heads}});
+  }
+  for (const train::Divergence& divergence : inspection.divergences) {
+    divergences.push_back({{"layer", divergence.layer},
+                           {"a", divergence.a},
+                           {"b", divergence.b},
+                           {"mean", divergence.mean},
+                           {"deviation", divergence.deviation}});
+  }
+  return {{"checkpoint", loaded.checkpoint},
+          {"step", loaded.step},
+          {"groups", groups},
+          {"divergences", divergences}};
+}
+
+void run_inspect(const InspectOptions& options) {
+  LoadedModel loaded = load_model(options.checkpoint);
+  const train::Inspection inspection =
+      train::inspect(loaded.model, *loaded.task, options.rows, options.seed);
+  if (options.json) {
+    fmt::print("{}\n", to_json(inspection, loaded).dump(2));
+    return;
+  }
+  fmt::print("{} at step {}, {}\n\n", loaded.checkpoint, loaded.step, loaded.task->name());
+  print_groups(inspection.groups);
+  print_divergences(inspection.divergences);
+}
+
+const char* const kExamples =
+    "kept: the share of full attention's weights, for the same queries and keys, that the head "
+    "puts in\n"
+    "the same places: 100% is full attention. entropy: of a head's weights, nats. empty: clusters "
+    "of a\n"
+    "row without tokens. All are means over held-out rows, cut to 512 tokens.\n"
+    "\n"
+    "Examples:\n"
+    "  coterie inspect runs/copy-clustered\n"
+    "  coterie inspect runs/bytes/checkpoints/step-00000200 --rows 8 --json\n";
+
+}  // namespace
+
+void add_inspect(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand(
+      "inspect", "Show clusters, kept attention and differences of a model's heads");
+  const auto shared = std::make_shared<InspectOptions>();  // lives as long as the callback
+  InspectOptions& options = *shared;
+  verb->add_option("checkpoint", options.checkpoint,
+                   "Folder of a run (its best checkpoint is taken) or of a checkpoint")
+      ->required()
+      ->type_name("FOLDER");
+  verb->add_option("--rows", options.rows, "Rows of held-out data to look at")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1024}).description(""))
+      ->type_name("N")
+      ->capture_default_str();
+  verb->add_option("--seed", options.seed, "Of clusterings")->type_name("N")->capture_default_str();
+  verb->add_flag("--json", options.json, "Print JSON instead of tables");
+  verb->footer(kExamples);
+  verb->callback([shared] { run_inspect(*shared); });
+}
+
+}  // namespace coterie::cli

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: MIT
+// Stands in for the verbs that need torch in a program built without it.
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "coterie/error.h"
+#include "verbs.h"
+
+namespace coterie::cli {
+namespace {
+
+void add_missing(CLI::App& program, const std::string& name, const std::string& what) {
+  CLI::App* verb = program.add_subcommand(name, what + " (not in this build: needs torch)");
+  verb->allow_extras();
+  verb->callback([name] {
+    throw Error("[" + name +
+                "] expected a program built with torch; got one without: install torch 2.11 and "
+                "build again (scripts/setup torch)");
+  });
+}
+
+}  // namespace
+
+void add_train(CLI::App& program) { add_missing(program, "train", "Train a model"); }
+void add_eval(CLI::App& program) { add_missing(program, "eval", "Score a trained model"); }
+void add_generate(CLI::App& program) { add_missing(program, "generate", "Write text"); }
+void add_inspect(CLI::App& program) { add_missing(program, "inspect", "Look into attention"); }
+void add_compare(CLI::App& program) { add_missing(program, "compare", "Compare attentions"); }
+
+}  // namespace coterie::cli

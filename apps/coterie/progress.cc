@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT
+#include "apps/coterie/progress.h"
+
+#include <fmt/core.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace coterie::cli {
+namespace {
+
+constexpr double kBarEvery = 0.1, kLineEvery = 30.0;  // seconds
+constexpr std::int64_t kLines = 10;                   // of a run, without a terminal
+
+int terminal_columns() {
+  winsize size{};
+  return ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+// "loss 0.512  accuracy 0.913  12.3k tokens/s  0:42 left"
+std::string numbers_text(const train::ProgressLine& line) {
+  std::string text = fmt::format("loss {:#.4g}", line.loss);
+  if (!line.note.empty()) text += "  " + line.note;
+  text += fmt::format("  {} tokens/s", count_text(line.tokens_per_s));
+  if (line.step < line.steps) text += "  " + duration_text(line.seconds_left) + " left";
+  return text;
+}
+
+}  // namespace
+
+std::string progress_bar(std::int64_t step, std::int64_t steps, int width) {
+  const auto full = static_cast<std::size_t>(width * step / std::max<std::int64_t>(steps, 1));
+  return "[" + std::string(full, '#') + std::string(static_cast<std::size_t>(width) - full, '-') +
+         "]";
+}
+
+std::string duration_text(double seconds) {
+  const auto whole = static_cast<std::int64_t>(std::lround(seconds));
+  if (whole < 60) return fmt::format("{} s", whole);
+  if (whole < 3600) return fmt::format("{}:{:02}", whole / 60, whole % 60);
+  return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
+}
+
+std::string count_text(double count) {
+  if (count < 1e3) return fmt::format("{:.0f}", count);
+  return count < 1e6 ? fmt::format("{:.1f}k", count / 1e3) : fmt::format("{:.1f}M", count / 1e6);
+}
+
+Progress::Progress() : terminal_(::isatty(STDERR_FILENO) != 0) {}
+
+void Progress::show(const train::ProgressLine& line) {
+  terminal_ ? show_bar(line) : show_line(line);
+  label_ = line.label;
+}
+
+void Progress::show_bar(const train::ProgressLine& line) {
+  const bool due = std::chrono::duration<double>(Clock::now() - shown_).count() >= kBarEvery;
+  if (!due && line.step < line.steps) return;
+  shown_ = Clock::now();
+  const std::string rest = fmt::format(" {}/{}  {}", line.step, line.steps, numbers_text(line));
+  const int columns = terminal_columns() - 1;
+  const int bar =
+      std::clamp(columns - static_cast<int>(rest.size() + line.label.size()) - 4, 0, 30);
+  std::string text = line.label + "  ";
+  if (bar >= 5) text += progress_bar(line.step, line.steps, bar);
+  text += rest;
+  fmt::print(stderr, "\r\x1b[K{}", text.substr(0, static_cast<std::size_t>(columns)));
+  std::fflush(stderr);
+  bar_shown_ = true;
+}
+
+// The first and the last step, every tenth part of the run, and what takes long in between.
+void Progress::show_line(const train::ProgressLine& line) {
+  const auto part = [&](std::int64_t step) {
+    return kLines * step / std::max<std::int64_t>(line.steps, 1);
+  };
+  const bool starts = line.label != label_;
+  const bool late = std::chrono::duration<double>(Clock::now() - shown_).count() >= kLineEvery;
+  if (!starts && !late && part(line.step) == part(line.step - 1)) return;
+  shown_ = Clock::now();
+  if (starts) fmt::print(stderr, "{}\n", line.label);
+  fmt::print(stderr, "  step {}/{}  {}\n", line.step, line.steps, numbers_text(line));
+}
+
+void Progress::warn(const std::string& text) {
+  clear();
+  fmt::print(stderr, "coterie: warning: {}\n", text);
+}
+
+void Progress::clear() {
+  if (!bar_shown_) return;
+  fmt::print(stderr, "\r\x1b[K");
+  std::fflush(stderr);
+  bar_shown_ = false;
+}
+
+}  // namespace coterie::cli

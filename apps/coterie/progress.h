@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: MIT
+// How a run of training is shown while it works: a bar on a terminal, some lines elsewhere.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "train/log.h"
+
+namespace coterie::cli {
+
+class Progress {
+ public:
+  Progress();  // on stderr
+  ~Progress() { clear(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void show(const train::ProgressLine& line);
+  void warn(const std::string& text);  // a line of its own
+  void clear();                        // takes the bar away
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void show_bar(const train::ProgressLine& line);
+  void show_line(const train::ProgressLine& line);
+
+  bool terminal_;
+  bool bar_shown_ = false;
+  Clock::time_point shown_{};
+  std::string label_;  // of the last line; a change starts another run
+};
+
+// "[######----]", `width` characters and the brackets.
+std::string progress_bar(std::int64_t step, std::int64_t steps, int width);
+// "42 s", "3:07", "1:02:33"
+std::string duration_text(double seconds);
+// "950", "12.3k", "4.5M"
+std::string count_text(double count);
+
+}  // namespace coterie::cli

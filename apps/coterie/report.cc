@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT
+// coterie report: one HTML page about runs and a bench record.
+#include "train/report.h"
+
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+
+#include "train/files.h"
+#include "verbs.h"
+
+namespace coterie::cli {
+namespace {
+
+struct ReportOptions {
+  train::ReportInputs inputs;
+  std::string out = "report.html";
+};
+
+const char* const kExamples =
+    "RUN is a folder that coterie train wrote, or a folder of such. Runs of the same task are "
+    "compared.\n"
+    "\n"
+    "Examples:\n"
+    "  coterie report runs/\n"
+    "  coterie report runs/copy-full runs/copy-clustered --title \"Copy\" --out copy.html\n"
+    "  coterie bench --json bench.jsonl && coterie report runs/ --bench bench.jsonl\n";
+
+}  // namespace
+
+void add_report(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand(
+      "report", "Write a page of curves, scores, speeds and clusters of runs");
+  const auto shared = std::make_shared<ReportOptions>();  // lives as long as the callback
+  ReportOptions& options = *shared;
+  verb->add_option("runs", options.inputs.runs, "Folders of runs")->type_name("RUN");
+  verb->add_option("--bench", options.inputs.bench, "Also show what coterie bench --json wrote")
+      ->type_name("FILE");
+  verb->add_option("--out", options.out, "The page")->type_name("FILE")->capture_default_str();
+  verb->add_option("--title", options.inputs.title, "Of the page")
+      ->type_name("TEXT")
+      ->capture_default_str();
+  verb->footer(kExamples);
+  verb->callback([shared] {
+    train::write_file(shared->out, train::make_report(shared->inputs));
+    fmt::print("{}\n", shared->out);
+  });
+}
+
+}  // namespace coterie::cli

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT
+# The verbs train and eval: a newcomer's first run, its files, and mistakes.
+#   cmake -DPROGRAM=build/full/bin/coterie [-DWORK=folder] -P tests/cli/train_test.cmake
+cmake_minimum_required(VERSION 3.25)
+include(${CMAKE_CURRENT_LIST_DIR}/program.cmake)
+
+run(0 train --help)
+expect_out("--task" "--attention-at" "--model.dim" "--optimizer.lr" "--schedule.warmup"
+  "--checkpoint.every" "--config" "--resume" "Examples:" "clusters (required)")
+run(0 eval --help)
+expect_out("--attention" "--split" "--json" "Examples:")
+
+# A small model learns visibly in seconds.
+set(options --task copy --length 18 --copy.symbols 4 --model.dim 32 --model.layers 1
+  --train.steps 150 --train.eval-every 75 --train.log-every 1 --train.batch 16 --threads 1)
+string(TIMESTAMP start %s)
+run(0 train ${options} --out ${WORK}/run)
+string(TIMESTAMP end %s)
+expect_out("copy with full: 150 of 150 steps" "accuracy on held-out data" "a guess 0.25"
+  "checkpoint ${WORK}/run/checkpoints/step-00000150")
+if(NOT err MATCHES "step 1/150  loss .*step 150/150  loss ")
+  complain("no progress on stderr")
+endif()
+string(REGEX MATCHALL "\n" lines "${err}")
+list(LENGTH lines count)
+if(count GREATER 15)
+  complain("${count} lines of progress")
+endif()
+file(STRINGS ${WORK}/run/log.jsonl lines)
+set(losses)
+foreach(line IN LISTS lines)
+  string(JSON kind GET "${line}" kind)
+  if(kind STREQUAL "step")
+    string(JSON loss GET "${line}" loss)
+    list(APPEND losses ${loss})
+  endif()
+endforeach()
+list(GET losses 0 first)
+list(GET losses -1 last)
+if(NOT last LESS 0.7 OR NOT first GREATER 1.2)
+  complain("the loss went from ${first} to ${last}")
+endif()
+
+# Config files: what a run wrote makes the same run; the command line wins.
+run(0 train --config ${WORK}/run/config.toml --train.steps 3 --out ${WORK}/other)
+file(STRINGS ${WORK}/other/config.toml steps REGEX "^steps = 3$")
+if(NOT steps)
+  complain("the command line does not win over the file")
+endif()
+file(WRITE ${WORK}/wrong.toml "[model]\nwidth = 3\n")
+expect_mistake("line 2: expected one of model.dim" train --config ${WORK}/wrong.toml)
+
+# Without --out a folder with a number is made.
+execute_process(COMMAND ${PROGRAM} train ${options} --train.steps 2 WORKING_DIRECTORY ${WORK}
+  RESULT_VARIABLE status OUTPUT_VARIABLE out ERROR_VARIABLE err)
+if(NOT status EQUAL 0 OR NOT EXISTS ${WORK}/runs/copy-full-1/log.jsonl)
+  complain("no runs/copy-full-1")
+endif()
+
+# Trained with one attention, evaluated with others.
+run(0 eval ${WORK}/run --attention "clustered(clusters=2)" "i-clustered(clusters=9,topk=32)"
+  --batches 2)
+expect_out("accuracy" "loss" "* full " "  clustered(clusters=2) "
+  "  i-clustered(clusters=9,topk=32) " "* trained with this attention" "a guess 0.25")
+run(0 eval ${WORK}/run/checkpoints/step-00000150 --attention "local(window=4)" --split test --json)
+string(REGEX MATCHALL "[^\n]+" lines "${out}")
+list(LENGTH lines count)
+if(NOT count EQUAL 2)
+  complain("${count} lines of JSON instead of 2")
+endif()
+foreach(line IN LISTS lines)
+  foreach(key attention trained split metric loss accuracy seconds strata)
+    string(JSON value ERROR_VARIABLE error GET "${line}" ${key})
+    if(error)
+      complain("no ${key} in ${line}")
+    endif()
+  endforeach()
+endforeach()
+
+expect_mistake("--resume" train ${options} --out ${WORK}/run)
+expect_mistake("expected --out" train --resume)
+expect_mistake("no config.toml" train --resume --out ${WORK}/nothing)
+expect_mistake("expected one of copy, recall" train --task sing)
+expect_mistake("did you mean \"full\"?" train --attention fulll)
+expect_mistake("expected layers of --attention-at" train --attention-at 7 full)
+expect_mistake("--model.dim" train --model.dim 0)
+expect_mistake("--schedule.decay" train --schedule.decay linear)
+expect_mistake("see coterie train --help" train --frobnicate)
+expect_mistake("no/such/run" eval ${WORK}/no/such/run)
+expect_mistake("did you mean" eval ${WORK}/run --attention fulll)
+expect_mistake("--split" eval ${WORK}/run --split train)
+run(0 info)
+if(out MATCHES "no CUDA device")
+  expect_mistake("expected a CUDA device" train --device cuda --out ${WORK}/cuda)
+endif()
+
+finish()

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: MIT
+#include "train/gradients.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "runs.h"
+#include "train/evaluate.h"
+
+namespace coterie::train {
+namespace {
+
+std::vector<at::Tensor> gradients(const Config& config, const Batch& batch,
+                                  std::int64_t micro_batch, double* loss) {
+  torch_api::LanguageModel model = make_model(config, *make_task(config));
+  *loss = add_gradients(model, batch, {.micro_batch = micro_batch, .seed = 1}).loss;
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& parameter : model->parameters()) result.push_back(parameter.grad());
+  return result;
+}
+
+TEST(Gradients, DoNotDependOnTheSplitIntoMicroBatches) {
+  const Config config = tiny_config("copy");
+  Batch batch = make_task(config)->batch(Split::train, 0, 8);
+  batch.targets[0].fill_(kIgnore);  // rows with different numbers of asked positions
+  batch.targets[1].slice(0, 5).fill_(kIgnore);
+  double whole_loss = 0;
+  const std::vector<at::Tensor> whole = gradients(config, batch, 0, &whole_loss);
+  for (const std::int64_t rows : {1, 3, 8, 100}) {
+    double loss = 0;
+    const std::vector<at::Tensor> parts = gradients(config, batch, rows, &loss);
+    // Sums of the same terms in another order: a few units in the last place of the largest.
+    EXPECT_NEAR(loss, whole_loss, 1e-5 * whole_loss);
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      const double largest = whole[i].abs().max().item<double>();
+      EXPECT_LE((whole[i] - parts[i]).abs().max().item<double>(), 1e-5 * largest + 1e-7) << i;
+    }
+  }
+}
+
+TEST(Gradients, LossIsTheMeanOverAskedPositions) {
+  const Config config = tiny_config("copy");
+  const auto task = make_task(config);
+  torch_api::LanguageModel model = make_model(config, *task);
+  const Batch batch = task->batch(Split::train, 0, 8);
+  const Score score = score_of(model->forward(batch.tokens).out.detach(), batch);
+  EXPECT_GT(score.count, 0);
+  EXPECT_NEAR(add_gradients(model, batch, {}).loss, score.loss(), 1e-5 * score.loss());
+}
+
+TEST(Gradients, ABatchThatAsksNothingHasLossZero) {
+  const Config config = tiny_config("copy");
+  const auto task = make_task(config);
+  torch_api::LanguageModel model = make_model(config, *task);
+  Batch batch = task->batch(Split::train, 0, 2);
+  batch.targets.fill_(kIgnore);
+  EXPECT_EQ(add_gradients(model, batch, {}).loss, 0.0);
+}
+
+TEST(Truncation, CutsTokensTargetsAndLengths) {
+  Batch batch;
+  batch.tokens = ::torch::arange(20).view({2, 10});
+  batch.targets = batch.tokens + 1;
+  batch.lengths = ::torch::tensor({10, 3});
+  const Batch cut = truncated(batch, 4);
+  EXPECT_EQ(cut.tokens.size(1), 4);
+  EXPECT_EQ(cut.targets.size(1), 4);
+  EXPECT_TRUE(at::equal(cut.lengths, ::torch::tensor({4, 3})));
+  EXPECT_FALSE(cut.strata.defined());
+  EXPECT_EQ(truncated(batch, 10).tokens.size(1), 10);
+}
+
+TEST(Truncation, HappensAsOftenAsAskedAndIsAPureFunctionOfTheStep) {
+  Config config;
+  config.length = 80;
+  std::set<std::int64_t> lengths;
+  int cut = 0;
+  for (std::int64_t step = 1; step <= 1000; ++step) {
+    config.train.truncate = 0.0;
+    EXPECT_EQ(step_length(config, step), 80);
+    config.train.truncate = 1.0;
+    const std::int64_t length = step_length(config, step);
+    EXPECT_EQ(length, step_length(config, step));
+    EXPECT_GE(length, 10);
+    EXPECT_LE(length, 80);
+    lengths.insert(length);
+    config.train.truncate = 0.25;
+    cut += step_length(config, step) < 80 ? 1 : 0;
+  }
+  EXPECT_EQ(lengths.size(), 71u);  // each of 1000 draws misses a length with probability 70/71
+  EXPECT_NEAR(cut, 250, 4 * std::sqrt(1000 * 0.25 * 0.75) + 4);
+}
+
+TEST(Gradients, SeedsOfStepsDiffer) {
+  EXPECT_NE(step_seed(1, 1), step_seed(1, 2));
+  EXPECT_NE(step_seed(1, 1), step_seed(2, 1));
+  EXPECT_EQ(step_seed(1, 1), step_seed(1, 1));
+}
+
+// Three classes, two rows; the second row has strata.
+TEST(Evaluate, ScoresAreSumsOverAskedPositions) {
+  const at::Tensor logits =
+      ::torch::tensor({{{2.0, 0.0, 0.0}, {0.0, 3.0, 0.0}}, {{0.0, 0.0, 1.0}, {1.0, 0.0, 0.0}}});
+  Batch batch;
+  batch.targets = ::torch::tensor({{0, 0}, {2, kIgnore}});
+  batch.strata = ::torch::tensor({{0, 1}, {1, 1}});
+  std::vector<Score> strata(3);
+  const Score score = score_of(logits, batch, &strata);
+  const auto nats = [](double right, double a, double b) {
+    return std::log(std::exp(right) + std::exp(a) + std::exp(b)) - right;
+  };
+  EXPECT_EQ(score.count, 3);
+  EXPECT_EQ(score.correct, 2);
+  EXPECT_NEAR(score.nats, nats(2, 0, 0) + nats(0, 3, 0) + nats(1, 0, 0), 1e-6);
+  EXPECT_EQ(strata[0].count, 1);
+  EXPECT_NEAR(strata[0].nats, nats(2, 0, 0), 1e-6);
+  EXPECT_EQ(strata[1].count, 2);
+  EXPECT_EQ(strata[1].correct, 1);
+  EXPECT_EQ(strata[2].count, 0);
+}
+
+TEST(Evaluate, IsWithoutDropoutAndLeavesTheModelTraining) {
+  Config config = tiny_config("recall");
+  config.model.dropout = 0.5;
+  const auto task = make_task(config);
+  torch_api::LanguageModel model = make_model(config, *task);
+  model->train();
+  const Evaluation first = evaluate(model, *task, {.rows = 8, .batches = 2});
+  const Evaluation second = evaluate(model, *task, {.rows = 8, .batches = 2});
+  EXPECT_EQ(first.score.nats, second.score.nats);
+  EXPECT_TRUE(model->is_training());
+  EXPECT_TRUE(at::GradMode::is_enabled());
+  std::int64_t count = 0;
+  for (const auto& [name, score] : first.strata) count += score.count;
+  EXPECT_TRUE(first.strata.empty() || count == first.score.count);
+}
+
+}  // namespace
+}  // namespace coterie::train

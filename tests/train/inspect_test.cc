@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: MIT
+// Inspection of attention: kept mass, entropy, cluster sizes, divergence between heads.
+#include "train/inspect.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "coterie/spec.h"
+#include "train/trainer.h"
+
+namespace coterie::train {
+namespace {
+
+using torch_api::AttentionRecord;
+
+constexpr std::int64_t kRows = 2, kHeads = 3, kTokens = 24, kDim = 8;
+// Weights are of single precision and sum over kTokens keys: 24 roundings of 6e-8, and some.
+constexpr double kRounding = 1e-5;
+
+Mechanism mechanism_of(const std::string& spec) {
+  return AttentionSpec::parse(spec).groups.at(0).mechanism;
+}
+
+AttentionRecord make_record(const std::string& spec, bool causal = false) {
+  AttentionRecord record;
+  record.mechanism = resolve(mechanism_of(spec), causal);
+  record.q = at::randn({kRows, kHeads, kTokens, kDim});
+  record.v = at::randn({kRows, kHeads, kTokens, kDim});
+  if (!keys_are_queries(record.mechanism)) record.k = at::randn({kRows, kHeads, kTokens, kDim});
+  record.options.causal = causal;
+  record.options.seed = 5;
+  if (const auto* routing = std::get_if<RoutingParams>(&record.mechanism)) {
+    record.options.centroids = at::randn({kHeads, routing->clusters, kDim});
+    record.options.logit_scale = at::full({kHeads}, 0.35, at::kFloat);
+  }
+  if (const auto* cast = std::get_if<CastParams>(&record.mechanism)) {
+    record.options.centroids = at::randn({kHeads, cast->clusters, kDim});
+    record.options.gate = at::randn({kRows, kTokens});
+  }
+  return record;
+}
+
+GroupReport inspect_one(const AttentionRecord& record) {
+  return inspect_records({record}).groups.at(0);
+}
+
+double sum(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0);
+}
+
+// Where the budget covers the sequence, all of full attention is kept.
+class InspectCovering : public testing::TestWithParam<std::pair<const char*, bool>> {};
+
+TEST_P(InspectCovering, KeepsAllMass) {
+  for (const HeadReport& head :
+       inspect_one(make_record(GetParam().first, GetParam().second)).heads) {
+    EXPECT_NEAR(head.mass, 1, kRounding);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Mechanisms, InspectCovering,
+    testing::Values(std::pair{"full", false}, std::pair{"full", true},
+                    std::pair{"local(window=48)", false}, std::pair{"local(window=24)", true},
+                    std::pair{"oracle-top(topk=24)", false},
+                    std::pair{"i-clustered(clusters=3,topk=24)", false},
+                    std::pair{"lsh(rounds=1,chunk=32,buckets=4)", false},
+                    std::pair{"lsh(rounds=1,chunk=32,buckets=4,combine=mean)", true},
+                    std::pair{"routing(clusters=1,window=24,count_eps=0)", false},
+                    std::pair{"routing(clusters=1,window=24,share_qk=true,causal=strict)", true},
+                    std::pair{"routing(clusters=1,window=24,causal=strict)", true},
+                    std::pair{"cast(clusters=1,size=24)", false}));
+
+TEST(Inspect, KeptMassOfLocalIsTheMassInsideTheWindow) {
+  const AttentionRecord record = make_record("local(window=8)");
+  const at::Tensor full = full_rows(record), local = attention_rows(record);
+  const at::Tensor inside = (full * (local > 0)).sum(-1);  // mass of the keys met
+  const GroupReport report = inspect_one(record);
+  for (std::int64_t head = 0; head < kHeads; ++head) {
+    const double wanted = inside.select(1, head).mean().item<double>();
+    EXPECT_LT(wanted, 0.9);
+    EXPECT_NEAR(report.heads[static_cast<std::size_t>(head)].mass, wanted, kRounding);
+  }
+}
+
+TEST(Inspect, KeptMassOfClusteredIsTheOverlapOfRows) {
+  const AttentionRecord record = make_record("clustered(clusters=2)");
+  const at::Tensor distance = (full_rows(record) - attention_rows(record)).abs().sum(-1) / 2;
+  const GroupReport report = inspect_one(record);
+  for (std::int64_t head = 0; head < kHeads; ++head) {
+    const double wanted = 1 - distance.select(1, head).mean().item<double>();
+    EXPECT_GT(wanted, 0.1);
+    EXPECT_LT(wanted, 0.99);
+    EXPECT_NEAR(report.heads[static_cast<std::size_t>(head)].mass, wanted, kRounding);
+  }
+}
+
+TEST(Inspect, RowsAreThoseOfTheAttention) {
+  for (const char* const spec : {"full", "clustered(clusters=3)", "lsh(rounds=2,chunk=4,buckets=4)",
+                                 "routing(clusters=3,window=8)", "cast(clusters=3,size=8)"}) {
+    const AttentionRecord record = make_record(spec);
+    const at::Tensor out =
+        torch_api::attention(record.q, record.k, record.v, record.mechanism, record.options);
+    EXPECT_TRUE(at::allclose(attention_rows(record).matmul(record.v), out, 1e-4, kRounding))
+        << spec;
+  }
+}
+
+TEST(Inspect, PaddingAndQueriesWithoutKeysDoNotCount) {
+  AttentionRecord record = make_record("full");
+  const double whole = inspect_one(record).heads[0].entropy;
+  EXPECT_LT(whole, std::log(kTokens) + kRounding);
+  record.options.q_lengths = record.options.k_lengths = at::full({kRows}, 1, at::kLong);
+  const GroupReport report = inspect_one(record);
+  EXPECT_NEAR(report.heads[0].mass, 1, kRounding);
+  EXPECT_NEAR(report.heads[0].entropy, 0, kRounding);  // one key only
+}
+
+TEST(Inspect, EqualWeightsHaveTheLargestEntropy) {
+  AttentionRecord record = make_record("full");
+  record.q = at::zeros_like(record.q);
+  EXPECT_NEAR(inspect_one(record).heads[0].entropy, std::log(kTokens), kRounding);
+}
+
+TEST(Inspect, ClustersHoldEveryTokenOnce) {
+  for (const auto& [spec, causal] :
+       {std::pair{"clustered(clusters=5)", false}, std::pair{"i-clustered(clusters=5)", false},
+        std::pair{"routing(clusters=5,window=4)", false},
+        std::pair{"routing(clusters=5,window=4,causal=strict)", true}}) {
+    for (const HeadReport& head : inspect_one(make_record(spec, causal)).heads) {
+      ASSERT_EQ(head.sizes.size(), 5u) << spec;
+      EXPECT_NEAR(sum(head.sizes), kTokens, kRounding) << spec;
+      EXPECT_TRUE(std::is_sorted(head.sizes.rbegin(), head.sizes.rend())) << spec;
+    }
+  }
+  for (const HeadReport& head : inspect_one(make_record("cast(clusters=3,size=4)")).heads) {
+    EXPECT_EQ(head.sizes, (std::vector<double>{4, 4, 4}));
+  }
+  EXPECT_TRUE(inspect_one(make_record("local(window=4)")).heads[0].sizes.empty());
+}
+
+TEST(Inspect, CountsEmptyClusters) {
+  AttentionRecord record = make_record("routing(clusters=4,window=24)");
+  // All tokens alike: they meet in one cluster.
+  record.q = at::arange(kDim, at::kFloat).expand({kRows, kHeads, kTokens, kDim});
+  record.k = record.q;
+  for (const HeadReport& head : inspect_one(record).heads) {
+    EXPECT_EQ(head.empty, 3);
+    EXPECT_EQ(head.sizes, (std::vector<double>{kTokens, 0, 0, 0}));
+  }
+}
+
+TEST(Inspect, EqualHeadsDoNotDiverge) {
+  AttentionRecord record = make_record("full");
+  record.q = record.q.narrow(1, 0, 1).expand_as(record.q);
+  record.k = record.k.narrow(1, 0, 1).expand_as(record.k);
+  const std::vector<Divergence> divergences = inspect_records({record}).divergences;
+  ASSERT_EQ(divergences.size(), 1u);
+  EXPECT_EQ(divergences[0].a, "full");
+  EXPECT_NEAR(divergences[0].mean, 0, kRounding);
+  EXPECT_NEAR(divergences[0].deviation, 0, kRounding);
+}
+
+TEST(Inspect, HeadsThatShareNoKeyDivergeByLnTwo) {
+  // Keys with large logits: head 0 looks at key 0, head 1 at key 1.
+  AttentionRecord record = make_record("full");
+  record.q = at::full({1, 2, 4, 2}, 100.0, at::kFloat);
+  record.k = at::zeros({1, 2, 4, 2});
+  record.k[0][0][0].fill_(1);
+  record.k[0][1][1].fill_(1);
+  record.v = record.k;
+  const std::vector<Divergence> divergences = inspect_records({record}).divergences;
+  ASSERT_EQ(divergences.size(), 1u);
+  EXPECT_NEAR(divergences[0].mean, std::log(2), kRounding);
+  EXPECT_NEAR(divergences[0].deviation, 0, kRounding);
+}
+
+TEST(Inspect, DivergencesAreByMechanismAndLayer) {
+  std::vector<AttentionRecord> records;
+  for (const std::int64_t layer : {0, 1}) {
+    for (const char* const spec :
+         {"local(window=4)", "routing(clusters=2,window=8,causal=strict)"}) {
+      records.push_back(make_record(spec, /*causal=*/true));
+      records.back().layer = layer;
+      records.back().group = records.size() % 2 == 1 ? 0 : 1;
+    }
+  }
+  const Inspection inspection = inspect_records(records);
+  ASSERT_EQ(inspection.groups.size(), 4u);
+  EXPECT_EQ(inspection.groups[3].layer, 1);
+  EXPECT_EQ(inspection.groups[3].group, 1);
+  ASSERT_EQ(inspection.divergences.size(), 6u);
+  const Divergence& mixed = inspection.divergences[4];
+  EXPECT_EQ(mixed.layer, 1);
+  EXPECT_EQ(mixed.a, "local");
+  EXPECT_EQ(mixed.b, "routing");
+  for (const Divergence& divergence : inspection.divergences) {
+    EXPECT_GT(divergence.mean, 0);
+    EXPECT_LT(divergence.mean, std::log(2) + kRounding);
+  }
+}
+
+TEST(Inspect, LooksIntoEveryGroupOfAModel) {
+  Config config;
+  config.task = "copy";
+  config.length = 32;
+  config.model.dim = 16;
+  config.model.layers = 2;
+  config.model.heads = 4;
+  config.attention = "1*local(window=8)+3*clustered(clusters=4)";
+  const std::unique_ptr<Task> task = make_task(config);
+  torch_api::LanguageModel model = make_model(config, *task);
+  model->train();
+  const Inspection inspection = inspect(model, *task, 2, /*seed=*/1);
+  EXPECT_TRUE(model->is_training());
+  ASSERT_EQ(inspection.groups.size(), 4u);
+  EXPECT_EQ(inspection.groups[3].attention, "clustered(clusters=4)");
+  ASSERT_EQ(inspection.groups[3].heads.size(), 3u);
+  EXPECT_EQ(inspection.groups[3].heads[2].sizes.size(), 4u);
+  EXPECT_EQ(inspection.divergences.size(), 4u);  // of a single local head only with the others
+  const Inspection again = inspect(model, *task, 2, /*seed=*/1);
+  EXPECT_EQ(again.groups[3].heads[2].sizes, inspection.groups[3].heads[2].sizes);
+  EXPECT_EQ(again.divergences[1].mean, inspection.divergences[1].mean);
+}
+
+}  // namespace
+}  // namespace coterie::train

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT
+#include "train/options.h"
+
+#include <gtest/gtest.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <sstream>
+
+#include "coterie/error.h"
+#include "temporary_folder.h"
+#include "train/config_text.h"
+
+namespace coterie::train {
+namespace {
+
+// Structured bindings: a field that is added does not compile until it stands here.
+Config config_without_defaults() {
+  Config config;
+  auto& [task, data, length, attention, attention_at, out, device, threads, seed, copy, recall,
+         text, model, optimizer, schedule, train, checkpoint] = config;
+  task = "words";
+  data = "a \"quoted\" folder # with a \\ and\ta tab\n";
+  length = 333;
+  attention = "2*local(window=8)+2*routing(clusters=4,window=8)";
+  attention_at = {{"0-1", "full"}, {"2", "i-clustered(clusters=3,topk=4)"}};
+  out = "runs/ä ö";
+  device = "cuda:1";
+  threads = 3;
+  seed = std::numeric_limits<std::uint64_t>::max();
+  auto& [symbols, mask] = copy;
+  symbols = 7;
+  mask = 1.0 / 3.0;
+  auto& [keys, values, pairs, queries, causal] = recall;
+  keys = 5, values = 6, pairs = 9, queries = 2, causal = true;
+  auto& [valid, test, vocabulary] = text;
+  valid = 0.1, test = 0.2, vocabulary = 1000;
+  auto& [dim, layers, heads, kv_heads, ffn, dropout, positions, embedding_std, position_base, bias,
+         tied, recompute] = model;
+  embedding_std = 0.3, position_base = 77.5;
+  dim = 48, layers = 3, heads = 6, kv_heads = 2, ffn = 100, dropout = 0.1, positions = "learned";
+  bias = !bias, tied = !tied, recompute = !recompute;
+  auto& [name, lr, beta1, beta2, eps, weight_decay, clip, relative] = optimizer;
+  name = "adafactor", lr = 0.1 + 0.2, beta1 = 0.5, beta2 = 0.99, eps = 1e-7, weight_decay = 0.3;
+  clip = 2.5, relative = true;
+  auto& [warmup, decay, floor] = schedule;
+  warmup = 11, decay = "rsqrt", floor = 0.25;
+  auto& [steps, batch, micro_batch, log_every, eval_every, eval_batches, patience, truncate,
+         centroids, dtype] = train;
+  steps = 12, batch = 13, micro_batch = 14, log_every = 15, eval_every = 16, eval_batches = 17;
+  patience = 18, truncate = 0.7, centroids = "random", dtype = "bf16";
+  auto& [every, keep] = checkpoint;
+  every = 19, keep = 20;
+  return config;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    if (line.find(" = ") != std::string::npos) lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string message_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  } catch (const CLI::Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+std::string refusal(const std::string& text) {
+  return message_of([&] { parse_config(text, "a.toml"); });
+}
+
+Config parsed(std::vector<std::string> arguments) {
+  Config config;
+  CLI::App program;
+  CLI::App* verb = program.add_subcommand("train");
+  add_options(*verb, config);
+  arguments.insert(arguments.begin(), "train");
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+  program.parse(arguments);
+  return config;
+}
+
+#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
+
+TEST(Options, EveryFieldSurvivesTheRoundTripThroughText) {
+  const Config config = config_without_defaults();
+  const std::string text = config_text(config);
+  EXPECT_EQ(config_text(parse_config(text, "text")), text);
+  // Each of the fields is in the text, and not with its default.
+  const auto lines = lines_of(text), defaults = lines_of(config_text(Config()));
+  ASSERT_EQ(lines.size(), 9 + 2 + 5 + 3 + 12 + 8 + 3 + 10 + 2);
+  ASSERT_EQ(defaults.size(), lines.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_NE(lines[i], defaults[i]);
+}
+
+TEST(Options, NumbersAreWrittenExactly) {
+  Config config;
+  config.optimizer.lr = 0.1 + 0.2;
+  config.seed = std::numeric_limits<std::uint64_t>::max();
+  const Config read = parse_config(config_text(config), "text");
+  EXPECT_EQ(read.optimizer.lr, 0.1 + 0.2);
+  EXPECT_EQ(read.seed, config.seed);
+}
+
+TEST(Options, DefaultsAreThoseOfTheConfig) {
+  EXPECT_EQ(config_text(parsed({})), config_text(Config()));
+  EXPECT_EQ(config_text(parse_config("", "text")), config_text(Config()));
+}
+
+TEST(Options, TheCommandLineWinsOverTheFile) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() + "/a.toml";
+  std::ofstream(path) << "length = 99\n[model]\ndim = 32 # narrow\nbias = false\n"
+                      << "[train]\nsteps = 5\n";
+  const Config config = parsed({"--model.dim", "16", "--config", path, "--seed", "3"});
+  EXPECT_EQ(config.model.dim, 16);
+  EXPECT_EQ(config.length, 99);
+  EXPECT_EQ(config.train.steps, 5);
+  EXPECT_EQ(config.seed, 3u);
+  EXPECT_FALSE(config.model.bias);
+  EXPECT_TRUE(parsed({"--model.bias", "--config", path}).model.bias);
+  EXPECT_FALSE(parsed({"--model.tied=false"}).model.tied);
+}
+
+TEST(Options, AttentionOfLayersMayBeGivenSeveralTimes) {
+  const Config config = parsed({"--attention-at", "0", "full", "--seed", "2", "--attention-at",
+                                "1-2", "local(window=3,kind=blocked)"});
+  ASSERT_EQ(config.attention_at.size(), 2u);
+  EXPECT_EQ(config.attention_at[1].first, "1-2");
+  EXPECT_EQ(config.attention_at[1].second, "local(window=3,kind=blocked)");
+}
+
+TEST(Options, RefusalsSayWhatIsAllowed) {
+  const auto told = [](std::vector<std::string> arguments) {
+    return message_of([&] { parsed(arguments); });
+  };
+  EXPECT_HAS(told({"--model.dim", "0"}), "--model.dim: expected a whole number from 1 to 65536");
+  EXPECT_HAS(told({"--model.dim", "many"}), "got \"many\"");
+  EXPECT_HAS(told({"--seed", "-1"}), "--seed");
+  EXPECT_HAS(told({"--seed", "99999999999999999999"}), "--seed");
+  EXPECT_EQ(parsed({"--seed", "010"}).seed, 10u);
+  EXPECT_HAS(told({"--optimizer.lr", "nan"}), "expected a number from 0 to");
+  EXPECT_HAS(told({"--schedule.decay", "linear"}), "expected one of constant|rsqrt|cosine");
+  EXPECT_HAS(told({"--device", "gpu"}), "expected cpu, cuda or cuda:N");
+  EXPECT_HAS(told({"--attention-at", "0"}), "--attention-at");
+  EXPECT_HAS(told({"--model.width", "3"}), "--model.width");
+  EXPECT_HAS(told({"--config", "no/such/file"}), "no/such/file");
+}
+
+TEST(Options, RefusalsOfAFileNameItsLine) {
+  EXPECT_HAS(refusal("\n[model]\nwidth = 3\n"), "a.toml, line 3: expected one of model.dim, ");
+  EXPECT_HAS(refusal("[modal]\nwidth = 3\n"), "line 2: expected a section like model");
+  EXPECT_HAS(refusal("[model]\ndim = 0\n"), "line 2: --model.dim: expected a whole number");
+  EXPECT_HAS(refusal("length = 3\nlength = 4\n"), "line 2: expected each key once");
+  EXPECT_HAS(refusal("length = 3\n[model]\n[train]\nlength = 4"), "line 4");
+  EXPECT_HAS(refusal("device = cpu\n"), "line 1: expected a \"quoted text\", a number");
+  EXPECT_HAS(refusal("length 3\n"), "expected \"=\"; got \"3\"");
+  EXPECT_HAS(refusal("x"), "expected \"=\"; got the end of the line");
+  EXPECT_HAS(refusal("length = 3 4\n"), "expected the end of the line; got \"4\"");
+  EXPECT_HAS(refusal("[model\n"), "expected \"]\"");
+  EXPECT_HAS(refusal("data = \"open\n"), "expected a closing \"");
+  EXPECT_HAS(refusal("data = \"\\x\""), "after a backslash");
+  EXPECT_HAS(refusal("attention-at = [\"0\", \"full\", \"1\"]\n"),
+             "expected values in groups of 2; got 3");
+  EXPECT_HAS(refusal("length = [3, 4]\n"), "length");
+  EXPECT_HAS(refusal("config = \"b.toml\"\n"), "expected one of");
+  EXPECT_HAS(refusal("help = true\n"), "expected one of");
+}
+
+TEST(ConfigText, ReadsWhatTomlAllowsHere) {
+  const auto lines = read_config_lines(
+      "# a comment\r\n\n  a = 'lit\\eral # no comment' # a comment\n[s.t]\nb-c = [1, -2e-3 , "
+      "true]\n"
+      "d.e = \"\\u0001\\n\\\"\"\nf = []\n",
+      "text");
+  ASSERT_EQ(lines.size(), 4u);
+  EXPECT_EQ(lines[0].key, "a");
+  EXPECT_EQ(lines[0].values, std::vector<std::string>{"lit\\eral # no comment"});
+  EXPECT_EQ(lines[1].key, "s.t.b-c");
+  EXPECT_EQ(lines[1].values, (std::vector<std::string>{"1", "-2e-3", "true"}));
+  EXPECT_EQ(lines[2].key, "s.t.d.e");
+  EXPECT_EQ(lines[2].values, std::vector<std::string>{"\x01\n\""});
+  EXPECT_EQ(lines[2].number, 6);
+  EXPECT_TRUE(lines[3].values.empty());
+}
+
+TEST(ConfigText, AnyBytesInQuotesComeBack) {
+  std::string bytes;
+  for (int c = 0; c < 256; ++c) bytes += static_cast<char>(c);
+  const auto lines = read_config_lines("a = " + quoted_text(bytes), "text");
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_EQ(lines[0].values[0], bytes);
+}
+
+TEST(ConfigText, DeepSectionsAndLongLinesAreCheap) {
+  const std::string dots = "[a" + std::string(1000000, '.') + "]";
+  EXPECT_HAS(refusal(dots), "expected a key");
+  EXPECT_HAS(refusal("data = " + std::string(1000000, '[')), "expected a \"quoted text\"");
+  EXPECT_HAS(refusal(std::string(1000000, 'a')), "expected \"=\"");
+}
+
+}  // namespace
+}  // namespace coterie::train

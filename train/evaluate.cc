@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT
+#include "train/evaluate.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/argmax.h>
+#include <ATen/ops/nll_loss.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "coterie/error.h"
+#include "train/autocast.h"
+
+namespace coterie::train {
+namespace {
+
+// Sums over the positions in `asked`, a mask of the flattened batch.
+Score sum_where(const at::Tensor& asked, const at::Tensor& nats, const at::Tensor& right) {
+  const at::Tensor weight = asked.to(at::kDouble);
+  return {.nats = (nats.to(at::kDouble) * weight).sum().item<double>(),
+          .count = asked.sum().item<std::int64_t>(),
+          .correct = (right & asked).sum().item<std::int64_t>()};
+}
+
+void add(Score& sum, const Score& part) {
+  sum.nats += part.nats;
+  sum.count += part.count;
+  sum.correct += part.correct;
+}
+
+// Leaves the model as it was: training or not.
+class EvalMode {
+ public:
+  explicit EvalMode(torch_api::LanguageModel& model)
+      : model_(model), was_training_(model->is_training()) {
+    model_->eval();
+  }
+  ~EvalMode() { model_->train(was_training_); }
+  EvalMode(const EvalMode&) = delete;
+  EvalMode& operator=(const EvalMode&) = delete;
+
+ private:
+  torch_api::LanguageModel& model_;
+  bool was_training_;
+};
+
+}  // namespace
+
+Batch to_device(const Batch& batch, c10::Device device) {
+  const auto move = [device](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(device) : tensor;
+  };
+  return {move(batch.tokens), move(batch.targets), move(batch.strata), move(batch.lengths)};
+}
+
+Score score_of(const at::Tensor& logits, const Batch& batch, std::vector<Score>* strata) {
+  const at::Tensor flat = logits.flatten(0, 1).to(at::kFloat);
+  const at::Tensor targets = batch.targets.flatten();
+  const at::Tensor nats =
+      at::nll_loss(flat.log_softmax(-1), targets, {}, at::Reduction::None, kIgnore);
+  const at::Tensor right = flat.argmax(-1) == targets, asked = targets != kIgnore;
+  if (strata != nullptr && batch.strata.defined()) {
+    const at::Tensor stratum = batch.strata.flatten();
+    for (std::size_t i = 0; i < strata->size(); ++i) {
+      const at::Tensor inside = asked & (stratum == static_cast<std::int64_t>(i));
+      add((*strata)[i], sum_where(inside, nats, right));
+    }
+  }
+  return sum_where(asked, nats, right);
+}
+
+Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
+                    const EvaluateOptions& options) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
+  const at::NoGradGuard no_grad;
+  const EvalMode eval_mode(model);
+  const c10::Device device = model->parameters().front().device();
+  const AutocastGuard autocast(device, options.bf16);
+  const std::vector<std::string> names = task.strata();
+  std::vector<Score> strata(names.size());
+  std::int64_t batches = task.batches(options.split, options.rows);
+  if (options.batches > 0) batches = std::min(batches, options.batches);
+  if (batches < 1) throw Error("[evaluate] expected held-out data of at least one batch; got none");
+
+  Evaluation result;
+  for (std::int64_t index = 0; index < batches; ++index) {
+    const Batch batch = to_device(task.batch(options.split, index, options.rows), device);
+    torch_api::PassContext context;
+    context.lengths = batch.lengths;
+    context.seed = options.seed + static_cast<std::uint64_t>(index);
+    add(result.score, score_of(model->forward(batch.tokens, context).out, batch, &strata));
+  }
+  for (std::size_t i = 0; i < names.size(); ++i) result.strata[names[i]] = strata[i];
+  result.metric = metric_value(task.metric(), result.score);
+  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  return result;
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: MIT
+// Scores of a model on a task's held-out data.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "coterie/torch/models.h"
+#include "train/task.h"
+
+namespace coterie::train {
+
+struct Evaluation {
+  Score score;
+  double metric = 0;
+  double seconds = 0;
+  std::map<std::string, Score> strata;  // by the names of Task::strata()
+};
+
+struct EvaluateOptions {
+  Split split = Split::valid;
+  std::int64_t rows = 32;
+  std::int64_t batches = 0;  // 0: all there are
+  std::uint64_t seed = 0;    // of clusterings
+  bool bf16 = false;         // matrix products
+};
+// Without gradients and dropout, on the model's device.
+Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
+                    const EvaluateOptions& options);
+
+// The score of logits (B, N, V) for a batch, and added to `strata`, one for each of Task::strata(),
+// when it is given and the batch has them.
+Score score_of(const at::Tensor& logits, const Batch& batch, std::vector<Score>* strata = nullptr);
+
+// The batch on another device.
+Batch to_device(const Batch& batch, c10::Device device);
+
+}  // namespace coterie::train

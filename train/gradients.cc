@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: MIT
+#include "train/gradients.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "coterie/random.h"
+#include "train/autocast.h"
+
+namespace coterie::train {
+namespace {
+
+// Streams of this file, apart from those of the tasks.
+constexpr std::uint32_t kClusterings = 1, kTruncations = 2;
+
+Batch rows_of(const Batch& batch, std::int64_t first, std::int64_t count) {
+  const auto narrow = [=](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.narrow(0, first, count) : tensor;
+  };
+  return {narrow(batch.tokens), narrow(batch.targets), narrow(batch.strata), narrow(batch.lengths)};
+}
+
+// Sum of the cross entropies over the asked positions.
+at::Tensor total_nats(const at::Tensor& logits, const at::Tensor& targets) {
+  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets.flatten(), {},
+                                at::Reduction::Sum, kIgnore);
+}
+
+}  // namespace
+
+StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
+                       const GradientOptions& options) {
+  const std::int64_t rows = batch.tokens.size(0);
+  const std::int64_t pass_rows = options.micro_batch > 0 ? options.micro_batch : rows;
+  const auto asked = (batch.targets != kIgnore).sum().item<std::int64_t>();
+  const double scale = 1.0 / static_cast<double>(std::max<std::int64_t>(asked, 1));
+  StepLoss result;
+  for (std::int64_t first = 0; first < rows; first += pass_rows) {
+    const Batch part = rows_of(batch, first, std::min(pass_rows, rows - first));
+    const double share = static_cast<double>(part.tokens.size(0)) / static_cast<double>(rows);
+    std::vector<torch_api::AttentionRecord> records;
+    torch_api::PassContext context;
+    context.lengths = part.lengths;
+    context.seed = options.seed + static_cast<std::uint64_t>(first);
+    if (options.update_centroids) context.records = &records;
+
+    at::Tensor loss;
+    torch_api::PassOutput output;
+    {
+      const AutocastGuard autocast(batch.tokens.device(), options.bf16);
+      output = model->forward(part.tokens, context);
+    }
+    loss = total_nats(output.out, part.targets) * scale;
+    result.loss += loss.item<double>();
+    if (output.commitment.defined()) {
+      const at::Tensor commitment = output.commitment * share;
+      result.commitment += commitment.item<double>();
+      loss = loss + commitment;
+    }
+    loss.backward();
+    if (options.update_centroids) model->transformer()->update_centroids(records);
+  }
+  return result;
+}
+
+Batch truncated(const Batch& batch, std::int64_t length) {
+  if (length >= batch.tokens.size(1)) return batch;
+  const auto cut = [length](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.narrow(1, 0, length) : tensor;
+  };
+  return {cut(batch.tokens), cut(batch.targets), cut(batch.strata),
+          batch.lengths.defined() ? batch.lengths.clamp_max(length) : batch.lengths};
+}
+
+std::int64_t step_length(const Config& config, std::int64_t step) {
+  const RandomStream stream{config.seed, RandomUse::sample, kTruncations};
+  const RandomBits bits = stream.at(static_cast<std::uint64_t>(step));
+  if (random_unit(bits.word[0]) >= config.train.truncate) return config.length;
+  const std::int64_t shortest = std::max<std::int64_t>(1, config.length / 8);
+  const auto span = static_cast<std::uint64_t>(config.length - shortest + 1);
+  return shortest + static_cast<std::int64_t>((bits.word[1] * span) >> 32);
+}
+
+std::uint64_t step_seed(std::uint64_t seed, std::int64_t step) {
+  return random_u64({seed, RandomUse::sample, kClusterings}, static_cast<std::uint64_t>(step));
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: MIT
+// The loss and its gradients for one step of the optimiser.
+#pragma once
+
+#include <cstdint>
+
+#include "coterie/torch/models.h"
+#include "train/task.h"
+
+namespace coterie::train {
+
+struct GradientOptions {
+  std::int64_t micro_batch = 0;   // rows of one pass; 0: all
+  std::uint64_t seed = 0;         // of clusterings
+  bool bf16 = false;              // matrix products
+  bool update_centroids = false;  // of routing heads: they move after the backward of each pass
+};
+
+struct StepLoss {
+  double loss = 0;        // mean cross entropy over the asked positions of the batch
+  double commitment = 0;  // weighted sum over the routing heads, mean over the passes
+};
+
+// Adds the gradients of loss + commitment to those of the model's parameters. The loss is the mean
+// over the asked positions of the whole batch, so that it does not depend on how it is split.
+StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
+                       const GradientOptions& options);
+
+// The first `length` positions of all rows.
+Batch truncated(const Batch& batch, std::int64_t length);
+
+// Length of the rows of a step in a run with a chance of random truncation: that of the config, or
+// one between an eighth of it and all. A pure function of the config and the step.
+std::int64_t step_length(const Config& config, std::int64_t step);
+
+// The seed of the clusterings of a step, a pure function of the two.
+std::uint64_t step_seed(std::uint64_t seed, std::int64_t step);
+
+}  // namespace coterie::train

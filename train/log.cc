@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: MIT
+#include "train/log.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <system_error>
+#include <utility>
+
+#include "coterie/error.h"
+#include "train/files.h"
+
+namespace coterie::train {
+namespace {
+
+// Whether a line belongs to a run up to `step`. A line that was cut off by a kill is no JSON.
+bool belongs(const std::string& line, std::int64_t step) {
+  const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) return false;
+  const auto kind = json.find("kind"), at = json.find("step");
+  if (kind == json.end() || !kind->is_string() || *kind == "end") return false;
+  if (*kind == "run") return true;
+  return at != json.end() && at->is_number_integer() && *at <= step;
+}
+
+std::string lines_up_to(const std::string& path, std::int64_t step) {
+  std::string kept, line;
+  std::istringstream lines(read_file(path));
+  while (std::getline(lines, line)) {
+    if (belongs(line, step)) kept += line + "\n";
+  }
+  return kept;
+}
+
+}  // namespace
+
+Log::Log(std::string path, std::int64_t resumed_step) : path_(std::move(path)) {
+  const bool resumes = resumed_step != kNew && std::filesystem::exists(path_);
+  write_file(path_, resumes ? lines_up_to(path_, resumed_step) : "");
+}
+
+// One write call per line: a process that is killed leaves whole lines, or a last one cut off by
+// the system, never a mixture.
+void Log::write(const nlohmann::json& line) const {
+  const std::string text = line.dump() + "\n";
+  const int file = ::open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  const ssize_t written = file < 0 ? -1 : ::write(file, text.data(), text.size());
+  const int error = errno;
+  if (file >= 0) ::close(file);
+  if (written == static_cast<ssize_t>(text.size())) return;
+  throw Error("[log] cannot write " + path_ + ": " +
+              (written < 0 ? std::generic_category().message(error) : "the disk is full"));
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: MIT
+// The log of a run: OUT/log.jsonl, one JSON object a line. The report reads it.
+//
+//   {"kind":"run","task":...,"attention":...,"config":"<toml>","machine":{...},"parameters":n,
+//    "metric":"accuracy","baselines":[{"name":..,"value":..}],"seed":..,"date":"..."}
+//   {"kind":"step","step":10,"loss":..,"lr":..,"grad_norm":..,"commitment":..,"tokens_per_s":..,
+//    "seconds":..,"memory_bytes":..}
+//   {"kind":"eval","step":200,"split":"valid","loss":..,"metric":..,"accuracy":..,"seconds":..,
+//    "strata":{"name":value,...}}
+//   {"kind":"clusters","step":200,"layers":[{"layer":0,"group":1,"attention":"routing(...)",
+//    "heads":[{"sizes":[..],"empty":n,"mass":..}]}]}
+//   {"kind":"end","step":1000,"reason":"steps"|"patience"|"interrupted","seconds":..,
+//    "peak_memory_bytes":..,"best":..,"best_step":..}
+//
+// Of a step line, loss and commitment are those of this step, commitment only with routing heads;
+// seconds are of training since step 0, evaluations and checkpoints not counted. In an eval line,
+// metric is in the unit of the run line, accuracy the share of right answers, seconds the time it
+// took. Memory is of memory.h: what the run added to the process or, on a GPU, torch's tensors.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+namespace coterie::train {
+
+// Appends lines; each reaches the file at once. When a run resumes, what an earlier, broken-off one
+// wrote after the step from which it resumes is dropped, and so is its end.
+class Log {
+ public:
+  static constexpr std::int64_t kNew = -1;
+  Log(std::string path, std::int64_t resumed_step);
+  void write(const nlohmann::json& line) const;  // throws Error when it cannot
+
+ private:
+  std::string path_;
+};
+
+// What a person is shown while waiting.
+struct ProgressLine {
+  std::string label;  // "copy  i-clustered(clusters=16)"
+  std::int64_t step = 0, steps = 0;
+  double loss = 0, tokens_per_s = 0, seconds_left = 0;
+  std::string note;  // last evaluation: "accuracy 0.993"
+};
+using ShowProgress = std::function<void(const ProgressLine&)>;
+
+}  // namespace coterie::train

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: MIT
+// The model of a config.
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <fmt/core.h>
+
+#include <charconv>
+
+#include "coterie/error.h"
+#include "coterie/runtime.h"
+#include "train/trainer.h"
+
+namespace coterie::train {
+namespace {
+
+using torch_api::EmbeddingPositions;
+
+struct LayerRange {
+  std::int64_t first = 0, last = 0;
+};
+
+// "2" or "0-3", both ends included.
+LayerRange parse_range(const std::string& text, std::int64_t layers) {
+  const char* const end = text.data() + text.size();
+  LayerRange range;
+  auto read = std::from_chars(text.data(), end, range.first);
+  range.last = range.first;
+  if (read.ec == std::errc() && read.ptr != end && *read.ptr == '-') {
+    read = std::from_chars(read.ptr + 1, end, range.last);
+  }
+  const bool good = read.ec == std::errc() && read.ptr == end && range.first >= 0 &&
+                    range.first <= range.last && range.last < layers;
+  if (!good) {
+    throw Error(fmt::format(
+        "[train] expected layers of --attention-at like 0 or 0-{}, from 0 to {}; got \"{}\"",
+        layers - 1, layers - 1, text));
+  }
+  return range;
+}
+
+AttentionSpec parse_spec(const std::string& text, std::int64_t heads) {
+  AttentionSpec spec = AttentionSpec::parse(text);
+  spec.head_counts(heads);  // refuses counts that do not add up
+  return spec;
+}
+
+EmbeddingPositions embedding_positions(const Config& config, const Task& task) {
+  const std::string& name = config.model.positions;
+  if (name == "none") return EmbeddingPositions::none;
+  if (name == "sinusoidal") return EmbeddingPositions::sinusoidal;
+  if (name == "learned") return EmbeddingPositions::learned;
+  if (name == "automatic") {
+    return task.needs_positions() ? EmbeddingPositions::sinusoidal : EmbeddingPositions::none;
+  }
+  throw Error("[train] expected positions automatic, none, sinusoidal or learned; got \"" + name +
+              "\"");
+}
+
+torch_api::TransformerOptions transformer_options(const Config& config, bool causal) {
+  torch_api::TransformerOptions options;
+  options.dim = config.model.dim;
+  options.layers = config.model.layers;
+  options.heads = config.model.heads;
+  options.kv_heads = config.model.kv_heads;
+  options.ffn = config.model.ffn;
+  options.dropout = config.model.dropout;
+  options.attention = layer_attention(config);
+  options.causal = causal;
+  options.bias = config.model.bias;
+  options.recompute = config.model.recompute;
+  options.seed = config.seed;
+  return options;
+}
+
+}  // namespace
+
+std::vector<AttentionSpec> layer_attention(const Config& config) {
+  const std::int64_t layers = config.model.layers, heads = config.model.heads;
+  std::vector<AttentionSpec> specs(static_cast<std::size_t>(layers),
+                                   parse_spec(config.attention, heads));
+  for (const auto& [text, attention] : config.attention_at) {
+    const AttentionSpec spec = parse_spec(attention, heads);
+    const LayerRange range = parse_range(text, layers);
+    for (std::int64_t layer = range.first; layer <= range.last; ++layer) {
+      specs[static_cast<std::size_t>(layer)] = spec;
+    }
+  }
+  return specs;
+}
+
+torch_api::LanguageModel make_model(const Config& config, const Task& task) {
+  torch_api::LanguageModelOptions options;
+  options.input.vocabulary = task.vocabulary();
+  options.input.positions = embedding_positions(config, task);
+  options.input.max_length = config.length;
+  options.tied = config.model.tied;
+  options.input.embedding_std = config.model.embedding_std;
+  options.input.position_base = config.model.position_base;
+  options.transformer = transformer_options(config, task.causal());
+  const c10::Device device(config.device);
+  if (device.is_cuda() && !at::hasCUDA()) {
+    throw Error("[train] expected a CUDA device for --device " + config.device + "; got none");
+  }
+  at::manual_seed(config.seed);
+  torch_api::LanguageModel model(options);
+  model->to(device);
+  return model;
+}
+
+std::string leak_warning(const std::vector<AttentionSpec>& specs, bool causal) {
+  for (const AttentionSpec& spec : specs) {
+    for (const HeadGroup& group : spec.groups) {
+      if (causal && leaks_future(group.mechanism, causal)) {
+        return to_string(group.mechanism) +
+               " sees the future when it selects: scores are too good, and generate refuses it";
+      }
+    }
+  }
+  return "";
+}
+
+void use_threads(int threads) {
+  if (threads > 0) set_threads(threads);
+  at::set_num_threads(coterie::threads());
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: MIT
+#include "train/options.h"
+
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "coterie/error.h"
+#include "train/config_text.h"
+#include "train/files.h"
+
+namespace coterie::train {
+namespace {
+
+constexpr std::int64_t kMany = 1'000'000'000;
+
+// The list of all fields: name, place, what is allowed, what it means.
+template <class Visitor>
+void visit_fields(Config& config, Visitor& visit) {
+  visit.group("Run");
+  visit.text("task", config.task, "NAME",
+             "What to learn: copy and recall (generated), bytes and words (text)");
+  visit.text("data", config.data, "PATH",
+             "Text for bytes and words: a file, folder or archive; bytes has its own if empty");
+  visit.number("length", config.length, 2, 1 << 24, "Tokens of a row");
+  visit.text("attention", config.attention, "SPEC", "Attention of all layers; see below");
+  visit.pairs("attention-at", config.attention_at, "LAYERS SPEC",
+              "Attention of some layers, counted from 0: 2 or 0-3. Repeatable, later ones win");
+  visit.text("out", config.out, "FOLDER",
+             "Where the run is written; a new one under runs/ if empty");
+  visit.device("device", config.device, "Where to compute: cpu, cuda or cuda:1");
+  visit.number("threads", config.threads, 0, 4096, "CPU threads; all cores if 0");
+  visit.number("seed", config.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+               "Of parameters, data and clusters: equal seeds make equal runs");
+
+  visit.group("Task");
+  visit.number("copy.symbols", config.copy.symbols, 2, 1 << 20, "copy: different symbols");
+  visit.number("copy.mask", config.copy.mask, 0.0, 1.0, "copy: share of symbols that are hidden");
+  visit.number("recall.keys", config.recall.keys, 1, 1 << 20, "recall: different keys");
+  visit.number("recall.values", config.recall.values, 1, 1 << 20, "recall: different values");
+  visit.number("recall.pairs", config.recall.pairs, 1, 1 << 20, "recall: pairs in a row");
+  visit.number("recall.queries", config.recall.queries, 1, 1 << 20, "recall: questions in a row");
+  visit.flag("recall.causal", config.recall.causal, "recall: answers may not look ahead");
+  visit.number("text.valid", config.text.valid, 0.0, 0.5, "Share of the text held out to validate");
+  visit.number("text.test", config.text.test, 0.0, 0.5, "Share of the text held out to test");
+  visit.number("text.vocabulary", config.text.vocabulary, 0, kMany,
+               "words: the most frequent ones that are kept; all if 0");
+
+  visit.group("Model");
+  visit.number("model.dim", config.model.dim, 1, 1 << 16, "Width; a multiple of the heads");
+  visit.number("model.layers", config.model.layers, 1, 1024, "Layers");
+  visit.number("model.heads", config.model.heads, 1, 1024, "Query heads of a layer");
+  visit.number("model.kv-heads", config.model.kv_heads, 0, 1024,
+               "Key and value heads; as many as query heads if 0");
+  visit.number("model.ffn", config.model.ffn, 0, 1 << 20,
+               "Hidden width of the feed-forward layers; 4 times the width if 0");
+  visit.number("model.dropout", config.model.dropout, 0.0, 0.99, "Share of activations dropped");
+  visit.choice("model.positions", config.model.positions,
+               {"automatic", "none", "sinusoidal", "learned"},
+               "Positions added to embeddings; automatic: what the task needs");
+  visit.number("model.embedding-std", config.model.embedding_std, 0.0, 100.0,
+               "Size of token vectors at the start; small ones learn recall better");
+  visit.number("model.position-base", config.model.position_base, 1.0, 1e9,
+               "sinusoidal: the longest wavelength is 2 pi times this");
+  visit.flag("model.bias", config.model.bias, "Projections have biases");
+  visit.flag("model.tied", config.model.tied, "The output layer is the embedding");
+  visit.flag("model.recompute", config.model.recompute,
+             "Run layers again in the backward pass: slower, less memory");
+
+  visit.group("Optimiser");
+  visit.choice("optimizer.name", config.optimizer.name, {"adamw", "adafactor"},
+               "adafactor keeps less state: row and column means of squared gradients");
+  visit.number("optimizer.lr", config.optimizer.lr, 0.0, 1e9, "Learning rate after the warm-up");
+  visit.number("optimizer.beta1", config.optimizer.beta1, 0.0, 0.9999,
+               "adamw: decay of the mean gradient");
+  visit.number("optimizer.beta2", config.optimizer.beta2, 0.0, 0.999999,
+               "adamw: decay of the mean squared gradient");
+  visit.number("optimizer.eps", config.optimizer.eps, 0.0, 1.0,
+               "adamw: added to the root of the mean squared gradient");
+  visit.number("optimizer.weight-decay", config.optimizer.weight_decay, 0.0, 1e3,
+               "Pull of matrices towards 0, times the rate");
+  visit.number("optimizer.clip", config.optimizer.clip, 0.0, 1e9,
+               "Largest norm of the gradient; no limit if 0");
+  visit.flag("optimizer.relative", config.optimizer.relative,
+             "adafactor: steps are the rate times the size of the parameter");
+  visit.number("schedule.warmup", config.schedule.warmup, 0, kMany,
+               "Steps in which the rate rises from 0");
+  visit.choice("schedule.decay", config.schedule.decay, {"constant", "rsqrt", "cosine"},
+               "The rate after them: constant, as 1/sqrt(step), or half a cosine to the last step");
+  visit.number("schedule.floor", config.schedule.floor, 0.0, 1.0,
+               "cosine: the last rate, as a share of the highest");
+
+  visit.group("Training");
+  visit.number("train.steps", config.train.steps, 1, kMany, "Steps of the optimiser");
+  visit.number("train.batch", config.train.batch, 1, 1 << 20, "Rows of a step");
+  visit.number("train.micro-batch", config.train.micro_batch, 0, 1 << 20,
+               "Rows computed at once, to save memory; all of a step if 0");
+  visit.number("train.log-every", config.train.log_every, 1, kMany,
+               "Steps between lines of the log");
+  visit.number("train.eval-every", config.train.eval_every, 0, kMany,
+               "Steps between validations; only at the end if 0");
+  visit.number("train.eval-batches", config.train.eval_batches, 0, kMany,
+               "Batches of a validation; all there are if 0");
+  visit.number("train.patience", config.train.patience, 0, kMany,
+               "Stop after so many validations without improvement; never if 0");
+  visit.number("train.truncate", config.train.truncate, 0.0, 1.0,
+               "Share of steps whose rows are cut to a random length, for routing");
+  visit.choice("train.centroids", config.train.centroids, {"data", "random"},
+               "routing: centroids start from the first batch or at random");
+  visit.choice("train.dtype", config.train.dtype, {"f32", "bf16"},
+               "Type of matrix products; parameters are always f32");
+  visit.number("checkpoint.every", config.checkpoint.every, 0, kMany,
+               "Steps between checkpoints; only best and last if 0");
+  visit.number("checkpoint.keep", config.checkpoint.keep, 1, kMany,
+               "Checkpoints that are kept, beside the best");
+}
+
+// The number that `text` is, all of it; CLI11 would read "010" as 8 and "-1" as 2^64 - 1.
+template <class Number>
+Number parse_number(const std::string& option, const std::string& text, Number low, Number high) {
+  Number value{};
+  const char* const end = text.data() + text.size();
+  const auto read = std::from_chars(text.data(), end, value);
+  const bool good = read.ec == std::errc() && read.ptr == end && value >= low && value <= high;
+  if (good) return value;  // NaN is in no range
+  const char* const kind = std::is_integral_v<Number> ? "whole number" : "number";
+  throw CLI::ValidationError(
+      option, fmt::format("expected a {} from {} to {}; got \"{}\"", kind, low, high, text));
+}
+
+std::string check_device(const std::string& text) {
+  const bool numbered = text.size() > 5 && text.size() < 9 && text.starts_with("cuda:") &&
+                        text.find_first_not_of("0123456789", 5) == std::string::npos;
+  if (text == "cpu" || text == "cuda" || numbered) return "";
+  return "expected cpu, cuda or cuda:N; got \"" + text + "\"";
+}
+
+// Makes options of the fields.
+class Binder {
+ public:
+  explicit Binder(CLI::App& app) : app_(app) {}
+
+  void group(const char* name) { group_ = name; }
+
+  CLI::Option* text(const char* name, std::string& field, const char* type, const char* help) {
+    return app_.add_option(std::string("--") + name, field, help)
+        ->group(group_)
+        ->type_name(type)
+        ->capture_default_str();
+  }
+
+  void device(const char* name, std::string& field, const char* help) {
+    text(name, field, "DEVICE", help)->check(CLI::Validator("").operation([](std::string& text) {
+      return check_device(text);
+    }));
+  }
+
+  void choice(const char* name, std::string& field, const std::vector<std::string>& words,
+              const char* help) {
+    const std::string list = CLI::detail::join(words, "|");
+    const auto check = [=](std::string& text) {
+      const bool known = std::find(words.begin(), words.end(), text) != words.end();
+      return known ? std::string() : "expected one of " + list + "; got \"" + text + "\"";
+    };
+    text(name, field, list.c_str(), help)->check(CLI::Validator("").operation(check));
+  }
+
+  template <class Number>
+  void number(const char* name, Number& field, std::type_identity_t<Number> low,
+              std::type_identity_t<Number> high, const char* help) {
+    const std::string option = std::string("--") + name;
+    const auto set = [=, &field](const std::string& text) {
+      field = parse_number<Number>(option, text, low, high);
+    };
+    app_.add_option_function<std::string>(option, set, help)
+        ->group(group_)
+        ->type_name(std::is_integral_v<Number> ? "N" : "NUMBER")
+        ->default_str(fmt::format("{}", field));
+  }
+
+  void flag(const char* name, bool& field, const char* help) {
+    app_.add_flag(std::string("--") + name, field, help)
+        ->group(group_)
+        ->option_text(fmt::format("[=true|false]={}", field));
+  }
+
+  using Pairs = std::vector<std::pair<std::string, std::string>>;
+  void pairs(const char* name, Pairs& field, const char* type, const char* help) {
+    app_.add_option(std::string("--") + name, field, help)->group(group_)->option_text(type);
+  }
+
+ private:
+  CLI::App& app_;
+  std::string group_;
+};
+
+// Writes the fields as text.
+class Writer {
+ public:
+  std::string text() && { return std::move(text_); }
+
+  void group(const char*) {}
+  void text(const char* name, const std::string& field, const char*, const char*) {
+    add(name, quoted_text(field));
+  }
+  void device(const char* name, const std::string& field, const char*) {
+    add(name, quoted_text(field));
+  }
+  void choice(const char* name, const std::string& field, const std::vector<std::string>&,
+              const char*) {
+    add(name, quoted_text(field));
+  }
+  // fmt writes as many digits as give the same number back.
+  template <class Number>
+  void number(const char* name, const Number& field, std::type_identity_t<Number>,
+              std::type_identity_t<Number>, const char*) {
+    add(name, fmt::format("{}", field));
+  }
+  void flag(const char* name, const bool& field, const char*) {
+    add(name, field ? "true" : "false");
+  }
+  void pairs(const char* name, const Binder::Pairs& field, const char*, const char*) {
+    std::string list;
+    for (const auto& [layers, spec] : field) {
+      list += (list.empty() ? "" : ", ") + quoted_text(layers) + ", " + quoted_text(spec);
+    }
+    add(name, "[" + list + "]");
+  }
+
+ private:
+  void add(const std::string& name, const std::string& value) {
+    const std::size_t dot = name.find('.');
+    const std::string section = dot == std::string::npos ? "" : name.substr(0, dot);
+    if (section != section_) text_ += "\n[" + section + "]\n";
+    section_ = section;
+    text_ += name.substr(dot + 1) + " = " + value + "\n";  // npos + 1 is 0
+  }
+
+  std::string text_, section_;
+};
+
+// The keys that share the section of `key`, for a message.
+std::string known_keys(const CLI::App& app, const std::string& key) {
+  const std::string section = key.substr(0, key.find('.') + 1);
+  std::string list;
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = option->get_single_name();
+    const bool inside = name.substr(0, name.find('.') + 1) == section;
+    if (option->get_configurable() && inside) list += (list.empty() ? "" : ", ") + name;
+  }
+  return list.empty() ? "a section like model or train" : "one of " + list;
+}
+
+void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) {
+  const std::string place = config_place(name, line.number);
+  CLI::Option* option = app.get_option_no_throw("--" + line.key);
+  if (option == nullptr || !option->get_configurable()) {
+    throw Error(place + "expected " + known_keys(app, line.key) + "; got " + line.key);
+  }
+  const auto together = static_cast<std::size_t>(std::max(1, option->get_type_size()));
+  if (line.values.size() % together != 0) {
+    throw Error(fmt::format("{}expected values in groups of {}; got {}", place, together,
+                            line.values.size()));
+  }
+  if (option->count() > 0 || line.values.empty()) return;  // []: nothing, which is the default
+  try {
+    option->add_result(line.values);
+    option->run_callback();
+  } catch (const CLI::Error& error) {
+    throw Error(place + error.what());
+  }
+}
+
+}  // namespace
+
+void add_options(CLI::App& app, Config& config) {
+  const auto file = std::make_shared<std::string>();  // lives as long as the callback
+  app.add_option("--config", *file, "Read options from a file: [model] dim = 64 is --model.dim 64")
+      ->type_name("FILE")
+      ->group("Run")
+      ->configurable(false);
+  Binder binder(app);
+  visit_fields(config, binder);
+  app.parse_complete_callback([&app, file] {
+    if (!file->empty()) apply_config(app, read_file(*file), *file);
+  });
+}
+
+void apply_config(CLI::App& app, const std::string& text, const std::string& name) {
+  for (const ConfigLine& line : read_config_lines(text, name)) apply_line(app, line, name);
+}
+
+std::string config_text(const Config& config) {
+  Config copy = config;  // fields are visited as variables
+  Writer writer;
+  visit_fields(copy, writer);
+  return std::move(writer).text();
+}
+
+Config parse_config(const std::string& text, const std::string& name) {
+  Config config;
+  CLI::App app;
+  add_options(app, config);
+  apply_config(app, text, name);
+  return config;
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT
+// The lines of a run's log (log.h).
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+
+#include "coterie/torch/models.h"
+#include "train/checkpoint.h"
+#include "train/config.h"
+#include "train/evaluate.h"
+#include "train/task.h"
+
+namespace coterie::train {
+
+// What is known of one step.
+struct StepFacts {
+  std::int64_t step = 0;
+  double loss = 0, commitment = 0, rate = 0, gradient_norm = 0;
+  double tokens_per_s = 0;  // since the line before
+  double seconds = 0;       // of training so far
+  std::int64_t memory_bytes = 0;
+};
+
+struct EndFacts {
+  std::string reason;
+  TrainState state;
+  std::int64_t peak_memory_bytes = 0;
+};
+
+nlohmann::json run_line(const Config& config, const Task& task, const ::torch::nn::Module& model);
+nlohmann::json step_line(const StepFacts& facts, bool with_commitment);
+nlohmann::json eval_line(std::int64_t step, const Task& task, const Evaluation& evaluation);
+nlohmann::json end_line(const EndFacts& facts);
+// Nothing for a model without head groups that select by content.
+std::optional<nlohmann::json> clusters_line(std::int64_t step, torch_api::LanguageModel& model,
+                                            const Task& task);
+
+}  // namespace coterie::train

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: MIT
+// Reader and writer. The reader takes nothing on trust: the header's nesting is limited before it
+// is built, tensors must fill the rest of the file in some order without gaps or overlaps, and each
+// must be as large as its shape and type say.
+#include "train/safetensors.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "coterie/error.h"
+#include "train/files.h"
+
+namespace coterie::train {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kMaxHeader = 100'000'000;  // of the format
+constexpr std::size_t kAlignment = 8;            // of the tensors' beginning
+constexpr int kMaxDepth = 3;                     // of values: {"name": {"shape": [n]}}
+constexpr const char* kMetadata = "__metadata__";
+
+constexpr std::pair<const char*, std::uint64_t> kTypes[] = {
+    {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E5M2", 1}, {"F8_E4M3", 1},
+    {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},
+    {"U32", 4},  {"F32", 4}, {"F64", 8}, {"I64", 8},     {"U64", 8}};
+
+std::uint64_t type_bytes(const std::string& dtype) {
+  for (const auto& [name, bytes] : kTypes) {
+    if (dtype == name) return bytes;
+  }
+  std::string known;
+  for (const auto& [name, bytes] : kTypes) known += std::string(known.empty() ? "" : ", ") + name;
+  throw Error("expected a type of " + known + "; got \"" + dtype + '"');
+}
+
+std::uint64_t tensor_bytes(const std::string& dtype, const std::vector<std::int64_t>& shape) {
+  std::uint64_t bytes = type_bytes(dtype);
+  for (const std::int64_t size : shape) {
+    if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes)) {
+      throw Error("expected a shape that fits in memory; got a size of " + std::to_string(size));
+    }
+  }
+  return bytes;
+}
+
+// A whole number in JSON, at most the largest int64.
+std::int64_t whole(const json& value) {
+  constexpr auto kMax = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+  if (!value.is_number_unsigned() || value.get<std::uint64_t>() > kMax) {
+    throw Error(std::string("expected a whole number, 0 or more; got ") +
+                (value.is_number() ? value.dump() : value.type_name()));
+  }
+  return value.get<std::int64_t>();
+}
+
+const json& member(const json& object, const char* key, json::value_t type) {
+  const auto found = object.find(key);
+  if (found == object.end() || found->type() != type) {
+    throw Error(std::string("expected a ") + json(type).type_name() + " \"" + key + '"');
+  }
+  return *found;
+}
+
+// The header as JSON, without duplicate names and nested no deeper than the format's.
+json parse_header(std::string_view text) {
+  std::set<std::string> names;
+  const auto check = [&](int depth, json::parse_event_t event, json& value) {
+    if (depth > kMaxDepth)
+      throw Error("expected a header as the format has it; got deeper nesting");
+    if (event == json::parse_event_t::key && depth == 1 &&
+        !names.insert(value.get<std::string>()).second) {
+      throw Error("expected names that occur once; got \"" + value.get<std::string>() + "\" again");
+    }
+    return true;
+  };
+  json header = json::parse(text.begin(), text.end(), check);
+  if (!header.is_object()) throw Error("expected a header that is a JSON object");
+  return header;
+}
+
+struct Span {
+  std::uint64_t begin = 0, end = 0;
+};
+
+struct Entry {
+  StoredTensor tensor;
+  Span span;
+};
+
+Entry parse_entry(const json& value) {
+  if (!value.is_object()) throw Error("expected a JSON object");
+  Entry entry;
+  entry.tensor.dtype = member(value, "dtype", json::value_t::string).get<std::string>();
+  for (const json& size : member(value, "shape", json::value_t::array)) {
+    entry.tensor.shape.push_back(whole(size));
+  }
+  const json& offsets = member(value, "data_offsets", json::value_t::array);
+  if (offsets.size() != 2) {
+    throw Error("expected two data_offsets; got " + std::to_string(offsets.size()));
+  }
+  entry.span = {static_cast<std::uint64_t>(whole(offsets[0])),
+                static_cast<std::uint64_t>(whole(offsets[1]))};
+  const std::uint64_t expected = tensor_bytes(entry.tensor.dtype, entry.tensor.shape);
+  if (entry.span.end < entry.span.begin || entry.span.end - entry.span.begin != expected) {
+    throw Error("expected data_offsets " + std::to_string(expected) + " bytes apart; got " +
+                offsets.dump());
+  }
+  return entry;
+}
+
+std::map<std::string, std::string> parse_metadata(const json& value) {
+  if (!value.is_object()) throw Error("expected a JSON object");
+  std::map<std::string, std::string> metadata;
+  for (const auto& [key, text] : value.items()) {
+    if (!text.is_string()) throw Error("expected a string \"" + key + '"');
+    metadata[key] = text.get<std::string>();
+  }
+  return metadata;
+}
+
+// Calls `read`, whose errors are about the entry `name`.
+template <class Read>
+auto in_entry(const std::string& name, const Read& read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    throw Error('"' + name + "\": " + error.what());
+  }
+}
+
+// Tensors lie one after the other, in any order, and end with the file.
+void check_spans(const std::map<std::string, Entry>& entries, std::uint64_t size) {
+  std::vector<std::pair<Span, const std::string*>> spans;
+  for (const auto& [name, entry] : entries) spans.emplace_back(entry.span, &name);
+  std::sort(spans.begin(), spans.end(), [](const auto& a, const auto& b) {
+    return std::pair(a.first.begin, a.first.end) < std::pair(b.first.begin, b.first.end);
+  });
+  std::uint64_t end = 0;
+  for (const auto& [span, name] : spans) {
+    if (span.begin != end) {
+      throw Error("expected tensors without gaps or overlaps; got \"" + *name + "\" at byte " +
+                  std::to_string(span.begin) + " where the one before ends at " +
+                  std::to_string(end));
+    }
+    end = span.end;
+  }
+  if (end != size) {
+    throw Error("expected " + std::to_string(end) + " bytes of tensors; got " +
+                std::to_string(size) + (size < end ? " (the file is cut off)" : ""));
+  }
+}
+
+SafeTensors parse(std::string_view file) {
+  if (file.size() < kLengthBytes) {
+    throw Error("expected a header's length in 8 bytes; got a file of " +
+                std::to_string(file.size()));
+  }
+  std::uint64_t length = 0;
+  for (std::size_t i = kLengthBytes; i-- > 0;)
+    length = length << 8 | static_cast<unsigned char>(file[i]);
+  file.remove_prefix(kLengthBytes);
+  if (length > std::min(file.size(), kMaxHeader) || length == 0 || file[0] != '{') {
+    throw Error("expected a JSON header; got one of " + std::to_string(length) +
+                " bytes in a file with " + std::to_string(file.size()) +
+                " bytes left (not a safetensors file, or cut off)");
+  }
+  const json header = parse_header(file.substr(0, length));
+  file.remove_prefix(length);
+
+  SafeTensors content;
+  std::map<std::string, Entry> entries;
+  for (const auto& [name, value] : header.items()) {
+    in_entry(name, [&] {
+      if (name == kMetadata) {
+        content.metadata = parse_metadata(value);
+      } else {
+        entries[name] = parse_entry(value);
+      }
+    });
+  }
+  check_spans(entries, file.size());
+  for (auto& [name, entry] : entries) {
+    entry.tensor.bytes.assign(file.begin() + static_cast<std::ptrdiff_t>(entry.span.begin),
+                              file.begin() + static_cast<std::ptrdiff_t>(entry.span.end));
+    content.tensors[name] = std::move(entry.tensor);
+  }
+  return content;
+}
+
+// Names in the order of the file: large elements first, so that each tensor is aligned to its own.
+std::vector<std::string> file_order(const SafeTensors& content) {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : content.tensors) names.push_back(name);
+  std::stable_sort(names.begin(), names.end(), [&](const std::string& a, const std::string& b) {
+    return type_bytes(content.tensors.at(a).dtype) > type_bytes(content.tensors.at(b).dtype);
+  });
+  return names;
+}
+
+std::string make_header(const SafeTensors& content, const std::vector<std::string>& names) {
+  json header = json::object();
+  if (!content.metadata.empty()) header[kMetadata] = content.metadata;
+  std::uint64_t offset = 0;
+  for (const std::string& name : names) {
+    const StoredTensor& tensor = content.tensors.at(name);
+    const std::uint64_t bytes =
+        in_entry(name, [&] { return tensor_bytes(tensor.dtype, tensor.shape); });
+    if (name == kMetadata || bytes != tensor.bytes.size()) {
+      throw Error('"' + name + "\": expected a tensor of " + std::to_string(bytes) +
+                  " bytes; got " + std::to_string(tensor.bytes.size()));
+    }
+    header[name] = {{"dtype", tensor.dtype},
+                    {"shape", tensor.shape},
+                    {"data_offsets", {offset, offset + bytes}}};
+    offset += bytes;
+  }
+  std::string text = header.dump();
+  text.append((kAlignment - text.size() % kAlignment) % kAlignment, ' ');
+  return text;
+}
+
+}  // namespace
+
+SafeTensors parse_safetensors(const char* data, std::size_t size, const std::string& name) {
+  try {
+    return parse({data, size});
+  } catch (const json::exception& error) {
+    throw Error("[safetensors] " + name + ": the header is no JSON: " + error.what());
+  } catch (const Error& error) {
+    throw Error("[safetensors] " + name + ": " + error.what());
+  }
+}
+
+SafeTensors read_safetensors(const std::string& path) {
+  const std::string file = read_file(path);
+  return parse_safetensors(file.data(), file.size(), path);
+}
+
+void write_safetensors(const std::string& path, const SafeTensors& content) {
+  std::string header;
+  std::vector<std::string> names;
+  try {
+    names = file_order(content);
+    header = make_header(content, names);
+  } catch (const json::exception& error) {  // names that are not UTF-8
+    throw Error("[safetensors] " + path + ": " + error.what());
+  } catch (const Error& error) {
+    throw Error("[safetensors] " + path + ": " + error.what());
+  }
+  std::string length(kLengthBytes, '\0');
+  for (std::size_t i = 0; i < kLengthBytes; ++i)
+    length[i] = static_cast<char>(header.size() >> (8 * i));
+  std::vector<std::string_view> parts = {length, header};
+  for (const std::string& name : names) {
+    const std::vector<char>& bytes = content.tensors.at(name).bytes;
+    parts.emplace_back(bytes.data(), bytes.size());
+  }
+  write_file(path, parts);
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: MIT
+#include "train/sample.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+#include "coterie/error.h"
+#include "coterie/random.h"
+
+namespace coterie::train {
+namespace {
+
+void check(const std::vector<std::int64_t>& prompt, const SampleOptions& options) {
+  if (prompt.empty()) throw Error("[sample] expected a prompt of at least one token; got none");
+  if (options.tokens < 0 || options.top_k < 0) {
+    throw Error("[sample] expected tokens and top_k of at least 0; got a negative number");
+  }
+  if (!(options.temperature >= 0.0) || !std::isfinite(options.temperature)) {
+    throw Error("[sample] expected a temperature of at least 0; got " +
+                std::to_string(options.temperature));
+  }
+  if (!(options.top_p > 0.0 && options.top_p <= 1.0)) {
+    throw Error("[sample] expected top_p above 0 and at most 1; got " +
+                std::to_string(options.top_p));
+  }
+}
+
+struct Candidate {
+  std::int64_t token;
+  double weight;  // not normalised
+};
+
+// The tokens that may be chosen, most likely first, equal ones by lower token.
+std::vector<Candidate> candidates(const at::Tensor& logits, const SampleOptions& options) {
+  const at::Tensor values = logits.to(at::kCPU, at::kDouble).contiguous();
+  const double* const logit = values.const_data_ptr<double>();
+  std::vector<std::int64_t> order(static_cast<std::size_t>(values.numel()));
+  std::iota(order.begin(), order.end(), 0);
+  const std::size_t kept = options.top_k == 0
+                               ? order.size()
+                               : std::min(order.size(), static_cast<std::size_t>(options.top_k));
+  std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(),
+                    [&](std::int64_t a, std::int64_t b) {
+                      return logit[a] != logit[b] ? logit[a] > logit[b] : a < b;
+                    });
+  order.resize(kept);
+  std::vector<Candidate> result;
+  for (const std::int64_t token : order) {
+    result.push_back({token, std::exp((logit[token] - logit[order[0]]) / options.temperature)});
+  }
+  return result;
+}
+
+// Keeps the smallest first part that has the share `top_p` of the weight.
+void keep_nucleus(std::vector<Candidate>& kept, double top_p) {
+  double total = 0;
+  for (const Candidate& candidate : kept) total += candidate.weight;
+  double sum = 0;
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    sum += kept[i].weight;
+    if (sum >= top_p * total) {
+      kept.resize(i + 1);
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std::uint64_t index) {
+  if (!logits.isfinite().all().item<bool>()) {
+    throw Error("[sample] expected finite logits; got some that are not: the model is damaged");
+  }
+  if (options.temperature == 0.0) return logits.argmax().item<std::int64_t>();
+  std::vector<Candidate> kept = candidates(logits, options);
+  keep_nucleus(kept, options.top_p);
+  double total = 0;
+  for (const Candidate& candidate : kept) total += candidate.weight;
+  const RandomStream stream{.seed = options.seed, .use = RandomUse::sample, .problem = 0};
+  // 53 bits: every double in [0, 1) that they can name.
+  const double point = static_cast<double>(random_u64(stream, index) >> 11) * 0x1p-53 * total;
+  double sum = 0;
+  for (const Candidate& candidate : kept) {
+    sum += candidate.weight;
+    if (point < sum) return candidate.token;
+  }
+  return kept.back().token;
+}
+
+void sample(torch_api::LanguageModel& model, const std::vector<std::int64_t>& prompt,
+            const SampleOptions& options, const std::function<void(std::int64_t)>& emit) {
+  check(prompt, options);
+  const at::NoGradGuard no_grad;
+  model->eval();
+  const at::Device device = model->parameters().front().device();
+  torch_api::DecoderCache cache = model->make_cache(1);
+  at::Tensor logits;
+  const auto feed = [&](std::int64_t token) {
+    logits = model->step(at::full({1}, token, at::TensorOptions(at::kLong).device(device)), cache);
+  };
+  for (const std::int64_t token : prompt) feed(token);
+  for (std::int64_t i = 0; i < options.tokens; ++i) {
+    const std::int64_t token = choose(logits[0], options, static_cast<std::uint64_t>(i));
+    emit(token);
+    if (i + 1 < options.tokens) feed(token);
+  }
+}
+
+}  // namespace coterie::train

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: MIT
+#include "train/task.h"
+
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <utility>
+
+#include "coterie/error.h"
+#include "train/tasks/tasks.h"
+
+namespace coterie::train {
+namespace {
+
+using Make = std::unique_ptr<Task> (*)(const Config&);
+constexpr std::pair<const char*, Make> kTasks[] = {{"copy", make_copy_task},
+                                                   {"recall", make_recall_task},
+                                                   {"bytes", make_bytes_task},
+                                                   {"words", make_words_task}};
+
+}  // namespace
+
+const char* metric_name(Metric metric) {
+  switch (metric) {
+    case Metric::accuracy:
+      return "accuracy";
+    case Metric::bits_per_byte:
+      return "bits per byte";
+    case Metric::perplexity:
+      return "perplexity";
+  }
+  return "";
+}
+
+double metric_value(Metric metric, const Score& score) {
+  switch (metric) {
+    case Metric::accuracy:
+      return score.count == 0
+                 ? 0.0
+                 : static_cast<double>(score.correct) / static_cast<double>(score.count);
+    case Metric::bits_per_byte:
+      return score.loss() / std::log(2.0);
+    case Metric::perplexity:
+      return std::exp(score.loss());
+  }
+  return 0.0;
+}
+
+bool better(Metric metric, double a, double b) {
+  return metric == Metric::accuracy ? a > b : a < b;
+}
+
+std::vector<std::int64_t> Task::encode(const std::string& /*text*/) const {
+  throw Error(fmt::format("[task] expected a task with text; got {}", name()));
+}
+
+std::string Task::decode(const std::vector<std::int64_t>& /*tokens*/) const {
+  throw Error(fmt::format("[task] expected a task with text; got {}", name()));
+}
+
+std::vector<std::string> task_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, make] : kTasks) names.emplace_back(name);
+  return names;
+}
+
+std::unique_ptr<Task> make_task(const Config& config) {
+  for (const auto& [name, make] : kTasks) {
+    if (config.task == name) return make(config);
+  }
+  throw Error(fmt::format("[task] expected one of {}; got \"{}\"", fmt::join(task_names(), ", "),
+                          config.task));
+}
+
+}  // namespace coterie::train

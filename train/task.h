@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: MIT
+// A task: what a model is trained on and judged by. docs/extending.md shows how to add one.
+//
+// Batches are pure functions of (split, index), so that the order of data needs no state: a resumed
+// run sees what it would have seen.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "train/config.h"
+
+namespace coterie::train {
+
+enum class Split : std::uint8_t { train, valid, test };
+
+constexpr std::int64_t kIgnore = -100;  // target of a position that is not asked
+
+struct Batch {
+  at::Tensor tokens;   // (B, N) int64
+  at::Tensor targets;  // (B, N) int64, kIgnore where nothing is asked; for causal tasks of language
+                       // modelling the token after each position
+  at::Tensor strata;   // (B, N) int64: which of Task::strata() a target counts for; or undefined
+  at::Tensor lengths;  // (B) int64 valid positions of each row; undefined: all
+};
+
+// Sums over asked positions, from which a metric follows.
+struct Score {
+  double nats = 0;         // sum of cross entropies
+  std::int64_t count = 0;  // asked positions
+  std::int64_t correct = 0;
+
+  double loss() const { return count == 0 ? 0.0 : nats / static_cast<double>(count); }
+};
+
+enum class Metric : std::uint8_t { accuracy, bits_per_byte, perplexity };
+const char* metric_name(Metric metric);  // "accuracy", "bits per byte", "perplexity"
+double metric_value(Metric metric, const Score& score);
+bool better(Metric metric, double a, double b);  // whether a is the better value
+
+// What an answer without a model scores.
+struct Baseline {
+  std::string name;  // "most frequent symbol", "bytes by frequency"
+  double value = 0;
+};
+
+class Task {
+ public:
+  virtual ~Task() = default;
+
+  virtual std::string name() const = 0;
+  virtual std::int64_t vocabulary() const = 0;
+  virtual bool causal() const = 0;
+  virtual bool needs_positions() const = 0;  // absolute positions belong in the embeddings
+  virtual Metric metric() const = 0;
+  virtual std::vector<Baseline> baselines() const = 0;
+  virtual std::vector<std::string> strata() const { return {}; }  // names, for scores by part
+
+  // Rows index * rows, index * rows + 1, ... of a split. Train has no end; valid and test have
+  // batches(split, rows) batches, of which the last may have fewer rows.
+  virtual Batch batch(Split split, std::int64_t index, std::int64_t rows) const = 0;
+  virtual std::int64_t batches(Split split, std::int64_t rows) const = 0;
+
+  // Text, for tasks that generate it; others throw. The text of two lists of tokens is that of the
+  // first followed by that of the second, so that text can be shown as it comes.
+  virtual std::vector<std::int64_t> encode(const std::string& text) const;
+  virtual std::string decode(const std::vector<std::int64_t>& tokens) const;
+};
+
+// The task that config.task names; throws, listing those there are.
+std::unique_ptr<Task> make_task(const Config& config);
+std::vector<std::string> task_names();
+
+}  // namespace coterie::train

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: MIT
+// Language modelling byte by byte, over any file, folder or archive.
+#include <fmt/core.h>
+
+#include <cmath>
+#include <utility>
+
+#include "coterie/error.h"
+#include "train/tasks/tasks.h"
+#include "train/tasks/text.h"
+
+namespace coterie::train {
+namespace {
+
+constexpr std::int64_t kBytes = 256;
+
+class BytesTask final : public TextTask {
+ public:
+  explicit BytesTask(const Config& config)
+      : TextTask(config.seed, config.length), parts_(read_text(config, CutAt::byte)) {
+    check_parts();
+  }
+
+  std::string name() const override { return "bytes"; }
+  std::int64_t vocabulary() const override { return kBytes; }
+  Metric metric() const override { return Metric::bits_per_byte; }
+  std::vector<Baseline> baselines() const override {
+    const double loss = frequency_loss(counts(parts_.train), counts(parts_.valid));
+    return {{"bytes by frequency", loss / std::log(2.0)}};
+  }
+
+  std::vector<std::int64_t> encode(const std::string& text) const override {
+    std::vector<std::int64_t> tokens;
+    for (const char byte : text) tokens.push_back(static_cast<unsigned char>(byte));
+    return tokens;
+  }
+  std::string decode(const std::vector<std::int64_t>& tokens) const override {
+    std::string text;
+    for (const std::int64_t token : tokens) {
+      if (token < 0 || token >= kBytes) {
+        throw Error(fmt::format("[bytes] expected tokens from 0 to 255; got {}", token));
+      }
+      text += static_cast<char>(token);
+    }
+    return text;
+  }
+
+ protected:
+  std::int64_t size(Split split) const override {
+    return static_cast<std::int64_t>(parts_[split].size());
+  }
+  std::int64_t token(Split split, std::int64_t index) const override {
+    return static_cast<unsigned char>(parts_[split][static_cast<std::size_t>(index)]);
+  }
+
+ private:
+  static std::vector<std::int64_t> counts(const std::string& text) {
+    std::vector<std::int64_t> counts(kBytes);
+    for (const char byte : text) ++counts[static_cast<unsigned char>(byte)];
+    return counts;
+  }
+
+  TextParts parts_;
+};
+
+}  // namespace
+
+std::unique_ptr<Task> make_bytes_task(const Config& config) {
+  return std::make_unique<BytesTask>(config);
+}
+
+}  // namespace coterie::train

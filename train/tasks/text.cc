@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT
+#include "train/tasks/text.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <sstream>
+#include <utility>
+
+#include "coterie/error.h"
+#include "train/corpus.h"
+
+namespace coterie::train {
+namespace {
+
+// The part that a file's name tells: one of its words between dots.
+std::string* part_of(const std::string& name, TextParts& parts) {
+  std::istringstream words(std::filesystem::path(name).filename().string());
+  for (std::string word; std::getline(words, word, '.');) {
+    if (word == "train") return &parts.train;
+    if (word == "valid" || word == "validation") return &parts.valid;
+    if (word == "test") return &parts.test;
+  }
+  return nullptr;
+}
+
+// Parts by the names of files; without train or valid when the names do not tell.
+TextParts parts_by_name(const std::vector<CorpusFile>& files) {
+  TextParts parts;
+  for (const CorpusFile& file : files) {
+    std::string* const part = part_of(file.name, parts);
+    if (part != nullptr) *part += file.text;
+  }
+  return parts;
+}
+
+std::size_t cut_place(const std::string& text, double share, CutAt cut) {
+  const auto place = static_cast<std::size_t>(share * static_cast<double>(text.size()));
+  if (cut == CutAt::byte || place == 0) return place;
+  const std::size_t end = text.find('\n', place - 1);
+  return end == std::string::npos ? text.size() : end + 1;
+}
+
+TextParts cut_by_shares(std::string text, const TextConfig& config, CutAt cut) {
+  const double held_out = config.valid + config.test;
+  if (!(config.valid > 0.0 && config.test >= 0.0 && held_out < 1.0)) {
+    throw Error(
+        fmt::format("[text] expected a share for valid above 0, for test of 0 or more, "
+                    "together below 1; got {} and {}",
+                    config.valid, config.test));
+  }
+  const std::size_t valid = cut_place(text, 1.0 - held_out, cut);
+  const std::size_t test = std::max(valid, cut_place(text, 1.0 - config.test, cut));
+  TextParts parts;
+  parts.test = text.substr(test);
+  parts.valid = text.substr(valid, test - valid);
+  text.resize(valid);
+  parts.train = std::move(text);
+  return parts;
+}
+
+}  // namespace
+
+const std::string& TextParts::operator[](Split split) const {
+  return split == Split::train ? train : split == Split::valid ? valid : test;
+}
+
+TextParts read_text(const Config& config, CutAt cut) {
+  if (config.data.empty()) return cut_by_shares(std::string(builtin_corpus()), config.text, cut);
+  const std::vector<CorpusFile> files = read_corpus_files(config.data);
+  TextParts parts = parts_by_name(files);
+  if (!parts.train.empty() && !parts.valid.empty()) return parts;
+  std::string text;
+  for (const CorpusFile& file : files) text += file.text;
+  return cut_by_shares(std::move(text), config.text, cut);
+}
+
+void TextTask::check_parts() const {
+  if (size(Split::train) <= length()) {
+    throw Error(fmt::format("[text] expected more than {} tokens to train on (the length); got {}",
+                            length(), size(Split::train)));
+  }
+  if (size(Split::valid) < 2) {
+    throw Error(
+        fmt::format("[text] expected 2 tokens or more for validation; got {}", size(Split::valid)));
+  }
+}
+
+std::int64_t TextTask::held_out_rows(Split split) const {
+  const std::int64_t targets = std::max<std::int64_t>(0, size(split) - 1);
+  return (targets + length() - 1) / length();
+}
+
+std::int64_t TextTask::random_begin(const Row& row) const {
+  const auto places = static_cast<std::uint64_t>(size(Split::train) - length());
+  return static_cast<std::int64_t>(random_u64(random(row, 0), 0) % places);
+}
+
+void TextTask::fill(Row& row) const {
+  const std::int64_t begin = row.split == Split::train ? random_begin(row) : row.index * length();
+  row.length = std::min(length(), size(row.split) - 1 - begin);
+  for (std::int64_t i = 0; i < row.length; ++i) {
+    const auto place = static_cast<std::size_t>(i);
+    row.tokens[place] = token(row.split, begin + i);
+    row.targets[place] = token(row.split, begin + i + 1);
+  }
+}
+
+double frequency_loss(const std::vector<std::int64_t>& counts,
+                      const std::vector<std::int64_t>& wanted) {
+  double total = 0.0, nats = 0.0, tokens = 0.0;
+  for (const std::int64_t count : counts) total += static_cast<double>(count + 1);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    const auto times = static_cast<double>(wanted[i]);
+    nats -= times * std::log(static_cast<double>(counts[i] + 1) / total);
+    tokens += times;
+  }
+  return nats / tokens;
+}
+
+}  // namespace coterie::train

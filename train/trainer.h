@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT
+// Trains a language model (or token classifier) on a task.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "coterie/torch/models.h"
+#include "train/checkpoint.h"
+#include "train/config.h"
+#include "train/evaluate.h"
+#include "train/log.h"
+#include "train/task.h"
+
+namespace coterie::train {
+
+// One spec per layer from config.attention and config.attention_at; throws on bad specs and ranges.
+std::vector<AttentionSpec> layer_attention(const Config& config);
+
+// The model of a config for a task, freshly initialised from the config's seed, on its device.
+torch_api::LanguageModel make_model(const Config& config, const Task& task);
+
+// What to tell a person about the first mechanism that sees the future when used causally; empty
+// when there is none.
+std::string leak_warning(const std::vector<AttentionSpec>& specs, bool causal);
+
+// The number of threads of the core and of torch, the same for both.
+void use_threads(int threads);  // 0: the core's choice
+
+struct TrainResult {
+  TrainState state;
+  std::string reason;                    // "steps", "patience", "interrupted"
+  std::optional<Evaluation> evaluation;  // the last one, on valid
+  std::string checkpoint;                // folder of the last one; empty without config.out
+};
+
+struct TrainHooks {
+  ShowProgress progress{};                         // may be empty; called after every step
+  std::function<void(const std::string&)> warn{};  // may be empty; one line
+  const std::atomic<bool>* interrupted = nullptr;  // finish the step, save and return
+};
+
+// Runs from the start or, with `resume`, from the last good checkpoint in config.out; writes
+// log.jsonl, config.toml and checkpoints there (nothing when config.out is empty), and refuses to
+// start anew in a folder that has a run. Losses after a resume are bit-equal to an uninterrupted
+// run's on the CPU. A loss, gradient or parameter that is not finite throws, the last good
+// checkpoint kept.
+TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks);
+
+}  // namespace coterie::train
