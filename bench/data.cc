@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Made-up queries, keys and values.
+// Queries, keys and values: made up, or saved from a model.
 #include <algorithm>
 #include <cmath>
 
 #include "bench/attention.h"
+#include "bench/threads.h"
+#include "coterie/error.h"
 #include "coterie/random.h"
 
 namespace coterie::bench {
@@ -59,9 +61,10 @@ std::vector<double> head_rows(const Problem& problem, Draw what, std::int64_t b,
     const std::vector<int> centres = token_centres(problem, b, kv_head);
     // The same for all items: centres belong to the head, as a trained model's would.
     const RandomStream rows = stream(problem, kCentre + (what == kValue ? 1 : 0), 0, kv_head);
+    std::vector<double> centre(kCentres * D);
+    for (std::size_t i = 0; i < centre.size(); ++i) centre[i] = random_normal(rows, i);
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::uint64_t element = centres[i / D] * D + i % D;
-      values[i] = random_normal(rows, element) + kSpread * values[i];
+      values[i] = centre[centres[i / D] * D + i % D] + kSpread * values[i];
     }
   }
   if (what == kQuery || what == kKey) normalise_rows(values, D);
@@ -70,23 +73,42 @@ std::vector<double> head_rows(const Problem& problem, Draw what, std::int64_t b,
 
 HostTensor make_tensor(const Problem& problem, Draw what, std::int64_t heads) {
   HostTensor tensor(problem.dtype, {problem.B, heads, problem.N, problem.D});
-  for (std::int64_t b = 0; b < problem.B; ++b) {
-    for (std::int64_t h = 0; h < heads; ++h) {
-      write_values(tensor.view().narrowed(0, b, 1).narrowed(1, h, 1),
-                   head_rows(problem, what, b, h));
-    }
+  run_on_all_cores(problem.B * heads, [&](std::int64_t i) {
+    const std::int64_t b = i / heads, h = i % heads;
+    write_values(tensor.view().narrowed(0, b, 1).narrowed(1, h, 1), head_rows(problem, what, b, h));
+  });
+  return tensor;
+}
+
+// The first N rows of every head, in the problem's type.
+HostTensor take_saved(const Problem& problem, const TensorView& saved, std::int64_t heads) {
+  HostTensor tensor(problem.dtype, {problem.B, heads, problem.N, problem.D});
+  if (saved.size(2) < problem.N) {
+    throw Error("[bench] expected at least " + std::to_string(problem.N) + " saved tokens; got " +
+                saved.describe());
   }
+  write_values(tensor, read_values(saved.narrowed(2, 0, problem.N)));
   return tensor;
 }
 
 }  // namespace
 
-AttentionData make_data(const Problem& problem) {
-  return {.problem = problem,
-          .q = make_tensor(problem, kQuery, problem.heads),
-          .k = make_tensor(problem, kKey, problem.kv_heads),
-          .v = make_tensor(problem, kValue, problem.kv_heads),
-          .grad_out = make_tensor(problem, kGradient, problem.heads)};
+AttentionData make_data(const Problem& problem, Pass pass) {
+  AttentionData data;
+  data.problem = problem;
+  if (problem.data == DataKind::saved) {
+    data.q = {take_saved(problem, problem.saved->q, problem.heads), problem.device};
+    data.k = {take_saved(problem, problem.saved->k, problem.kv_heads), problem.device};
+    data.v = {take_saved(problem, problem.saved->v, problem.kv_heads), problem.device};
+  } else {
+    data.q = {make_tensor(problem, kQuery, problem.heads), problem.device};
+    data.k = {make_tensor(problem, kKey, problem.kv_heads), problem.device};
+    data.v = {make_tensor(problem, kValue, problem.kv_heads), problem.device};
+  }
+  if (pass != Pass::forward) {
+    data.grad_out = {make_tensor(problem, kGradient, problem.heads), problem.device};
+  }
+  return data;
 }
 
 }  // namespace coterie::bench

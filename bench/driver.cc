@@ -11,7 +11,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// OpenMP's threads spin for about a millisecond after their work, on cores that the next run needs.
+// Before every run: OpenMP's threads spin for about a millisecond after their work, on cores that
+// the next run needs.
 constexpr std::chrono::milliseconds kPause(2);
 
 double seconds_since(Clock::time_point start) {
@@ -43,7 +44,10 @@ struct Samples {
   }
 };
 
-std::vector<double> run_once(const Contender& contender) {
+}  // namespace
+
+std::vector<double> time_by_steady_clock(const Contender& contender) {
+  std::this_thread::sleep_for(kPause);
   std::vector<double> stages_ms;
   for (const auto& stage : contender.stages) {
     const Clock::time_point begin = Clock::now();
@@ -52,8 +56,6 @@ std::vector<double> run_once(const Contender& contender) {
   }
   return stages_ms;
 }
-
-}  // namespace
 
 double quantile(std::vector<double> values, double share) {
   if (values.empty()) return 0;
@@ -66,7 +68,8 @@ double quantile(std::vector<double> values, double share) {
 }
 
 std::vector<StagedTiming> time_interleaved(const std::vector<Contender>& contenders,
-                                           const TimingPlan& plan, const Progress& progress) {
+                                           const TimingPlan& plan, const Progress& progress,
+                                           const Stopwatch& stopwatch) {
   std::vector<Samples> samples(contenders.begin(), contenders.end());
   const Clock::time_point start = Clock::now();
   const int rounds = plan.warmups + plan.repeats;
@@ -75,8 +78,8 @@ std::vector<StagedTiming> time_interleaved(const std::vector<Contender>& contend
     if (enough && plan.seconds > 0 && seconds_since(start) > plan.seconds) break;
     for (std::size_t i = 0; i < contenders.size(); ++i) {
       if (progress) progress(contenders[i], round + 1, rounds);
-      std::this_thread::sleep_for(kPause);
-      const std::vector<double> stages_ms = run_once(contenders[i]);
+      if (contenders[i].prepare) contenders[i].prepare();
+      const std::vector<double> stages_ms = stopwatch(contenders[i]);
       if (round >= plan.warmups) samples[i].add(stages_ms);
     }
   }

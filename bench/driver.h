@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The one timing driver. Contenders take turns (A B C, A B C, ...) so that whatever else the
-// machine does meets all of them alike; a result is the median with its spread. Between two runs is
-// a pause in which another library's threads stop looking for work.
+// machine does meets all of them alike; a result is the median with its spread.
 #pragma once
 
 #include <functional>
@@ -14,7 +13,12 @@ namespace coterie::bench {
 struct Contender {
   std::string name;
   std::vector<std::function<void()>> stages;
+  std::function<void()> prepare{};  // called before every run, outside of its time
 };
+
+// Runs the stages of a contender once: the milliseconds of each.
+using Stopwatch = std::function<std::vector<double>(const Contender& contender)>;
+std::vector<double> time_by_steady_clock(const Contender& contender);
 
 struct TimingPlan {
   int warmups = 1;      // rounds that are not counted
@@ -37,9 +41,10 @@ struct StagedTiming {
 // Told before each run: the contender, the round, the number of rounds planned.
 using Progress = std::function<void(const Contender& contender, int round, int rounds)>;
 
-// One per contender, by the steady clock.
+// One per contender.
 std::vector<StagedTiming> time_interleaved(const std::vector<Contender>& contenders,
-                                           const TimingPlan& plan, const Progress& progress = {});
+                                           const TimingPlan& plan, const Progress& progress = {},
+                                           const Stopwatch& stopwatch = time_by_steady_clock);
 
 // The value below which a share (0..1) of `values` lies, between neighbours by linear
 // interpolation.

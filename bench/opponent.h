@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,16 +13,26 @@
 namespace coterie::bench {
 
 struct Opponent {
-  std::string name;
+  std::string name;  // "torch sdpa", on a GPU with its back end: "torch sdpa (cudnn)"
   std::function<void()> forward, backward;
-  std::function<TensorView()> output;  // of the last forward pass: (B, heads, N, D)
+  std::function<TensorView()> output;      // of the last forward pass: (B, heads, N, D)
+  std::function<void(int)> set_threads{};  // of the CPU
 };
 
-// The opponents for these data; what they are made of lives as long as they, the data longer.
-std::vector<Opponent> make_opponents(const AttentionData& data, bool causal);
+// The opponents for these data; what they are made of lives as long as they, the data longer. On a
+// GPU torch has several back ends: each that takes the data is tried, and the fastest in the passes
+// to be measured stays.
+std::vector<Opponent> make_opponents(const AttentionData& data, bool causal, Pass pass);
+
+// A product of two large matrices of a type on a GPU, as the machine's arithmetic peak.
+struct MatrixProduct {
+  std::function<void()> run;
+  double flops = 0;
+};
+std::optional<MatrixProduct> make_matrix_product(DType dtype);
 
 // "torch sdpa" and "torch 2.11.0: scaled_dot_product_attention on the CPU"; empty without one.
 std::string opponent_name();
-std::string opponent_description();
+std::string opponent_description(Device device);
 
 }  // namespace coterie::bench

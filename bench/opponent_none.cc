@@ -4,8 +4,9 @@
 
 namespace coterie::bench {
 
-std::vector<Opponent> make_opponents(const AttentionData&, bool) { return {}; }
+std::vector<Opponent> make_opponents(const AttentionData&, bool, Pass) { return {}; }
+std::optional<MatrixProduct> make_matrix_product(DType) { return std::nullopt; }
 std::string opponent_name() { return ""; }
-std::string opponent_description() { return ""; }
+std::string opponent_description(Device) { return ""; }
 
 }  // namespace coterie::bench

@@ -5,12 +5,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <thread>
 #include <vector>
 
 #include "bench/driver.h"
 #include "bench/fma.h"
+#include "bench/threads.h"
+#include "coterie/cluster.h"
+#include "coterie/random.h"
 #include "coterie/runtime.h"
 
 namespace coterie::bench {
@@ -28,14 +30,6 @@ const FmaLoops& loops_in_use() {
       break;
   }
   return baseline::fma_loops;
-}
-
-// task(0) .. task(count - 1) at the same time, the first one here.
-void run_in_threads(int count, const std::function<void(int)>& task) {
-  std::vector<std::thread> others;
-  for (int t = 1; t < count; ++t) others.emplace_back(task, t);
-  task(0);
-  for (std::thread& other : others) other.join();
 }
 
 }  // namespace
@@ -83,6 +77,23 @@ double copy_gigabytes_per_second() {
                        }}};
   const Timing timing = time_interleaved({copy}, {.repeats = 5, .min_repeats = 5})[0].total;
   return 2e-6 * static_cast<double>(share * count) / timing.fastest_ms;
+}
+
+double hamming_pairs_per_second() {
+  constexpr std::int64_t kCodes = 65536, kCentroids = 256;
+  HostTensor codes(DType::u64, {1, 1, kCodes}), labels(DType::i32, {1, 1, kCodes});
+  const HostTensor centroids(DType::u64, {1, 1, kCentroids});
+  const RandomStream stream{1, RandomUse::data, 0};
+  for (std::int64_t i = 0; i < kCodes; ++i) {
+    codes.data<std::uint64_t>()[i] = random_u64(stream, static_cast<std::uint64_t>(i)) >> 1;
+  }
+  const int before = threads();
+  set_threads(1);
+  const Contender assign{
+      "", {[&] { hamming_kmeans({.iterations = 0}, codes, {}, labels, centroids); }}};
+  const Timing timing = time_interleaved({assign}, {.repeats = 20, .min_repeats = 20})[0].total;
+  set_threads(before);
+  return 1e3 * static_cast<double>(kCodes * kCentroids) / timing.median_ms;
 }
 
 }  // namespace coterie::bench

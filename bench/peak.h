@@ -28,4 +28,8 @@ class FmaPeak {
 // Bytes read and written per second, in 10^9, copying memory larger than the caches.
 double copy_gigabytes_per_second();
 
+// Pairs of a 63-bit code and a centroid whose Hamming distance one thread compares per second,
+// assigning 65,536 codes to the nearest of 256 centroids.
+double hamming_pairs_per_second();
+
 }  // namespace coterie::bench

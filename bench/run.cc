@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
+#include <utility>
 
 #include "coterie/cluster.h"
 #include "coterie/error.h"
@@ -12,51 +12,23 @@
 namespace coterie::bench {
 namespace {
 
-bool shares_queries_and_keys(const Mechanism& mechanism) {
-  const auto* routing = std::get_if<RoutingParams>(&mechanism);
-  return std::holds_alternative<LshParams>(mechanism) || (routing && routing->share_qk);
-}
-
 // The factor that gives every mechanism the logits q . k / sqrt(D): keys of lsh have unit length,
-// while rows of our data have length sqrt(D).
+// while rows of made-up data have length sqrt(D).
 double logit_factor(const Mechanism& mechanism, std::int64_t D) {
   if (std::holds_alternative<LshParams>(mechanism)) return 1.0;
   return 1.0 / std::sqrt(static_cast<double>(D));
-}
-
-const TensorView& own(HeadRun& run, HostTensor tensor) {
-  run.owned.push_back(std::move(tensor));
-  return run.owned.back().view();
-}
-
-// Centroids as training would leave them: k-means of the rows they attract.
-HostTensor trained_centroids(const TensorView& x, std::int64_t clusters, std::uint64_t seed) {
-  HostTensor centroids(accumulator_dtype(x.dtype), {x.size(1), clusters, x.size(3)});
-  spherical_kmeans({.iterations = 5, .seed = seed}, x, {}, centroids);
-  return centroids;
-}
-
-void add_learned_inputs(HeadRun& run, std::uint64_t seed) {
-  AttentionInputs& inputs = run.inputs;
-  if (const auto* routing = std::get_if<RoutingParams>(&run.mechanism)) {
-    const TensorView& keys = run.shared_qk ? inputs.q : inputs.k;
-    inputs.centroids = own(run, trained_centroids(keys, routing->clusters, seed));
-  }
-  if (const auto* cast = std::get_if<CastParams>(&run.mechanism)) {
-    inputs.centroids = own(run, trained_centroids(inputs.q, cast->clusters, seed));
-    run.gradients.dcentroids = own(run, HostTensor(run.owned.back()));
-    const DType dtype = accumulator_dtype(inputs.q.dtype);
-    inputs.gate = own(run, HostTensor(dtype, {inputs.q.size(0), inputs.q.size(2)}));
-    run.gradients.dgate = own(run, HostTensor(run.owned.back()));
-  }
 }
 
 // Query heads [first, first + count), and the key heads they read.
 struct HeadRange {
   std::int64_t first, count, ratio;
 
-  TensorView queries(const TensorView& x) const { return x.narrowed(1, first, count); }
-  TensorView keys(const TensorView& x) const { return x.narrowed(1, first / ratio, count / ratio); }
+  TensorView queries(const TensorView& x) const {
+    return x.present() ? x.narrowed(1, first, count) : x;
+  }
+  TensorView keys(const TensorView& x) const {
+    return x.present() ? x.narrowed(1, first / ratio, count / ratio) : x;
+  }
   void check() const {
     if (first % ratio == 0 && count % ratio == 0) return;
     throw Error("[bench] expected groups of whole key/value heads (" + std::to_string(ratio) +
@@ -65,140 +37,204 @@ struct HeadRange {
   }
 };
 
-HeadRun make_group(const HeadGroup& group, bool causal, const AttentionData& data,
-                   const Gradients& gradients, const HeadRange& heads) {
-  heads.check();
-  HeadRun run;
-  run.owned.reserve(16);  // views of its elements must stay good
-  run.mechanism = group.mechanism;
-  run.shared_qk = shares_queries_and_keys(group.mechanism);
-  run.inputs.q = heads.queries(data.q);
-  run.inputs.v = heads.keys(data.v);
-  run.inputs.scale = logit_factor(group.mechanism, data.problem.D);
-  run.inputs.causal = causal;
-  run.inputs.seed = data.problem.seed;
-  run.gradients.dq = heads.queries(gradients.dq);
-  run.gradients.dv = heads.keys(gradients.dv);
-  if (!run.shared_qk) {
-    run.inputs.k = heads.keys(data.k);
-    run.gradients.dk = heads.keys(gradients.dk);
-  }
-  run.grad_out = heads.queries(data.grad_out);
-  add_learned_inputs(run, data.problem.seed);
-  run.buffers = AttentionBuffers(run.mechanism, run.inputs);
-  return run;
-}
-
-}  // namespace
-
-AttentionRun::AttentionRun(const Entry& entry, const AttentionData& data,
-                           const Gradients& gradients) {
-  const std::vector<std::int64_t> counts = entry.spec.head_counts(data.problem.heads);
-  HeadRange heads{0, 0, data.problem.heads / data.problem.kv_heads};
+// Calls visit(group, its heads) for the groups of an entry.
+template <class Visit>
+void for_each_group(const Entry& entry, const Problem& problem, const Visit& visit) {
+  const std::vector<std::int64_t> counts = entry.spec.head_counts(problem.heads);
+  HeadRange heads{0, 0, problem.heads / problem.kv_heads};
   for (std::size_t g = 0; g < counts.size(); ++g) {
     heads.count = counts[g];
-    groups_.push_back(make_group(entry.spec.groups[g], entry.causal, data, gradients, heads));
+    heads.check();
+    visit(entry.spec.groups[g], heads);
     heads.first += counts[g];
   }
 }
 
+struct Rows {
+  TensorView q, k, v;
+};
+
+// Inputs without what a model learns.
+AttentionInputs make_inputs(const Mechanism& mechanism, const Entry& entry, const Rows& rows,
+                            std::uint64_t seed) {
+  AttentionInputs inputs;
+  inputs.q = rows.q;
+  if (!keys_are_queries(mechanism)) inputs.k = rows.k;
+  inputs.v = rows.v;
+  inputs.scale = logit_factor(mechanism, rows.q.size(3));
+  inputs.causal = entry.causal;
+  inputs.seed = seed;
+  return inputs;
+}
+
+// What a model learns, or computes of the tokens, for a mechanism: without sizes where it has none.
+struct LearnedLayouts {
+  TensorLayout centroids, gate;
+
+  LearnedLayouts(const Mechanism& mechanism, const AttentionInputs& inputs) {
+    const DType dtype = accumulator_dtype(inputs.q.dtype);
+    const std::int64_t D = inputs.q.size(3);
+    if (const auto* routing = std::get_if<RoutingParams>(&mechanism)) {
+      centroids = {"centroids", dtype, {inputs.v.size(1), routing->clusters, D}};
+    }
+    if (const auto* cast = std::get_if<CastParams>(&mechanism)) {
+      centroids = {"centroids", dtype, {inputs.q.size(1), cast->clusters, D}};
+      gate = {"gate", dtype, {inputs.q.size(0), inputs.q.size(2)}};
+    }
+  }
+};
+
+// Centroids as training would leave them: k-means of the rows they attract.
+HostTensor trained_centroids(const TensorLayout& layout, const TensorView& x, std::uint64_t seed) {
+  HostTensor centroids(layout);
+  const HostTensor copy = x.device == Device::cpu ? HostTensor() : host_copy(x);
+  const TensorView& rows = x.device == Device::cpu ? x : copy.view();
+  spherical_kmeans({.iterations = 5, .seed = seed}, rows, {}, centroids);
+  return centroids;
+}
+
+void add_learned_inputs(HeadRun& run, std::uint64_t seed) {
+  AttentionInputs& inputs = run.inputs;
+  const LearnedLayouts layouts(run.mechanism, inputs);
+  const Device device = inputs.q.device;
+  if (!layouts.centroids.sizes.empty()) {
+    const bool attract_keys =
+        std::holds_alternative<RoutingParams>(run.mechanism) && !run.shared_qk;
+    const TensorView& attracted = attract_keys ? inputs.k : inputs.q;
+    inputs.centroids = run.own({trained_centroids(layouts.centroids, attracted, seed), device});
+  }
+  if (!layouts.gate.sizes.empty()) {
+    inputs.gate = run.own({HostTensor(layouts.gate), device});
+    run.gradients.dcentroids = run.own({layouts.centroids, device});
+    run.gradients.dgate = run.own({layouts.gate, device});
+  }
+}
+
+void add_results(HeadRun& run) {
+  const TensorView& q = run.inputs.q;
+  const SavedLayout layout = attention_saved(run.mechanism, run.inputs);
+  run.selection_count = layout.selection_count;
+  for (const TensorLayout& saved : layout.tensors) {
+    run.result.saved.push_back(run.own({saved, q.device}));
+  }
+  run.result.out = run.own(
+      {{"out", q.dtype, {q.size(0), q.size(1), q.size(2), run.inputs.v.size(3)}}, q.device});
+  const std::int64_t bytes = attention_workspace_bytes(run.mechanism, run.inputs);
+  run.workspace = {run.own({{"workspace", DType::u8, {bytes}}, q.device}).data, bytes, nullptr};
+}
+
+// A view without memory, for questions about shapes.
+TensorView shape_only(const TensorLayout& layout, Device device) {
+  if (layout.sizes.empty()) return {};
+  static std::max_align_t nothing;
+  TensorView view;
+  view.data = &nothing;
+  view.dtype = layout.dtype;
+  view.device = device;
+  view.rank = static_cast<int>(layout.sizes.size());
+  std::int64_t stride = 1;
+  for (int dim = view.rank - 1; dim >= 0; --dim) {
+    view.sizes[dim] = layout.sizes[static_cast<std::size_t>(dim)];
+    view.strides[dim] = stride;
+    stride *= view.sizes[dim];
+  }
+  return view;
+}
+
+}  // namespace
+
+Gradients::Gradients(const AttentionData& data) {
+  if (!data.grad_out.view().present()) return;
+  const auto like = [](const TensorView& x) {
+    return Tensor({"", x.dtype, sizes_of(x)}, x.device);
+  };
+  dq = like(data.q);
+  dk = like(data.k);
+  dv = like(data.v);
+}
+
+TensorView HeadRun::own(Tensor tensor) {
+  owned.push_back(std::move(tensor));
+  return owned.back().view();
+}
+
+AttentionRun::AttentionRun(const Entry& entry, const AttentionData& data,
+                           const Gradients& gradients) {
+  for_each_group(entry, data.problem, [&](const HeadGroup& group, const HeadRange& heads) {
+    HeadRun& run = groups_.emplace_back();
+    run.mechanism = group.mechanism;
+    run.shared_qk = keys_are_queries(group.mechanism);
+    run.inputs = make_inputs(group.mechanism, entry,
+                             {heads.queries(data.q), heads.keys(data.k), heads.keys(data.v)},
+                             data.problem.seed);
+    run.gradients.dq = heads.queries(gradients.dq);
+    if (!run.shared_qk) run.gradients.dk = heads.keys(gradients.dk);
+    run.gradients.dv = heads.keys(gradients.dv);
+    run.grad_out = heads.queries(data.grad_out);
+    add_learned_inputs(run, data.problem.seed);
+    add_results(run);
+  });
+}
+
 void AttentionRun::select() {
   for (HeadRun& group : groups_) {
-    attention_select(group.mechanism, group.inputs, group.buffers.result().saved,
-                     group.buffers.workspace());
+    attention_select(group.mechanism, group.inputs, group.result.saved, group.workspace);
   }
 }
 
 void AttentionRun::attend() {
   for (HeadRun& group : groups_) {
-    attention_attend(group.mechanism, group.inputs, group.buffers.result(),
-                     group.buffers.workspace());
+    attention_attend(group.mechanism, group.inputs, group.result, group.workspace);
   }
 }
 
 void AttentionRun::forward() {
-  select();
-  attend();
+  for (HeadRun& group : groups_) {
+    attention_forward(group.mechanism, group.inputs, group.result, group.workspace);
+  }
 }
 
 void AttentionRun::backward() {
   for (HeadRun& group : groups_) {
-    attention_backward(group.mechanism, group.inputs, group.buffers.result(), group.grad_out,
-                       group.gradients, group.buffers.workspace());
+    attention_backward(group.mechanism, group.inputs, group.result, group.grad_out, group.gradients,
+                       group.workspace);
   }
 }
 
 std::int64_t AttentionRun::workspace_bytes() const {
   std::int64_t most = 0;
-  for (const HeadRun& group : groups_) most = std::max(most, group.buffers.workspace().bytes);
+  for (const HeadRun& group : groups_) most = std::max(most, group.workspace.bytes);
   return most;
 }
 
 std::int64_t AttentionRun::saved_bytes() const {
   std::int64_t bytes = 0;
   for (const HeadRun& group : groups_) {
-    for (const TensorView& saved : group.buffers.result().saved) {
-      bytes += saved.count() * dtype_bytes(saved.dtype);
-    }
+    for (const TensorView& saved : group.result.saved) bytes += bytes_of(saved);
   }
   return bytes;
 }
 
-void SquaredNorms::add(const std::vector<double>& got, const std::vector<double>& wanted) {
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    difference += (got[i] - wanted[i]) * (got[i] - wanted[i]);
-    reference += wanted[i] * wanted[i];
+std::string refusal(const Entry& entry, const Problem& problem) {
+  const auto rows = [&](std::int64_t heads) {
+    return shape_only({"", problem.dtype, {problem.B, heads, problem.N, problem.D}},
+                      problem.device);
+  };
+  if (problem.device == Device::cpu) return "";
+  try {
+    for_each_group(entry, problem, [&](const HeadGroup& group, const HeadRange& heads) {
+      const TensorView keys = rows(heads.count / heads.ratio);
+      AttentionInputs inputs =
+          make_inputs(group.mechanism, entry, {rows(heads.count), keys, keys}, problem.seed);
+      const LearnedLayouts layouts(group.mechanism, inputs);
+      inputs.centroids = shape_only(layouts.centroids, problem.device);
+      inputs.gate = shape_only(layouts.gate, problem.device);
+      attention_saved(group.mechanism, inputs);
+    });
+  } catch (const Error& error) {
+    return error.what();
   }
-}
-
-double SquaredNorms::relative_error() const {
-  if (difference == 0) return 0;  // also of zeros against zeros
-  return reference > 0 ? std::sqrt(difference / reference)
-                       : std::numeric_limits<double>::infinity();
-}
-
-namespace {
-
-void add_norms(const TensorView& x, const TensorView& reference, SquaredNorms& norms) {
-  for (std::int64_t b = 0; b < x.size(0); ++b) {
-    for (std::int64_t h = 0; h < x.size(1); ++h) {  // head by head, for the sake of memory
-      const auto one = [&](const TensorView& t) {
-        return read_values(t.narrowed(0, b, 1).narrowed(1, h, 1));
-      };
-      norms.add(one(x), one(reference));
-    }
-  }
-}
-
-}  // namespace
-
-TensorView References::output(bool causal, bool shared_qk) {
-  const auto key = std::make_pair(causal, shared_qk);
-  if (!outputs_.count(key)) {
-    AttentionRun run({AttentionSpec::parse("full"), causal}, data_, gradients_);
-    HeadRun& heads = run.groups()[0];
-    if (shared_qk) heads.inputs.k = data_.q;
-    run.forward();
-    outputs_[key] = std::move(heads.buffers);
-  }
-  return outputs_[key].result().out;
-}
-
-double References::error_of(const TensorView& out, bool causal) {
-  SquaredNorms norms;
-  add_norms(out, output(causal, false), norms);
-  return norms.relative_error();
-}
-
-double References::error_of(const AttentionRun& run, bool causal) {
-  SquaredNorms norms;
-  std::int64_t first = 0;
-  for (const HeadRun& group : run.groups()) {
-    const TensorView out = group.buffers.result().out;
-    add_norms(out, output(causal, group.shared_qk).narrowed(1, first, out.size(1)), norms);
-    first += out.size(1);
-  }
-  return norms.relative_error();
+  return "";
 }
 
 }  // namespace coterie::bench

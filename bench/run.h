@@ -2,8 +2,7 @@
 // One spec on given data, ready to run any number of times.
 #pragma once
 
-#include <map>
-#include <utility>
+#include <cstddef>
 #include <vector>
 
 #include "bench/attention.h"
@@ -11,30 +10,36 @@
 
 namespace coterie::bench {
 
-// What all runs on the same data may overwrite in turn.
+// What all runs on the same data may overwrite in turn; absent when only the forward pass runs.
 struct Gradients {
-  HostTensor dq, dk, dv;
-  explicit Gradients(const AttentionData& data) : dq(data.q), dk(data.k), dv(data.v) {}
+  Tensor dq, dk, dv;
+  explicit Gradients(const AttentionData& data);
 };
 
 // The heads of one group; views point into the data, the gradients and `owned`.
 struct HeadRun {
   Mechanism mechanism;
   AttentionInputs inputs;
-  AttentionBuffers buffers;
+  AttentionResult result;
+  std::size_t selection_count = 0;  // of result.saved
+  Workspace workspace;
   AttentionGradients gradients;
   TensorView grad_out;
   bool shared_qk = false;
-  std::vector<HostTensor> owned;
+  std::vector<Tensor> owned;
+
+  // A tensor that lives as long as this.
+  TensorView own(Tensor tensor);
 };
 
+// Launches and returns where the data are on a GPU.
 class AttentionRun {
  public:
   AttentionRun(const Entry& entry, const AttentionData& data, const Gradients& gradients);
 
   void select();
   void attend();
-  void forward();  // both
+  void forward();
   void backward();
 
   const std::vector<HeadRun>& groups() const { return groups_; }
@@ -44,33 +49,6 @@ class AttentionRun {
 
  private:
   std::vector<HeadRun> groups_;
-};
-
-// Sums over elements, for the relative error in the Frobenius norm.
-struct SquaredNorms {
-  double difference = 0, reference = 0;
-
-  void add(const std::vector<double>& got, const std::vector<double>& wanted);
-  double relative_error() const;
-};
-
-// Full attention's outputs on the data, each computed when first asked for.
-class References {
- public:
-  References(const AttentionData& data, const Gradients& gradients)
-      : data_(data), gradients_(gradients) {}
-
-  // Relative error of outputs (B, heads, N, D) against full attention, over the keys or over the
-  // queries as keys.
-  double error_of(const TensorView& out, bool causal);
-  double error_of(const AttentionRun& run, bool causal);
-
- private:
-  TensorView output(bool causal, bool shared_qk);
-
-  const AttentionData& data_;
-  const Gradients& gradients_;
-  std::map<std::pair<bool, bool>, AttentionBuffers> outputs_;
 };
 
 }  // namespace coterie::bench

@@ -154,6 +154,7 @@ std::int64_t TensorView::count() const {
 }
 
 bool TensorView::is_contiguous() const {
+  if (count() == 0) return true;  // no element, no place
   std::int64_t stride = 1;
   for (int dim = rank - 1; dim >= 0; --dim) {
     if (sizes[dim] != 1 && strides[dim] != stride) return false;

@@ -81,30 +81,19 @@ TEST(BenchEntry, NamedCausalFormsMakeTheEntryCausal) {
   EXPECT_FALSE(is_full(mixed));
 }
 
-TEST(BenchData, RowsOfQueriesAndKeysAreNormalised) {
-  for (const DataKind kind : {DataKind::normal, DataKind::mixture}) {
-    const AttentionData data =
-        make_data({.B = 2, .heads = 4, .kv_heads = 2, .N = 7, .D = 16, .data = kind});
-    EXPECT_EQ(data.k.view().size(1), 2);
-    const std::vector<double> q = read_values(data.q);
-    for (std::size_t row = 0; row < q.size(); row += 16) {
-      double sum = 0, square = 0;
-      for (int d = 0; d < 16; ++d) {
-        sum += q[row + d];
-        square += q[row + d] * q[row + d];
-      }
-      EXPECT_NEAR(sum, 0, 1e-4);
-      EXPECT_NEAR(square, 16, 1e-3);
-    }
-    EXPECT_EQ(q, read_values(make_data(data.problem).q));
-  }
-}
-
-TEST(BenchFlops, CountFullAttention) {
-  const Problem problem{.B = 2, .heads = 3, .kv_heads = 3, .N = 10, .D = 8};
-  EXPECT_EQ(full_attention_flops(problem, Pass::forward, false), 4.0 * 100 * 8 * 6);
-  EXPECT_EQ(full_attention_flops(problem, Pass::forward, true), 4.0 * 55 * 8 * 6);
-  EXPECT_EQ(full_attention_flops(problem, Pass::both, false), 14.0 * 100 * 8 * 6);
+TEST(Driver, TakesTimesFromTheStopwatchAndPreparesOutsideOfThem) {
+  std::string order;
+  const Contender contender{"a", {[&] { order += 'a'; }}, [&] { order += 'p'; }};
+  const Stopwatch fixed = [&](const Contender& one) {
+    for (const auto& stage : one.stages) stage();
+    order += 't';
+    return std::vector<double>{7.0};
+  };
+  const TimingPlan plan{.warmups = 1, .repeats = 2, .min_repeats = 2};
+  const StagedTiming timing = time_interleaved({contender}, plan, {}, fixed)[0];
+  EXPECT_EQ(order, "patpatpat");
+  EXPECT_EQ(timing.total.median_ms, 7.0);
+  EXPECT_EQ(timing.total.repeats, 2);
 }
 
 }  // namespace

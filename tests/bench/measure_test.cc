@@ -10,6 +10,7 @@
 #include "bench/gate.h"
 #include "bench/opponent.h"
 #include "bench/peak.h"
+#include "bench/work.h"
 #include "coterie/runtime.h"
 
 namespace coterie::bench {
@@ -17,26 +18,84 @@ namespace {
 
 const Problem kSmall{.heads = 2, .kv_heads = 2, .N = 48, .D = 16};
 
-TEST(Measure, TimesStagesAndCountsWhatItKnows) {
+MeasurePlan plan_of(Pass pass, int repeats) {
+  return {.pass = pass, .timing = {.repeats = repeats, .min_repeats = repeats}};
+}
+
+TEST(Measure, TimesPassesAndPartsAndCountsWhatItKnows) {
   const std::vector<Entry> entries = {make_entry("full", false),
                                       make_entry("i-clustered(clusters=4,topk=8)", false)};
-  const std::vector<Measurement> all =
-      measure(entries, kSmall, Pass::both, {.repeats = 3, .min_repeats = 3});
-  const bool opposed = !opponent_name().empty();
-  ASSERT_EQ(all.size(), opposed ? 3u : 2u);
-  const Measurement &full = all.front(), &clustered = all.back();
+  const std::vector<Measurement> all = measure(entries, kSmall, plan_of(Pass::both, 3));
+  const std::size_t opponents = opponent_name().empty() ? 0 : 1;
+  ASSERT_EQ(all.size(), 2 + opponents);
+  const Measurement &full = all[opponents], &clustered = all.back();
   EXPECT_EQ(full.error, 0.0);
-  EXPECT_EQ(full.forward_flops, full_attention_flops(kSmall, Pass::forward, false));
+  EXPECT_EQ(full.error_rows, kSmall.N);
+  EXPECT_EQ(full.forward_flops, attention_flops(entries[0], kSmall, Pass::forward));
   EXPECT_GT(full.gflops(), 0.0);
   EXPECT_GT(full.peak_gflops, 0.0);
+  EXPECT_FALSE(full.select);  // it does not select
+  EXPECT_FALSE(full.launch_ms);
   EXPECT_EQ(clustered.name, "i-clustered(clusters=4,topk=8)");
-  EXPECT_FALSE(clustered.gflops());
+  EXPECT_EQ(clustered.threads, threads());
+  EXPECT_FALSE(clustered.hash);  // not in this clustering
+  EXPECT_GT(clustered.cluster->median_ms, 0.0);
   EXPECT_GT(clustered.select->median_ms, 0.0);
   EXPECT_GT(clustered.attend->median_ms, 0.0);
-  EXPECT_GE(clustered.forward->median_ms, clustered.select->median_ms);
+  EXPECT_GT(clustered.forward->median_ms, 0.0);
   EXPECT_GT(clustered.backward->median_ms, 0.0);
   EXPECT_GT(clustered.workspace_bytes, 0);
   EXPECT_EQ(clustered.io_bytes, 4 * 2 * 48 * 16 * 4);
+  EXPECT_EQ(clustered.least_bytes, 3.0 * clustered.io_bytes);
+  EXPECT_DOUBLE_EQ(clustered.gigabytes_per_second(),
+                   clustered.least_bytes / (1e6 * clustered.total_ms()));
+}
+
+TEST(Measure, TimesThePartsThatAMechanismHas) {
+  std::vector<Entry> entries;
+  for (const char* spec : {"clustered(clusters=4,clustering=hamming)",
+                           "i-clustered(clusters=4,clustering=hamming-keys)",
+                           "routing(clusters=2,window=8,causal=strict)", "lsh", "local(window=8)",
+                           "1*local(window=8)+1*clustered(clusters=4)"}) {
+    entries.push_back(make_entry(spec, false));
+  }
+  MeasurePlan plan = plan_of(Pass::forward, 1);
+  plan.alone = true;
+  const std::vector<Measurement> all = measure(entries, kSmall, plan);
+  ASSERT_EQ(all.size(), entries.size());
+  const auto parts = [&](std::size_t i) {
+    const Measurement& m = all[i];
+    std::string names;
+    if (m.hash) names += 'h';
+    if (m.cluster) names += 'c';
+    if (m.select) names += 's';
+    if (m.attend) names += 'a';
+    return names;
+  };
+  EXPECT_EQ(parts(0), "hcsa");
+  EXPECT_EQ(parts(1), "hcsa");
+  EXPECT_EQ(parts(2), "csa");
+  EXPECT_EQ(parts(3), "sa");
+  EXPECT_EQ(parts(4), "");
+  EXPECT_EQ(parts(5), "csa");
+  for (const Measurement& m : all) EXPECT_FALSE(m.backward) << m.name;
+}
+
+TEST(Measure, MeasuresEveryNumberOfThreadsAndRestoresIt) {
+  const int before = threads();
+  MeasurePlan plan = plan_of(Pass::both, 1);
+  plan.threads = {1, 3};
+  const std::vector<Measurement> all =
+      measure({make_entry("full", false), make_entry("local(window=8)", false)}, kSmall, plan);
+  EXPECT_EQ(threads(), before);
+  const std::size_t each = opponent_name().empty() ? 2 : 3;
+  ASSERT_EQ(all.size(), 2 * each);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(all[i].threads, i < each ? 1 : 3);
+    EXPECT_EQ(all[i].name, all[i % each].name);
+    EXPECT_EQ(all[i].error, all[i % each].error);  // not a bit depends on the threads
+    EXPECT_GT(all[i].peak_gflops, 0.0);
+  }
 }
 
 TEST(Measure, OpponentsAgreeWithFullAttention) {
@@ -46,13 +105,12 @@ TEST(Measure, OpponentsAgreeWithFullAttention) {
     grouped.kv_heads = 1;
     grouped.dtype = dtype;
     const std::vector<Entry> entries = {make_entry("full", false), make_entry("full", true)};
-    const std::vector<Measurement> all =
-        measure(entries, grouped, Pass::both, {.repeats = 1, .min_repeats = 1});
+    const std::vector<Measurement> all = measure(entries, grouped, plan_of(Pass::both, 1));
     ASSERT_EQ(all.size(), 4u);
-    for (const std::size_t i : {1, 3}) {
+    for (const std::size_t i : {0, 1}) {
       EXPECT_TRUE(all[i].opponent);
       EXPECT_EQ(all[i].name, opponent_name());
-      EXPECT_EQ(all[i].entry.causal, i == 3);
+      EXPECT_EQ(all[i].entry.causal, i == 1);
       EXPECT_LT(all[i].error, dtype == DType::f32 ? 1e-5 : 1e-2);
       EXPECT_FALSE(all[i].select);
     }
@@ -64,7 +122,7 @@ TEST(Gate, LetsEveryMechanismPass) {
   for (const char* spec :
        {"full", "local(window=16)", "strided(stride=5)", "oracle-top", "clustered(clusters=6)",
         "i-clustered(clusters=6)", "i-clustered(clusters=6,clustering=hamming)", "lsh",
-        "routing(clusters=3,window=32)", "cast(clusters=3,size=32)",
+        "routing(clusters=3,window=32)", "cast(clusters=3,size=32)", "cast(clusters=2,size=64)",
         "1*local(window=8)+1*routing(clusters=3,window=16,causal=strict)"}) {
     entries.push_back(make_entry(spec, false));
   }
@@ -102,6 +160,7 @@ TEST(Peak, IsOfEveryInstructionSet) {
   }
   force_cpu_isa(best);
   EXPECT_GT(copy_gigabytes_per_second(), 0.0);
+  EXPECT_GT(hamming_pairs_per_second(), 0.0);
 }
 
 }  // namespace
