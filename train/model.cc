@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <charconv>
 
 #include "coterie/error.h"
@@ -88,6 +89,16 @@ std::vector<AttentionSpec> layer_attention(const Config& config) {
   return specs;
 }
 
+c10::Device config_device(const Config& config) {
+  const c10::Device device(config.device);
+  const int devices = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
+  if (device.is_cuda() && std::max<int>(device.index(), 0) >= devices) {
+    throw Error(fmt::format("[train] expected a CUDA device for --device {}; torch finds {}",
+                            config.device, devices));
+  }
+  return device;
+}
+
 torch_api::LanguageModel make_model(const Config& config, const Task& task) {
   torch_api::LanguageModelOptions options;
   options.input.vocabulary = task.vocabulary();
@@ -97,13 +108,9 @@ torch_api::LanguageModel make_model(const Config& config, const Task& task) {
   options.input.embedding_std = config.model.embedding_std;
   options.input.position_base = config.model.position_base;
   options.transformer = transformer_options(config, task.causal());
-  const c10::Device device(config.device);
-  if (device.is_cuda() && !at::hasCUDA()) {
-    throw Error("[train] expected a CUDA device for --device " + config.device + "; got none");
-  }
   at::manual_seed(config.seed);
   torch_api::LanguageModel model(options);
-  model->to(device);
+  model->to(config_device(config));
   return model;
 }
 

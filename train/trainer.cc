@@ -62,11 +62,11 @@ class Run {
       : config_(config),
         task_(task),
         hooks_(hooks),
-        memory_(c10::Device(config.device)),
+        device_(config_device(config)),
+        memory_(device_),
         attention_(layer_attention(config)),
         model_(make_model(config, task)),
         optimizer_(make_optimizer(config.optimizer, *model_)),
-        device_(config.device),
         routing_(has_routing(attention_)) {}
 
   void begin(bool resume) {
@@ -281,11 +281,11 @@ class Run {
   const Config& config_;
   const Task& task_;
   const TrainHooks& hooks_;
+  c10::Device device_;
   MemoryMeter memory_;  // before the model, which it measures
   std::vector<AttentionSpec> attention_;
   torch_api::LanguageModel model_;
   std::unique_ptr<::torch::optim::Optimizer> optimizer_;
-  c10::Device device_;
   bool routing_;
   std::optional<Log> log_;
   TrainState state_;

@@ -21,6 +21,9 @@ namespace coterie::train {
 // One spec per layer from config.attention and config.attention_at; throws on bad specs and ranges.
 std::vector<AttentionSpec> layer_attention(const Config& config);
 
+// The device of a config; throws when it is not there.
+c10::Device config_device(const Config& config);
+
 // The model of a config for a task, freshly initialised from the config's seed, on its device.
 torch_api::LanguageModel make_model(const Config& config, const Task& task);
 

@@ -132,7 +132,7 @@ void measure_lengths(const BenchOptions& options, const std::vector<std::int64_t
     const bench::MeasurePlan plan{.pass = report.pass,
                                   .timing = make_timing(options, options.seconds - seconds, share),
                                   .threads = report.threads,
-                                  .alone = options.alone};
+                                  .alone = report.alone};
     report.problem.N = N;
     const auto measured = bench::measure(
         entries, report.problem, plan,
@@ -166,6 +166,7 @@ void run_bench(const BenchOptions& options, const std::string& command) {
   const std::vector<std::int64_t> lengths = make_lengths(options, report.problem);
   report.problem.N = lengths.back();
   report.pass = make_pass(options.pass);
+  report.alone = options.alone;
   report.threads = options.threads.empty() ? std::vector{threads()} : options.threads;
   check_device(report.problem);
   const std::vector<bench::Entry> entries = make_entries(options, report);

@@ -103,11 +103,21 @@ void print_run(const Json& run) {
   const std::string hamming = number(run, "hamming_gpairs");
   if (!hamming.empty()) fmt::print("; Hamming assignment {} G pairs/s on one thread", hamming);
   const std::string opponent = text(run, "opponent"), commit = text(run, "commit");
-  fmt::print(". Speeds against {}. Commit {}{}.\n\n",
-             opponent.empty() ? "this library's full attention" : opponent,
-             commit.empty() ? "unknown" : commit,
+  if (!run.value("alone", false)) {
+    fmt::print(". Speeds against {}",
+               opponent.empty() ? "this library's full attention" : opponent);
+  }
+  fmt::print(". Commit {}{}.\n\n", commit.empty() ? "unknown" : commit,
              run.value("gated", false) ? ", compared with the specification before" : "");
   fmt::print("```\n{}\n```\n\n", text(run, "command"));
+}
+
+// "0.0450 (256 queries)": of a sample of every head's queries, or of all.
+std::string error_text(const Json& m) {
+  const std::int64_t rows = m.at("error_rows").get<std::int64_t>();
+  const std::string error = fmt::format("{:.4f}", m.at("error").get<double>());
+  if (rows >= m.at("N").get<std::int64_t>()) return error;
+  return fmt::format("{} ({} queries)", error, rows);
 }
 
 // "4096 | 2 | local(window=256), causal": what the rows of a table are about.
@@ -126,10 +136,10 @@ void print_measurements(const Json& run, const std::vector<Json>& measurements) 
       "error | extra MiB | GB/s | GFLOP/s | of peak |\n"
       "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n");
   for (const Json& m : measurements) {
-    fmt::print("| {} | {} | {} | {} | {} | {} | {:.4f} | {} | {} | {} | {} |\n", subject(run, m),
+    fmt::print("| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |\n", subject(run, m),
                median(m, "forward_ms"), median(m, "backward_ms"), spread(m),
-               number(m, "forward_speed"), number(m, "speed"), m.at("error").get<double>(),
-               extra_mebibytes(m), number(m, "gbs"), number(m, "gflops"), share_of_peak(m));
+               number(m, "forward_speed"), number(m, "speed"), error_text(m), extra_mebibytes(m),
+               number(m, "gbs"), number(m, "gflops"), share_of_peak(m));
   }
   fmt::print("\n");
 }

@@ -231,10 +231,13 @@ void print_header(const BenchReport& report) {
   fmt::print("; {}, batch {}, {} heads", dtype_name(problem.dtype), problem.B, problem.heads);
   if (problem.kv_heads != problem.heads) fmt::print(" ({} of keys)", problem.kv_heads);
   fmt::print(" of {}, data {}\n", problem.D, data_name(problem.data));
+  fmt::print("Times are medians in ms (spread: 20th to 80th percentile){};\n",
+             on_gpu ? ", by CUDA events with flushed caches" : "");
   const std::string opponent = bench::opponent_description(problem.device);
-  fmt::print("Times are medians in ms (spread: 20th to 80th percentile){}. Speed is against {};\n",
-             on_gpu ? ", by CUDA events with flushed caches" : "",
-             opponent.empty() ? "this library's full attention" : opponent);
+  if (!report.alone) {
+    fmt::print("speed is against {};\n",
+               opponent.empty() ? "this library's full attention" : opponent);
+  }
   fmt::print(
       "error is against full attention; extra memory is workspace and what is saved for the "
       "backward pass;\ncluster is part of select; GB/s count inputs and outputs once.\n");

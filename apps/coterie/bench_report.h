@@ -20,6 +20,7 @@ struct BenchReport {
   std::string title, command;
   bench::Problem problem;  // N is that of the last length
   bench::Pass pass = bench::Pass::both;
+  bool alone = false;        // without full attention beside, so without speeds
   std::vector<int> threads;  // of the CPU: the counts measured
   double copy_gbs = 0;       // the device's copying speed
   double hamming_rate = 0;   // the CPU's pairs of codes per second, one thread; 0 on a GPU

@@ -33,7 +33,8 @@ std::string sizes_text(const std::vector<double>& sizes) {
     const bool left_out =
         sizes.size() > kShown && cluster >= kShown - kLast && cluster + kLast < sizes.size();
     if (left_out && cluster > kShown - kLast) continue;
-    text += (text.empty() ? "" : " ") + (left_out ? "..." : fmt::format("{:.0f}", sizes[cluster]));
+    if (!text.empty()) text += ' ';
+    text += left_out ? "..." : fmt::format("{:.0f}", sizes[cluster]);
   }
   return text.empty() ? "-" : text;
 }

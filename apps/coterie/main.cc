@@ -68,7 +68,8 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return report("not enough memory", kFailure);
   } catch (const std::exception& error) {
-    return report(error.what(), kFailure);
+    const std::string message = error.what();  // torch's have a trace below
+    return report(message.substr(0, message.find("\nException raised from")), kFailure);
   } catch (...) {
     return report("unknown failure", kFailure);
   }

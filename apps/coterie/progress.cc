@@ -33,8 +33,7 @@ std::string numbers_text(const train::ProgressLine& line) {
 
 std::string progress_bar(std::int64_t step, std::int64_t steps, int width) {
   const auto full = static_cast<std::size_t>(width * step / std::max<std::int64_t>(steps, 1));
-  return "[" + std::string(full, '#') + std::string(static_cast<std::size_t>(width) - full, '-') +
-         "]";
+  return fmt::format("[{:#<{}}{:-<{}}]", "", full, "", static_cast<std::size_t>(width) - full);
 }
 
 std::string duration_text(double seconds) {

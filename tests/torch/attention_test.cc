@@ -184,7 +184,7 @@ TEST(RelativePositions, AddTheTermOfTransformerXl) {
 
 TEST(RotaryPositions, TurnPairsByTheAngleOfTheirPosition) {
   const at::Tensor x = at::randn({1, 5, 1, 6}, at::kDouble);
-  const at::Tensor turned = rotated(x, 7, 100.0);
+  const at::Tensor turned = rotated(x, make_waves(7, 5, 6, 100.0, x));
   for (std::int64_t n = 0; n < 5; ++n) {
     for (std::int64_t f = 0; f < 3; ++f) {
       const double angle = static_cast<double>(7 + n) * std::pow(100.0, -2.0 * f / 6.0);
@@ -201,7 +201,7 @@ TEST(RotaryPositions, AreThoseOfQueriesAndKeysOfGroupsThatSaySo) {
   SelfAttention layer = make_layer({}, "2*full+2*full(positions=none)");
   const at::Tensor x = at::randn({2, 9, 32});
   const auto place = [](const at::Tensor& rows) {
-    return rotated(rows.transpose(1, 2), 0, 10000.0).transpose(1, 2);
+    return rotated(rows.transpose(1, 2), make_waves(0, 9, 8, 10000.0, rows)).transpose(1, 2);
   };
   const auto heads = [&](const char* name, std::int64_t first) {
     return heads_of(x, *layer, name, first, 2);

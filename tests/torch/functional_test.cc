@@ -105,7 +105,9 @@ TEST(FullAttention, OfTorchKeepsTheContract) {
     const auto our_gradients = grad({ours}, inputs, {torch.grad_out});
     const auto their_gradients = grad({theirs}, inputs, {torch.grad_out});
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      EXPECT_TRUE(at::allclose(our_gradients[i], their_gradients[i], 1e-4, 1e-5)) << i;
+      // Rounding of sums is relative to their largest terms.
+      const double most = our_gradients[i].abs().max().item<double>();
+      EXPECT_TRUE(at::allclose(our_gradients[i], their_gradients[i], 0, 1e-5 + 1e-4 * most)) << i;
     }
   }
 }

@@ -29,7 +29,7 @@ std::set<std::string> parameter_names(const ::torch::nn::Module& module) {
 
 // The loss after some steps of AdamW on one batch.
 double overfit(::torch::nn::Module& model, int steps, const std::function<at::Tensor()>& loss) {
-  ::torch::optim::AdamW optimizer(model.parameters(), ::torch::optim::AdamWOptions(3e-3));
+  ::torch::optim::AdamW optimizer(model.parameters(), ::torch::optim::AdamWOptions(1e-2));
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     loss().backward();
@@ -47,7 +47,7 @@ double overfit_language(const std::string& spec, bool causal) {
   LanguageModel model(options);
   const at::Tensor tokens = at::randint(0, 11, {2, 25}, at::kLong);
   const at::Tensor given = tokens.narrow(1, 0, 24), wanted = tokens.narrow(1, 1, 24);
-  return overfit(*model, 150, [&] {
+  return overfit(*model, 80, [&] {
     const PassOutput output = model->forward(given, {.seed = 1});
     const at::Tensor loss = bits_per_value(output.out, wanted);
     return output.commitment.defined() ? loss + output.commitment : loss;
@@ -57,7 +57,7 @@ double overfit_language(const std::string& spec, bool causal) {
 TEST(LanguageModel, LearnsABatchByHeartWithEveryMechanism) {
   for (const bool causal : {false, true}) {
     for (const std::string& spec : every_spec(causal)) {
-      EXPECT_LT(overfit_language(spec, causal), 0.05) << spec << (causal ? ", causal" : "");
+      EXPECT_LT(overfit_language(spec, causal), 0.1) << spec << (causal ? ", causal" : "");
     }
   }
 }
@@ -150,7 +150,7 @@ TEST(SequenceClassifier, LearnsABatchByHeart) {
   const at::Tensor classes = at::arange(6) % 3;
   EXPECT_LT(
       overfit(*model, 80, [&] { return bits_per_value(model->forward(tokens).out, classes); }),
-      0.05);
+      0.1);
 }
 
 TEST(CtcModel, PutsFramesTogetherAndIgnoresPadding) {
@@ -175,14 +175,14 @@ TEST(CtcModel, LearnsABatchByHeart) {
                       .symbols = 4,
                       .transformer = transformer_options("clustered(clusters=6)", false)});
   const at::Tensor frames = at::randn({2, 20, 5}), lengths = at::tensor({20, 15}, at::kLong);
-  const at::Tensor targets = at::tensor({{1, 2, 3, 4}, {4, 4, 1, 0}}, at::kLong);
+  const at::Tensor targets = at::tensor({1, 2, 3, 4, 4, 4, 1, 0}, at::kLong).view({2, 4});
   const at::Tensor target_lengths = at::tensor({4, 3}, at::kLong);
-  EXPECT_LT(overfit(*model, 150,
+  EXPECT_LT(overfit(*model, 80,
                     [&] {
                       const PassOutput output = model->forward(frames, {.lengths = lengths});
                       return model->loss(output, lengths, targets, target_lengths);
                     }),
-            0.05);
+            0.1);
 }
 
 ImageModelOptions image_options(const std::string& spec) {
@@ -211,14 +211,14 @@ TEST(ImageModel, LearnsABatchByHeart) {
   at::manual_seed(1);
   ImageModel model(image_options("2*local(window=6)+2*routing(clusters=2,window=8,share_qk=true)"));
   const at::Tensor images = at::randint(0, 8, {2, 4, 3, 2}, at::kLong);
-  EXPECT_LT(overfit(*model, 150,
+  EXPECT_LT(overfit(*model, 80,
                     [&] { return bits_per_value(model->forward(images).out, images.flatten(1)); }),
             0.1);
 }
 
 TEST(BitsPerValue, AreTheMeanNegativeLogarithmToBaseTwo) {
   const at::Tensor logits = at::log(at::tensor({0.5, 0.25, 0.25})).expand({2, 2, 3});
-  const at::Tensor targets = at::tensor({{0, 1}, {2, 0}}, at::kInt);
+  const at::Tensor targets = at::tensor({0, 1, 2, 0}, at::kInt).view({2, 2});
   EXPECT_NEAR(bits_per_value(logits, targets).item<double>(), 1.5, 1e-6);
 }
 

@@ -146,6 +146,16 @@ TEST(Recompute, WorksForInputsWithoutGradient) {
   for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.grad().defined());
 }
 
+TEST(Recompute, RefusesHigherDerivatives) {
+  TransformerOptions options = transformer_options("full", true);
+  options.recompute = true;
+  Transformer model = make_transformer(options);
+  const at::Tensor x = at::randn({1, 9, 32}).requires_grad_();
+  const at::Tensor loss = loss_of(model->forward(x, {}));
+  const std::string error = test::error_of([&] { grad({loss}, {x}, {}, true, true); });
+  EXPECT_EQ(error, "[recompute] expected derivatives of first order; got create_graph");
+}
+
 // torch's autocast to bfloat16 on the CPU for a while.
 struct Autocast {
   Autocast() {

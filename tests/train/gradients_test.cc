@@ -106,8 +106,8 @@ TEST(Evaluate, ScoresAreSumsOverAskedPositions) {
   const at::Tensor logits =
       ::torch::tensor({{{2.0, 0.0, 0.0}, {0.0, 3.0, 0.0}}, {{0.0, 0.0, 1.0}, {1.0, 0.0, 0.0}}});
   Batch batch;
-  batch.targets = ::torch::tensor({{0, 0}, {2, kIgnore}});
-  batch.strata = ::torch::tensor({{0, 1}, {1, 1}});
+  batch.targets = ::torch::tensor({0L, 0L, 2L, kIgnore}).view({2, 2});
+  batch.strata = ::torch::tensor({0L, 1L, 1L, 1L}).view({2, 2});
   std::vector<Score> strata(3);
   const Score score = score_of(logits, batch, &strata);
   const auto nats = [](double right, double a, double b) {

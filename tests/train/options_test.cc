@@ -43,7 +43,7 @@ Config config_without_defaults() {
   dim = 48, layers = 3, heads = 6, kv_heads = 2, ffn = 100, dropout = 0.1, positions = "learned";
   bias = !bias, tied = !tied, recompute = !recompute;
   auto& [name, lr, beta1, beta2, eps, weight_decay, clip, relative] = optimizer;
-  name = "adafactor", lr = 0.1 + 0.2, beta1 = 0.5, beta2 = 0.99, eps = 1e-7, weight_decay = 0.3;
+  name = "adafactor", lr = 0.1 + 0.2, beta1 = 0.5, beta2 = 0.97, eps = 1e-7, weight_decay = 0.3;
   clip = 2.5, relative = true;
   auto& [warmup, decay, floor] = schedule;
   warmup = 11, decay = "rsqrt", floor = 0.25;

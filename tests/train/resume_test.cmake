@@ -5,11 +5,12 @@
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/../cli/program.cmake)
 
-# With dropout, routing centroids and a text: everything that has state.
+# With dropout and routing centroids: everything that has state.
 set(options --task recall --recall.causal --length 66 --recall.pairs 16 --recall.queries 16
   --attention "1*local(window=8)+1*routing(clusters=3,window=16)" --model.dim 16 --model.heads 2
   --model.dropout 0.1 --train.batch 4 --train.log-every 1 --train.eval-every 20
-  --train.eval-batches 1 --train.steps 60 --checkpoint.every 5 --threads 1)
+  --train.eval-batches 1 --train.steps 60 --checkpoint.every 5 --checkpoint.keep 100
+  --threads 1)
 
 # Starts a run in the background, waits for its checkpoint of step 10 and sends it a signal.
 # `status` is that of the program as the shell sees it.

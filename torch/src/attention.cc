@@ -138,7 +138,7 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    const HeadGroupImpl& group = *groups_[g];
+    HeadGroupImpl& group = *groups_[g];
     const HeadRows placed = group.placed(rows[g], 0);
     const auto number = static_cast<std::int64_t>(g);
     AttentionOptions options = group.attention_options(x_BNE);
@@ -213,7 +213,7 @@ at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
   const std::vector<HeadRows> rows = project(x_BNE);
   std::vector<at::Tensor> parts;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    const HeadGroupImpl& group = *groups_[g];
+    HeadGroupImpl& group = *groups_[g];
     const DecodingStep step{group.mechanism(), group.placed(rows[g], cache.position),
                             group.attention_options(x_BNE), cache.position};
     parts.push_back(decode(step, cache.groups[g]));

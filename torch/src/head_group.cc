@@ -150,19 +150,26 @@ void HeadGroupImpl::set_spec(const HeadGroup& spec) {
 }
 
 HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
-  at::Tensor q = rows.q, k = rows.k;
-  const double base = options_.rotary_base;
-  if (positions_ == Positions::rotary) {
-    q = rotated(q, first, base);
-    if (k.defined()) k = rotated(k, first, base);
-  } else if (positions_ == Positions::relative) {
-    q = widened_queries(q, relative_, first, base);
-    k = widened_keys(k, relative_.weight.size(0), first, base);
+  HeadRows own = rows;
+  if (positions_ != Positions::none) {
+    // Relative positions have as many features as a row has elements: one width for both forms.
+    const Waves waves =
+        make_waves(first, rows.q.size(1), options_.head_dim, options_.rotary_base, rows.q);
+    if (positions_ == Positions::rotary) {
+      own.q = rotated(own.q, waves);
+      if (own.k.defined()) own.k = rotated(own.k, waves);
+    } else {
+      own.q = widened_queries(own.q, relative_, waves);
+      own.k = widened_keys(own.k, waves);
+    }
   }
-  return {q.transpose(1, 2), k.defined() ? k.transpose(1, 2) : k, rows.v.transpose(1, 2)};
+  for (at::Tensor* tensor : {&own.q, &own.k, &own.v}) {
+    if (tensor->defined()) *tensor = tensor->transpose(1, 2);
+  }
+  return own;
 }
 
-AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x) const {
+AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x) {
   AttentionOptions options;
   options.causal = options_.causal;
   if (positions_ == Positions::relative) options.scale = inverse_root(options_.head_dim);
@@ -171,7 +178,7 @@ AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x) const {
     options.logit_scale = logit_scale_;
   } else if (std::holds_alternative<CastParams>(mechanism_)) {
     options.centroids = surrogates_;
-    options.gate = ::torch::nn::Linear(gate_)->forward(x).squeeze(-1);
+    options.gate = gate_(x).squeeze(-1);
   }
   return options;
 }

@@ -45,7 +45,7 @@ class HeadGroupImpl : public ::torch::nn::Module {
   // Rows as attention() takes them, (B, h, N, D): with positions from `first` on.
   HeadRows placed(const HeadRows& rows, std::int64_t first) const;
   // What attention() takes beside rows; `x` (B, N, E) is the layer's input.
-  AttentionOptions attention_options(const at::Tensor& x) const;
+  AttentionOptions attention_options(const at::Tensor& x);
 
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;

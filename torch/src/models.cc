@@ -39,7 +39,13 @@ TokenInput make_input(::torch::nn::Module& owner, std::int64_t dim,
 
 // Sinusoids of unit variance.
 at::Tensor position_waves(std::int64_t first, double base, const at::Tensor& x_BNE) {
-  return sinusoids(first, x_BNE.size(1), x_BNE.size(2), base, x_BNE) * std::sqrt(2.0);
+  const std::int64_t E = x_BNE.size(2);
+  if (E % 2 != 0) {
+    throw Error("[model] expected an even width for sinusoidal positions; got " +
+                std::to_string(E));
+  }
+  const Waves waves = make_waves(first, x_BNE.size(1), E, base, x_BNE);
+  return at::cat({waves.sin, waves.cos}, 2).squeeze(1) * std::sqrt(2.0);
 }
 
 void check_rank(const char* op, const char* shape, const at::Tensor& tensor, std::int64_t rank) {
@@ -95,7 +101,7 @@ Transformer LanguageModelImpl::transformer() const { return transformer_; }
 const LanguageModelOptions& LanguageModelImpl::options() const { return options_; }
 
 DecoderCache LanguageModelImpl::make_cache(std::int64_t batch) const {
-  return Transformer(transformer_)->make_cache(batch);
+  return transformer_->make_cache(batch);
 }
 
 at::Tensor LanguageModelImpl::step(const at::Tensor& tokens_B, DecoderCache& cache) {

@@ -3,8 +3,7 @@
 // queries, tokens that carry a key. At a query the value of its key is asked. As a causal task
 // every query comes after its pair. Scores are kept by the distance between the two.
 //
-// Ids: 0 filler, then pairs by key and value, queries by key, and answers (only as targets) by
-// value.
+// Ids: 0 filler, then pairs by key and value, then queries by key. Targets are values, from 0 on.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -51,7 +50,7 @@ class RecallTask final : public RowTask {
   }
 
   std::string name() const override { return "recall"; }
-  std::int64_t vocabulary() const override { return answer(config_.values); }
+  std::int64_t vocabulary() const override { return query(config_.keys); }
   bool causal() const override { return config_.causal; }
   bool needs_positions() const override { return false; }
   Metric metric() const override { return Metric::accuracy; }
@@ -89,7 +88,7 @@ class RecallTask final : public RowTask {
       const auto chosen = static_cast<std::size_t>(
           below(random(row, kChoices), place - queries, end - places.begin()));
       row.tokens[*place] = query(pairs[chosen].key);
-      row.targets[*place] = answer(pairs[chosen].value);
+      row.targets[*place] = pairs[chosen].value;
       row.strata[*place] = stratum(*place, places[chosen]);
     }
   }
@@ -103,7 +102,6 @@ class RecallTask final : public RowTask {
     return 1 + key * config_.values + value;
   }
   std::int64_t query(std::int64_t key) const { return pair(config_.keys, 0) + key; }
-  std::int64_t answer(std::int64_t value) const { return query(config_.keys) + value; }
 
   static std::int64_t stratum(std::size_t a, std::size_t b) {
     return std::bit_width(a > b ? a - b : b - a) - 1;

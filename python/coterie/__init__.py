@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT
+"""Content-clustered attention for PyTorch: clustered, improved clustered, routing and CAST.
+
+>>> import torch, coterie
+>>> q, k, v = torch.randn(3, 1, 8, 1024, 64)
+>>> out = coterie.attention(q, k, v, "i-clustered(clusters=64,topk=32)")
+
+:func:`attention` is the function; :mod:`coterie.nn` has the module, :mod:`coterie.hf` works with
+Hugging Face models by name; ``python -m coterie.info`` says what is installed and what a spec can
+say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .advice import Recommendation, recommend
+from .analysis import ErrorReport, Stats, collect_stats, error, stats
+from .functional import check_functional, make_options, prepare, run_groups
+from .library import build_facts, set_threads
+from .spec import Group, head_groups
+from .state import State, init_state
+
+__version__ = build_facts()["version"]
+__all__ = [
+    "ErrorReport",
+    "Group",
+    "Recommendation",
+    "State",
+    "Stats",
+    "attention",
+    "error",
+    "head_groups",
+    "init_state",
+    "recommend",
+    "set_threads",
+    "stats",
+]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    spec: str,
+    *,
+    state: State | Sequence[State] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    seed: int = 0,
+    q_lengths: Tensor | None = None,
+    k_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, list[Stats]]:
+    """Attention of q over k and v by the mechanisms that ``spec`` names.
+
+    Args:
+        q: queries (B, H, N, Dk) of float32, bfloat16, float16, or float64 on the CPU; any strides.
+        k: keys (B, Hkv, S, Dk), H a multiple of Hkv. None where queries are keys: lsh, and routing
+            with share_qk. With several groups: the heads of those that take keys, in their order.
+        v: values (B, Hkv, S, Dv).
+        spec: attention spec, such as ``"i-clustered(clusters=100,topk=32)"``.
+        state: parameters of routing and cast, from :func:`init_state`: one for each group.
+        causal: query i of an item is at key position i + (key length - query length) and looks at
+            no later one.
+        scale: factor of the logits; 1/sqrt(Dk) by default, 1 for routing.
+        seed: of the clusterings; the same seed and inputs give the same bits.
+        q_lengths, k_lengths: (B) integers: the rows of each batch entry that count.
+        cu_seqlens_q, cu_seqlens_k: (items + 1) integers, B = 1: packed sequences.
+        mask: bool, broadcast to (B, H, N, S), True where a query may look; full, local, strided and
+            oracle-top only.
+        dropout_p: 0.0; there is no attention dropout.
+        return_stats: also give what :func:`stats` gives.
+
+    Returns:
+        (B, H, N, Dv), laid out in memory as q is; rows that count for nothing are 0. Gradients of
+        first order flow to q, k, v, the surrogate tokens, the gate and the logit scale; selections
+        are constants.
+
+    Raises ValueError or TypeError naming the argument, RuntimeError for what the core refuses.
+    """
+    calls = prepare(q, k, v, spec, state, causal)
+    check_functional(calls, dropout_p)
+    options = make_options(
+        q,
+        v,
+        causal,
+        scale,
+        seed,
+        q_lengths,
+        k_lengths,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+    )
+    results = run_groups(calls, options)
+    out = results[0].out
+    if len(results) > 1:
+        out = torch.cat([result.out for result in results], 1)
+    return (out, collect_stats(calls, results, options)) if return_stats else out

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: MIT
+"""How well a mechanism does: its clusters, the attention mass it keeps, its error and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from .exact import Sample, exact_rows, sample_rows
+from .functional import (
+    CallOptions,
+    GroupCall,
+    GroupResult,
+    Options,
+    make_options,
+    mask_of_heads,
+    prepare,
+    run_groups,
+)
+from .layout import saved_layout, sizes_of
+from .spec import Group
+from .state import State
+
+
+class Stats(NamedTuple):
+    """Clusters of one head group.
+
+    ``sizes`` (items, h, C): tokens in each cluster, None without clusters; ``empty`` (items, h):
+    clusters without tokens; ``kept_mass`` (h): the share of full attention's weight that lies on
+    keys which the mechanism looks at one by one, mean over the sampled rows, None where it looks at
+    none (clustered) or at the same one several times (lsh).
+    """
+
+    spec: str
+    sizes: Tensor | None
+    empty: Tensor | None
+    kept_mass: Tensor | None
+
+
+class ErrorReport(NamedTuple):
+    """Difference from full attention over the same logits, on a sample of rows of one head group.
+
+    ``relative`` (h): norm of the difference over the norm of full attention's output;
+    ``row_error`` (B, h, R): norm of each row's difference; ``row_bound`` (B, h, R): a bound of it
+    that holds for every row, from the distance of a query to its centroid (clustered, i-clustered)
+    or from the kept mass (local, strided, oracle-top, strict routing), else None.
+    """
+
+    spec: str
+    relative: Tensor
+    row_error: Tensor
+    row_bound: Tensor | None
+
+
+def stats(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    spec: str,
+    *,
+    state: State | Sequence[State] | None = None,
+    rows: int = 256,
+    **options: Unpack[CallOptions],
+) -> list[Stats]:
+    """Cluster sizes, empty clusters and kept attention mass of each head group.
+
+    Arguments as for :func:`coterie.attention`; the kept mass is taken over ``rows`` rows of each
+    batch entry, evenly spread.
+    """
+    with torch.no_grad():
+        calls = prepare(q, k, v, spec, state, options.get("causal", False))
+        settled = make_options(q, v, **options)
+        return collect_stats(calls, run_groups(calls, settled), settled, rows)
+
+
+def error(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    spec: str,
+    *,
+    state: State | Sequence[State] | None = None,
+    rows: int = 256,
+    **options: Unpack[CallOptions],
+) -> list[ErrorReport]:
+    """Error of each head group against full attention on a sample of rows, with bounds.
+
+    Arguments as for :func:`coterie.attention`; ``rows`` rows of each batch entry, evenly spread.
+    """
+    with torch.no_grad():
+        calls = prepare(q, k, v, spec, state, options.get("causal", False))
+        settled = make_options(q, v, **options)
+        reports, first = [], 0
+        for call, result in zip(calls, run_groups(calls, settled), strict=True):
+            own = mask_of_heads(settled, first, call.group.heads)
+            reports.append(_error_of(call, result, own, rows))
+            first += call.group.heads
+        return reports
+
+
+def collect_stats(
+    calls: Sequence[GroupCall], results: Sequence[GroupResult], options: Options, rows: int = 256
+) -> list[Stats]:
+    """The statistics of a forward pass that has been made."""
+    found, first = [], 0
+    with torch.no_grad():
+        for call, result in zip(calls, results, strict=True):
+            own = mask_of_heads(options, first, call.group.heads)
+            saved = named_saved(call, result, own)
+            sizes = _cluster_sizes(call.group, saved)
+            empty = None if sizes is None else (sizes == 0).sum(-1)
+            mass = _kept_mass(call, saved, sample_rows(call, own, rows))
+            found.append(
+                Stats(call.group.text, sizes, empty, None if mass is None else _row_mean(mass))
+            )
+            first += call.group.heads
+    return found
+
+
+def named_saved(call: GroupCall, result: GroupResult, options: Options) -> dict[str, Tensor]:
+    """The saved tensors of a pass by name."""
+    sizes = sizes_of(call.group, call.q, call.v, options.cu_seqlens_q)
+    names = [saved.name for saved in saved_layout(call.group, sizes)]
+    return dict(zip(names, result.saved, strict=True))
+
+
+def _cluster_sizes(group: Group, saved: dict[str, Tensor]) -> Tensor | None:
+    if group.name in ("clustered", "i-clustered"):
+        return saved["offsets"].diff(dim=-1)
+    if "q_offsets" in saved:
+        return saved["q_offsets"].diff(dim=-1)
+    members = saved.get("q_members", saved.get("members"))
+    return None if members is None else (members >= 0).sum(-1)
+
+
+def _row_mean(values: Tensor) -> Tensor:
+    """Mean over batch and rows of (B, h, R), rows without keys left out; (h)."""
+    return torch.nanmean(values.transpose(0, 1).flatten(1), 1)
+
+
+def _kept_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
+    """Share of full attention's weight on the keys of each row; NaN for rows without keys."""
+    name = call.group.name
+    full = exact_rows(call, sample).lse
+    if name in ("full", "local", "strided", "oracle-top", "i-clustered") or "q_offsets" in saved:
+        kept = torch.gather(saved["lse"], 2, sample.index_BHR(call.q.shape[1])).to(full.dtype)
+        mass = (kept - full).exp()
+    elif "q_members" in saved or "members" in saved:
+        mass = _member_mass(call, saved, sample)
+    else:
+        return None
+    return torch.where(full.isfinite(), mass, torch.nan)
+
+
+def _member_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
+    """The weight on keys that are in a cluster of the row, for lists of members."""
+    if sample.packed:
+        return None
+    queries = saved.get("q_members", saved.get("members"))
+    keys = saved.get("k_members", queries)
+    heads = call.q.shape[1]
+    weights = exact_rows(call, sample).weights
+    inside = (queries.unsqueeze(2) == sample.rows_BR[:, None, :, None, None]).any(-1)  # B h R C
+    listed = torch.zeros(*keys.shape[:3], weights.shape[-1] + 1, device=keys.device)
+    listed.scatter_(3, keys.long().where(keys >= 0, weights.shape[-1]), 1.0)
+    listed = listed[..., :-1].repeat_interleave(heads // listed.shape[1], 1)  # B H C S
+    seen = inside.float().expand(-1, heads, -1, -1) @ listed
+    return (weights * (seen > 0)).sum(-1)
+
+
+def _error_of(call: GroupCall, result: GroupResult, options: Options, rows: int) -> ErrorReport:
+    sample = sample_rows(call, options, rows)
+    exact = exact_rows(call, sample)
+    index = sample.index_BHR(call.q.shape[1]).unsqueeze(-1)
+    out = torch.gather(result.out, 2, index.expand(-1, -1, -1, result.out.shape[-1]))
+    difference = out.to(exact.out.dtype) - exact.out
+    norms = [torch.linalg.vector_norm(x, dim=(0, 2, 3)) for x in (difference, exact.out)]
+    saved = named_saved(call, result, options)
+    return ErrorReport(
+        call.group.text,
+        norms[0] / norms[1],
+        torch.linalg.vector_norm(difference, dim=-1),
+        _row_bound(call, saved, sample),
+    )
+
+
+def _row_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
+    if "centroids" in saved:
+        return None if sample.packed else _centroid_bound(call, saved, sample)
+    renormalised = call.group.name in ("full", "local", "strided", "oracle-top")
+    if not renormalised and "q_offsets" not in saved:
+        return None
+    mass = _kept_mass(call, saved, sample)
+    # Weights w on the kept keys become w / mass: their distance from w is 2 (1 - mass).
+    return None if mass is None else 2 * (1 - mass.nan_to_num(1.0)) * _value_radius(call, sample)
+
+
+def _centroid_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor:
+    """The distance of each query from its centroid bounds how far their weights differ.
+
+    Up to a constant their logits differ by at most r = scale |q - centroid| max |key - mean key|,
+    so the distances of all weights add up to at most 2 tanh(r / 2); for i-clustered to less.
+    """
+    heads = call.q.shape[1]
+    index = sample.index_BHR(heads)
+    labels = torch.gather(saved["labels"], 2, index).long().clamp_min(0)
+    wide = saved["centroids"].dtype
+    q = torch.gather(call.q, 2, index.unsqueeze(-1).expand(-1, -1, -1, call.q.shape[-1])).to(wide)
+    centroids = torch.gather(
+        saved["centroids"], 2, labels.unsqueeze(-1).expand(-1, -1, -1, q.shape[-1])
+    )
+    distance = torch.linalg.vector_norm(q - centroids, dim=-1)
+    r = sample.scale * distance * _radius(call.k.to(wide), sample, heads)
+    return 2 * torch.tanh(r / 2) * _value_radius(call, sample)
+
+
+def _radius(x: Tensor, sample: Sample, heads: int) -> Tensor:
+    """Largest distance of a valid row from the mean of the valid rows, (B, heads, 1)."""
+    valid = sample.key_valid_BS[:, None, :, None]
+    count = valid.sum(2, keepdim=True).clamp_min(1)
+    mean = torch.where(valid, x, 0).sum(2, keepdim=True) / count
+    distance = torch.linalg.vector_norm(torch.where(valid, x - mean, 0), dim=-1)
+    return distance.amax(-1, keepdim=True).repeat_interleave(heads // x.shape[1], 1)
+
+
+def _value_radius(call: GroupCall, sample: Sample) -> Tensor:
+    wide = torch.float64 if call.v.dtype == torch.float64 else torch.float32
+    return _radius(call.v.to(wide), sample, call.q.shape[1])

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: MIT
+"""Attention by a spec, on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .layout import accumulator
+from .spec import Group, head_groups
+from .state import State
+
+
+class CallOptions(TypedDict, total=False):
+    """Keywords that the public functions share; :func:`coterie.attention` explains them."""
+
+    causal: bool
+    scale: float | None
+    seed: int
+    q_lengths: Tensor | None
+    k_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    mask: Tensor | None
+
+
+class Options(NamedTuple):
+    """What a call has beside q, k, v, spec and state; as in :func:`attention`."""
+
+    causal: bool = False
+    scale: float = 0.0  # 0: the default
+    seed: int = 0
+    q_lengths: Tensor | None = None
+    k_lengths: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    mask: Tensor | None = None  # bool (B, H, N, S)
+
+
+class GroupCall(NamedTuple):
+    """The call of one head group: slices of the layer's tensors."""
+
+    group: Group
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    state: State | None
+
+
+class GroupResult(NamedTuple):
+    """out (B, h, N, Dv), and the saved tensors in the order of :mod:`coterie.layout`."""
+
+    out: Tensor
+    saved: Sequence[Tensor]
+
+
+_SEEDS = 2**63
+
+
+def _integers(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.int32:
+        return tensor
+    if tensor.dtype not in (torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{name}: expected integers; got {tensor.dtype}")
+    return tensor.to(torch.int32)
+
+
+def _bool_mask(mask: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected bool, True where a query may look; got {mask.dtype}")
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], v.shape[2])
+
+
+def _refuse_rows(q: Tensor, k: Tensor | None, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor is not None and tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: expected shape (batch, heads, tokens, head_dim); "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
+def make_options(
+    q: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    seed: int = 0,
+    q_lengths: Tensor | None = None,
+    k_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Options:
+    """Checks arguments of the public functions, and gives them the types of the operators."""
+    if scale is not None and scale == 0:
+        raise ValueError("scale: expected a number other than 0; got 0")
+    if not -_SEEDS <= seed < _SEEDS:
+        raise ValueError(f"seed: expected an integer of 64 bits; got {seed}")
+    return Options(
+        causal,
+        0.0 if scale is None else float(scale),
+        seed,
+        None if q_lengths is None else _integers("q_lengths", q_lengths),
+        None if k_lengths is None else _integers("k_lengths", k_lengths),
+        None if cu_seqlens_q is None else _integers("cu_seqlens_q", cu_seqlens_q),
+        None if cu_seqlens_k is None else _integers("cu_seqlens_k", cu_seqlens_k),
+        None if mask is None else _bool_mask(mask, q, v),
+    )
+
+
+def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
+    """Small inputs in the type the core accumulates in."""
+    return None if tensor is None else tensor.to(accumulator(q.dtype)).contiguous()
+
+
+def run_group(call: GroupCall, options: Options) -> GroupResult:
+    """One call of the operator, differentiable."""
+    group, q, k, v, state = call
+    centroids = gate = logit_scale = None
+    if state is not None:
+        centroids = _wide(_centroids(group, state), q)
+        gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
+    causal, scale, seed, *constants = options
+    rows = (q, k, v, centroids, gate, logit_scale)
+    return GroupResult(*ops.attention(*rows, *constants, group.text, scale, causal, seed))
+
+
+def _centroids(group: Group, state: State) -> Tensor | None:
+    if group.name != "routing":
+        return state.surrogates
+    if state.centroids is not None and state.centroids.requires_grad:
+        raise ValueError(
+            "state.centroids: expected centroids without gradient, for update_centroids moves them"
+        )
+    return state.centroids
+
+
+def _states(
+    state: State | Sequence[State] | None, groups: Sequence[Group]
+) -> Sequence[State | None]:
+    if state is None:
+        return [None] * len(groups)
+    states = [state] if isinstance(state, State) else list(state)
+    if len(states) != len(groups):
+        raise ValueError(
+            f"state: expected one State for each of the {len(groups)} groups; got {len(states)}"
+        )
+    return states
+
+
+def _share(group: Group, heads: int, kv_heads: int) -> int:
+    if group.heads * kv_heads % heads:
+        raise ValueError(
+            f"v: expected key/value heads that the groups can share out evenly; got {kv_heads} for "
+            f"{heads} query heads and a group of {group.heads}"
+        )
+    return group.heads * kv_heads // heads
+
+
+def split_groups(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    groups: Sequence[Group],
+    state: State | Sequence[State] | None,
+) -> list[GroupCall]:
+    """Slices of the heads, in the order of the groups; k has heads of those that take keys."""
+    states = _states(state, groups)
+    if len(groups) == 1:
+        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, states[0])]
+    calls = []
+    q_head = k_head = v_head = 0
+    for group, group_state in zip(groups, states, strict=True):
+        share = _share(group, q.shape[1], v.shape[1])
+        keys = None
+        if not group.keys_are_queries:
+            keys = None if k is None else k[:, k_head : k_head + share]
+            k_head += share
+        q_rows = q[:, q_head : q_head + group.heads]
+        rows = (q_rows, _own_keys(group, q_rows, keys), v[:, v_head : v_head + share])
+        calls.append(GroupCall(group, *rows, group_state))
+        q_head += group.heads
+        v_head += share
+    if k is not None and k.shape[1] != k_head:
+        raise ValueError(
+            f"k: expected {k_head} heads, those of the groups with keys of their own; "
+            f"got {k.shape[1]}"
+        )
+    return calls
+
+
+def _own_keys(group: Group, q: Tensor, k: Tensor | None) -> Tensor | None:
+    if not group.keys_are_queries:
+        if k is None:
+            raise ValueError(f"k: expected keys for {group.text}; got None")
+        return k
+    if k is not None and k is not q:
+        raise ValueError(f"k: expected None, for {group.text} takes its keys from q; got a tensor")
+    return None
+
+
+def mask_of_heads(options: Options, first: int, heads: int) -> Options:
+    """The options with the mask of some heads."""
+    if options.mask is None:
+        return options
+    return options._replace(mask=options.mask[:, first : first + heads])
+
+
+def run_groups(calls: Sequence[GroupCall], options: Options) -> list[GroupResult]:
+    """All groups of a layer."""
+    if len(calls) == 1:
+        return [run_group(calls[0], options)]
+    results, first = [], 0
+    for call in calls:
+        results.append(run_group(call, mask_of_heads(options, first, call.group.heads)))
+        first += call.group.heads
+    return results
+
+
+def check_functional(calls: Sequence[GroupCall], dropout_p: float) -> None:
+    """What attention on bare tensors cannot do."""
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p: expected 0.0, for there is no attention dropout; got {dropout_p}"
+        )
+    for call in calls:
+        if call.group.positions_named and call.group.positions != "none":
+            raise ValueError(
+                f"spec: expected no positions={call.group.positions}, for q and k are taken as "
+                "they come; coterie.nn.Attention applies positions"
+            )
+
+
+def autocast_rows(q: Tensor, k: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Under autocast attention runs in the lower precision, as torch's own does."""
+    if q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), None if k is None else k.to(dtype), v.to(dtype)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    spec: str,
+    state: State | Sequence[State] | None,
+    causal: bool,
+) -> list[GroupCall]:
+    """The calls that the groups of a spec make."""
+    if q.dim() != 4 or v.dim() != 4 or (k is not None and k.dim() != 4):
+        _refuse_rows(q, k, v)
+    if torch.is_autocast_enabled(q.device.type):
+        same = k is q
+        q, k, v = autocast_rows(q, None if same else k, v)
+        k = q if same else k
+    return split_groups(q, k, v, head_groups(spec, q.shape[1], causal), state)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""The head groups of a layer: what they learn beside projections, and their attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import centroids as _centroids
+from .analysis import named_saved
+from .functional import GroupCall, GroupResult, Options, run_group
+from .positions import rotated, widened_keys, widened_queries
+from .spec import Group, head_groups
+from .state import State, group_seed, group_state
+
+
+class Rows(NamedTuple):
+    """q (B, N, h, D), k and v (B, S, h', D); k None where keys are queries."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+
+
+class HeadGroup(nn.Module):
+    """The heads of a layer that share a mechanism, with what they learn beside projections."""
+
+    def __init__(self, group: Group, dim: int, head_dim: int, kv_heads: int, seed: int) -> None:
+        super().__init__()
+        self.group, self.kv_heads = group, kv_heads
+        self.commitment: Tensor | None = None
+        self._tokens: list[tuple[Tensor, Tensor, Tensor | None]] = []  # as compilers keep them
+        state = group_state(group, head_dim, kv_heads, seed)
+        if group.name == "routing":
+            self.register_buffer("centroids", state.centroids)
+            self.register_buffer("counts", state.counts)
+            self.register_buffer("sums", state.sums)
+            self.logit_scale = nn.Parameter(state.logit_scale)
+        elif group.name == "cast":
+            self.surrogates = nn.Parameter(state.surrogates)
+            self.gate = nn.Linear(dim, 1)
+        if group.positions == "relative":
+            self._add_relative(head_dim)
+
+    def _add_relative(self, head_dim: int) -> None:
+        self.relative = nn.Module()
+        drawn = torch.empty(head_dim, head_dim).uniform_(-1, 1) / math.sqrt(head_dim)
+        self.relative.weight = nn.Parameter(drawn)
+        self.relative.bias = nn.Parameter(torch.zeros(self.group.heads, head_dim))
+
+    def placed(self, rows: Rows, base: float) -> Rows:
+        """Rows (B, h, N, D) with their positions."""
+        q, k, v = rows
+        if self.group.positions == "rotary":
+            q, k = rotated(q, base), None if k is None else rotated(k, base)
+        elif self.group.positions == "relative":
+            weight, bias = self.relative.weight, self.relative.bias
+            q, k = widened_queries(q, weight, bias, base), widened_keys(k, weight.shape[0], base)
+        return Rows(q.transpose(1, 2), None if k is None else k.transpose(1, 2), v.transpose(1, 2))
+
+    def state(self, x: Tensor | None = None) -> State | None:
+        """What the mechanism takes beside rows; ``x`` (B, N, E), the layer's input, for cast."""
+        if self.group.name == "routing":
+            return State(self.centroids, self.counts, self.sums, self.logit_scale)
+        if self.group.name == "cast":
+            return State(surrogates=self.surrogates, gate=self.gate(x).squeeze(-1))
+        return None
+
+    def forward(self, rows: Rows, options: Options, x: Tensor | None = None) -> Tensor:
+        """Attention (B, h, N, D) of placed rows."""
+        call = GroupCall(self.group, *rows, self.state(x))
+        result = run_group(call, options)
+        if self.group.name == "routing" and self.training:
+            self._remember(call, result, options)
+        return result.out
+
+    def _remember(self, call: GroupCall, result: GroupResult, options: Options) -> None:
+        """Keeps what update_centroids and commitment_loss need of the last pass in training."""
+        saved = named_saved(call, result, options)
+        queries = _centroids.Tokens(call.q, saved["q_labels"], options.q_lengths)
+        parts = [queries]
+        if call.k is not None:
+            parts.append(_centroids.Tokens(call.k, saved["k_labels"], options.k_lengths))
+        losses = [_centroids.commitment(part, self.centroids) for part in parts]
+        self.commitment = (losses[0] + losses[-1]) * self.group.number("commitment")
+        self._tokens = [(part.x.detach(), part.labels, part.lengths) for part in parts]
+
+    def take_tokens(self) -> list[_centroids.Tokens]:
+        """The queries and keys of the last pass in training, once."""
+        tokens, self._tokens = self._tokens, []
+        return [_centroids.Tokens(*parts) for parts in tokens]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies do not take the last pass along."""
+        return {**self.__dict__, "commitment": None, "_tokens": []}
+
+    def extra_repr(self) -> str:
+        return self.group.text
+
+
+class HeadGroups(nn.Module):
+    """The groups of a spec as submodules group_0, group_1, ...; no projections."""
+
+    def __init__(
+        self,
+        spec: str,
+        num_heads: int,
+        head_dim: int,
+        kv_heads: int,
+        dim: int,
+        causal: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.spec, self.causal = spec, causal
+        self.num_heads, self.head_dim = num_heads, head_dim
+        groups = head_groups(spec, num_heads, causal)
+        self.num_groups = len(groups)
+        for number, group in enumerate(groups):
+            share, rest = divmod(group.heads * kv_heads, num_heads)
+            if rest:
+                raise ValueError(
+                    f"spec: expected groups whose heads are multiples of {num_heads // kv_heads}, "
+                    f"the query heads per key/value head; got a group of {group.heads}"
+                )
+            if group.positions != "none" and head_dim % 2:
+                raise ValueError(f"head_dim: expected an even number for positions; got {head_dim}")
+            own = group_seed(seed, 0, number)
+            setattr(self, f"group_{number}", HeadGroup(group, dim, head_dim, share, own))
+
+    def groups(self) -> list[HeadGroup]:
+        """In the order of their heads."""
+        return [getattr(self, f"group_{number}") for number in range(self.num_groups)]

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: MIT
+"""Coterie in Hugging Face models, by name.
+
+>>> import coterie.hf
+>>> coterie.hf.register()
+>>> model = AutoModel.from_pretrained(name, attn_implementation="coterie")
+>>> coterie.hf.use(model, "i-clustered(clusters=25,topk=32)", layers=range(2, 12))
+
+or with the spec in the config: ``config.coterie_spec = "..."``. Encoders with padding anywhere;
+decoders with strictly causal specs, whose cached decoding gives the logits of one parallel pass.
+Queries and keys come with the model's own positions. A mask that a mechanism cannot honour, an
+attention dropout, a bias or a soft cap is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .functional import Options
+from .groups import HeadGroup, HeadGroups, Rows
+from .padding import Padding, make_padding
+from .spec import Group
+
+NAME = "coterie"
+_ATTRIBUTE = "coterie"  # submodule of an attention layer
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
+
+
+def register() -> None:
+    """Makes ``attn_implementation="coterie"`` known: attention and mask, under one name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def use(
+    model: nn.Module, spec: str, layers: Iterable[int] | None = None, seed: int = 0
+) -> nn.Module:
+    """Gives layers of a model the attention that ``spec`` names; the others keep, or get, "full".
+
+    Args:
+        model: a transformers model; its attention implementation becomes ``"coterie"``.
+        spec: attention spec for the model's number of heads.
+        layers: indices of layers; all by default.
+        seed: of the initial centroids of routing heads.
+    """
+    register()
+    model.set_attn_implementation(NAME)
+    found = attention_layers(model)
+    if not found:
+        raise ValueError("model: expected a model with attention layers that know their layer_idx")
+    wanted = set(found) if layers is None else set(layers)
+    unknown = wanted - set(found)
+    if unknown:
+        raise ValueError(f"layers: expected some of {sorted(found)}; got {sorted(unknown)}")
+    for index, layer in found.items():
+        if index in wanted:
+            _attach(layer, spec, seed + index)
+        elif not hasattr(layer, _ATTRIBUTE):
+            _attach(layer, "full", 0)
+    return model
+
+
+def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The self-attention layers of a model by index."""
+    return {
+        module.layer_idx: module
+        for module in model.modules()
+        if getattr(module, "layer_idx", None) is not None
+        and hasattr(module, "scaling")
+        and not _is_cross(module)
+    }
+
+
+def _is_cross(module: nn.Module) -> bool:
+    return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+
+
+def _attach(layer: nn.Module, spec: str, seed: int) -> None:
+    config = layer.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    causal = bool(getattr(layer, "is_causal", False))
+    groups = HeadGroups(spec, heads, head_dim, kv_heads, config.hidden_size, causal, seed)
+    for group in groups.groups():
+        _check_group(group.group)
+    weight = next(layer.parameters())
+    setattr(layer, _ATTRIBUTE, groups.to(weight.device).train(layer.training))
+
+
+def _check_group(group: Group) -> None:
+    if group.positions_named and group.positions != "none":
+        raise ValueError(
+            f"spec: expected no positions={group.positions}, for the model has positions of its own"
+        )
+    if group.keys_are_queries:
+        raise ValueError(f"spec: expected groups that take the model's keys; got {group.text}")
+    if group.name == "cast":
+        raise ValueError("spec: expected no cast, whose gate needs the layer's input; got one")
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask function: None, a bool padding mask (B, S), or a bool mask (B, 1, N, S).
+
+    Plain causal and bidirectional patterns need no mask; every other pattern becomes one of all
+    pairs, for mechanisms that can honour it.
+    """
+    from transformers import masking_utils
+
+    plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    if mask_function is None or mask_function in plain:
+        if isinstance(q_offset, Tensor) or (q_offset and kv_length != q_offset + q_length):
+            raise ValueError(
+                "past_key_values: expected a cache that grows with the tokens seen; got one of a "
+                f"fixed size with {kv_length} keys"
+            )
+        return None if attention_mask is None else attention_mask[:, -kv_length:]
+    for key in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
+        kwargs.pop(key, None)
+    return masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: query (B, H, N, D), key, value (B, Hkv, S, D) give (B, N, H, D)."""
+    if dropout:
+        raise ValueError(
+            f"dropout: expected 0.0, for there is no attention dropout; got {dropout}: set the "
+            "config's attention dropout to 0"
+        )
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: expected None, for it cannot be honoured")
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    groups = _groups_of(module, query, key, causal)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        options = Options(causal, scaling or 0.0, mask=_pair_mask(groups, query, attention_mask))
+        out = _run(groups, Rows(query, key, value), options)
+    else:
+        out = _run_padded(module, groups, Rows(query, key, value), attention_mask, scaling)
+    return out.transpose(1, 2), None
+
+
+def _groups_of(module: nn.Module, query: Tensor, key: Tensor, causal: bool) -> HeadGroups:
+    groups = getattr(module, _ATTRIBUTE, None)
+    if groups is not None and groups.causal == causal:
+        return groups
+    spec = groups.spec if groups is not None else getattr(module.config, "coterie_spec", None)
+    if spec is None:
+        raise ValueError(
+            "coterie: expected a spec: set config.coterie_spec or call coterie.hf.use(model, spec)"
+        )
+    return _stateless_groups(spec, query.shape[1], key.shape[1], query.shape[3], causal)
+
+
+@functools.lru_cache(maxsize=64)
+def _stateless_groups(
+    spec: str, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> HeadGroups:
+    groups = HeadGroups(spec, heads, head_dim, kv_heads, heads * head_dim, causal, 0)
+    for group in groups.groups():
+        _check_group(group.group)
+        if group.group.name == "routing":
+            raise ValueError(
+                "config.coterie_spec: expected mechanisms without parameters; give routing by "
+                "coterie.hf.use(model, spec), which keeps its centroids in the layers"
+            )
+    return groups
+
+
+def _pair_mask(groups: HeadGroups, query: Tensor, mask: Tensor) -> Tensor:
+    for group in groups.groups():
+        if not group.group.takes_mask:
+            raise ValueError(
+                f"attention_mask: expected padding only, for {group.group.name} cannot honour a "
+                "mask of pairs; got one"
+            )
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    return allowed.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[3])
+
+
+def _run_padded(
+    module: nn.Module,
+    groups: HeadGroups,
+    rows: Rows,
+    mask: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    q, k, v = rows
+    options = Options(groups.causal, scaling or 0.0)
+    if mask is None:
+        return _run(groups, rows, options)
+    if mask.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"attention_mask: expected shape {(k.shape[0], k.shape[2])}, one entry for each key; "
+            f"got {tuple(mask.shape)}"
+        )
+    keys = make_padding(mask.bool())
+    queries = _query_padding(module, q, mask.bool(), keys)
+    options = options._replace(q_lengths=queries.lengths, k_lengths=keys.lengths)
+    front = Rows(queries.to_front(q, 2), keys.to_front(k, 2), keys.to_front(v, 2))
+    return queries.back(_run(groups, front, options), 2)
+
+
+def _query_padding(module: nn.Module, q: Tensor, mask: Tensor, keys: Padding) -> Padding:
+    """Queries are the last of the keys, but for cross attention, where all count."""
+    B, N = q.shape[0], q.shape[2]
+    if _is_cross(module):
+        return Padding(torch.full((B,), N, dtype=torch.int32, device=q.device), None)
+    return keys if mask.shape[1] == N else make_padding(mask[:, -N:])
+
+
+def _run(groups: HeadGroups, rows: Rows, options: Options) -> Tensor:
+    parts, first, kv_first = [], 0, 0
+    for group in groups.groups():
+        heads, share = group.group.heads, group.kv_heads
+        own = Rows(
+            rows.q[:, first : first + heads],
+            rows.k[:, kv_first : kv_first + share],
+            rows.v[:, kv_first : kv_first + share],
+        )
+        settled = options
+        if options.mask is not None:
+            settled = options._replace(mask=options.mask[:, first : first + heads])
+        parts.append(_run_group(group, own, settled))
+        first += heads
+        kv_first += share
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _run_group(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
+    decoding = options.causal and rows.q.shape[2] != rows.k.shape[2]
+    if decoding and group.group.causality == "leaking":
+        raise ValueError(
+            f"spec: expected a strictly causal one for decoding; {group.group.text} looks at later "
+            "positions when it selects"
+        )
+    if group.group.name == "routing":
+        options = options._replace(scale=0.0)  # its logits are of normalised rows
+        if decoding:
+            return _decode_routing(group, rows, options)
+    return group(rows, options)
+
+
+def _decode_routing(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
+    """Strict routing wants a query for each key; those of earlier positions have no effect."""
+    q, k, v = rows
+    B, heads, N, D = q.shape
+    S = k.shape[2]
+    whole = torch.full((B,), S, dtype=torch.int32, device=q.device)
+    lengths = whole if options.k_lengths is None else options.k_lengths
+    count = whole - (S - N) if options.q_lengths is None else options.q_lengths
+    places = torch.arange(N, device=q.device) + (lengths - count)[:, None]
+    index = (places % S).long()[:, None, :, None].expand(B, heads, N, D)
+    padded = q.new_zeros(B, heads, S, D).scatter(2, index, q)
+    out = group(Rows(padded, k, v), options._replace(q_lengths=lengths, k_lengths=lengths))
+    return torch.gather(out, 2, index[..., :1].expand(B, heads, N, out.shape[3]))

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT
+"""The native library: registers the operators ``torch.ops.coterie.*`` and answers questions."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+_OLDEST_TORCH = (2, 11)
+
+
+def _load() -> ctypes.CDLL:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
+        raise ImportError(f"coterie needs torch 2.11 or newer; this is {torch.__version__}")
+    path = Path(__file__).with_name("libcoterie_ops.so")
+    torch.ops.load_library(str(path))
+    library = ctypes.CDLL(str(path))
+    library.coterie_describe.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_bool]
+    library.coterie_set_threads.argtypes = [ctypes.c_int]
+    for function in ("describe", "build_facts", "spec_help", "set_threads"):
+        getattr(library, f"coterie_{function}").restype = ctypes.c_char_p
+    return library
+
+
+_LIBRARY = _load()
+
+
+def _text(answer: bytes) -> str:
+    text = answer.decode()
+    if text.startswith("!"):
+        raise ValueError(text[1:])
+    return text
+
+
+def _table(lines: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in lines.splitlines())
+
+
+def describe(spec: str, heads: int, causal: bool) -> list[dict[str, str]]:
+    """The head groups of a spec, with every automatic parameter settled."""
+    text = _text(_LIBRARY.coterie_describe(spec.encode(), heads, causal))
+    return [_table(group) for group in text.split("\n\n")]
+
+
+def build_facts() -> dict[str, str]:
+    """Version, compiler, CUDA toolkit, processor and threads."""
+    return _table(_text(_LIBRARY.coterie_build_facts()))
+
+
+def spec_help() -> str:
+    """Names, keys, defaults and meanings of everything a spec can say."""
+    return _text(_LIBRARY.coterie_spec_help())
+
+
+def set_threads(count: int) -> None:
+    """Number of threads of CPU operators; results do not depend on it."""
+    _text(_LIBRARY.coterie_set_threads(count))

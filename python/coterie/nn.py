@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: MIT
+"""A self-attention layer made of an attention spec: projections, positions, head groups.
+
+Parameters and buffers have the names and shapes of the C++ module, so that checkpoints
+interchange: ``q``, ``k``, ``v``, ``out`` (``.weight``, ``.bias``) and, for group g where it has
+them, ``group_g.centroids``, ``.counts``, ``.sums`` (buffers) and ``.logit_scale`` (routing),
+``group_g.surrogates``, ``.gate.weight``, ``.gate.bias`` (cast), ``group_g.relative.weight`` and
+``.relative.bias`` (positions=relative).
+
+Training with routing heads::
+
+    loss = criterion(model(x)) + coterie.nn.commitment_loss(model)
+    loss.backward()
+    optimizer.step()
+    coterie.nn.update_centroids(model)  # after the backward pass; the same on all ranks
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import centroids as _centroids
+from .functional import Options
+from .groups import HeadGroup, HeadGroups, Rows
+from .padding import Padding, make_padding
+from .state import group_seed
+
+__all__ = ["Attention", "commitment_loss", "initialise_centroids", "update_centroids"]
+
+
+class Attention(HeadGroups):
+    """Self-attention by a spec; a drop-in for ``nn.MultiheadAttention`` in encoder layers.
+
+    Args:
+        embed_dim: E, width of the input, a multiple of ``num_heads``.
+        num_heads: H.
+        spec: attention spec; its groups share out the heads.
+        num_kv_heads: key/value heads, ``num_heads`` by default.
+        causal: no position looks at later ones; strict forms are used.
+        bias: of the projections.
+        rotary_base: of the positions.
+        seed: of initial centroids and surrogate tokens.
+        batch_first: inputs are (B, N, E) and not (N, B, E).
+        dropout: 0.0; there is no attention dropout.
+    """
+
+    # What nn.TransformerEncoderLayer asks of its attention before it takes a path of its own.
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        spec: str = "full",
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        rotary_base: float = 10000.0,
+        seed: int = 0,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim: expected a multiple of {num_heads} heads; got {embed_dim}"
+            )
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of {num_heads}; got {kv_heads}")
+        if dropout:
+            raise ValueError(
+                f"dropout: expected 0.0, for there is no attention dropout; got {dropout}"
+            )
+        head_dim = embed_dim // num_heads
+        super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, seed)
+        self.embed_dim, self.rotary_base, self.batch_first = embed_dim, rotary_base, batch_first
+        key_heads = sum(g.kv_heads for g in self.groups() if not g.group.keys_are_queries)
+        self.q = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k = nn.Linear(embed_dim, key_heads * head_dim, bias=bias) if key_heads else None
+        self.v = nn.Linear(embed_dim, kv_heads * head_dim, bias=bias)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+        seed: int = 0,
+    ) -> tuple[Tensor, None]:
+        """Gives (output of the shape of ``query``, None), as ``nn.MultiheadAttention`` does.
+
+        Args:
+            query: (B, N, E). ``key`` and ``value`` must be the same tensor, or None.
+            key_padding_mask: (B, N), bool and True, or float and -inf, in rows that do not count;
+                they may be anywhere, and positions are counted without them.
+            attn_mask: (N, N) or (B H, N, N), True or -inf where a query may not look; only for
+                groups that can honour one (full, local, strided, oracle-top).
+            is_causal: says that ``attn_mask`` is the causal mask; only for layers that are causal.
+            lengths: (B) integers in place of key_padding_mask: rows that count come first.
+            seed: of the clusterings.
+        """
+        self._check_call(query, key, value, need_weights)
+        x = query if self.batch_first else query.transpose(0, 1)
+        padding = _padding(x, key_padding_mask, lengths)
+        options = Options(self.causal, 0.0, 0, *[padding and padding.lengths] * 2)
+        options = options._replace(mask=self._mask(x, attn_mask, is_causal, padding))
+        x = x if padding is None else padding.to_front(x, 1)
+        out = self._attend(x, options, seed)
+        out = out if padding is None else padding.back(out, 1)
+        return out if self.batch_first else out.transpose(0, 1), None
+
+    def _check_call(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, need_weights: bool
+    ) -> None:
+        if query.dim() != 3 or query.shape[2] != self.embed_dim:
+            raise ValueError(
+                f"query: expected shape (B, N, {self.embed_dim}); got {tuple(query.shape)}"
+            )
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor is not None and tensor is not query:
+                raise ValueError(
+                    f"{name}: expected the tensor of query or None: self-attention only"
+                )
+        if need_weights:
+            raise ValueError("need_weights: expected False, for weights are not kept; got True")
+
+    def _mask(
+        self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, padding: Padding | None
+    ) -> Tensor | None:
+        if is_causal and not self.causal:
+            raise ValueError("is_causal: expected a layer made with causal=True; got one without")
+        if attn_mask is None or is_causal:
+            return None
+        for group in self.groups():
+            if not group.group.takes_mask:
+                raise ValueError(
+                    f"attn_mask: expected None, for {group.group.name} cannot honour one; "
+                    "use key_padding_mask or lengths for padding"
+                )
+        if padding is not None and padding.order is not None:
+            raise ValueError("attn_mask: expected padding at the end of the rows beside a mask")
+        allowed = ~_blocked("attn_mask", attn_mask)
+        B, N = x.shape[:2]
+        return allowed.reshape(-1, 1 if allowed.dim() == 2 else self.num_heads, N, N).expand(
+            B, self.num_heads, N, N
+        )
+
+    def _attend(self, x: Tensor, options: Options, seed: int) -> Tensor:
+        def heads(linear: nn.Linear | None) -> Tensor | None:
+            return None if linear is None else linear(x).unflatten(2, (-1, self.head_dim))
+
+        q, k, v = heads(self.q), heads(self.k), heads(self.v)
+        parts, first, k_first, v_first = [], 0, 0, 0
+        for number, group in enumerate(self.groups()):
+            share, count = group.kv_heads, group.group.heads
+            keys = None
+            if not group.group.keys_are_queries:
+                keys = k[:, :, k_first : k_first + share]
+                k_first += share
+            rows = Rows(q[:, :, first : first + count], keys, v[:, :, v_first : v_first + share])
+            own = options._replace(seed=group_seed(seed, 0, number))
+            if own.mask is not None:
+                own = own._replace(mask=own.mask[:, first : first + count])
+            if group.group.positions == "relative":
+                own = own._replace(scale=1 / math.sqrt(self.head_dim))
+            parts.append(group(group.placed(rows, self.rotary_base), own, x).transpose(1, 2))
+            first += count
+            v_first += share
+        merged = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return self.out(merged.flatten(2))
+
+    def extra_repr(self) -> str:
+        causal = ", causal" if self.causal else ""
+        return f"embed_dim={self.embed_dim}, heads={self.num_heads}, spec={self.spec}{causal}"
+
+
+def _blocked(name: str, mask: Tensor) -> Tensor:
+    """A mask of torch.nn: True, or -inf in a float mask, where attention may not go."""
+    if mask.dtype == torch.bool:
+        return mask
+    blocked = mask == -torch.inf
+    if not torch.compiler.is_compiling() and not torch.equal(blocked, mask != 0):
+        raise ValueError(f"{name}: expected a bool mask, or a float mask of 0 and -inf only")
+    return blocked
+
+
+def _padding(x: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Padding | None:
+    if lengths is not None:
+        if mask is not None:
+            raise ValueError("lengths: expected either lengths or key_padding_mask; got both")
+        if lengths.shape != x.shape[:1]:
+            raise ValueError(f"lengths: expected shape ({x.shape[0]},); got {tuple(lengths.shape)}")
+        return Padding(lengths.to(torch.int32), None)
+    if mask is None:
+        return None
+    if mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask: expected shape {tuple(x.shape[:2])}; got {tuple(mask.shape)}"
+        )
+    return make_padding(~_blocked("key_padding_mask", mask))
+
+
+def _routing_groups(module: nn.Module) -> list[HeadGroup]:
+    return [m for m in module.modules() if isinstance(m, HeadGroup) and m.group.name == "routing"]
+
+
+def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Moves the routing centroids of all layers by the last pass in training.
+
+    To be called after the backward pass, for the pass must see one set of centroids. Under
+    torch.distributed all ranks must call it: the average runs over the tokens of all of them, and
+    the centroids stay the same everywhere.
+    """
+    for group in _routing_groups(module):
+        for tokens in group.take_tokens():
+            _centroids.ema_update(group.state(), tokens, group.group.number("decay"), process_group)
+
+
+def initialise_centroids(
+    module: nn.Module, seed: int = 0, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Sets the routing centroids of all layers by spherical k-means of the last pass in training.
+
+    Under torch.distributed every rank takes what rank 0 finds.
+    """
+    for number, group in enumerate(_routing_groups(module)):
+        tokens = group.take_tokens()
+        if not tokens:
+            raise ValueError("module: expected one that has made a pass in training mode")
+        _centroids.initialise(group.state(), tokens, group_seed(seed, 0, number), process_group)
+
+
+def commitment_loss(module: nn.Module) -> Tensor:
+    """Weighted sum of the commitment losses of all routing heads in the last pass in training."""
+    losses = [group.commitment for group in _routing_groups(module)]
+    losses = [loss for loss in losses if loss is not None]
+    if losses:
+        return torch.stack(losses).sum()
+    parameter = next(module.parameters(), None)
+    return torch.zeros((), device=None if parameter is None else parameter.device)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: MIT
+"""What the operators ``torch.ops.coterie.*`` lack: fake kernels for tracing, and derivatives.
+
+Shapes: x (B, H, N, D), labels (B, H, N) int32; ``lengths`` (B) or ``cu_seqlens`` (items + 1), both
+int32, say which rows count. Users call :func:`coterie.attention` and :mod:`coterie.nn`; the
+operators check no more than the core does.
+
+attention(q, k?, v, centroids?, gate?, logit_scale?, q_lengths?, k_lengths?, cu_seqlens_q?,
+cu_seqlens_k?, mask?, mechanism, scale, causal, seed) -> out (B, H, N, Dv), saved tensors
+    The forward pass; :mod:`coterie.layout` names the saved tensors. ``mechanism`` is the spec of
+    one group; ``scale`` 0 stands for the default.
+attention_forward(...): the same without derivatives
+attention_backward(grad_out, ..., out, saved, needs) -> gradients
+    Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
+attention_select(...) -> the selection: the int32 ones of the saved tensors
+hash_planes(x, bits, bias, seed) -> planes (1, 1, bits, D), thresholds (1, 1, bits)
+hash_codes(x, planes, thresholds, lengths?, cu_seqlens?) -> codes (B, H, N) int64
+hamming_kmeans(codes, lengths?, cu_seqlens?, clusters, iterations, bits, seed) -> labels, centroids
+cluster_queries(q, k, q_lengths?, k_lengths?, cu_seqlens_q?, cu_seqlens_k?, mechanism, seed)
+    -> labels
+nearest_centroid(x, centroids (items|1, H', C, D), bias?, lengths?, cu_seqlens?) -> labels
+balanced_assign(x, centroids, lengths?, cu_seqlens?, capacity) -> labels
+group_by_cluster(labels, lengths?, cu_seqlens?, clusters) -> order, inverse, offsets (items, H, C+1)
+select_top(rows (items|1, H', R, D), x, lengths?, cu_seqlens?, count)
+    -> indices (items, H, R, count)
+spherical_kmeans(x, lengths?, cu_seqlens?, clusters, iterations, seed) -> centroids (H, C, D)
+ema_update(centroids!, counts!, sums!, x, labels, lengths?, cu_seqlens?, decay) -> ()
+commitment_loss(x, centroids (H', C, D), labels, lengths?, cu_seqlens?) -> loss (1)
+commitment_loss_backward(...) -> d loss / d x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import library  # noqa: F401  registers the operators
+from .layout import accumulator, saved_layout, sizes_of
+from .spec import single_group
+
+_DIFFERENTIABLE = 6  # the first arguments of attention
+_TENSORS = 11
+_ARGUMENTS = 15
+
+
+def empty_rows(like: Tensor, width: int) -> Tensor:
+    """As csrc/bridge.cc: heads before tokens or tokens before heads, as in ``like``."""
+    B, H, N, _ = like.shape
+    if like.stride(1) >= like.stride(2):
+        return like.new_empty((B, H, N, width))
+    return like.new_empty((B, N, H, width)).transpose(1, 2)
+
+
+def _empty_like(input: Tensor) -> Tensor:
+    return empty_rows(input, input.shape[3]) if input.dim() == 4 else input.new_empty(input.shape)
+
+
+def _fake_saved(args: tuple[Any, ...], selection_only: bool) -> list[Tensor]:
+    q, v, cu_seqlens_q, mechanism, causal = args[0], args[2], args[8], args[11], args[13]
+    group = single_group(mechanism, causal)
+    wide = accumulator(q.dtype)
+    return [
+        q.new_empty(saved.shape, dtype=torch.int32 if saved.selection else wide)
+        for saved in saved_layout(group, sizes_of(group, q, v, cu_seqlens_q))
+        if saved.selection or not selection_only
+    ]
+
+
+def _fake_attention(*args: Any) -> tuple[Tensor, list[Tensor]]:
+    q, v = args[0], args[2]
+    return empty_rows(q, v.shape[3]), _fake_saved(args, selection_only=False)
+
+
+torch.library.register_fake("coterie::attention", _fake_attention)
+torch.library.register_fake("coterie::attention_forward", _fake_attention)
+
+
+@torch.library.register_fake("coterie::attention_select")
+def _(*args: Any) -> list[Tensor]:
+    return _fake_saved(args, selection_only=True)
+
+
+@torch.library.register_fake("coterie::attention_backward")
+def _(grad_out: Tensor, *args: Any) -> list[Tensor]:
+    needs = args[-1]
+    return [_empty_like(args[i]) for i in range(_DIFFERENTIABLE) if needs >> i & 1]
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None) -> list[Tensor | None]:
+    """Of the differentiable arguments."""
+    gradients: list[Tensor | None] = [None] * _DIFFERENTIABLE
+    if grad_out is None:
+        return gradients
+    _check_first_order("attention")
+    tensors = ctx.saved_tensors
+    needed = [i for i in range(_DIFFERENTIABLE) if ctx.needs_input_grad[i]]
+    found = torch.ops.coterie.attention_backward.default(
+        grad_out,
+        *tensors[:_TENSORS],
+        *ctx.settings,
+        tensors[_TENSORS],
+        tensors[_TENSORS + 1 :],
+        sum(1 << i for i in needed),
+    )
+    for i, gradient in zip(needed, found, strict=True):
+        gradients[i] = gradient
+    return gradients
+
+
+def _check_first_order(op: str) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"[{op}] expected derivatives of first order; got create_graph=True")
+
+
+def _keep(ctx: Any, inputs: Sequence[Any], out: Tensor, saved: Sequence[Tensor]) -> None:
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*inputs[:_TENSORS], out, *saved)
+    ctx.settings = inputs[_TENSORS:]
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    return (*_gradients(ctx, grad_out), *[None] * (_ARGUMENTS - _DIFFERENTIABLE))
+
+
+torch.library.register_autograd(
+    "coterie::attention",
+    _differentiate,
+    setup_context=lambda ctx, inputs, output: _keep(ctx, inputs, *output),
+)
+
+
+class _Attention(torch.autograd.Function):
+    """The same derivative; outside of graphs it is called ten times as fast as a registered one."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        inputs = (*args[:-1], *args[-1])
+        out, saved = torch.ops.coterie.attention_forward.default(*inputs)
+        _keep(ctx, inputs, out, saved)
+        ctx.set_materialize_grads(False)
+        return out, *saved
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, grad_out), None)
+
+
+def attention(*args: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    """coterie::attention by the quickest way to call it."""
+    if torch.compiler.is_compiling():
+        return torch.ops.coterie.attention.default(*args)
+    if torch.is_grad_enabled():
+        for tensor in args[:_DIFFERENTIABLE]:
+            if tensor is not None and tensor.requires_grad:
+                result = _Attention.apply(*args[:_DIFFERENTIABLE], args[_DIFFERENTIABLE:])
+                return result[0], result[1:]
+    return torch.ops.coterie.attention_forward.default(*args)
+
+
+def _labels(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=torch.int32)
+
+
+def _items(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+@torch.library.register_fake("coterie::hash_planes")
+def _(x: Tensor, bits: int, bias: bool, seed: int) -> tuple[Tensor, Tensor]:
+    kind = {"dtype": torch.float32}
+    return x.new_empty((1, 1, bits, x.shape[3]), **kind), x.new_empty((1, 1, bits), **kind)
+
+
+@torch.library.register_fake("coterie::hash_codes")
+def _(x: Tensor, planes: Tensor, thresholds: Tensor, lengths: Any, cu_seqlens: Any) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=torch.int64)
+
+
+@torch.library.register_fake("coterie::hamming_kmeans")
+def _(
+    codes: Tensor,
+    lengths: Any,
+    cu_seqlens: Any,
+    clusters: int,
+    iterations: int,
+    bits: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    items = _items(codes, cu_seqlens)
+    return _labels(codes), codes.new_empty((items, codes.shape[1], clusters))
+
+
+@torch.library.register_fake("coterie::cluster_queries")
+def _(q: Tensor, *args: Any) -> Tensor:
+    return _labels(q)
+
+
+@torch.library.register_fake("coterie::nearest_centroid")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return _labels(x)
+
+
+@torch.library.register_fake("coterie::balanced_assign")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return _labels(x)
+
+
+@torch.library.register_fake("coterie::group_by_cluster")
+def _(
+    labels: Tensor, lengths: Any, cu_seqlens: Any, clusters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    offsets = labels.new_empty((_items(labels, cu_seqlens), labels.shape[1], clusters + 1))
+    return _labels(labels), _labels(labels), offsets
+
+
+@torch.library.register_fake("coterie::select_top")
+def _(rows: Tensor, x: Tensor, lengths: Any, cu_seqlens: Any, count: int) -> Tensor:
+    heads = max(rows.shape[1], x.shape[1])
+    shape = (_items(x, cu_seqlens), heads, rows.shape[2], count)
+    return x.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("coterie::spherical_kmeans")
+def _(
+    x: Tensor, lengths: Any, cu_seqlens: Any, clusters: int, iterations: int, seed: int
+) -> Tensor:
+    return x.new_empty((x.shape[1], clusters, x.shape[3]), dtype=accumulator(x.dtype))
+
+
+@torch.library.register_fake("coterie::ema_update")
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("coterie::commitment_loss")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((1,), dtype=accumulator(x.dtype))
+
+
+@torch.library.register_fake("coterie::commitment_loss_backward")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return empty_rows(x, x.shape[3])
+
+
+def _save_commitment(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_commitment(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    _check_first_order("commitment_loss")
+    dx = torch.ops.coterie.commitment_loss_backward(*ctx.saved_tensors)
+    return dx * grad.to(dx.dtype), None, None, None, None
+
+
+torch.library.register_autograd(
+    "coterie::commitment_loss", _differentiate_commitment, setup_context=_save_commitment
+)

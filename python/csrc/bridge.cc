@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: MIT
+#include "bridge.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "coterie/error.h"
+
+namespace coterie::stable_api {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+DType dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::Double:
+      return DType::f64;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Half:
+      return DType::f16;
+    case ScalarType::Int:
+      return DType::i32;
+    case ScalarType::Long:
+      return DType::i64;
+    case ScalarType::Byte:
+    case ScalarType::Bool:  // has no type of its own in the core
+      return DType::u8;
+    default:
+      throw Error(
+          std::string("[torch] expected float32, float64, bfloat16, float16, int32, int64, uint8 "
+                      "or bool; got ") +
+          torch::headeronly::toString(type));
+  }
+}
+
+std::int32_t shim_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return aoti_torch_dtype_float32();
+    case DType::f64:
+      return aoti_torch_dtype_float64();
+    case DType::bf16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::f16:
+      return aoti_torch_dtype_float16();
+    case DType::i32:
+      return aoti_torch_dtype_int32();
+    case DType::i64:
+    case DType::u64:  // codes have at most 63 bits, and torch does little with unsigned numbers
+      return aoti_torch_dtype_int64();
+    case DType::u8:
+      return aoti_torch_dtype_uint8();
+  }
+  throw Error("[internal] a type that torch lacks");
+}
+
+Tensor empty_strided(DType dtype, const std::vector<std::int64_t>& sizes,
+                     const std::vector<std::int64_t>& strides, const Tensor& like) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), shim_dtype(dtype),
+      like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(),
+      like.is_cuda() ? like.get_device_index() : 0, &handle));
+  return Tensor(handle);
+}
+
+// Found at run time, so that the same library loads with a torch that has no CUDA.
+void* current_cuda_stream(std::int32_t device) {
+  using Getter = decltype(&aoti_torch_get_current_cuda_stream);
+  static const Getter getter = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (!library) throw Error("[torch] expected a torch with CUDA; got one without");
+    return reinterpret_cast<Getter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(getter(device, &stream));
+  return stream;
+}
+
+}  // namespace
+
+// By the C functions: the conversion in torch's header leaks one string a call.
+std::string Arguments::text() {
+  const auto handle = take<StringHandle>();
+  std::size_t length = 0;
+  const char* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  std::string text(data, length);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
+TensorView view(const Tensor& tensor) {
+  const std::int64_t rank = tensor.dim();
+  if (rank < 1 || rank > kMaxRank) {
+    throw Error("[torch] expected tensors with 1 to " + std::to_string(kMaxRank) +
+                " dimensions; got one with " + std::to_string(rank));
+  }
+  TensorView view;
+  view.data = tensor.data_ptr();
+  view.dtype = dtype_of(tensor.scalar_type());
+  view.device = tensor.is_cuda() ? Device::cuda : Device::cpu;
+  view.rank = static_cast<int>(rank);
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (std::size_t dim = 0; dim < static_cast<std::size_t>(rank); ++dim) {
+    view.sizes[dim] = sizes[dim];
+    view.strides[dim] = strides[dim];
+  }
+  return view;
+}
+
+TensorView view(const OptionalTensor& tensor) { return tensor ? view(*tensor) : TensorView{}; }
+
+TensorView code_view(const Tensor& codes) {
+  TensorView result = view(codes);
+  if (result.dtype == DType::i64) result.dtype = DType::u64;
+  return result;
+}
+
+Tensor with_contiguous_rows(const Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  const bool rows = last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1;
+  return rows ? tensor : torch::stable::contiguous(tensor);
+}
+
+OptionalTensor with_contiguous_rows(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(with_contiguous_rows(*tensor)) : std::nullopt;
+}
+
+Tensor empty(DType dtype, const std::vector<std::int64_t>& sizes, const Tensor& like) {
+  std::vector<std::int64_t> strides(sizes.size());
+  std::int64_t stride = 1;
+  for (std::size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= sizes[dim] > 1 ? sizes[dim] : 1;
+  }
+  return empty_strided(dtype, sizes, strides, like);
+}
+
+Tensor empty_rows(const Tensor& like, std::int64_t D) {
+  if (like.dim() != 4) {
+    throw Error("[torch] expected rows with 4 dimensions; got " + std::to_string(like.dim()));
+  }
+  const std::int64_t B = like.size(0), H = like.size(1), N = like.size(2);
+  const DType dtype = dtype_of(like.scalar_type());
+  if (like.stride(1) >= like.stride(2)) return empty(dtype, {B, H, N, D}, like);
+  return empty_strided(dtype, {B, H, N, D}, {N * H * D, D, H * D, 1}, like);
+}
+
+Scratch::Scratch(const Tensor& like) : like_(like) {
+  if (!like.is_cuda()) return;
+  guard_.emplace(like.get_device_index());
+  workspace_.stream = current_cuda_stream(like.get_device_index());
+}
+
+const Workspace& Scratch::allocate(std::int64_t bytes) {
+  memory_ = empty(DType::u8, {bytes}, like_);
+  workspace_.data = memory_->data_ptr();
+  workspace_.bytes = bytes;
+  return workspace_;
+}
+
+}  // namespace coterie::stable_api

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: MIT
+"""Every operator: schema, fake kernel and derivative by opcheck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import IDS, SPECS, make_problem
+
+import coterie
+from coterie.layout import saved_layout, sizes_of
+
+C = torch.ops.coterie
+
+
+@pytest.mark.parametrize(("spec", "causal"), SPECS, ids=IDS)
+def test_attention_passes_opcheck(spec: str, causal: bool) -> None:
+    problem = make_problem(spec, causal, padded=True)
+    torch.library.opcheck(C.attention.default, problem.differentiable().arguments())
+    torch.library.opcheck(C.attention_forward.default, problem.arguments())
+    torch.library.opcheck(C.attention_select.default, problem.arguments())
+
+
+@pytest.mark.parametrize(("spec", "causal"), SPECS, ids=IDS)
+def test_attention_backward_passes_opcheck(spec: str, causal: bool) -> None:
+    problem = make_problem(spec, causal, padded=True)
+    arguments = problem.arguments()
+    out, saved = C.attention(*arguments)
+    needs = 0b111 if problem.k is not None else 0b101
+    needs |= 0b011000 if "cast" in spec else 0b100000 if "routing" in spec else 0
+    given = (torch.randn_like(out), *arguments, out, saved, needs)
+    torch.library.opcheck(C.attention_backward.default, given)
+
+
+@pytest.mark.parametrize(("spec", "causal"), SPECS, ids=IDS)
+def test_selection_comes_first_among_the_saved_tensors(spec: str, causal: bool) -> None:
+    problem = make_problem(spec, causal)
+    saved = C.attention(*problem.arguments())[1]
+    selection = C.attention_select(*problem.arguments())
+    (group,) = coterie.head_groups(spec, 4, causal)
+    layout = saved_layout(group, sizes_of(group, problem.q, problem.v, None))
+    assert len(selection) == sum(entry.selection for entry in layout)
+    for one, other in zip(selection, saved, strict=False):
+        assert torch.equal(one, other)
+
+
+def test_saved_tensors_of_packed_sequences_have_the_layout() -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8)
+    cu = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+    none = (None, None, None, None, None)
+    arguments = (q, k, v, *none, cu, cu, None, "i-clustered(clusters=3,topk=4)", 0.0, False, 0)
+    torch.library.opcheck(C.attention.default, arguments)
+
+
+def _lengths() -> torch.Tensor:
+    return torch.tensor([19, 14], dtype=torch.int32)
+
+
+def test_hash_planes_passes_opcheck() -> None:
+    torch.library.opcheck(C.hash_planes.default, (torch.randn(2, 4, 19, 8), 31, True, 5))
+
+
+def test_hash_codes_and_hamming_kmeans_pass_opcheck() -> None:
+    x = torch.randn(2, 4, 19, 8)
+    planes, thresholds = C.hash_planes(x, 31, True, 5)
+    codes = C.hash_codes(x, planes, thresholds, _lengths(), None)
+    expected = (x.unsqueeze(-2) * planes).sum(-1) > thresholds
+    assert torch.equal(codes[0], (expected[0].long() << torch.arange(31)).sum(-1))
+    torch.library.opcheck(C.hash_codes.default, (x, planes, thresholds, _lengths(), None))
+    torch.library.opcheck(C.hamming_kmeans.default, (codes, _lengths(), None, 3, 4, 31, 1))
+
+
+def test_cluster_queries_gives_the_labels_that_attention_uses() -> None:
+    problem = make_problem("i-clustered(clusters=3,topk=4)", padded=True)
+    arguments = (problem.q, problem.k, _lengths(), _lengths(), None, None, problem.spec, 7)
+    torch.library.opcheck(C.cluster_queries.default, arguments)
+    assert torch.equal(C.cluster_queries(*arguments), C.attention(*problem.arguments())[1][0])
+
+
+def test_assignments_pass_opcheck() -> None:
+    x, centroids = torch.randn(2, 4, 19, 8), torch.randn(1, 2, 5, 8)
+    torch.library.opcheck(C.nearest_centroid.default, (x, centroids, None, _lengths(), None))
+    torch.library.opcheck(C.balanced_assign.default, (x, centroids, _lengths(), None, 0))
+    labels = C.nearest_centroid(x, centroids, None, None, None)
+    scores = x @ centroids.repeat_interleave(2, 1).mT
+    assert torch.equal(labels.long(), scores.argmax(-1))
+
+
+def test_group_by_cluster_sorts_tokens_by_label() -> None:
+    labels = torch.randint(0, 5, (2, 4, 19), dtype=torch.int32)
+    torch.library.opcheck(C.group_by_cluster.default, (labels, None, None, 5))
+    order, inverse, offsets = C.group_by_cluster(labels, None, None, 5)
+    assert torch.equal(order.long(), labels.argsort(dim=-1, stable=True))
+    assert torch.equal(torch.gather(order, 2, inverse.long())[0, 0], torch.arange(19).int())
+    assert torch.equal(offsets.diff(dim=-1)[1, 2], labels[1, 2].bincount(minlength=5).int())
+
+
+def test_select_top_finds_the_best_tokens() -> None:
+    rows, x = torch.randn(1, 4, 6, 8), torch.randn(2, 2, 19, 8)
+    torch.library.opcheck(C.select_top.default, (rows, x, _lengths(), None, 5))
+    found = C.select_top(rows, x, None, None, 5)
+    best = (rows @ x.repeat_interleave(2, 1).mT).topk(5).indices.sort().values
+    assert torch.equal(found.long(), best)
+
+
+def test_centroid_operators_pass_opcheck() -> None:
+    x = torch.randn(2, 4, 19, 8)
+    arguments = (x, _lengths(), None, 3, 5, 1)
+    torch.library.opcheck(C.spherical_kmeans.default, arguments)
+    centroids = C.spherical_kmeans(*arguments)
+    labels = torch.randint(0, 3, (2, 4, 19), dtype=torch.int32)
+    state = (centroids, torch.ones(4, 3), centroids.clone())
+    torch.library.opcheck(C.ema_update.default, (*state, x, labels, _lengths(), None, 0.9))
+    given = (x.requires_grad_(), centroids, labels, _lengths(), None)
+    torch.library.opcheck(C.commitment_loss.default, given)
+    torch.library.opcheck(C.commitment_loss_backward.default, (x.detach(), *given[1:]))
+
+
+def test_commitment_loss_has_the_right_gradient() -> None:
+    x = torch.randn(2, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    centroids = torch.randn(2, 3, 6, dtype=torch.float64)
+    labels = torch.randint(0, 3, (2, 4, 7), dtype=torch.int32)
+    lengths = torch.tensor([7, 4], dtype=torch.int32)
+    assert torch.autograd.gradcheck(
+        lambda x: C.commitment_loss(x, centroids, labels, lengths, None), (x,)
+    )
+
+
+def test_a_wrong_spec_is_named_by_the_operator() -> None:
+    arguments = list(make_problem("full").arguments())
+    arguments[11] = "2*full"
+    with pytest.raises(RuntimeError, match="expected the spec of one group"):
+        C.attention(*arguments)

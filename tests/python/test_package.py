@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: MIT
+"""The package itself: version, information, types, advice, threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from problems import make_problem
+
+import coterie
+from coterie.library import build_facts, spec_help
+
+
+def test_info_says_what_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "coterie.info"], capture_output=True, text=True, check=True
+    )
+    for text in (coterie.__version__, torch.__version__, "i-clustered", "CPU"):
+        assert text in done.stdout
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(coterie.__file__).parent / "py.typed").exists()
+
+
+def test_the_library_needs_no_python_and_no_path_of_torch() -> None:
+    library = Path(coterie.__file__).parent / "libcoterie_ops.so"
+    try:
+        done = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no readelf")
+    assert "libtorch_cpu.so" in done.stdout
+    assert "libpython" not in done.stdout
+    assert "site-packages" not in done.stdout
+
+
+def test_facts_and_help_have_what_info_shows() -> None:
+    assert {"version", "compiler", "cuda_toolkit", "cpu", "threads"} <= build_facts().keys()
+    for name in ("full", "local", "clustered", "routing", "cast"):
+        assert name in spec_help()
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    problem = make_problem("i-clustered(clusters=3,topk=4)", N=70)
+    before = int(build_facts()["threads"])
+    results = []
+    for count in (1, 3, before):
+        coterie.set_threads(count)
+        results.append(problem.run())
+    assert torch.equal(results[0], results[1])
+    with pytest.raises(ValueError, match="threads"):
+        coterie.set_threads(0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [1, 100, 1000, 10**6])
+def test_recommendations_are_specs(n: int, causal: bool) -> None:
+    advice = coterie.recommend(n, causal=causal)
+    assert advice.reason
+    coterie.head_groups(advice.spec, 8, causal)
+    assert (advice.spec == "full") == (n < 256)
+
+
+def test_recommendations_name_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="n: expected"):
+        coterie.recommend(0)
+    with pytest.raises(ValueError, match="device: expected"):
+        coterie.recommend(10, device="tpu")
+    assert coterie.recommend(10**6, device="cuda", causal=True).spec == "full"
+
+
+def test_state_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        coterie.init_state("full", 4, 8, num_kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim"):
+        coterie.init_state("full", 4, 0)
+    state = coterie.init_state("cast(clusters=3,size=4)", 4, 8)
+    assert state.surrogates.shape == (4, 3, 8)
+    groups = coterie.init_state("2*full+2*routing(clusters=3,window=4)", 4, 8, num_kv_heads=2)
+    assert groups[1].centroids.shape == (1, 3, 8)
