@@ -5,6 +5,7 @@
 // Blocks take 128 means and one chunk of the keys; a second kernel adds the chunks in order.
 #include "cuda/clustered.h"
 #include "cuda/device/attend.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -148,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
                                             : kDim <= 64   ? 3
                                                            : 2)
     centroid_attend_kernel(const __grid_constant__ AttendArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned long long masks[2][kCentroidRows];
   const AttendTiles<T, kDim> tiles(memory);
@@ -192,6 +194,7 @@ template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32)
     centroid_combine_kernel(const __grid_constant__ AttendArgs<T> args, float* lse, float* mass,
                             float* out, int width) {
+  await_previous();
   const CentroidQueries& queries = args.queries;
   const int lane = threadIdx.x % 32;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / 32;
@@ -206,19 +209,36 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
       queries.row(queries.chunks.first_slot(queries.spans.k, item), head, cluster);
   const std::int64_t step = static_cast<std::int64_t>(queries.H) * queries.clusters;
 
-  float shift = -INFINITY, sum = 0.0f, listed = 0.0f;
-  for (int part = 0; part < parts; ++part)
-    shift = fmaxf(shift, args.rows[first + part * step].shift);
-  float total[kMaxHeadDim / 32] = {};
-  for (int part = 0; part < parts; ++part) {
-    const PartialRow partial = args.rows[first + part * step];
-    const float factor = exp2_approximate(partial.shift - shift);
+  // Lane p of a warp looks at chunk p of 32.
+  const PartialRow none{-INFINITY, 0.0f, 0.0f, 0.0f};
+  const auto row_of = [&](int part) {
+    return part < parts ? args.rows[first + part * step] : none;
+  };
+  const PartialRow own = row_of(lane);
+  float shift = own.shift;
+  for (int part = lane + 32; part < parts; part += 32) shift = fmaxf(shift, row_of(part).shift);
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) shift = fmaxf(shift, __shfl_xor_sync(~0u, shift, i));
+  float sum = 0.0f, listed = 0.0f, total[kMaxHeadDim / 32] = {};
+  for (int base = 0; base < parts; base += 32) {
+    const PartialRow partial = base == 0 ? own : row_of(base + lane);
+    const float factor = base + lane < parts ? exp2_approximate(partial.shift - shift) : 0.0f;
     sum += factor * partial.sum;
     listed += factor * partial.mass;
-    const float* values = args.outs + (first + part * step) * args.pitch;
+    const float* values = args.outs + (first + base * step) * args.pitch;
+#pragma unroll 8
+    for (int part = 0; part < min(parts - base, 32); ++part) {
+      const float weight = __shfl_sync(~0u, factor, part);
 #pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; ++i)
-      if (lane + 32 * i < width) total[i] += factor * values[lane + 32 * i];
+      for (int i = 0; i < kMaxHeadDim / 32; ++i)
+        if (lane + 32 * i < width)
+          total[i] += weight * values[part * step * args.pitch + lane + 32 * i];
+    }
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    sum += __shfl_xor_sync(~0u, sum, i);
+    listed += __shfl_xor_sync(~0u, listed, i);
   }
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (lane == 0) {
@@ -234,10 +254,8 @@ template <class T, int kDim>
 void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
   constexpr int kBytes = AttendTiles<T, kDim>::kBytes;
   const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
-  allow_shared_memory(centroid_attend_kernel<T, kDim>, kBytes);
-  centroid_attend_kernel<T, kDim>
-      <<<tiles * args.queries.chunks.slots, kThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("centroid_attend");
+  launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
+               tiles * args.queries.chunks.slots, kThreads, kBytes, stream, args);
 }
 
 template <class T>
@@ -273,12 +291,12 @@ void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                              outs,
                              pitch};
     attend_chunks(call, args, stream);
-    centroid_combine_kernel<T>
-        <<<static_cast<unsigned>((rows + kCombineWarps - 1) / kCombineWarps), kCombineWarps * 32, 0,
-           stream>>>(args, static_cast<float*>(tensors.centroid_lse.data),
-                     static_cast<float*>(tensors.mass.data), static_cast<float*>(tensors.out.data),
-                     static_cast<int>(call.Dv));
-    COTERIE_LAUNCH("centroid_combine");
+    launch_early("centroid_combine", centroid_combine_kernel<T>,
+                 static_cast<unsigned>((rows + kCombineWarps - 1) / kCombineWarps),
+                 kCombineWarps * 32, 0, stream, args,
+                 static_cast<float*>(tensors.centroid_lse.data),
+                 static_cast<float*>(tensors.mass.data), static_cast<float*>(tensors.out.data),
+                 static_cast<int>(call.Dv));
   });
 }
 

@@ -13,6 +13,7 @@
 // The threshold only decides how much work is done, never what is selected. Steps 1 and 2 compute
 // their scores by the same instructions, hence with the same bits.
 #include "cuda/clustered.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/select.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
@@ -63,6 +64,7 @@ __device__ __forceinline__ void for_scores(Fragments<T, kDim>& fragments, const 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     centroid_threshold_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);  // slot = item * kSamples + part
@@ -117,6 +119,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     centroid_candidates_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);
@@ -307,6 +310,7 @@ __device__ int collect(const ForEach& for_each, CandidateKey cut, CandidateKey* 
 template <class T>
 __global__ void __launch_bounds__(kMergeWarps * 32, 8)
     centroid_merge_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
   __shared__ CandidateKey staged[kMergeWarps][kStaged];
   __shared__ CandidateKey ranked[kMergeWarps][kMaxRanked];
   __shared__ float means[kMergeWarps][kMaxHeadDim];
@@ -351,14 +355,10 @@ void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
   const CentroidQueries& queries = args.queries;
   constexpr int kBytes = SelectTiles<T, kDim>::kBytes + 1024;
   const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
-  allow_shared_memory(centroid_threshold_kernel<T, kDim>, kBytes);
-  centroid_threshold_kernel<T, kDim>
-      <<<tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("centroid_threshold");
-  allow_shared_memory(centroid_candidates_kernel<T, kDim>, kBytes);
-  centroid_candidates_kernel<T, kDim>
-      <<<tiles * queries.chunks.slots, kThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("centroid_candidates");
+  launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
+               tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
+  launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,
+               tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
 }
 
 template <class T>
@@ -399,9 +399,9 @@ void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
     args.candidates = candidates;
     args.top_keys = static_cast<std::int32_t*>(tensors.top_keys.data);
     find_candidates(call, args, stream);
-    centroid_merge_kernel<T><<<static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps),
-                               kMergeWarps * 32, 0, stream>>>(args);
-    COTERIE_LAUNCH("centroid_merge");
+    launch_early("centroid_merge", centroid_merge_kernel<T>,
+                 static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
+                 stream, args);
   });
 }
 

@@ -2,6 +2,7 @@
 // Steps 1 and 2 of attend_centroid_select.cu on Hopper's warpgroup products: each warpgroup holds
 // 64 means in registers and takes the products with 64 keys at a time, the next ones under way
 // while these are looked at.
+#include "cuda/device/await.cuh"
 #include "cuda/device/key_pipeline.cuh"
 #include "cuda/device/select.cuh"
 #include "cuda/launch.h"
@@ -34,6 +35,7 @@ __device__ __forceinline__ void for_tiles(const KeyPipeline<T, kDim, 1, kWarps>&
 template <class T, int kDim, int kGroups>
 __global__ void __launch_bounds__(kGroups* kWarpgroup, 4 / kGroups)
     centroid_threshold_sm90a_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   const CentroidBlock block(args.queries, blockIdx.x);  // slot = item * kSamples + part
   const int item = block.slot / kSamples, part = block.slot % kSamples;
@@ -74,6 +76,7 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, 4 / kGroups)
 template <class T, int kDim, int kGroups>
 __global__ void __launch_bounds__(kGroups* kWarpgroup, 4 / kGroups)
     centroid_candidates_sm90a_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   const CentroidBlock block(args.queries, blockIdx.x);
   const KeyChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
@@ -125,14 +128,10 @@ void launch(const SelectArgs<T>& args, cudaStream_t stream) {
   constexpr int kBytes = kPipeline > kMaxima ? kPipeline : kMaxima;
   const CentroidQueries& queries = args.queries;
   const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
-  allow_shared_memory(centroid_threshold_sm90a_kernel<T, kDim, kGroups>, kBytes);
-  centroid_threshold_sm90a_kernel<T, kDim, kGroups>
-      <<<tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("centroid_threshold_sm90a");
-  allow_shared_memory(centroid_candidates_sm90a_kernel<T, kDim, kGroups>, kBytes);
-  centroid_candidates_sm90a_kernel<T, kDim, kGroups>
-      <<<tiles * queries.chunks.slots, kThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("centroid_candidates_sm90a");
+  launch_early("centroid_threshold_sm90a", centroid_threshold_sm90a_kernel<T, kDim, kGroups>,
+               tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
+  launch_early("centroid_candidates_sm90a", centroid_candidates_sm90a_kernel<T, kDim, kGroups>,
+               tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
 }
 
 template <class T, int kDim>

@@ -3,6 +3,7 @@
 // means and 64 keys at a time; the output of one tile and the scores of the next are computed
 // together.
 #include "cuda/device/attend.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/key_pipeline.cuh"
 #include "cuda/launch.h"
 
@@ -49,12 +50,13 @@ struct GroupRows {
 
   // Starts out += P V.
   __device__ void add_products(const std::uint32_t (&p)[4][4], std::uint32_t values) {
+    const std::uint64_t first = matrix_descriptor(values);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int band = 0; band < kDim / 64; ++band)
         wgmma<T, 1, 1>(out[band], p[k],
-                       matrix_descriptor(values + band * (64 * 128) + k * (16 * 128)));
+                       descriptor_behind(first, band * (64 * 128) + k * (16 * 128)));
   }
   __device__ void settle() {
 #pragma unroll
@@ -80,31 +82,10 @@ __device__ void write_partial(const AttendArgs<T>& args, std::int64_t row, int r
   }
 }
 
-// The left factor of the scores, in shared memory: registers are short.
-template <class T, int kDim, int kGroups>
-struct GroupQueries {
-  static constexpr int kBand = kGroups * 64 * 128;  // bytes of 64 columns
-  static constexpr int kBytes = kDim / 64 * kBand;
-  std::uint32_t memory;
-
-  // `first`: cluster of the block's first row. The caller synchronises the threads.
-  __device__ GroupQueries(std::uint32_t base, const CentroidQueries& queries, int item, int head,
-                          int first)
-      : memory(base + threadIdx.x / kWarpgroup * (64 * 128)) {
-#pragma unroll
-    for (int band = 0; band < kDim / 64; ++band)
-      load_centroids<kGroups * 64, kGroups * kWarpgroup>(Tile<T, 64>{base + band * kBand}, queries,
-                                                         item, head, first, band * 64);
-    fence_async_proxy();
-  }
-  __device__ void scores(float (&s)[32], std::uint32_t keys) const {
-    score_products<T, kDim>(s, memory, kBand, keys);
-  }
-};
-
 template <class T, int kDim, int kGroups>
 __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
     centroid_attend_sm90a_kernel(const __grid_constant__ AttendArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   using Pipeline = KeyPipeline<T, kDim, 2, 4 * kGroups>;
   using Queries = GroupQueries<T, kDim, kGroups>;
@@ -190,10 +171,8 @@ void launch(const AttendArgs<T>& args, cudaStream_t stream) {
   constexpr int kBytes =
       KeyPipeline<T, kDim, 2, 4 * kGroups>::kBytes + GroupQueries<T, kDim, kGroups>::kBytes;
   const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
-  allow_shared_memory(centroid_attend_sm90a_kernel<T, kDim, kGroups>, kBytes);
-  centroid_attend_sm90a_kernel<T, kDim, kGroups>
-      <<<tiles * args.queries.chunks.slots, kGroups * kWarpgroup, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("centroid_attend_sm90a");
+  launch_early("centroid_attend_sm90a", centroid_attend_sm90a_kernel<T, kDim, kGroups>,
+               tiles * args.queries.chunks.slots, kGroups * kWarpgroup, kBytes, stream, args);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/clustered_bwd.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/element.cuh"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mean_gradient.cuh"
@@ -162,6 +163,7 @@ __device__ __forceinline__ void correct_top_keys(const BackwardArgs<T>& args, co
 template <class T>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     cluster_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   constexpr int kVector = ChunkLane<T>::kVector;
   const std::int64_t number =
       blockIdx.x * static_cast<std::int64_t>(kWarpsPerBlock) + threadIdx.x / 32;
@@ -282,7 +284,7 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.S = static_cast<int>(call.S);
   shape.clusters = static_cast<int>(sizes.clusters);
   shape.topk = static_cast<int>(sizes.topk);
-  shape.units = query_tiles(call, sizes.clusters, kUnitRows);
+  shape.units = query_tiles(call, sizes.clusters, kUnitBits);
   shape.pitch = dispatch_head_dim(call.op, std::max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
   shape.sm90a =
@@ -379,8 +381,8 @@ void run_backward(const BackwardArgs<T>& args, cudaStream_t stream) {
   const auto blocks = [&](int each) { return static_cast<unsigned>((rows + each - 1) / each); };
   const bool queries = args.dq.data, keys = args.dk.data || args.dv.data;
   segment_gradients(args, stream);
-  cluster_gradient_kernel<T><<<blocks(kWarpsPerBlock), 32 * kWarpsPerBlock, 0, stream>>>(args);
-  COTERIE_LAUNCH("cluster_gradient_kernel");
+  launch_early("cluster_gradient", cluster_gradient_kernel<T>, blocks(kWarpsPerBlock),
+               32 * kWarpsPerBlock, 0, stream, args);
   if (queries) centroid_gradients(args, false, stream);
   if (keys) centroid_gradients(args, true, stream);
   if (shape.topk > 0) {

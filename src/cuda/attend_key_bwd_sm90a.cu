@@ -4,6 +4,7 @@
 // 64 keys at a time and walks the centroids of all query heads of its key head. Up to 512 (256) of
 // them stay in shared memory, more are streamed through it.
 #include "cuda/clustered_bwd.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/bands.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/store.cuh"
@@ -144,6 +145,7 @@ struct Block {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_resident_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   using B = Block<T, 64>;
   const B block(args, memory);
@@ -225,6 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_streamed_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   using B = Block<T, kWidth>;
   using S = Shape<T, kWidth>;
@@ -301,9 +304,8 @@ void launch(const BackwardArgs<T>& args, Kernel* kernel, cudaStream_t stream) {
   constexpr int kBytes = Shape<T, kWidth>::kSharedBytes;
   const int blocks = args.shape.key_ranges.slots * (args.shape.H / args.shape.group);
   if (blocks == 0) return;
-  allow_shared_memory(kernel, kBytes);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("key_gradient_sm90a");
+  launch_early("key_gradient_sm90a", kernel, static_cast<unsigned>(blocks), kThreads, kBytes,
+               stream, args);
 }
 
 }  // namespace

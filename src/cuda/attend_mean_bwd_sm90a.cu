@@ -3,6 +3,7 @@
 // of 64 or 128 elements. A block has two warpgroups and a multiprocessor to itself; a warpgroup
 // owns 2 x 64 centroids and walks a share of the keys.
 #include "cuda/clustered_bwd.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/bands.cuh"
 #include "cuda/device/key_pipeline.cuh"
 #include "cuda/device/softmax.cuh"
@@ -104,6 +105,7 @@ struct MeanTile {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     mean_gradient_pair_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   using Tile64 = MeanTile<T, 64>;
   using Pipeline = KeyPipeline<T, 64, 2, kThreads / 32>;
@@ -190,6 +192,7 @@ struct SimpleShape {
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
     mean_gradient_simple_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   using S = SimpleShape<T, kWidth>;
   const Block block(args.shape);
@@ -262,9 +265,8 @@ void launch(const BackwardArgs<T>& args, Kernel* kernel, int bytes, cudaStream_t
   const int tiles = (shape.group * shape.clusters + kRows - 1) / kRows;
   const int blocks = shape.chunks.slots * (shape.H / shape.group) * tiles;
   if (blocks == 0) return;
-  allow_shared_memory(kernel, static_cast<std::size_t>(bytes));
-  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<unsigned>(bytes), stream>>>(args);
-  COTERIE_LAUNCH("mean_gradient_sm90a");
+  launch_early("mean_gradient_sm90a", kernel, static_cast<unsigned>(blocks), kThreads,
+               static_cast<std::size_t>(bytes), stream, args);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // First stage of the backward pass (clustered_bwd.h): e_i of every query, and sums of g_i and e_i
 // over the units. Weights over the top keys are recomputed from the saved lse.
+#include "cuda/device/await.cuh"
 #include "cuda/device/unit_block.cuh"
 #include "cuda/launch.h"
 
@@ -73,6 +74,7 @@ constexpr int kMinBlocks = sizeof(T) == 4 ? 1
 template <class T, int kWidth, int kStages>
 __global__ void __launch_bounds__(kUnitThreads, kMinBlocks<T, kWidth, kStages>)
     segment_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   using S = UnitShape<T, kWidth, kStages>;
   extern __shared__ __align__(128) unsigned char memory[];
   const UnitBlock<T, kWidth, kStages> block(args, memory);
@@ -135,11 +137,9 @@ void segment_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
     with_stages(args, [&](auto stages) {
       constexpr int kWidth = decltype(width)::value, kStages = decltype(stages)::value;
       constexpr int kBytes = UnitShape<T, kWidth, kStages>::kBytes;
-      const auto kernel = &segment_gradient_kernel<T, kWidth, kStages>;
-      allow_shared_memory(kernel, kBytes);
-      kernel<<<static_cast<unsigned>(args.shape.H * args.shape.units.total), kUnitThreads, kBytes,
-               stream>>>(args);
-      COTERIE_LAUNCH("segment_gradient_kernel");
+      launch_early("segment_gradient", segment_gradient_kernel<T, kWidth, kStages>,
+                   static_cast<unsigned>(args.shape.H * args.shape.units.total), kUnitThreads,
+                   kBytes, stream, args);
     });
   });
 }

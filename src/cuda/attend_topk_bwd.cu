@@ -2,6 +2,7 @@
 // Backward pass of attention over each cluster's top keys (clustered_bwd.h): dq of the members,
 // written to their places, and the unit's dk and dv of the top keys. Weights are recomputed from
 // the saved lse.
+#include "cuda/device/await.cuh"
 #include "cuda/device/mean_gradient.cuh"
 #include "cuda/device/store.cuh"
 #include "cuda/device/unit_block.cuh"
@@ -173,6 +174,7 @@ template <class T, int kWidth, int kStages, bool kOneTile>
 __global__ void __launch_bounds__(kUnitThreads,
                                   kOneTile ? TopkShape<T, kWidth, kStages>::kMinBlocks : 1)
     topk_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  await_previous();
   using S = TopkShape<T, kWidth, kStages>;
   extern __shared__ __align__(128) unsigned char memory[];
   const UnitBlock<T, kWidth, kStages> block(args, memory);
@@ -188,7 +190,6 @@ __global__ void __launch_bounds__(kUnitThreads,
   const int num_keys = block.load_lists();
   block.load_slots(S::kSlots, slot);
   block.load_rows(0, true);
-  load_addends(block, addends, slot);
   SlotSums<T, kWidth> sums;
   sums.clear();
 #pragma unroll 1
@@ -205,6 +206,7 @@ __global__ void __launch_bounds__(kUnitThreads,
       lse[side] = log2_lse(args.lists.lse, row, index[side] >= 0);
       inner[side] = index[side] >= 0 ? args.scratch.inner[row] : 0.0f;
     }
+    if (first == 0) load_addends(block, addends, slot);
     block.next_rows(first, true);
     // ds of the slots in shared memory at `offset`.
     const auto differentiate = [&](int offset, int count, FragmentA<T>(&ds)[2]) {
@@ -276,9 +278,8 @@ void topk_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   dispatch_head_dim("i-clustered", args.shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     const auto launch = [&](auto* kernel, int bytes) {
-      allow_shared_memory(kernel, static_cast<std::size_t>(bytes));
-      kernel<<<grid, kUnitThreads, static_cast<unsigned>(bytes), stream>>>(args);
-      COTERIE_LAUNCH("topk_gradient_kernel");
+      launch_early("topk_gradient", kernel, grid, kUnitThreads, static_cast<std::size_t>(bytes),
+                   stream, args);
     };
     if constexpr (sizeof(T) == 2) {  // fp32 makes do with the general one
       if (tiles == 1)

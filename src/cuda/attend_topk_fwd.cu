@@ -10,6 +10,7 @@
 // than the products do; keys are read from shared memory in the same way, and products do not care
 // in which order depths are added.
 #include "cuda/clustered.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/softmax.cuh"
@@ -22,7 +23,7 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 128;      // of the kernels without top keys
-constexpr int kWarpQueries = 64;   // of a warp
+constexpr int kWarpBits = 6;       // of a warp
 constexpr int kKeys = 32;          // multiplied at a time
 constexpr int kSmallCluster = 48;  // mean size up to which one warp takes a tile
 
@@ -63,7 +64,7 @@ struct KeyTile {
 
 // Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kKeys;
 // returns how many there are. By all threads; the caller commits, waits and synchronises.
-template <class T, int kDim, int kBlockThreads>
+template <bool kAligned, class T, int kDim, int kBlockThreads>
 __device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
                                       const Rows<const T>& k, const Rows<const T>& v,
                                       const std::int32_t* top, int topk) {
@@ -80,16 +81,17 @@ __device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T
       const int number = step + static_cast<int>(threadIdx.x);
       const int r = number / kChunks, chunk = number % kChunks;
       const int column = chunk * Tile<T, kDim>::kVector, row = __shfl_sync(~0u, own, r);
-      const auto copy = [&](std::uint32_t to, const Rows<const T>& rows) {
-        const bool there = row >= 0 && column < rows.width;
-        if (rows.aligned)
-          cp_async16(to, there ? rows.row(row) + column : rows.data, there ? 16 : 0);
-        else
-          store_shared16(
-              to, there ? load_chunk(rows.row(row), column, rows.width) : make_uint4(0, 0, 0, 0));
-      };
-      copy(keys.chunk(first + r, chunk), k);
-      copy(values.chunk(first + r, chunk), v);
+      const bool there = row >= 0 && column < k.width;
+      const std::uint32_t to_k = keys.chunk(first + r, chunk),
+                          to_v = values.chunk(first + r, chunk);
+      if constexpr (kAligned) {
+        cp_async16(to_k, there ? k.row(row) + column : k.data, there ? 16 : 0);
+        cp_async16(to_v, there ? v.row(row) + column : v.data, there ? 16 : 0);
+      } else {
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        store_shared16(to_k, there ? load_chunk(k.row(row), column, k.width) : zero);
+        store_shared16(to_v, there ? load_chunk(v.row(row), column, v.width) : zero);
+      }
     }
   }
   return count;
@@ -105,18 +107,26 @@ struct QueryRows {
   uint4 pieces[2][kPieces];
 
   __device__ void load(const Rows<const T>& from) {
-    const int lane = threadIdx.x % 32;
+    if (from.aligned)
+      load_all<true>(from);
+    else
+      load_all<false>(from);
+  }
+  template <bool kAligned>
+  __device__ __forceinline__ void load_all(const Rows<const T>& from) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+      const T* row = from.row(max(rows[half], 0));
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const int column = (4 * i + lane % 4) * kVector;
+        const int column = (4 * i + static_cast<int>(threadIdx.x) % 4) * kVector;
+        const bool there = rows[half] >= 0 && column < from.width;
         pieces[half][i] = make_uint4(0, 0, 0, 0);
-        if (rows[half] < 0 || column >= from.width) continue;
-        const T* row = from.row(rows[half]);
-        pieces[half][i] = from.aligned ? __ldcs(reinterpret_cast<const uint4*>(row + column))
-                                       : load_chunk(row, column, from.width);
+        if (kAligned && there)
+          pieces[half][i] = __ldcs(reinterpret_cast<const uint4*>(row + column));
+        if (!kAligned && there) pieces[half][i] = load_chunk(row, column, from.width);
       }
+    }
   }
   // Step `step` of the depths in pieces i: two steps of 16-bit elements, one of fp32.
   __device__ FragmentA<T> fragment(int i, int step) const {
@@ -275,6 +285,7 @@ constexpr int kResidentWarps = sizeof(T) == 4 ? 8
 template <class T, int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     topk_attend_kernel(const __grid_constant__ TopArgs<T> args) {
+  await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ __align__(16) float bottom[kDim];
   const int head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -304,10 +315,13 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   const KeyTile<T, kDim> keys{shared_address(memory)};
   const Tile<T, kDim> values{keys.below(args.padded).base};
   const ItemSpan span = args.spans.k.span(tile.item);
-  const int count = gather<T, kDim, 32 * kWarps>(
-      keys, values, args.k.rows(span.batch, head / args.group, span.begin),
-      args.v.rows(span.batch, head / args.group, span.begin),
-      args.top_keys + cluster_row * args.topk, args.topk);
+  const Rows<const T> k = args.k.rows(span.batch, head / args.group, span.begin);
+  const Rows<const T> v = args.v.rows(span.batch, head / args.group, span.begin);
+  const std::int32_t* top = args.top_keys + cluster_row * args.topk;
+  // One branch around all copies, so that they are on their way together.
+  const int count = k.aligned && v.aligned
+                        ? gather<true, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk)
+                        : gather<false, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk);
   cp_async_commit();
   const Rows<const T> q = args.q.rows(tile.span.batch, head, tile.span.begin);
   next.load(q);
@@ -401,10 +415,9 @@ void fill_padding(const AttentionCall& call, const TensorView& out, float* lse,
 template <class T, int kDim, int kWarps>
 void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
-  allow_shared_memory(topk_attend_kernel<T, kDim, kWarps>, static_cast<std::size_t>(bytes));
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
-  topk_attend_kernel<T, kDim, kWarps><<<grid, 32 * kWarps, bytes, stream>>>(args);
-  COTERIE_LAUNCH("topk_attend");
+  launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps>, grid, 32 * kWarps,
+               static_cast<std::size_t>(bytes), stream, args);
 }
 
 }  // namespace
@@ -439,7 +452,7 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     if (ragged(call)) fill_padding<T>(call, out, args.lse, stream);
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
-    args.tiles = query_tiles(call, sizes.clusters, kWarpQueries * warps);
+    args.tiles = query_tiles(call, sizes.clusters, warps == 1 ? kWarpBits : kWarpBits + 2);
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
       warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);

@@ -30,7 +30,7 @@ constexpr float kLog2E = 1.44269504088896f;
 
 // A unit is the part of a cluster that one block works on: up to kUnitRows members in sorted order
 // (device/units.cuh). A cluster of n members has ceil(n / kUnitRows) of them, consecutive numbers.
-constexpr int kUnitRows = 1024;
+constexpr int kUnitBits = 10, kUnitRows = 1 << kUnitBits;
 
 // Slots of top keys that a block keeps on the chip.
 constexpr int kSlotTile = 32;

@@ -3,7 +3,9 @@
 // block owns a tile of keys. It looks through the lists of all clusters for keys of its tile, sorts
 // what it finds by key, then by head and cluster, and adds it by half a warp per key.
 #include "cuda/clustered_bwd.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/element.cuh"
+#include "cuda/device/group.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -14,7 +16,7 @@ constexpr int kMostKeys = 1024, kLeastKeys = 64;  // of a tile
 constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
 constexpr int kRowLanes = 16;  // that add up one key's rows
 // Entries sorted at a time; a tile with more of them is added up in several rounds.
-constexpr int kEntries = 2048;
+constexpr int kEntries = 1024;
 static_assert(kEntries >= kMaxTopKeys, "a round takes at least one list");
 
 // (key, list, slot) in one word, in the order in which entries are added; lists are numbered by
@@ -41,9 +43,10 @@ struct SlotRows {
 };
 
 struct FoldMemory {
-  Entry entries[kEntries];
+  Entry found[kEntries], entries[kEntries];
   SlotRows rows[kEntries];
-  int found;
+  int ends[kMostKeys];  // entries of each key, then where its next one goes
+  int count;
 };
 
 // What a block works on.
@@ -57,12 +60,6 @@ struct FoldBlock {
   __device__ int head(int list) const {
     return key_head * args.shape.group + list / args.shape.clusters;
   }
-  // Number of the cluster of a list among those of all items and heads.
-  __device__ std::int64_t row(int list) const {
-    return (static_cast<std::int64_t>(keys.item) * args.shape.H + head(list)) *
-               args.shape.clusters +
-           list % args.shape.clusters;
-  }
   __device__ SlotRows slot_rows(Entry entry) const {
     const BackwardShape& shape = args.shape;
     const int list = list_of(entry), cluster = list % shape.clusters;
@@ -74,67 +71,67 @@ struct FoldBlock {
     return {unit * shape.topk + slot_of(entry), (end - begin + kUnitRows - 1) / kUnitRows};
   }
 
-  // Finds the entries of lists [first, last) in any order; returns their number, of which at most
-  // kEntries are kept. A warp reads 32 slots of several lists at a time.
+  // Finds the entries of lists [first, last) in any order, and counts them by key; returns their
+  // number, of which at most kEntries are kept. A warp reads 32 slots of several lists at a time.
   __device__ int find(FoldMemory& memory, int first, int last) const {
     constexpr int kLists = 8;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, topk = args.shape.topk;
     const auto size = static_cast<unsigned>(keys.end - keys.begin);
+    // The lists of the query heads of a key head follow each other.
+    const std::int32_t* lists =
+        args.lists.top_keys + (static_cast<std::int64_t>(keys.item) * args.shape.H + head(0)) *
+                                  args.shape.clusters * topk;
     __syncthreads();
-    if (threadIdx.x == 0) memory.found = 0;
+    if (threadIdx.x == 0) memory.count = 0;
+    for (unsigned i = threadIdx.x; i < size; i += kFoldThreads) memory.ends[i] = 0;
     __syncthreads();
     for (int slot = lane; slot - lane < topk; slot += 32)
       for (int base = first + warp; base < last; base += kLists * kFoldWarps) {
+        const std::int32_t* from = lists + static_cast<std::int64_t>(base) * topk + slot;
         unsigned key[kLists];
 #pragma unroll
-        for (int i = 0; i < kLists; ++i) {
-          const int list = base + i * kFoldWarps;
-          const bool there = slot < topk && list < last;
-          key[i] = (there ? args.lists.top_keys[row(list) * topk + slot] : -1) - keys.begin;
-        }
+        for (int i = 0; i < kLists; ++i, from += kFoldWarps * topk)
+          key[i] = (slot < topk && base + i * kFoldWarps < last ? *from : -1) - keys.begin;
 #pragma unroll
         for (int i = 0; i < kLists; ++i) {
           if (key[i] >= size) continue;
-          const int place = atomicAdd(&memory.found, 1);
+          atomicAdd(&memory.ends[key[i]], 1);
+          const int place = atomicAdd(&memory.count, 1);
           if (place < kEntries)
-            memory.entries[place] =
-                make_entry(static_cast<int>(key[i]), base + i * kFoldWarps, slot);
+            memory.found[place] = make_entry(static_cast<int>(key[i]), base + i * kFoldWarps, slot);
         }
       }
     __syncthreads();
-    return memory.found;
+    return memory.count;
   }
 };
 
-// Sorts the first `count` entries: up to one per thread by counting those before each, more in a
-// bitonic network.
-__device__ __forceinline__ void sort_entries(Entry* entries, int count) {
-  const int i = static_cast<int>(threadIdx.x);
-  if (count <= kFoldThreads) {
-    const Entry mine = i < count ? entries[i] : ~0ull;
-    int place = 0;
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) place += entries[j] < mine;
-    __syncthreads();
-    if (i < count) entries[place] = mine;
-    __syncthreads();
-    return;
+// Puts the `count` entries that were found in order: to the places of their keys, then each key's
+// few among themselves.
+template <class T>
+__device__ __forceinline__ void sort_entries(const FoldBlock<T>& block, FoldMemory& memory,
+                                             int count) {
+  int carry = 0;
+  const int size = block.keys.end - block.keys.begin;
+  for (int first = 0; first < size; first += kFoldThreads) {
+    const int key = first + static_cast<int>(threadIdx.x);
+    const int start = block_exclusive_scan(key < size ? memory.ends[key] : 0, carry);
+    if (key < size) memory.ends[key] = start;
   }
-  int size = 1;
-  while (size < count) size *= 2;
-  for (int j = count + i; j < size; j += kFoldThreads) entries[j] = ~0ull;
-  for (int run = 2; run <= size; run *= 2)
-    for (int step = run / 2; step > 0; step /= 2) {
-      __syncthreads();
-      for (int j = i; j < size; j += kFoldThreads) {
-        if ((j ^ step) < j) continue;
-        const Entry a = entries[j], b = entries[j ^ step];
-        if ((a > b) == ((j & run) == 0)) {
-          entries[j] = b;
-          entries[j ^ step] = a;
-        }
-      }
-    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kFoldThreads) {
+    const Entry entry = memory.found[i];
+    memory.entries[atomicAdd(&memory.ends[key_of(entry)], 1)] = entry;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kFoldThreads) {
+    const Entry entry = memory.entries[i];
+    const int key = key_of(entry), begin = key == 0 ? 0 : memory.ends[key - 1];
+    int place = begin;
+    for (int j = begin; j < memory.ends[key]; ++j) place += memory.entries[j] < entry;
+    memory.found[place] = entry;
+    memory.rows[place] = block.slot_rows(entry);
+  }
   __syncthreads();
 }
 
@@ -184,42 +181,58 @@ __device__ __forceinline__ void add_entries(const FoldBlock<T>& block, FoldMemor
                                             int count, const Rows<T>& dk, const Rows<T>& dv) {
   constexpr int kPitch = 32 * kVectors;
   const int lane = threadIdx.x % kRowLanes, topk = block.args.shape.topk;
-  sort_entries(memory.entries, count);
-  for (int i = threadIdx.x; i < count; i += kFoldThreads)
-    memory.rows[i] = block.slot_rows(memory.entries[i]);
-  __syncthreads();
+  sort_entries(block, memory, count);
   for (int i = threadIdx.x / kRowLanes; i < count; i += kFoldThreads / kRowLanes) {
-    const int key = key_of(memory.entries[i]);
-    if (i > 0 && key_of(memory.entries[i - 1]) == key) continue;
-    const auto target = [&](int n) {
-      return FourElements<T>(dk, dv, static_cast<unsigned>(key), 4 * (lane + kRowLanes * n),
-                             kPitch);
-    };
+    const int key = key_of(memory.found[i]), end = memory.ends[key];
+    if (i > 0 && key_of(memory.found[i - 1]) == key) continue;
+    // Two entries at a time: their rows come from far.
     float4 sum[kVectors] = {};
-    for (int e = i; e < count && key_of(memory.entries[e]) == key; ++e) {
-      const SlotRows rows = memory.rows[e];
-      for (int unit = 0; unit < rows.units; ++unit) {
-        const std::int64_t slot = rows.first + static_cast<std::int64_t>(unit) * topk;
-        const float4* row =
-            reinterpret_cast<const float4*>(block.args.scratch.slots + slot * 2 * kPitch) + lane;
+    const auto slot_row = [&](int e, int unit) {
+      const std::int64_t slot = memory.rows[e].first + static_cast<std::int64_t>(unit) * topk;
+      return reinterpret_cast<const float4*>(block.args.scratch.slots + slot * 2 * kPitch) + lane;
+    };
+    const auto load = [&](float4(&values)[kVectors], const float4* from) {
 #pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
-          const float4 value = __ldcs(row + kRowLanes * n);
-          sum[n].x += value.x;
-          sum[n].y += value.y;
-          sum[n].z += value.z;
-          sum[n].w += value.w;
-        }
+      for (int n = 0; n < kVectors; ++n) values[n] = __ldcs(from + kRowLanes * n);
+    };
+    const auto add = [&](const float4(&values)[kVectors]) {
+#pragma unroll
+      for (int n = 0; n < kVectors; ++n) {
+        sum[n].x += values[n].x;
+        sum[n].y += values[n].y;
+        sum[n].z += values[n].z;
+        sum[n].w += values[n].w;
       }
+    };
+    const auto add_later_units = [&](int e) {
+      for (int unit = 1; unit < memory.rows[e].units; ++unit) {
+        float4 values[kVectors];
+        load(values, slot_row(e, unit));
+        add(values);
+      }
+    };
+    for (int e = i; e < end; e += 2) {
+      const bool both = e + 1 < end;
+      float4 first[kVectors] = {}, second[kVectors] = {};
+      if (memory.rows[e].units > 0) load(first, slot_row(e, 0));
+      if (both && memory.rows[e + 1].units > 0) load(second, slot_row(e + 1, 0));
+      add(first);
+      add_later_units(e);
+      if (!both) break;
+      add(second);
+      add_later_units(e + 1);
     }
 #pragma unroll
-    for (int n = 0; n < kVectors; ++n) target(n).add(sum[n]);
+    for (int n = 0; n < kVectors; ++n)
+      FourElements<T>(dk, dv, static_cast<unsigned>(key), 4 * (lane + kRowLanes * n), kPitch)
+          .add(sum[n]);
   }
 }
 
 template <class T, int kVectors>
-__global__ void __launch_bounds__(kFoldThreads, kVectors <= 2 ? 5 : 4)
+__global__ void __launch_bounds__(kFoldThreads, kVectors <= 2 ? 4 : 3)
     fold_slots_kernel(const __grid_constant__ BackwardArgs<T> args, KeyChunks tiles) {
+  await_previous();
   __shared__ FoldMemory memory;
   const BackwardShape& shape = args.shape;
   FoldBlock<T> block{args, tiles.find(shape.spans.k, blockIdx.x), static_cast<int>(blockIdx.y)};
@@ -258,10 +271,9 @@ void fold_slots(const BackwardArgs<T>& args, cudaStream_t stream) {
   if (tiles.slots == 0) return;
   const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group));
   dispatch_head_dim("i-clustered", shape.pitch, [&](auto width) {
-    fold_slots_kernel<T, decltype(width)::value / 32>
-        <<<grid, kFoldThreads, 0, stream>>>(args, tiles);
+    launch_early("fold_slots", fold_slots_kernel<T, decltype(width)::value / 32>, grid,
+                 kFoldThreads, 0, stream, args, tiles);
   });
-  COTERIE_LAUNCH("fold_slots_kernel");
 }
 
 #define COTERIE_INSTANTIATE(T) template void fold_slots(const BackwardArgs<T>&, cudaStream_t);

@@ -2,6 +2,7 @@
 #include "cuda/key_metric.h"
 
 #include "coterie/random.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/row_fragments.cuh"
@@ -69,6 +70,7 @@ __device__ void subtract_first(const Tile<float, kWidth>& tile, const Rows<const
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     key_covariance_kernel(CovarianceArgs args, Tensor4<const T> k) {
+  await_previous();
   extern __shared__ __align__(128) char shared[];
   __shared__ std::int32_t rows[kBatch<T>];
   args.zeroed.zero();
@@ -224,6 +226,7 @@ __device__ __forceinline__ void write_column(const WeighArgs& args, int problem,
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kWeighThreads)
     weigh_centroids_kernel(WeighArgs args, Tensor4<const T> q, int blocks) {
+  await_previous();
   constexpr int kWidth = 32 * kChunks;
   extern __shared__ __align__(128) char shared[];
   __shared__ float2 deltas[kWeighWarps][kWidth];
@@ -283,11 +286,9 @@ template <class T, int kWidth>
 void launch_covariance(const CovarianceArgs& args, const TensorView& k, cudaStream_t stream) {
   const std::size_t tile = sizeof(T) * kBatch<T> * kWidth;
   const std::size_t shared = std::max(tile, sizeof(float) * kWarps * (kSlab + 1) * kWidth);
-  allow_shared_memory(key_covariance_kernel<T, kWidth>, shared);
   const int blocks = args.shape.key_problems() * (kWidth / kSlab);
-  key_covariance_kernel<T, kWidth>
-      <<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(args, tensor4<const T>(k));
-  COTERIE_LAUNCH("key_covariance");
+  launch_early("key_covariance", key_covariance_kernel<T, kWidth>, static_cast<unsigned>(blocks),
+               kThreads, shared, stream, args, tensor4<const T>(k));
 }
 
 }  // namespace
@@ -330,11 +331,9 @@ void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool in
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       constexpr std::size_t kBytes = sizeof(float) * kWidth * kWidth;
-      const auto kernel = &weigh_centroids_kernel<T, kWidth / 32>;
-      allow_shared_memory(kernel, kBytes);
-      kernel<<<static_cast<unsigned>(sums.shape.problems() * blocks), kWeighThreads, kBytes,
-               stream>>>(args, tensor4<const T>(call.inputs.q), blocks);
-      COTERIE_LAUNCH("weigh_centroids");
+      launch_early("weigh_centroids", weigh_centroids_kernel<T, kWidth / 32>,
+                   static_cast<unsigned>(sums.shape.problems() * blocks), kWeighThreads, kBytes,
+                   stream, args, tensor4<const T>(call.inputs.q), blocks);
     });
   });
 }

@@ -30,6 +30,25 @@ void allow_shared_memory(Kernel* kernel, std::size_t bytes) {
              "raising the shared memory of a kernel");
 }
 
+// Launches a kernel that may start while the one ahead of it in the stream ends. Its first
+// statement must be await_previous() (device/await.cuh).
+template <class... Parameters, class... Arguments>
+void launch_early(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
+                  std::size_t shared, cudaStream_t stream, const Arguments&... arguments) {
+  allow_shared_memory(kernel, shared);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
 // Multiprocessors of the current device.
 inline int multiprocessors() {
   int device = 0, count = 0;

@@ -3,6 +3,7 @@
 #include "cuda/means.h"
 
 #include "cuda/cluster_sums.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/row_fragments.cuh"
 #include "cuda/device/row_sums.cuh"
 #include "cuda/tuning.h"
@@ -75,6 +76,7 @@ __device__ __forceinline__ void write_sum(VectorSum<T>& sum, int lanes, int widt
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     cluster_sums_kernel(ClusterSums args, Tensor4<const T> x, int lanes) {
+  await_previous();
   const std::int64_t work = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (work >= static_cast<std::int64_t>(args.tiles.slots) * args.shape.heads) return;
   const int head = static_cast<int>(work / args.tiles.slots);
@@ -128,6 +130,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // Completes the sums, or makes means of them; a warp for each cluster.
 __global__ void __launch_bounds__(kThreads) finish_sums_kernel(ClusterSums args, bool mean) {
+  await_previous();
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int clusters = args.shape.clusters, lane = threadIdx.x % 32;
   if (row >= static_cast<std::int64_t>(args.shape.problems()) * clusters) return;
@@ -145,9 +148,9 @@ __global__ void __launch_bounds__(kThreads) finish_sums_kernel(ClusterSums args,
 void finish_sums(const ClusterSums& args, bool mean, cudaStream_t stream) {
   const std::int64_t rows = static_cast<std::int64_t>(args.shape.problems()) * args.shape.clusters;
   if (rows == 0) return;
-  finish_sums_kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
-      args, mean);
-  COTERIE_LAUNCH("finish_sums");
+  launch_early("finish_sums", finish_sums_kernel,
+               static_cast<unsigned>((rows + kWarps - 1) / kWarps), kThreads, 0, stream, args,
+               mean);
 }
 
 }  // namespace
@@ -179,9 +182,8 @@ void sum_cluster_tiles(const std::string& op, const ClusterSums& args, const Ten
     while (lanes * VectorSum<T>::kVector < args.width) lanes *= 2;
     const Tensor4<const T> tensor = tensor4<const T>(x);
     auto* kernel = tensor.aligned ? cluster_sums_kernel<T, true> : cluster_sums_kernel<T, false>;
-    kernel<<<static_cast<unsigned>((work + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
-        args, tensor, lanes);
-    COTERIE_LAUNCH("cluster_sums");
+    launch_early("cluster_sums", kernel, static_cast<unsigned>((work + kWarps - 1) / kWarps),
+                 kThreads, 0, stream, args, tensor, lanes);
   });
 }
 

@@ -27,11 +27,8 @@ struct Bands {
           Rows<const T>{rows.data + 64 * band, rows.pitch, rows.width - 64 * band, rows.aligned},
           first, count);
   }
-  // matrix_descriptor(base + offset) as one addition to what a loop leaves alone.
   __device__ std::uint64_t descriptor(int offset) const {
-    const std::uint32_t low = static_cast<std::uint32_t>(matrix_descriptor(base)) +
-                              (static_cast<std::uint32_t>(offset) >> 4);
-    return matrix_descriptor(0) >> 32 << 32 | low;
+    return descriptor_behind(matrix_descriptor(base), offset);
   }
   // Rows from `row` on; depths 16 d .. 16 d + 15 are columns.
   __device__ std::uint64_t by_columns(int row, int d) const {

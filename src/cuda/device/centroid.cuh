@@ -96,7 +96,8 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
                                                int first, int column0 = 0) {
   using Shape = Tile<T, kDim>;
   const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
-#pragma unroll 1
+  const bool whole = queries.width % 4 == 0;  // float4 are aligned, and inside or outside
+#pragma unroll 2
   for (int number = threadIdx.x; number < kRows * Shape::kChunks; number += kThreads) {
     const int r = number / Shape::kChunks, chunk = number % Shape::kChunks;
     const int column = column0 + chunk * Shape::kVector, cluster = first + r;
@@ -104,12 +105,20 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
       T elements[Shape::kVector];
       uint4 words;
     } values;
+    const float* row = means + static_cast<std::int64_t>(cluster) * queries.width + column;
+    const int left = cluster < queries.clusters ? queries.width - column : 0;
 #pragma unroll
-    for (int i = 0; i < Shape::kVector; ++i) {
-      const bool there = cluster < queries.clusters && column + i < queries.width;
-      const float mean =
-          there ? means[static_cast<std::int64_t>(cluster) * queries.width + column + i] : 0.0f;
-      values.elements[i] = from_float<T>(mean * queries.sign);
+    for (int i = 0; i < Shape::kVector; i += 4) {
+      float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (whole && i < left)
+        four = *reinterpret_cast<const float4*>(row + i);
+      else
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (i + j < left) (&four.x)[j] = row[i + j];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        values.elements[i + j] = from_float<T>((&four.x)[j] * queries.sign);
     }
     store_shared16(tile.chunk(r, chunk), values.words);
   }

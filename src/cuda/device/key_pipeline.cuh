@@ -89,52 +89,76 @@ struct KeyPipeline {
   }
 };
 
-// The means of this thread's rows, rounded, as left factors.
+// The means of this thread's rows, rounded, as left factors in registers.
 template <class T, int kDim>
 __device__ __forceinline__ void load_mean_rows(std::uint32_t (&q)[kDim / 16][4],
                                                const CentroidQueries& queries, int item, int head,
                                                int cluster) {
   const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
-  const auto mean = [&](int row, int column) {
-    return row < queries.clusters && column < queries.width
-               ? means[static_cast<std::int64_t>(row) * queries.width + column] * queries.sign
-               : 0.0f;
-  };
+  const bool whole = queries.width % 2 == 0;  // float2 are aligned, and inside or outside
 #pragma unroll
   for (int i = 0; i < kDim / 4; ++i) {
     const int row = cluster + i % 2 * 8;
     const int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
-    q[i / 4][i % 4] = pack2<T>(mean(row, column), mean(row, column + 1));
+    const int left = row < queries.clusters ? queries.width - column : 0;
+    const float* from = means + static_cast<std::int64_t>(row) * queries.width + column;
+    float2 two = make_float2(0.0f, 0.0f);
+    if (whole && left > 0) {
+      two = *reinterpret_cast<const float2*>(from);
+    } else {
+      if (left > 0) two.x = from[0];
+      if (left > 1) two.y = from[1];
+    }
+    q[i / 4][i % 4] = pack2<T>(two.x * queries.sign, two.y * queries.sign);
   }
 }
 
-// S = Q Kᵀ of a warpgroup: 64 rows, 64 keys. Rows of A in registers.
+// Starts s = Q Kᵀ of a warpgroup, 64 rows and 64 keys, with these rows.
 template <class T, int kDim>
 __device__ __forceinline__ void score_products(float (&s)[32],
                                                const std::uint32_t (&q)[kDim / 16][4],
                                                std::uint32_t keys) {
+  const std::uint64_t first = matrix_descriptor(keys);
 #pragma unroll
   for (int d = 0; d < kDim / 16; ++d) {
-    const std::uint64_t k = matrix_descriptor(keys + d / 4 * (64 * 128) + d % 4 * 32);
+    const std::uint64_t k = descriptor_behind(first, d / 4 * (64 * 128) + d % 4 * 32);
     if (d == 0)
       wgmma<T, 0, 0>(s, q[d], k);
     else
       wgmma<T, 1, 0>(s, q[d], k);
   }
 }
-// The same with the rows in shared memory, `band` bytes from one band of 64 columns to the next.
-template <class T, int kDim>
-__device__ __forceinline__ void score_products(float (&s)[32], std::uint32_t queries, int band,
-                                               std::uint32_t keys) {
+
+// The means of a block's warpgroups, 64 each, as left factors: rounded, in shared memory.
+template <class T, int kDim, int kGroups>
+struct GroupQueries {
+  static constexpr int kBand = kGroups * 64 * 128;  // bytes of 64 columns
+  static constexpr int kBytes = kDim / 64 * kBand;
+  std::uint32_t memory;
+
+  // `first`: cluster of the block's first row. The caller synchronises the threads.
+  __device__ GroupQueries(std::uint32_t base, const CentroidQueries& queries, int item, int head,
+                          int first)
+      : memory(base + threadIdx.x / kWarpgroup * (64 * 128)) {
 #pragma unroll
-  for (int d = 0; d < kDim / 16; ++d) {
-    const std::uint64_t q = matrix_descriptor(queries + d / 4 * band + d % 4 * 32);
-    const std::uint64_t k = matrix_descriptor(keys + d / 4 * (64 * 128) + d % 4 * 32);
-    if (d == 0)
-      wgmma<T, 0, 0>(s, q, k);
-    else
-      wgmma<T, 1, 0>(s, q, k);
+    for (int band = 0; band < kDim / 64; ++band)
+      load_centroids<kGroups * 64, kGroups * kWarpgroup>(Tile<T, 64>{base + band * kBand}, queries,
+                                                         item, head, first, band * 64);
+    fence_async_proxy();
   }
-}
+  // Starts s = Q Kᵀ for this warpgroup's means and 64 keys.
+  __device__ void scores(float (&s)[32], std::uint32_t keys) const {
+    const std::uint64_t first_q = matrix_descriptor(memory), first_k = matrix_descriptor(keys);
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      const std::uint64_t q = descriptor_behind(first_q, d / 4 * kBand + d % 4 * 32);
+      const std::uint64_t k = descriptor_behind(first_k, d / 4 * (64 * 128) + d % 4 * 32);
+      if (d == 0)
+        wgmma<T, 0, 0>(s, q, k);
+      else
+        wgmma<T, 1, 0>(s, q, k);
+    }
+  }
+};
 
 }  // namespace coterie::cuda

@@ -63,9 +63,12 @@ inline KeyChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::i
   constexpr std::int64_t kStep = 128, kOverhead = 256, kMost = 256;
   const bool packed = call.inputs.k_sequences.cu_seqlens.present();
   const std::int64_t keys = std::max<std::int64_t>(call.S, 1),
-                     tiles = rows * std::max<std::int64_t>(call.B, 1);
+                     tiles = std::max<std::int64_t>(rows * call.B, 1);
+  const std::int64_t most = std::min((keys + kStep - 1) / kStep, kMost);
   std::int64_t best = 0, least = 0;
-  for (std::int64_t splits = 1; splits <= std::min((keys + kStep - 1) / kStep, kMost); ++splits) {
+  for (std::int64_t splits = 1; splits <= most; ++splits) {
+    const std::int64_t waves = (tiles * splits + blocks - 1) / blocks;
+    splits = std::clamp(waves * blocks / tiles, splits, most);  // as many as fit into the waves
     const std::int64_t length = ((keys + splits - 1) / splits + kStep - 1) / kStep * kStep;
     const std::int64_t time = (tiles * splits + blocks - 1) / blocks * (length + kOverhead);
     if (best == 0 || time < least) {

@@ -17,22 +17,22 @@ struct QueryTile {
 };
 
 // The tiles of cluster c of item t have consecutive numbers from
-//   t * clusters + c + (rows before its first one) / size (+ batch * room for one more)
-// on. A cluster of n rows has at most n / size + 1 tiles, so numbers never meet.
+//   t * clusters + c + (rows before its first one) >> bits (+ batch * room for one more)
+// on. A cluster of n rows has at most (n >> bits) + 1 tiles, so numbers never meet.
 struct QueryTiles {
-  int size;                       // most rows of a tile
+  int bits;                       // a tile has at most 1 << bits rows
   int clusters, items, per_item;  // per_item: numbers of an item, 0 for packed items
   int total;
 
   __device__ int first_tile(const SequenceSpans& queries, int item) const {
     if (per_item > 0) return item * per_item;
-    return item * clusters + min(max(queries.cu_seqlens[item], 0), queries.rows) / size;
+    return item * clusters + (min(max(queries.cu_seqlens[item], 0), queries.rows) >> bits);
   }
 
   // Number of the first tile of a cluster that starts at `offset` of its item.
   __device__ int first_tile(int item, int cluster, const ItemSpan& span, int offset) const {
-    return (per_item > 0 ? item * per_item + offset / size
-                         : item * clusters + (span.begin + offset) / size) +
+    return (per_item > 0 ? item * per_item + (offset >> bits)
+                         : item * clusters + ((span.begin + offset) >> bits)) +
            cluster;
   }
 
@@ -61,34 +61,36 @@ struct QueryTiles {
     const int lane = threadIdx.x % 32;
     for (int left = clusters; left > 1;) {
       const int step = (left + 32 * kProbes - 1) / (32 * kProbes);
-      int reached = 0;
+      int start[kProbes], reached = 0;
+#pragma unroll
+      for (int i = 0; i < kProbes; ++i)
+        start[i] = starts[min(tile.cluster + (32 * i + lane) * step, clusters)];
 #pragma unroll
       for (int i = 0; i < kProbes; ++i) {
-        const int place = (32 * i + lane) * step, c = tile.cluster + place;
-        const bool there =
-            place < left && origin + c + (before + starts[min(c, clusters)]) / size <= number;
-        reached += __popc(__ballot_sync(~0u, there));
+        const int place = (32 * i + lane) * step;
+        const int first = origin + tile.cluster + place + ((before + start[i]) >> bits);
+        reached += __popc(__ballot_sync(~0u, (place < left) & (first <= number)));
       }
       tile.cluster += step * max(reached - 1, 0);
       left = min(step, clusters - tile.cluster);
     }
     const int start = starts[tile.cluster], members = starts[tile.cluster + 1] - start;
-    const int skipped = (number - origin - tile.cluster - (before + start) / size) * size;
+    const int skipped = (number - origin - tile.cluster - ((before + start) >> bits)) << bits;
     tile.first = start + skipped;
     tile.leads = skipped == 0;
-    tile.count = min(max(members - skipped, 0), size);
+    tile.count = min(max(members - skipped, 0), 1 << bits);
     return tile;
   }
 };
 
-inline QueryTiles query_tiles(const AttentionCall& call, std::int64_t clusters, int size) {
+inline QueryTiles query_tiles(const AttentionCall& call, std::int64_t clusters, int bits) {
   const bool packed = call.inputs.q_sequences.cu_seqlens.present();
   QueryTiles tiles;
-  tiles.size = size;
+  tiles.bits = bits;
   tiles.clusters = static_cast<int>(clusters);
   tiles.items = static_cast<int>(call.num_items());
-  tiles.per_item = packed ? 0 : static_cast<int>(clusters + call.N / size + 1);
-  tiles.total = packed ? static_cast<int>(tiles.items * clusters + call.N / size + 1)
+  tiles.per_item = packed ? 0 : static_cast<int>(clusters + (call.N >> bits) + 1);
+  tiles.total = packed ? static_cast<int>(tiles.items * clusters + (call.N >> bits) + 1)
                        : tiles.items * tiles.per_item;
   return tiles;
 }

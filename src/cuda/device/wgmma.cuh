@@ -25,6 +25,14 @@ __device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address
          static_cast<std::uint64_t>(1024 >> 4) << 32 | 1ull << 62;
 }
 
+// The descriptor of what lies `offset` bytes behind; one addition, where matrix_descriptor takes
+// several instructions.
+__device__ __forceinline__ std::uint64_t descriptor_behind(std::uint64_t descriptor, int offset) {
+  const std::uint32_t low =
+      static_cast<std::uint32_t>(descriptor) + (static_cast<std::uint32_t>(offset) >> 4);
+  return descriptor >> 32 << 32 | low;
+}
+
 // Before the first product of a batch: registers and shared memory are as the warp wrote them.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
