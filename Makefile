@@ -10,7 +10,7 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu install clean
+.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu wheel test-python install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -66,6 +66,14 @@ test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
 
 cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)
 	cmake --workflow --preset cuda
+
+wheel:  ## the Python package as one wheel, in build/wheels
+	@scripts/setup torch
+	scripts/wheel
+
+test-python:  ## the wheel's tests with the pinned torch and with the newest one, in fresh environments
+	@scripts/setup torch
+	scripts/test_python
 
 install: setup  ## install the library and the program under PREFIX
 	cmake --workflow --preset release

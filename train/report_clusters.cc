@@ -39,10 +39,12 @@ std::string head_note(const LoggedHead& head) {
   return note;
 }
 
-std::string head_figure(const LoggedGroup& group, std::size_t head, double high) {
+// `first` is the number of the group's first head in its layer.
+std::string head_figure(const LoggedGroup& group, std::size_t first, std::size_t head,
+                        double high) {
   LoggedHead shown = group.heads[head];
   std::sort(shown.sizes.begin(), shown.sizes.end(), std::greater<>());
-  const std::string name = fmt::format("layer {} · head {}", group.layer, head);
+  const std::string name = fmt::format("layer {} · head {}", group.layer, first + head);
   const BarPlot bars{.title = "Tokens per cluster, " + name,
                      .colour = attention_kind(group.attention).colour,
                      .values = shown.sizes,
@@ -96,11 +98,16 @@ std::string run_html(const PanelRun& run, const TaskGroup& group, std::int64_t l
                    {"empty"}, {"largest / mean"},   {"kept mass"}};
   std::vector<std::string> figures;
   const double high = largest_size(*run.log);
-  for (const LoggedGroup& logged : run.log->clusters) {
+  std::size_t next = 0;  // head of the layer
+  for (std::size_t g = 0; g < run.log->clusters.size(); ++g) {
+    const LoggedGroup& logged = run.log->clusters[g];
+    if (g > 0 && run.log->clusters[g - 1].layer != logged.layer) next = 0;
+    const std::size_t first = next;
+    next += logged.heads.size();
     table.rows.push_back(group_row(logged));
     if (!has_sizes(logged)) continue;
     for (std::size_t head = 0; head < logged.heads.size(); ++head) {
-      figures.push_back(head_figure(logged, head, high));
+      figures.push_back(head_figure(logged, first, head, high));
     }
   }
   std::string pictures;

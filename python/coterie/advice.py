@@ -22,7 +22,7 @@ class _Crossover(NamedTuple):
 _CROSSOVERS = {
     ("cpu", False): _Crossover(256, "float32, head_dim 64, one thread"),
     ("cpu", True): _Crossover(512, "float32, head_dim 64, one thread"),
-    ("cuda", False): _Crossover(16384, "bfloat16, head_dim 64, 16 heads on one H200"),
+    ("cuda", False): _Crossover(8192, "bfloat16, head_dim 64, 16 heads on one H200"),
 }
 _LARGEST_CUDA_HEAD = 128
 _TOPK = 32
