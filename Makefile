@@ -71,8 +71,7 @@ wheel:  ## the Python package as one wheel, in build/wheels
 	@scripts/setup torch
 	scripts/wheel
 
-test-python:  ## the wheel's tests with the pinned torch and with the newest one, in fresh environments
-	@scripts/setup torch
+test-python: wheel  ## the wheel's tests with the pinned torch and with the newest one, in fresh environments
 	scripts/test_python
 
 install: setup  ## install the library and the program under PREFIX

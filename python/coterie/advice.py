@@ -18,7 +18,8 @@ class _Crossover(NamedTuple):
     where: str
 
 
-# By python/bench/compare.py, with the numbers of clusters below; forward and backward.
+# Forward and backward. CUDA: by python/bench/compare.py. CPU: rough, from one loaded machine with n / 32
+# clusters; measure your own shapes before relying on them.
 _CROSSOVERS = {
     ("cpu", False): _Crossover(256, "float32, head_dim 64, one thread"),
     ("cpu", True): _Crossover(512, "float32, head_dim 64, one thread"),
