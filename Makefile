@@ -44,7 +44,7 @@ coverage:  ## lines of src/ops and src/cpu that the tests reach
 	gcovr --root . --object-directory build/coverage --filter 'src/(ops|cpu)/' build/coverage/src
 
 fuzz: setup  ## malformed specs, configs and safetensors files, a minute each, under sanitizers
-	cmake --preset asan -DCOTERIE_APPS=ON
+	cmake --preset asan
 	cmake --build --preset asan --target fuzz_spec fuzz_config fuzz_safetensors
 	build/asan/bin/fuzz_spec 60
 	build/asan/bin/fuzz_config 60

@@ -27,7 +27,8 @@ int report(std::string message, int status) {
 // Broken invariants and devices are no mistakes of the user.
 int status_of(const coterie::Error& error) {
   const std::string message = error.what();
-  const bool failure = message.starts_with("[internal]") || message.starts_with("[cuda");
+  const bool failure = message.starts_with("[internal]") || message.starts_with("[cuda") ||
+                       message.starts_with("[files] cannot write");
   return failure ? kFailure : kMistake;
 }
 
