@@ -96,6 +96,8 @@ c10::Device config_device(const Config& config) {
     throw Error(fmt::format("[train] expected a CUDA device for --device {}; torch finds {}",
                             config.device, devices));
   }
+  if (device.is_cuda())
+    at::globalContext().lazyInitDevice(device.type());  // torch's allocator asks for it
   return device;
 }
 
