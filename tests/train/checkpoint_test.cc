@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "tests/support/tensors.h"
 #include "tests/train/temporary_folder.h"
 #include "train/files.h"
 
@@ -45,15 +46,7 @@ Checkpoint checkpoint_at(std::int64_t step) {
   return checkpoint;
 }
 
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
+using test::error_of;
 
 void cut_in_half(const std::string& path) {
   const std::string whole = read_file(path);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "tests/support/tensors.h"
 #include "tests/train/temporary_folder.h"
 
 namespace coterie::train {
@@ -27,15 +28,7 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
+using test::error_of;
 
 // A disk with room for `bytes` more in any file, as long as it lives.
 class SmallDisk {
