@@ -84,7 +84,7 @@ void print_section(const std::string& section, const std::vector<train::Compared
                run.plan.config.length, run.log.result(), run.log.seconds(),
                count_text(run.log.tokens_per_s()));
     const std::string strata = strata_text(run.log);
-    if (!strata.empty()) fmt::print("  {:<{}}    {}\n", "", width, strata);
+    if (!strata.empty()) fmt::print("      {}\n", strata);
   }
 }
 
