@@ -10,6 +10,7 @@
 
 #include "coterie/error.h"
 #include "train/autocast.h"
+#include "train/eval_mode.h"
 
 namespace coterie::train {
 namespace {
@@ -27,22 +28,6 @@ void add(Score& sum, const Score& part) {
   sum.count += part.count;
   sum.correct += part.correct;
 }
-
-// Leaves the model as it was: training or not.
-class EvalMode {
- public:
-  explicit EvalMode(torch_api::LanguageModel& model)
-      : model_(model), was_training_(model->is_training()) {
-    model_->eval();
-  }
-  ~EvalMode() { model_->train(was_training_); }
-  EvalMode(const EvalMode&) = delete;
-  EvalMode& operator=(const EvalMode&) = delete;
-
- private:
-  torch_api::LanguageModel& model_;
-  bool was_training_;
-};
 
 }  // namespace
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "train/eval_mode.h"
 #include "train/evaluate.h"
 
 namespace coterie::train {
@@ -207,8 +208,7 @@ Inspection inspect_records(const std::vector<AttentionRecord>& records) {
 Inspection inspect(torch_api::LanguageModel& model, const Task& task, std::int64_t rows,
                    std::uint64_t seed) {
   const at::NoGradGuard no_grad;
-  const bool was_training = model->is_training();
-  model->eval();
+  const EvalMode eval_mode(model);
   const c10::Device device = model->parameters().front().device();
   const Batch batch = to_device(task.batch(Split::valid, 0, available_rows(task, rows)), device);
   std::vector<AttentionRecord> records;
@@ -218,7 +218,6 @@ Inspection inspect(torch_api::LanguageModel& model, const Task& task, std::int64
   context.records = &records;
   const std::int64_t length = std::min(batch.tokens.size(1), kLongest);
   model->forward(batch.tokens.narrow(1, 0, length), context);
-  model->train(was_training);
   Inspection inspection = inspect_records(records);
   name_groups(model->transformer()->options().attention, inspection.groups);
   return inspection;

@@ -11,6 +11,7 @@
 
 #include "coterie/error.h"
 #include "coterie/random.h"
+#include "train/eval_mode.h"
 
 namespace coterie::train {
 namespace {
@@ -96,7 +97,7 @@ void sample(torch_api::LanguageModel& model, const std::vector<std::int64_t>& pr
             const SampleOptions& options, const std::function<void(std::int64_t)>& emit) {
   check(prompt, options);
   const at::NoGradGuard no_grad;
-  model->eval();
+  const EvalMode eval_mode(model);
   const at::Device device = model->parameters().front().device();
   torch_api::DecoderCache cache = model->make_cache(1);
   at::Tensor logits;

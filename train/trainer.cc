@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "coterie/error.h"
+#include "train/eval_mode.h"
 #include "train/files.h"
 #include "train/gradients.h"
 #include "train/memory.h"
@@ -146,9 +147,8 @@ class Run {
     context.lengths = batch.lengths;
     context.seed = step_seed(config_.seed, 0);
     context.records = &records;
-    model_->eval();
+    const EvalMode eval_mode(model_);
     model_->forward(batch.tokens, context);
-    model_->train();
     model_->transformer()->initialise_centroids(records, config_.seed);
   }
 
