@@ -24,14 +24,14 @@ using cases::Problem;
 using gpu_test::DeviceMemory;
 using gpu_test::DeviceTensor;
 
+// What the kernels of all mechanisms take; the rest is refused.
 bool on_gpu(const Case& c) {
-  const Problem problem = cases::make_problem(c, 1);
-  const Mechanism mechanism = resolve(problem.mechanism, problem.inputs.causal);
-  const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism);
-  const bool clustered = std::holds_alternative<ClusteredParams>(mechanism) ||
-                         (improved && improved->causal == Causality::none);
-  const bool few_keys = !improved || std::min(improved->topk, c.S) <= 128;
-  return clustered && few_keys && c.Dk == c.Dv && c.Dk <= 128 && c.dtype != DType::f64;
+  const Mechanism mechanism = cases::make_problem(c, 1).mechanism;
+  std::int64_t topk = 0;
+  if (const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism))
+    topk = improved->topk;
+  if (const auto* oracle = std::get_if<OracleTopParams>(&mechanism)) topk = oracle->topk;
+  return std::min(topk, c.S) <= 128 && c.Dk == c.Dv && c.Dk <= 128 && c.dtype != DType::f64;
 }
 
 std::vector<Case> gpu_cases() {
@@ -41,45 +41,47 @@ std::vector<Case> gpu_cases() {
   return chosen;
 }
 
-// A problem in device memory, and what a pass over it writes there.
+// A problem in device memory, and what a pass over it writes there. `host` has the same tensors in
+// host memory.
 struct DeviceRun {
   AttentionInputs inputs;
   AttentionResult result;
   AttentionGradients gradients;
-  std::vector<DeviceTensor> kept;
-  std::size_t selection_count = 0;
-  DeviceTensor out, grad_out, dq, dk, dv;
+  std::vector<DeviceTensor> kept, saved;
+  DeviceTensor out, grad_out, dq, dk, dv, dcentroids, dgate, dlogit_scale;
   DeviceMemory memory;
   Workspace workspace;
   Mechanism mechanism;
+  cases::Pass host;
 
-  explicit DeviceRun(const Problem& problem) : mechanism(problem.mechanism) {
+  explicit DeviceRun(const Problem& problem)
+      : mechanism(problem.mechanism), host(cases::prepare(problem)) {
     inputs = problem.inputs;
     for (TensorView* view : {&inputs.q, &inputs.k, &inputs.v, &inputs.q_sequences.lengths,
                              &inputs.q_sequences.cu_seqlens, &inputs.k_sequences.lengths,
-                             &inputs.k_sequences.cu_seqlens}) {
+                             &inputs.k_sequences.cu_seqlens, &inputs.mask, &inputs.centroids,
+                             &inputs.gate, &inputs.logit_scale}) {
       if (!view->present()) continue;
       kept.emplace_back(*view);
       *view = kept.back().view();
     }
-    const SavedLayout layout = attention_saved(mechanism, inputs);
-    selection_count = layout.selection_count;
-    for (const TensorLayout& tensor : layout.tensors) {
-      kept.emplace_back(tensor);
-      result.saved.push_back(kept.back().view());
+    for (const TensorLayout& tensor : attention_saved(mechanism, inputs).tensors) {
+      saved.emplace_back(tensor);
+      result.saved.push_back(saved.back().view());
     }
-    const auto like = [](const TensorView& view) {
-      return DeviceTensor(TensorLayout{"", view.dtype, {view.sizes, view.sizes + view.rank}});
-    };
     grad_out = DeviceTensor(problem.grad_out);
-    out = like(problem.grad_out);
-    dq = like(inputs.q);
-    dk = like(inputs.k);
-    dv = like(inputs.v);
-    result.out = out.view();
-    gradients.dq = dq.view();
-    gradients.dk = dk.view();
-    gradients.dv = dv.view();
+    // Poisoned, as the host's.
+    const auto place = [](const TensorView& like, DeviceTensor& tensor) {
+      if (like.present()) tensor = DeviceTensor(like);
+      return tensor.view();
+    };
+    result.out = place(host.result.out, out);
+    gradients.dq = place(host.gradients.dq, dq);
+    gradients.dk = place(host.gradients.dk, dk);
+    gradients.dv = place(host.gradients.dv, dv);
+    gradients.dcentroids = place(host.gradients.dcentroids, dcentroids);
+    gradients.dgate = place(host.gradients.dgate, dgate);
+    gradients.dlogit_scale = place(host.gradients.dlogit_scale, dlogit_scale);
     memory = DeviceMemory(attention_workspace_bytes(mechanism, inputs));
     workspace = {memory.data(), memory.bytes(), nullptr};
   }
@@ -88,9 +90,15 @@ struct DeviceRun {
   void backward() {
     attention_backward(mechanism, inputs, result, grad_out.view(), gradients, workspace);
   }
+  // The saved tensors into the host's.
+  void fetch_saved() {
+    for (std::size_t i = 0; i < saved.size(); ++i)
+      write_values(host.result.saved[i], read_values(saved[i].download()));
+  }
   std::vector<std::uint8_t> bits() const {
     std::vector<std::uint8_t> all;
-    for (const DeviceTensor* tensor : {&out, &dq, &dk, &dv}) {
+    for (const DeviceTensor* tensor : {&out, &dq, &dk, &dv, &dcentroids, &dgate, &dlogit_scale}) {
+      if (!tensor->view().present()) continue;
       const std::vector<std::uint8_t> bytes = tensor->bytes();
       all.insert(all.end(), bytes.begin(), bytes.end());
     }
@@ -110,9 +118,10 @@ double bound(DType dtype, bool backward) {
   }
 }
 
-void expect_near(const char* name, const DeviceTensor& actual, const test::Expected& expected,
-                 bool backward) {
-  const DType dtype = actual.view().dtype;
+// `dtype` is that of the inputs, whatever the tensor's own.
+void expect_near(const char* name, DType dtype, const DeviceTensor& actual,
+                 const test::Expected& expected, bool backward) {
+  if (!actual.view().present()) return;
   const std::vector<double> values = read_values(actual.download());
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -127,10 +136,21 @@ void expect_near(const char* name, const DeviceTensor& actual, const test::Expec
   EXPECT_FALSE(std::isnan(error)) << name;
 }
 
+// Clusters of queries are compared with the specification in cluster_gpu_test, stage by stage.
+bool clusters_queries(const Mechanism& mechanism) {
+  return std::holds_alternative<ClusteredParams>(mechanism) ||
+         std::holds_alternative<ImprovedClusteredParams>(mechanism);
+}
+
 class AttentionGpuTest : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     if (!cuda_available()) GTEST_SKIP() << "no GPU";
+    try {
+      DeviceRun run(cases::make_problem(GetParam(), 1));
+    } catch (const Error& error) {
+      GTEST_SKIP() << error.what();
+    }
   }
 };
 
@@ -140,18 +160,19 @@ TEST_P(AttentionGpuTest, FollowsTheSpecification) {
   run.forward();
   run.backward();
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  std::vector<HostTensor> saved;
-  std::vector<TensorView> views;
-  for (const TensorView& tensor : run.result.saved) {
-    for (const DeviceTensor& kept : run.kept)
-      if (kept.view().data == tensor.data) saved.push_back(kept.download());
-    views.push_back(saved.back());
-  }
-  expect_near("out", run.out, test::expected_out(problem, views), false);
-  const test::ExpectedGradients expected = test::expected_gradients(problem, views);
-  expect_near("dq", run.dq, expected.dq, true);
-  expect_near("dk", run.dk, expected.dk, true);
-  expect_near("dv", run.dv, expected.dv, true);
+  run.fetch_saved();
+  if (!clusters_queries(problem.mechanism)) test::expect_selection(problem, run.host);
+  if (HasFailure()) return;  // nothing to be learnt from outputs of a wrong selection
+  const std::vector<TensorView>& saved = run.host.result.saved;
+  const DType dtype = GetParam().dtype;
+  expect_near("out", dtype, run.out, test::expected_out(problem, saved), false);
+  const test::ExpectedGradients expected = test::expected_gradients(problem, saved);
+  expect_near("dq", dtype, run.dq, expected.dq, true);
+  expect_near("dk", dtype, run.dk, expected.dk, true);
+  expect_near("dv", dtype, run.dv, expected.dv, true);
+  expect_near("dcentroids", dtype, run.dcentroids, expected.dcentroids, true);
+  expect_near("dgate", dtype, run.dgate, expected.dgate, true);
+  expect_near("dlogit_scale", dtype, run.dlogit_scale, expected.dlogit_scale, true);
 }
 
 TEST_P(AttentionGpuTest, RepeatsItsBits) {
@@ -198,10 +219,10 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionGpuTest, ::testing::ValuesIn(gpu_cases(
 
 TEST(AttentionGpuRefusalTest, WhatHasNoKernelsSaysSo) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  Case c = gpu_cases().front();
-  c.spec = "full";
+  const Problem problem =
+      cases::make_problem(cases::make_case("wide", "full", "N16 D32:64 f32"), 1);
   try {
-    DeviceRun run(cases::make_problem(c, 1));
+    DeviceRun run(problem);
     FAIL() << "was not refused";
   } catch (const Error& error) {
     EXPECT_EQ(std::string(error.what()).rfind("[full] expected tensors on the cpu", 0), 0u)
