@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 # The commands of the house; CMakePresets.json has the builds behind them.
 PREFIX ?= /usr/local
+# Where `make run` computes: cpu or cuda.
+DEVICE ?= cpu
 
 # ctest runs one test at a time unless told; ninja takes all cores by itself.
 export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
@@ -23,8 +25,8 @@ run:  ## build, then train the same small model with every attention; writes out
 	cmake --preset release
 	cmake --build --preset release --target coterie_cli
 	@mkdir -p out
-	build/release/bin/coterie bench --seconds 30 --json out/bench.jsonl
-	build/release/bin/coterie compare --out out --bench out/bench.jsonl
+	build/release/bin/coterie bench --device $(DEVICE) --seconds 30 --json out/bench.jsonl
+	build/release/bin/coterie compare --device $(DEVICE) --out out --bench out/bench.jsonl
 
 test:  ## build everything the machine has the tools for and run all tests
 	@scripts/setup torch

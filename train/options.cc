@@ -133,13 +133,6 @@ Number parse_number(const std::string& option, const std::string& text, Number l
       option, fmt::format("expected a {} from {} to {}; got \"{}\"", kind, low, high, text));
 }
 
-std::string check_device(const std::string& text) {
-  const bool numbered = text.size() > 5 && text.size() < 9 && text.starts_with("cuda:") &&
-                        text.find_first_not_of("0123456789", 5) == std::string::npos;
-  if (text == "cpu" || text == "cuda" || numbered) return "";
-  return "expected cpu, cuda or cuda:N; got \"" + text + "\"";
-}
-
 // Makes options of the fields.
 class Binder {
  public:
@@ -277,6 +270,13 @@ void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) 
 }
 
 }  // namespace
+
+std::string check_device(const std::string& text) {
+  const bool numbered = text.size() > 5 && text.size() < 9 && text.starts_with("cuda:") &&
+                        text.find_first_not_of("0123456789", 5) == std::string::npos;
+  if (text == "cpu" || text == "cuda" || numbered) return "";
+  return "expected cpu, cuda or cuda:N; got \"" + text + "\"";
+}
 
 void add_options(CLI::App& app, Config& config) {
   const auto file = std::make_shared<std::string>();  // lives as long as the callback

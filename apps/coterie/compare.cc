@@ -13,6 +13,7 @@
 #include "apps/coterie/progress.h"
 #include "train/compare.h"
 #include "train/files.h"
+#include "train/options.h"
 #include "train/report.h"
 #include "verbs.h"
 
@@ -23,6 +24,7 @@ struct CompareOptions {
   std::string out = "out";
   std::string bench;
   std::vector<std::string> sections;
+  std::string device = "cpu";
   int threads = 0;
 };
 
@@ -51,7 +53,10 @@ std::vector<train::PlannedRun> chosen_plan(const CompareOptions& options) {
     return !wanted.empty() && std::find(wanted.begin(), wanted.end(), run.section) == wanted.end();
   };
   plan.erase(std::remove_if(plan.begin(), plan.end(), unwanted), plan.end());
-  for (train::PlannedRun& run : plan) run.config.threads = options.threads;
+  for (train::PlannedRun& run : plan) {
+    run.config.threads = options.threads;
+    run.config.device = options.device;
+  }
   return plan;
 }
 
@@ -128,7 +133,8 @@ const char* const kExamples =
     "\n"
     "Examples:\n"
     "  coterie compare\n"
-    "  coterie compare --sections bytes --out /tmp/compare\n";
+    "  coterie compare --sections bytes --out /tmp/compare\n"
+    "  coterie compare --device cuda --out /tmp/compare-gpu\n";
 
 }  // namespace
 
@@ -144,6 +150,10 @@ void add_compare(CLI::App& program) {
       ->type_name("FILE");
   verb->add_option("--sections", options.sections, "Only these parts of the comparison")
       ->type_name("NAME");
+  verb->add_option("--device", options.device, "Where to compute: cpu, cuda or cuda:1")
+      ->check(CLI::Validator(train::check_device, ""))
+      ->type_name("DEVICE")
+      ->capture_default_str();
   verb->add_option("--threads", options.threads, "CPU threads; all cores if 0")
       ->check(CLI::Range(0, 4096).description(""))
       ->type_name("N")

@@ -73,7 +73,8 @@ void ema_update(double decay, const TensorView& x, const Sequences& sequences,
 
 // Mean over valid elements of (normalised x - centroid of its label)^2, the commitment loss of one
 // of q and k; `loss` is one element of x's accumulator type. The backward adds
-// weight * d loss / d x to dx (B, H, N, D).
+// weight * d loss / d x to dx (B, H, N, D). The loss needs a workspace on a GPU only.
+std::int64_t commitment_workspace_bytes(const TensorView& x);
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                      const TensorView& labels, const TensorView& loss,
                      const Workspace& workspace = {});

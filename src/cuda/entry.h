@@ -9,6 +9,7 @@
 
 #include "core/call.h"
 #include "coterie/attention.h"
+#include "coterie/cluster.h"
 #include "coterie/runtime.h"
 
 namespace coterie::cuda {
@@ -38,5 +39,19 @@ void forward(const Mechanism& mechanism, const AttentionCall& call, const Attent
 void backward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace);
+
+// Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
+std::string refuse_tokens(const TensorView& x);
+
+// The centroids of routing (coterie/cluster.h), with everything on the device and on
+// workspace.stream. Labels there were not checked: those beyond the clusters give wrong results.
+void ema_update(double decay, const TensorView& x, const Sequences& sequences,
+                const TensorView& labels, const CentroidState& state, const Workspace& workspace);
+std::int64_t commitment_workspace_bytes(const TensorView& x);
+void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
+                     const TensorView& labels, const TensorView& loss, const Workspace& workspace);
+void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
+                              const TensorView& centroids, const TensorView& labels, double weight,
+                              const TensorView& dx, const Workspace& workspace);
 
 }  // namespace coterie::cuda

@@ -7,8 +7,8 @@ namespace coterie::cuda {
 
 namespace {
 
-[[noreturn]] void refuse(const AttentionCall& call) {
-  fail(call.op,
+[[noreturn]] void refuse(const std::string& op) {
+  fail(op,
        "expected tensors on the cpu; got tensors on cuda, and this library was built without CUDA");
 }
 
@@ -24,25 +24,44 @@ std::string refusal(const Mechanism&, const AttentionCall&) {
   return "this library was built without CUDA";
 }
 
-std::int64_t workspace_bytes(const Mechanism&, const AttentionCall& call) { refuse(call); }
+std::int64_t workspace_bytes(const Mechanism&, const AttentionCall& call) { refuse(call.op); }
 
 void select(const Mechanism&, const AttentionCall& call, const std::vector<TensorView>&,
             const Workspace&) {
-  refuse(call);
+  refuse(call.op);
 }
 
 void attend(const Mechanism&, const AttentionCall& call, const AttentionResult&, const Workspace&) {
-  refuse(call);
+  refuse(call.op);
 }
 
 void forward(const Mechanism&, const AttentionCall& call, const AttentionResult&,
              const Workspace&) {
-  refuse(call);
+  refuse(call.op);
 }
 
 void backward(const Mechanism&, const AttentionCall& call, const AttentionResult&,
               const TensorView&, const AttentionGradients&, const Workspace&) {
-  refuse(call);
+  refuse(call.op);
+}
+
+std::string refuse_tokens(const TensorView&) { return "this library was built without CUDA"; }
+
+void ema_update(double, const TensorView&, const Sequences&, const TensorView&,
+                const CentroidState&, const Workspace&) {
+  refuse("ema_update");
+}
+
+std::int64_t commitment_workspace_bytes(const TensorView&) { refuse("commitment_loss"); }
+
+void commitment_loss(const TensorView&, const Sequences&, const TensorView&, const TensorView&,
+                     const TensorView&, const Workspace&) {
+  refuse("commitment_loss");
+}
+
+void commitment_loss_backward(const TensorView&, const Sequences&, const TensorView&,
+                              const TensorView&, double, const TensorView&, const Workspace&) {
+  refuse("commitment_loss_backward");
 }
 
 }  // namespace coterie::cuda

@@ -11,6 +11,7 @@
 #include "cpu/centroid_update.h"
 #include "cpu/commitment.h"
 #include "cpu/rows.h"
+#include "cuda/entry.h"
 #include "ops/call.h"
 #include "ops/scratch.h"
 
@@ -18,25 +19,42 @@ namespace coterie {
 
 namespace {
 
-// x (B, H, N, D) of a floating type, on the CPU.
-std::vector<Span> check_tokens(const char* op, const TensorView& x, const Sequences& sequences) {
-  ops::check_rows(op, "x", x, 4);
+// x (B, H, N, D) of a floating type, with its sequences on the same device.
+void check_rows_of_tokens(const char* op, const TensorView& x, const Sequences& sequences) {
+  ops::check_rows(op, "x", x, 4, x.device);
   COTERIE_CHECK(is_floating(x.dtype), op, "expected x of type f32, f64, bf16 or f16; got ",
                 x.describe());
   COTERIE_CHECK(x.size(1) >= 1 && x.size(3) >= 1, op,
                 "expected at least one head and one element per row; got x ", x.describe());
   for (const TensorView* ints : {&sequences.lengths, &sequences.cu_seqlens})
-    COTERIE_CHECK(!ints->present() || ints->device == Device::cpu, op,
-                  "expected lengths and cu_seqlens on the cpu; got them on ",
-                  device_name(ints->device));
+    COTERIE_CHECK(!ints->present() || ints->device == x.device, op,
+                  "expected lengths and cu_seqlens on the ", device_name(x.device),
+                  "; got them on ", device_name(ints->device));
+}
+
+// The same on the CPU, for what no other device does.
+std::vector<Span> check_tokens(const char* op, const TensorView& x, const Sequences& sequences) {
+  ops::check_cpu(op, "x", x);
+  check_rows_of_tokens(op, x, sequences);
   return make_spans(op, sequences, x.size(0), x.size(2));
 }
 
-void check_labels(const char* op, const TensorView& x, const TensorView& labels) {
-  ops::check_dense(op, "labels", labels, DType::i32, {x.size(0), x.size(1), x.size(2)});
+// What both devices do: their sequences on the CPU, which reads them, and none on a GPU.
+std::vector<Span> check_tokens_anywhere(const char* op, const TensorView& x,
+                                        const Sequences& sequences) {
+  if (x.device == Device::cpu) return check_tokens(op, x, sequences);
+  check_rows_of_tokens(op, x, sequences);
+  const std::string refusal = cuda::refuse_tokens(x);
+  COTERIE_CHECK(refusal.empty(), op, "expected tensors on the cpu; got tensors on cuda, and ",
+                refusal);
+  return {};
 }
 
-// Labels that are read: those of valid tokens lie in [0, clusters).
+void check_labels(const char* op, const TensorView& x, const TensorView& labels) {
+  ops::check_dense(op, "labels", labels, DType::i32, {x.size(0), x.size(1), x.size(2)}, x.device);
+}
+
+// Labels that are read: those of valid tokens lie in [0, clusters). A GPU keeps its own.
 void check_label_values(const char* op, const TensorView& labels, const std::vector<Span>& spans,
                         std::int64_t clusters) {
   for (const Span& span : spans)
@@ -82,13 +100,13 @@ void check_routing_centroids(const char* op, const TensorView& x, const TensorVi
                 centroids.describe());
   check_head_count(op, x, centroids.size(0));
   ops::check_dense(op, "centroids", centroids, accumulator_dtype(x.dtype),
-                   {centroids.size(0), centroids.size(1), x.size(3)});
+                   {centroids.size(0), centroids.size(1), x.size(3)}, x.device);
 }
 
 cpu::CommitmentProblem check_commitment(const char* op, const TensorView& x,
                                         const Sequences& sequences, const TensorView& centroids,
                                         const TensorView& labels) {
-  const std::vector<Span> spans = check_tokens(op, x, sequences);
+  const std::vector<Span> spans = check_tokens_anywhere(op, x, sequences);
   check_routing_centroids(op, x, centroids);
   check_labels(op, x, labels);
   check_label_values(op, labels, spans, centroids.size(1));
@@ -164,33 +182,41 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
 }
 
 void ema_update(double decay, const TensorView& x, const Sequences& sequences,
-                const TensorView& labels, const CentroidState& state, const Workspace&) {
+                const TensorView& labels, const CentroidState& state, const Workspace& workspace) {
   const char* op = "ema_update";
-  const std::vector<Span> spans = check_tokens(op, x, sequences);
+  const std::vector<Span> spans = check_tokens_anywhere(op, x, sequences);
   COTERIE_CHECK(decay >= 0 && decay <= 1, op, "expected a decay from 0 to 1; got ", decay);
   check_routing_centroids(op, x, state.centroids);
   const std::int64_t heads = state.centroids.size(0), clusters = state.centroids.size(1);
   const DType accumulator = accumulator_dtype(x.dtype);
-  ops::check_dense(op, "counts", state.counts, accumulator, {heads, clusters});
-  ops::check_dense(op, "sums", state.sums, accumulator, {heads, clusters, x.size(3)});
+  ops::check_dense(op, "counts", state.counts, accumulator, {heads, clusters}, x.device);
+  ops::check_dense(op, "sums", state.sums, accumulator, {heads, clusters, x.size(3)}, x.device);
   check_labels(op, x, labels);
   check_label_values(op, labels, spans, clusters);
+  if (x.device == Device::cuda)
+    return cuda::ema_update(decay, x, sequences, labels, state, workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     HostTensor memory;
-    auto workspace = ops::take_scratch(
+    auto scratch = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::CentroidWorkspace<T>(arena, x, state.centroids); });
-    cpu::ema_update<T>(decay, x, spans, labels, state, workspace);
+    cpu::ema_update<T>(decay, x, spans, labels, state, scratch);
   });
 }
 
+std::int64_t commitment_workspace_bytes(const TensorView& x) {
+  return x.device == Device::cuda ? cuda::commitment_workspace_bytes(x) : 0;
+}
+
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
-                     const TensorView& labels, const TensorView& loss, const Workspace&) {
+                     const TensorView& labels, const TensorView& loss, const Workspace& workspace) {
   const char* op = "commitment_loss";
   const cpu::CommitmentProblem problem = check_commitment(op, x, sequences, centroids, labels);
   COTERIE_CHECK(loss.count() == 1, op, "expected a loss of one element; got ", loss.describe());
-  ops::check_rows(op, "loss", loss, loss.rank);
+  ops::check_rows(op, "loss", loss, loss.rank, x.device);
   ops::check_dtype(op, "loss", loss, accumulator_dtype(x.dtype));
+  if (x.device == Device::cuda)
+    return cuda::commitment_loss(x, sequences, centroids, labels, loss, workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     HostTensor memory;
@@ -202,13 +228,15 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
 
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
-                              const TensorView& dx, const Workspace&) {
+                              const TensorView& dx, const Workspace& workspace) {
   const char* op = "commitment_loss_backward";
   const cpu::CommitmentProblem problem = check_commitment(op, x, sequences, centroids, labels);
   COTERIE_CHECK(std::isfinite(weight), op, "expected a finite weight; got ", weight);
-  ops::check_rows(op, "dx", dx, 4);
+  ops::check_rows(op, "dx", dx, 4, x.device);
   ops::check_dtype(op, "dx", dx, x.dtype);
   ops::check_shape(op, "dx", dx, {x.size(0), x.size(1), x.size(2), x.size(3)});
+  if (x.device == Device::cuda)
+    return cuda::commitment_loss_backward(x, sequences, centroids, labels, weight, dx, workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     HostTensor memory;

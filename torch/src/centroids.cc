@@ -40,7 +40,7 @@ struct Tokens {
       : x(with_contiguous_rows(tokens.detach())),
         lengths(as_int32(token_lengths)),
         guard(x.device()),
-        scratch(0, x) {}
+        scratch(commitment_workspace_bytes(view(x)), x) {}
 
   Sequences sequences() const { return {view(lengths), {}}; }
 };
@@ -91,23 +91,42 @@ CentroidState make_centroids(std::int64_t heads, std::int64_t clusters, std::int
 
 void initialise_centroids(const CentroidState& state, const at::Tensor& x,
                           const at::Tensor& lengths, std::uint64_t seed) {
-  const Tokens tokens(x, lengths);
-  spherical_kmeans({.seed = seed}, view(tokens.x), tokens.sequences(), view(state.centroids),
+  // Once in a training, and on the CPU.
+  const Tokens tokens(x.cpu(), lengths.defined() ? lengths.cpu() : lengths);
+  const at::Tensor centroids = at::empty(state.centroids.sizes(), state.centroids.scalar_type());
+  spherical_kmeans({.seed = seed}, view(tokens.x), tokens.sequences(), view(centroids),
                    tokens.scratch.workspace());
-  mark_changed(state.centroids);
   const at::NoGradGuard no_grad;
+  at::Tensor(state.centroids).copy_(centroids);
   at::Tensor(state.counts).fill_(1);
   at::Tensor(state.sums).copy_(state.centroids);
 }
 
 at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
                              const at::Tensor& lengths) {
-  const Tokens tokens(normalised_rows(x.detach()), lengths);
-  const at::Tensor labels = at::empty(x.sizes().slice(0, 3), x.options().dtype(at::kInt));
-  const at::Tensor wide = centroids.detach().to(tokens.x.scalar_type()).unsqueeze(0);
-  nearest_centroid(view(tokens.x), tokens.sequences(), view(wide), {}, view(labels),
-                   tokens.scratch.workspace());
-  return labels;
+  // As attention selects, so that a row has the same cluster everywhere.
+  RoutingParams params;
+  params.clusters = centroids.size(1);
+  params.window = 1;
+  params.share_qk = true;
+  const Tokens tokens(x, lengths);
+  const at::Tensor wide = centroids.detach().to(accumulator_of(x)).contiguous();
+  AttentionInputs inputs;
+  inputs.q = view(tokens.x);
+  inputs.v = view(tokens.x.narrow(1, 0, centroids.size(0)));
+  inputs.q_sequences = inputs.k_sequences = tokens.sequences();
+  inputs.centroids = view(wide);
+  inputs.causal = true;
+  const SavedLayout layout = attention_saved(params, inputs);
+  std::vector<at::Tensor> selection;
+  std::vector<TensorView> views;
+  for (std::size_t i = 0; i < layout.selection_count; ++i) {
+    selection.push_back(at::empty(layout.tensors[i].sizes, x.options().dtype(at::kInt)));
+    views.push_back(view(selection.back()));
+  }
+  const Scratch scratch(attention_workspace_bytes(params, inputs), tokens.x);
+  attention_select(params, inputs, views, scratch.workspace());
+  return selection[0];
 }
 
 at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,

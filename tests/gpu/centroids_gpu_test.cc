@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: MIT
+// The centroids of routing on the GPU against the CPU's. Rows are summed in other orders there: the
+// bounds are a few units in the last place of sums of D and of N terms.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "coterie/cluster.h"
+#include "coterie/random.h"
+#include "coterie/runtime.h"
+#include "tests/gpu/device_tensor.h"
+
+namespace coterie {
+namespace {
+
+using gpu_test::DeviceMemory;
+using gpu_test::DeviceTensor;
+
+constexpr std::int64_t kBatch = 3, kHeads = 4, kOwners = 2, kTokens = 301, kClusters = 7;
+
+HostTensor numbers(DType dtype, std::vector<std::int64_t> sizes, std::uint32_t number) {
+  HostTensor tensor(dtype, std::move(sizes));
+  const RandomStream stream{7, RandomUse::data, number};
+  fill(tensor, [&](std::int64_t i) {
+    return 4 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]) - 1;
+  });
+  return tensor;
+}
+
+// Tokens with labels, of which cluster 3 has none, and the state of centroids.
+struct CentroidProblem {
+  HostTensor x, labels, lengths, centroids, counts, sums;
+
+  CentroidProblem(DType dtype, std::int64_t dim)
+      : x(numbers(dtype, {kBatch, kHeads, kTokens, dim}, 1)),
+        labels(DType::i32, {kBatch, kHeads, kTokens}),
+        lengths(DType::i32, {kBatch}),
+        centroids(numbers(DType::f32, {kOwners, kClusters, dim}, 2)),
+        counts(numbers(DType::f32, {kOwners, kClusters}, 3)),
+        sums(numbers(DType::f32, {kOwners, kClusters, dim}, 4)) {
+    fill(labels, [](std::int64_t i) { return static_cast<double>(i % 5 == 3 ? 6 : i % 5); });
+    write_values(lengths, {kTokens, 0, 130});
+    std::vector<double> positive = read_values(counts);
+    for (double& count : positive) count += 2;
+    write_values(counts, positive);
+  }
+  Sequences sequences() const { return {lengths, {}}; }
+  CentroidState state() const { return {centroids, counts, sums}; }
+};
+
+struct CentroidCase {
+  DType dtype;
+  std::int64_t dim;
+};
+
+class CentroidsGpuTest : public ::testing::TestWithParam<CentroidCase> {
+ protected:
+  void SetUp() override {
+    if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  }
+  const CentroidProblem problem{GetParam().dtype, GetParam().dim};
+  const bool narrow = GetParam().dtype != DType::f32;
+};
+
+void expect_near(const TensorView& actual, const TensorView& expected, double bound) {
+  const std::vector<double> a = read_values(actual), e = read_values(expected);
+  ASSERT_EQ(a.size(), e.size());
+  for (std::size_t i = 0; i < a.size(); ++i)
+    ASSERT_NEAR(a[i], e[i], bound * (1 + std::abs(e[i]))) << "element " << i;
+}
+
+TEST_P(CentroidsGpuTest, MoveAsOnTheCpu) {
+  const DeviceTensor x(problem.x.view()), labels(problem.labels.view()),
+      lengths(problem.lengths.view()), centroids(problem.centroids.view()),
+      counts(problem.counts.view()), sums(problem.sums.view());
+  ema_update(0.9, x.view(), {lengths.view(), {}}, labels.view(),
+             {centroids.view(), counts.view(), sums.view()});
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  ema_update(0.9, problem.x, problem.sequences(), problem.labels, problem.state());
+  expect_near(counts.download(), problem.counts, 1e-6);
+  expect_near(sums.download(), problem.sums, 1e-5);
+  expect_near(centroids.download(), problem.centroids, 1e-5);
+}
+
+TEST_P(CentroidsGpuTest, HaveTheCommitmentLossOfTheCpu) {
+  const DeviceTensor x(problem.x.view()), labels(problem.labels.view()),
+      lengths(problem.lengths.view()), centroids(problem.centroids.view()),
+      loss(TensorLayout{"loss", DType::f32, {1}});
+  const DeviceMemory memory(commitment_workspace_bytes(x.view()));
+  commitment_loss(x.view(), {lengths.view(), {}}, centroids.view(), labels.view(), loss.view(),
+                  {memory.data(), memory.bytes(), nullptr});
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  HostTensor expected(DType::f32, {1});
+  commitment_loss(problem.x, problem.sequences(), problem.centroids, problem.labels, expected);
+  expect_near(loss.download(), expected, 1e-5);
+}
+
+TEST_P(CentroidsGpuTest, HaveTheCommitmentGradientOfTheCpu) {
+  const HostTensor before = numbers(GetParam().dtype, {kBatch, kHeads, kTokens, GetParam().dim}, 5);
+  const DeviceTensor x(problem.x.view()), labels(problem.labels.view()),
+      lengths(problem.lengths.view()), centroids(problem.centroids.view()), dx(before.view());
+  commitment_loss_backward(x.view(), {lengths.view(), {}}, centroids.view(), labels.view(), 1e3,
+                           dx.view());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  commitment_loss_backward(problem.x, problem.sequences(), problem.centroids, problem.labels, 1e3,
+                           before);
+  // Results on either side of the middle between two 16-bit numbers differ by the distance.
+  const double ulp = GetParam().dtype == DType::bf16 ? 1.0 / 128 : 1.0 / 1024;
+  expect_near(dx.download(), before, narrow ? ulp : 1e-5);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Types, CentroidsGpuTest,
+    ::testing::Values(CentroidCase{DType::f32, 33}, CentroidCase{DType::f32, 64},
+                      CentroidCase{DType::bf16, 64}, CentroidCase{DType::f16, 128}),
+    [](const auto& test) {
+      return std::string(dtype_name(test.param.dtype)) + "_" + std::to_string(test.param.dim);
+    });
+
+}  // namespace
+}  // namespace coterie
