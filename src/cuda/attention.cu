@@ -28,40 +28,40 @@ std::string refuse_shape(const AttentionCall& call) {
   return "";
 }
 
-std::unique_ptr<Pass> make_pass(const Mechanism& mechanism, const AttentionCall& call) {
+std::unique_ptr<Pass> pass_of(const Mechanism& mechanism, const AttentionCall& call) {
   return std::visit([&](const auto& params) { return make_pass(params, call); }, mechanism);
 }
 
 }  // namespace
 
 std::string refusal(const Mechanism& mechanism, const AttentionCall& call) {
-  const std::string reason = make_pass(mechanism, call)->refusal();
+  const std::string reason = pass_of(mechanism, call)->refusal();
   return reason.empty() ? refuse_shape(call) : reason;
 }
 
 std::int64_t workspace_bytes(const Mechanism& mechanism, const AttentionCall& call) {
-  return make_pass(mechanism, call)->workspace_bytes();
+  return pass_of(mechanism, call)->workspace_bytes();
 }
 
 void select(const Mechanism& mechanism, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  make_pass(mechanism, call)->select(saved, workspace);
+  pass_of(mechanism, call)->select(saved, workspace);
 }
 
 void attend(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  make_pass(mechanism, call)->attend(result, workspace);
+  pass_of(mechanism, call)->attend(result, workspace);
 }
 
 void forward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
              const Workspace& workspace) {
-  make_pass(mechanism, call)->forward(result, workspace);
+  pass_of(mechanism, call)->forward(result, workspace);
 }
 
 void backward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace) {
-  make_pass(mechanism, call)->backward(result, grad_out, gradients, workspace);
+  pass_of(mechanism, call)->backward(result, grad_out, gradients, workspace);
 }
 
 }  // namespace coterie::cuda
