@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
 # CPU kernels are compiled once per instruction set, each time into a namespace of its own
 # (COTERIE_ISA); src/cpu chooses one of them at run time.
-set(COTERIE_ISAS baseline avx2 avx512)
+set(COTERIE_ISAS baseline avx2 avx512 avx512_bf16)
 set(COTERIE_ISA_FLAGS_baseline "")  # x86-64 as it is
 set(COTERIE_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mpopcnt)
-set(COTERIE_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vpopcntdq -mfma
-  -mf16c -mpopcnt -mprefer-vector-width=512)
+set(COTERIE_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vpopcntdq -mavx512ifma
+  -mfma -mf16c -mpopcnt -mprefer-vector-width=512)
+set(COTERIE_ISA_FLAGS_avx512_bf16 ${COTERIE_ISA_FLAGS_avx512} -mavx512bf16)
 
-# coterie_isa_libraries(<name> <sources>...): object libraries <name>_{baseline,avx2,avx512}.
+# coterie_isa_libraries(<name> <sources>...): object libraries <name>_<isa>, one per COTERIE_ISAS.
 function(coterie_isa_libraries name)
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     message(FATAL_ERROR "The CPU kernels are written for x86-64; this is ${CMAKE_SYSTEM_PROCESSOR}.")

@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: MIT
-"""Times attention specs beside what else is installed, on the same tensors.
+r"""Times attention specs beside what else is installed, on the same tensors.
 
     python python/bench/compare.py --lengths 1024 4096 --spec "i-clustered(clusters=64,topk=32)"
+    python python/bench/compare.py --device cuda --dtype bfloat16 --heads 16 --causal --flex \
+        --window 256 --lengths 4096 16384 --spec "local(window={window})" \
+        "routing(clusters={clusters},window={window})"
 
-Opponents: the back ends of torch's scaled_dot_product_attention, FlexAttention,
-pytorch-fast-transformers (improved clustered) and routing-transformer where they can be imported.
-Columns: median time, memory that the call takes beyond its inputs (CUDA: peak allocated; CPU: what
-stays allocated, outputs and saved tensors), relative error of the output against full attention in
-float64 on 256 rows of the first batch entry. --overhead times a call on almost nothing instead.
+Opponents: the back ends of torch's scaled_dot_product_attention, FlexAttention with a sliding
+window (--flex), pytorch-fast-transformers (improved clustered) and routing-transformer where they
+can be imported, and routing's clusters attended by gathering rows for scaled_dot_product_attention.
+Clustered ones have N / --window clusters. Columns: median time, memory that the forward pass takes
+beyond its inputs (CUDA: peak allocated; CPU: what stays allocated, outputs and saved tensors),
+relative error of the output against full attention in float64 on 256 rows of the first batch entry:
+of routing, whose logits are others, it says nothing. --overhead times a call on one token instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import opponents
 import torch
+from opponents import Call, Setting
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import coterie
-
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Row(NamedTuple):
@@ -40,87 +43,22 @@ class Row(NamedTuple):
     error: float
 
 
-def _sdpa_backends(causal: bool) -> Iterator[tuple[str, Call]]:
-    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-
-        def call(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend = backend) -> Tensor:
-            with sdpa_kernel(backend):
-                return sdpa(q, k, v, is_causal=causal)
-
-        yield f"sdpa {backend.name.lower().removesuffix('_attention')}", call
-
-
-def _flex(causal: bool) -> Iterator[tuple[str, Call]]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block_mask = None
-        if causal:
-            length = q.shape[2]
-            block_mask = create_block_mask(
-                lambda b, h, i, j: i >= j, None, None, length, length, device=q.device.type
-            )
-        return compiled(q, k, v, block_mask=block_mask)
-
-    yield "flex", call
-
-
-def _fast_transformers(clusters: int, topk: int) -> Iterator[tuple[str, Call]]:
-    if importlib.util.find_spec("fast_transformers") is None:
-        return
-    from fast_transformers.attention import ImprovedClusteredAttention
-    from fast_transformers.masking import FullMask, LengthMask
-
-    attention = ImprovedClusteredAttention(clusters, topk=topk, bits=63, attention_dropout=0.0)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        n = q.shape[2]
-        whole = LengthMask(torch.full((q.shape[0],), n, device=q.device))
-        out = attention(*rows, FullMask(n, device=q.device), whole, whole)
-        return out.transpose(1, 2)
-
-    yield "fast-transformers", call
-
-
-def _routing_transformer(clusters: int, window: int, q: Tensor) -> Iterator[tuple[str, Call]]:
-    if importlib.util.find_spec("routing_transformer") is None:
-        return
-    from routing_transformer.routing_transformer import KmeansAttention
-
-    attention = KmeansAttention(clusters, window, q.shape[1], q.shape[3]).to(q.device)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v)[0]
-
-    yield "routing-transformer", call
-
-
-def _ours(spec: str, causal: bool, q: Tensor) -> Call:
-    state = coterie.init_state(spec, q.shape[1], q.shape[3], causal=causal, device=q.device)
-    shared = all(g.keys_are_queries for g in coterie.head_groups(spec, q.shape[1], causal))
-    if isinstance(state, coterie.State) and state.surrogates is not None:
-        state = state._replace(gate=torch.zeros(q.shape[0], q.shape[2], device=q.device))
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return coterie.attention(q, None if shared else k, v, spec, state=state, causal=causal)
-
-    return call
+def _seconds(call: Callable[[], object], device: str, times: int) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / times
 
 
 def _median(call: Callable[[], object], device: str, repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 2):  # two to warm up
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:]) * 1e3
+    """Milliseconds; of several calls in a row where one is short, as in a model."""
+    _seconds(call, device, 1)
+    times = max(1, min(50, int(0.005 / _seconds(call, device, 1))))
+    return statistics.median(_seconds(call, device, times) for _ in range(repeats)) * 1e3
 
 
 def _megabytes(call: Callable[[], Tensor], device: str) -> float:
@@ -161,7 +99,8 @@ def measure(name: str, call: Call, rows: tuple[Tensor, ...], options: argparse.N
         error = _error(call(*rows), *rows, options.causal)
     try:
         backward = _median(both, device, options.repeats)
-    except RuntimeError:  # no backward pass there
+    except RuntimeError as reason:
+        print(f"{name}: no backward pass: {str(reason).splitlines()[0][:90]}")
         backward = None
     return Row(
         name, rows[0].shape[2], forward, backward, _megabytes(lambda: call(*leaves), device), error
@@ -169,24 +108,28 @@ def measure(name: str, call: Call, rows: tuple[Tensor, ...], options: argparse.N
 
 
 def _attentions(q: Tensor, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
-    yield from _sdpa_backends(options.causal)
+    clusters = max(1, q.shape[2] // options.window)
+    setting = Setting(options.causal, clusters, options.window)
+    yield from opponents.sdpa_backends(setting)
     if options.flex:
-        yield from _flex(options.causal)
-    clusters = max(1, q.shape[2] // 64)
-    if not options.causal:
-        yield from _fast_transformers(clusters, 32)
-    yield from _routing_transformer(clusters, 64, q)
+        yield from opponents.flex(setting, q)
+    yield from opponents.fast_transformers(setting)
+    yield from opponents.routing_transformer(setting, q)
+    yield from opponents.gathered(setting, q)
     for spec in options.spec:
-        yield spec, _ours(spec, options.causal, q)
+        yield opponents.ours(spec, setting, q)
 
 
 def compare(options: argparse.Namespace) -> Iterator[Row]:
     """All attentions at all lengths."""
+    torch.manual_seed(0)
     for n in options.lengths:
         shape = (options.batch, options.heads, n, options.head_dim)
         kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
         rows = tuple(torch.randn(shape, **kind) for _ in range(3))
         for name, call in _attentions(rows[0], options):
+            if name in options.skip:
+                continue
             try:
                 yield measure(name, call, rows, options)
             except (RuntimeError, AssertionError, torch.OutOfMemoryError) as reason:
@@ -226,7 +169,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window", type=int, default=64, help="tokens of a cluster or window")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, which compiles")
+    parser.add_argument("--skip", nargs="+", default=[], help="names in the table to leave out")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--overhead", action="store_true", help="time calls on one token instead")
     return parser.parse_args()

@@ -13,13 +13,14 @@ say.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
-from .functional import check_functional, make_options, prepare, run_groups
+from .functional import CallOptions, make_options, prepare, run_groups
 from .library import build_facts, set_threads
 from .spec import Group, head_groups
 from .state import State, init_state
@@ -39,6 +40,34 @@ __all__ = [
     "set_threads",
     "stats",
 ]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    spec: str,
+    *,
+    state: State | Sequence[State] | None = None,
+    dropout_p: float = 0.0,
+    return_stats: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    spec: str,
+    *,
+    state: State | Sequence[State] | None = None,
+    dropout_p: float = 0.0,
+    return_stats: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, list[Stats]]: ...
 
 
 def attention(
@@ -86,21 +115,14 @@ def attention(
 
     Raises ValueError or TypeError naming the argument, RuntimeError for what the core refuses.
     """
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p: expected 0.0, for there is no attention dropout; got {dropout_p}"
+        )
     calls = prepare(q, k, v, spec, state, causal)
-    check_functional(calls, dropout_p)
-    options = make_options(
-        q,
-        v,
-        causal,
-        scale,
-        seed,
-        q_lengths,
-        k_lengths,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        mask,
-    )
-    results = run_groups(calls, options)
+    lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
+    options = make_options(q, v, causal, scale, seed, *lengths, mask)
+    results = run_groups(calls, options, return_stats)
     out = results[0].out
     if len(results) > 1:
         out = torch.cat([result.out for result in results], 1)

@@ -73,7 +73,7 @@ def stats(
     with torch.no_grad():
         calls = prepare(q, k, v, spec, state, options.get("causal", False))
         settled = make_options(q, v, **options)
-        return collect_stats(calls, run_groups(calls, settled), settled, rows)
+        return collect_stats(calls, run_groups(calls, settled, True), settled, rows)
 
 
 def error(
@@ -94,7 +94,7 @@ def error(
         calls = prepare(q, k, v, spec, state, options.get("causal", False))
         settled = make_options(q, v, **options)
         reports, first = [], 0
-        for call, result in zip(calls, run_groups(calls, settled), strict=True):
+        for call, result in zip(calls, run_groups(calls, settled, True), strict=True):
             own = mask_of_heads(settled, first, call.group.heads)
             reports.append(_error_of(call, result, own, rows))
             first += call.group.heads
@@ -148,19 +148,17 @@ def _kept_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
     if name in ("full", "local", "strided", "oracle-top", "i-clustered") or "q_offsets" in saved:
         kept = torch.gather(saved["lse"], 2, sample.index_BHR(call.q.shape[1])).to(full.dtype)
         mass = (kept - full).exp()
-    elif "q_members" in saved or "members" in saved:
-        mass = _member_mass(call, saved, sample)
     else:
-        return None
+        queries = saved.get("q_members", saved.get("members"))
+        if queries is None or sample.packed:
+            return None
+        keys = saved.get("k_members", queries)
+        mass = _member_mass(call, queries, keys, sample)
     return torch.where(full.isfinite(), mass, torch.nan)
 
 
-def _member_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
-    """The weight on keys that are in a cluster of the row, for lists of members."""
-    if sample.packed:
-        return None
-    queries = saved.get("q_members", saved.get("members"))
-    keys = saved.get("k_members", queries)
+def _member_mass(call: GroupCall, queries: Tensor, keys: Tensor, sample: Sample) -> Tensor:
+    """The weight on keys that are in a cluster of the row, for lists (B, h, C, .) of members."""
     heads = call.q.shape[1]
     weights = exact_rows(call, sample).weights
     inside = (queries.unsqueeze(2) == sample.rows_BR[:, None, :, None, None]).any(-1)  # B h R C
@@ -213,7 +211,8 @@ def _centroid_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -
         saved["centroids"], 2, labels.unsqueeze(-1).expand(-1, -1, -1, q.shape[-1])
     )
     distance = torch.linalg.vector_norm(q - centroids, dim=-1)
-    r = sample.scale * distance * _radius(call.k.to(wide), sample, heads)
+    keys = call.q if call.k is None else call.k
+    r = sample.scale * distance * _radius(keys.to(wide), sample, heads)
     return 2 * torch.tanh(r / 2) * _value_radius(call, sample)
 
 
@@ -222,7 +221,7 @@ def _radius(x: Tensor, sample: Sample, heads: int) -> Tensor:
     valid = sample.key_valid_BS[:, None, :, None]
     count = valid.sum(2, keepdim=True).clamp_min(1)
     mean = torch.where(valid, x, 0).sum(2, keepdim=True) / count
-    distance = torch.linalg.vector_norm(torch.where(valid, x - mean, 0), dim=-1)
+    distance: Tensor = torch.linalg.vector_norm(torch.where(valid, x - mean, 0), dim=-1)
     return distance.amax(-1, keepdim=True).repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .state import State, normalised_rows
+from .layout import accumulator
 
 _SMOOTHING = 1e-5  # as in src/cpu/centroid_update.cc
+
+
+class Centroids(NamedTuple):
+    """Buffers of h key heads: centroids and sums (h, C, D), counts (h, C)."""
+
+    centroids: Tensor
+    counts: Tensor
+    sums: Tensor
 
 
 class Tokens(NamedTuple):
@@ -28,13 +36,11 @@ def _distributed(process_group: dist.ProcessGroup | None) -> bool:
 
 @torch.no_grad()
 def ema_update(
-    state: State, tokens: Tokens, decay: float, process_group: dist.ProcessGroup | None = None
+    state: Centroids, tokens: Tokens, decay: float, process_group: dist.ProcessGroup | None = None
 ) -> None:
     """One step of the moving average, in place; over the tokens of all ranks."""
     if not _distributed(process_group):
-        torch.ops.coterie.ema_update(
-            state.centroids, state.counts, state.sums, *tokens, None, decay
-        )
+        torch.ops.coterie.ema_update(*state, *tokens, None, decay)
         return
     # With decay 0 the core's counts and sums are those of the batch.
     members, sums = torch.zeros_like(state.counts), torch.zeros_like(state.sums)
@@ -54,7 +60,7 @@ def _fold_heads(tokens: Tokens, heads: int) -> tuple[Tensor, Tensor]:
     """Heads that share a key head as more batch entries, and their lengths."""
     x, _, lengths = tokens
     sharing = x.shape[1] // heads
-    folded = x.unflatten(1, (heads, sharing)).transpose(1, 2).flatten(0, 1)
+    folded = x.view(x.shape[0], heads, sharing, *x.shape[2:]).transpose(1, 2).flatten(0, 1)
     if lengths is None:
         lengths = torch.full((x.shape[0],), x.shape[2], device=x.device)
     return folded, lengths.to(torch.int32).repeat_interleave(sharing)
@@ -62,7 +68,7 @@ def _fold_heads(tokens: Tokens, heads: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def initialise(
-    state: State,
+    state: Centroids,
     tokens: list[Tokens],
     seed: int,
     process_group: dist.ProcessGroup | None = None,
@@ -81,6 +87,6 @@ def initialise(
 
 def commitment(tokens: Tokens, centroids: Tensor) -> Tensor:
     """Mean square distance of normalised tokens from their centroids, differentiable; a scalar."""
-    return torch.ops.coterie.commitment_loss(
-        tokens.x, centroids.to(normalised_rows(tokens.x[:0]).dtype), *tokens[1:], None
-    ).squeeze(0)
+    wide = centroids.to(accumulator(tokens.x.dtype))
+    loss: Tensor = torch.ops.coterie.commitment_loss(tokens.x, wide, *tokens[1:], None)
+    return loss.squeeze(0)

@@ -52,7 +52,10 @@ class GroupCall(NamedTuple):
 
 
 class GroupResult(NamedTuple):
-    """out (B, h, N, Dv), and the saved tensors in the order of :mod:`coterie.layout`."""
+    """out (B, h, N, Dv), and the saved tensors in the order of :mod:`coterie.layout`.
+
+    The latter are there when they were asked for.
+    """
 
     out: Tensor
     saved: Sequence[Tensor]
@@ -97,20 +100,23 @@ def make_options(
     mask: Tensor | None = None,
 ) -> Options:
     """Checks arguments of the public functions, and gives them the types of the operators."""
-    if scale is not None and scale == 0:
+    if scale is None:
+        scale = 0.0
+    elif scale == 0:
         raise ValueError("scale: expected a number other than 0; got 0")
     if not -_SEEDS <= seed < _SEEDS:
         raise ValueError(f"seed: expected an integer of 64 bits; got {seed}")
-    return Options(
-        causal,
-        0.0 if scale is None else float(scale),
-        seed,
-        None if q_lengths is None else _integers("q_lengths", q_lengths),
-        None if k_lengths is None else _integers("k_lengths", k_lengths),
-        None if cu_seqlens_q is None else _integers("cu_seqlens_q", cu_seqlens_q),
-        None if cu_seqlens_k is None else _integers("cu_seqlens_k", cu_seqlens_k),
-        None if mask is None else _bool_mask(mask, q, v),
-    )
+    if q_lengths is not None:
+        q_lengths = _integers("q_lengths", q_lengths)
+    if k_lengths is not None:
+        k_lengths = _integers("k_lengths", k_lengths)
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = _integers("cu_seqlens_q", cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        cu_seqlens_k = _integers("cu_seqlens_k", cu_seqlens_k)
+    if mask is not None:
+        mask = _bool_mask(mask, q, v)
+    return Options(causal, scale, seed, q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k, mask)
 
 
 def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
@@ -118,16 +124,17 @@ def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(accumulator(q.dtype)).contiguous()
 
 
-def run_group(call: GroupCall, options: Options) -> GroupResult:
+def run_group(call: GroupCall, options: Options, want_saved: bool = False) -> GroupResult:
     """One call of the operator, differentiable."""
     group, q, k, v, state = call
     centroids = gate = logit_scale = None
     if state is not None:
         centroids = _wide(_centroids(group, state), q)
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
-    causal, scale, seed, *constants = options
     rows = (q, k, v, centroids, gate, logit_scale)
-    return GroupResult(*ops.attention(*rows, *constants, group.text, scale, causal, seed))
+    rest = (*options[3:], group.text, options.scale, options.causal, options.seed)
+    out, saved = ops.attention(rows, rest, want_saved)
+    return GroupResult(out, saved)
 
 
 def _centroids(group: Group, state: State) -> Tensor | None:
@@ -170,9 +177,9 @@ def split_groups(
     state: State | Sequence[State] | None,
 ) -> list[GroupCall]:
     """Slices of the heads, in the order of the groups; k has heads of those that take keys."""
+    if len(groups) == 1 and (state is None or isinstance(state, State)):
+        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state)]
     states = _states(state, groups)
-    if len(groups) == 1:
-        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, states[0])]
     calls = []
     q_head = k_head = v_head = 0
     for group, group_state in zip(groups, states, strict=True):
@@ -211,29 +218,18 @@ def mask_of_heads(options: Options, first: int, heads: int) -> Options:
     return options._replace(mask=options.mask[:, first : first + heads])
 
 
-def run_groups(calls: Sequence[GroupCall], options: Options) -> list[GroupResult]:
+def run_groups(
+    calls: Sequence[GroupCall], options: Options, want_saved: bool = False
+) -> list[GroupResult]:
     """All groups of a layer."""
     if len(calls) == 1:
-        return [run_group(calls[0], options)]
+        return [run_group(calls[0], options, want_saved)]
     results, first = [], 0
     for call in calls:
-        results.append(run_group(call, mask_of_heads(options, first, call.group.heads)))
+        own = mask_of_heads(options, first, call.group.heads)
+        results.append(run_group(call, own, want_saved))
         first += call.group.heads
     return results
-
-
-def check_functional(calls: Sequence[GroupCall], dropout_p: float) -> None:
-    """What attention on bare tensors cannot do."""
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"dropout_p: expected 0.0, for there is no attention dropout; got {dropout_p}"
-        )
-    for call in calls:
-        if call.group.positions_named and call.group.positions != "none":
-            raise ValueError(
-                f"spec: expected no positions={call.group.positions}, for q and k are taken as "
-                "they come; coterie.nn.Attention applies positions"
-            )
 
 
 def autocast_rows(q: Tensor, k: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -242,6 +238,15 @@ def autocast_rows(q: Tensor, k: Tensor | None, v: Tensor) -> tuple[Tensor, Tenso
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), None if k is None else k.to(dtype), v.to(dtype)
+
+
+def _refuse_positions(groups: Sequence[Group]) -> None:
+    for group in groups:
+        if group.positions_named and group.positions != "none":
+            raise ValueError(
+                f"spec: expected no positions={group.positions}, for q and k are taken as they "
+                "come; coterie.nn.Attention applies positions"
+            )
 
 
 def prepare(
@@ -255,8 +260,10 @@ def prepare(
     """The calls that the groups of a spec make."""
     if q.dim() != 4 or v.dim() != 4 or (k is not None and k.dim() != 4):
         _refuse_rows(q, k, v)
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         same = k is q
         q, k, v = autocast_rows(q, None if same else k, v)
         k = q if same else k
-    return split_groups(q, k, v, head_groups(spec, q.shape[1], causal), state)
+    groups = head_groups(spec, q.shape[1], causal)
+    _refuse_positions(groups)
+    return split_groups(q, k, v, groups, state)

@@ -25,8 +25,22 @@ class Rows(NamedTuple):
     v: Tensor
 
 
+class _Relative(nn.Module):
+    """The relative term of the logits, (weight q + bias) . r."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        drawn = torch.empty(head_dim, head_dim).uniform_(-1, 1) / math.sqrt(head_dim)
+        self.weight = nn.Parameter(drawn)
+        self.bias = nn.Parameter(torch.zeros(heads, head_dim))
+
+
 class HeadGroup(nn.Module):
     """The heads of a layer that share a mechanism, with what they learn beside projections."""
+
+    centroids: Tensor  # routing
+    counts: Tensor
+    sums: Tensor
 
     def __init__(self, group: Group, dim: int, head_dim: int, kv_heads: int, seed: int) -> None:
         super().__init__()
@@ -34,29 +48,23 @@ class HeadGroup(nn.Module):
         self.commitment: Tensor | None = None
         self._tokens: list[tuple[Tensor, Tensor, Tensor | None]] = []  # as compilers keep them
         state = group_state(group, head_dim, kv_heads, seed)
-        if group.name == "routing":
+        if state.centroids is not None and state.logit_scale is not None:
             self.register_buffer("centroids", state.centroids)
             self.register_buffer("counts", state.counts)
             self.register_buffer("sums", state.sums)
             self.logit_scale = nn.Parameter(state.logit_scale)
-        elif group.name == "cast":
+        elif state.surrogates is not None:
             self.surrogates = nn.Parameter(state.surrogates)
             self.gate = nn.Linear(dim, 1)
         if group.positions == "relative":
-            self._add_relative(head_dim)
-
-    def _add_relative(self, head_dim: int) -> None:
-        self.relative = nn.Module()
-        drawn = torch.empty(head_dim, head_dim).uniform_(-1, 1) / math.sqrt(head_dim)
-        self.relative.weight = nn.Parameter(drawn)
-        self.relative.bias = nn.Parameter(torch.zeros(self.group.heads, head_dim))
+            self.relative = _Relative(group.heads, head_dim)
 
     def placed(self, rows: Rows, base: float) -> Rows:
         """Rows (B, h, N, D) with their positions."""
         q, k, v = rows
         if self.group.positions == "rotary":
             q, k = rotated(q, base), None if k is None else rotated(k, base)
-        elif self.group.positions == "relative":
+        elif self.group.positions == "relative" and k is not None:
             weight, bias = self.relative.weight, self.relative.bias
             q, k = widened_queries(q, weight, bias, base), widened_keys(k, weight.shape[0], base)
         return Rows(q.transpose(1, 2), None if k is None else k.transpose(1, 2), v.transpose(1, 2))
@@ -64,7 +72,7 @@ class HeadGroup(nn.Module):
     def state(self, x: Tensor | None = None) -> State | None:
         """What the mechanism takes beside rows; ``x`` (B, N, E), the layer's input, for cast."""
         if self.group.name == "routing":
-            return State(self.centroids, self.counts, self.sums, self.logit_scale)
+            return State(*self.buffers_of_centroids(), self.logit_scale)
         if self.group.name == "cast":
             return State(surrogates=self.surrogates, gate=self.gate(x).squeeze(-1))
         return None
@@ -72,8 +80,9 @@ class HeadGroup(nn.Module):
     def forward(self, rows: Rows, options: Options, x: Tensor | None = None) -> Tensor:
         """Attention (B, h, N, D) of placed rows."""
         call = GroupCall(self.group, *rows, self.state(x))
-        result = run_group(call, options)
-        if self.group.name == "routing" and self.training:
+        moves = self.group.name == "routing" and self.training
+        result = run_group(call, options, want_saved=moves)
+        if moves:
             self._remember(call, result, options)
         return result.out
 
@@ -87,6 +96,10 @@ class HeadGroup(nn.Module):
         losses = [_centroids.commitment(part, self.centroids) for part in parts]
         self.commitment = (losses[0] + losses[-1]) * self.group.number("commitment")
         self._tokens = [(part.x.detach(), part.labels, part.lengths) for part in parts]
+
+    def buffers_of_centroids(self) -> _centroids.Centroids:
+        """What moves without gradients; of routing only."""
+        return _centroids.Centroids(self.centroids, self.counts, self.sums)
 
     def take_tokens(self) -> list[_centroids.Tokens]:
         """The queries and keys of the last pass in training, once."""

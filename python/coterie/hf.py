@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from .groups import HeadGroup, HeadGroups, Rows
 from .padding import Padding, make_padding
 from .spec import Group
 
+_Model = TypeVar("_Model", bound=nn.Module)
 NAME = "coterie"
 _ATTRIBUTE = "coterie"  # submodule of an attention layer
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -39,9 +40,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def use(
-    model: nn.Module, spec: str, layers: Iterable[int] | None = None, seed: int = 0
-) -> nn.Module:
+def use(model: _Model, spec: str, layers: Iterable[int] | None = None, seed: int = 0) -> _Model:
     """Gives layers of a model the attention that ``spec`` names; the others keep, or get, "full".
 
     Args:
@@ -51,7 +50,8 @@ def use(
         seed: of the initial centroids of routing heads.
     """
     register()
-    model.set_attn_implementation(NAME)
+    transformers_model: Any = model
+    transformers_model.set_attn_implementation(NAME)
     found = attention_layers(model)
     if not found:
         raise ValueError("model: expected a model with attention layers that know their layer_idx")
@@ -67,22 +67,22 @@ def use(
     return model
 
 
-def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+def attention_layers(model: nn.Module) -> dict[int, Any]:
     """The self-attention layers of a model by index."""
-    return {
-        module.layer_idx: module
-        for module in model.modules()
-        if getattr(module, "layer_idx", None) is not None
-        and hasattr(module, "scaling")
-        and not _is_cross(module)
-    }
+    layers: dict[int, Any] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(module, "scaling") and not _is_cross(module):
+            layers[index] = module
+    return layers
 
 
 def _is_cross(module: nn.Module) -> bool:
-    return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    cross = bool(getattr(module, "is_cross_attention", False))
+    return cross or "Cross" in type(module).__name__
 
 
-def _attach(layer: nn.Module, spec: str, seed: int) -> None:
+def _attach(layer: Any, spec: str, seed: int) -> None:
     config = layer.config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -171,17 +171,18 @@ def attention_forward(
     groups = _groups_of(module, query, key, causal)
     if attention_mask is not None and attention_mask.dim() == 4:
         options = Options(causal, scaling or 0.0, mask=_pair_mask(groups, query, attention_mask))
-        out = _run(groups, Rows(query, key, value), options)
+        out = _run(groups, _Rows(query, key, value), options)
     else:
-        out = _run_padded(module, groups, Rows(query, key, value), attention_mask, scaling)
+        out = _run_padded(module, groups, _Rows(query, key, value), attention_mask, scaling)
     return out.transpose(1, 2), None
 
 
 def _groups_of(module: nn.Module, query: Tensor, key: Tensor, causal: bool) -> HeadGroups:
-    groups = getattr(module, _ATTRIBUTE, None)
+    groups: HeadGroups | None = getattr(module, _ATTRIBUTE, None)
     if groups is not None and groups.causal == causal:
         return groups
-    spec = groups.spec if groups is not None else getattr(module.config, "coterie_spec", None)
+    config = getattr(module, "config", None)
+    spec = groups.spec if groups is not None else getattr(config, "coterie_spec", None)
     if spec is None:
         raise ValueError(
             "coterie: expected a spec: set config.coterie_spec or call coterie.hf.use(model, spec)"
@@ -215,10 +216,18 @@ def _pair_mask(groups: HeadGroups, query: Tensor, mask: Tensor) -> Tensor:
     return allowed.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[3])
 
 
+class _Rows(NamedTuple):
+    """q (B, H, N, D), k and v (B, Hkv, S, D): models have keys of their own."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 def _run_padded(
     module: nn.Module,
     groups: HeadGroups,
-    rows: Rows,
+    rows: _Rows,
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
@@ -234,7 +243,7 @@ def _run_padded(
     keys = make_padding(mask.bool())
     queries = _query_padding(module, q, mask.bool(), keys)
     options = options._replace(q_lengths=queries.lengths, k_lengths=keys.lengths)
-    front = Rows(queries.to_front(q, 2), keys.to_front(k, 2), keys.to_front(v, 2))
+    front = _Rows(queries.to_front(q, 2), keys.to_front(k, 2), keys.to_front(v, 2))
     return queries.back(_run(groups, front, options), 2)
 
 
@@ -246,11 +255,11 @@ def _query_padding(module: nn.Module, q: Tensor, mask: Tensor, keys: Padding) ->
     return keys if mask.shape[1] == N else make_padding(mask[:, -N:])
 
 
-def _run(groups: HeadGroups, rows: Rows, options: Options) -> Tensor:
+def _run(groups: HeadGroups, rows: _Rows, options: Options) -> Tensor:
     parts, first, kv_first = [], 0, 0
     for group in groups.groups():
         heads, share = group.group.heads, group.kv_heads
-        own = Rows(
+        own = _Rows(
             rows.q[:, first : first + heads],
             rows.k[:, kv_first : kv_first + share],
             rows.v[:, kv_first : kv_first + share],
@@ -264,7 +273,7 @@ def _run(groups: HeadGroups, rows: Rows, options: Options) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _run_group(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
+def _run_group(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
     decoding = options.causal and rows.q.shape[2] != rows.k.shape[2]
     if decoding and group.group.causality == "leaking":
         raise ValueError(
@@ -275,10 +284,15 @@ def _run_group(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
         options = options._replace(scale=0.0)  # its logits are of normalised rows
         if decoding:
             return _decode_routing(group, rows, options)
-    return group(rows, options)
+    return _call(group, rows, options)
 
 
-def _decode_routing(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
+def _call(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
+    out: Tensor = group(Rows(*rows), options)
+    return out
+
+
+def _decode_routing(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
     """Strict routing wants a query for each key; those of earlier positions have no effect."""
     q, k, v = rows
     B, heads, N, D = q.shape
@@ -289,5 +303,6 @@ def _decode_routing(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
     places = torch.arange(N, device=q.device) + (lengths - count)[:, None]
     index = (places % S).long()[:, None, :, None].expand(B, heads, N, D)
     padded = q.new_zeros(B, heads, S, D).scatter(2, index, q)
-    out = group(Rows(padded, k, v), options._replace(q_lengths=lengths, k_lengths=lengths))
+    whole_pass = options._replace(q_lengths=lengths, k_lengths=lengths)
+    out = _call(group, _Rows(padded, k, v), whole_pass)
     return torch.gather(out, 2, index[..., :1].expand(B, heads, N, out.shape[3]))

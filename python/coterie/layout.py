@@ -57,7 +57,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_Layout = tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]
+_Shapes = dict[str, Sequence[int]]
+_Layout = tuple[_Shapes, _Shapes]
+
+
+def _least(one: int, other: int) -> int:
+    """Of numbers that may be symbols of a tracer."""
+    least: int = torch.sym_min(one, other)
+    return least
 
 
 def _rows(s: Sizes) -> Sequence[int]:
@@ -69,14 +76,18 @@ def _exact(_: Group, s: Sizes) -> _Layout:
 
 
 def _oracle(group: Group, s: Sizes) -> _Layout:
-    top = torch.sym_min(group.whole("topk"), s.S)
+    top = _least(group.whole("topk"), s.S)
     return {"top_keys": (*_rows(s), top)}, {"lse": _rows(s)}
 
 
 def _clustered(group: Group, s: Sizes) -> _Layout:
     clusters = group.whole("clusters")
-    indices = {"labels": _rows(s), "order": _rows(s), "offsets": (s.items, s.H, clusters + 1)}
-    values = {
+    indices: _Shapes = {
+        "labels": _rows(s),
+        "order": _rows(s),
+        "offsets": (s.items, s.H, clusters + 1),
+    }
+    values: _Shapes = {
         "centroids": (s.items, s.H, clusters, s.Dk),
         "centroid_lse": (s.items, s.H, clusters),
         "centroid_out": (s.items, s.H, clusters, s.Dv),
@@ -87,7 +98,7 @@ def _clustered(group: Group, s: Sizes) -> _Layout:
 def _improved(group: Group, s: Sizes) -> _Layout:
     clusters = group.whole("clusters")
     indices, values = _clustered(group, s)
-    indices["top_keys"] = (s.items, s.H, clusters, torch.sym_min(group.whole("topk"), s.S))
+    indices["top_keys"] = (s.items, s.H, clusters, _least(group.whole("topk"), s.S))
     del values["centroid_out"]
     values["mass"] = (s.items, s.H, clusters)
     values["bottom"] = (s.items, s.H, clusters, s.Dv)
@@ -99,7 +110,7 @@ def _improved(group: Group, s: Sizes) -> _Layout:
 
 def _lsh(group: Group, s: Sizes) -> _Layout:
     rounds = group.whole("rounds")
-    indices = {"order": (s.B, s.H, rounds, s.N)}
+    indices: _Shapes = {"order": (s.B, s.H, rounds, s.N)}
     if group.parameters["combine"] == "lse":
         return indices, {"lse": _rows(s)}
     return indices, {"round_lse": (s.B, s.H, rounds, s.N)}
@@ -108,7 +119,7 @@ def _lsh(group: Group, s: Sizes) -> _Layout:
 def _strict_routing(group: Group, s: Sizes) -> _Layout:
     clusters = group.whole("clusters")
     places = min(group.whole("queries_in"), clusters)
-    indices: dict[str, Sequence[int]] = {"q_labels": _rows(s)}
+    indices: _Shapes = {"q_labels": _rows(s)}
     if not group.keys_are_queries:
         indices["k_labels"] = (s.B, s.key_heads, s.S)
     indices["q_order"] = (s.B, s.H, s.N * places)
@@ -126,9 +137,9 @@ def _routing(group: Group, s: Sizes) -> _Layout:
     def width(rows: int) -> int:
         if group.parameters["membership"] == "balanced":
             return (rows + clusters - 1) // clusters
-        return torch.sym_min(group.whole("window"), rows)
+        return _least(group.whole("window"), rows)
 
-    indices: dict[str, Sequence[int]] = {"q_members": (s.items, s.H, clusters, width(s.N))}
+    indices: _Shapes = {"q_members": (s.items, s.H, clusters, width(s.N))}
     if not group.keys_are_queries:
         indices["k_members"] = (s.items, s.key_heads, clusters, width(s.S))
     indices["q_labels"] = _rows(s)
@@ -141,10 +152,10 @@ def _cast(group: Group, s: Sizes) -> _Layout:
     clusters, size = group.whole("clusters"), group.whole("size")
     if group.parameters["mode"] == "single":
         size = torch.sym_max(size, (s.N + clusters - 1) // clusters)
-    size = torch.sym_min(size, s.N)
+    size = _least(size, s.N)
     heads = 1 if group.parameters["share_heads"] == "1" else s.H
     softmax = group.parameters["activation"] == "softmax"
-    values: dict[str, Sequence[int]] = {}
+    values: _Shapes = {}
     if softmax:
         values["member_lse"] = (s.items, s.H, clusters, size)
     values["summary"] = (s.items, s.H, clusters, s.Dv)

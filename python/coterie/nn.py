@@ -159,15 +159,17 @@ class Attention(HeadGroups):
         )
 
     def _attend(self, x: Tensor, options: Options, seed: int) -> Tensor:
-        def heads(linear: nn.Linear | None) -> Tensor | None:
-            return None if linear is None else linear(x).unflatten(2, (-1, self.head_dim))
+        def heads(linear: nn.Linear) -> Tensor:
+            rows: Tensor = linear(x)
+            return rows.view(*rows.shape[:2], -1, self.head_dim)
 
-        q, k, v = heads(self.q), heads(self.k), heads(self.v)
+        q, v = heads(self.q), heads(self.v)
+        k = None if self.k is None else heads(self.k)
         parts, first, k_first, v_first = [], 0, 0, 0
         for number, group in enumerate(self.groups()):
             share, count = group.kv_heads, group.group.heads
             keys = None
-            if not group.group.keys_are_queries:
+            if k is not None and not group.group.keys_are_queries:
                 keys = k[:, :, k_first : k_first + share]
                 k_first += share
             rows = Rows(q[:, :, first : first + count], keys, v[:, :, v_first : v_first + share])
@@ -180,7 +182,8 @@ class Attention(HeadGroups):
             first += count
             v_first += share
         merged = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return self.out(merged.flatten(2))
+        out: Tensor = self.out(merged.flatten(2))
+        return out
 
     def extra_repr(self) -> str:
         causal = ", causal" if self.causal else ""
@@ -226,7 +229,9 @@ def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None 
     """
     for group in _routing_groups(module):
         for tokens in group.take_tokens():
-            _centroids.ema_update(group.state(), tokens, group.group.number("decay"), process_group)
+            _centroids.ema_update(
+                group.buffers_of_centroids(), tokens, group.group.number("decay"), process_group
+            )
 
 
 def initialise_centroids(
@@ -240,13 +245,14 @@ def initialise_centroids(
         tokens = group.take_tokens()
         if not tokens:
             raise ValueError("module: expected one that has made a pass in training mode")
-        _centroids.initialise(group.state(), tokens, group_seed(seed, 0, number), process_group)
+        own = group_seed(seed, 0, number)
+        _centroids.initialise(group.buffers_of_centroids(), tokens, own, process_group)
 
 
 def commitment_loss(module: nn.Module) -> Tensor:
     """Weighted sum of the commitment losses of all routing heads in the last pass in training."""
-    losses = [group.commitment for group in _routing_groups(module)]
-    losses = [loss for loss in losses if loss is not None]
+    found = [group.commitment for group in _routing_groups(module)]
+    losses = [loss for loss in found if loss is not None]
     if losses:
         return torch.stack(losses).sum()
     parameter = next(module.parameters(), None)

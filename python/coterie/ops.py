@@ -31,7 +31,7 @@ commitment_loss_backward(...) -> d loss / d x
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,8 @@ def _check_first_order(op: str) -> None:
         raise RuntimeError(f"[{op}] expected derivatives of first order; got create_graph=True")
 
 
-def _keep(ctx: Any, inputs: Sequence[Any], out: Tensor, saved: Sequence[Tensor]) -> None:
+def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Sequence[Tensor]]) -> None:
+    out, saved = output
     ctx.mark_non_differentiable(*saved)
     ctx.save_for_backward(*inputs[:_TENSORS], out, *saved)
     ctx.settings = inputs[_TENSORS:]
@@ -125,39 +126,55 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | 
     return (*_gradients(ctx, grad_out), *[None] * (_ARGUMENTS - _DIFFERENTIABLE))
 
 
-torch.library.register_autograd(
-    "coterie::attention",
-    _differentiate,
-    setup_context=lambda ctx, inputs, output: _keep(ctx, inputs, *output),
-)
+torch.library.register_autograd("coterie::attention", _differentiate, setup_context=_keep)
+_forward = torch.ops.coterie.attention_forward.default
 
 
 class _Attention(torch.autograd.Function):
-    """The same derivative; outside of graphs it is called ten times as fast as a registered one."""
+    """The same derivative; outside of graphs it is called ten times as fast as a registered one.
+
+    Takes the differentiable arguments, the others as one tuple, and whether the saved tensors are
+    wanted beside the output: each output costs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        inputs = (*args[:-1], *args[-1])
-        out, saved = torch.ops.coterie.attention_forward.default(*inputs)
-        _keep(ctx, inputs, out, saved)
+    def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, ...]:
+        rows, rest = args[:_DIFFERENTIABLE], args[_DIFFERENTIABLE]
+        out: Tensor
+        saved: Sequence[Tensor]
+        out, saved = _forward(*rows, *rest)
+        constants = _TENSORS - _DIFFERENTIABLE
+        ctx.save_for_backward(*rows, *rest[:constants], out, *saved)
+        ctx.settings = rest[constants:]
+        if not args[-1]:
+            return out
+        ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
         return out, *saved
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_out), None)
+        return (*_gradients(ctx, grad_out), None, None)
 
 
-def attention(*args: Any) -> tuple[Tensor, Sequence[Tensor]]:
-    """coterie::attention by the quickest way to call it."""
+_apply: Callable[..., Any] = _Attention.apply
+
+
+def attention(
+    rows: tuple[Tensor | None, ...], rest: tuple[Any, ...], want_saved: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """coterie::attention by the quickest way to call it: differentiable arguments, the others."""
+    result: tuple[Tensor, Sequence[Tensor]]
     if torch.compiler.is_compiling():
-        return torch.ops.coterie.attention.default(*args)
+        result = torch.ops.coterie.attention.default(*rows, *rest)
+        return result
     if torch.is_grad_enabled():
-        for tensor in args[:_DIFFERENTIABLE]:
+        for tensor in rows:
             if tensor is not None and tensor.requires_grad:
-                result = _Attention.apply(*args[:_DIFFERENTIABLE], args[_DIFFERENTIABLE:])
-                return result[0], result[1:]
-    return torch.ops.coterie.attention_forward.default(*args)
+                found = _apply(*rows, rest, want_saved)
+                return (found[0], found[1:]) if want_saved else (found, ())
+    result = _forward(*rows, *rest)
+    return result
 
 
 def _labels(x: Tensor) -> Tensor:
@@ -170,8 +187,8 @@ def _items(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 @torch.library.register_fake("coterie::hash_planes")
 def _(x: Tensor, bits: int, bias: bool, seed: int) -> tuple[Tensor, Tensor]:
-    kind = {"dtype": torch.float32}
-    return x.new_empty((1, 1, bits, x.shape[3]), **kind), x.new_empty((1, 1, bits), **kind)
+    planes = x.new_empty((1, 1, bits, x.shape[3]), dtype=torch.float32)
+    return planes, x.new_empty((1, 1, bits), dtype=torch.float32)
 
 
 @torch.library.register_fake("coterie::hash_codes")

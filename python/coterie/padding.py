@@ -17,18 +17,21 @@ class Padding(NamedTuple):
 
     def to_front(self, rows: Tensor, dim: int) -> Tensor:
         """Rows (B, ..., N, ...) with the valid ones first in ``dim``."""
-        return rows if self.order is None else torch.gather(rows, dim, self._index(rows, dim))
+        if self.order is None:
+            return rows
+        return torch.gather(rows, dim, _index(self.order, rows, dim))
 
     def back(self, rows: Tensor, dim: int) -> Tensor:
         """The reverse of to_front."""
         if self.order is None:
             return rows
-        return torch.empty_like(rows).scatter(dim, self._index(rows, dim), rows)
+        return torch.empty_like(rows).scatter(dim, _index(self.order, rows, dim), rows)
 
-    def _index(self, rows: Tensor, dim: int) -> Tensor:
-        shape = [1] * rows.dim()
-        shape[0], shape[dim] = self.order.shape
-        return self.order.view(shape).expand(rows.shape)
+
+def _index(order: Tensor, rows: Tensor, dim: int) -> Tensor:
+    shape = [1] * rows.dim()
+    shape[0], shape[dim] = order.shape
+    return order.view(shape).expand(rows.shape)
 
 
 def make_padding(valid_BN: Tensor) -> Padding:

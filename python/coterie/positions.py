@@ -17,10 +17,13 @@ class Waves(NamedTuple):
     cos: Tensor
 
 
+def _steps(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device, dtype=torch.float64)
+
+
 def _waves(rows: Tensor, width: int, base: float) -> Waves:
-    kind = {"device": rows.device, "dtype": torch.float64}
-    positions = torch.arange(rows.shape[1], **kind)
-    frequencies = torch.exp(torch.arange(width // 2, **kind) * (-2 * math.log(base) / width))
+    positions = _steps(rows.shape[1], rows.device)
+    frequencies = torch.exp(_steps(width // 2, rows.device) * (-2 * math.log(base) / width))
     angles = (positions[:, None] * frequencies)[:, None]
     return Waves(angles.sin().to(rows.dtype), angles.cos().to(rows.dtype))
 

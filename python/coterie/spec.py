@@ -78,7 +78,9 @@ def head_groups(spec: str, heads: int, causal: bool) -> tuple[Group, ...]:
     if not isinstance(spec, str):
         raise TypeError(f"spec: expected a string; got {type(spec).__name__}")
     if torch.compiler.is_compiling():
-        return _constant_groups(spec, operator.index(heads), causal)  # no graph for all counts
+        # An index: there is no graph for all counts of heads.
+        constant: tuple[Group, ...] = _constant_groups(spec, operator.index(heads), causal)
+        return constant
     return _groups(spec, heads, causal)
 
 

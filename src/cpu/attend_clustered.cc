@@ -104,14 +104,15 @@ void backward(const ClusteredParams& params, const AttentionCall& call,
     using T = typename decltype(tag)::type;
     ClusteredWorkspace<T> ws(arena, params, call);
     centroid_output_gradients(call, tensors, grad_out, ws.gradients, ws.tiles);
-    if (gradients.dq.present()) {
+    const bool means = gradients.dq.present();
+    if (gradients.dk.present() || gradients.dv.present())
+      centroid_backward_keys<T>(call, tensors, ws.gradients, nullptr, means, gradients.dk,
+                                gradients.dv, ws.tiles);
+    else if (means)
       centroid_backward_means(call, tensors, ws.gradients, ws.tiles);
+    if (means)
       broadcast_rows(call, result.saved[kLabels], tensors.clusters(), ws.gradients.dmean, call.Dk,
                      gradients.dq, ws.tiles);
-    }
-    if (gradients.dk.present() || gradients.dv.present())
-      centroid_backward_keys<T>(call, tensors, ws.gradients, nullptr, gradients.dk, gradients.dv,
-                                ws.tiles);
   });
 }
 

@@ -156,15 +156,17 @@ void backward_exact(const ImprovedClusteredParams& params, const AttentionCall& 
   mass_gradients(call, tensors.lists, params.mass_grad, ws);
   plan.weight = ws.weight;
   centroid_output_gradients(call, tensors, gradients.grad_out, ws.gradients, ws.lists.tiles);
-  if (gradients.dq.present()) {
+  const bool means = gradients.dq.present();
+  if (gradients.dk.present() || gradients.dv.present()) {
+    shared_backward_slots(call, plan, tensors.lists, gradients, ws.slots, ws.lists);
+    centroid_backward_keys(call, tensors, ws.gradients, &ws.slots, means, gradients.dk,
+                           gradients.dv, ws.lists.tiles);
+  } else if (means) {
     centroid_backward_means(call, tensors, ws.gradients, ws.lists.tiles);
-    add_mean_gradient(call, tensors.clusters(), ws.gradients.dmean, plan);
-    lists_backward_queries(call, plan, gradients, ws.lists);
   }
-  if (!gradients.dk.present() && !gradients.dv.present()) return;
-  shared_backward_slots(call, plan, tensors.lists, gradients, ws.slots, ws.lists);
-  centroid_backward_keys(call, tensors, ws.gradients, &ws.slots, gradients.dk, gradients.dv,
-                         ws.lists.tiles);
+  if (!means) return;
+  add_mean_gradient(call, tensors.clusters(), ws.gradients.dmean, plan);
+  lists_backward_queries(call, plan, gradients, ws.lists);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "core/parallel.h"
 #include "cpu/group.h"
 #include "cpu/means.h"
+#include "cpu/turns.h"
 
 namespace coterie::cpu {
 
@@ -187,6 +188,19 @@ void centroid_output_gradients(const AttentionCall& call, const CentroidTensors&
                });
 }
 
+// Gradients of means become those of their members.
+template <class T>
+static void share_means(const AttentionCall& call, const ClusterLists& lists, T* dmean) {
+  parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {
+    for (std::int64_t c = 0; c < lists.clusters(); ++c) {
+      const Range members = lists.members(problem / call.H, problem % call.H, c);
+      if (members.begin < members.end)
+        kernels<T>().row_scale(dmean + (problem * lists.clusters() + c) * call.Dk, call.Dk,
+                               T(1) / static_cast<T>(members.end - members.begin));
+    }
+  });
+}
+
 template <class T>
 void centroid_backward_means(const AttentionCall& call, const CentroidTensors& tensors,
                              CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles) {
@@ -201,50 +215,59 @@ void centroid_backward_means(const AttentionCall& call, const CentroidTensors& t
         centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, tile.head),
         centroid_rows(call, tensors, gradients, problem), tile.first, tile.count, own,
         listed ? &hook : nullptr);
-    for (std::int64_t r = 0; r < tile.count; ++r) {
-      const Range members = tensors.lists.members(tile.item, tile.head, tile.first + r);
-      if (members.begin < members.end)
-        kernels<T>().row_scale(own.dq + r * own.key_row, own.key_row,
-                               T(1) / static_cast<T>(members.end - members.begin));
-    }
     kernels<T>().store(memory_rows(gradients.dmean + row * call.Dk, call.Dk), tile.first,
                        tile.count, T(1), own.dq, own.key_row);
   });
+  share_means(call, tensors.lists, gradients.dmean);
 }
 
 template <class T>
 void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
-                            const CentroidGradients<T>& gradients, const KeySlots<T>* slots,
+                            CentroidGradients<T>& gradients, const KeySlots<T>* slots, bool means,
                             const TensorView& dk, const TensorView& dv,
                             std::vector<Tiles<T>>& tiles) {
-  const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& own) {
+  const std::int64_t problems = call.num_items() * call.H, clusters = tensors.clusters();
+  const std::int64_t tiles_per_head = (clusters + kQueryTile - 1) / kQueryTile;
+  Turns turns(problems * tiles_per_head);
+  if (means) std::fill_n(gradients.dmean, problems * clusters * call.Dk, T(0));
+  const auto add_tile = [&](const RowTile& tile, std::int64_t head, Tiles<T>& own) {
     const std::int64_t problem = tile.item * call.H + head;
+    const QuerySums sums = [&](std::int64_t first, std::int64_t count) {
+      const Turns::Turn turn(turns, problem * tiles_per_head + first / kQueryTile,
+                             tile.first / kKeyTile);
+      add_to_queries(memory_rows(gradients.dmean + problem * clusters * call.Dk, call.Dk), first,
+                     count, tile.count, own);
+    };
     const TileHook<T> hook = backward_hook(tensors.lists, tile.item, head,
                                            gradients.dmass + problem * tensors.clusters());
     backward_key_tile(centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, head),
                       centroid_rows(call, tensors, gradients, problem), tile.first, tile.count, own,
-                      slots ? &hook : nullptr);
+                      slots ? &hook : nullptr, means ? &sums : nullptr);
     if (slots) add_slots(call, tensors.lists, tile.item, head, tile.first, tile.count, *slots, own);
   };
+  const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& own) {
+    turns.run([&] { add_tile(tile, head, own); });
+  };
   write_key_tiles<T>(call, {}, add, dk, dv, tiles);
+  if (means) share_means(call, tensors.lists, gradients.dmean);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                              \
-  template void cluster_means(const AttentionCall&, const ClusterLists&, const TensorView&, \
-                              std::vector<Tiles<T>>&);                                      \
-  template Segment<T> centroid_segment(const AttentionCall&, const ClusterLists&,           \
-                                       const TensorView&, std::int64_t, std::int64_t);      \
-  template void centroid_forward(const AttentionCall&, const CentroidTensors&,              \
-                                 std::vector<Tiles<T>>&);                                   \
-  template struct CentroidGradients<T>;                                                     \
-  template void centroid_output_gradients(const AttentionCall&, const CentroidTensors&,     \
-                                          const TensorView&, CentroidGradients<T>&,         \
-                                          std::vector<Tiles<T>>&);                          \
-  template void centroid_backward_means(const AttentionCall&, const CentroidTensors&,       \
-                                        CentroidGradients<T>&, std::vector<Tiles<T>>&);     \
-  template void centroid_backward_keys(                                                     \
-      const AttentionCall&, const CentroidTensors&, const CentroidGradients<T>&,            \
-      const KeySlots<T>*, const TensorView&, const TensorView&, std::vector<Tiles<T>>&);
+#define COTERIE_INSTANTIATE(T)                                                                 \
+  template void cluster_means(const AttentionCall&, const ClusterLists&, const TensorView&,    \
+                              std::vector<Tiles<T>>&);                                         \
+  template Segment<T> centroid_segment(const AttentionCall&, const ClusterLists&,              \
+                                       const TensorView&, std::int64_t, std::int64_t);         \
+  template void centroid_forward(const AttentionCall&, const CentroidTensors&,                 \
+                                 std::vector<Tiles<T>>&);                                      \
+  template struct CentroidGradients<T>;                                                        \
+  template void centroid_output_gradients(const AttentionCall&, const CentroidTensors&,        \
+                                          const TensorView&, CentroidGradients<T>&,            \
+                                          std::vector<Tiles<T>>&);                             \
+  template void centroid_backward_means(const AttentionCall&, const CentroidTensors&,          \
+                                        CentroidGradients<T>&, std::vector<Tiles<T>>&);        \
+  template void centroid_backward_keys(                                                        \
+      const AttentionCall&, const CentroidTensors&, CentroidGradients<T>&, const KeySlots<T>*, \
+      bool, const TensorView&, const TensorView&, std::vector<Tiles<T>>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

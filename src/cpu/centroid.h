@@ -62,10 +62,10 @@ void centroid_backward_means(const AttentionCall& call, const CentroidTensors& t
                              CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles);
 
 // dk and dv (either may be absent): centroid attention's, plus the listed keys' when slots are
-// given.
+// given; with `means` also what centroid_backward_means computes, for fewer products.
 template <class T>
 void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
-                            const CentroidGradients<T>& gradients, const KeySlots<T>* slots,
+                            CentroidGradients<T>& gradients, const KeySlots<T>* slots, bool means,
                             const TensorView& dk, const TensorView& dv,
                             std::vector<Tiles<T>>& tiles);
 

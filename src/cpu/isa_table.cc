@@ -11,7 +11,7 @@ namespace coterie {
 
 namespace {
 
-constexpr CpuIsa kLevels[] = {CpuIsa::baseline, CpuIsa::avx2, CpuIsa::avx512};
+constexpr CpuIsa kLevels[] = {CpuIsa::baseline, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16};
 
 bool supported(CpuIsa isa) {
   __builtin_cpu_init();
@@ -22,10 +22,12 @@ bool supported(CpuIsa isa) {
       return true;
     case CpuIsa::avx2:
       return avx2;
+    case CpuIsa::avx512_bf16:
+      return supported(CpuIsa::avx512) && __builtin_cpu_supports("avx512bf16");
     case CpuIsa::avx512:
       return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("avx512vpopcntdq");
+             __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512ifma");
   }
   return false;
 }
@@ -38,7 +40,7 @@ CpuIsa initial_isa() {
     for (CpuIsa isa : kLevels)
       if (std::string(text) == cpu_isa_name(isa) && supported(isa)) return isa;
     fail("COTERIE_CPU_ISA", "expected a level this machine has, at most ", cpu_isa_name(best),
-         " (baseline, avx2, avx512); got ", text);
+         " (baseline, avx2, avx512, avx512_bf16); got ", text);
   }
   return best;
 }
@@ -51,7 +53,7 @@ std::atomic<CpuIsa>& current_isa() {
 }  // namespace
 
 const char* cpu_isa_name(CpuIsa isa) {
-  constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
+  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
   return kNames[static_cast<int>(isa)];
 }
 
@@ -74,6 +76,8 @@ namespace cpu {
 
 const KernelTable& kernel_table() {
   switch (cpu_isa()) {
+    case CpuIsa::avx512_bf16:
+      return avx512_bf16::kTable;
     case CpuIsa::avx512:
       return avx512::kTable;
     case CpuIsa::avx2:

@@ -2,49 +2,15 @@
 // The kernels of kernels.h for one instruction set: this file is compiled once per COTERIE_ISA.
 #include "cpu/kernels.h"
 
+#include <type_traits>
+
 #include "core/half.h"
+#include "cpu/kernels_isa.h"
 #include "cpu/vec.h"
 
 namespace coterie::cpu::COTERIE_ISA {
 
 namespace {
-
-// A register tile: kRows rows of a times two vectors of b's columns.
-template <class T, int kRows>
-void multiply_tile(const Product<T>& p, int64_t row, int64_t column) {
-  constexpr int kL = kLanes<T>;
-  const T* a = p.a + row * p.a_row;
-  const T* b = p.b + column;
-  T* c = p.c + row * p.c_row + column;
-  Vec<T> sum[kRows][2];
-  for (int r = 0; r < kRows; ++r) {
-    sum[r][0] = p.accumulate ? load_vec(c + r * p.c_row) : Vec<T>{};
-    sum[r][1] = p.accumulate ? load_vec(c + r * p.c_row + kL) : Vec<T>{};
-  }
-  for (int64_t k = 0; k < p.k; ++k) {
-    const Vec<T> b0 = load_vec(b + k * p.b_row), b1 = load_vec(b + k * p.b_row + kL);
-    for (int r = 0; r < kRows; ++r) {
-      const T factor = a[r * p.a_row + k * p.a_col];
-      sum[r][0] += factor * b0;
-      sum[r][1] += factor * b1;
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    store_vec(c + r * p.c_row, sum[r][0]);
-    store_vec(c + r * p.c_row + kL, sum[r][1]);
-  }
-}
-
-template <class T>
-void multiply(const Product<T>& p) {
-  constexpr int kRows = COTERIE_TILE_ROWS;
-  for (int64_t column = 0; column < p.n; column += 2 * kLanes<T>) {
-    int64_t row = 0;
-    for (; row + kRows <= p.m; row += kRows) multiply_tile<T, kRows>(p, row, column);
-    for (; row + 4 <= p.m; row += 4) multiply_tile<T, 4>(p, row, column);
-    for (; row < p.m; ++row) multiply_tile<T, 1>(p, row, column);
-  }
-}
 
 // Elements as the type they are computed in; beside the overloads of half.h.
 inline double to_float(double value) { return value; }
@@ -60,8 +26,12 @@ void load_as(const Rows& rows, int64_t first, int64_t count, T factor, T* tile, 
   for (int64_t r = 0; r < count; ++r) {
     const Element* from = reinterpret_cast<const Element*>(row_at(rows, first + r));
     T* to = tile + r * tile_row;
-    for (int64_t d = 0; d < rows.width; ++d) to[d] = static_cast<T>(to_float(from[d])) * factor;
-    for (int64_t d = rows.width; d < tile_row; ++d) to[d] = 0;
+    int64_t d = 0;
+    if constexpr (std::is_same_v<T, Element>)
+      for (; d + kLanes<T> <= rows.width; d += kLanes<T>)
+        store_vec(to + d, load_vec(from + d) * factor);
+    for (; d < rows.width; ++d) to[d] = static_cast<T>(to_float(from[d])) * factor;
+    for (; d < tile_row; ++d) to[d] = 0;
   }
 }
 
@@ -160,15 +130,8 @@ void store(const Rows& rows, int64_t first, int64_t count, T factor, const T* ti
 template <class T>
 T row_max(const T* row, int64_t n) {
   Vec<T> best = broadcast(static_cast<T>(-INFINITY));
-  for (int64_t i = 0; i < n; i += kLanes<T>) {
-    const Vec<T> v = load_vec(row + i);
-    best = v > best ? v : best;
-  }
-  T lane[kLanes<T>];
-  memcpy(lane, &best, sizeof best);
-  T largest = lane[0];
-  for (int i = 1; i < kLanes<T>; ++i) largest = lane[i] > largest ? lane[i] : largest;
-  return largest;
+  for (int64_t i = 0; i < n; i += kLanes<T>) best = max_vec<T>(load_vec(row + i), best);
+  return max_lanes<T>(best);
 }
 
 template <class T>
@@ -180,6 +143,30 @@ T row_exp(T* row, int64_t n, T shift) {
     sum += p;
   }
   return sum_lanes<T>(sum);
+}
+
+// As many rows as a vector has lanes at a time: their rescaling factors are one exponential.
+template <class T>
+void softmax(const ScoreTile<T>& tile) {
+  constexpr int kL = kLanes<T>;
+  for (int64_t first = 0; first < tile.rows; first += kL) {
+    const int64_t rows = tile.rows - first < kL ? tile.rows - first : kL;
+    T before[kL] = {}, shift[kL] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      const T largest = row_max(tile.scores + (first + r) * tile.row, tile.columns);
+      before[r] = tile.max[first + r];
+      if (largest > before[r]) tile.max[first + r] = largest;
+      // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
+      shift[r] = tile.max[first + r] == static_cast<T>(-INFINITY) ? 0 : tile.max[first + r];
+    }
+    T rescale[kL];
+    store_vec(rescale, exp_vec(load_vec(before) - load_vec(shift)));
+    for (int64_t r = first; r < first + rows; ++r) {
+      tile.rescale[r] = rescale[r - first];
+      tile.sum[r] = tile.sum[r] * rescale[r - first] +
+                    row_exp(tile.scores + r * tile.row, tile.columns, shift[r - first]);
+    }
+  }
 }
 
 template <class T>
@@ -228,50 +215,23 @@ int64_t row_above(const T* row, int64_t n, T threshold, int32_t* indices) {
   return count;
 }
 
-void nearest_code(const uint64_t* codes, int64_t count, const uint64_t* centroids,
-                  int64_t num_centroids, int32_t* labels) {
-  // The distance in the high half and the index in the low half make one key per pair, so that the
-  // minimum is the nearest centroid with ties to the lower index.
-  constexpr int64_t kStrip = 32;
-  for (int64_t i0 = 0; i0 < count; i0 += kStrip) {
-    uint64_t code[kStrip], best[kStrip];
-    const int64_t strip = count - i0 < kStrip ? count - i0 : kStrip;
-    for (int64_t i = 0; i < kStrip; ++i) {
-      code[i] = codes[i0 + (i < strip ? i : 0)];
-      best[i] = ~uint64_t{0};
-    }
-    for (int64_t c = 0; c < num_centroids; ++c) {
-      const uint64_t centroid = centroids[c], index = static_cast<uint64_t>(c);
-      for (int64_t i = 0; i < kStrip; ++i) {
-        const uint64_t distance = static_cast<uint64_t>(__builtin_popcountll(code[i] ^ centroid));
-        const uint64_t key = (distance << 32) | index;
-        best[i] = key < best[i] ? key : best[i];
-      }
-    }
-    for (int64_t i = 0; i < strip; ++i) labels[i0 + i] = static_cast<int32_t>(best[i]);
-  }
-}
-
-void vote(const uint64_t* codes, const int32_t* labels, int64_t count, int32_t* votes,
-          int32_t* sizes) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint64_t code = codes[i];
-    int32_t* row = votes + 64 * static_cast<int64_t>(labels[i]);
-    for (int bit = 0; bit < 64; ++bit) row[bit] += static_cast<int32_t>((code >> bit) & 1);
-    ++sizes[labels[i]];
-  }
-}
-
 template <class T>
 constexpr Kernels<T> make_kernels() {
-  return {multiply<T>,   load<T>,     load_transposed<T>, store<T>,   row_max<T>,
-          row_exp<T>,    row_dot<T>,  row_scale<T>,       row_add<T>, row_softmax_grad<T>,
-          row_argmax<T>, row_above<T>};
+  return {multiply<T>,         load<T>,       load_transposed<T>, store<T>,     row_max<T>,
+          row_exp<T>,          row_dot<T>,    softmax<T>,         row_scale<T>, row_add<T>,
+          row_softmax_grad<T>, row_argmax<T>, row_above<T>};
 }
+
+#if defined(__AVX512BF16__)
+constexpr const PairKernels* kPairTable = &kPairs;
+#else
+constexpr const PairKernels* kPairTable = nullptr;
+#endif
 
 }  // namespace
 
 extern const KernelTable kTable;
-const KernelTable kTable = {make_kernels<float>(), make_kernels<double>(), {nearest_code, vote}};
+const KernelTable kTable = {
+    make_kernels<float>(), make_kernels<double>(), {nearest_code, vote}, kPairTable};
 
 }  // namespace coterie::cpu::COTERIE_ISA

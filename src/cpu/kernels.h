@@ -43,6 +43,15 @@ struct Product {
   bool accumulate;
 };
 
+// Scores of `rows` queries over `columns` keys, a multiple of kColumnPad; rows are `row` apart.
+template <class T>
+struct ScoreTile {
+  T* scores;
+  std::int64_t rows, row, columns;
+  T *max, *sum;  // of each row so far, the sum of exp(score - max)
+  T* rescale;    // what earlier sums of a row have to be multiplied by
+};
+
 template <class T>
 struct Kernels {
   void (*multiply)(const Product<T>& product);
@@ -62,6 +71,10 @@ struct Kernels {
   T (*row_exp)(T* row, std::int64_t n, T shift);  // row = exp(row - shift); returns the sum
   T (*row_dot)(const T* a, const T* b, std::int64_t n);
 
+  // score = exp(score - max) under the new maximum, with max, sum and rescale brought up to date;
+  // 0 while a row has seen nothing but -inf.
+  void (*softmax)(const ScoreTile<T>& tile);
+
   void (*row_scale)(T* row, std::int64_t n, T factor);
   void (*row_add)(T* row, const T* other, std::int64_t n, T factor);  // row += factor * other
   // dp = p * (dp - delta): the softmax derivative.
@@ -71,6 +84,39 @@ struct Kernels {
   // Writes the indices of elements that are not <= threshold (so NaN is among them), ascending, and
   // returns their number; n is a multiple of kColumnPad.
   std::int64_t (*row_above)(const T* row, std::int64_t n, T threshold, std::int32_t* indices);
+};
+
+// The same on bf16 elements, two by two in a word, the first one in the low half: c(m,n) =
+// factor * a b, or c = factor * (c + a b), with k pairs of summed elements. Products are exact,
+// sums in float; subnormal elements and sums count as 0.
+struct PairProduct {
+  std::int64_t m, n, k;
+  const std::uint32_t* a;  // pairs of a row's elements
+  std::int64_t a_row;
+  const std::uint32_t* b;  // a pair is two rows of a column
+  std::int64_t b_row;
+  float* c;
+  std::int64_t c_row;
+  float factor;
+  bool accumulate;
+};
+
+// Kernels on pairs of bf16.
+struct PairKernels {
+  void (*multiply)(const PairProduct& product);
+
+  // Rows [first, first+count) of bf16 with an even width, as pairs.
+  void (*load)(const Rows& rows, std::int64_t first, std::int64_t count, std::uint32_t* tile,
+               std::int64_t tile_row);
+  // The same transposed: tile (width / 2 x tile_row), columns beyond count are 0.
+  void (*load_transposed)(const Rows& rows, std::int64_t first, std::int64_t count,
+                          std::uint32_t* tile, std::int64_t tile_row);
+  // Pairs of rows, of any width: tile (count / 2 rounded up x tile_row), 0 where there is nothing.
+  void (*load_row_pairs)(const Rows& rows, std::int64_t first, std::int64_t count,
+                         std::uint32_t* tile, std::int64_t tile_row);
+  // Rounds rows to pairs of bf16; columns is a multiple of kColumnPad.
+  void (*round)(const float* from, std::int64_t from_row, std::int64_t rows, std::int64_t columns,
+                std::uint32_t* tile, std::int64_t tile_row);
 };
 
 // Integer kernels of Hamming clustering.
@@ -88,6 +134,7 @@ struct KernelTable {
   Kernels<float> f32;
   Kernels<double> f64;
   CodeKernels codes;
+  const PairKernels* pairs;  // null where the processor has no products of bf16
 };
 
 namespace baseline {
@@ -97,6 +144,9 @@ namespace avx2 {
 extern const KernelTable kTable;
 }
 namespace avx512 {
+extern const KernelTable kTable;
+}
+namespace avx512_bf16 {
 extern const KernelTable kTable;
 }
 

@@ -58,8 +58,9 @@ void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const Ten
   const std::vector<RowTile> row_list = list_query_tiles(call, plan);
   for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
     const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
-    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count,
-                 tiles);
+    Segment<T> segment = make_segment(call, plan, tile.item, tile.head, pair);
+    segment.round_weights = out.dtype == DType::bf16;
+    forward_tile(segment, tile.first, tile.count, tiles);
     if (plan.finish) plan.finish(tile, tiles);
     const Span& span = call.item(tile.item).q;
     kernels<T>().store(list_rows(out, span, tile.head, pair.queries), tile.first, tile.count, T(1),
@@ -137,8 +138,10 @@ void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddK
   const auto length = [&](std::int64_t item, std::int64_t head, std::int64_t list) {
     return list_of(item, head, list).count;
   };
-  const std::vector<RowTile> row_list =
+  std::vector<RowTile> row_list =
       list_tiles({call.num_items(), call.value_heads, keys.lists}, kKeyTile, length);
+  std::stable_sort(row_list.begin(), row_list.end(),
+                   [](const RowTile& a, const RowTile& b) { return a.first < b.first; });
   for_tiles(row_list, tiles, [&](const RowTile& tile, Tiles<T>& own) {
     std::fill_n(own.dk, tile.count * own.key_row, T(0));
     std::fill_n(own.dv, tile.count * own.value_row, T(0));
@@ -155,12 +158,16 @@ void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddK
 }
 
 template <class T>
+KeyLists key_lists(const AttentionCall& call, const ListPlan<T>& plan) {
+  const std::int64_t sharing = call.H / call.value_heads;
+  return {plan.lists, [&plan, sharing](std::int64_t item, std::int64_t head, std::int64_t list) {
+            return plan.pair(item, head * sharing, list).keys;
+          }};
+}
+
+template <class T>
 void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
                          const ListGradients& gradients, ListWorkspace<T>& workspace) {
-  const std::int64_t sharing = call.H / call.value_heads;
-  const KeyLists keys{plan.lists, [&](std::int64_t item, std::int64_t head, std::int64_t list) {
-                        return plan.pair(item, head * sharing, list).keys;
-                      }};
   const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& tiles) {
     const ListPair<T> pair = plan.pair(tile.item, head, tile.list);
     backward_key_tile(
@@ -168,16 +175,19 @@ void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
         list_row_gradients(call, plan, gradients, workspace.delta, tile.item, head, pair.queries),
         tile.first, tile.count, tiles);
   };
-  write_key_tiles<T>(call, keys, add, gradients.dk, gradients.dv, workspace.tiles);
+  write_key_tiles<T>(call, key_lists(call, plan), add, gradients.dk, gradients.dv, workspace.tiles);
 }
 
 template <class T>
 void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
                     const ListGradients& gradients, ListWorkspace<T>& workspace) {
   lists_deltas(call, plan, gradients, workspace);
+  const bool keys = gradients.dk.present() || gradients.dv.present();
+  if (keys && gradients.dq.present() && !plan.finish_backward &&
+      dtype_bytes(gradients.dq.dtype) == sizeof(T))
+    return lists_backward_together(call, plan, gradients, workspace);
   if (gradients.dq.present()) lists_backward_queries(call, plan, gradients, workspace);
-  if (gradients.dk.present() || gradients.dv.present())
-    lists_backward_keys(call, plan, gradients, workspace);
+  if (keys) lists_backward_keys(call, plan, gradients, workspace);
 }
 
 #define COTERIE_INSTANTIATE(T)                                                                 \
@@ -187,6 +197,7 @@ void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
                                               const ListGradients&, const T*, std::int64_t,    \
                                               std::int64_t, const RowList&);                   \
   template std::vector<RowTile> list_query_tiles(const AttentionCall&, const ListPlan<T>&);    \
+  template KeyLists key_lists(const AttentionCall&, const ListPlan<T>&);                       \
   template void write_key_tiles(const AttentionCall&, const KeyLists&, const AddKeyTile<T>&,   \
                                 const TensorView&, const TensorView&, std::vector<Tiles<T>>&); \
   template struct ListWorkspace<T>;                                                            \

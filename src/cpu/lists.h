@@ -75,6 +75,11 @@ template <class T>
 void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
                          const ListGradients& gradients, ListWorkspace<T>& workspace);
 
+// Both halves in one pass. Needs a dq of type T and no plan.finish_backward.
+template <class T>
+void lists_backward_together(const AttentionCall& call, const ListPlan<T>& plan,
+                             const ListGradients& gradients, ListWorkspace<T>& workspace);
+
 // Deltas, then both halves.
 template <class T>
 void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
@@ -97,13 +102,18 @@ struct KeyLists {
   std::function<RowList(std::int64_t item, std::int64_t kv_head, std::int64_t list)> list;
 };
 
+// The lists of a plan by key/value head; refers to the plan.
+template <class T>
+KeyLists key_lists(const AttentionCall& call, const ListPlan<T>& plan);
+
 // Adds to tiles.dk and tiles.dv what keys [tile.first, tile.first + tile.count) of a list get from
 // one query head.
 template <class T>
 using AddKeyTile = std::function<void(const RowTile& tile, std::int64_t head, Tiles<T>& tiles)>;
 
 // Writes dk and dv (either may be absent): every tile of keys is the sum of `add` over the query
-// heads that share the key/value head tile.head, in ascending order; keys in no item get 0.
+// heads that share the key/value head tile.head, in ascending order; keys in no item get 0. Tiles
+// are handed out by their place in a list, all first tiles first.
 template <class T>
 void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddKeyTile<T>& add,
                      const TensorView& dk, const TensorView& dv, std::vector<Tiles<T>>& tiles);

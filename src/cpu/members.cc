@@ -200,8 +200,8 @@ void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const Gro
                   [&](const Segment<T>& segment, const SlotGroup<T>& group, const RowTile& tile,
                       Tiles<T>& own) {
                     forward_tile(segment, tile.first, tile.count, own);
-                    Pass<T>{segment, own}.load_gradients(rows(tile.item, tile.head, group),
-                                                         tile.first, tile.count);
+                    const RowGradients<T> gradients = rows(tile.item, tile.head, group);
+                    Pass<T>{segment, own, &gradients}.load_gradients(tile.first, tile.count);
                     Rows out = memory_rows(own.o, own.value_row);
                     out.width = call.Dv;
                     delta_of_outputs(out, 0, tile.count, own);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "cpu/laplace.h"
 #include "cpu/segment.h"
@@ -42,14 +43,38 @@ template <class T>
 struct Pass {
   const Segment<T>& segment;
   Tiles<T>& tiles;
+  const RowGradients<T>* gradients = nullptr;  // of a backward pass
   const Kernels<T>& kernel = kernels<T>();
+  const PairKernels* pairs = sizeof(T) == sizeof(float) ? kernel_table().pairs : nullptr;
 
+  // Which products are of bf16. Those of inputs are exact; weights are rounded for the product with
+  // the values.
+  static bool halves(const Rows& rows) { return rows.dtype == DType::bf16; }
+  bool pair_scores() const {
+    return pairs && halves(segment.q) && halves(segment.k) && segment.k.width % 2 == 0;
+  }
+  bool pair_values() const { return pairs && halves(segment.v) && segment.round_weights; }
+  bool pair_gradients() const {
+    return pairs && halves(segment.v) && gradients && halves(gradients->gradient) &&
+           !gradients->weight && segment.v.width % 2 == 0;
+  }
+
+  // For score.
   void load_queries(std::int64_t first, std::int64_t count) {
     segment.rule.ranges(first, count, tiles.ranges);
+    if (pair_scores())
+      pairs->load(segment.q, first, count, tiles.pairs.q, tiles.key_row / 2);
+    else
+      load_query_rows(first, count);
+  }
+  void load_query_rows(std::int64_t first, std::int64_t count) {
     kernel.load(segment.q, first, count, segment.scale, tiles.q, tiles.key_row);
   }
 
-  void load_gradients(const RowGradients<T>& rows, std::int64_t first, std::int64_t count) {
+  void load_gradients(std::int64_t first, std::int64_t count) {
+    const RowGradients<T>& rows = *gradients;
+    if (pair_gradients())
+      pairs->load(rows.gradient, first, count, tiles.pairs.g, tiles.value_row / 2);
     kernel.load(rows.gradient, first, count, T(1), tiles.g, tiles.value_row);
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int64_t slot = rows.index ? rows.index[first + r] : (first + r) * rows.step;
@@ -65,17 +90,44 @@ struct Pass {
 
   // Keys [begin, begin + keys) and their values as columns, for score and gradient_products.
   void load_key_columns(std::int64_t begin, std::int64_t keys) {
-    kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, padded(keys));
+    if (pair_scores())
+      pairs->load_transposed(segment.k, begin, keys, tiles.pairs.k_columns, padded(keys));
+    else
+      kernel.load_transposed(segment.k, begin, keys, T(1), tiles.k_columns, padded(keys));
   }
   void load_value_columns(std::int64_t begin, std::int64_t keys) {
-    kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, padded(keys));
+    if (pair_gradients())
+      pairs->load_transposed(segment.v, begin, keys, tiles.pairs.v_columns, padded(keys));
+    else
+      kernel.load_transposed(segment.v, begin, keys, T(1), tiles.v_columns, padded(keys));
+  }
+
+  // Values as rows, for add_values.
+  void load_values(std::int64_t begin, std::int64_t keys) {
+    if (pair_values())
+      pairs->load_row_pairs(segment.v, begin, keys, tiles.pairs.v, tiles.value_row);
+    else
+      kernel.load(segment.v, begin, keys, T(1), tiles.v, tiles.value_row);
+  }
+
+  // tiles.o += weights in tiles.s times values.
+  void add_values(std::int64_t queries, std::int64_t keys) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (pair_values()) {
+        pairs->round(tiles.s, kKeyTile, queries, padded(keys), tiles.pairs.p, kKeyTile / 2);
+        return pairs->multiply({queries, tiles.value_row, (keys + 1) / 2, tiles.pairs.p,
+                                kKeyTile / 2, tiles.pairs.v, tiles.value_row, tiles.o,
+                                tiles.value_row, 1, true});
+      }
+    }
+    kernel.multiply({queries, tiles.value_row, keys, tiles.s, kKeyTile, 1, tiles.v, tiles.value_row,
+                     tiles.o, tiles.value_row, true});
   }
 
   // tiles.s = scores of the queries over keys [begin, begin + keys), -inf where not allowed.
   void score(std::int64_t first, std::int64_t queries, std::int64_t begin, std::int64_t keys) {
     const std::int64_t columns = padded(keys);
-    kernel.multiply({queries, columns, segment.k.width, tiles.q, tiles.key_row, 1, tiles.k_columns,
-                     columns, tiles.s, kKeyTile, false});
+    multiply_scores(queries, columns);
     for (std::int64_t r = 0; r < queries; ++r) {
       T* row = tiles.s + r * kKeyTile;
       const std::int64_t low = std::clamp<std::int64_t>(tiles.ranges[r].begin - begin, 0, keys);
@@ -87,8 +139,23 @@ struct Pass {
     }
   }
 
+  void multiply_scores(std::int64_t queries, std::int64_t columns) {
+    if constexpr (std::is_same_v<T, float>)
+      if (pair_scores())
+        return pairs->multiply({queries, columns, segment.k.width / 2, tiles.pairs.q,
+                                tiles.key_row / 2, tiles.pairs.k_columns, columns, tiles.s,
+                                kKeyTile, segment.scale, false});
+    kernel.multiply({queries, columns, segment.k.width, tiles.q, tiles.key_row, 1, tiles.k_columns,
+                     columns, tiles.s, kKeyTile, false});
+  }
+
   // dp = gradient . v.
   void gradient_products(std::int64_t queries, std::int64_t keys) {
+    if constexpr (std::is_same_v<T, float>)
+      if (pair_gradients())
+        return pairs->multiply({queries, padded(keys), segment.v.width / 2, tiles.pairs.g,
+                                tiles.value_row / 2, tiles.pairs.v_columns, padded(keys), tiles.dp,
+                                kKeyTile, 1, false});
     kernel.multiply({queries, padded(keys), segment.v.width, tiles.g, tiles.value_row, 1,
                      tiles.v_columns, padded(keys), tiles.dp, kKeyTile, false});
   }

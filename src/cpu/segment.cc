@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "cpu/pass.h"
 
@@ -10,25 +11,20 @@ namespace coterie::cpu {
 
 namespace {
 
-// Turns a row of scores into weights under a running maximum, with sum and output rescaled to it;
-// returns the factor.
+// Turns scores into weights under a running maximum, with sums and outputs rescaled to it.
 template <class T>
-T online_softmax(T* row, std::int64_t r, std::int64_t columns, Tiles<T>& tiles) {
+void online_softmax(std::int64_t rows, std::int64_t columns, Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
-  const T largest = std::max(tiles.max[r], kernel.row_max(row, columns));
-  // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
-  const T shift = largest == kNegInf<T> ? T(0) : largest;
-  const T rescale = std::exp(tiles.max[r] - shift);
-  tiles.sum[r] = tiles.sum[r] * rescale + kernel.row_exp(row, columns, shift);
-  tiles.max[r] = largest;
-  if (rescale != T(1)) kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row, rescale);
-  return rescale;
+  kernel.softmax({tiles.s, rows, kKeyTile, columns, tiles.max, tiles.sum, tiles.rescale});
+  for (std::int64_t r = 0; r < rows; ++r)
+    if (tiles.rescale[r] != T(1))
+      kernel.row_scale(tiles.o + r * tiles.value_row, tiles.value_row, tiles.rescale[r]);
 }
 
 template <class T>
-T weigh_alone(T* row, std::int64_t columns) {
-  laplace_row(row, columns);
-  return T(1);
+void weigh_alone(std::int64_t rows, std::int64_t columns, Tiles<T>& tiles) {
+  for (std::int64_t r = 0; r < rows; ++r) laplace_row(tiles.s + r * kKeyTile, columns);
+  std::fill_n(tiles.rescale, rows, T(1));
 }
 
 }  // namespace
@@ -51,9 +47,18 @@ Tiles<T>::Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width)
   p_for_v = arena.take<T>(kQueryTile * kKeyTile);
   max = arena.take<T>(kQueryTile);
   sum = arena.take<T>(kQueryTile);
+  rescale = arena.take<T>(kQueryTile);
   lse = arena.take<T>(kQueryTile);
   delta = arena.take<T>(kQueryTile);
   ranges = arena.take<Range>(kQueryTile);
+  if constexpr (std::is_same_v<T, float>) {
+    pairs.q = arena.take<std::uint32_t>(kQueryTile * key_row / 2);
+    pairs.g = arena.take<std::uint32_t>(kQueryTile * value_row / 2);
+    pairs.p = arena.take<std::uint32_t>(kQueryTile * kKeyTile / 2);
+    pairs.k_columns = arena.take<std::uint32_t>(key_row / 2 * kKeyTile);
+    pairs.v_columns = arena.take<std::uint32_t>(value_row / 2 * kKeyTile);
+    pairs.v = arena.take<std::uint32_t>(kKeyTile / 2 * value_row);
+  }
 }
 
 template <class T>
@@ -69,16 +74,15 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
     const std::int64_t keys = std::min(kKeyTile, span.end - begin);
     pass.load_key_columns(begin, keys);
-    kernel.load(segment.v, begin, keys, T(1), tiles.v, tiles.value_row);
+    pass.load_values(begin, keys);
     pass.score(first, count, begin, keys);
-    for (std::int64_t r = 0; r < count; ++r) {
-      T* row = tiles.s + r * kKeyTile;
-      const T rescale = pass.laplacian() ? weigh_alone(row, padded(keys))
-                                         : online_softmax(row, r, padded(keys), tiles);
-      if (hook) hook->forward(r, first + r, begin, keys, rescale, row);
-    }
-    kernel.multiply({count, tiles.value_row, keys, tiles.s, kKeyTile, 1, tiles.v, tiles.value_row,
-                     tiles.o, tiles.value_row, true});
+    if (pass.laplacian())
+      weigh_alone(count, padded(keys), tiles);
+    else
+      online_softmax(count, padded(keys), tiles);
+    for (std::int64_t r = 0; hook && r < count; ++r)
+      hook->forward(r, first + r, begin, keys, tiles.rescale[r], tiles.s + r * kKeyTile);
+    pass.add_values(count, keys);
   }
   if (pass.laplacian()) return;
   for (std::int64_t r = 0; r < count; ++r) {
@@ -92,33 +96,33 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
 template <class T>
 void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                          std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook) {
-  Pass<T> pass{segment, tiles};
+  Pass<T> pass{segment, tiles, &rows};
   const Kernels<T>& kernel = pass.kernel;
   pass.load_queries(first, count);
-  pass.load_gradients(rows, first, count);
+  pass.load_gradients(first, count);
   std::fill_n(tiles.dq, count * tiles.key_row, T(0));
   const Range span = tile_span(tiles.ranges, count);
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
     const std::int64_t keys = std::min(kKeyTile, span.end - begin);
     pass.load_key_columns(begin, keys);
     pass.load_value_columns(begin, keys);
-    kernel.load(segment.k, begin, keys, T(1), tiles.k, tiles.key_row);
+    kernel.load(segment.k, begin, keys, segment.scale, tiles.k, tiles.key_row);
     pass.score(first, count, begin, keys);
     pass.differentiate(first, count, begin, keys, hook);
     kernel.multiply({count, tiles.key_row, keys, tiles.dp, kKeyTile, 1, tiles.k, tiles.key_row,
                      tiles.dq, tiles.key_row, true});
   }
-  for (std::int64_t r = 0; r < count; ++r)
-    kernel.row_scale(tiles.dq + r * tiles.key_row, tiles.key_row, segment.scale);
 }
 
 template <class T>
 void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
-                       std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook) {
-  Pass<T> pass{segment, tiles};
+                       std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook,
+                       const QuerySums* sums) {
+  Pass<T> pass{segment, tiles, &rows};
   const Kernels<T>& kernel = pass.kernel;
   pass.load_key_columns(first, count);
   pass.load_value_columns(first, count);
+  if (sums) kernel.load(segment.k, first, count, segment.scale, tiles.k, tiles.key_row);
   const Range queries = segment.rule.queries ? segment.rule.queries(first, first + count)
                                              : Range{0, segment.num_queries};
   // Query tiles keep their alignment to the start of the list whichever keys are asked for.
@@ -127,7 +131,8 @@ void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, s
     pass.load_queries(q, num);
     const Range span = tile_span(tiles.ranges, num);
     if (span.end <= first || span.begin >= first + count) continue;
-    pass.load_gradients(rows, q, num);
+    if (pass.pair_scores()) pass.load_query_rows(q, num);
+    pass.load_gradients(q, num);
     pass.score(q, num, first, count);
     pass.differentiate(q, num, first, count, hook);
     const T* p = hook || pass.laplacian() ? tiles.p_for_v : tiles.s;
@@ -135,16 +140,27 @@ void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, s
                      tiles.dv, tiles.value_row, true});
     kernel.multiply({count, tiles.key_row, num, tiles.dp, 1, kKeyTile, tiles.q, tiles.key_row,
                      tiles.dk, tiles.key_row, true});
+    if (sums) (*sums)(q, num);
   }
+}
+
+template <class T>
+void add_to_queries(const Rows& rows, std::int64_t first, std::int64_t count, std::int64_t keys,
+                    Tiles<T>& tiles) {
+  const Kernels<T>& kernel = kernels<T>();
+  kernel.load(rows, first, count, T(1), tiles.dq, tiles.key_row);
+  kernel.multiply({count, tiles.key_row, keys, tiles.dp, kKeyTile, 1, tiles.k, tiles.key_row,
+                   tiles.dq, tiles.key_row, true});
+  kernel.store(rows, first, count, T(1), tiles.dq, tiles.key_row);
 }
 
 template <class T>
 void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                 std::int64_t count, Tiles<T>& tiles) {
-  Pass<T> pass{segment, tiles};
+  Pass<T> pass{segment, tiles, &rows};
   const Kernels<T>& kernel = pass.kernel;
   pass.load_queries(first, count);
-  pass.load_gradients(rows, first, count);
+  pass.load_gradients(first, count);
   std::fill_n(tiles.delta, count, T(0));
   const Range span = tile_span(tiles.ranges, count);
   for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
@@ -168,7 +184,8 @@ void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int
   template void backward_query_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,      \
                                     std::int64_t, Tiles<T>&, const TileHook<T>*);                 \
   template void backward_key_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t,        \
-                                  std::int64_t, Tiles<T>&, const TileHook<T>*);                   \
+                                  std::int64_t, Tiles<T>&, const TileHook<T>*, const QuerySums*); \
+  template void add_to_queries(const Rows&, std::int64_t, std::int64_t, std::int64_t, Tiles<T>&); \
   template void delta_tile(const Segment<T>&, const RowGradients<T>&, std::int64_t, std::int64_t, \
                            Tiles<T>&);
 COTERIE_INSTANTIATE(float)

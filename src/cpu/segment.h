@@ -48,6 +48,9 @@ struct Segment {
   T scale = 1;  // of the logits
   Rule<T> rule;
   Weighting weighting = Weighting::softmax;
+  // Weights may be rounded to bf16 for the product with values of bf16. Not where the output is
+  // kept for differences in the backward pass.
+  bool round_weights = false;
 };
 
 // What the backward pass knows of a query rank t: its output gradient, times weight[slot], and
@@ -76,6 +79,13 @@ struct TileHook {
       backward;
 };
 
+// Operands of products of bf16 (kernels.h: PairProduct).
+struct PairTiles {
+  std::uint32_t *q, *g, *p;              // kQueryTile rows
+  std::uint32_t *k_columns, *v_columns;  // transposed, as in Tiles
+  std::uint32_t* v;                      // pairs of keys x value_row
+};
+
 // One worker's tiles, sized for rows of up to `key_width` and `value_width` elements.
 template <class T>
 struct Tiles {
@@ -85,7 +95,8 @@ struct Tiles {
   T *k_columns, *v_columns;                 // transposed: width x padded(keys of the tile)
   T *dk, *dv;                               // kKeyTile rows
   T *s, *dp, *p_for_v;                      // kQueryTile x kKeyTile
-  T *max, *sum, *lse, *delta;               // kQueryTile
+  PairTiles pairs;                          // if T is float
+  T *max, *sum, *rescale, *lse, *delta;     // kQueryTile
   Range* ranges;                            // kQueryTile
 
   Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width);
@@ -111,12 +122,23 @@ template <class T>
 void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                          std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
 
+// Adds what the keys at hand contribute to the gradients of queries [first, first + count): to the
+// sum so far, tiles.dp times tiles.k (which has the scale in it) with add_to_queries.
+using QuerySums = std::function<void(std::int64_t first, std::int64_t count)>;
+
 // Adds the gradients of keys [first, first + count), count <= kKeyTile and first a multiple of
 // kKeyTile, to tiles.dk and tiles.dv; the caller clears them, and calls again for every query head
-// that shares the keys.
+// that shares the keys. With `sums` the gradients of queries are not left to backward_query_tile:
+// that saves two of seven products.
 template <class T>
 void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
-                       std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
+                       std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr,
+                       const QuerySums* sums = nullptr);
+
+// rows [first, first + count) += tiles.dp (count x keys) times tiles.k. The rows are of type T.
+template <class T>
+void add_to_queries(const Rows& rows, std::int64_t first, std::int64_t count, std::int64_t keys,
+                    Tiles<T>& tiles);
 
 // delta[slot] = sum over keys of p (gradient . v) for queries whose outputs were not kept; leaves
 // it in tiles.delta for queries [first, first + count).

@@ -8,6 +8,10 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 #define COTERIE_VECTOR_BYTES 64
 #define COTERIE_TILE_ROWS 12  // 12 x 2 accumulators of the 32 registers
 #elif defined(__AVX2__)
@@ -67,14 +71,35 @@ static inline Vec<T> broadcast(T value) {
   return value - Vec<T>{};
 }
 
+// The upper part of a vector moved down by kBy lanes.
+template <class T, int kBy, int... kLane>
+static inline Vec<T> lanes_down(Vec<T> v, Lanes<kLane...>) {
+  return __builtin_shufflevector(v, v, ((kLane + kBy) % kLanes<T>)...);
+}
+
 // Lanes are added in a fixed tree.
-template <class T>
+template <class T, int kWidth = kLanes<T> / 2>
 static inline T sum_lanes(Vec<T> v) {
-  T lane[kLanes<T>];
-  memcpy(lane, &v, sizeof v);
-  for (int width = kLanes<T> / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  v += lanes_down<T, kWidth>(v, LaneList<kLanes<T>>{});
+  if constexpr (kWidth == 1)
+    return v[0];
+  else
+    return sum_lanes<T, kWidth / 2>(v);
+}
+
+// The larger of two in each lane; b where a is NaN.
+template <class T>
+static inline Vec<T> max_vec(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+
+template <class T, int kWidth = kLanes<T> / 2>
+static inline T max_lanes(Vec<T> v) {
+  v = max_vec<T>(lanes_down<T, kWidth>(v, LaneList<kLanes<T>>{}), v);
+  if constexpr (kWidth == 1)
+    return v[0];
+  else
+    return max_lanes<T, kWidth / 2>(v);
 }
 
 // Whether any lane is not <= threshold.
@@ -109,8 +134,26 @@ static inline void transpose(Vec<T>* block) {
   }
 }
 
-// exp(x) by 2^n times a degree-6 polynomial on [-ln2/2, ln2/2] (error about 1 ulp); 0 below the
-// normal range, so that -inf gives exactly 0; NaN stays NaN.
+// exp(f) on [-ln2/2, ln2/2]: 1 + f + .., so that exp(0) is 1; minimax, relative error 1.05e-7.
+static inline Vec<float> exp_near_zero(Vec<float> f) {
+  Vec<float> p = broadcast(8.312515914e-3f) * f + 4.189020023e-2f;
+  p = p * f + 1.666711420e-1f;
+  p = p * f + 4.999923110e-1f;
+  p = p * f + 1.0f;
+  return p * f + 1.0f;
+}
+
+// exp(x) = 2^n exp(f) with an error of about 1.5 ulp; 0 below the normal range, so that -inf gives
+// exactly 0; NaN stays NaN.
+#if defined(__AVX512F__)
+static inline Vec<float> exp_vec(Vec<float> x) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, broadcast(-87.0f), _CMP_NLT_UQ);
+  const Vec<float> n = _mm512_maskz_roundscale_ps(0xffff, x * 1.44269504f, _MM_FROUND_NO_EXC);
+  Vec<float> f = x - n * 0.693359375f;  // ln 2 in two parts
+  f = f + n * 2.12194440e-4f;
+  return _mm512_maskz_scalef_ps(normal, exp_near_zero(f), n);
+}
+#else
 static inline Vec<float> exp_vec(Vec<float> x) {
   using V = Vec<float>;
   using I = VecOf<float>::ints;
@@ -123,21 +166,15 @@ static inline Vec<float> exp_vec(Vec<float> x) {
   const V n = shifted - magic;
   V f = x - n * 0.693359375f;  // ln 2 in two parts
   f = f + n * 2.12194440e-4f;
-  V p = broadcast(1.0f / 720) * f + 1.0f / 120;
-  p = p * f + 1.0f / 24;
-  p = p * f + 1.0f / 6;
-  p = p * f + 0.5f;
-  p = p * f + 1.0f;
-  p = p * f + 1.0f;
   I bits, bias;
   memcpy(&bits, &shifted, sizeof bits);
   memcpy(&bias, &magic, sizeof bias);
   const I exponent = (bits - bias + 127) << 23;
   V power;
   memcpy(&power, &exponent, sizeof power);
-  p = p * power;
-  return tiny ? V{} : p;
+  return tiny ? V{} : exp_near_zero(f) * power;
 }
+#endif
 
 static inline Vec<double> exp_vec(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = exp(x[i]);

@@ -40,7 +40,7 @@ struct AttendTiles {
 template <class T, int kDim>
 struct AttendRows {
   static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
-  CentroidFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
+  QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
   RowSoftmax softmax[2][2];
   float mass[2][2] = {};
   Accumulator out[2][kDim / 16] = {};

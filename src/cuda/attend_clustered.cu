@@ -19,13 +19,14 @@ ClusteredTensors clustered_tensors(const ClusteredParams&, const std::vector<Ten
   return tensors;
 }
 
-ClusteredTensors clustered_tensors(const ImprovedClusteredParams&,
+ClusteredTensors clustered_tensors(const ImprovedClusteredParams& params,
                                    const std::vector<TensorView>& saved) {
   ClusteredTensors tensors;
   TensorView* const places[] = {&tensors.labels,   &tensors.order,     &tensors.offsets,
                                 &tensors.top_keys, &tensors.centroids, &tensors.centroid_lse,
                                 &tensors.mass,     &tensors.out,       &tensors.lse};
   for (std::size_t i = 0; i < std::min(saved.size(), std::size(places)); ++i) *places[i] = saved[i];
+  if (params.causal == Causality::leaking) std::swap(tensors.lse, tensors.centroids);
   return tensors;
 }
 
@@ -51,8 +52,6 @@ std::string refuse_clusters(const ClusteringParams& params) {
 std::string refuse(const ClusteredParams& params) { return refuse_clusters(params.clustering); }
 
 std::string refuse(const ImprovedClusteredParams& params) {
-  if (params.causal != Causality::none)
-    return "the causal form of i-clustered attention has no CUDA kernels";
   if (params.topk > kMaxTopKeys)
     return "the CUDA kernels take at most " + std::to_string(kMaxTopKeys) + " top keys; got " +
            std::to_string(params.topk);
@@ -79,7 +78,6 @@ class ClusteredPass : public Pass {
     count([&](Arena& arena) {
       ClusteredTensors tensors;
       tensors.centroids = take_centroids(arena);
-      means(tensors, arena, nullptr);
       select_keys(tensors, arena, nullptr);
     });
     count([&](Arena& arena) {
@@ -98,24 +96,23 @@ class ClusteredPass : public Pass {
     cluster(tensors, workspace);
     if (sizes_.topk == 0) return;
     tensors.centroids = take_centroids(arena);
-    means(tensors, arena, stream_of(workspace));
     select_keys(tensors, arena, stream_of(workspace));
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
     const ClusteredTensors tensors = clustered_tensors(params_, result.saved);
-    means(tensors, arena, stream_of(workspace));
+    if (!call_.causal) means(tensors, arena, stream_of(workspace));
     outputs(tensors, result.out, arena, stream_of(workspace));
   }
 
-  // One computation of the means serves selection and outputs.
+  // One computation of the means serves selection and outputs; the causal form does not keep them.
   void forward(const AttentionResult& result, const Workspace& workspace) const override {
+    if (call_.causal) return Pass::forward(result, workspace);
     const ClusteredTensors tensors = clustered_tensors(params_, result.saved);
     {
       Arena arena = take_workspace(workspace);
       cluster(tensors, workspace);
-      means(tensors, arena, stream_of(workspace));
       select_keys(tensors, arena, stream_of(workspace));
     }
     Arena arena = take_workspace(workspace);  // the selection's memory is free again
@@ -146,17 +143,24 @@ class ClusteredPass : public Pass {
     cluster_queries(params_.clustering, call_, tensors.labels, tensors.order, tensors.offsets,
                     workspace.data, stream_of(workspace));
   }
-  void means(const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream) const {
-    centroid_means(call_, tensors.order, tensors.offsets, tensors.centroids, arena, stream);
+  void means(const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream,
+             const ZeroedWords& zeroed = {}) const {
+    centroid_means(call_, tensors.order, tensors.offsets, tensors.centroids, arena, stream, zeroed);
   }
+  // Means, and top keys where there are any.
   void select_keys(const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream) const {
-    if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
-      centroid_select(call_, sizes_, tensors, arena, stream);
+    if constexpr (std::is_same_v<Params, ImprovedClusteredParams>) {
+      const SelectArrivals arrivals(arena, call_, sizes_);
+      means(tensors, arena, stream, {arrivals.data, arrivals.count});
+      centroid_select(call_, sizes_, tensors, arrivals, arena, stream);
+    } else {
+      means(tensors, arena, stream);
+    }
   }
   // Outputs, from tensors whose centroids are there.
   void outputs(const ClusteredTensors& tensors, const TensorView& out, Arena& arena,
                cudaStream_t stream) const {
-    centroid_forward(call_, sizes_, tensors, arena, stream);
+    if (!call_.causal) centroid_forward(call_, sizes_, tensors, arena, stream);
     if (!out.present()) return;  // counting
     if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
       topk_forward(call_, sizes_, tensors, out, stream);

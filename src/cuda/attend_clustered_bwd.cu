@@ -247,13 +247,14 @@ __global__ void broadcast_gradient_kernel(const __grid_constant__ BackwardArgs<T
   }
 }
 
-// Zeros in the rows of batch entry y that belong to no item.
+// Zeros in all rows of batch entry y, or in those that belong to no item.
 template <class T>
-__global__ void zero_padding_kernel(Tensor4<T> tensor, SequenceSpans spans, int items, int heads) {
+__global__ void zero_rows_kernel(Tensor4<T> tensor, SequenceSpans spans, int items, int heads,
+                                 bool all) {
   const int b = blockIdx.y;
   const ItemSpan last =
       items > 0 ? spans.span(spans.cu_seqlens ? items - 1 : b) : ItemSpan{b, 0, 0};
-  const int begin = last.begin + last.length;
+  const int begin = all ? 0 : last.begin + last.length;
   const std::int64_t total = static_cast<std::int64_t>(spans.rows - begin) * tensor.width * heads;
   for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x; i < total;
        i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
@@ -263,14 +264,15 @@ __global__ void zero_padding_kernel(Tensor4<T> tensor, SequenceSpans spans, int 
   }
 }
 
+// The rows that no later stage writes: the padding, or all.
 template <class T>
-void zero_padding(const Tensor4<T>& tensor, const BackwardShape& shape, const SequenceSpans& spans,
-                  int heads, cudaStream_t stream) {
+void zero_rows(const Tensor4<T>& tensor, const BackwardShape& shape, const SequenceSpans& spans,
+               int heads, bool all, cudaStream_t stream) {
   const bool padded = spans.lengths || spans.cu_seqlens || shape.items == 0;
-  if (!tensor.data || !padded || shape.B == 0) return;
-  zero_padding_kernel<T><<<dim3(64, static_cast<unsigned>(shape.B)), 256, 0, stream>>>(
-      tensor, spans, shape.items, heads);
-  COTERIE_LAUNCH("zero_padding_kernel");
+  if (!tensor.data || !(padded || all) || shape.B == 0) return;
+  zero_rows_kernel<T><<<dim3(64, static_cast<unsigned>(shape.B)), 256, 0, stream>>>(
+      tensor, spans, shape.items, heads, all);
+  COTERIE_LAUNCH("zero_rows_kernel");
 }
 
 BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& sizes,
@@ -295,6 +297,7 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.chunks = key_chunks(call, call.value_heads * ((stacked + owned - 1) / owned), resident);
   shape.key_ranges = key_chunks(call, call.value_heads, resident);
   shape.mass_grad = mass_grad;
+  shape.causal = call.causal;
   shape.scale = static_cast<float>(call.scale);
   shape.gradient_scale = shape.weight_scale = 1.0f;
   if (call.inputs.q.dtype == DType::f16) {
@@ -310,14 +313,15 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
 
 template <class T>
 BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
-  const std::int64_t rows = static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters;
+  // Of the tail, and of what it corrects, which the causal form does not have.
+  const std::int64_t tail = shape.causal ? 0 : 1;
+  const std::int64_t rows = tail * shape.items * shape.H * shape.clusters;
   const std::int64_t units = static_cast<std::int64_t>(shape.H) * shape.units.total,
                      pitch = shape.pitch;
-  const std::int64_t slices =
-      static_cast<std::int64_t>(shape.chunks.slots) * shape.H * shape.clusters;
+  const std::int64_t slices = tail * shape.chunks.slots * shape.H * shape.clusters;
   BackwardScratch<T> scratch;
-  scratch.unit_dout = arena.take<float>(units * pitch);
-  scratch.unit_dmass = arena.take<float>(units);
+  scratch.unit_dout = arena.take<float>(tail * units * pitch);
+  scratch.unit_dmass = arena.take<float>(tail * units);
   scratch.mean = arena.take<T>(rows * pitch);
   scratch.dout = arena.take<T>(rows * pitch);
   scratch.row_lse = arena.take<float>(rows);
@@ -329,7 +333,7 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   scratch.top_weight = arena.take<float>(rows * shape.topk);
   scratch.inner =
       arena.take<float>(top ? static_cast<std::int64_t>(shape.B) * shape.H * shape.N : 0);
-  scratch.slots = arena.take<float>(units * shape.topk * 2 * pitch);
+  scratch.slots = arena.take<T>(units * shape.topk * 2 * pitch);
   return scratch;
 }
 
@@ -373,18 +377,21 @@ template <class T>
 void run_backward(const BackwardArgs<T>& args, cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   const int key_heads = shape.H / shape.group;
-  zero_padding(args.dq, shape, shape.spans.q, shape.H, stream);
-  zero_padding(args.dk, shape, shape.spans.k, key_heads, stream);
-  zero_padding(args.dv, shape, shape.spans.k, key_heads, stream);
+  const bool nothing = shape.causal && shape.topk == 0;  // to attend to
+  zero_rows(args.dq, shape, shape.spans.q, shape.H, nothing, stream);
+  zero_rows(args.dk, shape, shape.spans.k, key_heads, shape.causal, stream);
+  zero_rows(args.dv, shape, shape.spans.k, key_heads, shape.causal, stream);
   const std::int64_t rows = static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters;
-  if (rows == 0) return;
+  if (rows == 0 || nothing) return;
   const auto blocks = [&](int each) { return static_cast<unsigned>((rows + each - 1) / each); };
   const bool queries = args.dq.data, keys = args.dk.data || args.dv.data;
   segment_gradients(args, stream);
-  launch_early("cluster_gradient", cluster_gradient_kernel<T>, blocks(kWarpsPerBlock),
-               32 * kWarpsPerBlock, 0, stream, args);
-  if (queries) centroid_gradients(args, false, stream);
-  if (keys) centroid_gradients(args, true, stream);
+  if (!shape.causal) {
+    launch_early("cluster_gradient", cluster_gradient_kernel<T>, blocks(kWarpsPerBlock),
+                 32 * kWarpsPerBlock, 0, stream, args);
+    if (queries) centroid_gradients(args, false, stream);
+    if (keys) centroid_gradients(args, true, stream);
+  }
   if (shape.topk > 0) {
     topk_gradients(args, stream);
     if (keys) fold_slots(args, stream);

@@ -13,12 +13,12 @@ namespace {
 
 // Behind the memory of a unit: weights and their derivatives, what the sums need in the end, and a
 // second tile of keys and values.
-template <class T, int kWidth, int kStages>
-struct TopkShape : UnitShape<T, kWidth, kStages> {
-  using Base = UnitShape<T, kWidth, kStages>;
+template <class T, int kWidth, int kWarps>
+struct TopkShape : UnitShape<T, kWidth, kWarps> {
+  using Base = UnitShape<T, kWidth, kWarps>;
   // As many blocks on a multiprocessor as shared memory allows.
-  static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kWidth > 64 ? 2 : kStages == 1 ? 5 : 4;
-  static constexpr int kWeightBytes = kRowTile * kSlotTile * static_cast<int>(sizeof(T));
+  static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kWidth > 64 ? 8 / kWarps : 16 / kWarps;
+  static constexpr int kWeightBytes = Base::kRowTile * kSlotTile * static_cast<int>(sizeof(T));
   static constexpr int kWeights = Base::kBytes, kAddends = kWeights + 2 * kWeightBytes;
   static constexpr int kTopkBytes = kAddends + (3 * kWidth + 2 * kSlotTile) * 4;
   static constexpr int bytes(bool one_tile) {
@@ -29,6 +29,7 @@ struct TopkShape : UnitShape<T, kWidth, kStages> {
 
 // What is added to the sums of a unit: its share of the mean's gradient to dq, and to the slots of
 // dk and dv what the centroid kernels got wrong, coefficient[slot] times a row of the cluster.
+// Nothing in the causal form.
 template <int kWidth>
 struct Addends {
   float dmean[kWidth];
@@ -36,30 +37,34 @@ struct Addends {
   float coefficient[2][kSlotTile];  // of dk, dv
 };
 
-template <class T, int kWidth, int kStages>
-__device__ void load_addends(const UnitBlock<T, kWidth, kStages>& block, Addends<kWidth>& to,
+template <class T, int kWidth, int kWarps>
+__device__ void load_addends(const UnitBlock<T, kWidth, kWarps>& block, Addends<kWidth>& to,
                              int slot) {
   const BackwardArgs<T>& args = block.args;
   const BackwardScratch<T>& scratch = args.scratch;
-  const int topk = args.shape.topk, i = static_cast<int>(threadIdx.x);
-  if (i < kWidth) {
-    if (args.dq.data)
-      to.dmean[i] = mean_gradient(args, block.unit.item, block.head, block.unit.cluster, i);
-    to.row[0][i] = to_float(scratch.mean[block.row * kWidth + i]);
-    to.row[1][i] = to_float(scratch.dout[block.row * kWidth + i]);
+  const int topk = args.shape.topk;
+  const bool tail = !args.shape.causal;
+  for (int i = threadIdx.x; i < kWidth; i += 32 * kWarps) {
+    to.dmean[i] = tail && args.dq.data
+                      ? mean_gradient(args, block.unit.item, block.head, block.unit.cluster, i)
+                      : 0.0f;
+    to.row[0][i] = tail ? to_float(scratch.mean[block.row * kWidth + i]) : 0.0f;
+    to.row[1][i] = tail ? to_float(scratch.dout[block.row * kWidth + i]) : 0.0f;
   }
-  if (i >= 2 * kSlotTile) return;
   // The first unit of a cluster puts right what the centroid kernels did with its top keys.
-  const bool there = block.unit.leads && slot + i % kSlotTile < topk;
-  const float* from = i < kSlotTile ? scratch.top_ds : scratch.top_weight;
-  to.coefficient[i / kSlotTile][i % kSlotTile] =
-      there ? from[block.row * topk + slot + i % kSlotTile] : 0.0f;
+  for (int i = threadIdx.x; i < 2 * kSlotTile; i += 32 * kWarps) {
+    const bool there = tail && block.unit.leads && slot + i % kSlotTile < topk;
+    const float* from = i < kSlotTile ? scratch.top_ds : scratch.top_weight;
+    to.coefficient[i / kSlotTile][i % kSlotTile] =
+        there ? from[block.row * topk + slot + i % kSlotTile] : 0.0f;
+  }
 }
 
-// dk (warps 0, 1) or dv (2, 3) of kSlotTile slots, one half of the columns a warp.
-template <class T, int kWidth>
+// dk (the first half of the warps) or dv of kSlotTile slots, a share of the columns for each warp.
+template <class T, int kWidth, int kWarps>
 struct SlotSums {
-  static constexpr int kColumns = kWidth / 32;  // in units of 16
+  static constexpr int kShares = kWarps / 2;
+  static constexpr int kColumns = kWidth / kShares / 16;  // in units of 16
   Accumulator acc[kColumns][2];
 
   __device__ void clear() {
@@ -70,9 +75,9 @@ struct SlotSums {
   }
   // Adds weightsᵀ times the first rows of a tile.
   __device__ void add(const Tile<T, kSlotTile>& sWeights, const Tile<T, kWidth>& sRows, int rows) {
-    const int half = threadIdx.x / 32 % 2;
+    const int first = threadIdx.x / 32 % kShares * kColumns * 16;
 #pragma unroll
-    for (int r = 0; r < kRowTile; r += 16) {
+    for (int r = 0; r < 16 * kWarps; r += 16) {
       if (r >= rows) break;
       FragmentA<T> a[2];
       load_a_transposed(a[0], sWeights, 0, r);
@@ -80,15 +85,15 @@ struct SlotSums {
 #pragma unroll
       for (int d = 0; d < kColumns; ++d) {
         FragmentB<T> b;
-        load_b_transposed(b, sRows, half * kWidth / 2 + 16 * d, r);
+        load_b_transposed(b, sRows, first + 16 * d, r);
         multiply_add(acc[d][0], a[0], b);
         multiply_add(acc[d][1], a[1], b);
       }
     }
   }
   // Writes rows of `to`, (slots, 2, kWidth).
-  __device__ void write(float* to, int slots, float factor, const Addends<kWidth>& addends) const {
-    const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2, tensor = threadIdx.x / 64;
+  __device__ void write(T* to, int slots, float factor, const Addends<kWidth>& addends) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tensor = warp / kShares;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -98,7 +103,7 @@ struct SlotSums {
         const float coefficient = addends.coefficient[tensor][slot];
 #pragma unroll
         for (int n = 0; n < 2 * kColumns; ++n) {
-          const int column = half * kWidth / 2 + 8 * n + lane % 4 * 2;
+          const int column = warp % kShares * kColumns * 16 + 8 * n + lane % 4 * 2;
           const float2 row = *reinterpret_cast<const float2*>(addends.row[tensor] + column);
           store2(to + (2 * slot + tensor) * kWidth + column,
                  fmaf(acc[n / 2][m][n % 2][2 * side], factor, coefficient * row.x),
@@ -170,14 +175,15 @@ struct QueryGradient {
 
 // Block y takes slots from y kSlotTile on; block 0 also writes dq, for which it visits all slots.
 // kOneTile: there are at most kSlotTile of them.
-template <class T, int kWidth, int kStages, bool kOneTile>
-__global__ void __launch_bounds__(kUnitThreads,
-                                  kOneTile ? TopkShape<T, kWidth, kStages>::kMinBlocks : 1)
+template <class T, int kWidth, int kWarps, bool kOneTile>
+__global__ void __launch_bounds__(32 * kWarps,
+                                  kOneTile ? TopkShape<T, kWidth, kWarps>::kMinBlocks : 1)
     topk_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
   await_previous();
-  using S = TopkShape<T, kWidth, kStages>;
+  using S = TopkShape<T, kWidth, kWarps>;
+  constexpr int kRowTile = S::kRowTile;
   extern __shared__ __align__(128) unsigned char memory[];
-  const UnitBlock<T, kWidth, kStages> block(args, memory);
+  const UnitBlock<T, kWidth, kWarps> block(args, memory);
   const QueryTile& unit = block.unit;
   if (unit.count == 0) return;
   const int topk = args.shape.topk, lane = threadIdx.x % 32, slot = blockIdx.y * kSlotTile;
@@ -185,18 +191,19 @@ __global__ void __launch_bounds__(kUnitThreads,
   if (!keys && !queries) return;
   const Tile<T, kSlotTile> sP{block.base + S::kWeights};
   const Tile<T, kSlotTile> sD{block.base + S::kWeights + S::kWeightBytes};
-  const float scale = args.shape.scale * kLog2E, mass = args.lists.mass[block.row];
+  const float scale = args.shape.scale * kLog2E;
+  const float mass = args.shape.causal ? 1.0f : args.lists.mass[block.row];
   Addends<kWidth>& addends = *reinterpret_cast<Addends<kWidth>*>(memory + S::kAddends);
   const int num_keys = block.load_lists();
   block.load_slots(S::kSlots, slot);
   block.load_rows(0, true);
-  SlotSums<T, kWidth> sums;
+  SlotSums<T, kWidth, kWarps> sums;
   sums.clear();
 #pragma unroll 1
   for (int first = 0; first < unit.count; first += kRowTile) {
     const Tile<T, kWidth> sQ = block.rows(first, 0), sG = block.rows(first, 1);
     const bool active = block.active(first);
-    int index[2];
+    int index[2], seen[2];
     float lse[2], inner[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
@@ -205,13 +212,15 @@ __global__ void __launch_bounds__(kUnitThreads,
       const std::int64_t row = block.token + max(index[side], 0);
       lse[side] = log2_lse(args.lists.lse, row, index[side] >= 0);
       inner[side] = index[side] >= 0 ? args.scratch.inner[row] : 0.0f;
+      seen[side] = block.visible(index[side], num_keys);
     }
     if (first == 0) load_addends(block, addends, slot);
     block.next_rows(first, true);
-    // ds of the slots in shared memory at `offset`.
-    const auto differentiate = [&](int offset, int count, FragmentA<T>(&ds)[2]) {
+    // ds of the slots from `begin` on, in shared memory at `offset`.
+    const auto differentiate = [&](int offset, int begin, FragmentA<T>(&ds)[2]) {
+      const int left[2] = {seen[0] - begin, seen[1] - begin};
       Accumulator p[2], d[2];
-      weights(p, d, sQ, sG, block.slots(offset, 0), block.slots(offset, 1), lse, count, scale);
+      weights(p, d, sQ, sG, block.slots(offset, 0), block.slots(offset, 1), lse, left, scale);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float& x = d[i / 8][i / 4 % 2][i % 4];
@@ -228,7 +237,7 @@ __global__ void __launch_bounds__(kUnitThreads,
     const float factor = args.shape.scale * mass;
     FragmentA<T> ds[2];
     if constexpr (kOneTile) {
-      if (active) differentiate(S::kSlots, num_keys, ds);
+      if (active) differentiate(S::kSlots, 0, ds);
       if (active && queries) {
 #pragma unroll
         for (int column = 0; column < kWidth; column += 32) {
@@ -252,20 +261,20 @@ __global__ void __launch_bounds__(kUnitThreads,
           __syncthreads();
         }
         if (!active) continue;
-        differentiate(offset, num_keys - other, ds);
+        differentiate(offset, other, ds);
         if (queries) dq.add(ds, block.slots(offset, 0), 0);
       }
       if (active && queries) dq.write(rows, index, 0, factor, addends.dmean);
     }
     if (!keys) continue;
     __syncthreads();
-    const bool dk = threadIdx.x < 64;
+    const bool dk = threadIdx.x < S::kThreads / 2;
     sums.add(dk ? sD : sP, dk ? sQ : sG, block.tile_rows(first));
   }
   if (!keys) return;
   const std::int64_t to = (static_cast<std::int64_t>(blockIdx.x) * topk + slot) * 2 * kWidth;
   sums.write(args.scratch.slots + to, topk - slot,
-             threadIdx.x < 64 ? args.shape.scale * mass : mass, addends);
+             threadIdx.x < S::kThreads / 2 ? args.shape.scale * mass : mass, addends);
 }
 
 }  // namespace
@@ -277,19 +286,19 @@ void topk_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
                   static_cast<unsigned>(tiles));
   dispatch_head_dim("i-clustered", args.shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const auto launch = [&](auto* kernel, int bytes) {
-      launch_early("topk_gradient", kernel, grid, kUnitThreads, static_cast<std::size_t>(bytes),
-                   stream, args);
+    const auto launch = [&](auto* kernel, int threads, int bytes) {
+      launch_early("topk_gradient", kernel, grid, threads, static_cast<std::size_t>(bytes), stream,
+                   args);
     };
     if constexpr (sizeof(T) == 2) {  // fp32 makes do with the general one
       if (tiles == 1)
-        return with_stages(args, [&](auto stages) {
-          constexpr int kStages = decltype(stages)::value;
-          launch(&topk_gradient_kernel<T, kWidth, kStages, true>,
-                 TopkShape<T, kWidth, kStages>::bytes(true));
+        return with_warps(args, [&](auto warps) {
+          using S = TopkShape<T, kWidth, decltype(warps)::value>;
+          launch(&topk_gradient_kernel<T, kWidth, S::kWarps, true>, S::kThreads, S::bytes(true));
         });
     }
-    launch(&topk_gradient_kernel<T, kWidth, 2, false>, TopkShape<T, kWidth, 2>::bytes(false));
+    using S = TopkShape<T, kWidth, 4>;
+    launch(&topk_gradient_kernel<T, kWidth, 4, false>, S::kThreads, S::bytes(false));
   });
 }
 

@@ -4,12 +4,14 @@
 // Improved: out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c.
 // A block takes up to 64 queries a warp of one cluster. It gathers the cluster's keys and values to
 // shared memory once; each warp then streams 16 queries at a time through its registers and writes
-// each output to its query's place. Plain: out_i = centroid_out_c.
+// each output to its query's place. Causal: attention over those top keys that are not after the
+// query, and nothing else. Plain: out_i = centroid_out_c.
 //
 // Lanes read rows of queries in pieces of 16 bytes. That deals columns to lanes in another order
 // than the products do; keys are read from shared memory in the same way, and products do not care
 // in which order depths are added.
 #include "cuda/clustered.h"
+#include "cuda/device/ascending.cuh"
 #include "cuda/device/await.cuh"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
@@ -34,10 +36,11 @@ struct TopArgs {
   Tensor4<const T> q, k, v;
   Tensor4<T> out;
   const std::int32_t *order, *offsets, *top_keys;
-  const float *mass, *bottom;
+  const float *mass, *bottom;  // null: 1 and 0
   float* lse;
   int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kKeys
   float exponent;                 // scale log2(e)
+  bool causal;                    // keys after a query are out of its sight
 };
 
 // Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
@@ -180,14 +183,15 @@ struct TopRows {
   Accumulator out[kDim / 16] = {};
   float shift[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 
-  // The weights of kKeys keys, of which `left` are there, from their scores.
-  __device__ void weigh(Accumulator (&s)[2], int left, float exponent) {
+  // The weights of kKeys keys, of which the lane's two rows see the first left[], from their
+  // scores.
+  __device__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
     float largest[2] = {shift[0], shift[1]};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       float& score = s[i / 8][i / 4 % 2][i % 4];
       const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      score = key < left ? score * exponent : -INFINITY;
+      score = key < left[i / 2 % 2] ? score * exponent : -INFINITY;
       largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score);
     }
 #pragma unroll
@@ -209,7 +213,7 @@ struct TopRows {
   }
 
   __device__ void attend(const QueryRows<T, kDim>& queries, const KeyTile<T, kDim>& keys,
-                         const Tile<T, kDim>& values, int left, float exponent) {
+                         const Tile<T, kDim>& values, const int (&left)[2], float exponent) {
     constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
     const int lane = threadIdx.x % 32;
     Accumulator s[2];
@@ -308,10 +312,10 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   }
   const std::int64_t problem = static_cast<std::int64_t>(tile.item) * args.H + head;
   const std::int64_t cluster_row = problem * args.tiles.clusters + tile.cluster;
-  const float mass = args.mass[cluster_row];
+  const float mass = args.mass ? args.mass[cluster_row] : 1.0f;
   const int width = args.v.width;
   for (int d = threadIdx.x; d < kDim; d += 32 * kWarps)
-    bottom[d] = d < width ? args.bottom[cluster_row * width + d] : 0.0f;
+    bottom[d] = args.bottom && d < width ? args.bottom[cluster_row * width + d] : 0.0f;
   const KeyTile<T, kDim> keys{shared_address(memory)};
   const Tile<T, kDim> values{keys.below(args.padded).base};
   const ItemSpan span = args.spans.k.span(tile.item);
@@ -340,8 +344,15 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     }
     next.load(q);
     TopRows<T, kDim> rows;
-    for (int first = 0; first < count; first += kKeys)
-      rows.attend(queries, keys.below(first), values.below(first), count - first, args.exponent);
+    int seen[2] = {count, count};
+    if (args.causal)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
+    for (int first = 0; first < count; first += kKeys) {
+      const int left[2] = {seen[0] - first, seen[1] - first};
+      rows.attend(queries, keys.below(first), values.below(first), left, args.exponent);
+    }
     write_rows(queries, rows, out, lse, mass, bottom);
   }
 }
@@ -449,6 +460,7 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.topk = static_cast<int>(sizes.topk);
     args.padded = (args.topk + kKeys - 1) / kKeys * kKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
+    args.causal = call.causal;
     if (ragged(call)) fill_padding<T>(call, out, args.lse, stream);
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;

@@ -14,7 +14,8 @@
 namespace coterie::cuda {
 
 // The saved tensors by name, in the order of ops/saved.cc. Plain clustered attention has no
-// top_keys, mass and lse; during a selection all after top_keys are absent.
+// top_keys, mass and lse; the causal form of the improved one only has lse after top_keys. During a
+// selection all after top_keys are absent.
 struct ClusteredTensors {
   TensorView labels;        // int32 (B, H, N)
   TensorView order;         // int32 (B, H, N)
@@ -45,15 +46,25 @@ struct ClusteredSizes {
 // only counts it launches nothing, so that the same function tells how much it needs. `tensors` may
 // be empty then.
 
+// Counters of the selection, which an earlier kernel sets to zero.
+struct SelectArrivals {
+  unsigned* data = nullptr;
+  std::int64_t count = 0;
+
+  SelectArrivals(Arena& arena, const AttentionCall& call, const ClusteredSizes& sizes);
+};
+
 // top_keys from the centroids (f32, (items, H, C, Dk)) and the keys. attend_centroid_select.cu
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
-                     const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream);
+                     const ClusteredTensors& tensors, const SelectArrivals& arrivals, Arena& arena,
+                     cudaStream_t stream);
 
 // centroid_lse, out and (with top keys) mass from the centroids. attend_centroid_fwd.cu
 void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                       const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream);
 
-// Rows of `out` and lse: attention over the cluster's top keys, or the cluster's row.
+// Rows of `out` and lse: attention over the cluster's top keys (causal: those not after the query),
+// or the cluster's row.
 // attend_topk_fwd.cu
 void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                   const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream);

@@ -11,6 +11,8 @@
 //   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i m_c p_ij g_i
 // The centroid kernels treat all keys alike (dA = G . v everywhere); what that gets wrong for top
 // keys is one number per (cluster, slot) and tensor, put right where the slots are summed up.
+// The causal form has the top keys only, of which a query sees those not after it, and mass 1:
+// ds_ij, dq_i and the sums over i of dk_j and dv_j are what is left.
 // No float atomics: every sum has one writer and a fixed order.
 #pragma once
 
@@ -42,7 +44,7 @@ struct BackwardShape {
   bool sm90a;            // the kernels of *_sm90a.cu serve this call
   KeyChunks chunks;      // of the keys, for the gradients of the means
   KeyChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
-  bool mass_grad;
+  bool mass_grad, causal;
   float scale;
   // fp16 operands are kept in range by powers of two: G and its products times gradient_scale,
   // centroid weights times weight_scale. 1 for other types.
@@ -75,7 +77,7 @@ struct BackwardScratch {
   float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
   float *top_ds, *top_weight;  // (rows, topk): corrections of dS and A for top keys
   float* inner;                // (B, H, N): e_i
-  float* slots;                // (H, units, topk, 2, pitch): dk and dv of the top keys of a unit
+  T* slots;                    // (H, units, topk, 2, pitch): dk and dv of the top keys of a unit
 };
 
 template <class T>

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
 // Adds the gradients of the clusters' top keys (slots, clustered_bwd.h) to the rows of dk and dv. A
 // block owns a tile of keys. It looks through the lists of all clusters for keys of its tile, sorts
-// what it finds by key, then by head and cluster, and adds it by half a warp per key.
+// what it finds by key, then by head and cluster, and adds it by a quarter of a warp per key.
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/element.cuh"
 #include "cuda/device/group.cuh"
+#include "cuda/device/row_sums.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int kMostKeys = 1024, kLeastKeys = 64;  // of a tile
 constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
-constexpr int kRowLanes = 16;  // that add up one key's rows
+constexpr int kRowLanes = 8;  // that add up one key's rows
 // Entries sorted at a time; a tile with more of them is added up in several rounds.
 constexpr int kEntries = 1024;
 static_assert(kEntries >= kMaxTopKeys, "a round takes at least one list");
@@ -135,102 +136,91 @@ __device__ __forceinline__ void sort_entries(const FoldBlock<T>& block, FoldMemo
   __syncthreads();
 }
 
-// Four neighbouring elements of a row of dk or dv.
+// Neighbouring elements of a row of dk or dv, 16 bytes.
 template <class T>
-struct FourElements {
-  struct alignas(4 * sizeof(T)) Vector {
-    T element[4];
-  };
+struct RowElements {
+  static constexpr int kCount = VectorSum<T>::kVector;
   T* to;
   int there;  // how many of them are in the row
   bool aligned;
-  float4 old;
+  VectorSum<T> sum;
 
   // `column` counts through a row of dk and one of dv, both of `pitch` elements.
-  __device__ FourElements(const Rows<T>& dk, const Rows<T>& dv, unsigned row, int column,
-                          int pitch) {
+  __device__ RowElements(const Rows<T>& dk, const Rows<T>& dv, unsigned row, int column,
+                         int pitch) {
     const bool second = column >= pitch;
     if (second) column -= pitch;
-    to = (second ? dv.row(row) : dk.row(row)) + column;
-    there = min(max((second ? dv.width : dk.width) - column, 0), 4);
-    if (!(second ? dv.data : dk.data)) there = 0;
-    aligned = (second ? dv.aligned : dk.aligned) && there == 4;
-    Vector v{};
-    if (aligned)
-      v = *reinterpret_cast<const Vector*>(to);
-    else
-      for (int i = 0; i < 4; ++i)
-        if (i < there) v.element[i] = to[i];
-    old = {to_float(v.element[0]), to_float(v.element[1]), to_float(v.element[2]),
-           to_float(v.element[3])};
+    const Rows<T>& rows = second ? dv : dk;
+    to = rows.row(row) + column;
+    there = rows.data ? min(max(rows.width - column, 0), kCount) : 0;
+    aligned = rows.aligned && there == kCount;
+    if (there == 0) return;
+    sum.add(aligned ? *reinterpret_cast<const uint4*>(to) : load_chunk(to, 0, there));
   }
-  __device__ void add(const float4& sum) const {
-    const Vector v{{from_float<T>(old.x + sum.x), from_float<T>(old.y + sum.y),
-                    from_float<T>(old.z + sum.z), from_float<T>(old.w + sum.w)}};
+  __device__ void add(const VectorSum<T>& other) {
+    union {
+      uint4 words;
+      T element[kCount];
+    } chunk;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) chunk.element[i] = from_float<T>(sum.sum[i] + other.sum[i]);
     if (aligned)
-      *reinterpret_cast<Vector*>(to) = v;
+      *reinterpret_cast<uint4*>(to) = chunk.words;
     else
-      for (int i = 0; i < 4; ++i)
-        if (i < there) to[i] = v.element[i];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (i < there) to[i] = chunk.element[i];
   }
 };
 
 // Adds the first `count` entries to the rows of the tile's keys; absent tensors have no data.
-template <class T, int kVectors>
+template <class T, int kPitch>
 __device__ __forceinline__ void add_entries(const FoldBlock<T>& block, FoldMemory& memory,
                                             int count, const Rows<T>& dk, const Rows<T>& dv) {
-  constexpr int kPitch = 32 * kVectors;
+  constexpr int kVector = VectorSum<T>::kVector, kVectors = 2 * kPitch / (kRowLanes * kVector);
+  constexpr int kAhead = kVectors <= 2 ? 4 : 2;  // entries on their way: their rows come from far
   const int lane = threadIdx.x % kRowLanes, topk = block.args.shape.topk;
   sort_entries(block, memory, count);
   for (int i = threadIdx.x / kRowLanes; i < count; i += kFoldThreads / kRowLanes) {
     const int key = key_of(memory.found[i]), end = memory.ends[key];
     if (i > 0 && key_of(memory.found[i - 1]) == key) continue;
-    // Two entries at a time: their rows come from far.
-    float4 sum[kVectors] = {};
-    const auto slot_row = [&](int e, int unit) {
+    VectorSum<T> sum[kVectors];
+    const auto load = [&](uint4(&words)[kVectors], int e, int unit) {
       const std::int64_t slot = memory.rows[e].first + static_cast<std::int64_t>(unit) * topk;
-      return reinterpret_cast<const float4*>(block.args.scratch.slots + slot * 2 * kPitch) + lane;
-    };
-    const auto load = [&](float4(&values)[kVectors], const float4* from) {
+      const auto* from =
+          reinterpret_cast<const uint4*>(block.args.scratch.slots + slot * 2 * kPitch) + lane;
 #pragma unroll
-      for (int n = 0; n < kVectors; ++n) values[n] = __ldcs(from + kRowLanes * n);
+      for (int n = 0; n < kVectors; ++n) words[n] = __ldcs(from + kRowLanes * n);
     };
-    const auto add = [&](const float4(&values)[kVectors]) {
+    const auto add = [&](const uint4(&words)[kVectors]) {
 #pragma unroll
-      for (int n = 0; n < kVectors; ++n) {
-        sum[n].x += values[n].x;
-        sum[n].y += values[n].y;
-        sum[n].z += values[n].z;
-        sum[n].w += values[n].w;
-      }
+      for (int n = 0; n < kVectors; ++n) sum[n].add(words[n]);
     };
-    const auto add_later_units = [&](int e) {
-      for (int unit = 1; unit < memory.rows[e].units; ++unit) {
-        float4 values[kVectors];
-        load(values, slot_row(e, unit));
-        add(values);
+    for (int e = i; e < end; e += kAhead) {
+      uint4 ahead[kAhead][kVectors] = {};
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a)
+        if (e + a < end && memory.rows[e + a].units > 0) load(ahead[a], e + a, 0);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (e + a >= end) break;
+        add(ahead[a]);
+        for (int unit = 1; unit < memory.rows[e + a].units; ++unit) {
+          uint4 words[kVectors];
+          load(words, e + a, unit);
+          add(words);
+        }
       }
-    };
-    for (int e = i; e < end; e += 2) {
-      const bool both = e + 1 < end;
-      float4 first[kVectors] = {}, second[kVectors] = {};
-      if (memory.rows[e].units > 0) load(first, slot_row(e, 0));
-      if (both && memory.rows[e + 1].units > 0) load(second, slot_row(e + 1, 0));
-      add(first);
-      add_later_units(e);
-      if (!both) break;
-      add(second);
-      add_later_units(e + 1);
     }
 #pragma unroll
     for (int n = 0; n < kVectors; ++n)
-      FourElements<T>(dk, dv, static_cast<unsigned>(key), 4 * (lane + kRowLanes * n), kPitch)
+      RowElements<T>(dk, dv, static_cast<unsigned>(key), kVector * (lane + kRowLanes * n), kPitch)
           .add(sum[n]);
   }
 }
 
-template <class T, int kVectors>
-__global__ void __launch_bounds__(kFoldThreads, kVectors <= 2 ? 4 : 3)
+template <class T, int kPitch>
+__global__ void __launch_bounds__(kFoldThreads, kPitch <= 64 ? 4 : 3)
     fold_slots_kernel(const __grid_constant__ BackwardArgs<T> args, KeyChunks tiles) {
   await_previous();
   __shared__ FoldMemory memory;
@@ -253,7 +243,7 @@ __global__ void __launch_bounds__(kFoldThreads, kVectors <= 2 ? 4 : 3)
       step = kEntries / shape.topk;
       count = block.find(memory, first, min(first + step, lists));
     }
-    add_entries<T, kVectors>(block, memory, count, dk, dv);
+    add_entries<T, kPitch>(block, memory, count, dk, dv);
   }
 }
 
@@ -271,8 +261,8 @@ void fold_slots(const BackwardArgs<T>& args, cudaStream_t stream) {
   if (tiles.slots == 0) return;
   const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group));
   dispatch_head_dim("i-clustered", shape.pitch, [&](auto width) {
-    launch_early("fold_slots", fold_slots_kernel<T, decltype(width)::value / 32>, grid,
-                 kFoldThreads, 0, stream, args, tiles);
+    launch_early("fold_slots", fold_slots_kernel<T, decltype(width)::value>, grid, kFoldThreads, 0,
+                 stream, args, tiles);
   });
 }
 

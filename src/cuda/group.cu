@@ -18,6 +18,7 @@ struct GroupArgs {
 };
 
 __global__ void __launch_bounds__(kThreads, 1) group_kernel(GroupArgs args) {
+  await_previous();
   extern __shared__ std::int32_t shared[];
   const ClusterShape& shape = args.shape;
   Team team(args.teams);
@@ -53,7 +54,7 @@ void group_by_label(const ClusterShape& shape, const GroupRun& run, Arena& arena
                                stream));
   const std::size_t bytes = group_shared_bytes(shape.clusters, kWarps);
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
-  launch_cooperative(group_kernel, args.teams.blocks(), kThreads, bytes, stream, args);
+  launch_cooperative_early(group_kernel, args.teams.blocks(), kThreads, bytes, stream, args);
 }
 
 }  // namespace coterie::cuda

@@ -384,6 +384,7 @@ __device__ void cluster_codes(const HammingArgs& args, Team& team, const Problem
 
 template <bool kShared>
 __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs args) {
+  await_previous();
   extern __shared__ uint4 shared[];
   const ClusterShape& shape = args.shape;
   Stage stage;
@@ -440,8 +441,8 @@ void launch(HammingArgs args, cudaStream_t stream) {
   const std::size_t sort = group_shared_bytes(args.shape.clusters, kWarps);  // in the same memory
   const std::size_t bytes = std::max(sort, shared_bytes(args.shape, args.columns, kShared));
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
-  launch_cooperative(hamming_kmeans_kernel<kShared>, args.teams.blocks(), kThreads, bytes, stream,
-                     args);
+  launch_cooperative_early(hamming_kmeans_kernel<kShared>, args.teams.blocks(), kThreads, bytes,
+                           stream, args);
 }
 
 }  // namespace

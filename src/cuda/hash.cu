@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Hash codes: bit r of query q is [p_r . q > t_r] (mechanisms.md 5.2 step 1, 16). Planes are normal
 // numbers, or sums of key differences with thresholds at the mean query.
-#include "coterie/random.h"
+#include "cuda/device/normal.cuh"
 #include "cuda/device/row_fragments.cuh"
 #include "cuda/device/row_sums.cuh"
 #include "cuda/hash.h"
@@ -25,13 +25,6 @@ struct HashShape {
   ZeroedWords zeroed;
   std::uint32_t zero;  // 0, unknown to the compiler: see RowFragments
 };
-
-// random_normal of random.h, for the device.
-__device__ double normal(const RandomStream& stream, std::uint64_t index) {
-  const RandomBits bits = stream.at(index);
-  const double radius = sqrt(-2.0 * log(random_unit(bits.word[0])));
-  return radius * cos(6.283185307179586 * random_unit(bits.word[1]));
-}
 
 // Planes rounded to bf16, so that products with 16-bit inputs are exact, and thresholds.
 __global__ void __launch_bounds__(kThreads) isotropic_planes_kernel(HashShape args, bool bias) {

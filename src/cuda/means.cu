@@ -31,7 +31,7 @@ __device__ int cluster_at(const std::int32_t* offsets, int clusters, int slot) {
 // `lanes` lanes share a row and a warp has `groups` of them.
 template <class T, bool kAligned>
 struct SlotBatch {
-  static constexpr int kLoads = 4;
+  static constexpr int kLoads = 6;
   uint4 words[kLoads];
 
   __device__ __forceinline__ void load(const Rows<const T>& rows, int token, int lanes) {
@@ -129,8 +129,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // Completes the sums, or makes means of them; a warp for each cluster.
-__global__ void __launch_bounds__(kThreads) finish_sums_kernel(ClusterSums args, bool mean) {
+__global__ void __launch_bounds__(kThreads)
+    finish_sums_kernel(ClusterSums args, bool mean, ZeroedWords zeroed) {
   await_previous();
+  zeroed.zero();
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int clusters = args.shape.clusters, lane = threadIdx.x % 32;
   if (row >= static_cast<std::int64_t>(args.shape.problems()) * clusters) return;
@@ -145,12 +147,13 @@ __global__ void __launch_bounds__(kThreads) finish_sums_kernel(ClusterSums args,
           mean && size > 0 ? sum[i] / static_cast<float>(size) : sum[i];
 }
 
-void finish_sums(const ClusterSums& args, bool mean, cudaStream_t stream) {
+void finish_sums(const ClusterSums& args, bool mean, const ZeroedWords& zeroed,
+                 cudaStream_t stream) {
   const std::int64_t rows = static_cast<std::int64_t>(args.shape.problems()) * args.shape.clusters;
   if (rows == 0) return;
   launch_early("finish_sums", finish_sums_kernel,
-               static_cast<unsigned>((rows + kWarps - 1) / kWarps), kThreads, 0, stream, args,
-               mean);
+               static_cast<unsigned>((rows + kWarps - 1) / kWarps), kThreads, 0, stream, args, mean,
+               zeroed);
 }
 
 }  // namespace
@@ -196,11 +199,12 @@ void cluster_sums(const AttentionCall& call, const TensorView& x, const TensorVi
       static_cast<const std::int32_t*>(offsets.data), static_cast<float*>(sums.data));
   if (!args.partials) return;
   sum_cluster_tiles(call.op, args, x, stream);
-  finish_sums(args, false, stream);
+  finish_sums(args, false, {}, stream);
 }
 
 void centroid_means(const AttentionCall& call, const TensorView& order, const TensorView& offsets,
-                    const TensorView& centroids, Arena& arena, cudaStream_t stream) {
+                    const TensorView& centroids, Arena& arena, cudaStream_t stream,
+                    const ZeroedWords& zeroed) {
   const std::int64_t clusters = offsets.present() ? offsets.size(2) - 1 : 0;
   const ClusterSums args = make_cluster_sums(arena, cluster_shape(call, clusters), call.inputs.q,
                                              static_cast<const std::int32_t*>(order.data),
@@ -208,7 +212,7 @@ void centroid_means(const AttentionCall& call, const TensorView& order, const Te
                                              static_cast<float*>(centroids.data));
   if (!args.partials) return;
   sum_cluster_tiles(call.op, args, call.inputs.q, stream);
-  finish_sums(args, true, stream);
+  finish_sums(args, true, zeroed, stream);
 }
 
 }  // namespace coterie::cuda

@@ -9,15 +9,18 @@
 
 #include "core/arena.h"
 #include "core/call.h"
+#include "cuda/device/zero.cuh"
 
 namespace coterie::cuda {
 
 // Both launch on `stream` and take scratch memory from `arena`; with an arena that only counts they
 // launch nothing, and views other than those of the call and `x` may be absent.
 
-// centroids (items, H, C, Dk) f32: mean query of every cluster, 0 for an empty one.
+// centroids (items, H, C, Dk) f32: mean query of every cluster, 0 for an empty one. Sets `zeroed`
+// to zero besides.
 void centroid_means(const AttentionCall& call, const TensorView& order, const TensorView& offsets,
-                    const TensorView& centroids, Arena& arena, cudaStream_t stream);
+                    const TensorView& centroids, Arena& arena, cudaStream_t stream,
+                    const ZeroedWords& zeroed = {});
 
 // sums (items, H, C, D) f32: sum over every cluster of rows of x (B, H, N, D), a tensor with the
 // call's query sequences; 0 for an empty cluster.

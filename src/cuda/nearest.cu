@@ -47,8 +47,8 @@ __device__ __forceinline__ void nearest_keys(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float* score = d[half][m] + 2 * side;
-          best[m][side] = best_key(best[m][side], score[0], score[1], offset[m][side], key_scale,
-                                   number - 2 * half);
+          best[m][side] = best_key(best[m][side], score[0] + offset[m][side],
+                                   score[1] + offset[m][side], key_scale, number - 2 * half);
         }
   }
 }
@@ -138,6 +138,7 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
 
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kThreads, 1) nearest_kernel(NearestArgs<T> args) {
+  await_previous();
   extern __shared__ uint4 shared[];
   label_problems<kThreads>(
       args, reinterpret_cast<std::int32_t*>(shared),
@@ -153,8 +154,8 @@ void launch(NearestArgs<T> args, cudaStream_t stream) {
   const std::size_t bytes = std::max(static_cast<std::size_t>(args.columns) * kColumnBytes,
                                      group_shared_bytes(args.shape.clusters, kWarps));
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
-  launch_cooperative(nearest_kernel<T, kChunks>, args.teams.blocks(), kThreads, bytes, stream,
-                     args);
+  launch_cooperative_early(nearest_kernel<T, kChunks>, args.teams.blocks(), kThreads, bytes, stream,
+                           args);
 }
 
 Teams nearest_teams(const ClusterShape& shape, unsigned* arrivals) {

@@ -49,4 +49,12 @@ decltype(auto) dispatch_head_dim(const std::string& op, std::int64_t head_dim, B
   fail(op, "expected rows of at most ", kMaxHeadDim, " elements; got ", head_dim);
 }
 
+// The same with 64 and 128 only, for kernels that are not worth more instances.
+template <class Body>
+decltype(auto) dispatch_wide_dim(const std::string& op, std::int64_t head_dim, Body&& body) {
+  if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
+  if (head_dim <= 128) return body(std::integral_constant<int, 128>{});
+  fail(op, "expected rows of at most ", kMaxHeadDim, " elements; got ", head_dim);
+}
+
 }  // namespace coterie::cuda

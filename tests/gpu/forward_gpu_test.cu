@@ -267,8 +267,10 @@ void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t
   ImprovedClusteredParams params;
   cuda::ClusteredTensors tensors = cuda::clustered_tensors(params, gpu.result().saved);
   Arena arena("test", gpu.ws(stream), 0);
-  cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream);
-  cuda::centroid_select(call, sizes, tensors, arena, stream);
+  const cuda::SelectArrivals arrivals(arena, call, sizes);
+  cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream,
+                       {arrivals.data, arrivals.count});
+  cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream);
 }
 
 // Scores of the selected keys against the best ones, by the CPU's means in f64.
@@ -585,7 +587,11 @@ void time_size(std::int64_t N, std::int64_t D, std::int64_t C, std::int64_t k, b
   };
   const auto select = [&] {
     Arena arena("test", ws, 0);
-    cuda::centroid_select(call, sizes, tensors, arena, stream);
+    const cuda::SelectArrivals arrivals(arena, call, sizes);
+    if (arrivals.count > 0)
+      COTERIE_CUDA(cudaMemsetAsync(
+          arrivals.data, 0, static_cast<std::size_t>(arrivals.count) * sizeof(unsigned), stream));
+    cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream);
   };
   const auto attend = [&] {
     Arena arena("test", ws, 0);

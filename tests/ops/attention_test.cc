@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <set>
 #include <tuple>
 #include <variant>
@@ -48,6 +50,34 @@ TEST_P(AttentionTest, FollowsTheSpecification) {
   cases::run_backward(problem, run);
   test::expect_written(run, true);
   test::expect_backward(problem, run);
+}
+
+// Products of bf16 are exact, whichever instruction makes them: the log-sum-exps of two levels
+// differ by the rounding of sums only, that of 64 products and of the weights of 129 keys. The
+// outputs of a level that rounds weights to bf16 differ by half a unit of each weight and of the
+// result.
+TEST(Bf16Test, LevelsDifferByTheRoundingOfSumsAndWeights) {
+  const Case wide{.name = "wide", .spec = "full", .N = 129, .Dk = 64, .dtype = DType::bf16};
+  const cases::Problem problem = cases::make_problem(wide, kSeed);
+  force_cpu_isa(CpuIsa::baseline);
+  const cases::Pass expected = cases::run_forward(problem);
+  const std::vector<double> out = read_values(expected.result.out);
+  const std::vector<double> lse = read_values(expected.result.saved[0]);
+  for (const CpuIsa isa : supported_cpu_isas()) {
+    force_cpu_isa(isa);
+    const cases::Pass run = cases::run_forward(problem);
+    const std::vector<double> other = read_values(run.result.saved[0]);
+    for (std::size_t i = 0; i < lse.size(); ++i)
+      ASSERT_NEAR(other[i], lse[i], 0x1p-24 * (64 + 129) * std::max(1.0, std::abs(lse[i])))
+          << cpu_isa_name(isa) << " " << i;
+    double largest = 0;  // value: an output is a mean of values
+    for (const double value : read_values(problem.inputs.v))
+      largest = std::max(largest, std::abs(value));
+    const std::vector<double> rounded = read_values(run.result.out);
+    for (std::size_t i = 0; i < out.size(); ++i)
+      ASSERT_NEAR(rounded[i], out[i], largest * 0x1p-9 + std::abs(out[i]) * 0x1p-7)
+          << cpu_isa_name(isa) << " " << i;
+  }
 }
 
 std::string test_name(const ::testing::TestParamInfo<AttentionTest::ParamType>& info) {

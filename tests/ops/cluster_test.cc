@@ -144,6 +144,17 @@ TEST_P(ClusterTest, HammingKMeansFollowsTheSpecification) {
   }
 }
 
+// Few bits make many ties, many centroids more than one block of the kernels.
+TEST_P(ClusterTest, HammingLabelsAreTheFirstOfTheNearestAmongManyCentroids) {
+  for (std::int64_t clusters : {255, 256, 257, 600}) {
+    const HostTensor codes = random_codes({1, 1, 1001}, 9, 6);
+    const HammingKMeansParams params{.iterations = 0, .bits = 9, .seed = 2};
+    const Kmeans result = run_kmeans(params, codes, {}, 1, clusters);
+    EXPECT_EQ(read_values(result.labels), nearest(codes_in(codes), codes_in(result.centroids)))
+        << clusters;
+  }
+}
+
 TEST_P(ClusterTest, WithManyClustersEveryTokenIsItsOwn) {
   HostTensor codes(DType::u64, {1, 1, 6});  // all equal
   const Kmeans result = run_kmeans({.iterations = 3, .bits = 8, .seed = 4}, codes, {}, 1, 6);

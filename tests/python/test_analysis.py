@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from problems import IDS, SPECS, make_problem
@@ -59,6 +61,23 @@ def test_errors_of_packed_sequences() -> None:
     cu = torch.tensor([0, 11, 30])
     (report,) = coterie.error(q, k, v, "full", causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
     assert report.relative.max() < 1e-5
+
+
+@pytest.mark.parametrize("spec", ["routing(clusters=3,window=5)", "i-clustered(clusters=3,topk=4)"])
+def test_statistics_of_packed_sequences(spec: str) -> None:
+    problem = make_problem(spec, B=1, N=30)
+    cu = torch.tensor([0, 11, 30])
+    options = problem.options | {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    (stats,) = coterie.stats(problem.q, problem.k, problem.v, spec, **options)
+    assert stats.sizes.shape == (2, 4, 3)
+    assert (stats.kept_mass is None) == spec.startswith("routing")
+
+
+@pytest.mark.parametrize("function", [coterie.stats, coterie.error])
+def test_positions_in_the_spec_are_refused(function: Callable[..., object]) -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="spec: expected no positions"):
+        function(q, q, q, "full(positions=rotary)")
 
 
 def test_the_number_of_rows_is_checked() -> None:

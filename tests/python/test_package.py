@@ -12,6 +12,7 @@ import torch
 from problems import make_problem
 
 import coterie
+from coterie.crossovers import MEASURED
 from coterie.library import build_facts, spec_help
 
 
@@ -23,8 +24,15 @@ def test_info_says_what_is_installed() -> None:
         assert text in done.stdout
 
 
-def test_the_package_is_typed() -> None:
-    assert (Path(coterie.__file__).parent / "py.typed").exists()
+def test_the_package_is_typed(tmp_path: Path) -> None:
+    package = Path(coterie.__file__).parent
+    assert (package / "py.typed").exists()
+    pytest.importorskip("mypy")
+    settings = Path(__file__).parents[2] / "python" / "pyproject.toml"
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir"]
+    command += [str(tmp_path), str(package), str(Path(__file__).parent / "typed_use.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_library_needs_no_python_and_no_path_of_torch() -> None:
@@ -56,13 +64,19 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         coterie.set_threads(0)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n", [1, 100, 1000, 10**6])
-def test_recommendations_are_specs(n: int, causal: bool) -> None:
-    advice = coterie.recommend(n, causal=causal)
-    assert advice.reason
-    coterie.head_groups(advice.spec, 8, causal)
-    assert (advice.spec == "full") == (n < 256)
+def test_recommendations_are_specs_that_were_measured(causal: bool, device: str) -> None:
+    measured = {row[3] for row in MEASURED if row[:2] == (device, causal) and row[4] >= 1}
+    found = [coterie.recommend(2**i, causal=causal, device=device) for i in range(21)]
+    for advice in found:
+        assert advice.reason
+        coterie.head_groups(advice.spec, 8, causal)
+        assert advice.spec == "full" or advice.spec in measured
+    begins = [advice.spec != "full" for advice in found]
+    assert begins == sorted(begins)  # full up to some length
+    assert not begins[0]
+    assert begins[-1] == bool(measured)
 
 
 def test_recommendations_name_wrong_arguments() -> None:
@@ -70,7 +84,13 @@ def test_recommendations_name_wrong_arguments() -> None:
         coterie.recommend(0)
     with pytest.raises(ValueError, match="device: expected"):
         coterie.recommend(10, device="tpu")
-    assert coterie.recommend(10**6, device="cuda", causal=True).spec == "full"
+    assert coterie.recommend(10**6, device="cuda", head_dim=256).spec == "full"
+
+
+def test_recommendations_are_those_of_the_records() -> None:
+    script = Path(__file__).parents[2] / "python" / "bench" / "crossovers.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_state_arguments_are_checked() -> None:

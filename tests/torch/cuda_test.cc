@@ -8,6 +8,7 @@
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
+#include "coterie/torch/centroids.h"
 #include "tensors.h"
 
 namespace coterie::torch_api {
@@ -15,9 +16,14 @@ namespace {
 
 using ::torch::autograd::grad;
 
-const char* const kSpecs[] = {"clustered(clusters=8)", "clustered(clusters=8,clustering=hamming)",
+const char* const kSpecs[] = {"clustered(clusters=8)",
+                              "clustered(clusters=8,clustering=hamming)",
                               "i-clustered(clusters=8,topk=16)",
-                              "i-clustered(clusters=8,topk=16,clustering=hamming-keys)"};
+                              "i-clustered(clusters=8,topk=16,clustering=hamming-keys)",
+                              "full",
+                              "local(window=32)",
+                              "strided(stride=7)",
+                              "oracle-top(topk=16)"};
 
 class CudaDoor : public ::testing::Test {
  protected:
@@ -106,6 +112,30 @@ TEST_F(CudaDoor, GivesTheSameBitsInEveryRun) {
   }
 }
 
+// Routing's centroids: found on the CPU, moved and weighed on the GPU.
+TEST_F(CudaDoor, MovesCentroidsAsTheCpuDoes) {
+  at::manual_seed(11);
+  const at::Tensor x = at::randn({2, 4, 150, 64}, at::kFloat);
+  const at::Tensor lengths = at::tensor({150, 90}, at::kInt);
+  const CentroidState wanted = make_centroids(2, 8, 64, 5);
+  const CentroidState got = {wanted.centroids.to(at::kCUDA), wanted.counts.to(at::kCUDA),
+                             wanted.sums.to(at::kCUDA)};
+  const auto step = [](const CentroidState& state, const at::Tensor& rows,
+                       const at::Tensor& counts) {
+    const at::Tensor leaf = rows.detach().requires_grad_();
+    const at::Tensor labels = nearest_centroids(leaf, state.centroids, counts);
+    const at::Tensor loss = commitment_loss(leaf, state.centroids, labels, counts);
+    const at::Tensor gradient = grad({loss}, {leaf})[0];
+    ema_update(0.9, leaf, labels, counts, state);
+    return std::vector<at::Tensor>{loss.reshape({1}), gradient, state.centroids, state.counts};
+  };
+  const std::vector<at::Tensor> expected = step(wanted, x, lengths);
+  const std::vector<at::Tensor> results = step(got, x.to(at::kCUDA), lengths.to(at::kCUDA));
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_LE(relative_error(results[i], expected[i]), 1e-5) << i;
+  }
+}
+
 // Queries that are ready when a product of large matrices has been made `products` times.
 at::Tensor late_queries(const at::Tensor& q, const at::Tensor& matrix, int products) {
   at::Tensor product = matrix;
@@ -141,9 +171,11 @@ TEST_F(CudaDoor, WorksOnTheCurrentStreamWithoutWaiting) {
 }
 
 TEST_F(CudaDoor, PassesRefusalsOn) {
+  Inputs wide(32, at::kDouble);
+  wide.to(at::kCUDA);
+  EXPECT_THROW(forward(wide, mechanism_of("oracle-top")), Error);
   Inputs inputs(32);
   inputs.to(at::kCUDA);
-  EXPECT_THROW(forward(inputs, mechanism_of("oracle-top")), Error);
   inputs.k = inputs.k.to(at::kCPU);
   EXPECT_THROW(forward(inputs, mechanism_of("clustered(clusters=8)")), Error);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Tiles of 64 keys (and values) on their way to warpgroup products. All warps of a block load a
+// Tiles of keys (and values) on their way to warpgroup products. All warps of a block load a
 // share of every tile and wait for each other only through barriers in shared memory, a few tiles
 // apart.
 #pragma once
@@ -15,9 +15,8 @@ namespace coterie::cuda {
 // kMatrices: 1 for keys, 2 for keys and values. Of kStages tiles in shared memory, kAhead are
 // loaded before they are needed, and a thread has seen its own share of a tile arrive kReady tiles
 // before.
-template <class T, int kDim, int kMatrices, int kWarps>
+template <class T, int kDim, int kMatrices, int kWarps, int kKeys = 64>
 struct KeyPipeline {
-  static constexpr int kKeys = 64;
   static constexpr int kBands = kDim / 64;  // tiles of 128-byte rows side by side
   static constexpr int kBandBytes = kKeys * 128;
   static constexpr int kStageBytes = kMatrices * kBands * kBandBytes;
@@ -40,6 +39,11 @@ struct KeyPipeline {
   // By all threads, before a __syncthreads.
   __device__ void init() const {
     if (threadIdx.x < 2 * kStages) mbarrier_init(full(0) + threadIdx.x * 8, kWarps);
+  }
+
+  // After a __syncthreads behind the last tile; init may follow.
+  __device__ void close() const {
+    if (threadIdx.x < 2 * kStages) mbarrier_invalidate(full(0) + threadIdx.x * 8);
   }
 
   // Starts to load a tile of keys first .. end - 1, once all warps are done with its place.
@@ -113,15 +117,15 @@ __device__ __forceinline__ void load_mean_rows(std::uint32_t (&q)[kDim / 16][4],
   }
 }
 
-// Starts s = Q Kᵀ of a warpgroup, 64 rows and 64 keys, with these rows.
-template <class T, int kDim>
-__device__ __forceinline__ void score_products(float (&s)[32],
+// Starts s = Q Kᵀ of a warpgroup, 64 rows and kKeys keys (64 or 128), with these rows.
+template <class T, int kDim, int kKeys>
+__device__ __forceinline__ void score_products(float (&s)[kKeys / 2],
                                                const std::uint32_t (&q)[kDim / 16][4],
                                                std::uint32_t keys) {
   const std::uint64_t first = matrix_descriptor(keys);
 #pragma unroll
   for (int d = 0; d < kDim / 16; ++d) {
-    const std::uint64_t k = descriptor_behind(first, d / 4 * (64 * 128) + d % 4 * 32);
+    const std::uint64_t k = descriptor_behind(first, d / 4 * (kKeys * 128) + d % 4 * 32);
     if (d == 0)
       wgmma<T, 0, 0>(s, q[d], k);
     else

@@ -4,8 +4,8 @@
 // A score s becomes one integer key: s + K, with K = 1.5 * 2^k and 2^(k-1) above every |s| of the
 // row, lies in [2^k, 2^(k+1)), so its bits are a fixed-point number; times 512 the sign and the
 // exponent fall off the top and 9 bits for the reversed column number become free at the bottom.
-// One addition, one multiply-add and half a three-way maximum per score; ties go to the lower
-// index. The resolution is 2^(k-23), some 2^-17 of the bound |x|_inf |m|_1 + |b|.
+// A multiply-add and half a three-way maximum per score; ties go to the lower index. The resolution
+// is 2^(k-23), some 2^-17 of the bound |x|_inf |m|_1 + |b|.
 #pragma once
 
 #include "cuda/device/group.cuh"
@@ -49,16 +49,15 @@ __device__ __forceinline__ float row_offset(const RowWords<T, kChunks>& row, con
   return key_offset(largest, bounds.x, bounds.y);
 }
 
-// The larger of `best` and the keys of two neighbouring columns; `number` is 511 less the first
-// one's.
+// The larger of `best` and the keys of two neighbouring columns, of which the scores have K added;
+// `number` is 511 less the first one's.
 __device__ __forceinline__ std::uint32_t best_key(std::uint32_t best, float even, float odd,
-                                                  float offset, std::uint32_t scale,
-                                                  std::uint32_t number) {
+                                                  std::uint32_t scale, std::uint32_t number) {
   const auto key = [&](float score, std::uint32_t low) {
     std::uint32_t word;
     asm("mad.lo.u32 %0, %1, %2, %3;"
         : "=r"(word)
-        : "r"(__float_as_uint(score + offset)), "r"(scale), "r"(low));
+        : "r"(__float_as_uint(score)), "r"(scale), "r"(low));
     return word;
   };
   return __vimax3_u32(best, key(even, number), key(odd, number - 1));

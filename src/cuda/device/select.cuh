@@ -7,12 +7,18 @@
 
 #include "cuda/device/candidates.cuh"
 #include "cuda/device/centroid.cuh"
+#include "cuda/device/team.cuh"
 
 namespace coterie::cuda {
 
 constexpr int kSamples = 8;      // parts of the sample, a block each
 constexpr int kSampleShare = 4;  // one key tile in so many is in the sample
 constexpr int kSelectKeys = 64;  // keys of a tile, 16 of them for each lane of a row's four
+constexpr int kLaneLists = 4;    // of a row and chunk: one for each lane that holds scores of it
+
+// attend_centroid_select_sm90a.cu
+constexpr int kSelectParts = 8;                          // of the keys, a block of a team each
+constexpr int kSelectLists = kLaneLists * kSelectParts;  // of candidates of a row
 
 template <class T>
 struct SelectArgs {
@@ -20,11 +26,10 @@ struct SelectArgs {
   Tensor4<const T> k;
   int topk;
   int wanted;              // candidates to find, some more than topk
-  int lists;               // of a row and chunk: one for each lane that holds scores of the row
   int capacity;            // of a list
   float* thresholds;       // (items, H, C, kSamples)
-  std::int32_t* counts;    // (slots, H, C, lists)
-  Candidate* candidates;   // (slots, H, C, lists, capacity)
+  std::int32_t* counts;    // (slots, H, C, kLaneLists)
+  Candidate* candidates;   // (slots, H, C, kLaneLists, capacity)
   std::int32_t* top_keys;  // (items, H, C, topk)
 
   __device__ Rows<const T> keys(const ItemSpan& span, int head) const {
@@ -150,12 +155,12 @@ __device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity
   }
 }
 
-// 4 scores of a row: keys first, first + 1, first + 8, first + 9, those below `end`.
+// 4 scores of a row: keys first, first + 1, first + 8, first + 9.
 __device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float s2, float s3,
-                                       int first, int end) {
+                                       int first) {
   if (!(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3)) >= list.floor)) return;
   const auto offer = [&](float score, int key) {
-    if (score >= list.floor && key < end) list.push(score, key);
+    if (score >= list.floor) list.push(score, key);
   };
   offer(s0, first);
   offer(s1, first + 1);
@@ -163,9 +168,16 @@ __device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float
   offer(s3, first + 9);
 }
 
-// Steps 1 and 2 of the selection on Hopper's warpgroup products; 16-bit types only.
-// attend_centroid_select_sm90a.cu
+// How the selection of attend_centroid_select_sm90a.cu is shared out. Its thresholds, counts and
+// candidates have block_rows rows a team.
+struct SelectTeams {
+  Teams teams;
+  int problems;   // (item, head, tile of means)
+  float* maxima;  // (teams, block rows, kSelectParts, 32)
+};
+
+// All of the selection by Hopper's warpgroup products; 16-bit types only.
 template <class T>
-void find_candidates_sm90a(const SelectArgs<T>& args, cudaStream_t stream);
+void select_keys_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, cudaStream_t stream);
 
 }  // namespace coterie::cuda

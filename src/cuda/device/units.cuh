@@ -18,21 +18,24 @@ struct QueryTile {
 
 // The tiles of cluster c of item t have consecutive numbers from
 //   t * clusters + c + (rows before its first one) >> bits (+ batch * room for one more)
-// on. A cluster of n rows has at most (n >> bits) + 1 tiles, so numbers never meet.
+// on. A cluster of n rows has at most (n >> bits) + 1 tiles, so numbers never meet. A row of an
+// item may be in several clusters, per_row of them: it then counts that often.
 struct QueryTiles {
   int bits;                       // a tile has at most 1 << bits rows
   int clusters, items, per_item;  // per_item: numbers of an item, 0 for packed items
   int total;
+  int per_row;
 
   __device__ int first_tile(const SequenceSpans& queries, int item) const {
     if (per_item > 0) return item * per_item;
-    return item * clusters + (min(max(queries.cu_seqlens[item], 0), queries.rows) >> bits);
+    return item * clusters +
+           (min(max(queries.cu_seqlens[item], 0), queries.rows) * per_row >> bits);
   }
 
   // Number of the first tile of a cluster that starts at `offset` of its item.
   __device__ int first_tile(int item, int cluster, const ItemSpan& span, int offset) const {
     return (per_item > 0 ? item * per_item + (offset >> bits)
-                         : item * clusters + ((span.begin + offset) >> bits)) +
+                         : item * clusters + ((span.begin * per_row + offset) >> bits)) +
            cluster;
   }
 
@@ -53,7 +56,7 @@ struct QueryTiles {
     const std::int32_t* starts =
         offsets + (static_cast<std::int64_t>(item) * heads + head) * (clusters + 1);
     // Packed rows are counted from the start of the tensor, others from that of the item.
-    const int before = per_item > 0 ? 0 : tile.span.begin;
+    const int before = per_item > 0 ? 0 : tile.span.begin * per_row;
     const int origin = per_item > 0 ? item * per_item : item * clusters;
     // The last cluster whose first tile is not after this one. A lane looks at several places at a
     // time: up to 256 clusters take one wait for memory.
@@ -83,16 +86,24 @@ struct QueryTiles {
   }
 };
 
-inline QueryTiles query_tiles(const AttentionCall& call, std::int64_t clusters, int bits) {
-  const bool packed = call.inputs.q_sequences.cu_seqlens.present();
+// `rows` of each batch entry; packed items share one.
+inline QueryTiles query_tiles(bool packed, std::int64_t items, std::int64_t rows,
+                              std::int64_t per_row, std::int64_t clusters, int bits) {
+  const std::int64_t slots = rows * per_row;
   QueryTiles tiles;
   tiles.bits = bits;
   tiles.clusters = static_cast<int>(clusters);
-  tiles.items = static_cast<int>(call.num_items());
-  tiles.per_item = packed ? 0 : static_cast<int>(clusters + (call.N >> bits) + 1);
-  tiles.total = packed ? static_cast<int>(tiles.items * clusters + (call.N >> bits) + 1)
+  tiles.items = static_cast<int>(items);
+  tiles.per_item = packed ? 0 : static_cast<int>(clusters + (slots >> bits) + 1);
+  tiles.total = packed ? static_cast<int>(tiles.items * clusters + (slots >> bits) + 1)
                        : tiles.items * tiles.per_item;
+  tiles.per_row = static_cast<int>(per_row);
   return tiles;
+}
+
+inline QueryTiles query_tiles(const AttentionCall& call, std::int64_t clusters, int bits) {
+  return query_tiles(call.inputs.q_sequences.cu_seqlens.present(), call.num_items(), call.N, 1,
+                     clusters, bits);
 }
 
 }  // namespace coterie::cuda

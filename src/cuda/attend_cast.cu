@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: MIT
+// CAST: the order of its stages. The attention inside clusters is that of lists (lists.h).
+#include <algorithm>
+
+#include "cuda/attention.h"
+#include "cuda/cast.h"
+#include "cuda/cluster.h"
+#include "cuda/device/await.cuh"
+#include "cuda/launch.h"
+#include "cuda/lists.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+
+CastShape cast_shape(const CastParams& params, const AttentionCall& call,
+                     const std::int32_t* members) {
+  const std::int64_t fair = (call.N + params.clusters - 1) / params.clusters;
+  const std::int64_t size =
+      params.mode == CastMode::single ? std::max(params.size, fair) : params.size;
+  CastShape shape{};
+  shape.tokens = sequence_spans(call.inputs.q_sequences, call.N);
+  shape.items = static_cast<int>(call.num_items());
+  shape.B = static_cast<int>(call.B);
+  shape.H = static_cast<int>(call.H);
+  shape.group = static_cast<int>(call.H / call.value_heads);
+  shape.N = static_cast<int>(call.N);
+  shape.D = static_cast<int>(call.Dk);
+  shape.clusters = static_cast<int>(params.clusters);
+  shape.width = static_cast<int>(std::min(size, call.N));
+  shape.list_heads = params.share_heads ? 1 : shape.H;
+  shape.scale = static_cast<float>(call.scale);
+  shape.laplace = params.activation == CastActivation::laplace;
+  shape.gate_scale = params.gate_scale;
+  shape.gate = static_cast<const float*>(call.inputs.gate.data);
+  shape.surrogates = static_cast<const float*>(call.inputs.centroids.data);
+  shape.members = members;
+  return shape;
+}
+
+CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& saved) {
+  const auto data = [&](std::size_t t) { return static_cast<float*>(saved[t].data); };
+  CastSaved tensors;
+  if (saved.empty()) return tensors;  // counting
+  tensors.members = static_cast<std::int32_t*>(saved[0].data);
+  if (params.activation == CastActivation::laplace) {
+    tensors.summary = data(1);
+    return tensors;
+  }
+  tensors.member_lse = data(1);
+  tensors.summary = data(2);
+  tensors.summary_lse = data(3);
+  tensors.combine_lse = data(4);
+  return tensors;
+}
+
+namespace {
+
+template <class T>
+__global__ void repeat_heads_kernel(Tensor4<const T> from, T* to, int heads, int group, int rows) {
+  await_previous();
+  const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y) % heads;
+  const int batch = static_cast<int>(blockIdx.y) / heads;
+  const T* source = from.rows(batch, head / group, row).data;
+  T* target = to + (static_cast<std::int64_t>(blockIdx.y) * rows + row) * from.width;
+  for (int d = threadIdx.x; d < from.width; d += blockDim.x) target[d] = source[d];
+}
+
+// A copy with every head `group` times.
+TensorView repeat_heads(const AttentionCall& call, const TensorView& from, Arena& arena,
+                        cudaStream_t stream) {
+  TensorView copy;
+  dispatch_element(call.op, from.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* to = arena.take<T>(call.B * call.H * call.S * from.size(3));
+    copy = TensorView::contiguous(to, from.dtype, {call.B, call.H, call.S, from.size(3)},
+                                  Device::cuda);
+    if (!to) return;
+    launch_early("cast heads", repeat_heads_kernel<T>,
+                 dim3(static_cast<unsigned>(call.S), static_cast<unsigned>(call.B * call.H)), 64, 0,
+                 stream, tensor4<const T>(from), to, static_cast<int>(call.H),
+                 static_cast<int>(call.H / from.size(1)), static_cast<int>(call.S));
+  });
+  return copy;
+}
+
+class CastPass : public Pass {
+ public:
+  CastPass(const CastParams& params, const AttentionCall& call) : params_(params), call_(call) {}
+
+  std::string refusal() const override {
+    if (call_.N != call_.S)
+      return "the CUDA kernels need as many keys as queries; got " + std::to_string(call_.S) +
+             " and " + std::to_string(call_.N);
+    if (params_.clusters > kMaxClusters)
+      return "the CUDA kernels take at most " + std::to_string(kMaxClusters) + " clusters; got " +
+             std::to_string(params_.clusters);
+    return "";
+  }
+
+  std::int64_t workspace_bytes() const override {
+    Arena select, attend, backward;
+    cast_select(params_, call_, nullptr, select, nullptr);
+    attend_into({}, attend, nullptr);
+    backward_into({}, {}, {}, backward, nullptr);
+    return std::max({select.used(), attend.used(), backward.used()});
+  }
+
+  void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    cast_select(params_, call_, static_cast<std::int32_t*>(saved[0].data), arena,
+                stream_of(workspace));
+  }
+
+  void attend(const AttentionResult& result, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    attend_into(result, arena, stream_of(workspace));
+  }
+
+  void backward(const AttentionResult& result, const TensorView& grad_out,
+                const AttentionGradients& gradients, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    backward_into(result, grad_out, gradients, arena, stream_of(workspace));
+  }
+
+ private:
+  Arena take_workspace(const Workspace& workspace) const {
+    return Arena(call_.op.c_str(), workspace, workspace_bytes());
+  }
+
+  // The attention inside clusters as one of lists. Where query heads of one key head have lists of
+  // their own, keys and values are copied for each.
+  struct Inner {
+    AttentionCall call;
+    ListPlan plan;
+  };
+  Inner inner_lists(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
+    Inner inner{call_, {}};
+    inner.call.inputs.k_sequences = call_.inputs.q_sequences;
+    if (shape.list_heads > 1 && shape.group > 1) {
+      inner.call.k = inner.call.inputs.k = repeat_heads(call_, call_.k, arena, stream);
+      inner.call.inputs.v = repeat_heads(call_, call_.inputs.v, arena, stream);
+      inner.call.key_heads = inner.call.value_heads = call_.H;
+    }
+    ListSide side;
+    side.layout = ListLayout::members;
+    side.index = shape.members;
+    side.index_heads = shape.list_heads;
+    side.width = shape.width;
+    inner.plan.lists = shape.clusters;
+    inner.plan.queries = inner.plan.keys = side;
+    inner.plan.weighting = shape.laplace ? ListWeighting::laplace : ListWeighting::softmax;
+    inner.plan.scale = shape.scale;
+    return inner;
+  }
+
+  TokenSlots token_slots(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
+    const TokenSlots slots =
+        make_token_slots(arena, call_.inputs.q_sequences, call_.B, call_.N, shape.list_heads,
+                         shape.members, static_cast<std::int64_t>(shape.clusters) * shape.width, 0);
+    find_token_slots(slots, call_.B, arena, stream);
+    return slots;
+  }
+  const void* rounded_surrogates(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
+    return cast_rounded(call_.inputs.q.dtype, shape.surrogates,
+                        call_.H * params_.clusters * call_.Dk, arena, stream);
+  }
+  const void* rounded_summaries(const CastSaved& saved, Arena& arena, cudaStream_t stream) const {
+    return cast_rounded(call_.inputs.q.dtype, saved.summary,
+                        call_.num_items() * call_.H * params_.clusters * call_.Dv, arena, stream);
+  }
+
+  // Here and below an arena that only counts launches nothing.
+  void attend_into(const AttentionResult& result, Arena& arena, cudaStream_t stream) const {
+    CastForward pass{};
+    pass.saved = cast_saved(params_, result.saved);
+    pass.out = result.out;
+    const CastShape shape = cast_shape(params_, call_, pass.saved.members);
+    float* inner_out = arena.take<float>(shape.slots() * shape.D);
+    if (inner_out) cast_summaries(shape, call_, pass.saved, stream);
+    if (call_.N == 0) return;
+    pass.slots = token_slots(shape, arena, stream);
+    pass.surrogates = rounded_surrogates(shape, arena, stream);
+    pass.summaries = rounded_summaries(pass.saved, arena, stream);
+    pass.inner = inner_out;
+    const Inner inner = inner_lists(shape, arena, stream);
+    if (!inner_out) return;
+    ListOutputs outputs;
+    outputs.slot_out = inner_out;
+    outputs.lse = pass.saved.member_lse;
+    lists_forward(inner.call, inner.plan, outputs, stream);
+    cast_mix(shape, call_, pass, stream);
+  }
+
+  CastBackward take_backward(const CastShape& shape, Arena& arena) const {
+    const std::int64_t slots = shape.slots(), rows = call_.B * call_.H * call_.N;
+    const std::int64_t clusters = call_.num_items() * call_.H * params_.clusters;
+    CastBackward pass{};
+    for (float** scalars : {&pass.dots, &pass.weights, &pass.weighted, &pass.excess,
+                            &pass.summary_weights, &pass.key_factors, &pass.dgate_slots})
+      *scalars = arena.take<float>(slots);
+    pass.key_slot_heads = static_cast<int>(shape.list_heads > 1 ? call_.H : call_.value_heads);
+    pass.dq_slots = arena.take<float>(slots * call_.Dk);
+    pass.dk_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dk);
+    pass.dv_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dv);
+    pass.delta = arena.take<float>(rows);
+    pass.dgate_rows = arena.take<float>(rows);
+    pass.dsummary = arena.take<float>(clusters * call_.Dv);
+    pass.dsurrogate = arena.take<float>(clusters * call_.Dk);
+    pass.chunks = cast_token_chunks(shape, call_);
+    pass.partials =
+        arena.take<float>(pass.chunks.slots * call_.H * params_.clusters * 2 * call_.Dk);
+    return pass;
+  }
+
+  void backward_into(const AttentionResult& result, const TensorView& grad_out,
+                     const AttentionGradients& gradients, Arena& arena, cudaStream_t stream) const {
+    const CastSaved saved = cast_saved(params_, result.saved);
+    const CastShape shape = cast_shape(params_, call_, saved.members);
+    CastBackward pass = take_backward(shape, arena);
+    pass.saved = saved;
+    pass.grad_out = grad_out;
+    pass.gradients = gradients;
+    if (call_.N == 0) {
+      if (gradients.dcentroids.present())
+        COTERIE_CUDA(cudaMemsetAsync(
+            gradients.dcentroids.data, 0,
+            static_cast<std::size_t>(gradients.dcentroids.count()) * sizeof(float), stream));
+      return;
+    }
+    pass.slots = token_slots(shape, arena, stream);
+    pass.surrogates = rounded_surrogates(shape, arena, stream);
+    pass.summaries = rounded_summaries(saved, arena, stream);
+    const Inner inner = inner_lists(shape, arena, stream);
+    ListGradients lists;
+    lists.grad_out = grad_out;
+    lists.lse = {saved.member_lse, true};
+    if (pass.dots) {
+      lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
+      cast_weights_backward(shape, call_, pass, stream);
+      cast_clusters_backward(shape, call_, pass, stream);
+    }
+    lists.weight = {pass.weights, true};
+    lists.delta = {pass.weighted, true};
+    lists.slot_dq = pass.dq_slots;
+    lists.slot_dk = pass.dk_slots;
+    lists.slot_dv = pass.dv_slots;
+    lists_backward(inner.call, inner.plan, lists, arena, stream);
+    if (!pass.dots) return;
+    cast_summaries_backward(shape, call_, pass, stream);
+    if (gradients.dq.present() || gradients.dgate.present())
+      cast_tokens_backward(shape, call_, pass, stream);
+    cast_fold(shape, call_, pass, stream);
+  }
+
+  const CastParams& params_;
+  const AttentionCall& call_;
+};
+
+}  // namespace
+
+std::unique_ptr<Pass> make_pass(const CastParams& params, const AttentionCall& call) {
+  return std::make_unique<CastPass>(params, call);
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: MIT
+// Backward pass of attention of lists over lists (lists.h): kernels of device/list_bwd.cuh, by
+// mma.sync here, by warpgroup products in attend_list_bwd_sm90a.cu.
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/device/list_bwd_products.cuh"
+#include "cuda/hopper.h"
+#include "cuda/list_bwd.h"
+#include "cuda/padding.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+namespace {
+
+// Row statistics and factors of gradients are parts of one form.
+ListForm backward_form(const ListPlan& plan, const ListGradients& gradients) {
+  const ListForm form = list_form(plan);
+  return form == ListForm::plain && gradients.weight.data ? ListForm::normalised : form;
+}
+
+template <class T>
+ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& plan,
+                                  const ListGradients& gradients) {
+  ListBackwardArgs<T> args{};
+  args.problem = list_problem(call, plan);
+  args.q_tiles = list_tiles(args.problem.q, kListRowBits);
+  args.k_tiles = list_tiles(args.problem.k, kListRowBits);
+  args.q = tensor4<const T>(call.inputs.q);
+  args.k = tensor4<const T>(call.k);
+  args.v = tensor4<const T>(call.inputs.v);
+  args.g = tensor4<const T>(gradients.grad_out);
+  args.weight = gradients.weight;
+  args.lse = gradients.lse;
+  args.delta = gradients.delta;
+  args.weight_scale = std::is_same_v<T, __half> && !args.problem.laplace ? 256.0f : 1.0f;
+  return args;
+}
+
+// Launches a pass's kernels by the products that the device, type and width allow.
+template <class T>
+void launch(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
+            cudaStream_t stream) {
+  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    if constexpr (sizeof(T) == 2 && kWidth % 64 == 0) {
+      if (on_hopper()) return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
+    }
+    using P = WarpProducts<T, kWidth>;
+    if (form == ListForm::plain)
+      launch_lists<P, ListForm::plain>(args, wanted, stream);
+    else
+      launch_lists<P, ListForm::general>(args, wanted, stream);
+  });
+}
+
+template <class T>
+ListSums<T> sums_of(const TensorView& rows, float* slots) {
+  ListSums<T> sums{};
+  if (rows.present()) sums.rows = tensor4<T>(rows);
+  sums.slots = slots;
+  return sums;
+}
+
+}  // namespace
+
+void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+                    Arena& arena, cudaStream_t stream) {
+  const bool recompute = plan.weighting == ListWeighting::softmax && !gradients.delta.data;
+  const std::int64_t values =
+      gradients.lse.by_slot ? list_query_slots(call, plan) : call.B * call.H * call.N;
+  float* delta = arena.take<float>(recompute ? values : 0);
+  if (!delta) return;  // the arena only counts
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
+    args.dq = sums_of<T>(gradients.dq, gradients.slot_dq);
+    args.dk = sums_of<T>(gradients.dk, gradients.slot_dk);
+    args.dv = sums_of<T>(gradients.dv, gradients.slot_dv);
+    if (recompute) {
+      args.delta_out = delta;
+      args.delta_out_by_slot = gradients.lse.by_slot;
+    }
+    ListKernels wanted;
+    wanted.keys = args.dk.wanted() || args.dv.wanted();
+    wanted.queries = args.dq.wanted() || (wanted.keys && args.delta_out);
+    if (gradients.dq.present()) zero_padding(gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
+    if (gradients.dk.present()) zero_padding(gradients.dk, call.inputs.k_sequences, call.num_items(), stream);
+    if (gradients.dv.present()) zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
+    launch(args, backward_form(plan, gradients), {wanted.queries, false}, stream);
+    if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
+    launch(args, backward_form(plan, gradients), {false, wanted.keys}, stream);
+  });
+}
+
+void lists_delta(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+                 float* delta, cudaStream_t stream) {
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
+    args.delta_out = delta;
+    args.delta_out_by_slot = true;
+    launch(args, backward_form(plan, gradients), {true, false}, stream);
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: MIT
+// LSH attention: every round attends along its own sorted order (lsh.h), and the rounds are
+// combined token by token: combine=lse by their log-sum-exps, as one softmax, or combine=mean.
+#include <algorithm>
+
+#include "cuda/attention.h"
+#include "cuda/cluster.h"
+#include "cuda/device/lsh.cuh"
+#include "cuda/device/row_lanes.cuh"
+#include "cuda/launch.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// Outputs by slot of the band and of the wrap.
+struct LshOutputs {
+  float *band, *band_lse, *wrap, *wrap_lse;
+};
+
+struct CombineArgs {
+  LshTokens tokens;
+  LshOutputs parts;
+  bool merges;
+  float* lse;  // (B, H, N) when rounds merge, else (B, H, R, N)
+};
+
+// out = sum over the parts of exp(lse_part - lse) out_part.
+template <class Lanes>
+__device__ float merge_rounds(const CombineArgs& args, const LshToken& token, int width,
+                              typename Lanes::Values& sum) {
+  const LshOutputs& parts = args.parts;
+  float largest = -INFINITY, total = 0.0f;
+  const auto for_parts = [&](const auto& visit) {
+    for (int round = 0; round < args.tokens.rounds; ++round) {
+      const LshPlaces places = token.places(args.tokens, round);
+      visit(parts.band_lse[places.band], parts.band + places.band * width);
+      if (places.first >= 0) visit(parts.wrap_lse[places.first], parts.wrap + places.first * width);
+    }
+  };
+  for_parts([&](float lse, const float*) { largest = fmaxf(largest, lse); });
+  if (largest == -INFINITY) return largest;
+  for_parts([&](float lse, const float*) { total += expf(lse - largest); });
+  const float lse = largest + logf(total);
+  for_parts([&](float part_lse, const float* row) {
+    typename Lanes::Values x;
+    Lanes::load_floats(row, width, x);
+    const float weight = expf(part_lse - lse);
+#pragma unroll
+    for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
+  });
+  return lse;
+}
+
+// The mean of the rounds' outputs; lse points at the token's in the first round.
+template <class Lanes>
+__device__ void average_rounds(const CombineArgs& args, const LshToken& token, int width,
+                               typename Lanes::Values& sum, float* lse) {
+  const float weight = 1.0f / static_cast<float>(args.tokens.rounds);
+  for (int round = 0; round < args.tokens.rounds; ++round) {
+    const std::int64_t place = token.places(args.tokens, round).band;
+    typename Lanes::Values x;
+    Lanes::load_floats(args.parts.band + place * width, width, x);
+#pragma unroll
+    for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
+    if (Lanes::column() == 0)
+      lse[static_cast<std::int64_t>(round) * args.tokens.spans.rows] = args.parts.band_lse[place];
+  }
+}
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    lsh_combine_kernel(const __grid_constant__ CombineArgs args, Tensor4<T> out) {
+  using Lanes = RowLanes<T, kWidth>;
+  const int rows = args.tokens.spans.rows, rounds = args.tokens.rounds;
+  const int row =
+      static_cast<int>(blockIdx.x * (kThreads / Lanes::kLanes) + threadIdx.x / Lanes::kLanes);
+  if (row >= rows) return;
+  const LshToken token(args.tokens, blockIdx.z, blockIdx.y, row);
+  const std::int64_t line = static_cast<std::int64_t>(token.batch) * args.tokens.H + token.head;
+  typename Lanes::Values sum = {};
+  if (args.merges) {
+    const float lse =
+        token.item >= 0 ? merge_rounds<Lanes>(args, token, out.width, sum) : -INFINITY;
+    if (Lanes::column() == 0) args.lse[line * rows + row] = lse;
+  } else {
+    float* lse = args.lse + line * rounds * rows + row;
+    if (token.item >= 0)
+      average_rounds<Lanes>(args, token, out.width, sum, lse);
+    else if (Lanes::column() == 0)
+      for (int round = 0; round < rounds; ++round)
+        lse[static_cast<std::int64_t>(round) * rows] = -INFINITY;
+  }
+  Lanes::store(out.rows(token.batch, token.head, 0), row, sum);
+}
+
+LshOutputs take_outputs(Arena& arena, const LshLists& lists, const AttentionCall& call) {
+  LshOutputs parts;
+  parts.band = arena.take<float>(lists.band_slots(call) * call.Dv);
+  parts.band_lse = arena.take<float>(lists.band_slots(call));
+  parts.wrap = arena.take<float>(lists.wrap_slots(call) * call.Dv);
+  parts.wrap_lse = arena.take<float>(lists.wrap_slots(call));
+  return parts;
+}
+
+// `saved`: order, lse. With an arena that only counts nothing is launched.
+void lsh_forward(const LshParams& params, const AttentionCall& call, const AttentionResult& result,
+                 Arena& arena, cudaStream_t stream) {
+  const LshLists lists(arena, params, call);
+  const LshOutputs parts = take_outputs(arena, lists, call);
+  if (!result.out.present() || call.B * call.H * call.N == 0) return;
+  const TensorView &order = result.saved[0], &lse = result.saved[1];
+  find_lsh_lists(call, lists, order, stream);
+  lists_forward(call, lists.band(call, order), {{}, parts.band, parts.band_lse}, stream);
+  if (lists.wraps) lists_forward(call, lists.wrap(call), {{}, parts.wrap, parts.wrap_lse}, stream);
+  const CombineArgs args{lsh_tokens(call, lists), parts, lists.merges,
+                         static_cast<float*>(lse.data)};
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_wide_dim(call.op, call.Dv, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
+      const dim3 grid(static_cast<unsigned>((call.N + kEach - 1) / kEach),
+                      static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
+      lsh_combine_kernel<T, kWidth><<<grid, kThreads, 0, stream>>>(args, tensor4<T>(result.out));
+      COTERIE_LAUNCH("lsh_combine");
+    });
+  });
+}
+
+class LshPass : public Pass {
+ public:
+  LshPass(const LshParams& params, const AttentionCall& call) : params_(params), call_(call) {
+    // A token is query and key at once.
+    call_.inputs.k_sequences = call_.inputs.q_sequences;
+  }
+
+  std::string refusal() const override {
+    if (params_.buckets > kMaxClusters)
+      return "the CUDA kernels take at most " + std::to_string(kMaxClusters) + " buckets; got " +
+             std::to_string(params_.buckets);
+    return "";
+  }
+
+  std::int64_t workspace_bytes() const override {
+    Arena select, forward, backward;
+    lsh_select(params_, call_, {}, select, nullptr);
+    lsh_forward(params_, call_, {}, forward, nullptr);
+    lsh_backward(params_, call_, {}, backward, nullptr);
+    return std::max({select.used(), forward.used(), backward.used()});
+  }
+
+  void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    lsh_select(params_, call_, saved[0], arena, stream_of(workspace));
+  }
+
+  void attend(const AttentionResult& result, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    lsh_forward(params_, call_, result, arena, stream_of(workspace));
+  }
+
+  void backward(const AttentionResult& result, const TensorView& grad_out,
+                const AttentionGradients& gradients, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    lsh_backward(params_, call_, {result.saved[0], result.saved[1], grad_out, gradients}, arena,
+                 stream_of(workspace));
+  }
+
+ private:
+  Arena take_workspace(const Workspace& workspace) const {
+    return Arena(call_.op.c_str(), workspace, workspace_bytes());
+  }
+
+  const LshParams& params_;
+  AttentionCall call_;
+};
+
+}  // namespace
+
+std::unique_ptr<Pass> make_pass(const LshParams& params, const AttentionCall& call) {
+  return std::make_unique<LshPass>(params, call);
+}
+
+}  // namespace coterie::cuda

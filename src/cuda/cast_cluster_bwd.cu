@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: MIT
+// Gradients of CAST's summaries and surrogates by the mix: for cluster c, over all tokens i as if
+// they were in no cluster (see cast_mix_bwd.cu),
+//   dsummary_c = sum_i alpha_ic g_i,   dsurrogate_c = sum_i scale psi(phi_i) dlogit_ic q_i.
+// A block owns some clusters and walks a part of the tokens; parts are added in cast_fold.cu.
+#include "cuda/device/await.cuh"
+#include "cuda/device/cast_bwd.cuh"
+#include "cuda/device/store.cuh"
+#include "cuda/launch.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kWarps = 4, kThreads = kWarps * 32, kClusters = 16 * kWarps;
+
+template <class T>
+constexpr int kTokens = sizeof(T) == 2 ? 64 : 32;  // of a step
+
+// What the products need of a token.
+struct TokenFacts {
+  float factor, lse, delta;
+};
+
+template <class T, int kDim>
+struct ClusterMemory {
+  using Shape = Tile<T, kDim>;
+  static constexpr int kTiles = (2 * kClusters + 4 * kTokens<T>)*Shape::kRowBytes;
+  static constexpr int kBytes = kTiles + 2 * kTokens<T> * static_cast<int>(sizeof(TokenFacts));
+  unsigned char* memory;
+
+  __device__ Shape clusters(int which) const {
+    return {shared_address(memory) + which * kClusters * Shape::kRowBytes};
+  }
+  __device__ Shape tokens(int step, int which) const {
+    return {shared_address(memory) +
+            (2 * kClusters + (step % 2 * 2 + which) * kTokens<T>)*Shape::kRowBytes};
+  }
+  __device__ TokenFacts* facts(int step) const {
+    return reinterpret_cast<TokenFacts*>(memory + kTiles) + step % 2 * kTokens<T>;
+  }
+};
+
+// A warp's 16 clusters as left factors, in registers where they fit.
+template <class T, int kDim>
+struct ClusterRows {
+  static constexpr bool kHeld = sizeof(T) == 2 && kDim <= 64;
+  Tile<T, kDim> rows;
+  FragmentA<T> held[kHeld ? kDim / 16 : 1];
+
+  __device__ void hold(const Tile<T, kDim>& from) {
+    rows = from;
+    if constexpr (kHeld)
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) load_a(held[d], rows, 0, 16 * d);
+  }
+  // With 16 tokens.
+  __device__ __forceinline__ void products(Accumulator& acc, const Tile<T, kDim>& tokens,
+                                           int first) const {
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      FragmentA<T> own;
+      FragmentB<T> b;
+      if constexpr (!kHeld) load_a(own, rows, 0, 16 * d);
+      load_b(b, tokens, first, 16 * d);
+      const FragmentA<T>& a = kHeld ? held[kHeld ? d : 0] : own;
+      if (d == 0)
+        multiply(acc, a, b);
+      else
+        multiply_add(acc, a, b);
+    }
+  }
+};
+
+template <class T, int kDim>
+__device__ __forceinline__ void load_tokens(const MixBackwardArgs<T>& args,
+                                            const ClusterMemory<T, kDim>& memory,
+                                            const KeyChunk& part, int head, int step) {
+  const CastShape& shape = args.shape;
+  const int first = part.begin + step * kTokens<T>, count = part.end - first;
+  load_tile<kTokens<T>, kThreads>(
+      memory.tokens(step, 0), args.q.rows(part.keys.batch, head, part.keys.begin), first, count);
+  load_tile<kTokens<T>, kThreads>(memory.tokens(step, 1),
+                                  args.grad_out.rows(part.keys.batch, head, part.keys.begin), first,
+                                  count);
+  cp_async_commit();
+  if (threadIdx.x >= kTokens<T>) return;
+  // Rows beyond the last are zeros, and an infinite log-sum-exp takes their weights.
+  TokenFacts facts{0.0f, INFINITY, 0.0f};
+  const int token = first + static_cast<int>(threadIdx.x);
+  if (token < part.end) {
+    const std::int64_t place = shape.row(part.keys, head) + token;
+    facts.factor = shape.scale * gate_factor(shape, shape.gates(part.keys)[token]);
+    facts.lse = shape.laplace ? 0.0f : args.pass.saved.combine_lse[place];
+    facts.delta = args.pass.delta[place];
+  }
+  memory.facts(step)[threadIdx.x] = facts;
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads)
+    mix_clusters_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  await_previous();
+  const CastShape& shape = args.shape;
+  const int head = static_cast<int>(blockIdx.y), lane = threadIdx.x % 32;
+  const int first = static_cast<int>(blockIdx.z) * kClusters;
+  const int row = static_cast<int>(threadIdx.x) / 32 * 16;
+  const KeyChunk part = args.pass.chunks.find(shape.tokens, blockIdx.x);
+  if (part.begin >= part.end) return;
+  const ClusterMemory<T, kDim> memory{shared};
+  load_tile<kClusters, kThreads>(memory.clusters(0), args.keys(head), first,
+                                 shape.clusters - first);
+  load_tile<kClusters, kThreads>(memory.clusters(1), args.values(part.item, head), first,
+                                 shape.clusters - first);
+  load_tokens(args, memory, part, head, 0);
+  bool present[2];
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int c = first + row + 8 * side + lane / 4;
+    present[side] =
+        c < shape.clusters && (shape.laplace || args.summary_lse(part.item, head)[c] > -INFINITY);
+  }
+  ClusterRows<T, kDim> own[2];
+  Accumulator dsurrogate[kDim / 16] = {}, dsummary[kDim / 16] = {};
+  const int steps = (part.end - part.begin + kTokens<T> - 1) / kTokens<T>;
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < steps) load_tokens(args, memory, part, head, step + 1);
+    if (step == 0)
+#pragma unroll
+      for (int which = 0; which < 2; ++which) own[which].hold(memory.clusters(which).below(row));
+    const TokenFacts* facts = memory.facts(step);
+#pragma unroll sizeof(T) == 2 ? kTokens < T> / 16 : 1
+    for (int n = 0; n < kTokens<T> / 16; ++n) {
+      Accumulator s, d;
+      own[0].products(s, memory.tokens(step, 0), 16 * n);
+      own[1].products(d, memory.tokens(step, 1), 16 * n);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const TokenFacts& token = facts[16 * n + i / 4 * 8 + lane % 4 * 2 + i % 2];
+        float &p = s[i / 4][i % 4], &ds = d[i / 4][i % 4];
+        const MixWeight weight(shape, present[i / 2 % 2] ? p * token.factor : -INFINITY, token.lse);
+        p = weight.value;
+        ds = weight.slope * (ds - token.delta) * token.factor;
+      }
+      FragmentA<T> weights, dlogits;
+      to_fragment(weights, s);
+      to_fragment(dlogits, d);
+#pragma unroll
+      for (int c = 0; c < kDim / 16; ++c) {
+        FragmentB<T> q, g;
+        load_b_transposed(q, memory.tokens(step, 0), 16 * c, 16 * n);
+        load_b_transposed(g, memory.tokens(step, 1), 16 * c, 16 * n);
+        multiply_add(dsurrogate[c], dlogits, q);
+        multiply_add(dsummary[c], weights, g);
+      }
+    }
+  }
+  const std::int64_t problem = static_cast<std::int64_t>(blockIdx.x) * shape.H + head;
+  float* to = args.pass.partials + problem * shape.clusters * 2 * shape.D;
+  const Rows<float> rows{to, 2 * shape.D, shape.D, shape.D % 4 == 0};
+  const Rows<float> summary_rows{to + shape.D, 2 * shape.D, shape.D, shape.D % 4 == 0};
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int c = first + row + 8 * side + lane / 4;
+#pragma unroll
+    for (int n = 0; n < kDim / 16; n += 2) {
+      store_columns(rows, c, c < shape.clusters, 16 * n,
+                    reinterpret_cast<const Accumulator(&)[2]>(dsurrogate[n]), side);
+      store_columns(summary_rows, c, c < shape.clusters, 16 * n,
+                    reinterpret_cast<const Accumulator(&)[2]>(dsummary[n]), side);
+    }
+  }
+}
+
+}  // namespace
+
+KeyChunks cast_token_chunks(const CastShape& shape, const AttentionCall& call) {
+  const std::int64_t rows = (shape.clusters + kClusters - 1) / kClusters * shape.H;
+  const bool wide = call.Dk > 64 || call.inputs.q.dtype == DType::f32;
+  return key_chunks(call, rows, (wide ? 1 : 3) * multiprocessors());
+}
+
+void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
+                            const CastBackward& pass, cudaStream_t stream) {
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, kTokens<T>);
+    if (pass.chunks.slots == 0) return;
+    const dim3 grid(static_cast<unsigned>(pass.chunks.slots), static_cast<unsigned>(shape.H),
+                    static_cast<unsigned>((shape.clusters + kClusters - 1) / kClusters));
+    dispatch_cast_dim(call.Dk, [&](auto width) {
+      constexpr int kDim = decltype(width)::value;
+      launch_early("cast clusters", mix_clusters_kernel<T, kDim>, grid, kThreads,
+                   ClusterMemory<T, kDim>::kBytes, stream, args);
+    });
+  });
+}
+
+}  // namespace coterie::cuda

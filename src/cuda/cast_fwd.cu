@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: MIT
+// CAST's forward pass around the inner attention. A cluster's summary is the attention of its
+// surrogate over its members; a token's output is its attention over the clusters,
+//   out_i = sum_c alpha_ic summary_c + sum over its slots of alpha_ic (inner_slot - summary_c).
+#include "cuda/device/await.cuh"
+#include "cuda/device/cast_mix.cuh"
+#include "cuda/launch.h"
+#include "cuda/padding.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+namespace {
+
+template <class T>
+__global__ void round_kernel(const float* from, T* to, std::int64_t count) {
+  await_previous();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = from_float<T>(from[i]);
+}
+
+constexpr int kSummaryThreads = 256, kSummaryWarps = kSummaryThreads / 32;
+
+template <class T>
+struct SummaryArgs {
+  CastShape shape;
+  CastSaved saved;
+  Tensor4<const T> k, v;
+};
+
+// A block per cluster; a thread's member at a time, and lanes side by side for a row.
+template <class T, int kDim>
+__global__ void __launch_bounds__(kSummaryThreads)
+    summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
+  await_previous();
+  using Layout = RowLanes<T, kDim>;
+  __shared__ float logits[kSummaryThreads], sums[kSummaryWarps][kDim];
+  const CastShape& shape = args.shape;
+  const int cluster = static_cast<int>(blockIdx.x % shape.clusters);
+  const int head = static_cast<int>(blockIdx.x / shape.clusters % shape.H);
+  const int item = static_cast<int>(blockIdx.x / shape.clusters / shape.H);
+  const ItemSpan span = shape.tokens.span(item);
+  const Rows<const T> keys = args.k.rows(span.batch, head / shape.group, span.begin);
+  const Rows<const T> values = args.v.rows(span.batch, head / shape.group, span.begin);
+  const std::int32_t* list = shape.list(item, head, cluster);
+  const float* gates = shape.gates(span);
+  const Layout lanes;
+  const typename Layout::Floats surrogate = lanes.load_floats(
+      shape.surrogates + (static_cast<std::int64_t>(head) * shape.clusters + cluster) * shape.D,
+      shape.D);
+  typename Layout::Floats sum{};
+  float shift = -INFINITY, total = 0.0f;
+  for (int first = 0; first < shape.width; first += kSummaryThreads) {
+    const int count = min(kSummaryThreads, shape.width - first);
+    const int token = static_cast<int>(threadIdx.x) < count ? list[first + threadIdx.x] : -1;
+    __syncthreads();  // logits are free
+    lanes.for_rows(count, [&](int r) {
+      const int row = list[first + r];
+      const float dot = row < 0 ? 0.0f : lanes.dot(surrogate, lanes.load(keys, row));
+      if (lanes.first()) logits[r] = dot;
+    });
+    __syncthreads();
+    const float logit = token < 0
+                            ? -INFINITY
+                            : shape.scale * gate_factor(shape, -gates[token]) * logits[threadIdx.x];
+    float weight = 0.0f, factor = 1.0f;
+    if (shape.laplace) {
+      if (token >= 0) weight = laplace(logit);
+    } else {
+      const float largest = fmaxf(shift, block_max<kSummaryThreads>(logit));
+      if (largest > -INFINITY) {
+        factor = expf(shift - largest);
+        weight = expf(logit - largest);
+      }
+      shift = largest;
+      total = total * factor + block_sum<kSummaryThreads>(weight);
+    }
+    logits[threadIdx.x] = weight;
+    __syncthreads();
+    sum.scale(factor);
+    lanes.for_rows(count, [&](int r) {
+      const int row = list[first + r];
+      if (row >= 0) lanes.add(sum, logits[r], lanes.load(values, row));
+    });
+  }
+  lanes.template fold<kSummaryWarps>(sum, sums);
+  const std::int64_t number = shape.cluster(item, head, cluster);
+  for (int d = threadIdx.x; d < shape.D; d += kSummaryThreads) {
+    float value = 0.0f;
+    for (int w = 0; w < kSummaryWarps; ++w) value += sums[w][d];
+    if (!shape.laplace) value = total > 0.0f ? value / total : 0.0f;
+    args.saved.summary[number * shape.D + d] = value;
+  }
+  if (!shape.laplace && threadIdx.x == 0)
+    args.saved.summary_lse[number] = total > 0.0f ? shift + logf(total) : -INFINITY;
+}
+
+template <class T>
+struct MixArgs {
+  CastShape shape;
+  TokenSlots slots;
+  KeyChunks tiles;
+  Tensor4<const T> q;
+  Tensor4<T> out;
+  const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
+  const float* inner;               // (slots, D)
+  const float* summary_lse;         // (items, H, C), or null
+  float* lse;                       // (B, H, N), or null
+};
+
+// Weights of the rows of a warp, base 2. The shift follows the largest logit only when that is far
+// above it, so that sums are hardly ever rescaled.
+template <int kM>
+struct MixSoftmax {
+  float shift[kM][2], sum[kM][2];
+
+  __device__ MixSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      shift[i / 2][i % 2] = -INFINITY;
+      sum[i / 2][i % 2] = 0.0f;
+    }
+  }
+  // Makes room for the logits; scales the sums of all columns with them.
+  template <int kTiles, int kSums>
+  __device__ void raise(const Accumulator (&s)[kTiles][kM], Accumulator (&out)[kM][kSums]) {
+    float largest[kM][2];
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, half = i % 2;
+      largest[m][half] = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < 4 * kTiles; ++j)
+        largest[m][half] = fmaxf(largest[m][half], s[j / 4][m][j / 2 % 2][2 * half + j % 2]);
+      far |= largest[m][half] > shift[m][half] + RowSoftmax::kSlack;
+    }
+    if (!__any_sync(~0u, far)) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, half = i % 2;
+      const float old = shift[m][half], now = fmaxf(old, quad_max(largest[m][half]));
+      const float factor = now == -INFINITY ? 1.0f : exp2_approximate(old - now);
+      shift[m][half] = now;
+      sum[m][half] *= factor;
+#pragma unroll
+      for (int d = 0; d < 4 * kSums; ++d) out[m][d / 4][d / 2 % 2][2 * half + d % 2] *= factor;
+    }
+  }
+  __device__ float weight(int m, int half, float logit) {
+    const float p = logit == -INFINITY ? 0.0f : exp2_approximate(logit - shift[m][half]);
+    sum[m][half] += p;
+    return p;
+  }
+};
+
+// out = sum of weights and summaries, not normalised; for softmax the rows' log-sum-exps go to
+// fact(1, row).
+template <class T, int kDim, class Mix>
+__device__ __forceinline__ void mix_summaries(Mix& mix, const float* summary_lse,
+                                              Accumulator (&out)[Mix::kM][kDim / 16]) {
+  constexpr int kM = Mix::kM, kTiles = 2;  // times 16 clusters between rescalings
+  const CastShape& shape = mix.shape;
+  MixSoftmax<kM> softmax;
+  float factor[kM][2];
+  for (int step = 0; step < mix.steps(); ++step) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < mix.steps()) mix.load_clusters(step + 1);
+    if (step == 0) {
+      mix.hold();
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) factor[i / 2][i % 2] = mix.fact(0, mix.row(i / 2, i % 2));
+    }
+    const ClusterBits there(summary_lse, step * Mix::kColumns, shape.clusters);
+#pragma unroll 1
+    for (int first = 0; first < Mix::kColumns; first += 16 * kTiles) {
+      Accumulator s[kTiles][kM];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        mix.products(s[n], 0, step, first + 16 * n);
+#pragma unroll
+        for (int i = 0; i < 8 * kM; ++i) {
+          float& value = s[n][i / 8][i / 4 % 2][i % 4];
+          const int column = first + 16 * n + i / 4 % 2 * 8 + mix.lane % 4 * 2 + i % 2;
+          const float logit = value * factor[i / 8][i / 2 % 2];
+          if (shape.laplace)
+            value = laplace(logit);
+          else
+            value = there.has(column) ? logit * kLog2e : -INFINITY;
+        }
+      }
+      if (!shape.laplace) softmax.raise(s, out);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        FragmentA<T> p[kM];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          if (!shape.laplace)
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+              s[n][m][i / 4][i % 4] = softmax.weight(m, i / 2 % 2, s[n][m][i / 4][i % 4]);
+          to_fragment(p[m], s[n][m]);
+        }
+#pragma unroll
+        for (int d = 0; d < kDim / 16; ++d) {
+          FragmentB<T> v;
+          load_b_transposed(v, mix.stage(step, 1), 16 * d, first + 16 * n);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) multiply_add(out[m][d], p[m], v);
+        }
+      }
+    }
+  }
+  if (shape.laplace) return;
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    const int m = i / 2, half = i % 2;
+    const float total = quad_sum(softmax.sum[m][half]);
+    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+#pragma unroll
+    for (int d = 0; d < kDim / 4; ++d) out[m][d / 4][d / 2 % 2][2 * half + d % 2] *= inverse;
+    if (mix.lane % 4 == 0)
+      mix.fact(1, mix.row(m, half)) = (softmax.shift[m][half] + log2f(total)) * kLn2;
+  }
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads)
+    mix_kernel(const __grid_constant__ MixArgs<T> args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  await_previous();
+  using Mix = MixTile<T, kDim, false>;
+  const CastShape& shape = args.shape;
+  const KeyChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
+  if (tile.begin >= tile.end) return;
+  Mix mix(shape, memory, tile, args.surrogates, args.summaries);
+  mix.load_tokens(0, args.q);
+  mix.load_clusters(0);
+  mix.load_facts(nullptr, nullptr);
+  Accumulator out[Mix::kM][kDim / 16] = {};
+  mix_summaries<T, kDim>(
+      mix, args.summary_lse ? args.summary_lse + shape.cluster(tile.item, mix.head, 0) : nullptr,
+      out);
+  mix.spread(out);
+
+  // What the token's own clusters give it instead of their summaries.
+  using Own = OwnRows<Mix, T, kDim>;
+  const Own own(mix, args.slots);
+  own.for_slots([&](int k, bool there, std::int64_t slot, int cluster) {
+    const int row = own.row(k);
+    const float product =
+        own.lanes.dot(own.token_row(0, k), own.lanes.load(mix.keys, there ? cluster : 0));
+    if (!there) return;
+    const float weight = cast_weight(shape, product * mix.fact(0, row), mix.fact(1, row));
+    typename Own::Floats difference = own.lanes.load_floats(args.inner + slot * shape.D, shape.D);
+    own.lanes.add(difference, -1.0f, own.lanes.load(mix.values, cluster));
+    own.add(k, weight, difference);
+  });
+  const Rows<T> to = args.out.rows(tile.keys.batch, mix.head, tile.keys.begin);
+#pragma unroll
+  for (int k = 0; k < Own::kEach; ++k) {
+    const int row = own.row(k);
+    if (!mix.there(row)) continue;
+    own.lanes.store(to, mix.token(row), own.get(k));
+    if (args.lse && own.lanes.first())
+      args.lse[shape.row(tile.keys, mix.head) + mix.token(row)] = mix.fact(1, row);
+  }
+}
+
+}  // namespace
+
+const void* cast_rounded(DType dtype, const float* from, std::int64_t count, Arena& arena,
+                         cudaStream_t stream) {
+  if (dtype == DType::f32) return from;
+  void* to = arena.take<std::uint16_t>(count);
+  if (!to || count == 0) return to;
+  constexpr int kThreads = 256;
+  const dim3 grid(static_cast<unsigned>((count + kThreads - 1) / kThreads));
+  dispatch_element("cast", dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_early("cast rounding", round_kernel<T>, grid, kThreads, 0, stream, from,
+                 static_cast<T*>(to), count);
+  });
+  return to;
+}
+
+void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
+                    cudaStream_t stream) {
+  const dim3 grid(
+      static_cast<unsigned>(static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters));
+  if (grid.x == 0) return;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const SummaryArgs<T> args{shape, saved, tensor4<const T>(call.k),
+                              tensor4<const T>(call.inputs.v)};
+    dispatch_cast_dim(call.Dk, [&](auto width) {
+      launch_early("cast summaries", summary_kernel<T, decltype(width)::value>, grid,
+                   kSummaryThreads, 0, stream, args);
+    });
+  });
+}
+
+void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
+              cudaStream_t stream) {
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_cast_dim(call.Dk, [&](auto width) {
+      constexpr int kDim = decltype(width)::value;
+      using Mix = MixTile<T, kDim, false>;
+      const KeyChunks tiles = token_tiles(shape, Mix::kRows);
+      if (tiles.slots == 0) return;
+      const MixArgs<T> args{shape,
+                            pass.slots,
+                            tiles,
+                            tensor4<const T>(call.inputs.q),
+                            tensor4<T>(pass.out),
+                            static_cast<const T*>(pass.surrogates),
+                            static_cast<const T*>(pass.summaries),
+                            pass.inner,
+                            pass.saved.summary_lse,
+                            pass.saved.combine_lse};
+      launch_early("cast mix", mix_kernel<T, kDim>,
+                   dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H)),
+                   Mix::kThreads, Mix::kBytes, stream, args);
+    });
+  });
+  zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), stream);
+  if (pass.saved.combine_lse)
+    fill_padding(pass.saved.combine_lse, call.B, call.H, call.N, call.inputs.q_sequences,
+                 call.num_items(), -INFINITY, stream);
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: MIT
+// Which tokens form the clusters of CAST: products of tokens and surrogates, summed over the heads
+// that share a clustering. Affinities are kept for as many clusters at a time as there is room for;
+// when not for all, the softmax's normalisers are found in a pass of their own.
+#include "cuda/cast_select.h"
+
+#include <algorithm>
+
+#include "cuda/device/await.cuh"
+#include "cuda/launch.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kTokens = 128, kThreads = 256, kStages = 3;
+constexpr int kHalf = 64;  // clusters of a warp, over which it sums up
+
+// Elements of a row that are multiplied at a time: 128 bytes.
+template <class T>
+constexpr int kDepth = 128 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct AffinityArgs {
+  CastScores scores;
+  KeyChunks tiles;
+  unsigned units;
+  Tensor4<const T> q, k;
+  const T* surrogates;  // (H, C, D)
+  float2* partials;     // (2 units, 2, B, N): largest affinity and sum of exponentials, or null
+  bool keep;            // affinities
+};
+
+// The tiles of one step in shared memory.
+template <class T>
+struct AffinityStage {
+  using Shape = Tile<T, kDepth<T>>;
+  static constexpr int kTileBytes = kTokens * Shape::kRowBytes;
+  static constexpr int kBytes = 3 * kTileBytes;
+  std::uint32_t base;
+
+  __device__ Shape tokens(int side) const { return {base + side * kTileBytes}; }
+  __device__ Shape clusters() const { return {base + 2 * kTileBytes}; }
+};
+static_assert(kTokens == kUnitClusters, "tiles of one size");
+
+template <class T>
+struct AffinityBlock {
+  const AffinityArgs<T>& args;
+  KeyChunk tile;
+  int unit, list_head, first;  // first cluster
+
+  __device__ int steps() const {
+    const int heads = args.scores.shape.list_heads == 1 ? args.scores.shape.H : 1;
+    return heads * chunks();
+  }
+  __device__ int chunks() const { return (args.scores.shape.D + kDepth<T> - 1) / kDepth<T>; }
+
+  __device__ void load(const AffinityStage<T>& stage, int step) const {
+    const CastShape& shape = args.scores.shape;
+    const int head = list_head + step / chunks(), column = step % chunks() * kDepth<T>;
+    const auto part = [&](Rows<const T> rows) {
+      rows.data += column;
+      rows.width -= column;
+      return rows;
+    };
+    const int count = tile.end - tile.begin;
+    load_tile<kTokens, kThreads>(stage.tokens(0),
+                                 part(args.q.rows(tile.keys.batch, head, tile.keys.begin)),
+                                 tile.begin, count);
+    load_tile<kTokens, kThreads>(
+        stage.tokens(1), part(args.k.rows(tile.keys.batch, head / shape.group, tile.keys.begin)),
+        tile.begin, count);
+    const T* table = args.surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D;
+    load_tile<kUnitClusters, kThreads>(stage.clusters(), part(dense_rows(table, shape.D)), first,
+                                       shape.clusters - first);
+  }
+};
+
+// Adds the products of a step: 32 tokens and 64 clusters of a warp, for queries and keys.
+template <class T>
+__device__ __forceinline__ void add_step(Accumulator (&sums)[2][2][4],
+                                         const AffinityStage<T>& stage, int row, int column) {
+#pragma unroll
+  for (int depth = 0; depth < kDepth<T>; depth += 16) {
+    FragmentA<T> a[2][2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+#pragma unroll
+      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tokens(side), row + 16 * m, depth);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      FragmentB<T> b;
+      load_b(b, stage.clusters(), column + 16 * n, depth);
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) multiply_add(sums[side][m][n], a[side][m], b);
+    }
+  }
+}
+
+// Largest affinity and sum of exponentials of a row that four lanes share, of clusters below `end`.
+__device__ __forceinline__ float2 row_partial(const Accumulator (&sums)[4], int half_row,
+                                              int column, int end) {
+  float largest = -INFINITY, sum = 0.0f;
+  const auto visit = [&](const auto& body) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (column + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 < end)
+        body(sums[i / 4][i / 2 % 2][2 * half_row + i % 2]);
+  };
+  visit([&](float value) { largest = fmaxf(largest, value); });
+  largest = quad_max(largest);
+  visit([&](float value) { sum += expf(value - largest); });
+  return make_float2(largest, quad_sum(sum));
+}
+
+template <class T>
+__device__ __forceinline__ void write_affinities(const AffinityBlock<T>& block,
+                                                 const Accumulator (&sums)[2][2][4], int row,
+                                                 int column) {
+  const CastScores& scores = block.args.scores;
+  const int lane = threadIdx.x % 32, end = scores.shape.clusters - block.first;
+  const int own = column + lane % 4 * 2;
+  const std::int64_t first =
+      static_cast<std::int64_t>(block.tile.keys.batch) * scores.shape.N + block.tile.keys.begin;
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = block.tile.begin + row + 16 * m + 8 * half + lane / 4;
+        const bool there = token < block.tile.end;
+        if (block.args.partials) {
+          const float2 partial = row_partial(sums[side][m], half, own, end);
+          const int part = (2 * block.unit + column / kHalf) * 2 + side;
+          if (there && lane % 4 == 0)
+            block.args.partials[part * scores.rows() + first + token] = partial;
+        }
+        if (!block.args.keep || !there) continue;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const int c = own + i / 4 * 16 + i / 2 % 2 * 8 + i % 2;
+          if (c < end)
+            scores.affinity(block.unit, side, c)[first + token] =
+                sums[side][m][i / 4][i / 2 % 2][2 * half + i % 2];
+        }
+      }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    affinity_kernel(const __grid_constant__ AffinityArgs<T> args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  await_previous();
+  // Units side by side read the same tokens.
+  AffinityBlock<T> block{
+      args, args.tiles.find(args.scores.shape.tokens, static_cast<int>(blockIdx.x / args.units))};
+  if (block.tile.begin >= block.tile.end) return;
+  block.unit = args.scores.first_unit + static_cast<int>(blockIdx.x % args.units);
+  block.list_head = block.unit / args.scores.blocks;
+  block.first = block.unit % args.scores.blocks * kUnitClusters;
+  const auto stage = [&](int step) {
+    return AffinityStage<T>{shared_address(memory) + step % kStages * AffinityStage<T>::kBytes};
+  };
+  const int warp = threadIdx.x / 32, row = warp / 2 * 32, column = warp % 2 * kHalf;
+  const int steps = block.steps();
+  Accumulator sums[2][2][4] = {};
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) block.load(stage(step), step);
+    cp_async_commit();
+  }
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<kStages - 2>();
+    __syncthreads();
+    if (step + kStages - 1 < steps) block.load(stage(step + kStages - 1), step + kStages - 1);
+    cp_async_commit();
+    add_step(sums, stage(step), row, column);
+  }
+  write_affinities(block, sums, row, column);
+}
+
+// The norms of ScoreRow, from the partial sums over the clusters.
+__global__ void norms_kernel(CastScores scores, const float2* partials, float2* norms) {
+  await_previous();
+  const CastShape& shape = scores.shape;
+  const std::int64_t rows = scores.rows();
+  const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (number >= shape.list_heads * rows) return;
+  const std::int64_t position = number % rows, list_head = number / rows;
+  const float gate = shape.gate[position];
+  if (shape.laplace) {
+    const float open = gate_sigmoid(gate);
+    norms[number] = make_float2(open, 1.0f - open);
+    return;
+  }
+  const int halves = (shape.clusters + kHalf - 1) / kHalf;
+  float lse[2];
+  for (int side = 0; side < 2; ++side) {
+    const float2* part = partials + (list_head * scores.blocks * 4 + side) * rows + position;
+    float largest = -INFINITY, sum = 0.0f;
+    for (int half = 0; half < halves; ++half) largest = fmaxf(largest, part[2 * half * rows].x);
+    for (int half = 0; half < halves; ++half) {
+      const float2 values = part[2 * half * rows];
+      sum += values.y * expf(values.x - largest);
+    }
+    lse[side] = largest + logf(sum);
+  }
+  norms[number] = make_float2(lse[0] + softplus(-gate), lse[1] + softplus(gate));
+}
+
+// How affinities are kept: `stored` units at a time.
+struct SelectPlan {
+  int blocks, units, stored;
+
+  SelectPlan(const CastParams& params, const AttentionCall& call, const CastShape& shape)
+      : blocks((shape.clusters + kUnitClusters - 1) / kUnitClusters),
+        units(blocks * shape.list_heads) {
+    // As much memory as the inner outputs will take, or as the queries. With `single` a list head's
+    // clusters must be there together.
+    const std::int64_t unit = 2ll * kUnitClusters * call.B * call.N;
+    const std::int64_t room = std::max(shape.slots(), call.B * call.H * call.N) * call.Dk /
+                              std::max(unit, std::int64_t{1});
+    stored = static_cast<int>(std::clamp<std::int64_t>(room, 1, units));
+    if (params.mode == CastMode::single) stored = std::max(stored / blocks, 1) * blocks;
+  }
+};
+
+}  // namespace
+
+void cast_select(const CastParams& params, const AttentionCall& call, std::int32_t* members,
+                 Arena& arena, cudaStream_t stream) {
+  const CastShape shape = cast_shape(params, call, members);
+  const SelectPlan plan(params, call, shape);
+  const std::int64_t rows = call.B * call.N;
+  float* affinities = arena.take<float>(2ll * plan.stored * kUnitClusters * rows);
+  float2* norms = arena.take<float2>(shape.list_heads * rows);
+  float2* partials = shape.laplace ? nullptr : arena.take<float2>(4ll * plan.units * rows);
+  const void* surrogates = cast_rounded(call.inputs.q.dtype, shape.surrogates,
+                                        call.H * params.clusters * call.Dk, arena, stream);
+  const bool single = params.mode == CastMode::single;
+  Arena none;
+  const SingleBuffers buffers(single ? arena : none, shape);
+  if (!affinities || rows == 0 || shape.items == 0) return;
+  CastScores scores{shape, plan.blocks, 0, affinities, norms};
+  const KeyChunks tiles = token_tiles(shape, kTokens);
+  const auto multiply = [&](int first, int units, bool keep, bool sum) {
+    scores.first_unit = first;
+    dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const AffinityArgs<T> args{scores,
+                                 tiles,
+                                 static_cast<unsigned>(units),
+                                 tensor4<const T>(call.inputs.q),
+                                 tensor4<const T>(call.k),
+                                 static_cast<const T*>(surrogates),
+                                 sum ? partials : nullptr,
+                                 keep};
+      launch_early("cast affinities", affinity_kernel<T>,
+                   dim3(static_cast<unsigned>(units) * static_cast<unsigned>(tiles.slots)),
+                   kThreads, kStages * AffinityStage<T>::kBytes, stream, args);
+    });
+  };
+  const bool once = plan.stored == plan.units;
+  if (once || !shape.laplace) multiply(0, plan.units, once, !shape.laplace);
+  constexpr int kNormThreads = 256;
+  launch_early(
+      "cast norms", norms_kernel,
+      dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
+      kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
+  for (int first = 0; first < plan.units; first += plan.stored) {
+    const int units = std::min(plan.stored, plan.units - first);
+    if (!once) multiply(first, units, true, false);
+    scores.first_unit = first;
+    if (single)
+      cast_single(scores, units, buffers, params.size, members, stream);
+    else
+      cast_top(scores, units, members, stream);
+  }
+}
+
+}  // namespace coterie::cuda

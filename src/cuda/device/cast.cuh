@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT
+// CAST's scalar functions, and tiles of tokens or clusters as its kernels load them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/cast.h"
+#include "cuda/device/list_bwd_weights.cuh"
+#include "cuda/device/load.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/softmax.cuh"
+#include "cuda/device/splits.cuh"
+
+namespace coterie::cuda {
+
+__device__ __forceinline__ float softplus(float x) {
+  return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+}
+__device__ __forceinline__ float gate_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// psi(x), or 1 where gates do not scale.
+__device__ __forceinline__ float gate_factor(const CastShape& shape, float x) {
+  return shape.gate_scale ? 1.0f + softplus(x) : 1.0f;
+}
+
+// The weight of a logit: of a softmax with that log-sum-exp, or laplace.
+__device__ __forceinline__ float cast_weight(const CastShape& shape, float logit, float lse) {
+  return shape.laplace ? laplace(logit) : exp2_approximate((logit - lse) * kLog2e);
+}
+
+// Tiles of `rows` tokens, one per thread block, numbered without a list (splits.cuh).
+inline KeyChunks token_tiles(const CastShape& shape, int rows) {
+  KeyChunks tiles;
+  tiles.chunk = rows;
+  tiles.items = shape.items;
+  tiles.per_item = shape.tokens.cu_seqlens ? 0 : tiles.count(shape.N);
+  tiles.slots = tiles.per_item == 0 ? shape.N / rows + shape.items : shape.items * tiles.per_item;
+  return tiles;
+}
+
+// Calls body(std::integral_constant<int, P>) for rows of 64 or 128 elements: few instances.
+template <class Body>
+decltype(auto) dispatch_cast_dim(std::int64_t head_dim, Body&& body) {
+  if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
+  return body(std::integral_constant<int, 128>{});
+}
+
+// Dense rows (count, width) as the loaders take them.
+template <class T>
+__device__ __forceinline__ Rows<const T> dense_rows(const T* data, int width) {
+  return {data, width, width,
+          (reinterpret_cast<std::uintptr_t>(data) | width * sizeof(T)) % 16 == 0};
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: MIT
+// What the kernels of the backward pass of CAST's mix share (cast_mix_bwd.cu).
+#pragma once
+
+#include "cuda/device/cast.cuh"
+#include "cuda/device/cast_rows.cuh"
+
+namespace coterie::cuda {
+
+// A weight of the mix, and what makes dlogit of (dalpha - delta).
+struct MixWeight {
+  float value, slope;
+
+  __device__ MixWeight(const CastShape& shape, float logit, float lse) {
+    value = cast_weight(shape, logit, lse);
+    slope = shape.laplace ? laplace_slope(logit) : value;
+  }
+};
+
+template <class T>
+struct MixBackwardArgs {
+  CastShape shape;
+  CastBackward pass;
+  KeyChunks tiles;
+  Tensor4<const T> q, grad_out;
+  Tensor4<T> dq;
+  const T *surrogates, *summaries;
+
+  __device__ Rows<const T> keys(int head) const {
+    return dense_rows(surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D,
+                      shape.D);
+  }
+  __device__ Rows<const T> values(int item, int head) const {
+    return dense_rows(summaries + shape.cluster(item, head, 0) * shape.D, shape.D);
+  }
+  __device__ const float* summary_lse(int item, int head) const {
+    return shape.laplace ? nullptr : pass.saved.summary_lse + shape.cluster(item, head, 0);
+  }
+};
+
+// For thread blocks of `rows` tokens.
+template <class T>
+MixBackwardArgs<T> mix_args(const CastShape& shape, const AttentionCall& call,
+                            const CastBackward& pass, int rows) {
+  MixBackwardArgs<T> args{};
+  args.shape = shape;
+  args.pass = pass;
+  args.tiles = token_tiles(shape, rows);
+  args.q = tensor4<const T>(call.inputs.q);
+  args.grad_out = tensor4<const T>(pass.grad_out);
+  if (pass.gradients.dq.present()) args.dq = tensor4<T>(pass.gradients.dq);
+  args.surrogates = static_cast<const T*>(pass.surrogates);
+  args.summaries = static_cast<const T*>(pass.summaries);
+  return args;
+}
+
+}  // namespace coterie::cuda

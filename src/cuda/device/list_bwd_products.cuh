@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: MIT
+// Products of the backward pass of lists (list_bwd.cuh) by mma.sync, for all types and widths. A
+// block of 4 warps owns 64 rows; a warp's 16 meet kColumns rows of the other side at a time.
+//
+// The same functions stand in list_bwd_wgmma.cuh for warpgroup products, where they only start the
+// work: the caller waits for it. Here the work is done when they return.
+#pragma once
+
+#include "cuda/device/load.cuh"
+#include "cuda/device/mma.cuh"
+
+namespace coterie::cuda {
+
+template <class Type, int kRowWidth>
+struct WarpProducts {
+  using T = Type;
+  static constexpr int kWidth = kRowWidth;
+  static constexpr int kColumns = sizeof(T) == 2 ? 64 : 32;
+  static constexpr int kUnit = 16;  // rows that are in step
+  static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));
+  // Blocks on a multiprocessor, by registers, of the kernels with one and with two sums.
+  static constexpr int kBlocksOne = sizeof(T) == 2 && kWidth <= 64 ? 3 : sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kBlocksTwo = sizeof(T) == 2 ? 2 : 1;
+  using Scores =
+      float[kColumns / 2];         // columns 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2): [4 j + e]
+  using Sums = float[kWidth / 2];  // the same
+  using Factor = FragmentA<T>[kColumns / 16];
+  using Matrix = Tile<T, kWidth>;
+
+  __device__ static Accumulator& part(float* values, int n) {
+    return *reinterpret_cast<Accumulator*>(values + 8 * n);
+  }
+
+  template <int kRows, int kThreads>
+  __device__ static void load(const Matrix& to, const Rows<const T>& rows, int first, int count,
+                              const std::int32_t* index) {
+    load_tile<kRows, kThreads>(to, rows, first, count, index);
+  }
+
+  // s = rows of a, those of this warp, times rows of b, transposed.
+  __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) s[i] = 0.0f;
+#pragma unroll
+    for (int d = 0; d < kWidth; d += 16) {
+      FragmentA<T> left;
+      load_a(left, a, static_cast<int>(threadIdx.x) / 32 * 16, d);
+#pragma unroll
+      for (int n = 0; n < kColumns / 16; ++n) {
+        FragmentB<T> right;
+        load_b(right, b, 16 * n, d);
+        multiply_add(part(s, n), left, right);
+      }
+    }
+  }
+  // sum += p times rows of b.
+  __device__ static void start_sums(Sums& sum, const Factor& p, const Matrix& b) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; ++n)
+#pragma unroll
+      for (int d = 0; d < kWidth / 16; ++d) {
+        FragmentB<T> right;
+        load_b_transposed(right, b, 16 * d, 16 * n);
+        multiply_add(part(sum, d), p[n], right);
+      }
+  }
+  __device__ static void round(Factor& p, Scores& s) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; ++n) to_fragment(p[n], part(s, n));
+  }
+
+  __device__ static void fence() {}
+  __device__ static void publish() {}
+  template <int kPending>
+  __device__ static void wait() {}
+  template <int kCount>
+  __device__ static void settle(float (&)[kCount]) {}
+};
+
+}  // namespace coterie::cuda

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: MIT
+// Arguments of the forward kernels of list attention, and which of them takes a plan.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/list_problem.cuh"
+#include "cuda/device/problem.cuh"
+
+namespace coterie::cuda {
+
+template <class T>
+struct ListForwardArgs {
+  ListProblem problem;
+  ListTiles tiles;
+  Tensor4<const T> q, k, v;
+  Tensor4<T> out;
+  float *slot_out, *lse;  // slot_out null: results by row
+};
+
+// Windows along long lists on Hopper (attend_list_fwd_sm90a.cu): true, and launched, when the
+// kernel takes the plan; 16-bit types only.
+template <class T>
+bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
+                        const ListForwardArgs<T>& args, cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: MIT
+// The slots of one side of a list plan (lists.h), and their tiles, found without a list of tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/problem.cuh"
+#include "cuda/device/units.cuh"
+#include "cuda/lists.h"
+
+namespace coterie::cuda {
+
+// One list of an item and head.
+struct SlotList {
+  int count;                  // of its rows
+  const std::int32_t* index;  // of rank 0; null: row first + rank * step
+  int first, step;
+  std::int64_t slot;  // of rank 0
+
+  __device__ int row(int rank) const { return index ? index[rank] : first + rank * step; }
+  __device__ std::int64_t slot_of(int rank) const {
+    return slot + static_cast<std::int64_t>(rank) * (index ? 1 : step);
+  }
+  // Its rows by rank, for load_tile with index_at: of a tensor's rows of the item and head.
+  template <class T>
+  __device__ Rows<T> rows(const Rows<T>& item) const {
+    if (index) return item;
+    return {item.row(first), item.pitch * step, item.width, item.aligned};
+  }
+  __device__ const std::int32_t* index_at(int rank) const { return index ? index + rank : nullptr; }
+};
+
+constexpr int kNoRank = 0x3fffffff;  // in no list
+
+// Ranks from `first` on of a list.
+struct ListTile {
+  int item, list, first;
+};
+
+struct SlotSide {
+  SequenceSpans spans;
+  ListLayout layout;
+  const std::int32_t *index, *offsets;
+  int items, heads, index_heads, lists, per_row, width;
+
+  __device__ int index_head(int head) const { return head / (heads / index_heads); }
+
+  // Entries of a list that are filled. By all lanes of a warp.
+  __device__ int filled(const std::int32_t* members) const {
+    if (width == 0 || members[width - 1] >= 0) return width;
+    int count = 0;  // the first -1 is in [count, count + left)
+    for (int left = width; left > 0;) {
+      const int step = (left + 31) / 32, place = static_cast<int>(threadIdx.x % 32) * step;
+      const bool there = place < left && members[count + place] >= 0;
+      const int reached = __popc(__ballot_sync(~0u, there));
+      if (reached == 0) break;
+      count += (reached - 1) * step + 1;
+      left = min(step - 1, width - count);
+    }
+    return count;
+  }
+
+  // List `number` of an item and head; positions are rows + offset. By all lanes of a warp.
+  __device__ SlotList list(int item, const ItemSpan& span, int head, int number, int offset) const {
+    const std::int64_t block = static_cast<std::int64_t>(span.batch) * heads + head;
+    const std::int64_t index_block =
+        static_cast<std::int64_t>(span.batch) * index_heads + index_head(head);
+    if (layout == ListLayout::residues) {
+      const int first = ((number - offset) % lists + lists) % lists;
+      const int count = first < span.length ? (span.length - first - 1) / lists + 1 : 0;
+      return {count, nullptr, first, lists, block * spans.rows + span.begin + first};
+    }
+    if (layout == ListLayout::runs) {
+      const std::int64_t starts =
+          (static_cast<std::int64_t>(item) * index_heads + index_head(head)) * (lists + 1) + number;
+      const std::int64_t rows = static_cast<std::int64_t>(spans.rows) * per_row;
+      const std::int64_t first = static_cast<std::int64_t>(span.begin) * per_row + offsets[starts];
+      return {offsets[starts + 1] - offsets[starts], index + index_block * rows + first, 0, 1,
+              block * rows + first};
+    }
+    if (layout == ListLayout::members) {
+      const std::int64_t place =
+          (static_cast<std::int64_t>(item) * index_heads + index_head(head)) * lists + number;
+      const std::int32_t* members = index + place * width;
+      const std::int64_t own = (static_cast<std::int64_t>(item) * heads + head) * lists + number;
+      return {filled(members), members, 0, 1, own * width};
+    }
+    return {span.length, index + (index_block * lists + number) * spans.rows + span.begin, 0, 1,
+            (block * lists + number) * spans.rows + span.begin};
+  }
+};
+
+inline SlotSide slot_side(const AttentionCall& call, const ListPlan& plan, bool keys) {
+  const ListSide& side = keys ? plan.keys : plan.queries;
+  SlotSide slots;
+  slots.spans = keys ? item_spans(call.inputs).k : item_spans(call.inputs).q;
+  slots.layout = side.layout;
+  slots.index = side.index;
+  slots.offsets = side.offsets;
+  slots.items = static_cast<int>(call.num_items());
+  slots.heads = static_cast<int>(keys ? call.key_heads : call.H);
+  slots.index_heads = side.index ? side.index_heads : slots.heads;
+  slots.lists = static_cast<int>(plan.lists);
+  slots.per_row = side.per_row;
+  slots.width = static_cast<int>(side.width);
+  return slots;
+}
+
+// Tiles of 1 << bits ranks, numbered over the items of a head. Numbers may be without a tile: their
+// first rank is then not in the list.
+struct ListTiles {
+  int bits;
+  int per_list;     // numbers of a list; 0 for packed items and runs
+  int unit;         // packed: rows that add a tile to every list of an item
+  QueryTiles runs;  // of ListLayout::runs
+  int total;
+
+  __device__ int first_tile(const SlotSide& side, int item) const {
+    return side.lists * (item + min(max(side.spans.cu_seqlens[item], 0), side.spans.rows) / unit);
+  }
+
+  // By all lanes of a warp.
+  __device__ ListTile find(const SlotSide& side, int head, int number) const {
+    if (side.layout == ListLayout::runs) {
+      const QueryTile tile =
+          runs.find(side.spans, side.offsets, side.index_heads, side.index_head(head), number);
+      const std::int64_t list =
+          (static_cast<std::int64_t>(tile.item) * side.index_heads + side.index_head(head)) *
+              (side.lists + 1) +
+          tile.cluster;
+      return {tile.item, tile.cluster, tile.first - side.offsets[list]};
+    }
+    if (per_list > 0) {
+      const int list = number / per_list;
+      return {list / side.lists, list % side.lists, number % per_list << bits};
+    }
+    int item = 0;
+    for (int high = side.items; high - item > 1;) {
+      const int middle = (item + high) / 2;
+      (first_tile(side, middle) <= number ? item : high) = middle;
+    }
+    const int origin = first_tile(side, item);
+    const int tiles = max((first_tile(side, item + 1) - origin) / side.lists, 1);
+    if (number - origin >= tiles * side.lists) return {item, 0, kNoRank};  // behind all items
+    return {item, (number - origin) / tiles, (number - origin) % tiles << bits};
+  }
+};
+
+inline ListTiles list_tiles(const SlotSide& side, int bits) {
+  const std::int64_t rows = side.spans.rows, lists = side.lists, items = side.items;
+  const auto tiles_of = [&](std::int64_t ranks) { return (ranks + (1 << bits) - 1) >> bits; };
+  const bool residues = side.layout == ListLayout::residues;
+  ListTiles tiles{};
+  tiles.bits = bits;
+  if (side.layout == ListLayout::runs) {
+    tiles.runs =
+        query_tiles(side.spans.cu_seqlens != nullptr, items, rows, side.per_row, lists, bits);
+    tiles.total = tiles.runs.total;
+  } else if (side.layout == ListLayout::members || !side.spans.cu_seqlens) {
+    const std::int64_t ranks = side.layout == ListLayout::members ? side.width
+                               : residues                         ? (rows + lists - 1) / lists
+                                                                  : rows;
+    tiles.per_list = static_cast<int>(tiles_of(ranks));
+    tiles.total = static_cast<int>(items * lists * tiles.per_list);
+  } else {
+    const std::int64_t unit = (residues ? lists : 1) << bits;
+    tiles.unit = static_cast<int>(std::min<std::int64_t>(unit, rows + 1));
+    tiles.total = static_cast<int>(items * lists + lists * (rows / tiles.unit));
+  }
+  return tiles;
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: MIT
+// Launches of the kernels of device/list_bwd.cuh, for the files that instantiate them.
+#pragma once
+
+#include "cuda/device/list_bwd.cuh"
+#include "cuda/launch.h"
+
+namespace coterie::cuda {
+
+struct ListKernels {
+  bool queries, keys;  // which of the two run
+};
+
+template <class P, ListForm kForm>
+void launch_lists(const ListBackwardArgs<typename P::T>& args, const ListKernels& wanted,
+                  cudaStream_t stream) {
+  using S = ListBlockShape<P>;
+  const ListProblem& problem = args.problem;
+  const dim3 queries(static_cast<unsigned>(args.q_tiles.total),
+                     static_cast<unsigned>(problem.q.heads));
+  const dim3 keys(static_cast<unsigned>(args.k_tiles.total), static_cast<unsigned>(problem.k.heads));
+  if (wanted.queries && queries.x > 0)
+    launch_early("list_query_kernel", list_query_kernel<P, kForm>, queries, kListThreads,
+                 S::template kBytes<KeyColumns<P::kColumns, kForm>>, stream, args);
+  if (wanted.keys && keys.x > 0)
+    launch_early("list_key_kernel", list_key_kernel<P, kForm>, keys, kListThreads,
+                 S::template kBytes<QueryColumns<P::kColumns, kForm>>, stream, args);
+}
+
+// 16-bit types, rows padded to 64 or 128 elements. attend_list_bwd_sm90a.cu
+template <class T, int kWidth>
+void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
+                        cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: MIT
+// What tensors hold in rows that belong to no item.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/call.h"
+#include "coterie/tensor.h"
+
+namespace coterie::cuda {
+
+// Zeros in the padding of a (B, heads, rows, D) tensor; nothing to do without lengths and offsets.
+void zero_padding(const TensorView& tensor, const Sequences& sequences, std::int64_t items,
+                  cudaStream_t stream);
+
+// `value` in the padding of floats (B, heads, rows).
+void fill_padding(float* values, std::int64_t batches, std::int64_t heads, std::int64_t rows,
+                  const Sequences& sequences, std::int64_t items, float value, cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: MIT
+// From slots of lists (lists.h) back to tokens: the slots of every token, ascending.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/arena.h"
+#include "cuda/device/problem.cuh"
+
+namespace coterie::cuda {
+
+// The slots of one side. Slots are counted from the start of their block, that of an item and head.
+// Where every token has one slot, a run's, the index alone will do: then there is no `slots`.
+struct TokenSlots {
+  SequenceSpans spans;
+  int items, heads;
+  int per_row;                  // runs: slots of a row; 0 for members
+  std::int64_t block;           // members: slots of an item and head
+  const std::int32_t* index;    // the tokens of all slots, -1 where there is none
+  std::int32_t *first, *count;  // (B, heads, rows): a token's part of `slots`
+  std::int32_t* slots;          // laid out as the index
+
+  // First slot of an item and head over the call.
+  __device__ std::int64_t start(int item, const ItemSpan& span, int head) const {
+    if (per_row == 0) return (static_cast<std::int64_t>(item) * heads + head) * block;
+    return ((static_cast<std::int64_t>(span.batch) * heads + head) * spans.rows + span.begin) *
+           per_row;
+  }
+  __device__ std::int64_t row(const ItemSpan& span, int head, int token) const {
+    return (static_cast<std::int64_t>(span.batch) * heads + head) * spans.rows + span.begin + token;
+  }
+};
+
+// For an index (items, heads, block) of members, or (B, heads, rows * per_row) of runs; the other
+// of `block` and `per_row` is 0. Memory comes from the arena.
+TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64_t batches,
+                            std::int64_t rows, std::int64_t heads, const std::int32_t* index,
+                            std::int64_t block, std::int64_t per_row);
+
+// The same for runs of one slot a token, without memory and nothing to fill.
+TokenSlots make_single_slots(const Sequences& sequences, std::int64_t batches, std::int64_t rows,
+                             std::int64_t heads, const std::int32_t* index);
+
+// Fills first, count and slots; with an arena that only counts nothing is launched.
+void find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
+                      cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: MIT
+// What only routing promises, on the GPU: strict forms see no later token, not even in their bits,
+// the clusters of a token are those that it gets alone, and long sequences, whose selections take
+// other ways than short ones, give the best tokens too.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "coterie/attention.h"
+#include "coterie/random.h"
+#include "coterie/runtime.h"
+#include "coterie/spec.h"
+#include "tests/gpu/device_tensor.h"
+
+namespace coterie {
+namespace {
+
+using gpu_test::DeviceMemory;
+using gpu_test::DeviceTensor;
+
+constexpr std::int64_t kHeads = 2, kKeyHeads = 1, kTokens = 700, kDim = 64;
+
+// Rows (1, heads, kTokens, kDim) of bf16; those from `later` on are drawn anew.
+HostTensor random_rows(std::int64_t heads, std::uint32_t number, std::int64_t later) {
+  HostTensor rows(DType::bf16, {1, heads, kTokens, kDim});
+  const RandomStream stream{7, RandomUse::data, number}, other{8, RandomUse::data, number};
+  fill(rows, [&](std::int64_t i) {
+    const bool moved = i / kDim % kTokens >= later;
+    const double unit =
+        random_unit((moved ? other : stream).at(static_cast<std::uint64_t>(i)).word[0]);
+    return (moved ? 20.0 : 2.0) * (unit - 0.5);
+  });
+  return rows;
+}
+
+// The forward pass over tokens [first, first + count).
+struct ForwardRun {
+  std::vector<std::string> names;
+  std::vector<HostTensor> saved;
+  HostTensor out;
+
+  ForwardRun(const char* spec, std::int64_t later, std::int64_t first, std::int64_t count) {
+    const Mechanism mechanism = AttentionSpec::parse(spec).groups[0].mechanism;
+    HostTensor centroids(DType::f32,
+                         {kKeyHeads, std::get<RoutingParams>(mechanism).clusters, kDim});
+    const RandomStream stream{9, RandomUse::data, 0};
+    fill(centroids, [&](std::int64_t i) {
+      return random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]) - 0.5;
+    });
+    const DeviceTensor q(random_rows(kHeads, 1, later).view().narrowed(2, first, count));
+    const DeviceTensor k(random_rows(kKeyHeads, 2, later).view().narrowed(2, first, count));
+    const DeviceTensor v(random_rows(kKeyHeads, 3, later).view().narrowed(2, first, count));
+    const DeviceTensor device_centroids(centroids.view());
+    AttentionInputs inputs;
+    inputs.q = q.view();
+    if (!keys_are_queries(mechanism)) inputs.k = k.view();
+    inputs.v = v.view();
+    inputs.centroids = device_centroids.view();
+    inputs.scale = 0.1;
+    inputs.causal = true;
+    AttentionResult result;
+    std::vector<DeviceTensor> memory;
+    for (const TensorLayout& layout : attention_saved(mechanism, inputs).tensors) {
+      names.push_back(layout.name);
+      memory.emplace_back(layout);
+      result.saved.push_back(memory.back().view());
+    }
+    const DeviceTensor device_out(TensorLayout{"out", DType::bf16, {1, kHeads, count, kDim}});
+    result.out = device_out.view();
+    const DeviceMemory workspace(attention_workspace_bytes(mechanism, inputs));
+    attention_forward(mechanism, inputs, result, {workspace.data(), workspace.bytes(), nullptr});
+    for (const DeviceTensor& tensor : memory) saved.push_back(tensor.download());
+    out = device_out.download();
+  }
+
+  const HostTensor& get(const std::string& name) const {
+    for (std::size_t i = 0; i < names.size(); ++i)
+      if (names[i] == name) return saved[i];
+    throw std::out_of_range(name);
+  }
+};
+
+const char* const kStrictForms[] = {
+    "routing(clusters=5,window=64,share_qk=true)",
+    "routing(clusters=5,window=64,share_qk=true,self=keep)",
+    "routing(clusters=7,window=48)",
+    "routing(clusters=6,window=48,include_self=true,self=demote)",
+    "routing(clusters=9,window=32,queries_in=3)",
+};
+
+TEST(RoutingGpuTest, LaterTokensChangeNoBitOfEarlierRows) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  for (const char* spec : kStrictForms)
+    for (const std::int64_t later : {std::int64_t{1}, std::int64_t{333}, kTokens - 1}) {
+      const ForwardRun plain(spec, kTokens, 0, kTokens), moved(spec, later, 0, kTokens);
+      for (std::int64_t head = 0; head < kHeads; ++head) {
+        const auto row_bytes = static_cast<std::size_t>(kDim) * 2;
+        const std::size_t first = static_cast<std::size_t>(head * kTokens) * row_bytes;
+        EXPECT_EQ(std::memcmp(plain.out.data<char>() + first, moved.out.data<char>() + first,
+                              static_cast<std::size_t>(later) * row_bytes),
+                  0)
+            << spec << ", tokens from " << later;
+        const float* lse = plain.get("lse").data<float>() + head * kTokens;
+        EXPECT_EQ(std::memcmp(lse, moved.get("lse").data<float>() + head * kTokens,
+                              static_cast<std::size_t>(later) * sizeof(float)),
+                  0)
+            << spec << ", tokens from " << later;
+      }
+      // Or nothing was tested.
+      EXPECT_NE(std::memcmp(plain.out.data<char>(), moved.out.data<char>(),
+                            static_cast<std::size_t>(kTokens * kDim) * 2),
+                0);
+    }
+}
+
+TEST(RoutingGpuTest, ATokenAloneGetsTheClustersItHasInTheSequence) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const char* spec = "routing(clusters=300,window=8)";
+  const ForwardRun all(spec, kTokens, 0, kTokens);
+  for (std::int64_t token = 0; token < kTokens; token += 13) {
+    const ForwardRun one(spec, kTokens, token, 1);
+    for (std::int64_t head = 0; head < kHeads; ++head)
+      EXPECT_EQ(one.get("q_labels").data<std::int32_t>()[head],
+                all.get("q_labels").data<std::int32_t>()[head * kTokens + token]);
+    EXPECT_EQ(one.get("k_labels").data<std::int32_t>()[0],
+              all.get("k_labels").data<std::int32_t>()[token]);
+  }
+}
+
+// Scores of all rows of one head for one centroid, by the definition, in double.
+std::vector<double> scores_of(const std::vector<double>& rows, const double* centroid) {
+  std::vector<double> scores;
+  for (std::size_t first = 0; first < rows.size(); first += kDim) {
+    double mean = 0, variance = 0, product = 0;
+    for (int d = 0; d < kDim; ++d) mean += rows[first + d] / kDim;
+    for (int d = 0; d < kDim; ++d) variance += std::pow(rows[first + d] - mean, 2) / kDim;
+    for (int d = 0; d < kDim; ++d) product += (rows[first + d] - mean) * centroid[d];
+    scores.push_back(product / std::sqrt(variance + 1e-6));
+  }
+  return scores;
+}
+
+TEST(RoutingGpuTest, LongSequencesSelectTheBestTokens) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  constexpr std::int64_t kLong = 8192, kWidth = 96, kClusters = 40;
+  // Sums of kDim products in fp32, of scores below 100.
+  constexpr double kRounding = kDim * 100 * 0x1p-24;
+  const std::int32_t lengths[] = {kLong, 700};
+  HostTensor x(DType::bf16, {2, 1, kLong, kDim}), centroids(DType::f32, {1, kClusters, kDim});
+  HostTensor host_lengths(DType::i32, {2});
+  const RandomStream stream{5, RandomUse::data, 0};
+  fill(x, [&](std::int64_t i) {
+    return 4 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]) - 1.5;
+  });
+  fill(centroids, [&](std::int64_t i) {
+    return 2 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[1]) - 1;
+  });
+  fill(host_lengths, [&](std::int64_t i) { return lengths[i]; });
+  const Mechanism mechanism =
+      AttentionSpec::parse("routing(clusters=40,window=96,share_qk=true)").groups[0].mechanism;
+  const DeviceTensor q(x.view()), device_centroids(centroids.view()),
+      device_lengths(host_lengths.view());
+  AttentionInputs inputs;
+  inputs.q = inputs.v = q.view();
+  inputs.centroids = device_centroids.view();
+  inputs.q_sequences.lengths = inputs.k_sequences.lengths = device_lengths.view();
+  const SavedLayout layout = attention_saved(mechanism, inputs);
+  std::vector<DeviceTensor> memory;
+  std::vector<TensorView> saved;
+  for (const TensorLayout& tensor : layout.tensors) {
+    memory.emplace_back(tensor);
+    saved.push_back(memory.back().view());
+  }
+  const DeviceMemory workspace(attention_workspace_bytes(mechanism, inputs));
+  attention_select(mechanism, inputs, saved, {workspace.data(), workspace.bytes(), nullptr});
+  ASSERT_EQ(layout.tensors[0].name, "q_members");
+  ASSERT_EQ(layout.tensors[1].name, "q_labels");
+  const HostTensor members = memory[0].download(), labels = memory[1].download();
+  const std::vector<double> centroid_values = read_values(centroids);
+  for (std::int64_t item = 0; item < 2; ++item) {
+    const std::size_t length = static_cast<std::size_t>(lengths[item]);
+    const std::vector<double> rows = read_values(
+        x.view().narrowed(0, item, 1).narrowed(2, 0, static_cast<std::int64_t>(length)));
+    std::vector<double> best(length, -INFINITY), labelled(length);
+    for (std::int64_t c = 0; c < kClusters; ++c) {
+      const std::vector<double> scores = scores_of(rows, centroid_values.data() + c * kDim);
+      std::vector<double> sorted = scores;
+      std::sort(sorted.begin(), sorted.end(), std::greater<>());
+      const std::int32_t* list = members.data<std::int32_t>() + (item * kClusters + c) * kWidth;
+      std::vector<bool> taken(length);
+      for (std::int64_t i = 0; i < kWidth; ++i) {
+        ASSERT_TRUE(list[i] > (i > 0 ? list[i - 1] : -1) && list[i] < lengths[item]);
+        taken[static_cast<std::size_t>(list[i])] = true;
+        EXPECT_GE(scores[static_cast<std::size_t>(list[i])], sorted[kWidth - 1] - kRounding);
+      }
+      for (std::size_t i = 0; i < length; ++i) {
+        EXPECT_TRUE(taken[i] || scores[i] <= sorted[kWidth - 1] + kRounding);
+        best[i] = std::max(best[i], scores[i]);
+        if (labels.data<std::int32_t>()[item * kLong + static_cast<std::int64_t>(i)] == c)
+          labelled[i] = scores[i];
+      }
+    }
+    for (std::size_t i = 0; i < length; ++i) EXPECT_GE(labelled[i], best[i] - kRounding);
+  }
+}
+
+}  // namespace
+}  // namespace coterie

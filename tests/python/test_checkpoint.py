@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: MIT
+"""Models trained by the program coterie in Python, and the other way round."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import coterie.nn
+
+safetensors = pytest.importorskip("safetensors.torch")
+PROGRAM = os.environ.get("COTERIE_PROGRAM", "")
+pytestmark = pytest.mark.skipif(not PROGRAM, reason="needs the C++ program with training")
+
+LENGTH, DIM, HEADS, LAYERS = 24, 32, 4, 2
+CAUSAL = [
+    "2*local(window=8)+2*routing(clusters=3,window=8)",
+    "full(positions=relative)",
+    "routing(clusters=3,window=8,share_qk=true,positions=rotary)",
+    "oracle-top(topk=5)",
+]
+BIDIRECTIONAL = ["cast(clusters=3,size=8)", "i-clustered(clusters=3,topk=4)", "lsh(rounds=2)"]
+
+
+class Block(nn.Module):
+    def __init__(self, spec: str, causal: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(DIM)
+        self.attention = coterie.nn.Attention(DIM, HEADS, spec, causal=causal)
+        self.ffn_norm = nn.LayerNorm(DIM)
+        self.ffn_in, self.ffn_out = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))[0]
+        return x + self.ffn_out(nn.functional.gelu(self.ffn_in(self.ffn_norm(x))))
+
+
+class Model(nn.Module):
+    """As LanguageModel in torch/include/coterie/torch/models.h."""
+
+    def __init__(self, spec: str, causal: bool, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, DIM)
+        self.transformer = nn.Module()
+        self.transformer.layers = nn.ModuleList(Block(spec, causal) for _ in range(LAYERS))
+        self.transformer.norm = nn.LayerNorm(DIM)
+        self.output = nn.Linear(DIM, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.transformer.layers:
+            x = block(x)
+        return self.output(self.transformer.norm(x))
+
+
+def _run(*arguments: object) -> str:
+    command = [PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _train(folder: Path, *options: object) -> Path:
+    """A short run; gives the folder of its checkpoint."""
+    sizes = ("--model.dim", DIM, "--model.heads", HEADS, "--model.layers", LAYERS)
+    fixed = ("--model.positions", "none", "--length", LENGTH, "--threads", 1)
+    _run("train", "--out", folder / "run", *sizes, *fixed, *options)
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
+    return checkpoint
+
+
+def _texts(folder: Path) -> Tensor:
+    """Writes a text to train on and one to validate; gives the latter."""
+    drawn = torch.randint(97, 109, (2, 40 * LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    for name, text in zip(("train", "valid"), drawn, strict=True):
+        (folder / f"{name}.txt").write_bytes(bytes(text.tolist()))
+    return drawn[1]
+
+
+def _loss(model: nn.Module, text: Tensor) -> Tensor:
+    rows, targets = text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH)
+    return nn.functional.cross_entropy(model(rows).flatten(0, 1), targets.flatten())
+
+
+def _program_loss(checkpoint: Path) -> float:
+    return json.loads(_run("eval", checkpoint, "--json"))["loss"]
+
+
+@pytest.mark.parametrize("spec", CAUSAL)
+def test_models_go_from_the_program_to_python_and_back(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    text = _texts(tmp_path / "text")
+    options = ("--task", "bytes", "--data", tmp_path / "text", "--attention", spec)
+    checkpoint = _train(tmp_path, *options, "--train.steps", 20, "--train.batch", 4)
+    model = Model(spec, causal=True)
+    path = checkpoint / "model.safetensors"
+    model.load_state_dict(safetensors.load_file(path))
+    model.eval()
+    # Two ways to sum up the same floats, over some thousand terms.
+    with torch.no_grad():
+        loss = _loss(model, text).item()
+    assert loss == pytest.approx(_program_loss(checkpoint), rel=1e-6)
+
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        _loss(model, text).backward()
+        optimizer.step()
+        coterie.nn.update_centroids(model)
+    with torch.no_grad():
+        trained = _loss(model.eval(), text).item()
+    assert abs(trained - loss) > 1e-3
+    safetensors.save_file(model.state_dict(), path)
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["checksums"]["model.safetensors"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    assert _program_loss(checkpoint) == pytest.approx(trained, rel=1e-6)
+
+
+@pytest.mark.parametrize("spec", BIDIRECTIONAL)
+def test_names_and_shapes_are_the_programs(spec: str, tmp_path: Path) -> None:
+    options = ("--task", "copy", "--attention", spec, "--train.steps", 1, "--train.batch", 2)
+    checkpoint = _train(tmp_path, *options)
+    stored = safetensors.load_file(checkpoint / "model.safetensors")
+    model = Model(spec, causal=False, vocabulary=stored["embedding.weight"].shape[0])
+    model.load_state_dict(stored)
+    assert torch.equal(model.state_dict()["output.weight"], stored["output.weight"])

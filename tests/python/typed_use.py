@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT
+"""The public functions as a program with strict types uses them: for mypy, not to be run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import coterie
+import coterie.hf
+import coterie.nn
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    lengths = torch.tensor([3, 4])
+    return coterie.attention(q, k, v, "full", causal=True, q_lengths=lengths, k_lengths=lengths)
+
+
+def with_stats(q: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    spec = "routing(clusters=4,window=8,share_qk=true)"
+    state = coterie.init_state(spec, q.shape[1], q.shape[3], device=q.device)
+    out, stats = coterie.attention(q, None, v, spec, state=state, return_stats=True)
+    return out, [group.kept_mass for group in stats]
+
+
+def errors(q: Tensor, k: Tensor, v: Tensor) -> list[float]:
+    spec = coterie.recommend(q.shape[2], head_dim=q.shape[3]).spec
+    return [report.relative.max().item() for report in coterie.error(q, k, v, spec, rows=16)]
+
+
+def layer() -> nn.TransformerEncoderLayer:
+    block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    block.add_module("self_attn", coterie.nn.Attention(32, 4, "i-clustered(clusters=4)"))
+    return block
+
+
+def train(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().mean() + coterie.nn.commitment_loss(model)
+    loss.backward()
+    coterie.nn.update_centroids(model)
+
+
+def hugging_face(model: nn.Linear) -> nn.Linear:
+    return coterie.hf.use(model, "full", layers=range(2), seed=1)
