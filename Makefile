@@ -69,9 +69,9 @@ test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
 cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)
 	cmake --workflow --preset cuda
 
-wheel:  ## the Python package as one wheel, in build/wheels
+wheel:  ## the Python package as one wheel, in build/wheels; WHEEL=cpu or cuda decides about kernels
 	@scripts/setup torch
-	scripts/wheel
+	scripts/wheel $(WHEEL)
 
 test-python: wheel  ## the wheel's tests with the pinned torch and with the newest one, in fresh environments
 	scripts/test_python

@@ -23,5 +23,8 @@ extern const FmaLoops fma_loops;
 namespace avx512 {
 extern const FmaLoops fma_loops;
 }
+namespace avx512_bf16 {
+extern const FmaLoops fma_loops;
+}
 
 }  // namespace coterie::bench

@@ -22,6 +22,8 @@ using Clock = std::chrono::steady_clock;
 
 const FmaLoops& loops_in_use() {
   switch (cpu_isa()) {
+    case CpuIsa::avx512_bf16:
+      return avx512_bf16::fma_loops;
     case CpuIsa::avx512:
       return avx512::fma_loops;
     case CpuIsa::avx2:

@@ -14,11 +14,11 @@ int threads();
 void set_threads(int count);
 
 // CPU instruction-set levels, weakest first.
-enum class CpuIsa : std::uint8_t { baseline, avx2, avx512 };
+enum class CpuIsa : std::uint8_t { baseline, avx2, avx512, avx512_bf16 };
 const char* cpu_isa_name(CpuIsa isa);
 std::vector<CpuIsa> supported_cpu_isas();  // of this machine and build, weakest first
 
-// The level in use: the best one, or what COTERIE_CPU_ISA (baseline, avx2, avx512) names.
+// The level in use: the best one, or what COTERIE_CPU_ISA names.
 CpuIsa cpu_isa();
 void force_cpu_isa(CpuIsa isa);  // throws when the machine lacks it
 

@@ -110,14 +110,14 @@ def measure(name: str, call: Call, rows: tuple[Tensor, ...], options: argparse.N
 def _attentions(q: Tensor, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     clusters = max(1, q.shape[2] // options.window)
     setting = Setting(options.causal, clusters, options.window)
-    yield from opponents.sdpa_backends(setting)
-    if options.flex:
-        yield from opponents.flex(setting, q)
-    yield from opponents.fast_transformers(setting)
-    yield from opponents.routing_transformer(setting, q)
-    yield from opponents.gathered(setting, q)
     for spec in options.spec:
         yield opponents.ours(spec, setting, q)
+    yield from opponents.sdpa_backends(setting)
+    yield from opponents.gathered(setting, q)
+    yield from opponents.fast_transformers(setting)
+    yield from opponents.routing_transformer(setting, q)
+    if options.flex:
+        yield from opponents.flex(setting, q)
 
 
 def compare(options: argparse.Namespace) -> Iterator[Row]:

@@ -47,7 +47,7 @@ def flex(setting: Setting, q: Tensor) -> Named:
         last = 0 if setting.causal else (window + 1) // 2 - 1  # as local(window=...) has it
         return (j <= i + last) & (j > i + last - window)
 
-    compiled = torch.compile(flex_attention)
+    compiled = torch.compile(flex_attention, dynamic=False)  # its best: for this length
     blocks = create_block_mask(near, None, None, n, n, device=q.device.type)
     yield f"flex window {window}", lambda q, k, v: compiled(q, k, v, block_mask=blocks)
 

@@ -225,11 +225,11 @@ void commitment_loss(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor given = arguments.tensor(), centroids = arguments.tensor();
   const Tensor labels = arguments.tensor();
   const Spans spans(arguments);
-  const Scratch scratch(given);
+  Scratch scratch(given);
   const Tensor x = with_contiguous_rows(given);
   const Tensor loss = empty(accumulator_of(x), {1}, x);
   coterie::commitment_loss(view(x), spans.sequences(), view(centroids), view(labels), view(loss),
-                           scratch.workspace());
+                           scratch.allocate(commitment_workspace_bytes(view(x))));
   give(stack, loss);
 }
 

@@ -14,7 +14,7 @@ namespace {
 constexpr int kGroupMaxima = 32;   // of a row in each part: 8 for each of the lanes that share it
 constexpr int kLeastSample = 512;  // keys of a part's sample, if it has as many
 
-// Keys of a tile: wide products are faster, but at most so many scores fit in registers.
+// Keys of a tile: the fewer tiles the better, but their scores must fit in registers.
 template <int kDim>
 constexpr int kTile = kDim <= 64 ? 128 : 64;
 

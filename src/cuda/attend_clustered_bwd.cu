@@ -270,7 +270,8 @@ void zero_rows(const Tensor4<T>& tensor, const BackwardShape& shape, const Seque
                int heads, bool all, cudaStream_t stream) {
   const bool padded = spans.lengths || spans.cu_seqlens || shape.items == 0;
   if (!tensor.data || !(padded || all) || shape.B == 0) return;
-  zero_rows_kernel<T><<<dim3(64, static_cast<unsigned>(shape.B)), 256, 0, stream>>>(
+  const unsigned blocks = all ? 1024 : 64;  // of a batch entry
+  zero_rows_kernel<T><<<dim3(blocks, static_cast<unsigned>(shape.B)), 256, 0, stream>>>(
       tensor, spans, shape.items, heads, all);
   COTERIE_LAUNCH("zero_rows_kernel");
 }

@@ -37,20 +37,17 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
   return args;
 }
 
-// Launches a pass's kernels by the products that the device, type and width allow.
+// Launches a pass's kernels. Warpgroup products serve what is used most; mma.sync the rest, in one
+// form for all.
 template <class T>
 void launch(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
             cudaStream_t stream) {
-  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
+  dispatch_wide_dim("lists", args.problem.width, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    if constexpr (sizeof(T) == 2 && kWidth % 64 == 0) {
-      if (on_hopper()) return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
-    }
-    using P = WarpProducts<T, kWidth>;
-    if (form == ListForm::plain)
-      launch_lists<P, ListForm::plain>(args, wanted, stream);
-    else
-      launch_lists<P, ListForm::general>(args, wanted, stream);
+    if constexpr (sizeof(T) == 2)
+      if (form != ListForm::general && on_hopper())
+        return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
+    launch_lists<WarpProducts<T, kWidth>, ListForm::general>(args, wanted, stream);
   });
 }
 
@@ -77,6 +74,8 @@ void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
     args.dq = sums_of<T>(gradients.dq, gradients.slot_dq);
     args.dk = sums_of<T>(gradients.dk, gradients.slot_dk);
     args.dv = sums_of<T>(gradients.dv, gradients.slot_dv);
+    args.normalise = gradients.normalise;
+    args.dq_products = gradients.dq_products;
     if (recompute) {
       args.delta_out = delta;
       args.delta_out_by_slot = gradients.lse.by_slot;
@@ -84,9 +83,12 @@ void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
     ListKernels wanted;
     wanted.keys = args.dk.wanted() || args.dv.wanted();
     wanted.queries = args.dq.wanted() || (wanted.keys && args.delta_out);
-    if (gradients.dq.present()) zero_padding(gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
-    if (gradients.dk.present()) zero_padding(gradients.dk, call.inputs.k_sequences, call.num_items(), stream);
-    if (gradients.dv.present()) zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
+    if (gradients.dq.present())
+      zero_padding(gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
+    if (gradients.dk.present())
+      zero_padding(gradients.dk, call.inputs.k_sequences, call.num_items(), stream);
+    if (gradients.dv.present())
+      zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
     launch(args, backward_form(plan, gradients), {wanted.queries, false}, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
     launch(args, backward_form(plan, gradients), {false, wanted.keys}, stream);

@@ -11,14 +11,12 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
   using P = GroupProducts<T, kWidth>;
   if (form == ListForm::plain)
     launch_lists<P, ListForm::plain>(args, wanted, stream);
-  else if (form == ListForm::normalised)
-    launch_lists<P, ListForm::normalised>(args, wanted, stream);
   else
-    launch_lists<P, ListForm::general>(args, wanted, stream);
+    launch_lists<P, ListForm::normalised>(args, wanted, stream);
 }
 
-#define COTERIE_INSTANTIATE(T, width)                                                       \
-  template void launch_lists_sm90a<T, width>(const ListBackwardArgs<T>&, ListForm,          \
+#define COTERIE_INSTANTIATE(T, width)                                              \
+  template void launch_lists_sm90a<T, width>(const ListBackwardArgs<T>&, ListForm, \
                                              const ListKernels&, cudaStream_t)
 COTERIE_INSTANTIATE(__nv_bfloat16, 64);
 COTERIE_INSTANTIATE(__nv_bfloat16, 128);

@@ -215,7 +215,7 @@ struct GroupRows {
       const float sum = quad_sum(softmax[half].sum);
       if (there && args.lse && threadIdx.x % 4 == 0)
         args.lse[args.slot_out ? slot : base + to] = row_lse(softmax[half], sum);
-      const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
       for (int d = 0; d < 2; ++d) {
         Accumulator columns[2];
@@ -240,7 +240,7 @@ template <class T>
 __device__ void consume(const ListForwardArgs<T>& args, const Walk& walk, const Ring& ring,
                         int head) {
   const int warp = threadIdx.x / 32;
-  const float exponent = args.problem.scale * kLog2e, inverse = 1.0f / exponent;
+  const float exponent = args.problem.scale * kLog2e, inverse = __fdividef(1.0f, exponent);
   for (int step = threadIdx.x / kWarpgroup; step < walk.steps; step += kGroups) {
     GroupRows<T> rows;
     rows.start(walk, step);

@@ -225,7 +225,8 @@ __device__ __forceinline__ void mix_summaries(Mix& mix, const float* summary_lse
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads)
+__global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads,
+                                  MixTile<T, kDim, false>::kBlocks)
     mix_kernel(const __grid_constant__ MixArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
@@ -246,16 +247,23 @@ __global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads)
   // What the token's own clusters give it instead of their summaries.
   using Own = OwnRows<Mix, T, kDim>;
   const Own own(mix, args.slots);
-  own.for_slots([&](int k, bool there, std::int64_t slot, int cluster) {
-    const int row = own.row(k);
-    const float product =
-        own.lanes.dot(own.token_row(0, k), own.lanes.load(mix.keys, there ? cluster : 0));
-    if (!there) return;
-    const float weight = cast_weight(shape, product * mix.fact(0, row), mix.fact(1, row));
-    typename Own::Floats difference = own.lanes.load_floats(args.inner + slot * shape.D, shape.D);
-    own.lanes.add(difference, -1.0f, own.lanes.load(mix.values, cluster));
-    own.add(k, weight, difference);
-  });
+  using Floats = typename Own::Floats;
+  struct Cluster {
+    Floats surrogate, summary, inner;
+  };
+  own.for_slots(
+      [&](std::int64_t slot, int cluster) {
+        return Cluster{own.lanes.load(mix.keys, cluster), own.lanes.load(mix.values, cluster),
+                       own.lanes.load_floats(args.inner + slot * shape.D, shape.D)};
+      },
+      [&](Cluster& with, int k, bool there, std::int64_t) {
+        const int row = own.row(k);
+        const float product = own.lanes.dot(own.token_row(0, k), with.surrogate);
+        const float weight =
+            cast_weight(shape, product * mix.fact(0, row), shape.laplace ? 0.0f : mix.fact(1, row));
+        own.lanes.add(with.inner, -1.0f, with.summary);
+        if (there) own.add(k, weight, with.inner);
+      });
   const Rows<T> to = args.out.rows(tile.keys.batch, mix.head, tile.keys.begin);
 #pragma unroll
   for (int k = 0; k < Own::kEach; ++k) {

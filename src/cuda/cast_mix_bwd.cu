@@ -47,7 +47,7 @@ __device__ __forceinline__ void for_clusters(Mix& mix, const float* summary_lse,
 
 // Weights of the slots, and delta of every row.
 template <class T, int kDim>
-__global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads)
+__global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, kDim, true>::kBlocks)
     mix_weights_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
@@ -87,19 +87,29 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads)
 
   using Own = OwnRows<Mix, T, kDim>;
   const Own own(mix, pass.slots);
-  own.for_slots([&](int k, bool there, std::int64_t slot, int cluster) {
-    const int row = own.row(k), c = there ? cluster : 0;
-    const float product = own.lanes.dot(own.token_row(0, k), own.lanes.load(mix.keys, c));
-    const float dalpha = own.lanes.dot(own.token_row(1, k), own.lanes.load(mix.values, c));
-    if (!there || !own.lanes.first()) return;
-    const MixWeight weight(shape, product * mix.fact(0, row),
-                           shape.laplace ? 0.0f : mix.fact(1, row));
-    const float dot = pass.dots[slot], excess = weight.slope * (dot - dalpha);
-    if (!shape.laplace) mix.fact(2, row) += excess;
-    pass.weights[slot] = weight.value;
-    pass.weighted[slot] = weight.value * dot;
-    pass.excess[slot] = excess;
-  });
+  using Floats = typename Own::Floats;
+  struct Cluster {
+    Floats surrogate, summary;
+    float dot;
+  };
+  own.for_slots(
+      [&](std::int64_t slot, int cluster) {
+        return Cluster{own.lanes.load(mix.keys, cluster), own.lanes.load(mix.values, cluster),
+                       pass.dots[slot]};
+      },
+      [&](const Cluster& with, int k, bool there, std::int64_t slot) {
+        const int row = own.row(k);
+        const float product = own.lanes.dot(own.token_row(0, k), with.surrogate);
+        const float dalpha = own.lanes.dot(own.token_row(1, k), with.summary);
+        if (!there || !own.lanes.first()) return;
+        const MixWeight weight(shape, product * mix.fact(0, row),
+                               shape.laplace ? 0.0f : mix.fact(1, row));
+        const float excess = weight.slope * (with.dot - dalpha);
+        if (!shape.laplace) mix.fact(2, row) += excess;
+        pass.weights[slot] = weight.value;
+        pass.weighted[slot] = weight.value * with.dot;
+        pass.excess[slot] = excess;
+      });
 #pragma unroll
   for (int k = 0; k < Own::kEach; ++k)
     if (own.lanes.first() && mix.there(own.row(k)))
@@ -108,7 +118,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads)
 
 // dq = scale psi (sum_c dlogit_c S_c) + the slots; the sum's product with q is that of the gate.
 template <class T, int kDim>
-__global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads)
+__global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, kDim, true>::kBlocks)
     mix_tokens_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
@@ -151,9 +161,17 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads)
   using Own = OwnRows<Mix, T, kDim>;
   using Floats = typename Own::Floats;
   const Own own(mix, pass.slots);
-  own.for_slots([&](int k, bool there, std::int64_t slot, int cluster) {
-    if (there) own.add(k, pass.excess[slot], own.lanes.load(mix.keys, cluster));
-  });
+  struct Excess {
+    Floats surrogate;
+    float factor;
+  };
+  own.for_slots(
+      [&](std::int64_t slot, int cluster) {
+        return Excess{own.lanes.load(mix.keys, cluster), pass.excess[slot]};
+      },
+      [&](const Excess& excess, int k, bool there, std::int64_t) {
+        if (there) own.add(k, excess.factor, excess.surrogate);
+      });
 #pragma unroll
   for (int k = 0; k < Own::kEach; ++k) {
     const int row = own.row(k);
@@ -166,9 +184,11 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads)
           shape.scale * gate_sigmoid(mix.gate(row)) * dot;
   }
   if (!args.dq.data) return;
-  own.for_slots([&](int k, bool there, std::int64_t slot, int) {
-    if (there) own.add(k, 1.0f, own.lanes.load_floats(pass.dq_slots + slot * shape.D, shape.D));
-  });
+  own.for_slots([&](std::int64_t slot,
+                    int) { return own.lanes.load_floats(pass.dq_slots + slot * shape.D, shape.D); },
+                [&](const Floats& slot, int k, bool there, std::int64_t) {
+                  if (there) own.add(k, 1.0f, slot);
+                });
   const Rows<T> to = args.dq.rows(tile.keys.batch, mix.head, tile.keys.begin);
 #pragma unroll
   for (int k = 0; k < Own::kEach; ++k)

@@ -18,7 +18,8 @@ void launch_lists(const ListBackwardArgs<typename P::T>& args, const ListKernels
   const ListProblem& problem = args.problem;
   const dim3 queries(static_cast<unsigned>(args.q_tiles.total),
                      static_cast<unsigned>(problem.q.heads));
-  const dim3 keys(static_cast<unsigned>(args.k_tiles.total), static_cast<unsigned>(problem.k.heads));
+  const dim3 keys(static_cast<unsigned>(args.k_tiles.total),
+                  static_cast<unsigned>(problem.k.heads));
   if (wanted.queries && queries.x > 0)
     launch_early("list_query_kernel", list_query_kernel<P, kForm>, queries, kListThreads,
                  S::template kBytes<KeyColumns<P::kColumns, kForm>>, stream, args);
@@ -27,7 +28,7 @@ void launch_lists(const ListBackwardArgs<typename P::T>& args, const ListKernels
                  S::template kBytes<QueryColumns<P::kColumns, kForm>>, stream, args);
 }
 
-// 16-bit types, rows padded to 64 or 128 elements. attend_list_bwd_sm90a.cu
+// 16-bit types, forms plain and normalised. attend_list_bwd_sm90a.cu
 template <class T, int kWidth>
 void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
                         cudaStream_t stream);

@@ -128,6 +128,9 @@ struct ListGradients {
   // By row, where every row is in one list: rows in no list get 0. Of key heads that share a value
   // head only by slot.
   TensorView dq, dk, dv;
+  // dq and dk by row: of the rows before their normalisation by q_stats and k_stats.
+  bool normalise = false;
+  float* dq_products = nullptr;  // with it, optional (B, H, N): dq . normalised row, before that
   // By slot: (query slots, Dk), (key slots, Dk), (key slots, Dv). The slots of a key head take the
   // sum over its query heads in ascending order. Empty slots are not written.
   float *slot_dq = nullptr, *slot_dk = nullptr, *slot_dv = nullptr;

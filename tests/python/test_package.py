@@ -29,10 +29,10 @@ def test_the_package_is_typed(tmp_path: Path) -> None:
     assert (package / "py.typed").exists()
     pytest.importorskip("mypy")
     settings = Path(__file__).parents[2] / "python" / "pyproject.toml"
-    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir"]
-    command += [str(tmp_path), str(package), str(Path(__file__).parent / "typed_use.py")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    mypy = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir"]
+    for what in (["-p", "coterie"], [str(Path(__file__).parent / "typed_use.py")]):
+        done = subprocess.run([*mypy, str(tmp_path), *what], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_library_needs_no_python_and_no_path_of_torch() -> None:

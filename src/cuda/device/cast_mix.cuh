@@ -18,6 +18,7 @@ struct MixTile {
   static constexpr bool kHeld = sizeof(T) == 2 && kDim <= 64;  // fragments stay in registers
   static constexpr int kM = kHeld ? 2 : 1;                     // times 16 tokens of a warp
   static constexpr int kRows = kWarps * 16 * kM;
+  static constexpr int kBlocks = kHeld ? 3 : 1;              // on a multiprocessor, at least
   static constexpr int kColumns = sizeof(T) == 2 ? 64 : 32;  // clusters of a step
   static constexpr int kSides = kGradients ? 2 : 1;
   using Shape = Tile<T, kDim>;
@@ -139,52 +140,59 @@ struct MixTile {
   }
 };
 
-// A warp's rows by groups of lanes, a row to a group at a time, and the slots of their tokens.
+// A warp's rows by groups of lanes, neighbouring rows to a group, and the slots of their tokens,
+// which lie side by side.
 template <class Mix, class T, int kDim>
 struct OwnRows {
   using Lanes = RowLanes<T, kDim>;
   using Floats = typename Lanes::Floats;
   static constexpr int kGroups = 32 / Lanes::kLanes;
   static constexpr int kEach = 16 * Mix::kM / kGroups;  // rows of a group
+  static constexpr int kBatch = 4;                      // slots whose rows are fetched together
 
   const Mix& mix;
   Lanes lanes;
   const std::int32_t* entries;
   std::int64_t first_slot;
-  int begin[kEach], count[kEach], most;
+  int ends[kEach], begin;  // ends of the rows' slots
 
   __device__ OwnRows(const Mix& tile, const TokenSlots& slots)
       : mix(tile),
         entries(slots.slots +
                 slots.start(tile.tile.item, tile.tile.keys, tile.shape.list_head(tile.head))),
-        first_slot(tile.shape.cluster(tile.tile.item, tile.head, 0) * tile.shape.width) {
-    int own = 0;
+        first_slot(tile.shape.cluster(tile.tile.item, tile.head, 0) * tile.shape.width),
+        begin(0) {
+    const std::int64_t place =
+        slots.row(mix.tile.keys, mix.shape.list_head(mix.head), mix.token(row(0)));
+    if (mix.there(row(0))) begin = slots.first[place];
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      begin[k] = count[k] = 0;
-      if (mix.there(row(k))) {
-        const std::int64_t place =
-            slots.row(mix.tile.keys, mix.shape.list_head(mix.head), mix.token(row(k)));
-        begin[k] = slots.first[place];
-        count[k] = slots.count[place];
-      }
-      own = max(own, count[k]);
-    }
-    most = __reduce_max_sync(~0u, own);
+    for (int k = 0; k < kEach; ++k)
+      ends[k] = mix.there(row(k)) ? slots.first[place + k] + slots.count[place + k] : -1;
   }
-  __device__ int row(int k) const { return mix.warp_row + k * kGroups + mix.lane / Lanes::kLanes; }
+  __device__ int row(int k) const { return mix.warp_row + mix.lane / Lanes::kLanes * kEach + k; }
 
-  // Calls body(k, there, slot, cluster) for the rows' slots in order, all lanes together; lanes
-  // without one have there = false and a slot that exists.
-  template <class Body>
-  __device__ __forceinline__ void for_slots(const Body& body) const {
-    for (int j = 0; j < most; ++j) {
-      int entry[kEach];
+  // For the rows' slots in order, all lanes of a warp together: use(load(slot, cluster), k, there,
+  // slot). Lanes without a slot have there = false and some slot.
+  template <class Load, class Use>
+  __device__ __forceinline__ void for_slots(const Load& load, const Use& use) const {
+    int end = begin;
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) entry[k] = j < count[k] ? entries[begin[k] + j] : 0;
+    for (int k = 0; k < kEach; ++k) end = max(end, ends[k]);
+    for (int first = begin; __any_sync(~0u, first < end); first += kBatch) {
+      int entry[kBatch];
 #pragma unroll
-      for (int k = 0; k < kEach; ++k)
-        body(k, j < count[k], first_slot + entry[k], entry[k] / mix.shape.width);
+      for (int i = 0; i < kBatch; ++i) entry[i] = first + i < end ? entries[first + i] : 0;
+      decltype(load(first_slot, 0)) data[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        data[i] = load(first_slot + entry[i], entry[i] / mix.shape.width);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int k = 0;
+#pragma unroll
+        for (int j = 0; j + 1 < kEach; ++j) k += ends[j] >= 0 && ends[j] <= first + i;
+        use(data[i], k, first + i < end, first_slot + entry[i]);
+      }
     }
   }
 
@@ -196,22 +204,21 @@ struct OwnRows {
   __device__ float* floats(int k) const { return mix.row_floats(row(k)) + lanes.column(); }
   __device__ void add(int k, float weight, const Floats& values) const {
     float* to = floats(k);
-    if (lanes.column() >= kDim) return;
 #pragma unroll
     for (int i = 0; i < Lanes::kVector; ++i) to[i] = fmaf(weight, values.value[i], to[i]);
   }
   __device__ void set(int k, const Floats& values) const {
-    if (lanes.column() < kDim)
 #pragma unroll
-      for (int i = 0; i < Lanes::kVector; ++i) floats(k)[i] = values.value[i];
+    for (int i = 0; i < Lanes::kVector; ++i) floats(k)[i] = values.value[i];
   }
   __device__ Floats get(int k) const {
-    Floats values{};
-    if (lanes.column() < kDim)
+    Floats values;
 #pragma unroll
-      for (int i = 0; i < Lanes::kVector; ++i) values.value[i] = floats(k)[i];
+    for (int i = 0; i < Lanes::kVector; ++i) values.value[i] = floats(k)[i];
     return values;
   }
 };
+static_assert(RowLanes<float, 64>::kLanes == 16 && RowLanes<float, 128>::kLanes == 32,
+              "no lane beyond a row");
 
 }  // namespace coterie::cuda

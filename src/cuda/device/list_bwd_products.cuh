@@ -11,16 +11,27 @@
 
 namespace coterie::cuda {
 
+// An element in shared memory.
+template <class T>
+__device__ __forceinline__ float load_element(std::uint32_t address) {
+  if constexpr (sizeof(T) == 4) return __uint_as_float(load_shared32(address));
+  union {
+    std::uint16_t bits;
+    T value;
+  } element;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(element.bits) : "r"(address) : "memory");
+  return to_float(element.value);
+}
+
 template <class Type, int kRowWidth>
 struct WarpProducts {
   using T = Type;
   static constexpr int kWidth = kRowWidth;
-  static constexpr int kColumns = sizeof(T) == 2 ? 64 : 32;
+  static constexpr int kColumns = 32;
   static constexpr int kUnit = 16;  // rows that are in step
   static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));
-  // Blocks on a multiprocessor, by registers, of the kernels with one and with two sums.
-  static constexpr int kBlocksOne = sizeof(T) == 2 && kWidth <= 64 ? 3 : sizeof(T) == 2 ? 2 : 1;
-  static constexpr int kBlocksTwo = sizeof(T) == 2 ? 2 : 1;
+  // Blocks on a multiprocessor.
+  static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;
   using Scores =
       float[kColumns / 2];         // columns 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2): [4 j + e]
   using Sums = float[kWidth / 2];  // the same
@@ -31,10 +42,14 @@ struct WarpProducts {
     return *reinterpret_cast<Accumulator*>(values + 8 * n);
   }
 
-  template <int kRows, int kThreads>
-  __device__ static void load(const Matrix& to, const Rows<const T>& rows, int first, int count,
-                              const std::int32_t* index) {
-    load_tile<kRows, kThreads>(to, rows, first, count, index);
+  // Rows of two tensors, by the 128 threads of a block: ranks from `first` on, `count` of them and
+  // zeros beyond.
+  template <int kRows>
+  __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
+                              int count, const std::int32_t* index) {
+#pragma unroll
+    for (int tensor = 0; tensor < 2; ++tensor)
+      load_tile<kRows, 128>(to[tensor], rows[tensor], first, count, index);
   }
 
   // s = rows of a, those of this warp, times rows of b, transposed.
@@ -64,9 +79,13 @@ struct WarpProducts {
         multiply_add(part(sum, d), p[n], right);
       }
   }
-  __device__ static void round(Factor& p, Scores& s) {
-#pragma unroll
-    for (int n = 0; n < kColumns / 16; ++n) to_fragment(p[n], part(s, n));
+  __device__ static void round(FragmentA<T>& factor, Scores& s, int n) {
+    to_fragment(factor, part(s, n));
+  }
+
+  // An element of a matrix.
+  __device__ static float element(const Matrix& matrix, int row, int column) {
+    return load_element<T>(matrix.address(row, column));
   }
 
   __device__ static void fence() {}

@@ -16,14 +16,12 @@ struct ScoreScale {
   float exponent;  // to logits in base 2
   float gradient;  // of dS in dk, where it is not the same for all heads
   bool laplace;
-  int width;
 
   __device__ ScoreScale(const ListProblem& problem, int head)
       : score(problem.score_scale(head)),
         exponent(score * kLog2e),
         gradient(problem.head_scale ? score : 1.0f),
-        laplace(problem.laplace),
-        width(problem.width) {}
+        laplace(problem.laplace) {}
 };
 
 // Where a value of a query stands: by row, or by slot.
@@ -54,16 +52,16 @@ struct QuerySource {
   ListValues weight, lse, delta;
   float weight_scale;
 
+  // All but the range.
   template <ListForm kForm>
   __device__ QueryValues load(const ListPair& pair, int head, int rank) const {
     QueryValues query{0, 0, INFINITY, 0.0f, 1.0f, kNoStatistics, QueryFilter()};
     if (rank >= pair.q.count) return query;
+    const std::int64_t by_row = value_place(problem, pair, head, rank, false);
+    const std::int64_t by_slot = pair.q.slot_of(rank);
     const auto value = [&](const ListValues& values) {
-      return values.data[value_place(problem, pair, head, rank, values.by_slot)];
+      return values.data[values.by_slot ? by_slot : by_row];
     };
-    const RankRange range = problem.range(pair, rank);
-    query.low = range.low;
-    query.high = range.high;
     if (lse.data) {
       const float sum = value(lse);
       if (sum != -INFINITY) query.lse = sum * kLog2e - log2f(weight_scale);
@@ -71,8 +69,7 @@ struct QuerySource {
     if (delta.data && !problem.laplace) query.delta = value(delta);
     if constexpr (kForm != ListForm::plain) {
       if (weight.data) query.weight = value(weight);
-      if (problem.q_stats)
-        query.stats = problem.q_stats[value_place(problem, pair, head, rank, false)];
+      if (problem.q_stats) query.stats = problem.q_stats[by_row];
       query.stats.mean *= static_cast<float>(problem.width);
     }
     if constexpr (kForm == ListForm::general) query.filter = QueryFilter(problem, pair, head, rank);
@@ -142,15 +139,22 @@ __device__ __forceinline__ float laplace_slope(float x) {
   return expf(-kTwoPi * (x - kMean) * (x - kMean)) * (2.0f * kMean);
 }
 
-// A weight, and its derivative by the logit where that is the softmax's in p (dP - delta).
+// A weight, and its derivative by the logit, but for the softmax's dP - delta.
 struct Weight {
   float value, slope;
 };
 
+// The product of two rows as they count, from that of the rows as they are.
+template <ListForm kForm>
+__device__ __forceinline__ float row_product(float s, const RowStatistics& q,
+                                             const RowStatistics& k) {
+  return kForm == ListForm::plain ? s : (s - q.mean * k.mean) * (q.inverse * k.inverse);
+}
+
 template <ListForm kForm>
 __device__ __forceinline__ Weight weigh(float s, float lse, const RowStatistics& q,
                                         const RowStatistics& k, const ScoreScale& scale) {
-  if constexpr (kForm != ListForm::plain) s = (s - q.mean * k.mean) * (q.inverse * k.inverse);
+  s = row_product<kForm>(s, q, k);
   if constexpr (kForm == ListForm::general)
     if (scale.laplace) return {laplace(s * scale.score), laplace_slope(s * scale.score)};
   const float p = exp2_approximate(fmaf(s, scale.exponent, -lse));
@@ -162,6 +166,8 @@ __device__ __forceinline__ Weight weigh(float s, float lse, const RowStatistics&
 template <class P, ListForm kForm>
 struct TileWeights {
   static constexpr int kColumns = P::kColumns;
+  // A second loop without masks is worth its code where tiles are taken by larger units.
+  static constexpr bool kMaskAll = kForm == ListForm::general || P::kUnit < kColumns;
   using Scores = typename P::Scores;
   const ScoreScale& scale;
   int first;  // rank of the tile's first key
@@ -170,85 +176,144 @@ struct TileWeights {
     return i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
   }
 
-  // Rows are queries. Calls body(i, side, weight, inverse of the key) for all elements.
-  template <bool kMasked, class Body>
-  __device__ void for_rows(const Scores& s, const QueryValues (&query)[2],
-                           const KeyColumns<kColumns, kForm>& keys, const Body& body) const {
+  // Columns 8 j + 2 (l%4) and the next.
+  __device__ static float2 pair_at(const float (&values)[kColumns], int j) {
+    return *reinterpret_cast<const float2*>(values + 8 * j + threadIdx.x % 4 * 2);
+  }
+
+  // Rows are queries. s becomes weights, or their slopes.
+  template <bool kMasked>
+  __device__ void weigh_rows(Scores& s, const QueryValues (&query)[2],
+                             const KeyColumns<kColumns, kForm>& keys, bool slopes) const {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      const int side = i / 2 % 2, rank = first + column(i);
-      const QueryValues& q = query[side];
+      const int rank = first + column(i);
+      const QueryValues& q = query[i / 2 % 2];
       RowStatistics stats = kNoStatistics;
       if constexpr (kForm != ListForm::plain) stats = keys.stats[column(i)];
-      Weight weight = weigh<kForm>(s[i], q.lse, q.stats, stats, scale);
+      const Weight weight = weigh<kForm>(s[i], q.lse, q.stats, stats, scale);
       bool seen = !kMasked || (rank >= q.low && rank < q.high);
       if constexpr (kForm == ListForm::general) seen = seen && q.filter.sees(keys.row[column(i)]);
-      if (!seen) weight = {0.0f, 0.0f};
-      body(i, side, weight, stats.inverse);
+      s[i] = !seen ? 0.0f : slopes ? weight.slope : weight.value;
     }
   }
-  template <class Body>
-  __device__ void for_rows(bool whole, const Scores& s, const QueryValues (&query)[2],
-                           const KeyColumns<kColumns, kForm>& keys, const Body& body) const {
-    if (kForm != ListForm::general && whole)
-      for_rows<false>(s, query, keys, body);
+  __device__ void weigh_rows(Scores& s, const QueryValues (&query)[2],
+                             const KeyColumns<kColumns, kForm>& keys, bool slopes,
+                             bool whole) const {
+    if (!kMaskAll && whole)
+      weigh_rows<false>(s, query, keys, slopes);
     else
-      for_rows<true>(s, query, keys, body);
+      weigh_rows<true>(s, query, keys, slopes);
   }
-
-  // delta += p dP of this lane's elements.
-  __device__ void add_deltas(const Scores& s, const Scores& d, const QueryValues (&query)[2],
-                             const KeyColumns<kColumns, kForm>& keys, bool whole,
-                             float (&delta)[2]) const {
-    for_rows(whole, s, query, keys, [&](int i, int side, const Weight& weight, float) {
-      const float factor = kForm == ListForm::plain ? 1.0f : query[side].weight;
-      delta[side] = fmaf(weight.value, d[i] * factor, delta[side]);
-    });
-  }
-
-  // d becomes dS, as the factor of the keys' rows.
-  __device__ void differentiate_rows(const Scores& s, Scores& d, const QueryValues (&query)[2],
-                                     const KeyColumns<kColumns, kForm>& keys, bool whole) const {
-    for_rows(whole, s, query, keys, [&](int i, int side, const Weight& weight, float inverse) {
-      if constexpr (kForm == ListForm::plain)
-        d[i] = weight.slope * (d[i] - query[side].delta);
-      else
-        d[i] = weight.slope * inverse * fmaf(d[i], query[side].weight, -query[side].delta);
-    });
-  }
-
-  // Rows are keys: s becomes the factor of the output gradients, d that of the queries' rows.
-  template <bool kMasked>
-  __device__ void for_columns(Scores& s, Scores& d, const KeyValues (&key)[2],
-                              const QueryColumns<kColumns, kForm>& queries) const {
+  // d becomes dP, with the factors of output gradients.
+  __device__ static void weigh_gradients(Scores& d, const QueryValues (&query)[2]) {
+    if constexpr (kForm != ListForm::plain) {
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      const int side = i / 2 % 2, c = column(i);
-      RowStatistics stats = kNoStatistics;
-      float factor = 1.0f;
-      if constexpr (kForm != ListForm::plain) {
-        stats = queries.stats[c];
-        factor = queries.weight[c];
-      }
-      Weight weight = weigh<kForm>(s[i], queries.lse[c], stats, key[side].stats, scale);
-      bool seen =
-          !kMasked || (key[side].rank >= queries.low[c] && key[side].rank < queries.high[c]);
-      if constexpr (kForm == ListForm::general)
-        seen = seen && queries.filter[c].sees(key[side].row);
-      if (!seen) weight = {0.0f, 0.0f};
-      s[i] = weight.value * factor;
-      d[i] = weight.slope * stats.inverse * fmaf(d[i], factor * scale.gradient, -queries.delta[c]);
+      for (int i = 0; i < kColumns / 2; ++i) d[i] *= query[i / 2 % 2].weight;
     }
   }
-  __device__ void differentiate_columns(Scores& s, Scores& d, const KeyValues (&key)[2],
-                                        const QueryColumns<kColumns, kForm>& queries,
-                                        bool whole) const {
-    if (kForm != ListForm::general && whole)
-      for_columns<false>(s, d, key, queries);
+
+  // d becomes dS, which is added up by row; p and dS, rounded, are then factors of the keys' rows.
+  __device__ static void differentiate_rows(Scores& s, Scores& d, const QueryValues (&query)[2],
+                                            const KeyColumns<kColumns, kForm>& keys,
+                                            float (&sum)[2], typename P::Factor& p,
+                                            typename P::Factor& ds) {
+#pragma unroll
+    for (int part = 0; part < kColumns / 16; ++part) {
+#pragma unroll
+      for (int i = 8 * part; i < 8 * part + 8; ++i) {
+        const int side = i / 2 % 2;
+        d[i] = s[i] * (d[i] - query[side].delta);
+        sum[side] += d[i];
+        if constexpr (kForm != ListForm::plain) {
+          s[i] *= keys.stats[column(i)].inverse;
+          d[i] *= keys.stats[column(i)].inverse;
+        }
+      }
+      P::round(p[part], s, part);
+      P::round(ds[part], d, part);
+    }
+  }
+
+  // Rows are keys. s becomes weights; with laplace logits, -inf where out of sight.
+  template <bool kMasked>
+  __device__ void weigh_columns(Scores& s, const KeyValues (&key)[2],
+                                const QueryColumns<kColumns, kForm>& queries) const {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float2 lse = pair_at(queries.lse, j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int c = column(4 * j + e), side = e / 2, rank = key[side].rank;
+        RowStatistics stats = kNoStatistics;
+        if constexpr (kForm != ListForm::plain) stats = queries.stats[c];
+        float& x = s[4 * j + e];
+        x = row_product<kForm>(x, stats, key[side].stats);
+        const bool alone = kForm == ListForm::general && scale.laplace;
+        x = alone ? x * scale.score
+                  : exp2_approximate(fmaf(x, scale.exponent, -(e % 2 ? lse.y : lse.x)));
+        bool seen = !kMasked || (rank >= queries.low[c] && rank < queries.high[c]);
+        if constexpr (kForm == ListForm::general)
+          seen = seen && queries.filter[c].sees(key[side].row);
+        if (!seen) x = alone ? -INFINITY : 0.0f;
+      }
+    }
+  }
+  __device__ void weigh_columns(Scores& s, const KeyValues (&key)[2],
+                                const QueryColumns<kColumns, kForm>& queries, bool whole) const {
+    if (!kMaskAll && whole)
+      weigh_columns<false>(s, key, queries);
     else
-      for_columns<true>(s, d, key, queries);
+      weigh_columns<true>(s, key, queries);
+  }
+  // p is the factor of the output gradients, ds that of the queries' rows.
+  __device__ void differentiate_columns(Scores& s, Scores& d,
+                                        const QueryColumns<kColumns, kForm>& queries,
+                                        typename P::Factor& p, typename P::Factor& ds) const {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float2 delta = pair_at(queries.delta, j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 4 * j + e;
+        float factor = 1.0f, slope = s[i];
+        if constexpr (kForm == ListForm::general)
+          if (scale.laplace) {
+            slope = laplace_slope(s[i]);
+            s[i] = laplace(s[i]);
+          }
+        if constexpr (kForm != ListForm::plain) {
+          factor = queries.weight[column(i)];
+          s[i] *= factor;
+          slope *= queries.stats[column(i)].inverse;
+        }
+        d[i] = slope * fmaf(d[i], factor * scale.gradient, -(e % 2 ? delta.y : delta.x));
+      }
+      if (j % 2 == 1) {
+        P::round(p[j / 2], s, j / 2);
+        P::round(ds[j / 2], d, j / 2);
+      }
+    }
   }
 };
+
+// A first guess of delta, for rows that have none yet: the mean of dP over the keys of a tile, by
+// their weights. Whether this row has one now.
+template <int kCount>
+__device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const float (&d)[kCount],
+                                            int side, float& delta) {
+  float sum = 0.0f, weight = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (i / 2 % 2 == side) {
+      sum = fmaf(s[i], d[i], sum);
+      weight += s[i];
+    }
+  sum = quad_sum(sum);
+  weight = quad_sum(weight);
+  if (weight > 0.0f) delta = sum / weight;
+  return weight > 0.0f;
+}
 
 // First of the ranks [0, count) for which `late` is true, which it then stays; count if none. By
 // all lanes of a warp.
@@ -267,11 +332,33 @@ __device__ __forceinline__ int first_rank(int count, const Late& late) {
   return begin;
 }
 
-// The query ranks that see any of the keys [first, end). By all lanes of a warp.
+// The query ranks that see any of the keys [first, end), and perhaps some that do not. By all lanes
+// of a warp.
 __device__ __forceinline__ RankRange queries_of(const ListProblem& problem, const ListPair& pair,
                                                 int first, int end) {
-  return {first_rank(pair.q.count, [&](int r) { return problem.range(pair, r).high > first; }),
-          first_rank(pair.q.count, [&](int r) { return problem.range(pair, r).low >= end; })};
+  const std::int64_t count = pair.q.count, window = problem.window;
+  std::int64_t low = 0, high = count + pair.shift;  // by r of ListRule
+  switch (problem.rule) {
+    case ListRule::all:
+      return {0, pair.q.count};
+    case ListRule::causal:
+      low = first;
+      break;
+    case ListRule::sliding:
+      low = problem.causal ? first : first - (window + 1) / 2 + 1;
+      high = problem.causal ? end + window - 1 : end + window / 2;
+      break;
+    case ListRule::blocked:
+      low = problem.causal ? first : (first / window - problem.after) * window;
+      high = ((end - 1) / window + 1 + problem.before) * window;
+      break;
+    default:
+      return {first_rank(pair.q.count, [&](int r) { return problem.range(pair, r).high > first; }),
+              first_rank(pair.q.count, [&](int r) { return problem.range(pair, r).low >= end; })};
+  }
+  low = min(max(low - pair.shift, std::int64_t{0}), count);
+  high = min(max(high - pair.shift, low), count);
+  return {static_cast<int>(low), static_cast<int>(high)};
 }
 
 }  // namespace coterie::cuda

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/device/bands.cuh"
-#include "cuda/device/mma.cuh"
+#include "cuda/device/list_bwd_products.cuh"
 
 namespace coterie::cuda {
 
@@ -16,8 +16,7 @@ struct GroupProducts {
   static constexpr int kColumns = 64;
   static constexpr int kUnit = 64;
   static constexpr int kRowBytes = kWidth * 2;
-  static constexpr int kBlocksOne = kWidth == 64 ? 3 : 2;
-  static constexpr int kBlocksTwo = kWidth == 64 ? 3 : 2;
+  static constexpr int kBlocks = kWidth == 64 ? 3 : 2;  // on a multiprocessor
   using Scores = float[32];
   using Sums = float[kWidth / 2];
   using Factor = FragmentA<T>[4];
@@ -27,16 +26,52 @@ struct GroupProducts {
     return *reinterpret_cast<float(*)[32]>(sums + 32 * number);
   }
 
-  template <int kRows, int kThreads>
-  __device__ static void load(const Matrix& to, const Rows<const T>& rows, int first, int count,
-                              const std::int32_t* index) {
+  // Rows of two tensors, by the 128 threads of a block: ranks from `first` on, `count` of them and
+  // zeros beyond.
+  template <int kRows>
+  __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
+                              int count, const std::int32_t* index) {
     static_assert(kRows == 64, "whole matrices");
+    constexpr int kStep = kWarpgroup / 8;  // rows at a time
+    if (!rows[0].aligned || !rows[1].aligned) return load_slowly(to, rows, first, count, index);
+    const Rows<const T> both[2] = {rows[0], rows[1]};  // read once, not after every copy
+    const int r = static_cast<int>(threadIdx.x) / 8, chunk = static_cast<int>(threadIdx.x) % 8;
+    std::int64_t row[64 / kStep];
+    bool there[64 / kStep];
 #pragma unroll
-    for (int b = 0; b < Matrix::kCount; ++b)
-      load_tile<kRows, kThreads>(
-          Tile<T, 64>{to.base + b * Matrix::kBandBytes},
-          Rows<const T>{rows.data + 64 * b, rows.pitch, rows.width - 64 * b, rows.aligned}, first,
-          count, index);
+    for (int i = 0; i < 64 / kStep; ++i) there[i] = r + i * kStep < count;
+    if (index) {
+#pragma unroll
+      for (int i = 0; i < 64 / kStep; ++i) row[i] = there[i] ? index[r + i * kStep] : 0;
+    }
+#pragma unroll
+    for (int tensor = 0; tensor < 2; ++tensor)
+#pragma unroll
+      for (int band = 0; band < Matrix::kCount; ++band) {
+        const Rows<const T>& from = both[tensor];
+        const std::uint32_t target =
+            Tile<T, 64>{to[tensor].base + band * Matrix::kBandBytes}.chunk(r, chunk);
+        const int column = 64 * band + 8 * chunk;
+        const T* source = from.row(first + r) + column;
+#pragma unroll
+        for (int i = 0; i < 64 / kStep; ++i) {
+          if (index) source = from.row(row[i]) + column;
+          cp_async16(target + i * kStep * 128, source, there[i] && column < from.width ? 16 : 0);
+          source += kStep * from.pitch;
+        }
+      }
+  }
+  __device__ static void load_slowly(const Matrix (&to)[2], const Rows<const T> (&rows)[2],
+                                     int first, int count, const std::int32_t* index) {
+#pragma unroll
+    for (int i = 0; i < 2 * Matrix::kCount; ++i) {
+      const Rows<const T>& from = rows[i % 2];
+      const int band = i / 2;
+      load_tile<64, kWarpgroup>(
+          Tile<T, 64>{to[i % 2].base + band * Matrix::kBandBytes},
+          Rows<const T>{from.data + 64 * band, from.pitch, from.width - 64 * band, from.aligned},
+          first, count, index);
+    }
   }
 
   __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
@@ -51,9 +86,14 @@ struct GroupProducts {
         wgmma<T, 1, 1>(band(sum, part), p[k].r, b.by_rows(16 * k, part));
     wgmma_commit();
   }
-  __device__ static void round(Factor& p, Scores& s) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to_fragment(p[n], *reinterpret_cast<Accumulator*>(s + 8 * n));
+  __device__ static void round(FragmentA<T>& factor, Scores& s, int part) {
+    to_fragment(factor, *reinterpret_cast<Accumulator*>(s + 8 * part));
+  }
+
+  // An element of a matrix.
+  __device__ static float element(const Matrix& matrix, int row, int column) {
+    const Tile<T, 64> tile{matrix.base + column / 64 * Matrix::kBandBytes};
+    return load_element<T>(tile.address(row, column % 64));
   }
 
   // Before products of what registers or this thread's copies hold.

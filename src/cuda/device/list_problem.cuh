@@ -89,7 +89,7 @@ struct ListProblem {
         high = causal ? r + 1 : std::int64_t{r} + (window + 1) / 2;
         break;
       case ListRule::blocked: {
-        const std::int64_t block = (r < 0 ? std::int64_t{r} - window + 1 : r) / window;
+        const std::int64_t block = r < 0 ? -1 - (-1 - r) / window : r / window;
         low = (block - before) * window;
         high = causal ? r + 1 : (block + after + 1) * window;
         break;

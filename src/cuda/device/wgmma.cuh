@@ -128,8 +128,8 @@ template <class T, int kAdd, int kTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b) {
   COTERIE_WGMMA(COTERIE_WGMMA_SHARED);
 }
-// 64 x 16 by 16 x 128: a product that reads its left factor from registers takes as long for 64
-// columns as for 128.
+// The same with a in registers for 64 x 16 by 16 x 128: fewer instructions, and a is read half as
+// often.
 template <class T, int kAdd, int kTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[64], const std::uint32_t (&a)[4],
                                       std::uint64_t b) {
