@@ -184,12 +184,12 @@ def main() -> None:
         for name, microseconds in overhead().items():
             print(f"{name:34}{microseconds:8.1f} us")
         return
-    header = f"{'attention':44}{'N':>8}{'forward':>11}{'fwd+bwd':>11}{'memory':>10}{'error':>10}"
+    header = f"{'attention':48}{'N':>8}{'forward':>11}{'fwd+bwd':>11}{'memory':>10}{'error':>10}"
     print(header)
     for row in compare(options):
         both = "" if row.both is None else f"{row.both:.2f} ms"
         times = f"{row.forward:8.2f} ms{both:>11}{row.megabytes:7.1f} MB"
-        print(f"{row.name:44}{row.n:8}{times}{row.error:10.2e}")
+        print(f"{row.name:48}{row.n:8}{times}{row.error:10.2e}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ The selection comes first: int32 indices that count from the start of the item, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -63,8 +63,11 @@ _Layout = tuple[_Shapes, _Shapes]
 
 def _least(one: int, other: int) -> int:
     """Of numbers that may be symbols of a tracer."""
-    least: int = torch.sym_min(one, other)
-    return least
+    return cast(int, torch.sym_min(one, other))
+
+
+def _most(one: int, other: int) -> int:
+    return cast(int, torch.sym_max(one, other))
 
 
 def _rows(s: Sizes) -> Sequence[int]:
@@ -151,7 +154,7 @@ def _routing(group: Group, s: Sizes) -> _Layout:
 def _cast(group: Group, s: Sizes) -> _Layout:
     clusters, size = group.whole("clusters"), group.whole("size")
     if group.parameters["mode"] == "single":
-        size = torch.sym_max(size, (s.N + clusters - 1) // clusters)
+        size = _most(size, (s.N + clusters - 1) // clusters)
     size = _least(size, s.N)
     heads = 1 if group.parameters["share_heads"] == "1" else s.H
     softmax = group.parameters["activation"] == "softmax"

@@ -337,7 +337,7 @@ void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOu
   write_padding(call, plan, outputs, stream);
   const ListProblem problem = list_problem(call, plan);
   const ListTiles tiles = list_tiles(problem.q, kRowBits);
-  if (tiles.total == 0 || call.H == 0) return;
+  if (call.num_items() == 0 || call.N == 0 || call.H == 0 || tiles.total == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ListForwardArgs<T> args{problem,

@@ -19,12 +19,12 @@ namespace {
 
 constexpr int kTile = 64;                // queries, and keys
 constexpr int kTileBytes = kTile * 128;  // rows of up to 64 elements
-constexpr int kGroups = 4;               // warpgroups that compute
+constexpr int kGroups = 3;               // warpgroups that compute
 constexpr int kThreads = (kGroups + 1) * kWarpgroup;
-constexpr int kRing = 10;            // tiles of keys and values
+constexpr int kRing = 11;            // tiles of keys and values
 constexpr int kSteps = 2 * kGroups;  // tiles of queries
 constexpr int kAhead = 2;            // steps on their way that are not announced
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 104;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 
 // Shared memory of a block.
 struct Ring {
@@ -307,22 +307,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Tiles of keys that the queries of a tile can span, at most.
 std::int64_t span_tiles(const ListRanges& ranges) {
-  std::int64_t keys = kTile + ranges.window;
-  if (ranges.rule == ListRule::blocked)
-    keys = kTile + (ranges.before + (ranges.causal ? 1 : ranges.after + 2)) * ranges.window;
-  return (keys - 2) / kTile + 2;
+  return (kTile + ranges.window - 2) / kTile + 2;
 }
 
+// Blocked windows gain nothing here: their ranges take a division each.
 bool takes(const AttentionCall& call, const ListPlan& plan) {
-  const auto along = [](const ListSide& side) {
-    return side.layout == ListLayout::residues || side.layout == ListLayout::rounds;
-  };
-  const ListRule rule = plan.ranges.rule;
+  const auto along = [](const ListSide& side) { return side.layout == ListLayout::residues; };
   return on_hopper() && list_form(plan) == ListForm::plain && call.Dk <= 64 &&
-         (rule == ListRule::sliding || rule == ListRule::blocked) && along(plan.queries) &&
-         along(plan.keys) && plan.scale > 0 && !plan.head_scale &&
-         plan.ranges.window <= kRing * kTile && plan.ranges.before <= kRing &&
-         plan.ranges.after <= kRing && span_tiles(plan.ranges) <= kRing &&
+         plan.ranges.rule == ListRule::sliding && along(plan.queries) && along(plan.keys) &&
+         plan.scale > 0 && !plan.head_scale && span_tiles(plan.ranges) <= kRing &&
          call.num_items() * plan.lists <= 0xffff;
 }
 
@@ -347,8 +340,7 @@ template <class T>
 bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
                         const ListForwardArgs<T>& args, cudaStream_t stream) {
   if (!takes(call, plan)) return false;
-  const std::int64_t classes = plan.queries.layout == ListLayout::residues ? plan.lists : 1;
-  const std::int64_t rows = (call.N + classes - 1) / classes;
+  const std::int64_t rows = (call.N + plan.lists - 1) / plan.lists;
   const std::int64_t lists = call.num_items() * plan.lists, tiles = (rows + kTile - 1) / kTile;
   const int each = stretch_tiles(lists * call.H, tiles, span_tiles(plan.ranges));
   const dim3 grid(static_cast<unsigned>((tiles + each - 1) / each), static_cast<unsigned>(call.H),

@@ -31,7 +31,7 @@ __device__ int cluster_at(const std::int32_t* offsets, int clusters, int slot) {
 // `lanes` lanes share a row and a warp has `groups` of them.
 template <class T, bool kAligned>
 struct SlotBatch {
-  static constexpr int kLoads = 6;
+  static constexpr int kLoads = 4;
   uint4 words[kLoads];
 
   __device__ __forceinline__ void load(const Rows<const T>& rows, int token, int lanes) {

@@ -137,7 +137,9 @@ TEST(BenchDevice, SaysWhatIsRefusedWithoutADevice) {
     on_cpu.device = Device::cpu;
     EXPECT_EQ(refusal(entry, on_cpu), "") << spec;
   }
-  EXPECT_NE(refusal(make_entry("oracle-top", false), problem), "");
+  Problem wide = problem;
+  wide.dtype = DType::f64;
+  EXPECT_NE(refusal(make_entry("oracle-top", false), wide), "");
   const bool with_kernels = build_info().cuda_toolkit != "none";
   EXPECT_EQ(refusal(make_entry("i-clustered(clusters=4)", false), problem).empty(), with_kernels);
 }

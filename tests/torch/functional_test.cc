@@ -7,7 +7,6 @@
 
 #include "tensors.h"
 #include "tests/support/tensors.h"
-#include "torch/src/full_torch.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -83,40 +82,6 @@ TEST(FullAttention, TakesMasksThatBroadcast) {
   const at::Tensor mask = normal({2, 1, 1, 12}) > -1.0;
   const at::Tensor ours = attention(q, k, v, FullParams{}, {.mask = mask});
   EXPECT_TRUE(at::allclose(ours, at::scaled_dot_product_attention(q, k, v, mask), 1e-4, 1e-5));
-}
-
-// What CUDA tensors get, here on the CPU: the core's result for every case it takes.
-TEST(FullAttention, OfTorchKeepsTheContract) {
-  for (const cases::Case& c : cases::all()) {
-    const cases::Problem problem = cases::make_problem(c, 7);
-    const TorchProblem torch(problem);
-    const AttentionOptions& options = torch.options;
-    const bool wide = c.dtype == DType::f32 || c.dtype == DType::f64;
-    if (!std::holds_alternative<FullParams>(torch.mechanism) || options.cu_seqlens_q.defined() ||
-        !wide) {
-      continue;
-    }
-    SCOPED_TRACE(c.name);
-    torch.require_gradients();
-    const at::Tensor ours = torch.attend();
-    const at::Tensor theirs = full_attention_of_torch(torch.q, torch.k, torch.v, options);
-    EXPECT_TRUE(at::allclose(ours, theirs, 1e-4, 1e-5));
-    const auto inputs = torch.differentiable();
-    const auto our_gradients = grad({ours}, inputs, {torch.grad_out});
-    const auto their_gradients = grad({theirs}, inputs, {torch.grad_out});
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      // Rounding of sums is relative to their largest terms.
-      const double most = our_gradients[i].abs().max().item<double>();
-      EXPECT_TRUE(at::allclose(our_gradients[i], their_gradients[i], 0, 1e-5 + 1e-4 * most)) << i;
-    }
-  }
-}
-
-TEST(FullAttention, OfTorchRefusesWhatTheCoreDoes) {
-  const at::Tensor q = normal({1, 2, 8, 4});
-  EXPECT_THROW(full_attention_of_torch(q, normal({1, 2, 8, 5}), q, {}), Error);
-  EXPECT_THROW(full_attention_of_torch(q, {}, q, {}), Error);
-  EXPECT_THROW(full_attention_of_torch(q, q, q, {.centroids = q[0]}), Error);
 }
 
 TEST(Layout, TokensBeforeHeadsStayWhereTheyAre) {

@@ -13,7 +13,6 @@
 #include "bridge.h"
 #include "coterie/attention.h"
 #include "coterie/error.h"
-#include "full_torch.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -250,10 +249,6 @@ variable_list run(const CallPointer& call, const variable_list& tensors) {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const Mechanism& mechanism, const AttentionOptions& options) {
   const variable_list tensors = prepare(q, k, v, mechanism, options);
-  if (q.is_cuda() && std::holds_alternative<FullParams>(mechanism) &&
-      !options.cu_seqlens_q.defined() && !options.cu_seqlens_k.defined()) {
-    return full_attention_of_torch(q, k, v, options);
-  }
   return run(make_call(mechanism, options), tensors)[0];
 }
 
