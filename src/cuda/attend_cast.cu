@@ -8,6 +8,7 @@
 #include "cuda/device/await.cuh"
 #include "cuda/launch.h"
 #include "cuda/lists.h"
+#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -85,16 +86,13 @@ TensorView repeat_heads(const AttentionCall& call, const TensorView& from, Arena
 
 class CastPass : public Pass {
  public:
-  CastPass(const CastParams& params, const AttentionCall& call) : params_(params), call_(call) {}
+  CastPass(const CastParams& params, const AttentionCall& call) : Pass(call), params_(params) {}
 
   std::string refusal() const override {
     if (call_.N != call_.S)
       return "the CUDA kernels need as many keys as queries; got " + std::to_string(call_.S) +
              " and " + std::to_string(call_.N);
-    if (params_.clusters > kMaxClusters)
-      return "the CUDA kernels take at most " + std::to_string(kMaxClusters) + " clusters; got " +
-             std::to_string(params_.clusters);
-    return "";
+    return refuse_more_than(kMaxClusters, "clusters", params_.clusters);
   }
 
   std::int64_t workspace_bytes() const override {
@@ -123,10 +121,6 @@ class CastPass : public Pass {
   }
 
  private:
-  Arena take_workspace(const Workspace& workspace) const {
-    return Arena(call_.op.c_str(), workspace, workspace_bytes());
-  }
-
   // The attention inside clusters as one of lists. Where query heads of one key head have lists of
   // their own, keys and values are copied for each.
   struct Inner {
@@ -253,7 +247,6 @@ class CastPass : public Pass {
   }
 
   const CastParams& params_;
-  const AttentionCall& call_;
 };
 
 }  // namespace

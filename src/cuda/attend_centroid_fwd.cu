@@ -5,6 +5,7 @@
 // Blocks take 128 means and one chunk of the keys; a second kernel adds the chunks in order.
 #include "cuda/clustered.h"
 #include "cuda/device/attend.cuh"
+#include "cuda/device/attend_tiles.cuh"
 #include "cuda/device/await.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -16,22 +17,13 @@ constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kCombineWarps = 4;
 
 template <class T, int kDim>
-struct AttendTiles {
-  static constexpr int kQueryBytes = kCentroidRows * Tile<T, kDim>::kRowBytes;
-  static constexpr int kTileBytes = kAttendKeys * Tile<T, kDim>::kRowBytes;
-  static constexpr int kBytes = kQueryBytes + 4 * kTileBytes;
+struct CentroidTiles : AttendTiles<T, kDim, kCentroidRows, kAttendKeys> {
+  using AttendTiles<T, kDim, kCentroidRows, kAttendKeys>::AttendTiles;
 
-  Tile<T, kDim> queries;
-
-  __device__ explicit AttendTiles(const void* memory) : queries{shared_address(memory)} {}
-  __device__ Tile<T, kDim> keys(int stage) const {
-    return {queries.base + kQueryBytes + stage * 2 * kTileBytes};
-  }
-  __device__ Tile<T, kDim> values(int stage) const { return {keys(stage).base + kTileBytes}; }
   __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v, int begin,
                        int end) const {
-    load_tile<kAttendKeys, kThreads>(keys(stage), k, begin, end - begin);
-    load_tile<kAttendKeys, kThreads>(values(stage), v, begin, end - begin);
+    load_tile<kAttendKeys, kThreads>(this->keys(stage), k, begin, end - begin);
+    load_tile<kAttendKeys, kThreads>(this->values(stage), v, begin, end - begin);
     cp_async_commit();
   }
 };
@@ -152,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned long long masks[2][kCentroidRows];
-  const AttendTiles<T, kDim> tiles(memory);
+  const CentroidTiles<T, kDim> tiles(memory);
   const CentroidQueries& queries = args.queries;
   const CentroidBlock block(queries, blockIdx.x);
   const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
@@ -252,7 +244,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
 
 template <class T, int kDim>
 void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
-  constexpr int kBytes = AttendTiles<T, kDim>::kBytes;
+  constexpr int kBytes = CentroidTiles<T, kDim>::kBytes;
   const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
   launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
                tiles * args.queries.chunks.slots, kThreads, kBytes, stream, args);

@@ -7,6 +7,7 @@
 #include "cuda/clustered.h"
 #include "cuda/launch.h"
 #include "cuda/means.h"
+#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -43,19 +44,14 @@ bool mass_grad(const ClusteredParams&) { return true; }
 bool mass_grad(const ImprovedClusteredParams& params) { return params.mass_grad; }
 
 std::string refuse_clusters(const ClusteringParams& params) {
-  if (params.clusters > kMaxClusters)
-    return "the CUDA kernels take at most " + std::to_string(kMaxClusters) + " clusters; got " +
-           std::to_string(params.clusters);
-  return "";
+  return refuse_more_than(kMaxClusters, "clusters", params.clusters);
 }
 
 std::string refuse(const ClusteredParams& params) { return refuse_clusters(params.clustering); }
 
 std::string refuse(const ImprovedClusteredParams& params) {
-  if (params.topk > kMaxTopKeys)
-    return "the CUDA kernels take at most " + std::to_string(kMaxTopKeys) + " top keys; got " +
-           std::to_string(params.topk);
-  return refuse_clusters(params.clustering);
+  const std::string topk = refuse_more_than(kMaxTopKeys, "top keys", params.topk);
+  return topk.empty() ? refuse_clusters(params.clustering) : topk;
 }
 
 // Both mechanisms; the plain one leaves out what concerns top keys.
@@ -63,7 +59,7 @@ template <class Params>
 class ClusteredPass : public Pass {
  public:
   ClusteredPass(const Params& params, const AttentionCall& call)
-      : params_(params), call_(call), sizes_(sizes_of(params, call)) {}
+      : Pass(call), params_(params), sizes_(sizes_of(params, call)) {}
 
   std::string refusal() const override { return refuse(params_); }
 
@@ -128,9 +124,6 @@ class ClusteredPass : public Pass {
   }
 
  private:
-  Arena take_workspace(const Workspace& workspace) const {
-    return Arena(call_.op.c_str(), workspace, workspace_bytes());
-  }
   // Scratch memory for means that are not kept.
   TensorView take_centroids(Arena& arena) const {
     const std::int64_t items = call_.num_items();
@@ -169,7 +162,6 @@ class ClusteredPass : public Pass {
   }
 
   const Params& params_;
-  const AttentionCall& call_;
   const ClusteredSizes sizes_;
 };
 

@@ -3,6 +3,7 @@
 //
 // A block takes 128 queries of a list, 32 a warp, and walks over the tiles of 64 keys that any of
 // them sees. Warps leave out what none of their queries sees, and mask what not all of them do.
+#include "cuda/device/attend_tiles.cuh"
 #include "cuda/device/list_forward.cuh"
 #include "cuda/device/list_rows.cuh"
 #include "cuda/device/load.cuh"
@@ -42,33 +43,23 @@ namespace {
 constexpr int kThreads = 128, kRowBits = 7, kRows = 1 << kRowBits, kKeys = 64;
 
 template <class T, int kDim>
-struct ForwardTiles {
-  static constexpr int kQueryBytes = kRows * Tile<T, kDim>::kRowBytes;
-  static constexpr int kTileBytes = kKeys * Tile<T, kDim>::kRowBytes;
-  static constexpr int kBytes = kQueryBytes + 4 * kTileBytes;
-
-  Tile<T, kDim> queries;
-
-  __device__ explicit ForwardTiles(const void* memory) : queries{shared_address(memory)} {}
-  __device__ Tile<T, kDim> keys(int stage) const {
-    return {queries.base + kQueryBytes + stage * 2 * kTileBytes};
-  }
-  __device__ Tile<T, kDim> values(int stage) const { return {keys(stage).base + kTileBytes}; }
+struct ForwardTiles : AttendTiles<T, kDim, kRows, kKeys> {
+  using AttendTiles<T, kDim, kRows, kKeys>::AttendTiles;
 
   // Ranks from `begin` on of the key list.
   __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v,
                        const SlotList& list, int begin) const {
     const int left = list.count - begin;
-    load_tile<kKeys, kThreads>(keys(stage), k, begin, left, list.index_at(begin));
-    load_tile<kKeys, kThreads>(values(stage), v, begin, left, list.index_at(begin));
+    load_tile<kKeys, kThreads>(this->keys(stage), k, begin, left, list.index_at(begin));
+    load_tile<kKeys, kThreads>(this->values(stage), v, begin, left, list.index_at(begin));
     cp_async_commit();
   }
 
   // Scores of scales below 0 are those of the negated rows. By all threads, between barriers.
   __device__ void negate_queries() const {
     constexpr std::uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
-    for (int word = threadIdx.x; word < kQueryBytes / 4; word += kThreads) {
-      const std::uint32_t at = queries.base + 4 * word;
+    for (int word = threadIdx.x; word < this->kQueryBytes / 4; word += kThreads) {
+      const std::uint32_t at = this->queries.base + 4 * word;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(load_shared32(at) ^ kSigns) : "memory");
     }
   }

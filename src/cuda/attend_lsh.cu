@@ -8,6 +8,7 @@
 #include "cuda/device/lsh.cuh"
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/launch.h"
+#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -132,50 +133,43 @@ void lsh_forward(const LshParams& params, const AttentionCall& call, const Atten
 
 class LshPass : public Pass {
  public:
-  LshPass(const LshParams& params, const AttentionCall& call) : params_(params), call_(call) {
-    // A token is query and key at once.
-    call_.inputs.k_sequences = call_.inputs.q_sequences;
+  LshPass(const LshParams& params, const AttentionCall& call)
+      : Pass(call), params_(params), tokens_(call) {
+    tokens_.inputs.k_sequences = tokens_.inputs.q_sequences;
   }
 
   std::string refusal() const override {
-    if (params_.buckets > kMaxClusters)
-      return "the CUDA kernels take at most " + std::to_string(kMaxClusters) + " buckets; got " +
-             std::to_string(params_.buckets);
-    return "";
+    return refuse_more_than(kMaxClusters, "buckets", params_.buckets);
   }
 
   std::int64_t workspace_bytes() const override {
     Arena select, forward, backward;
-    lsh_select(params_, call_, {}, select, nullptr);
-    lsh_forward(params_, call_, {}, forward, nullptr);
-    lsh_backward(params_, call_, {}, backward, nullptr);
+    lsh_select(params_, tokens_, {}, select, nullptr);
+    lsh_forward(params_, tokens_, {}, forward, nullptr);
+    lsh_backward(params_, tokens_, {}, backward, nullptr);
     return std::max({select.used(), forward.used(), backward.used()});
   }
 
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    lsh_select(params_, call_, saved[0], arena, stream_of(workspace));
+    lsh_select(params_, tokens_, saved[0], arena, stream_of(workspace));
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    lsh_forward(params_, call_, result, arena, stream_of(workspace));
+    lsh_forward(params_, tokens_, result, arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
                 const AttentionGradients& gradients, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    lsh_backward(params_, call_, {result.saved[0], result.saved[1], grad_out, gradients}, arena,
+    lsh_backward(params_, tokens_, {result.saved[0], result.saved[1], grad_out, gradients}, arena,
                  stream_of(workspace));
   }
 
  private:
-  Arena take_workspace(const Workspace& workspace) const {
-    return Arena(call_.op.c_str(), workspace, workspace_bytes());
-  }
-
   const LshParams& params_;
-  AttentionCall call_;
+  AttentionCall tokens_;  // the call, with keys that are the queries
 };
 
 }  // namespace

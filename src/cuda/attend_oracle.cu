@@ -7,6 +7,7 @@
 #include "cuda/device/oracle.cuh"
 #include "cuda/launch.h"
 #include "cuda/oracle.h"
+#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -69,12 +70,11 @@ void oracle_forward(const AttentionCall& call, const std::vector<TensorView>& te
 class OraclePass : public Pass {
  public:
   OraclePass(const OracleTopParams& params, const AttentionCall& call)
-      : call_(call), topk_(std::min(params.topk, call.S)) {}
+      : Pass(call), topk_(std::min(params.topk, call.S)) {}
 
   std::string refusal() const override {
-    if (topk_ > kMaxTopKeys)
-      return "the CUDA kernels take at most " + std::to_string(kMaxTopKeys) + " top keys; got " +
-             std::to_string(topk_);
+    const std::string topk = refuse_more_than(kMaxTopKeys, "top keys", topk_);
+    if (!topk.empty()) return topk;
     const std::int64_t most = kMaxOracleTiles << kOracleTileBits;
     if (call_.S > most || call_.N > most)
       return "the CUDA kernels of oracle-top take at most " + std::to_string(most) + " rows; got " +
@@ -106,11 +106,6 @@ class OraclePass : public Pass {
   }
 
  private:
-  Arena take_workspace(const Workspace& workspace) const {
-    return Arena(call_.op.c_str(), workspace, workspace_bytes());
-  }
-
-  const AttentionCall& call_;
   const std::int64_t topk_;
 };
 

@@ -41,7 +41,7 @@ template <class Params>
 class PositionalPass : public Pass {
  public:
   PositionalPass(const Params& params, const AttentionCall& call)
-      : call_(call), plan_(make_plan(params, call)) {
+      : Pass(call), plan_(make_plan(params, call)) {
     plan_.scale = static_cast<float>(call.scale);
     plan_.filters.mask = call.inputs.mask;
   }
@@ -63,7 +63,7 @@ class PositionalPass : public Pass {
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
                 const AttentionGradients& gradients, const Workspace& workspace) const override {
-    Arena arena(call_.op.c_str(), workspace, workspace_bytes());
+    Arena arena = take_workspace(workspace);
     ListGradients lists;
     lists.grad_out = grad_out;
     lists.lse.data = static_cast<const float*>(result.saved[0].data);
@@ -74,7 +74,6 @@ class PositionalPass : public Pass {
   }
 
  private:
-  const AttentionCall& call_;
   ListPlan plan_;
 };
 

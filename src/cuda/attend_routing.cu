@@ -8,6 +8,7 @@
 #include "cuda/attention.h"
 #include "cuda/cluster.h"
 #include "cuda/launch.h"
+#include "cuda/refusal.h"
 #include "cuda/routing.h"
 #include "cuda/routing_tokens.h"
 
@@ -53,16 +54,13 @@ float* floats(const TensorView& tensor) { return static_cast<float*>(tensor.data
 class RoutingPass : public Pass {
  public:
   RoutingPass(const RoutingParams& params, const AttentionCall& call)
-      : params_(params),
-        call_(call),
+      : Pass(call),
+        params_(params),
         strict_(params.membership == Membership::nearest),
         per_row_(strict_ ? std::min(params.queries_in, params.clusters) : 1) {}
 
   std::string refusal() const override {
-    if (params_.clusters > kMaxClusters)
-      return "the CUDA kernels take at most " + std::to_string(kMaxClusters) + " clusters; got " +
-             std::to_string(params_.clusters);
-    return "";
+    return refuse_more_than(kMaxClusters, "clusters", params_.clusters);
   }
 
   std::int64_t workspace_bytes() const override {
@@ -129,9 +127,6 @@ class RoutingPass : public Pass {
     Wanted wanted;
   };
 
-  Arena take_workspace(const Workspace& workspace) const {
-    return Arena(call_.op.c_str(), workspace, workspace_bytes());
-  }
   NormalisedSides take_rows(Arena& arena) const {
     NormalisedSides sides{query_side(call_, params_.clusters), key_side(call_, params_.clusters)};
     sides.q.stats = arena.take<RowStatistics>(sides.q.count());
@@ -446,7 +441,6 @@ class RoutingPass : public Pass {
   }
 
   const RoutingParams& params_;
-  const AttentionCall& call_;
   const bool strict_;
   const std::int64_t per_row_;
 };

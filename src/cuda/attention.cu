@@ -6,22 +6,20 @@
 #include <limits>
 
 #include "cuda/entry.h"
-#include "cuda/tuning.h"
+#include "cuda/refusal.h"
 
 namespace coterie::cuda {
 
 namespace {
 
 std::string refuse_shape(const AttentionCall& call) {
-  const DType dtype = call.inputs.q.dtype;
-  if (!supports(dtype))
-    return std::string("the CUDA kernels take f32, bf16 and f16, not ") + dtype_name(dtype);
+  const std::string type = refuse_type(call.inputs.q.dtype);
+  if (!type.empty()) return type;
   if (call.Dk != call.Dv)
     return "the CUDA kernels need keys and values of one width; got " + std::to_string(call.Dk) +
            " and " + std::to_string(call.Dv);
-  if (call.Dk > kMaxHeadDim)
-    return "the CUDA kernels take rows of at most " + std::to_string(kMaxHeadDim) +
-           " elements; got " + std::to_string(call.Dk);
+  const std::string width = refuse_width(call.Dk);
+  if (!width.empty()) return width;
   if (std::max(call.N, call.S) > std::numeric_limits<std::int32_t>::max() / 2)
     return "the CUDA kernels count rows in 32 bits; got " +
            std::to_string(std::max(call.N, call.S));

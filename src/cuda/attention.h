@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/arena.h"
 #include "core/call.h"
 #include "coterie/attention.h"
 
@@ -17,6 +18,7 @@ namespace coterie::cuda {
 // workspace.stream. `saved` holds the tensors of attention_saved in order.
 class Pass {
  public:
+  explicit Pass(const AttentionCall& call) : call_(call) {}
   virtual ~Pass() = default;
 
   // Why the mechanism's kernels cannot run the call; "" when they can. What all kernels ask of
@@ -33,6 +35,14 @@ class Pass {
   }
   virtual void backward(const AttentionResult& result, const TensorView& grad_out,
                         const AttentionGradients& gradients, const Workspace& workspace) const = 0;
+
+ protected:
+  // All of the workspace, after a check of its size.
+  Arena take_workspace(const Workspace& workspace) const {
+    return Arena(call_.op.c_str(), workspace, workspace_bytes());
+  }
+
+  const AttentionCall& call_;
 };
 
 // Defined in the mechanism's file, attend_*.cu.

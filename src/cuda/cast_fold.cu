@@ -226,7 +226,7 @@ void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                            tensor4<const T>(pass.grad_out),
                            {},
                            {}};
-    dispatch_cast_dim(call.Dk, [&](auto width) {
+    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       launch_early("cast summaries backward", summaries_backward_kernel<T, decltype(width)::value>,
                    dim3(blocks), kThreads, 0, stream, args);
     });
@@ -246,7 +246,7 @@ void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBack
       if (to.dv.present()) args.dv = tensor4<T>(to.dv);
       const KeyChunks tiles = token_tiles(shape, 64);
       if (tiles.slots == 0) return;
-      dispatch_cast_dim(call.Dk, [&](auto width) {
+      dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
         launch_early(
             "cast fold", fold_kernel<T, decltype(width)::value>,
             dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(call.value_heads)),

@@ -163,14 +163,7 @@ __device__ __forceinline__ void mix_summaries(Mix& mix, const float* summary_lse
   MixSoftmax<kM> softmax;
   float factor[kM][2];
   for (int step = 0; step < mix.steps(); ++step) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (step + 1 < mix.steps()) mix.load_clusters(step + 1);
-    if (step == 0) {
-      mix.hold();
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) factor[i / 2][i % 2] = mix.fact(0, mix.row(i / 2, i % 2));
-    }
+    mix.begin(step, factor);
     const ClusterBits there(summary_lse, step * Mix::kColumns, shape.clusters);
 #pragma unroll 1
     for (int first = 0; first < Mix::kColumns; first += 16 * kTiles) {
@@ -301,7 +294,7 @@ void cast_summaries(const CastShape& shape, const AttentionCall& call, const Cas
     using T = typename decltype(tag)::type;
     const SummaryArgs<T> args{shape, saved, tensor4<const T>(call.k),
                               tensor4<const T>(call.inputs.v)};
-    dispatch_cast_dim(call.Dk, [&](auto width) {
+    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       launch_early("cast summaries", summary_kernel<T, decltype(width)::value>, grid,
                    kSummaryThreads, 0, stream, args);
     });
@@ -312,7 +305,7 @@ void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForwa
               cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_cast_dim(call.Dk, [&](auto width) {
+    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, false>;
       const KeyChunks tiles = token_tiles(shape, Mix::kRows);

@@ -20,14 +20,7 @@ __device__ __forceinline__ void for_clusters(Mix& mix, const float* summary_lse,
   constexpr int kM = Mix::kM;
   float factor[kM][2];
   for (int step = 0; step < mix.steps(); ++step) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (step + 1 < mix.steps()) mix.load_clusters(step + 1);
-    if (step == 0) {
-      mix.hold();
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) factor[i / 2][i % 2] = mix.fact(0, mix.row(i / 2, i % 2));
-    }
+    mix.begin(step, factor);
     const ClusterBits present(summary_lse, step * Mix::kColumns, mix.shape.clusters);
 #pragma unroll Mix::kHeld ? 2 : 1
     for (int column = 0; column < Mix::kColumns; column += 16) {
@@ -201,7 +194,7 @@ void cast_weights_backward(const CastShape& shape, const AttentionCall& call,
                            const CastBackward& pass, cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_cast_dim(call.Dk, [&](auto width) {
+    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, true>;
       const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, Mix::kRows);
@@ -217,7 +210,7 @@ void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
                           const CastBackward& pass, cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_cast_dim(call.Dk, [&](auto width) {
+    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, true>;
       const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, Mix::kRows);

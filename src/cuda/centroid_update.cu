@@ -6,8 +6,10 @@
 #include "core/arena.h"
 #include "cuda/device/element.cuh"
 #include "cuda/device/problem.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/entry.h"
 #include "cuda/launch.h"
+#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -51,11 +53,6 @@ Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const Tenso
           static_cast<int>(x.size(2)),
           static_cast<int>(centroids.size(0)),
           static_cast<int>(centroids.size(1))};
-}
-
-__device__ float warp_sum(float value) {
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
 }
 
 // A row over the lanes of a warp; columns beyond the row's width are 0.
@@ -265,12 +262,8 @@ int token_blocks(const TensorView& x) {
 }  // namespace
 
 std::string refuse_tokens(const TensorView& x) {
-  if (!supports(x.dtype))
-    return std::string("the CUDA kernels take f32, bf16 and f16, not ") + dtype_name(x.dtype);
-  if (x.size(3) > kMaxHeadDim)
-    return "the CUDA kernels take rows of at most " + std::to_string(kMaxHeadDim) +
-           " elements; got " + std::to_string(x.size(3));
-  return "";
+  const std::string type = refuse_type(x.dtype);
+  return type.empty() ? refuse_width(x.size(3)) : type;
 }
 
 void ema_update(double decay, const TensorView& x, const Sequences& sequences,

@@ -6,6 +6,7 @@
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/row_fragments.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/nearest.h"
 #include "cuda/tuning.h"
 
@@ -134,12 +135,6 @@ struct WeighArgs {
 
 constexpr int kWeighThreads = 512, kWeighWarps = kWeighThreads / 32;
 constexpr int kPair = 2;  // clusters of a warp
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-  return value;
-}
 
 // A power of two by which the covariance's mean variance comes near 1: it changes no label, and
 // keeps the table in the range of fp16.

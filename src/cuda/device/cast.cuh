@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/cast.h"
 #include "cuda/device/list_bwd_weights.cuh"
@@ -39,13 +38,6 @@ inline KeyChunks token_tiles(const CastShape& shape, int rows) {
   tiles.per_item = shape.tokens.cu_seqlens ? 0 : tiles.count(shape.N);
   tiles.slots = tiles.per_item == 0 ? shape.N / rows + shape.items : shape.items * tiles.per_item;
   return tiles;
-}
-
-// Calls body(std::integral_constant<int, P>) for rows of 64 or 128 elements: few instances.
-template <class Body>
-decltype(auto) dispatch_cast_dim(std::int64_t head_dim, Body&& body) {
-  if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
-  return body(std::integral_constant<int, 128>{});
 }
 
 // Dense rows (count, width) as the loaders take them.

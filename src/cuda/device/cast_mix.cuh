@@ -104,6 +104,17 @@ struct MixTile {
           for (int d = 0; d < kDim / 16; ++d)
             load_a(held[side][m][d], tokens(side), warp_row + 16 * m, 16 * d);
   }
+  // Waits for the clusters of a step and sends for the next; in the first, takes what the rows are
+  // multiplied by.
+  __device__ void begin(int step, float (&factor)[kM][2]) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < steps()) load_clusters(step + 1);
+    if (step > 0) return;
+    hold();
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) factor[i / 2][i % 2] = fact(0, row(i / 2, i % 2));
+  }
   // Products of the warp's tokens with 16 clusters: of queries with surrogates (side 0), of
   // gradients with summaries (side 1).
   __device__ __forceinline__ void products(Accumulator (&acc)[kM], int side, int step,

@@ -8,6 +8,7 @@
 #include "core/call.h"
 #include "cuda/device/problem.cuh"
 #include "cuda/device/row_lanes.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 
@@ -115,13 +116,6 @@ OracleQueries<T> oracle_queries(const AttentionCall& call, const TensorView& top
   args.topk = static_cast<int>(top_keys.size(3));
   args.scale = static_cast<float>(call.scale);
   return args;
-}
-
-// Over the lanes of a warp, in every lane.
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
 }
 
 }  // namespace coterie::cuda
