@@ -11,6 +11,7 @@
 #include "cuda/refusal.h"
 #include "cuda/routing.h"
 #include "cuda/routing_tokens.h"
+#include "cuda/slot_tokens.h"
 
 namespace coterie::cuda {
 
@@ -170,15 +171,9 @@ class RoutingPass : public Pass {
       if (!shared) select_balanced(call_, sides.k, centroids, at.k_members, arena, stream);
       return;
     }
-    const CandidateRun q{sides.q, static_cast<int>(width(call_.N)),
-                         CandidateLists(arena, sides.q, width(call_.N))};
-    CandidateRun k{sides.k, static_cast<int>(width(call_.S)), {}};
-    if (!shared) k.lists = CandidateLists(arena, sides.k, width(call_.S));
-    if (!at.q_members.present()) return;
-    find_candidates(call_, centroids, q.lists.rows ? &q : nullptr, k.lists.rows ? &k : nullptr,
-                    stream);
-    select_top(call_, sides.q, centroids, q.lists, at.q_members, stream);
-    if (!shared) select_top(call_, sides.k, centroids, k.lists, at.k_members, stream);
+    const TopSide q{sides.q, width(call_.N), at.q_members};
+    const TopSide k{sides.k, width(call_.S), at.k_members};
+    select_top(call_, centroids, q, shared ? nullptr : &k, arena, stream);
   }
 
   void nearest(const NormalisedSides& sides, const CentredCentroids& centroids,
@@ -393,25 +388,39 @@ class RoutingPass : public Pass {
     }
     if (strict_ && !slots_are_rows())
       merge_parts(at, queries, plan, pass.grad_out, arena, stream, lists, own);
-    if (pass.wanted.dq) lists.slot_dq = arena.take<float>(query_slots() * call_.Dk);
-    if (pass.wanted.dk) lists.slot_dk = arena.take<float>(key_slots() * call_.Dk);
+    // The engine carries gradients of rows back through the normalisation.
+    const bool rows = single && !params_.share_qk && pass.gradients.dq.present();
+    float* products = nullptr;
+    if (call_.inputs.logit_scale.present())
+      products = arena.take<float>(call_.B * call_.H * call_.N);
+    if (rows) {
+      lists.normalise = true;
+      lists.dq = pass.gradients.dq;
+      lists.dk = pass.gradients.dk;
+      lists.dq_products = pass.gradients.dlogit_scale.present() ? products : nullptr;
+    } else {
+      if (pass.wanted.dq) lists.slot_dq = arena.take<float>(query_slots() * call_.Dk);
+      if (pass.wanted.dk) lists.slot_dk = arena.take<float>(key_slots() * call_.Dk);
+    }
     if (value_rows)
       lists.dv = pass.gradients.dv;
     else if (pass.wanted.dv)
       lists.slot_dv = arena.take<float>(key_slots() * call_.Dv);
     lists_backward(call_, plan, lists, arena, stream);
-    double* products = take_products(arena, call_);
     if (counting) return;
     write_gradients(sides, pass, {queries, lists.slot_dq}, {keys, lists.slot_dk},
-                    {values, lists.slot_dv}, own, products, head_scale, stream);
+                    {values, lists.slot_dv}, own, products, stream);
+    if (pass.gradients.dlogit_scale.present())
+      logit_scale_gradient(call_, products, head_scale, pass.gradients.dlogit_scale, stream);
   }
 
+  // From slots; those without values are in place already.
   void write_gradients(const NormalisedSides& sides, const Gradients& pass, const SlotRows& dq,
-                       const SlotRows& dk, const SlotRows& dv, const OwnKeys& own, double* products,
-                       const float* head_scale, cudaStream_t stream) const {
+                       const SlotRows& dk, const SlotRows& dv, const OwnKeys& own, float* products,
+                       cudaStream_t stream) const {
     const AttentionGradients& gradients = pass.gradients;
     const ItemSpans spans = item_spans(call_.inputs);
-    if (pass.wanted.dq) {
+    if (dq.values) {
       TokenGradient queries{dq, {}, call_.inputs.q, sides.q.stats, gradients.dq};
       if (params_.share_qk && gradients.dq.present()) queries.second = dk;
       queries.own_factor = own.dlogit;
@@ -421,9 +430,7 @@ class RoutingPass : public Pass {
       if (gradients.dlogit_scale.present()) queries.products = products;
       token_gradients(call_, queries, stream);
     }
-    if (gradients.dlogit_scale.present())
-      logit_scale_gradient(call_, products, head_scale, gradients.dlogit_scale, stream);
-    if (gradients.dk.present()) {
+    if (dk.values && gradients.dk.present()) {
       TokenGradient keys{dk, {}, call_.k, sides.k.stats, gradients.dk};
       keys.own_factor = own.dlogit;
       keys.own_rows = call_.inputs.q;

@@ -245,7 +245,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);
   if (!affinities || rows == 0 || shape.items == 0) return;
-  CastScores scores{shape, plan.blocks, 0, affinities, norms};
+  CastScores scores{shape, plan.blocks, 0, 2, affinities, norms};
   const KeyChunks tiles = token_tiles(shape, kTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;

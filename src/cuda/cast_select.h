@@ -22,13 +22,15 @@ struct CastScores {
   CastShape shape;
   int blocks;           // units of a list head
   int first_unit;       // of those that are stored
-  float* affinities;    // (units, 2, kUnitClusters, B, N): by queries and by keys
-  const float2* norms;  // (list_heads, B, N): see score()
+  int sides;            // 2: affinities by queries and by keys; 1: scores
+  float* affinities;    // (units, sides, kUnitClusters, B, N)
+  const float2* norms;  // (list_heads, B, N): see score(); null for scores
 
   __device__ std::int64_t rows() const { return static_cast<std::int64_t>(shape.B) * shape.N; }
   __device__ float* affinity(int unit, int side, int column) const {
     return affinities +
-           ((static_cast<std::int64_t>(unit - first_unit) * 2 + side) * kUnitClusters + column) *
+           ((static_cast<std::int64_t>(unit - first_unit) * sides + side) * kUnitClusters +
+            column) *
                rows();
   }
 };
@@ -44,20 +46,45 @@ struct ScoreRow {
     const int unit = list_head * scores.blocks + cluster / kUnitClusters;
     const std::int64_t first = static_cast<std::int64_t>(span.batch) * scores.shape.N + span.begin;
     by_q = scores.affinity(unit, 0, cluster % kUnitClusters) + first;
+    by_k = nullptr;
+    norms = nullptr;
+    if (scores.sides == 1) return;  // by_q is the score
     by_k = scores.affinity(unit, 1, cluster % kUnitClusters) + first;
     norms = scores.norms + list_head * scores.rows() + first;
   }
   // sigmoid(phi) f(A_q) + sigmoid(-phi) f(A_k). A softmax is exp(A - norm), with the log-sum-exp
   // and the logarithm of the factor in the norm; for laplace the norms are the factors.
   __device__ float score(int token) const {
-    const float2 norm = norms[token];
-    const float q = by_q[token], k = by_k[token];
+    return norms ? score(by_q[token], by_k[token], norms[token]) : by_q[token];
+  }
+  __device__ float score(float q, float k, const float2& norm) const {
     const float sum =
         laplace ? norm.x * ::coterie::cuda::laplace(q) + norm.y * ::coterie::cuda::laplace(k)
                 : expf(q - norm.x) + expf(k - norm.y);
     return isnan(sum) ? -INFINITY : sum;
   }
   __device__ CandidateKey key(int token) const { return candidate_key(score(token), token); }
+  // Keys of several tokens, which are all fetched before any is used; 0 for those not below `end`.
+  template <int kCount, class Token>
+  __device__ __forceinline__ void keys(CandidateKey (&keys)[kCount], const Token& token,
+                                       int end) const {
+    float q[kCount], k[kCount];
+    float2 norm[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int place = min(token(i), end - 1);
+      q[i] = by_q[place];
+      if (norms) {
+        k[i] = by_k[place];
+        norm[i] = norms[place];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (norms) q[i] = score(q[i], k[i], norm[i]);
+      keys[i] = token(i) < end ? candidate_key(q[i], token(i)) : 0;
+    }
+  }
 };
 
 struct DigitMemory {
@@ -67,9 +94,11 @@ struct DigitMemory {
 };
 
 // By all threads of a block: the key that exactly `wanted` of key(0), ..., key(count - 1) are not
-// below; they are distinct, and more than that. Digit by digit.
+// below; they are distinct, and more than that. Digit by digit, until a digit is the last one or
+// one ends at most `rough` bits above: then a few more than `wanted` may not be below.
 template <int kThreads, class Key>
-__device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMemory& memory) {
+__device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMemory& memory,
+                                  int rough = 0) {
   constexpr int kDigit = DigitMemory::kDigit, kBins = DigitMemory::kBins;
   CandidateKey prefix = 0;
   int left = wanted;
@@ -97,10 +126,18 @@ __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMe
     left = memory.left;
     const bool whole = memory.bins[memory.found] == left;
     __syncthreads();
-    if (whole || shift == 0) return prefix;
+    if (whole || shift <= rough) return prefix;
     known = shift;
   }
 }
+
+// Scores by Hopper's warpgroup products for up to this many clusters and some list heads; 16-bit
+// types only. The table has room for the surrogates with the clusters filled up.
+// cast_scores_sm90a.cu
+constexpr int kMostScored = 256;
+template <class T>
+void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
+                  void* table, cudaStream_t stream);
 
 // Each cluster takes its `width` best tokens. cast_top.cu
 void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaStream_t stream);

@@ -26,22 +26,36 @@ static_assert(kSample <= kPassing, "the sample in the same memory");
 // Keys of tokens that are not below a bound which all of the `wanted` best pass; -1 if they were
 // too few or have no room. Their order is any.
 __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemory& memory) {
-  for (int i = threadIdx.x; i < kSample; i += kThreads)
-    memory.keys[i] = row.key(static_cast<int>(static_cast<std::int64_t>(i) * tokens / kSample));
+  constexpr int kEach = kSample / kThreads, kBatch = 8;  // keys of a thread at a time
+  CandidateKey sample[kEach];
+  row.keys(
+      sample,
+      [&](int i) {
+        return static_cast<int>((static_cast<std::int64_t>(i) * kThreads + threadIdx.x) * tokens /
+                                kSample);
+      },
+      tokens);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) memory.keys[i * kThreads + threadIdx.x] = sample[i];
   if (threadIdx.x == 0) memory.count = 0;
   __syncthreads();
   // In the sample the best are so many on average; four standard deviations and some more.
   const float share = static_cast<float>(wanted) * kSample / static_cast<float>(tokens);
   const int rank = static_cast<int>(share + 4.0f * sqrtf(share) + 4.0f);
   if (rank >= kSample) return -1;
-  const CandidateKey bound =
-      find_last<kThreads>([&](int i) { return memory.keys[i]; }, kSample, rank, memory.digits);
-#pragma unroll 4
-  for (int token = threadIdx.x; token < tokens; token += kThreads) {
-    const CandidateKey key = row.key(token);
-    if (key < bound) continue;
-    const int place = atomicAdd(&memory.count, 1);
-    if (place < kPassing) memory.keys[place] = key;
+  // The score's leading digits are enough.
+  const CandidateKey bound = find_last<kThreads>([&](int i) { return memory.keys[i]; }, kSample,
+                                                 rank, memory.digits, 64 - 2 * DigitMemory::kDigit);
+  for (int first = threadIdx.x; first < tokens; first += kBatch * kThreads) {
+    CandidateKey keys[kBatch];
+    row.keys(
+        keys, [&](int i) { return first + i * kThreads; }, tokens);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (keys[i] < bound || keys[i] == 0) continue;
+      const int place = atomicAdd(&memory.count, 1);
+      if (place < kPassing) memory.keys[place] = keys[i];
+    }
   }
   __syncthreads();
   const int count = memory.count;
@@ -62,6 +76,7 @@ __device__ void list_passing(int count, int wanted, TopMemory& memory, std::int3
   for (int i = threadIdx.x; i < wanted; i += kThreads) {
     const int token = memory.chosen[i];
     int place = 0;
+#pragma unroll 16
     for (int j = 0; j < wanted; ++j) place += memory.chosen[j] < token;
     list[place] = token;
   }

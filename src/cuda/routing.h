@@ -124,11 +124,12 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
                    const RunEnds& ends, cudaStream_t stream);
 
 // Rows that may be among the `width` best of a centroid: those whose rounded score is not below the
-// threshold. Lists of more than `capacity` rows are cut off. No memory where it does not pay.
-// routing_candidates.cu
+// threshold. Of lists with more than `capacity` rows only the count is right. Without capacity
+// where it does not pay. routing_candidates.cu
 struct CandidateLists {
-  float* thresholds = nullptr;                     // (B, heads, C)
-  std::int32_t *count = nullptr, *rows = nullptr;  // (B, heads, C), (B, heads, C, capacity)
+  float* thresholds = nullptr;    // (B, heads, C), times centroid_scale (device/routing_top.cuh)
+  std::int32_t* count = nullptr;  // (B, heads, C)
+  uint2* entries = nullptr;       // (B, heads, C, capacity): bits of score - threshold; row
   int capacity = 0;
 
   CandidateLists() = default;
@@ -139,15 +140,21 @@ struct CandidateRun {
   int width;
   CandidateLists lists;
 };
-// Either side may be null.
+// Runs without capacity are left out. `zeroed` is one more word to be zero.
 void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
-                     const CandidateRun* queries, const CandidateRun* keys, cudaStream_t stream);
+                     const CandidateRun& queries, const CandidateRun& keys, std::int32_t* zeroed,
+                     cudaStream_t stream);
 
 // members (items, heads, C, width): the `width` best rows of every centroid, ascending, -1 beyond
-// them; from the candidates where these are enough. routing_top.cu
-void select_top(const AttentionCall& call, const RoutingSide& side,
-                const CentredCentroids& centroids, const CandidateLists& candidates,
-                const TensorView& members, cudaStream_t stream);
+// them. routing_top.cu
+struct TopSide {
+  RoutingSide side;
+  std::int64_t width;
+  TensorView members;
+};
+// `keys` may be null.
+void select_top(const AttentionCall& call, const CentredCentroids& centroids,
+                const TopSide& queries, const TopSide* keys, Arena& arena, cudaStream_t stream);
 
 // The same for a partition of the rows into clusters of equal size. routing_balanced.cu
 void select_balanced(const AttentionCall& call, const RoutingSide& side,

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: MIT
 // Attention on the GPU through the public interface, over the shared cases: outputs and gradients
 // against the specification for the selection that the GPU made, equal bits in repeated runs and in
-// a CUDA graph. The bounds on relative Frobenius errors are the gates of the benchmark protocol:
-// weights and score gradients are rounded to the input type for the tensor cores.
+// a CUDA graph.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "cases/cases.h"
 #include "cases/problem.h"
 #include "core/check.h"
 #include "coterie/runtime.h"
-#include "tests/gpu/device_tensor.h"
+#include "tests/gpu/device_run.h"
 #include "tests/support/expect.h"
 
 namespace coterie {
@@ -21,7 +19,8 @@ namespace {
 
 using cases::Case;
 using cases::Problem;
-using gpu_test::DeviceMemory;
+using gpu_test::bound;
+using gpu_test::DeviceRun;
 using gpu_test::DeviceTensor;
 
 // What the kernels of all mechanisms take; the rest is refused.
@@ -39,83 +38,6 @@ std::vector<Case> gpu_cases() {
   for (const Case& c : cases::all())
     if (on_gpu(c)) chosen.push_back(c);
   return chosen;
-}
-
-// A problem in device memory, and what a pass over it writes there. `host` has the same tensors in
-// host memory.
-struct DeviceRun {
-  AttentionInputs inputs;
-  AttentionResult result;
-  AttentionGradients gradients;
-  std::vector<DeviceTensor> kept, saved;
-  DeviceTensor out, grad_out, dq, dk, dv, dcentroids, dgate, dlogit_scale;
-  DeviceMemory memory;
-  Workspace workspace;
-  Mechanism mechanism;
-  cases::Pass host;
-
-  explicit DeviceRun(const Problem& problem)
-      : mechanism(problem.mechanism), host(cases::prepare(problem)) {
-    inputs = problem.inputs;
-    for (TensorView* view : {&inputs.q, &inputs.k, &inputs.v, &inputs.q_sequences.lengths,
-                             &inputs.q_sequences.cu_seqlens, &inputs.k_sequences.lengths,
-                             &inputs.k_sequences.cu_seqlens, &inputs.mask, &inputs.centroids,
-                             &inputs.gate, &inputs.logit_scale}) {
-      if (!view->present()) continue;
-      kept.emplace_back(*view);
-      *view = kept.back().view();
-    }
-    for (const TensorLayout& tensor : attention_saved(mechanism, inputs).tensors) {
-      saved.emplace_back(tensor);
-      result.saved.push_back(saved.back().view());
-    }
-    grad_out = DeviceTensor(problem.grad_out);
-    // Poisoned, as the host's.
-    const auto place = [](const TensorView& like, DeviceTensor& tensor) {
-      if (like.present()) tensor = DeviceTensor(like);
-      return tensor.view();
-    };
-    result.out = place(host.result.out, out);
-    gradients.dq = place(host.gradients.dq, dq);
-    gradients.dk = place(host.gradients.dk, dk);
-    gradients.dv = place(host.gradients.dv, dv);
-    gradients.dcentroids = place(host.gradients.dcentroids, dcentroids);
-    gradients.dgate = place(host.gradients.dgate, dgate);
-    gradients.dlogit_scale = place(host.gradients.dlogit_scale, dlogit_scale);
-    memory = DeviceMemory(attention_workspace_bytes(mechanism, inputs));
-    workspace = {memory.data(), memory.bytes(), nullptr};
-  }
-
-  void forward() { attention_forward(mechanism, inputs, result, workspace); }
-  void backward() {
-    attention_backward(mechanism, inputs, result, grad_out.view(), gradients, workspace);
-  }
-  // The saved tensors into the host's.
-  void fetch_saved() {
-    for (std::size_t i = 0; i < saved.size(); ++i)
-      write_values(host.result.saved[i], read_values(saved[i].download()));
-  }
-  std::vector<std::uint8_t> bits() const {
-    std::vector<std::uint8_t> all;
-    for (const DeviceTensor* tensor : {&out, &dq, &dk, &dv, &dcentroids, &dgate, &dlogit_scale}) {
-      if (!tensor->view().present()) continue;
-      const std::vector<std::uint8_t> bytes = tensor->bytes();
-      all.insert(all.end(), bytes.begin(), bytes.end());
-    }
-    return all;
-  }
-};
-
-// Relative Frobenius error that rounding to the type allows, forward and backward.
-double bound(DType dtype, bool backward) {
-  switch (dtype) {
-    case DType::bf16:
-      return backward ? 1e-2 : 3e-3;
-    case DType::f16:
-      return backward ? 2e-3 : 5e-4;
-    default:
-      return backward ? 3e-5 : 1e-5;
-  }
 }
 
 // `dtype` is that of the inputs, whatever the tensor's own.

@@ -47,15 +47,20 @@ struct RowLanes {
   }
 
   __device__ Floats load(const Rows<const T>& rows, std::int64_t row) const {
-    union {
-      T elements[kVector];
-      uint4 words;
-    } chunk;
-    chunk.words = make_uint4(0, 0, 0, 0);
-    if (column() < rows.width)
-      chunk.words = rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(row) + column())
-                                 : load_chunk(rows.row(row), column(), rows.width);
-    return to_floats(chunk.words);
+    return to_floats(fetch(rows, row));
+  }
+  // The 16 bytes of this lane, zeros beyond the row.
+  __device__ uint4 fetch(const Rows<const T>& rows, std::int64_t row) const {
+    if (column() >= rows.width) return make_uint4(0, 0, 0, 0);
+    return rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(row) + column())
+                        : load_chunk(rows.row(row), column(), rows.width);
+  }
+  __device__ static Floats to_floats(const uint4& words) {
+    const T* elements = reinterpret_cast<const T*>(&words);
+    Floats floats;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) floats.value[i] = to_float(elements[i]);
+    return floats;
   }
   // The 16 bytes of this lane in shared memory.
   __device__ Floats load_shared(std::uint32_t address) const {
@@ -133,13 +138,6 @@ struct RowLanes {
   }
 
  private:
-  __device__ static Floats to_floats(const uint4& words) {
-    const T* elements = reinterpret_cast<const T*>(&words);
-    Floats floats;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) floats.value[i] = to_float(elements[i]);
-    return floats;
-  }
   __device__ static unsigned row_mask() {
     if constexpr (kLanes == 32) return ~0u;
     return ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: MIT
+// Members from candidates (routing_candidates.cu). Rounded scores tell most candidates apart from
+// the cut; those that are too close to it are scored exactly.
+//
+// A rounded score is off by at most e: |y|_2 <= sqrt(Dk) times what rounding did to the centroid,
+// and 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the exact score's
+// own rounding, for rows whose mean is at most 64 times their deviation.
+#include "cuda/device/await.cuh"
+#include "cuda/device/group.cuh"
+#include "cuda/device/routing_top.cuh"
+#include "cuda/launch.h"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+using Element = __nv_bfloat16;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kBins = 1024;
+constexpr int kChunkRows = 64 * 1024;  // rows that are sorted at a time, a bit each
+
+// Shared memory of a block, for lists of up to `capacity` candidates.
+struct ChooseMemory {
+  CandidateKey* keys;    // [capacity] of close candidates
+  float* score;          // [capacity] of all candidates, less the threshold
+  std::int32_t* row;     // [capacity]
+  std::int32_t* chosen;  // [width]
+  std::uint32_t* bits;   // [kChunkRows / 32] or as many as there are rows, a multiple of 8
+  int words;
+
+  __device__ ChooseMemory(unsigned char* memory, int capacity, int bit_words)
+      : keys(reinterpret_cast<CandidateKey*>(memory)),
+        score(reinterpret_cast<float*>(keys + capacity)),
+        row(reinterpret_cast<std::int32_t*>(score + capacity)),
+        bits(reinterpret_cast<std::uint32_t*>(row + capacity)),
+        words(bit_words) {
+    chosen = reinterpret_cast<std::int32_t*>(bits + bit_words);
+  }
+};
+std::size_t choose_bytes(int capacity, int width, int bit_words) {
+  return static_cast<std::size_t>(capacity) * 16 +
+         static_cast<std::size_t>(width + bit_words) * sizeof(std::int32_t);
+}
+int bit_words(int rows) { return (std::min(rows, kChunkRows) + 255) / 256 * 8; }
+
+// The largest `value` of the block; not negative.
+__device__ __forceinline__ float block_max(float value) {
+  __shared__ unsigned warps[kWarps];
+  const unsigned most = __reduce_max_sync(~0u, __float_as_uint(value));
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
+  __syncthreads();
+  unsigned all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) all = max(all, warps[w]);
+  return __uint_as_float(all);
+}
+
+// How far rounded scores of a list are off, times the centroid's scale.
+template <int kWidth>
+__device__ float score_error(const ExactScores<Element, kWidth>& scores) {
+  using Lanes = RowLanes<Element, kWidth>;
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Lanes::kVector; ++i) most = fmaxf(most, fabsf(scores.centroid[i]));
+#pragma unroll
+  for (int step = 1; step < Lanes::kLanes; step *= 2)
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  const float scale = centroid_scale(most);
+  typename Lanes::Values scaled, lost;
+#pragma unroll
+  for (int i = 0; i < Lanes::kVector; ++i) {
+    scaled[i] = scores.centroid[i] * scale;
+    lost[i] = scaled[i] - __half2float(__float2half_rn(scaled[i]));
+  }
+  const float length = sqrtf(static_cast<float>(scores.rows.width));
+  return length * (1.001f * sqrtf(Lanes::dot(lost, lost)) +
+                   1.3f * 0x1p-11f * sqrtf(Lanes::dot(scaled, scaled)));
+}
+
+struct Bounds {
+  float low, high;  // of the `wanted`-th largest score
+};
+
+// From a histogram of the scores, all in [0, most].
+__device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted, float most) {
+  __shared__ int bins[kBins];
+  __shared__ int found;
+  constexpr int kEach = kBins / kThreads;
+  const float factor = most > 0.0f ? static_cast<float>(kBins) / most : 0.0f;
+  for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads)
+    atomicAdd(&bins[kBins - 1 - min(static_cast<int>(memory.score[i] * factor), kBins - 1)], 1);
+  __syncthreads();
+  int each[kEach], sum = 0, carry = 0;  // largest scores first
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += each[i] = bins[static_cast<int>(threadIdx.x) * kEach + i];
+  int before = block_exclusive_scan(sum, carry);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (before < wanted && before + each[i] >= wanted)
+      found = kBins - 1 - (static_cast<int>(threadIdx.x) * kEach + i);
+    before += each[i];
+  }
+  __syncthreads();
+  const float width = most / static_cast<float>(kBins), bin = static_cast<float>(found);
+  return {bin * width * (1.0f - 0x1p-20f), (bin + 1.0f) * width * (1.0f + 0x1p-20f)};
+}
+
+// Writes `count` distinct rows in ascending order: a bit for each row, chunk by chunk.
+__device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
+                                std::int32_t* members) {
+  int place = 0;
+  for (int first = 0; first < rows; first += kChunkRows) {
+    for (int i = threadIdx.x; i < memory.words; i += kThreads) memory.bits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int row = memory.chosen[i] - first;
+      if (row >= 0 && row < kChunkRows) atomicOr(&memory.bits[row / 32], 1u << row % 32);
+    }
+    __syncthreads();
+    const int each = (memory.words + kThreads - 1) / kThreads;
+    const int begin = min(static_cast<int>(threadIdx.x) * each, memory.words);
+    const int end = min(begin + each, memory.words);
+    int mine = 0;
+    for (int i = begin; i < end; ++i) mine += __popc(memory.bits[i]);
+    int at = block_exclusive_scan(mine, place);
+    for (int i = begin; i < end; ++i)
+      for (std::uint32_t left = memory.bits[i]; left; left &= left - 1)
+        members[at++] = first + 32 * i + __ffs(static_cast<int>(left)) - 1;
+  }
+}
+
+// Whether the candidates decide a list; if so its members are written.
+template <int kWidth>
+__device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& list,
+                       const ChooseMemory& memory) {
+  __shared__ int taken, close;
+  const CandidateLists& candidates = list.side.candidates;
+  const int count = candidates.capacity ? candidates.count[list.number] : 0;
+  const int wanted = list.wanted;
+  if (count < wanted || count > candidates.capacity) return false;
+  const uint2* entries =
+      candidates.entries + static_cast<std::int64_t>(list.number) * candidates.capacity;
+  float most = 0.0f;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const uint2 entry = entries[i];
+    memory.score[i] = __uint_as_float(entry.x);
+    memory.row[i] = static_cast<std::int32_t>(entry.y);
+    most = fmaxf(most, __uint_as_float(entry.x));
+  }
+  if (threadIdx.x == 0) taken = close = 0;
+  const ExactScores<Element, kWidth> scores(list, args.centroids.pitch);
+  const float error = score_error<kWidth>(scores);
+  const Bounds bounds = find_bounds(memory, count, wanted, block_max(most));
+  const float low = bounds.low - 2.0f * error, high = bounds.high + 2.0f * error;
+  if (!(low > 0.0f)) return false;        // rows below the threshold may be members
+  std::int32_t* close_rows = memory.row;  // in place: no entry moves up
+  for (int base = 0; base < count; base += kThreads) {
+    const int i = base + static_cast<int>(threadIdx.x);
+    const float score = i < count ? memory.score[i] : -1.0f;
+    const int row = i < count ? memory.row[i] : 0;
+    __syncthreads();
+    if (score > high)
+      memory.chosen[atomicAdd(&taken, 1)] = row;
+    else if (score >= low)
+      close_rows[atomicAdd(&close, 1)] = row;
+  }
+  __syncthreads();
+  const int total = close, first = taken;
+  scores.template compute<kThreads>(
+      total, [&](int i) { return close_rows[i]; },
+      [&](int i, int row, float score) { memory.keys[i] = candidate_key(score, row); });
+  __syncthreads();
+  for (int i = threadIdx.x; i < total; i += kThreads) {
+    const CandidateKey key = memory.keys[i];
+    int place = first;
+#pragma unroll 4
+    for (int j = 0; j < total; ++j) place += memory.keys[j] > key;
+    if (place < wanted) memory.chosen[place] = index_of(key);
+  }
+  __syncthreads();
+  write_ascending(memory, wanted, list.span.length, list.members);
+  return true;
+}
+
+// A block per list.
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    choose_kernel(const __grid_constant__ TopArgs<Element> args, int capacity, int words) {
+  await_previous();
+  extern __shared__ __align__(16) unsigned char shared[];
+  const TopList<Element> list(args, static_cast<int>(blockIdx.x));
+  if (list.write_ends()) return;
+  const ChooseMemory memory(shared, capacity, words);
+  if (!choose<kWidth>(args, list, memory) && threadIdx.x == 0)
+    args.open[atomicAdd(args.open_count, 1)] = static_cast<int>(blockIdx.x);
+}
+
+}  // namespace
+
+void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
+                       cudaStream_t stream) {
+  int capacity = 0, width = 0, rows = 0;
+  for (const TopRows<Element>& side : args.sides) {
+    if (side.lists == 0) continue;
+    capacity = std::max(capacity, side.candidates.capacity);
+    width = std::max(width, side.width);
+    rows = std::max(rows, side.shape.rows);
+  }
+  const int words = bit_words(rows);
+  dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
+    launch_early("choose_candidates", choose_kernel<decltype(dim)::value>,
+                 dim3(static_cast<unsigned>(args.sides[0].lists + args.sides[1].lists)), kThreads,
+                 choose_bytes(capacity, width, words), stream, args, capacity, words);
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT
+// From slots of routing's lists back to tokens: outputs and gradients that add up, and the way back
+// through the normalisation of rows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/call.h"
+#include "cuda/lists.h"
+#include "cuda/slots.h"
+
+namespace coterie::cuda {
+
+// Rows of floats by slot, which tokens add up.
+struct SlotRows {
+  TokenSlots tokens;
+  const float* values = nullptr;  // (slots, width); null: none
+};
+
+// A token's factor of the rows of its slots: 1 / (their number + eps), or 1.
+struct SlotWeight {
+  bool mean;
+  float eps;
+};
+
+// out (B, H, N, Dv) = weight * sum of the slots' rows, 0 in padding.
+void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
+                   const TensorView& out, cudaStream_t stream);
+// weights (B, H, N) of the tokens.
+void slot_weights(const AttentionCall& call, const TokenSlots& slots, const SlotWeight& weight,
+                  float* weights, cudaStream_t stream);
+
+// Gradients of the rows of one of q, k and v from those of slots.
+struct TokenGradient {
+  SlotRows first, second;                // added up; only `first` counts for dlogit_scale
+  TensorView rows;                       // q or k, for the normalisation; absent: none (values)
+  const RowStatistics* stats = nullptr;  // of the rows
+  TensorView gradient;                   // absent: only the sums for dlogit_scale
+  const float* own_factor = nullptr;     // optional (B, H, N): factors of the own keys' rows ...
+  TensorView own_rows;                   // ... which these are
+  SequenceSpans own_spans{};
+  const RowStatistics* own_stats = nullptr;  // null: as they are
+  float* products = nullptr;                 // optional (B, heads, rows): gradient . normalised row
+};
+void token_gradients(const AttentionCall& call, const TokenGradient& gradient, cudaStream_t stream);
+
+}  // namespace coterie::cuda

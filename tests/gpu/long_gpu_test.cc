@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: MIT
+// Sequences long enough that blocks walk over many tiles and lists: the GPU against the CPU in fp32
+// on the same values, for the selection that the GPU made.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+
+#include "cases/cases.h"
+#include "cases/problem.h"
+#include "coterie/runtime.h"
+#include "tests/gpu/device_run.h"
+
+namespace coterie {
+namespace {
+
+using cases::Case;
+using cases::Problem;
+
+std::vector<Case> long_cases() {
+  std::vector<Case> all;
+  const auto add = [&](const char* name, const char* spec, const char* shape) {
+    all.push_back(cases::make_case(name, spec, shape));
+  };
+  add("local", "local(window=256)", "B1 H12 N2500 D64 causal bf16");
+  add("local_both_ways_f16", "local(window=200)", "B2 H3 N1700 D64 f16");
+  add("local_wide_groups", "local(window=256)", "B1 H4:2 N2500 D128 causal bf16");
+  add("local_packed", "local(window=100)", "B1 H4 N3000 D48 causal packed bf16");
+  add("local_padded", "local(window=300)", "B3 H4:2 N1900 D64 causal padded bnhd bf16");
+  add("strided", "strided(stride=16)", "B1 H4 N2500 D64 causal bf16");
+  add("routing", "routing(clusters=16,window=256)", "B1 H12 N3000 D64 causal bf16 mixture");
+  add("routing_f16", "routing(clusters=24,window=128)", "B2 H3 N2100 D64 causal f16 mixture");
+  add("routing_padded", "routing(clusters=9,window=256)",
+      "B3 H4:2 N2100 D64 causal padded gaps bf16 mixture");
+  add("routing_packed", "routing(clusters=8,window=96)", "B1 H4 N4000 D64 causal packed bf16");
+  add("routing_one_cluster", "routing(clusters=1,window=256)", "B1 H4 N3000 D64 causal bf16");
+  add("routing_wide", "routing(clusters=16,window=256)", "B1 H3 N3000 D128 causal bf16 mixture");
+  add("routing_paper", "routing(clusters=16,window=256,causal=paper)",
+      "B1 H4 N2300 D64 causal bf16 mixture");
+  add("routing_paper_padded", "routing(clusters=12,window=200,causal=paper)",
+      "B2 H4:2 N3000 D64 causal padded bf16 mixture");
+  add("routing_paper_wide", "routing(clusters=16,window=256,causal=paper)",
+      "B1 H3 N3000 D128 causal f16");
+  add("routing_both_ways", "routing(clusters=16,window=256)", "B1 H4 N2300 D64 bf16 mixture");
+  add("cast", "cast(clusters=16,size=256)", "B1 H12 N3000 D64 bf16");
+  add("cast_single", "cast(clusters=12,size=256,mode=single)", "B2 H3 N2900 D64 bf16");
+  add("cast_f16_many", "cast(clusters=200,size=40)", "B1 H3 N2500 D64 f16");
+  add("cast_wide", "cast(clusters=32,size=128)", "B1 H3 N3000 D128 padded bf16");
+  add("lsh", "lsh(rounds=2,chunk=32,buckets=64)", "B1 H3 N2048 D64 bf16 mixture");
+  add("clustered", "i-clustered(clusters=100)", "B1 H4 N3000 D64 bf16 mixture");
+  add("clustered_wide", "i-clustered(clusters=200)", "B1 H4:2 N3000 D128 padded bf16 mixture");
+  add("clustered_many", "i-clustered(clusters=1100)", "B1 H2 N6000 D64 bf16 mixture");
+  return all;
+}
+
+// The same values in fp32.
+Problem in_fp32(const Case& c, const Problem& problem) {
+  Case wide = c;
+  wide.dtype = DType::f32;
+  Problem copy = cases::make_problem(wide, 1);
+  copy.mechanism = problem.mechanism;
+  const auto same = [](const TensorView& from, const TensorView& to) {
+    if (from.present()) write_values(to, read_values(from));
+  };
+  same(problem.inputs.q, copy.inputs.q);
+  same(problem.inputs.k, copy.inputs.k);
+  same(problem.inputs.v, copy.inputs.v);
+  same(problem.inputs.centroids, copy.inputs.centroids);
+  same(problem.inputs.gate, copy.inputs.gate);
+  same(problem.inputs.logit_scale, copy.inputs.logit_scale);
+  same(problem.grad_out, copy.grad_out);
+  return copy;
+}
+
+void expect_near(const char* name, const gpu_test::DeviceTensor& actual, const TensorView& expected,
+                 double bound) {
+  if (!expected.present()) return;
+  const std::vector<double> got = read_values(actual.download()), want = read_values(expected);
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    error += std::pow(got[i] - want[i], 2);
+    norm += std::pow(want[i], 2);
+  }
+  EXPECT_LE(std::sqrt(error), bound * std::sqrt(norm)) << name;
+  EXPECT_GT(norm, 0) << name;
+}
+
+class LongGpuTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(LongGpuTest, AgreesWithTheCpu) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const Case& c = GetParam();
+  const Problem problem = cases::make_problem(c, 1), reference = in_fp32(c, problem);
+  gpu_test::DeviceRun run(problem);
+  run.forward();
+  run.backward();
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  cases::Pass host = cases::prepare(reference);
+  for (std::size_t i = 0; i < host.selection_count; ++i)
+    write_values(host.result.saved[i], read_values(run.saved[i].download()));
+  attention_attend(reference.mechanism, reference.inputs, host.result, host.workspace);
+  cases::run_backward(reference, host);
+  expect_near("out", run.out, host.result.out, gpu_test::bound(c.dtype, false));
+  const double bound = gpu_test::bound(c.dtype, true);
+  expect_near("dq", run.dq, host.gradients.dq, bound);
+  expect_near("dk", run.dk, host.gradients.dk, bound);
+  expect_near("dv", run.dv, host.gradients.dv, bound);
+  expect_near("dcentroids", run.dcentroids, host.gradients.dcentroids, bound);
+  expect_near("dgate", run.dgate, host.gradients.dgate, bound);
+
+  const std::vector<std::uint8_t> bits = run.bits();
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    run.forward();
+    run.backward();
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    ASSERT_EQ(run.bits(), bits) << "run " << repeat;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, LongGpuTest, ::testing::ValuesIn(long_cases()),
+                         [](const auto& test) { return test.param.name; });
+
+}  // namespace
+}  // namespace coterie
