@@ -196,11 +196,12 @@ class CastPass : public Pass {
     pass.dq_slots = arena.take<float>(slots * call_.Dk);
     pass.dk_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dk);
     pass.dv_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dv);
-    pass.delta = arena.take<float>(rows);
+    pass.facts = arena.take<float4>(rows);
+    cast_cut_tokens(shape, call_, pass);
+    pass.delta = arena.take<float>(pass.hopper ? 0 : rows);
     pass.dgate_rows = arena.take<float>(rows);
     pass.dsummary = arena.take<float>(clusters * call_.Dv);
     pass.dsurrogate = arena.take<float>(clusters * call_.Dk);
-    pass.chunks = cast_token_chunks(shape, call_);
     pass.partials =
         arena.take<float>(pass.chunks.slots * call_.H * params_.clusters * 2 * call_.Dk);
     return pass;
@@ -212,6 +213,7 @@ class CastPass : public Pass {
     const CastShape shape = cast_shape(params_, call_, saved.members);
     CastBackward pass = take_backward(shape, arena);
     pass.saved = saved;
+    pass.out = result.out;
     pass.grad_out = grad_out;
     pass.gradients = gradients;
     if (call_.N == 0) {
@@ -230,8 +232,10 @@ class CastPass : public Pass {
     lists.lse = {saved.member_lse, true};
     if (pass.dots) {
       lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
-      cast_weights_backward(shape, call_, pass, stream);
+      cast_slots_backward(shape, call_, pass, stream);
+      cast_tokens_backward(shape, call_, pass, stream);
       cast_clusters_backward(shape, call_, pass, stream);
+      cast_summaries_backward(shape, call_, pass, stream);
     }
     lists.weight = {pass.weights, true};
     lists.delta = {pass.weighted, true};
@@ -240,9 +244,6 @@ class CastPass : public Pass {
     lists.slot_dv = pass.dv_slots;
     lists_backward(inner.call, inner.plan, lists, arena, stream);
     if (!pass.dots) return;
-    cast_summaries_backward(shape, call_, pass, stream);
-    if (gradients.dq.present() || gradients.dgate.present())
-      cast_tokens_backward(shape, call_, pass, stream);
     cast_fold(shape, call_, pass, stream);
   }
 

@@ -88,7 +88,7 @@ struct CastBackward {
   CastSaved saved;
   TokenSlots slots;
   const void *surrogates, *summaries;  // of the inputs' type
-  TensorView grad_out;
+  TensorView out, grad_out;
   AttentionGradients gradients;
   // By slot.
   float* dots;             // gradient . inner output
@@ -100,28 +100,37 @@ struct CastBackward {
   float* dgate_slots;
   float *dq_slots, *dk_slots, *dv_slots;  // keys and values: (items, key_slot_heads, C, w, D)
   int key_slot_heads;
-  float *delta, *dgate_rows;     // (B, H, N)
+  // (B, H, N)
+  float4* facts;      // see cast_slots_backward
+  float* delta;       // gradient . output
+  float* dgate_rows;  // q . (gradient of q by the mix of no members) / factor of the logits
   float *dsummary, *dsurrogate;  // (items, H, C, D)
-  KeyChunks chunks;              // of the tokens, in which the mix's gradients are summed
+  bool hopper;                   // the mix takes the kernels of cast_mix_bwd_sm90a.cu
+  KeyChunks parts, chunks;       // of the tokens: for their gradients, for those of clusters
   float* partials;               // (chunks.slots, H, C, 2, D): of surrogates and summaries
 };
 
-// How the tokens are cut for cast_clusters_backward. cast_cluster_bwd.cu
-KeyChunks cast_token_chunks(const CastShape& shape, const AttentionCall& call);
+// Whether the mix's gradients take warpgroup products, and how its tokens are cut.
+// cast_cluster_bwd.cu
+void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass);
 
-// From dots to weights, weighted, excess, delta. cast_mix_bwd.cu
-void cast_weights_backward(const CastShape& shape, const AttentionCall& call,
-                           const CastBackward& pass, cudaStream_t stream);
-// Gradients of summaries and surrogates by the mix, in parts. cast_cluster_bwd.cu
-void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
-                            const CastBackward& pass, cudaStream_t stream);
-// dq, from its slots and the mix. cast_mix_bwd.cu
+// From dots to weights, weighted, excess and the excess's part of dgate_slots. Facts of a row, its
+// logits in base 2: factor of q . surrogate, log-sum-exp, a guess at delta (0 with laplace), sum of
+// the excess. cast_slot_bwd.cu
+void cast_slots_backward(const CastShape& shape, const AttentionCall& call,
+                         const CastBackward& pass, cudaStream_t stream);
+// dq and dgate_rows by the mix, all tokens as if they were in no cluster; delta on the way, in the
+// place of the facts' last two on Hopper: with the factor again, and times the factor.
+// cast_mix_bwd.cu
 void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
                           const CastBackward& pass, cudaStream_t stream);
-// Through the summaries to their members. cast_fold.cu
+// Gradients of summaries and surrogates by the mix likewise, in parts. cast_cluster_bwd.cu
+void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
+                            const CastBackward& pass, cudaStream_t stream);
+// What members change there, and through the summaries to their members. cast_fold.cu
 void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                              const CastBackward& pass, cudaStream_t stream);
-// dk, dv, dgate and dcentroids from what slots, rows and items have. cast_fold.cu
+// What slots, rows and items have, added to dq and for dk, dv, dgate and dcentroids. cast_fold.cu
 void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                cudaStream_t stream);
 

@@ -6,6 +6,7 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/device/store.cuh"
+#include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ void load_tokens(const MixBackwardArgs<T>& args,
     const std::int64_t place = shape.row(part.keys, head) + token;
     facts.factor = shape.scale * gate_factor(shape, shape.gates(part.keys)[token]);
     facts.lse = shape.laplace ? 0.0f : args.pass.saved.combine_lse[place];
-    facts.delta = args.pass.delta[place];
+    facts.delta = shape.laplace ? 0.0f : args.pass.delta[place];
   }
   memory.facts(step)[threadIdx.x] = facts;
 }
@@ -177,10 +178,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-KeyChunks cast_token_chunks(const CastShape& shape, const AttentionCall& call) {
-  const std::int64_t rows = (shape.clusters + kClusters - 1) / kClusters * shape.H;
+void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass) {
+  pass.hopper = call.inputs.q.dtype != DType::f32 && !shape.laplace && on_hopper();
+  const std::int64_t groups = (shape.clusters + kClusters - 1) / kClusters;
   const bool wide = call.Dk > 64 || call.inputs.q.dtype == DType::f32;
-  return key_chunks(call, rows, (wide ? 1 : 3) * multiprocessors());
+  const int blocks = (wide ? (pass.hopper ? 2 : 1) : 3) * multiprocessors();
+  pass.parts = key_chunks(call, shape.H, blocks);
+  pass.chunks = key_chunks(call, groups * shape.H, blocks);
 }
 
 void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
@@ -188,6 +192,8 @@ void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, kTokens<T>);
+    if constexpr (sizeof(T) == 2)
+      if (pass.hopper) return cast_clusters_sm90a(args, stream);
     if (pass.chunks.slots == 0) return;
     const dim3 grid(static_cast<unsigned>(pass.chunks.slots), static_cast<unsigned>(shape.H),
                     static_cast<unsigned>((shape.clusters + kClusters - 1) / kClusters));

@@ -2,7 +2,8 @@
 // The backward pass of CAST's mix of clusters. With dalpha_ic = g_i . summary_c, for softmax
 //   dlogit_ic = alpha_ic (dalpha_ic - delta_i), delta_i = sum_c alpha_ic dalpha_ic,
 // for laplace dlogit_ic = laplace'(logit_ic) dalpha_ic. In its own clusters a token has
-// g_i . inner_slot in the place of dalpha; `excess` is what that adds to dlogit.
+// g_i . inner_slot in the place of dalpha; `excess` is what that adds to dlogit. Here all tokens
+// are as if they were in no cluster, up to delta.
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/device/cast_mix.cuh"
@@ -38,10 +39,10 @@ __device__ __forceinline__ void for_clusters(Mix& mix, const float* summary_lse,
   }
 }
 
-// Weights of the slots, and delta of every row.
+// delta of every row.
 template <class T, int kDim>
 __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, kDim, true>::kBlocks)
-    mix_weights_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
+    mix_delta_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
   using Mix = MixTile<T, kDim, true>;
@@ -56,60 +57,26 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   mix.load_clusters(0);
   mix.load_facts(pass.saved.combine_lse, nullptr);
   float delta[kM][2] = {};
-  if (shape.laplace) {
-    cp_async_wait<0>();
-    __syncthreads();
-  } else {
-    for_clusters(mix, args.summary_lse(tile.item, mix.head),
-                 [&](int, int, const Accumulator(&s)[kM], const Accumulator(&d)[kM]) {
+  for_clusters(mix, args.summary_lse(tile.item, mix.head),
+               [&](int, int, const Accumulator(&s)[kM], const Accumulator(&d)[kM]) {
 #pragma unroll
-                   for (int i = 0; i < 8 * kM; ++i) {
-                     const int m = i / 8, half = i / 2 % 2;
-                     const float lse = mix.fact(1, mix.row(m, half));
-                     const float weight = exp2_approximate((s[m][i / 4 % 2][i % 4] - lse) * kLog2e);
-                     delta[m][half] = fmaf(weight, d[m][i / 4 % 2][i % 4], delta[m][half]);
-                   }
-                 });
-  }
+                 for (int i = 0; i < 8 * kM; ++i) {
+                   const int m = i / 8, half = i / 2 % 2;
+                   const float lse = mix.fact(1, mix.row(m, half));
+                   const float weight = exp2_approximate((s[m][i / 4 % 2][i % 4] - lse) * kLog2e);
+                   delta[m][half] = fmaf(weight, d[m][i / 4 % 2][i % 4], delta[m][half]);
+                 }
+               });
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i) {
     const float total = quad_sum(delta[i / 2][i % 2]);
-    if (mix.lane % 4 == 0) mix.fact(2, mix.row(i / 2, i % 2)) = total;
+    const int row = mix.row(i / 2, i % 2);
+    const std::int64_t place = shape.row(tile.keys, mix.head) + mix.token(row);
+    if (mix.lane % 4 == 0 && mix.there(row)) pass.delta[place] = total + pass.facts[place].w;
   }
-  __syncwarp();
-
-  using Own = OwnRows<Mix, T, kDim>;
-  const Own own(mix, pass.slots);
-  using Floats = typename Own::Floats;
-  struct Cluster {
-    Floats surrogate, summary;
-    float dot;
-  };
-  own.for_slots(
-      [&](std::int64_t slot, int cluster) {
-        return Cluster{own.lanes.load(mix.keys, cluster), own.lanes.load(mix.values, cluster),
-                       pass.dots[slot]};
-      },
-      [&](const Cluster& with, int k, bool there, std::int64_t slot) {
-        const int row = own.row(k);
-        const float product = own.lanes.dot(own.token_row(0, k), with.surrogate);
-        const float dalpha = own.lanes.dot(own.token_row(1, k), with.summary);
-        if (!there || !own.lanes.first()) return;
-        const MixWeight weight(shape, product * mix.fact(0, row),
-                               shape.laplace ? 0.0f : mix.fact(1, row));
-        const float excess = weight.slope * (with.dot - dalpha);
-        if (!shape.laplace) mix.fact(2, row) += excess;
-        pass.weights[slot] = weight.value;
-        pass.weighted[slot] = weight.value * with.dot;
-        pass.excess[slot] = excess;
-      });
-#pragma unroll
-  for (int k = 0; k < Own::kEach; ++k)
-    if (own.lanes.first() && mix.there(own.row(k)))
-      pass.delta[shape.row(tile.keys, mix.head) + mix.token(own.row(k))] = mix.fact(2, own.row(k));
 }
 
-// dq = scale psi (sum_c dlogit_c S_c) + the slots; the sum's product with q is that of the gate.
+// dq = scale psi sum_c dlogit_c S_c; the sum's product with q is that of the gate.
 template <class T, int kDim>
 __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, kDim, true>::kBlocks)
     mix_tokens_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
@@ -125,7 +92,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   mix.load_tokens(0, args.q);
   mix.load_tokens(1, args.grad_out);
   mix.load_clusters(0);
-  mix.load_facts(pass.saved.combine_lse, pass.delta);
+  mix.load_facts(pass.saved.combine_lse, shape.laplace ? nullptr : pass.delta);
   Accumulator sum[kM][kDim / 16] = {};
   for_clusters(mix, args.summary_lse(tile.item, mix.head),
                [&](int step, int column, Accumulator(&s)[kM], const Accumulator(&d)[kM]) {
@@ -137,8 +104,8 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
                      const int row = mix.row(m, i / 2 % 2);
                      float& value = s[m][i / 4][i % 4];
                      const float lse = shape.laplace ? 0.0f : mix.fact(1, row);
-                     value = MixWeight(shape, value, lse).slope *
-                             (d[m][i / 4][i % 4] - mix.fact(2, row));
+                     const float delta = shape.laplace ? 0.0f : mix.fact(2, row);
+                     value = MixWeight(shape, value, lse).slope * (d[m][i / 4][i % 4] - delta);
                    }
                    to_fragment(ds[m], s[m]);
                  }
@@ -151,73 +118,43 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
                  }
                });
   mix.spread(sum);
-  using Own = OwnRows<Mix, T, kDim>;
-  using Floats = typename Own::Floats;
-  const Own own(mix, pass.slots);
-  struct Excess {
-    Floats surrogate;
-    float factor;
-  };
-  own.for_slots(
-      [&](std::int64_t slot, int cluster) {
-        return Excess{own.lanes.load(mix.keys, cluster), pass.excess[slot]};
-      },
-      [&](const Excess& excess, int k, bool there, std::int64_t) {
-        if (there) own.add(k, excess.factor, excess.surrogate);
-      });
+  const RowLanes<T, kDim> lanes;
+  constexpr int kGroups = 32 / RowLanes<T, kDim>::kLanes;
+  Rows<T> to{};
+  if (args.dq.data) to = args.dq.rows(tile.keys.batch, mix.head, tile.keys.begin);
+  for (int r = mix.lane / lanes.kLanes; r < 16 * kM; r += kGroups) {
+    const int row = mix.warp_row + r;
+    typename RowLanes<T, kDim>::Floats values{};
 #pragma unroll
-  for (int k = 0; k < Own::kEach; ++k) {
-    const int row = own.row(k);
-    Floats values = own.get(k);
-    const float dot = own.lanes.dot(values, own.token_row(0, k));
+    for (int i = 0; i < lanes.kVector; ++i)
+      if (lanes.column() + i < kDim) values.value[i] = mix.row_floats(row)[lanes.column() + i];
+    const float dot = lanes.dot(values, lanes.load_shared(mix.tokens(0).chunk(row, lanes.lane)));
     values.scale(mix.fact(0, row));
-    own.set(k, values);
-    if (shape.gate_scale && own.lanes.first() && mix.there(row))
-      pass.dgate_rows[shape.row(tile.keys, mix.head) + mix.token(row)] =
-          shape.scale * gate_sigmoid(mix.gate(row)) * dot;
+    if (!mix.there(row)) continue;
+    if (lanes.first()) pass.dgate_rows[shape.row(tile.keys, mix.head) + mix.token(row)] = dot;
+    if (args.dq.data) lanes.store(to, mix.token(row), values);
   }
-  if (!args.dq.data) return;
-  own.for_slots([&](std::int64_t slot,
-                    int) { return own.lanes.load_floats(pass.dq_slots + slot * shape.D, shape.D); },
-                [&](const Floats& slot, int k, bool there, std::int64_t) {
-                  if (there) own.add(k, 1.0f, slot);
-                });
-  const Rows<T> to = args.dq.rows(tile.keys.batch, mix.head, tile.keys.begin);
-#pragma unroll
-  for (int k = 0; k < Own::kEach; ++k)
-    if (mix.there(own.row(k))) own.lanes.store(to, mix.token(own.row(k)), own.get(k));
 }
 
 }  // namespace
-
-void cast_weights_backward(const CastShape& shape, const AttentionCall& call,
-                           const CastBackward& pass, cudaStream_t stream) {
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
-      constexpr int kDim = decltype(width)::value;
-      using Mix = MixTile<T, kDim, true>;
-      const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, Mix::kRows);
-      if (args.tiles.slots == 0) return;
-      launch_early("cast weights", mix_weights_kernel<T, kDim>,
-                   dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(shape.H)),
-                   Mix::kThreads, Mix::kBytes, stream, args);
-    });
-  });
-}
 
 void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
                           const CastBackward& pass, cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2)
+      if (pass.hopper) return cast_tokens_sm90a(mix_args<T>(shape, call, pass, 64), stream);
     dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, true>;
       const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, Mix::kRows);
       if (args.tiles.slots == 0) return;
-      launch_early("cast tokens", mix_tokens_kernel<T, kDim>,
-                   dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(shape.H)),
-                   Mix::kThreads, Mix::kBytes, stream, args);
+      const dim3 grid(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(shape.H));
+      if (!shape.laplace)
+        launch_early("cast delta", mix_delta_kernel<T, kDim>, grid, Mix::kThreads, Mix::kBytes,
+                     stream, args);
+      launch_early("cast tokens", mix_tokens_kernel<T, kDim>, grid, Mix::kThreads, Mix::kBytes,
+                   stream, args);
     });
   });
   if (pass.gradients.dq.present())

@@ -43,7 +43,7 @@ struct MixProducts {
     for (int half = 0; half < 2; ++half) {
       const int own = row + 8 * half;
       exponent[half] = stages.facts(turn, 0)[own];
-      inverse[half] = 1.0f / exponent[half];
+      inverse[half] = __fdividef(1.0f, exponent[half]);
       softmax[half].shift = stages.facts(turn, 1)[own];
       softmax[half].sum = 0.0f;
 #pragma unroll
@@ -144,10 +144,10 @@ struct MixProducts {
     for (int half = 0; half < 2; ++half) {
       const int own = row + 8 * half;
       const float total = quad_sum(softmax[half].sum);
-      const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+      const float inverse = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
       if (lane % 4 == 0 && own < left)
         args.lse[args.shape.row(run.span, run.head) + tile * kMixRows + own] =
-            (softmax[half].shift + log2f(total)) * kLn2;
+            (softmax[half].shift + __log2f(total)) * kLn2;
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         const float* two = out[j / 8] + j % 8 * 4 + 2 * half;
@@ -263,11 +263,11 @@ __global__ void __launch_bounds__(2 * MixStages<T, kDim>::kPairs * kWarpgroup, 1
   // Registers move to the warpgroups that multiply.
   constexpr bool kMove = Stages::kPairs == 2;
   if (group >= Stages::kPairs) {
-    if constexpr (kMove) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    if constexpr (kMove) asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
     for_runs(args, stages,
              [&](const MixRun& run) { turn = MixGather<T, kDim>(args, stages, run).work(turn); });
   } else {
-    if constexpr (kMove) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+    if constexpr (kMove) asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
     for_runs(args, stages,
              [&](const MixRun& run) { turn = MixProducts<T, kDim>(args, stages, run).work(turn); });
   }

@@ -17,12 +17,34 @@ struct MixWeight {
   }
 };
 
+// What 16 bytes of a row's type are to a lane; nothing beyond the row. Several are fetched before
+// the first is looked at: with kAligned there is no branch between them.
+template <bool kAligned, class T>
+__device__ __forceinline__ uint4 fetch(const Rows<const T>& rows, int row, int column, bool there) {
+  uint4 words = make_uint4(0, 0, 0, 0);
+  if (there && column < rows.width) {
+    if constexpr (kAligned)
+      words = *reinterpret_cast<const uint4*>(rows.row(row) + column);
+    else
+      words = load_chunk(rows.row(row), column, rows.width);
+  }
+  return words;
+}
+template <class T, int kDim>
+__device__ __forceinline__ typename RowLanes<T, kDim>::Floats to_floats(const uint4& words) {
+  const T* elements = reinterpret_cast<const T*>(&words);
+  typename RowLanes<T, kDim>::Floats floats;
+#pragma unroll
+  for (int i = 0; i < RowLanes<T, kDim>::kVector; ++i) floats.value[i] = to_float(elements[i]);
+  return floats;
+}
+
 template <class T>
 struct MixBackwardArgs {
   CastShape shape;
   CastBackward pass;
   KeyChunks tiles;
-  Tensor4<const T> q, grad_out;
+  Tensor4<const T> q, grad_out, out;
   Tensor4<T> dq;
   const T *surrogates, *summaries;
 
@@ -48,10 +70,17 @@ MixBackwardArgs<T> mix_args(const CastShape& shape, const AttentionCall& call,
   args.tiles = token_tiles(shape, rows);
   args.q = tensor4<const T>(call.inputs.q);
   args.grad_out = tensor4<const T>(pass.grad_out);
+  args.out = tensor4<const T>(pass.out);
   if (pass.gradients.dq.present()) args.dq = tensor4<T>(pass.gradients.dq);
   args.surrogates = static_cast<const T*>(pass.surrogates);
   args.summaries = static_cast<const T*>(pass.summaries);
   return args;
 }
+
+// For 16-bit types. cast_mix_bwd_sm90a.cu
+template <class T>
+void cast_tokens_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream);
+template <class T>
+void cast_clusters_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -87,7 +87,6 @@ template <class T, int kDim>
 struct MixGather {
   using Stages = MixStages<T, kDim>;
   static constexpr int kSlots = Stages::kSlots, kLanes = kDim / 8, kGroups = 32 / kLanes;
-  static constexpr int kEach = kDim / 32;  // columns of a lane, when a warp adds up rows
 
   // The slots of a warp's tokens: lane l knows token l, up to 16. Others are behind all slots.
   struct Place {
@@ -177,42 +176,53 @@ struct MixGather {
     }
     return result;
   }
-  // This lane's columns of a row's sum.
-  __device__ float* sums(int turn, int row) const {
-    return stages.sums(turn, row, lane * kEach / 4) + lane * kEach % 4;
-  }
-  // Adds the weighted differences of slots first .. first + count - 1 to the rows' sums. Lane l has
-  // the place of row l, lane i the weight and cluster of slot i.
-  __device__ void add(int turn, const Place& place, int first, int count, float weight, int cluster,
-                      float rescale) const {
-    const float* memory = reinterpret_cast<const float*>(stages.inner()) + lane * kEach;
+  // Adds the weighted differences of slots first .. first + count - 1 to the rows' sums, a group of
+  // lanes to a row. Lane l has the place of row l, lane i the weight and cluster of slot i.
+  __device__ void add(int turn, const Place& place, int first, int count, float weight,
+                      int cluster, float rescale) const {
+    const float* memory = reinterpret_cast<const float*>(stages.inner()) + lane % kLanes * 8;
 #pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
+    for (int row = lane / kLanes; row < 16; row += kGroups) {
       const int begin = __shfl_sync(~0u, place.first, row) - first;
       const int end = min(begin + __shfl_sync(~0u, place.count, row), count);
       const float factor = __shfl_sync(~0u, rescale, row);
-      float* to = sums(turn, warp_row + row);
-      float sum[kEach];
+      float4* to[2];
+      float sum[8] = {};
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) sum[i] = factor > 0.0f ? factor * to[i] : 0.0f;
-#pragma unroll 2
-      for (int slot = max(begin, 0); slot < end; ++slot) {
-        const float own = __shfl_sync(~0u, weight, slot);
-        const int column = lane * kEach, number = __shfl_sync(~0u, cluster, slot);
-        const std::uint32_t from =
-            Tile<T, 64>{stages.clusters(number / kMixRows, 1) + column / 64 * Stages::kBand}
-                .address(number % kMixRows, column % 64);
+      for (int half = 0; half < 2; ++half)
+        to[half] = reinterpret_cast<float4*>(
+            stages.sums(turn, warp_row + row, lane % kLanes * 2 + half));
+      if (factor > 0.0f)
 #pragma unroll
-        for (int i = 0; i < kEach; i += 2) {
-          const std::uint32_t word = load_shared32(from + 2 * i);
-          const T* two = reinterpret_cast<const T*>(&word);
-          const float2 x = *reinterpret_cast<const float2*>(memory + slot * kDim + i);
-          sum[i] = fmaf(own, x.x - to_float(two[0]), sum[i]);
-          sum[i + 1] = fmaf(own, x.y - to_float(two[1]), sum[i + 1]);
+        for (int half = 0; half < 2; ++half) {
+          const float4 old = *to[half];
+          sum[4 * half] = factor * old.x;
+          sum[4 * half + 1] = factor * old.y;
+          sum[4 * half + 2] = factor * old.z;
+          sum[4 * half + 3] = factor * old.w;
+        }
+      for (int slot = max(begin, 0); __any_sync(~0u, slot < end); ++slot) {
+        const int own = slot & 31;
+        const float mine = __shfl_sync(~0u, weight, own);
+        const int number = __shfl_sync(~0u, cluster, own);
+        if (slot >= end) continue;
+        const uint4 words =
+            shared_chunk(stages.clusters(number / kMixRows, 1), number % kMixRows, lane % kLanes);
+        const T* summary = reinterpret_cast<const T*>(&words);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float4 x = *reinterpret_cast<const float4*>(memory + own * kDim + 4 * half);
+          float* four = sum + 4 * half;
+          four[0] = fmaf(mine, x.x - to_float(summary[4 * half]), four[0]);
+          four[1] = fmaf(mine, x.y - to_float(summary[4 * half + 1]), four[1]);
+          four[2] = fmaf(mine, x.z - to_float(summary[4 * half + 2]), four[2]);
+          four[3] = fmaf(mine, x.w - to_float(summary[4 * half + 3]), four[3]);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kEach; i += 2) store2(to + i, sum[i], sum[i + 1]);
+      for (int half = 0; half < 2; ++half)
+        *to[half] = make_float4(sum[4 * half], sum[4 * half + 1], sum[4 * half + 2],
+                                sum[4 * half + 3]);
     }
   }
   // One batch of slots, which lie in shared memory; `shift` is that of row l so far.
