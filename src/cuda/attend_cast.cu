@@ -6,6 +6,7 @@
 #include "cuda/cast.h"
 #include "cuda/cluster.h"
 #include "cuda/device/await.cuh"
+#include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/lists.h"
 #include "cuda/refusal.h"
@@ -170,11 +171,19 @@ class CastPass : public Pass {
     pass.out = result.out;
     const CastShape shape = cast_shape(params_, call_, pass.saved.members);
     float* inner_out = arena.take<float>(shape.slots() * shape.D);
-    if (inner_out) cast_summaries(shape, call_, pass.saved, stream);
+    const std::int64_t table = call_.H * params_.clusters * call_.Dk;
+    std::uint16_t* rounded = nullptr;
+    if (call_.inputs.q.dtype != DType::f32)
+      rounded = arena.take<std::uint16_t>(table * (1 + call_.num_items()));
+    if (inner_out) cast_summaries(shape, call_, pass.saved, rounded, stream);
     if (call_.N == 0) return;
     pass.slots = token_slots(shape, arena, stream);
-    pass.surrogates = rounded_surrogates(shape, arena, stream);
-    pass.summaries = rounded_summaries(pass.saved, arena, stream);
+    pass.surrogates = shape.surrogates;
+    pass.summaries = pass.saved.summary;
+    if (rounded) {
+      pass.surrogates = rounded;
+      pass.summaries = rounded + table;
+    }
     pass.inner = inner_out;
     const Inner inner = inner_lists(shape, arena, stream);
     if (!inner_out) return;
@@ -198,7 +207,7 @@ class CastPass : public Pass {
     pass.dv_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dv);
     pass.facts = arena.take<float4>(rows);
     cast_cut_tokens(shape, call_, pass);
-    pass.delta = arena.take<float>(pass.hopper ? 0 : rows);
+    pass.delta = arena.take<float>(rows);
     pass.dgate_rows = arena.take<float>(rows);
     pass.dsummary = arena.take<float>(clusters * call_.Dv);
     pass.dsurrogate = arena.take<float>(clusters * call_.Dk);
@@ -207,14 +216,21 @@ class CastPass : public Pass {
     return pass;
   }
 
+  // Whether the mix's gradients take warpgroup products.
+  bool takes_warpgroups(const CastShape& shape, const TensorView& grad_out) const {
+    const DType dtype = call_.inputs.q.dtype;
+    if (dtype == DType::f32 || shape.laplace || !grad_out.present() || !on_hopper()) return false;
+    return tensor4<const __half>(call_.inputs.q).aligned && tensor4<const __half>(grad_out).aligned;
+  }
+
   void backward_into(const AttentionResult& result, const TensorView& grad_out,
                      const AttentionGradients& gradients, Arena& arena, cudaStream_t stream) const {
     const CastSaved saved = cast_saved(params_, result.saved);
     const CastShape shape = cast_shape(params_, call_, saved.members);
     CastBackward pass = take_backward(shape, arena);
     pass.saved = saved;
-    pass.out = result.out;
     pass.grad_out = grad_out;
+    pass.hopper = takes_warpgroups(shape, grad_out);
     pass.gradients = gradients;
     if (call_.N == 0) {
       if (gradients.dcentroids.present())
@@ -232,7 +248,7 @@ class CastPass : public Pass {
     lists.lse = {saved.member_lse, true};
     if (pass.dots) {
       lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
-      cast_slots_backward(shape, call_, pass, stream);
+      cast_members_backward(shape, call_, pass, stream);
       cast_tokens_backward(shape, call_, pass, stream);
       cast_clusters_backward(shape, call_, pass, stream);
       cast_summaries_backward(shape, call_, pass, stream);

@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(Shape<T, kWidth>::kThreads, Shape<T, kWidth>::
 
 template <class T>
 void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
-  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
+  dispatch_wide_dim("clustered", args.shape.pitch, [&](auto width) {
     using S = Shape<T, decltype(width)::value>;
     const auto kernel = &key_gradient_kernel<T, decltype(width)::value>;
     allow_shared_memory(kernel, S::kSharedBytes);
@@ -371,7 +371,7 @@ void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
 
 template <class T>
 void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
-  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
+  dispatch_wide_dim("clustered", args.shape.pitch, [&](auto width) {
     using S = Shape<T, decltype(width)::value>;
     const auto kernel = &mean_gradient_kernel<T, decltype(width)::value>;
     allow_shared_memory(kernel, S::kSharedBytes);

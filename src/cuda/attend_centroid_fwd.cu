@@ -181,65 +181,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
                 queries.clusters - block.first, rows);
 }
 
-// Adds the chunks of one mean, in order; one warp per mean.
+// One warp per mean.
 template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32)
-    centroid_combine_kernel(const __grid_constant__ AttendArgs<T> args, float* lse, float* mass,
-                            float* out, int width) {
+    centroid_combine_kernel(const __grid_constant__ AttendArgs<T> args) {
   await_previous();
   const CentroidQueries& queries = args.queries;
-  const int lane = threadIdx.x % 32;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / 32;
   const std::int64_t problem = row / queries.clusters;
   if (problem >= static_cast<std::int64_t>(queries.chunks.items) * queries.H) return;
-  const int cluster = static_cast<int>(row % queries.clusters);
-  const int item = static_cast<int>(problem / queries.H),
-            head = static_cast<int>(problem % queries.H);
-  const bool empty = queries.empty(item, head, cluster);
-  const int parts = empty ? 0 : queries.chunks.count(queries.spans.k.span(item).length);
-  const std::int64_t first =
-      queries.row(queries.chunks.first_slot(queries.spans.k, item), head, cluster);
-  const std::int64_t step = static_cast<std::int64_t>(queries.H) * queries.clusters;
-
-  // Lane p of a warp looks at chunk p of 32.
-  const PartialRow none{-INFINITY, 0.0f, 0.0f, 0.0f};
-  const auto row_of = [&](int part) {
-    return part < parts ? args.rows[first + part * step] : none;
-  };
-  const PartialRow own = row_of(lane);
-  float shift = own.shift;
-  for (int part = lane + 32; part < parts; part += 32) shift = fmaxf(shift, row_of(part).shift);
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) shift = fmaxf(shift, __shfl_xor_sync(~0u, shift, i));
-  float sum = 0.0f, listed = 0.0f, total[kMaxHeadDim / 32] = {};
-  for (int base = 0; base < parts; base += 32) {
-    const PartialRow partial = base == 0 ? own : row_of(base + lane);
-    const float factor = base + lane < parts ? exp2_approximate(partial.shift - shift) : 0.0f;
-    sum += factor * partial.sum;
-    listed += factor * partial.mass;
-    const float* values = args.outs + (first + base * step) * args.pitch;
-#pragma unroll 8
-    for (int part = 0; part < min(parts - base, 32); ++part) {
-      const float weight = __shfl_sync(~0u, factor, part);
-#pragma unroll
-      for (int i = 0; i < kMaxHeadDim / 32; ++i)
-        if (lane + 32 * i < width)
-          total[i] += weight * values[part * step * args.pitch + lane + 32 * i];
-    }
-  }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    sum += __shfl_xor_sync(~0u, sum, i);
-    listed += __shfl_xor_sync(~0u, listed, i);
-  }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  if (lane == 0) {
-    lse[row] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
-    if (mass) mass[row] = listed * inverse;
-  }
-#pragma unroll
-  for (int i = 0; i < kMaxHeadDim / 32; ++i)
-    if (lane + 32 * i < width) out[row * width + lane + 32 * i] = total[i] * inverse;
+  combine_row(args, static_cast<int>(problem / queries.H), static_cast<int>(problem % queries.H),
+              static_cast<int>(row % queries.clusters));
 }
 
 template <class T, int kDim>
@@ -258,14 +210,36 @@ void attend_chunks(const AttentionCall& call, const AttendArgs<T>& args, cudaStr
                     [&](auto dim) { launch_attend<T, decltype(dim)::value>(args, stream); });
 }
 
+CentroidBlocks attend_blocks(const AttentionCall& call, const ClusteredSizes& sizes) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  // Two warpgroups with all the registers of a multiprocessor.
+  if (blocks.sm90a && call.Dk > 64) return {kCentroidRows, multiprocessors(), true};
+  return blocks;
+}
+
+// Teams where the chunks of all means are on the GPU at a time.
+Teams attend_teams(const AttentionCall& call, const CentroidBlocks& blocks,
+                   const CentroidQueries& queries) {
+  const int count = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
+  const int size = queries.chunks.per_item;
+  if (!blocks.sm90a || static_cast<std::int64_t>(count) * size > blocks.resident) return {};
+  return {count, size, nullptr};
+}
+
 }  // namespace
 
+std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
+  const CentroidBlocks blocks = attend_blocks(call, sizes);
+  return attend_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).count;
+}
+
 void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                      const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream) {
-  CentroidBlocks blocks = centroid_blocks(call, sizes);
-  // Two warpgroups with all the registers of a multiprocessor.
-  if (blocks.sm90a && call.Dk > 64) blocks = {kCentroidRows, multiprocessors(), true};
+                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
+                      cudaStream_t stream) {
+  const CentroidBlocks blocks = attend_blocks(call, sizes);
   const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
+  Teams teams = attend_teams(call, blocks, queries);
+  teams.arrivals = arrivals;
   const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
   const std::int64_t partials = queries.chunks.slots * call.H * sizes.clusters;
   const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
@@ -281,14 +255,17 @@ void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                              static_cast<int>(sizes.topk),
                              partial_rows,
                              outs,
-                             pitch};
+                             pitch,
+                             static_cast<float*>(tensors.centroid_lse.data),
+                             static_cast<float*>(tensors.mass.data),
+                             static_cast<float*>(tensors.out.data),
+                             static_cast<int>(call.Dv),
+                             teams};
     attend_chunks(call, args, stream);
+    if (teams.size > 0) return;
     launch_early("centroid_combine", centroid_combine_kernel<T>,
                  static_cast<unsigned>((rows + kCombineWarps - 1) / kCombineWarps),
-                 kCombineWarps * 32, 0, stream, args,
-                 static_cast<float*>(tensors.centroid_lse.data),
-                 static_cast<float*>(tensors.mass.data), static_cast<float*>(tensors.out.data),
-                 static_cast<int>(call.Dv));
+                 kCombineWarps * 32, 0, stream, args);
   });
 }
 

@@ -226,21 +226,19 @@ SelectTeams select_teams(const AttentionCall& call, const CentroidBlocks& blocks
 
 }  // namespace
 
-SelectArrivals::SelectArrivals(Arena& arena, const AttentionCall& call,
-                               const ClusteredSizes& sizes) {
+std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
   const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  if (!blocks.sm90a || sizes.topk == 0) return;
-  count = select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).teams.count;
-  data = arena.take<unsigned>(count);
+  if (!blocks.sm90a || sizes.topk == 0) return 0;
+  return select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).teams.count;
 }
 
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
-                     const ClusteredTensors& tensors, const SelectArrivals& arrivals, Arena& arena,
+                     const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
                      cudaStream_t stream) {
   const CentroidBlocks blocks = centroid_blocks(call, sizes);
   const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
   SelectTeams teams = select_teams(call, blocks, queries);
-  teams.teams.arrivals = arrivals.data;
+  teams.teams.arrivals = arrivals;
   const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
   const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * blocks.rows;
   const std::int64_t lists = blocks.sm90a

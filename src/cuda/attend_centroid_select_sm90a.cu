@@ -55,7 +55,7 @@ template <class Pipeline, class First>
 __device__ __forceinline__ void begin_tiles(const Pipeline& pipeline, int end, const First& first) {
   pipeline.init();
   __syncthreads();
-  pipeline.start(first, end);
+  pipeline.begin(first, end);
 }
 
 // Calls visit(t, s) for tiles 0 .. total - 1 in order, with the products of their keys and this
@@ -64,6 +64,7 @@ template <class T, int kDim, int kWarps, int kKeys, class First, class Visit>
 __device__ __forceinline__ void for_tiles(const KeyPipeline<T, kDim, 1, kWarps, kKeys>& pipeline,
                                           int end, const std::uint32_t (&q)[kDim / 16][4],
                                           const First& first, const Visit& visit) {
+  pipeline.publish_first();
 #pragma unroll 1
   for (int t = 0; t < pipeline.total; ++t) {
     float s[kKeys / 2];

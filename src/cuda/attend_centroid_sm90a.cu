@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT
 // The chunks of attend_centroid_fwd.cu on Hopper's warpgroup products: each warpgroup takes 64
 // means and 64 keys at a time; the output of one tile and the scores of the next are computed
-// together.
+// together. Where all blocks are on the GPU at a time, those of a mean combine their chunks
+// themselves.
 #include "cuda/device/attend.cuh"
 #include "cuda/device/await.cuh"
 #include "cuda/device/key_pipeline.cuh"
+#include "cuda/device/team.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
@@ -82,28 +84,23 @@ __device__ void write_partial(const AttendArgs<T>& args, std::int64_t row, int r
   }
 }
 
+// Partial results of one chunk.
 template <class T, int kDim, int kGroups>
-__global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
-    centroid_attend_sm90a_kernel(const __grid_constant__ AttendArgs<T> args) {
-  await_previous();
-  extern __shared__ __align__(1024) unsigned char memory[];
+__device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const CentroidBlock& block,
+                                             const KeyChunk& chunk, unsigned char* memory) {
   using Pipeline = KeyPipeline<T, kDim, 2, 4 * kGroups>;
   using Queries = GroupQueries<T, kDim, kGroups>;
   const CentroidQueries& queries = args.queries;
-  const CentroidBlock block(queries, blockIdx.x);
-  const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
-  if (chunk.begin >= chunk.end) return;
-
   const int kv_head = block.head / queries.group;
   const Pipeline pipeline{shared_address(memory) + Queries::kBytes,
                           {args.k.rows(chunk.keys.batch, kv_head, chunk.keys.begin),
                            args.v.rows(chunk.keys.batch, kv_head, chunk.keys.begin)},
                           (chunk.end - chunk.begin + kAttendKeys - 1) / kAttendKeys};
   pipeline.init();
-  const Queries q(shared_address(memory), queries, chunk.item, block.head, block.first);
   __syncthreads();
   const auto first = [&](int t) { return chunk.begin + t * kAttendKeys; };
-  pipeline.start(first, chunk.end);
+  pipeline.begin(first, chunk.end);
+  const Queries q(shared_address(memory), queries, chunk.item, block.head, block.first);
 
   const int lane = threadIdx.x % 32,
             warp_row = block.first + static_cast<int>(threadIdx.x) / 32 * 16;
@@ -111,6 +108,8 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
   if (args.top_keys && lane < 16 && warp_row + lane < queries.clusters)
     walk.start(args.top_keys + queries.row(chunk.item, block.head, warp_row + lane) * args.topk,
                args.topk, chunk.begin);
+  pipeline.publish_first();
+  __syncthreads();  // the means of all threads are there
   // Which of this lane's scores of tile t are of top keys.
   unsigned long long bits[2];
   const auto find_top = [&](int t) {
@@ -167,24 +166,52 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
 }
 
 template <class T, int kDim, int kGroups>
+__global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
+    centroid_attend_sm90a_kernel(const __grid_constant__ AttendArgs<T> args) {
+  await_previous();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const CentroidQueries& queries = args.queries;
+  if (args.teams.size == 0) {
+    const CentroidBlock block(queries, blockIdx.x);
+    const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+    if (chunk.begin < chunk.end) attend_chunk<T, kDim, kGroups>(args, block, chunk, memory);
+    return;
+  }
+  Team team(args.teams);
+  CentroidBlock block(queries, static_cast<unsigned>(team.number));  // slot = item
+  const int item = block.slot;
+  block.slot = item * team.size + team.rank;
+  const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  if (chunk.begin < chunk.end) attend_chunk<T, kDim, kGroups>(args, block, chunk, memory);
+  team.sync();
+  const int rows = min(queries.block_rows, queries.clusters - block.first);
+  for (int r = static_cast<int>(threadIdx.x) / 32 * team.size + team.rank; r < rows;
+       r += 4 * kGroups * team.size)
+    combine_row(args, item, block.head, block.first + r);
+}
+
+template <class T, int kDim, int kGroups>
 void launch(const AttendArgs<T>& args, cudaStream_t stream) {
   constexpr int kBytes =
       KeyPipeline<T, kDim, 2, 4 * kGroups>::kBytes + GroupQueries<T, kDim, kGroups>::kBytes;
   const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
-  launch_early("centroid_attend_sm90a", centroid_attend_sm90a_kernel<T, kDim, kGroups>,
-               tiles * args.queries.chunks.slots, kGroups * kWarpgroup, kBytes, stream, args);
+  const auto kernel = centroid_attend_sm90a_kernel<T, kDim, kGroups>;
+  const unsigned blocks = tiles * args.queries.chunks.slots;
+  if (args.teams.size > 0)
+    launch_cooperative_early(kernel, static_cast<int>(blocks), kGroups * kWarpgroup, kBytes, stream,
+                             args);
+  else
+    launch_early("centroid_attend_sm90a", kernel, blocks, kGroups * kWarpgroup, kBytes, stream,
+                 args);
 }
 
 }  // namespace
 
 template <class T>
 void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream) {
-  if (args.queries.width > 64)
-    launch<T, 128, 2>(args, stream);
-  else if (args.queries.block_rows == 256)
-    launch<T, 64, 4>(args, stream);
-  else
-    launch<T, 64, 2>(args, stream);
+  if (args.queries.width > 64) return launch<T, 128, 2>(args, stream);
+  if (args.queries.block_rows == 256) return launch<T, 64, 4>(args, stream);
+  return launch<T, 64, 2>(args, stream);
 }
 
 template void attend_chunks_sm90a(const AttendArgs<__nv_bfloat16>&, cudaStream_t);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Clustered and improved clustered attention: the order of their stages.
 #include <algorithm>
+#include <cstddef>
 
 #include "cuda/attention.h"
 #include "cuda/cluster.h"
@@ -65,7 +66,7 @@ class ClusteredPass : public Pass {
 
   // The largest need of any stage; stages that follow each other share the memory.
   std::int64_t workspace_bytes() const override {
-    std::int64_t most = cluster_workspace_bytes(params_.clustering, call_);
+    std::int64_t most = 0;
     const auto count = [&](const auto& stages) {
       Arena arena;
       stages(arena);
@@ -73,14 +74,20 @@ class ClusteredPass : public Pass {
     };
     count([&](Arena& arena) {
       ClusteredTensors tensors;
+      const Arrivals arrivals = take_arrivals(arena);
       tensors.centroids = take_centroids(arena);
-      select_keys(tensors, arena, nullptr);
+      means(tensors, arena, nullptr);
+      select_keys(tensors, arrivals, arena, nullptr);
     });
     count([&](Arena& arena) {
       ClusteredTensors tensors;
-      tensors.centroids = take_centroids(arena);
+      const Arrivals arrivals = take_arrivals(arena);
       means(tensors, arena, nullptr);
-      outputs(tensors, {}, arena, nullptr);
+      outputs(tensors, {}, arrivals, arena, nullptr);
+    });
+    count([&](Arena& arena) {
+      take_arrivals(arena);
+      arena.take<std::byte>(cluster_workspace_bytes(params_.clustering, call_));
     });
     count([&](Arena& arena) { clustered_backward(call_, sizes_, {}, arena, nullptr); });
     return most;
@@ -88,31 +95,39 @@ class ClusteredPass : public Pass {
 
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
+    const Arrivals arrivals = take_arrivals(arena);
     ClusteredTensors tensors = clustered_tensors(params_, saved);
-    cluster(tensors, workspace);
+    cluster(tensors, arena, stream_of(workspace), {});
     if (sizes_.topk == 0) return;
     tensors.centroids = take_centroids(arena);
-    select_keys(tensors, arena, stream_of(workspace));
+    means(tensors, arena, stream_of(workspace), arrivals.words());
+    select_keys(tensors, arrivals, arena, stream_of(workspace));
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
+    const Arrivals arrivals = take_arrivals(arena);
     const ClusteredTensors tensors = clustered_tensors(params_, result.saved);
-    if (!call_.causal) means(tensors, arena, stream_of(workspace));
-    outputs(tensors, result.out, arena, stream_of(workspace));
+    if (!call_.causal) means(tensors, arena, stream_of(workspace), arrivals.words());
+    outputs(tensors, result.out, arrivals, arena, stream_of(workspace));
   }
 
   // One computation of the means serves selection and outputs; the causal form does not keep them.
   void forward(const AttentionResult& result, const Workspace& workspace) const override {
     if (call_.causal) return Pass::forward(result, workspace);
     const ClusteredTensors tensors = clustered_tensors(params_, result.saved);
+    Arena arena = take_workspace(workspace);
+    const Arrivals arrivals = take_arrivals(arena);
+    const bool with_means = clusters_with_means(params_.clustering, call_);
+    ClusterExtra extra;
+    if (with_means) extra = {static_cast<float*>(tensors.centroids.data), arrivals.words()};
+    cluster(tensors, arena, stream_of(workspace), extra);
     {
-      Arena arena = take_workspace(workspace);
-      cluster(tensors, workspace);
-      select_keys(tensors, arena, stream_of(workspace));
+      Arena stage = arena;  // the memory of the clustering is free again
+      if (!with_means) means(tensors, stage, stream_of(workspace), arrivals.words());
+      select_keys(tensors, arrivals, stage, stream_of(workspace));
     }
-    Arena arena = take_workspace(workspace);  // the selection's memory is free again
-    outputs(tensors, result.out, arena, stream_of(workspace));
+    outputs(tensors, result.out, arrivals, arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -132,28 +147,41 @@ class ClusteredPass : public Pass {
                                   Device::cuda);
   }
 
-  void cluster(const ClusteredTensors& tensors, const Workspace& workspace) const {
+  // Counters of the selection, then those of the centroid attention.
+  struct Arrivals {
+    unsigned* data;
+    std::int64_t selection, attention;
+    ZeroedWords words() const { return {data, selection + attention}; }
+  };
+  Arrivals take_arrivals(Arena& arena) const {
+    const std::int64_t selection = select_arrivals(call_, sizes_);
+    const std::int64_t attention = call_.causal ? 0 : centroid_arrivals(call_, sizes_);
+    return {arena.take<unsigned>(selection + attention), selection, attention};
+  }
+
+  // In what the arena has left; the memory is free again afterwards.
+  void cluster(const ClusteredTensors& tensors, Arena arena, cudaStream_t stream,
+               const ClusterExtra& extra) const {
     cluster_queries(params_.clustering, call_, tensors.labels, tensors.order, tensors.offsets,
-                    workspace.data, stream_of(workspace));
+                    arena.take<std::byte>(cluster_workspace_bytes(params_.clustering, call_)),
+                    stream, extra);
   }
   void means(const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream,
              const ZeroedWords& zeroed = {}) const {
     centroid_means(call_, tensors.order, tensors.offsets, tensors.centroids, arena, stream, zeroed);
   }
-  // Means, and top keys where there are any.
-  void select_keys(const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream) const {
-    if constexpr (std::is_same_v<Params, ImprovedClusteredParams>) {
-      const SelectArrivals arrivals(arena, call_, sizes_);
-      means(tensors, arena, stream, {arrivals.data, arrivals.count});
-      centroid_select(call_, sizes_, tensors, arrivals, arena, stream);
-    } else {
-      means(tensors, arena, stream);
-    }
+  // Top keys where there are any, from tensors whose centroids are there.
+  void select_keys(const ClusteredTensors& tensors, const Arrivals& arrivals, Arena& arena,
+                   cudaStream_t stream) const {
+    if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
+      centroid_select(call_, sizes_, tensors, arrivals.data, arena, stream);
   }
   // Outputs, from tensors whose centroids are there.
-  void outputs(const ClusteredTensors& tensors, const TensorView& out, Arena& arena,
-               cudaStream_t stream) const {
-    if (!call_.causal) centroid_forward(call_, sizes_, tensors, arena, stream);
+  void outputs(const ClusteredTensors& tensors, const TensorView& out, const Arrivals& arrivals,
+               Arena& arena, cudaStream_t stream) const {
+    if (!call_.causal)
+      centroid_forward(call_, sizes_, tensors,
+                       arrivals.data ? arrivals.data + arrivals.selection : nullptr, arena, stream);
     if (!out.present()) return;  // counting
     if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
       topk_forward(call_, sizes_, tensors, out, stream);

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT
-// key_gradient_kernel of attend_centroid_bwd.cu by warpgroup products, for 16-bit types and rows of
-// 64 or 128 elements. A block has two warpgroups and a multiprocessor to itself; a warpgroup owns
-// 64 keys at a time and walks the centroids of all query heads of its key head. Up to 512 (256) of
-// them stay in shared memory, more are streamed through it.
+// key_gradient_kernel of attend_centroid_bwd.cu by warpgroup products, for 16-bit types, where
+// attend_centroid_bwd_sm90a.cu does not serve. A block has two warpgroups and a multiprocessor to
+// itself; a warpgroup owns 64 keys at a time and walks the centroids of all query heads of its key
+// head. Up to 512 (rows of 128 elements: 256) of them stay in shared memory, more are loaded in
+// halves, one ahead.
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/bands.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/store.cuh"
 #include "cuda/launch.h"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 namespace {
@@ -19,11 +21,10 @@ template <class T, int kWidth>
 struct Shape {
   static constexpr int kRows = 32768 / kWidth;  // centroids in shared memory
   static constexpr int kBuffer = kRows / 2;     // of which are loaded at a time when streamed
-  static constexpr int kKeyBuffers = kWidth == 64 ? 2 : 1;
   using Centroids = Bands<T, kWidth, kRows>;
   using Keys = Bands<T, kWidth, 64>;
   static constexpr int kKeys = 2 * Centroids::kBytes;
-  static constexpr int kStats = kKeys + 2 * kKeyBuffers * 2 * Keys::kBytes;
+  static constexpr int kStats = kKeys + 2 * 2 * Keys::kBytes;
   static constexpr int kSharedBytes = kStats + 2 * kRows * 4;
 };
 
@@ -80,8 +81,8 @@ struct Block {
   struct Place {
     typename S::Keys k, v;
   };
-  __device__ Place place(int buffer) const {
-    const int number = static_cast<int>(threadIdx.x) / kWarpgroup * S::kKeyBuffers + buffer;
+  __device__ Place place() const {
+    const int number = static_cast<int>(threadIdx.x) / kWarpgroup;
     const std::uint32_t k = mean.base + S::kKeys + 2 * number * S::Keys::kBytes;
     return {{k}, {k + S::Keys::kBytes}};
   }
@@ -140,93 +141,9 @@ struct Block {
   }
 };
 
-// Rows of 64 elements and all centroids in shared memory: scores are computed one step ahead, so
-// that the tensor cores have work while this warpgroup computes weights.
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
-    key_gradient_resident_kernel(const __grid_constant__ BackwardArgs<T> args) {
-  await_previous();
-  extern __shared__ __align__(1024) unsigned char memory[];
-  using B = Block<T, 64>;
-  const B block(args, memory);
-  if (block.keys.begin >= block.keys.end) return;
-  const int end = block.keys.end, rows = (block.total + 127) / 128 * 128;
-  for (int row = 0; row < rows; row += 128) block.template load_centroids<128>(row, row);
-  int first = block.keys.begin + static_cast<int>(threadIdx.x) / kWarpgroup * 64;
-  int number = 0;  // of the place with the keys in use
-  typename B::Place here = block.place(0);
-  block.load_keys(here, first);
-  cp_async_wait<0>();
-  fence_async_proxy();
-  __syncthreads();
-
-  float s[2][32], ds[32], dk[1][32] = {}, dv[1][32] = {};
-  std::uint32_t p_factor[4][4], ds_factor[4][4];
-  // The step for centroids from `row` on, whose scores are there; computes the next one's. Only
-  // sums are on their way from one step to the next: of other accumulators the assembler does not
-  // see that they were waited for.
-  const auto step = [&](float(&now)[32], float(&next)[32], int row, int next_place, int next_row) {
-    wgmma_fence();
-    row_products(ds, here.v, 0, block.dout, row);
-    wgmma_commit();
-    row_products(next, block.place(next_place).k, 0, block.mean, next_row);
-    wgmma_commit();
-    block.weigh(now, row);
-    wgmma_settle(now);  // not after the wait
-    wgmma_wait<2>();    // for the sums of the step before, which read p_factor
-    pack_factor<T>(p_factor, now);
-    wgmma_wait<1>();
-    wgmma_settle(ds);
-    block.differentiate(ds, now, row);
-    pack_factor<T>(ds_factor, ds);
-    wgmma_fence();
-    add_products(dv, p_factor, block.dout, row);
-    add_products(dk, ds_factor, block.mean, row);
-    wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_settle(next);
-  };
-  wgmma_settle(dk[0]);
-  wgmma_settle(dv[0]);
-  wgmma_fence();
-  row_products(s[0], here.k, 0, block.mean, 0);
-  wgmma_commit();
-  wgmma_wait<0>();
-  wgmma_settle(s[0]);
-#pragma unroll 1
-  for (; first < end; first += 128) {
-    block.load_keys(block.place(1 - number), first + 128);
-#pragma unroll 1
-    for (int row = 0; row < rows; row += 128) {
-      step(s[0], s[1], row, number, row + 64);
-      const bool last = row + 128 == rows;
-      if (last) {
-        cp_async_wait<0>();
-        fence_async_proxy();
-        sync_group();
-      }
-      step(s[1], s[0], row + 64, last ? 1 - number : number, last ? 0 : row + 128);
-    }
-    wgmma_wait<0>();
-    wgmma_settle(dk[0]);
-    wgmma_settle(dv[0]);
-    block.store(dk, dv, first);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) dk[0][i] = dv[0][i] = 0.0f;
-    wgmma_settle(dk[0]);
-    wgmma_settle(dv[0]);
-    number = 1 - number;
-    here = block.place(number);
-    sync_group();  // all warps have read the place that is loaded next
-  }
-  cp_async_wait<0>();
-  wgmma_wait<0>();
-}
-
-// Any number of centroids: those that do not fit are loaded in halves, one ahead.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
-    key_gradient_streamed_kernel(const __grid_constant__ BackwardArgs<T> args) {
+    key_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   using B = Block<T, kWidth>;
@@ -235,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (block.keys.begin >= block.keys.end) return;
   const int buffers = (block.total + S::kBuffer - 1) / S::kBuffer;
   const bool resident = buffers <= 2;
-  const typename B::Place here = block.place(0);
+  const typename B::Place here = block.place();
   const int offset = static_cast<int>(threadIdx.x) / kWarpgroup * 64;
   for (int buffer = 0; buffer < (resident ? buffers : 1); ++buffer)
     block.template load_centroids<S::kBuffer>(buffer * S::kBuffer, buffer * S::kBuffer);
@@ -274,12 +191,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         wgmma_settle(s);
         block.weigh(s, row);
         pack_factor<T>(p_factor, s);
-        wgmma_wait<0>();
+        wgmma_fence();
+        add_products(dv, p_factor, block.dout, row);
+        wgmma_commit();
+        wgmma_wait<1>();
         wgmma_settle(ds);
         block.differentiate(ds, s, row);
         pack_factor<T>(ds_factor, ds);
         wgmma_fence();
-        add_products(dv, p_factor, block.dout, row);
         add_products(dk, ds_factor, block.mean, row);
         wgmma_commit();
       }
@@ -299,26 +218,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <class T, int kWidth, class Kernel>
-void launch(const BackwardArgs<T>& args, Kernel* kernel, cudaStream_t stream) {
-  constexpr int kBytes = Shape<T, kWidth>::kSharedBytes;
-  const int blocks = args.shape.key_ranges.slots * (args.shape.H / args.shape.group);
-  if (blocks == 0) return;
-  launch_early("key_gradient_sm90a", kernel, static_cast<unsigned>(blocks), kThreads, kBytes,
-               stream, args);
-}
-
 }  // namespace
 
 template <class T>
 void centroid_key_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) {
-  const BackwardShape& shape = args.shape;
-  if (shape.pitch == 128)
-    launch<T, 128>(args, &key_gradient_streamed_kernel<T, 128>, stream);
-  else if (shape.group * shape.clusters > Shape<T, 64>::kRows)
-    launch<T, 64>(args, &key_gradient_streamed_kernel<T, 64>, stream);
-  else
-    launch<T, 64>(args, &key_gradient_resident_kernel<T>, stream);
+  const int blocks = args.shape.key_ranges.slots * (args.shape.H / args.shape.group);
+  if (blocks == 0) return;
+  dispatch_wide_dim("clustered", args.shape.pitch, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    launch_early("key_gradient_sm90a", key_gradient_kernel<T, kWidth>,
+                 static_cast<unsigned>(blocks), kThreads, Shape<T, kWidth>::kSharedBytes, stream,
+                 args);
+  });
 }
 
 template void centroid_key_gradients_sm90a(const BackwardArgs<__nv_bfloat16>&, cudaStream_t);

@@ -16,7 +16,8 @@ namespace {
 // Row statistics and factors of gradients are parts of one form.
 ListForm backward_form(const ListPlan& plan, const ListGradients& gradients) {
   const ListForm form = list_form(plan);
-  return form == ListForm::plain && gradients.weight.data ? ListForm::normalised : form;
+  const bool factors = gradients.weight.data || plan.head_scale;
+  return form == ListForm::plain && factors ? ListForm::normalised : form;
 }
 
 template <class T>
@@ -37,6 +38,14 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
   return args;
 }
 
+// Whether rows can be copied and written 16 bytes at a time.
+template <class T>
+bool aligned_rows(const ListBackwardArgs<T>& args) {
+  const auto wanted = [](const Tensor4<T>& rows) { return !rows.data || rows.aligned; };
+  return args.q.aligned && args.k.aligned && args.v.aligned && args.g.aligned &&
+         wanted(args.dq.rows) && wanted(args.dk.rows) && wanted(args.dv.rows);
+}
+
 // Launches a pass's kernels. Warpgroup products serve what is used most; mma.sync the rest, in one
 // form for all.
 template <class T>
@@ -45,7 +54,7 @@ void launch(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& w
   dispatch_wide_dim("lists", args.problem.width, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     if constexpr (sizeof(T) == 2)
-      if (form != ListForm::general && on_hopper())
+      if (form != ListForm::general && on_hopper() && aligned_rows(args))
         return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
     launch_lists<WarpProducts<T, kWidth>, ListForm::general>(args, wanted, stream);
   });

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of attention over lists: outputs and log-sum-exps.
 //
+// This kernel takes every plan; on Hopper attend_list_fwd_sm90a.cu takes most of them.
+//
 // A block takes 128 queries of a list, 32 a warp, and walks over the tiles of 64 keys that any of
 // them sees. Warps leave out what none of their queries sees, and mask what not all of them do.
 #include "cuda/device/attend_tiles.cuh"
@@ -66,7 +68,7 @@ struct ForwardTiles : AttendTiles<T, kDim, kRows, kKeys> {
 };
 
 // A warp's 32 queries: 2 x 16, of which a lane holds [m][half].
-template <class T, int kDim, ListForm kForm>
+template <class T, int kDim>
 struct ForwardRows {
   static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
 
@@ -92,8 +94,7 @@ struct ForwardRows {
         const int rank = min(first + row(m, half), pair.q.count - 1);
         range[m][half] = problem.range(pair, rank);
         softmax[m][half] = {kLowestShift, 0.0f};
-        if constexpr (kForm != ListForm::plain)
-          facts[m][half].load(problem, pair, head, rank, kForm == ListForm::general);
+        facts[m][half].load(problem, pair, head, rank);
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
     shared = {__shfl_sync(~0u, range[1][1].low, 31), __shfl_sync(~0u, range[0][0].high, 0)};
@@ -117,8 +118,7 @@ struct ForwardRows {
       const int m = i / 8 % 2, half = i / 2 % 2;
       const int key = column + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
       float& score = s[i / 16][m][i / 4 % 2][i % 4];
-      if (score != -INFINITY)
-        score = finished_score<kForm>(problem, score, facts[m][half], keys, key);
+      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys, key);
     }
   }
 
@@ -166,8 +166,8 @@ struct ForwardRows {
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
     if (first < shared.low || first + 16 * kBlock > shared.high) mask(s, first);
-    if constexpr (kForm != ListForm::plain) finish_scores(problem, s, key_facts, column);
-    if (kForm == ListForm::general && problem.laplace) {
+    finish_scores(problem, s, key_facts, column);
+    if (problem.laplace) {
 #pragma unroll
       for (int i = 0; i < 16 * kBlock; ++i) {
         float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
@@ -232,10 +232,8 @@ __device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair
     args.lse[pair.q.slot_of(rank)] = -INFINITY;
 }
 
-template <class T, int kDim, ListForm kForm>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 || kForm == ListForm::general ? 1
-                                            : kDim <= 64                                 ? 3
-                                                                                         : 2)
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ KeyFacts<kKeys> facts[2];
@@ -261,11 +259,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 || kForm == ListForm:
   const int end = problem.range(pair, min(tile.first + kRows, pair.q.count) - 1).high;
   const auto load_keys = [&](int stage, int from) {
     tiles.load(stage, k, v, pair.k, from);
-    if constexpr (kForm != ListForm::plain) facts[stage].load(problem, pair, head, from);
+    facts[stage].load(problem, pair, head, from);
   };
   load_keys(0, begin);
 
-  ForwardRows<T, kDim, kForm> rows;
+  ForwardRows<T, kDim> rows;
   rows.start(problem, pair, head, tile.first);
   const float scale = problem.score_scale(head);
   cp_async_wait<0>();
@@ -279,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 || kForm == ListForm:
     cp_async_wait<0>();
     __syncthreads();
     if (from + kKeys < end) load_keys(stage ^ 1, from + kKeys);
-    constexpr int kStep = 16 * ForwardRows<T, kDim, kForm>::kBlock;
+    constexpr int kStep = 16 * ForwardRows<T, kDim>::kBlock;
 #pragma unroll 1
     for (int column = 0; column < kKeys; column += kStep)
       rows.attend(problem, tiles.keys(stage), tiles.values(stage), facts[stage], from, column,
@@ -288,27 +286,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 || kForm == ListForm:
   rows.write(args, pair, head, tile.first);
 }
 
-template <class T, int kDim, ListForm kForm>
+template <class T, int kDim>
 void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
   constexpr int kBytes = ForwardTiles<T, kDim>::kBytes;
-  const auto kernel = list_forward_kernel<T, kDim, kForm>;
+  const auto kernel = list_forward_kernel<T, kDim>;
   allow_shared_memory(kernel, kBytes);
   const dim3 grid(static_cast<unsigned>(args.tiles.total),
                   static_cast<unsigned>(args.problem.q.heads));
   kernel<<<grid, kThreads, kBytes, stream>>>(args);
   COTERIE_LAUNCH("list_forward");
-}
-
-// Instances take long to compile: rows of less than 64 elements, or of less than 128, are padded,
-// and fp32 and wide rows have fewer forms.
-template <class T, int kDim>
-void launch(ListForm form, const ListForwardArgs<T>& args, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2) {
-    if (form == ListForm::plain) return launch<T, kDim, ListForm::plain>(args, stream);
-    if constexpr (kDim == 64)
-      if (form == ListForm::normalised) return launch<T, kDim, ListForm::normalised>(args, stream);
-  }
-  launch<T, kDim, ListForm::general>(args, stream);
 }
 
 void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
@@ -341,10 +327,10 @@ void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOu
                                   outputs.lse};
     if constexpr (sizeof(T) == 2)
       if (list_forward_sm90a(call, plan, args, stream)) return;
-    if (call.Dk <= 64)
-      launch<T, 64>(list_form(plan), args, stream);
+    if (call.Dk <= 64)  // instances take long to compile: rows are padded to 64 or 128 elements
+      launch<T, 64>(args, stream);
     else
-      launch<T, 128>(list_form(plan), args, stream);
+      launch<T, 128>(args, stream);
   });
 }
 

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: MIT
-// mean_gradient_kernel of attend_centroid_bwd.cu by warpgroup products, for 16-bit types and rows
-// of 64 or 128 elements. A block has two warpgroups and a multiprocessor to itself; a warpgroup
-// owns 2 x 64 centroids and walks a share of the keys.
+// mean_gradient_kernel of attend_centroid_bwd.cu by warpgroup products, for 16-bit types, where
+// attend_centroid_bwd_sm90a.cu does not serve. A block has two warpgroups and a multiprocessor to
+// itself; a warpgroup owns 64 centroids and walks a share of the keys. Its scores are computed a
+// tile of keys ahead, so that the tensor cores have work while it computes weights.
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/bands.cuh"
 #include "cuda/device/key_pipeline.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/launch.h"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 2 * kWarpgroup;
-constexpr int kTiles = 2, kRows = 2 * 64 * kTiles;  // of a warpgroup; centroids of a block
+constexpr int kRows = kMeanRows;  // centroids of a block
+static_assert(kRows == 2 * 64, "64 for each warpgroup");
 
 // What a block works on.
 struct Block {
@@ -34,7 +37,7 @@ struct Block {
   }
 };
 
-// 64 centroids of a warpgroup: tile 2 i + (number of the warpgroup) of the block for tile i of it.
+// The 64 centroids of a warpgroup.
 template <class T, int kWidth>
 struct MeanTile {
   using Matrix = Bands<T, kWidth, 64>;
@@ -44,8 +47,8 @@ struct MeanTile {
   float lse[2], delta[2];
   float sum[kWidth / 64][32];
 
-  __device__ void load(const BackwardArgs<T>& args, const Block& block, std::uint32_t base, int i) {
-    const int number = 2 * i + static_cast<int>(threadIdx.x) / kWarpgroup;
+  __device__ void load(const BackwardArgs<T>& args, const Block& block, std::uint32_t base) {
+    const int number = static_cast<int>(threadIdx.x) / kWarpgroup;
     const int pitch = args.shape.pitch;
     mean.base = base + number * kBytes;
     dout.base = mean.base + Matrix::kBytes;
@@ -100,25 +103,24 @@ struct MeanTile {
   }
 };
 
-// Rows of 64 elements, more than 128 centroids: the scores of one tile are computed while the
-// weights of the other are.
-template <class T>
+template <class T, int kWidth>
+using MeanPipeline = KeyPipeline<T, kWidth, 2, kThreads / 32>;
+
+template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
-    mean_gradient_pair_kernel(const __grid_constant__ BackwardArgs<T> args) {
+    mean_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
-  using Tile64 = MeanTile<T, 64>;
-  using Pipeline = KeyPipeline<T, 64, 2, kThreads / 32>;
-  using Keys = Bands<T, 64, 64>;
+  using Pipeline = MeanPipeline<T, kWidth>;
+  using Keys = Bands<T, kWidth, 64>;
   const Block block(args.shape);
   const KeyChunk& keys = block.keys;
   if (keys.begin >= keys.end) return;
   const std::uint32_t base = shared_address(memory);
-  Tile64 tile[2];
-  tile[0].load(args, block, base, 0);
-  tile[1].load(args, block, base, 1);
+  MeanTile<T, kWidth> tile;
+  tile.load(args, block, base);
   cp_async_commit();
-  const Pipeline pipeline{base + 4 * Tile64::kBytes,
+  const Pipeline pipeline{base + 2 * tile.kBytes,
                           {args.k.rows(keys.keys.batch, block.key_head, keys.keys.begin),
                            args.v.rows(keys.keys.batch, block.key_head, keys.keys.begin)},
                           (keys.end - keys.begin + 63) / 64};
@@ -132,141 +134,48 @@ __global__ void __launch_bounds__(kThreads, 1)
   const float scale = args.shape.scale * kLog2E;
   float s[2][32], ds[32];
   std::uint32_t factor[4][4];
-  // Tile i at keys t, whose scores are there; computes those of the other tile at keys `next`. Only
-  // sums are on their way from one step to the next: of other accumulators the assembler does not
-  // see that they were waited for.
-  const auto step = [&](auto i, int t, int next) {
-    constexpr int kNow = decltype(i)::value, kOther = 1 - kNow;
-    const Keys k{pipeline.tile(t, 0)}, v{pipeline.tile(t, 1)};
+  // Keys t, whose scores are there; computes those of the next ones. Only sums are on their way
+  // from one step to the next: of other accumulators the assembler does not see that they were
+  // waited for.
+  const auto step = [&](float(&now)[32], float(&next)[32], int t) {
+    const int after = min(t + 1, pipeline.total - 1);
+    pipeline.advance(t, first, keys.end);
+    pipeline.wait(after);
     wgmma_fence();
-    row_products(ds, tile[kNow].dout, 0, v, 0);
+    row_products(ds, tile.dout, 0, Keys{pipeline.tile(t, 1)}, 0);
     wgmma_commit();
-    row_products(s[kOther], tile[kOther].mean, 0, Keys{pipeline.tile(next, 0)}, 0);
+    row_products(next, tile.mean, 0, Keys{pipeline.tile(after, 0)}, 0);
     wgmma_commit();
-    tile[kNow].weigh(s[kNow], keys.end - first(t), scale);
+    tile.weigh(now, keys.end - first(t), scale);
     wgmma_wait<1>();
     wgmma_settle(ds);
-    if (kNow == 0 && t > 0) pipeline.release(t - 1);
-    tile[kNow].differentiate(ds, s[kNow]);
+    if (t > 0) pipeline.release(t - 1);
+    tile.differentiate(ds, now);
     pack_factor<T>(factor, ds);
     wgmma_fence();
-    add_products(tile[kNow].sum, factor, k, 0);
+    add_products(tile.sum, factor, Keys{pipeline.tile(t, 0)}, 0);
     wgmma_commit();
     wgmma_wait<1>();
-    wgmma_settle(s[kOther]);
+    wgmma_settle(next);
   };
-  wgmma_settle(tile[0].sum[0]);
-  wgmma_settle(tile[1].sum[0]);
+#pragma unroll
+  for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(tile.sum[band]);
   pipeline.wait(0);
   wgmma_fence();
-  row_products(s[0], tile[0].mean, 0, Keys{pipeline.tile(0, 0)}, 0);
+  row_products(s[0], tile.mean, 0, Keys{pipeline.tile(0, 0)}, 0);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_settle(s[0]);
 #pragma unroll 1
-  for (int t = 0; t < pipeline.total; ++t) {
-    pipeline.advance(t, first, keys.end);
-    step(std::integral_constant<int, 0>{}, t, t);
-    const int next = min(t + 1, pipeline.total - 1);
-    pipeline.wait(next);
-    step(std::integral_constant<int, 1>{}, t, next);
+  for (int t = 0; t < pipeline.total; t += 2) {
+    step(s[0], s[1], t);
+    if (t + 1 < pipeline.total) step(s[1], s[0], t + 1);
   }
   cp_async_wait<0>();
   wgmma_wait<0>();
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    wgmma_settle(tile[i].sum[0]);
-    tile[i].store(args, block);
-  }
-}
-
-// The general form.
-template <class T, int kWidth>
-struct SimpleShape {
-  static constexpr int kKeys = 64, kStages = 3;
-  using Keys = Bands<T, kWidth, kKeys>;
-  static constexpr int kRing = 2 * kTiles * MeanTile<T, kWidth>::kBytes;
-  static constexpr int kSharedBytes = kRing + kStages * 2 * Keys::kBytes;
-};
-
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1)
-    mean_gradient_simple_kernel(const __grid_constant__ BackwardArgs<T> args) {
-  await_previous();
-  extern __shared__ __align__(1024) unsigned char memory[];
-  using S = SimpleShape<T, kWidth>;
-  const Block block(args.shape);
-  const KeyChunk& keys = block.keys;
-  if (keys.begin >= keys.end) return;
-  const std::uint32_t base = shared_address(memory);
-  MeanTile<T, kWidth> tile[kTiles];
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) tile[i].load(args, block, base, i);
-  const Rows<const T> gK = args.k.rows(keys.keys.batch, block.key_head, keys.keys.begin);
-  const Rows<const T> gV = args.v.rows(keys.keys.batch, block.key_head, keys.keys.begin);
-  const auto stage = [&](int number, int tensor) {
-    return
-        typename S::Keys{base + S::kRing + (2 * (number % S::kStages) + tensor) * S::Keys::kBytes};
-  };
-  const auto load_stage = [&](int number) {
-    const int first = keys.begin + number * S::kKeys;
-    if (first < keys.end) {
-      stage(number, 0).template load<S::kKeys, kThreads>(0, gK, first, keys.end - first);
-      stage(number, 1).template load<S::kKeys, kThreads>(0, gV, first, keys.end - first);
-    }
-    cp_async_commit();
-  };
-  load_stage(0);
-  load_stage(1);
-  const float scale = args.shape.scale * kLog2E;
-  float s[32], ds[32];
-  std::uint32_t factor[4][4];
-#pragma unroll 1
-  for (int number = 0; keys.begin + number * S::kKeys < keys.end; ++number) {
-    cp_async_wait<1>();
-    fence_async_proxy();
-    wgmma_wait<0>();
-    __syncthreads();
-    load_stage(number + 2);
-    const typename S::Keys k = stage(number, 0), v = stage(number, 1);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      if (tile[i].count <= 0) continue;
-      wgmma_fence();
-      row_products(s, tile[i].mean, 0, k, 0);
-      wgmma_commit();
-      row_products(ds, tile[i].dout, 0, v, 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-      wgmma_settle(s);
-      tile[i].weigh(s, keys.end - keys.begin - number * S::kKeys, scale);
-      wgmma_wait<0>();
-      wgmma_settle(ds);
-      tile[i].differentiate(ds, s);
-      pack_factor<T>(factor, ds);
-      wgmma_fence();
-      add_products(tile[i].sum, factor, k, 0);
-      wgmma_commit();
-    }
-  }
-  cp_async_wait<0>();
-  wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(tile[i].sum[band]);
-    tile[i].store(args, block);
-  }
-}
-
-template <class T, class Kernel>
-void launch(const BackwardArgs<T>& args, Kernel* kernel, int bytes, cudaStream_t stream) {
-  const BackwardShape& shape = args.shape;
-  const int tiles = (shape.group * shape.clusters + kRows - 1) / kRows;
-  const int blocks = shape.chunks.slots * (shape.H / shape.group) * tiles;
-  if (blocks == 0) return;
-  launch_early("mean_gradient_sm90a", kernel, static_cast<unsigned>(blocks), kThreads,
-               static_cast<std::size_t>(bytes), stream, args);
+  for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(tile.sum[band]);
+  tile.store(args, block);
 }
 
 }  // namespace
@@ -274,13 +183,15 @@ void launch(const BackwardArgs<T>& args, Kernel* kernel, int bytes, cudaStream_t
 template <class T>
 void centroid_mean_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
-  if (shape.pitch == 128)
-    launch(args, &mean_gradient_simple_kernel<T, 128>, SimpleShape<T, 128>::kSharedBytes, stream);
-  else if (shape.group * shape.clusters <= 128)
-    launch(args, &mean_gradient_simple_kernel<T, 64>, SimpleShape<T, 64>::kSharedBytes, stream);
-  else
-    launch(args, &mean_gradient_pair_kernel<T>,
-           4 * MeanTile<T, 64>::kBytes + KeyPipeline<T, 64, 2, kThreads / 32>::kBytes, stream);
+  const int tiles = (shape.group * shape.clusters + kRows - 1) / kRows;
+  const int blocks = shape.chunks.slots * (shape.H / shape.group) * tiles;
+  if (blocks == 0) return;
+  dispatch_wide_dim("clustered", shape.pitch, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    launch_early("mean_gradient_sm90a", mean_gradient_kernel<T, kWidth>,
+                 static_cast<unsigned>(blocks), kThreads,
+                 2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream, args);
+  });
 }
 
 template void centroid_mean_gradients_sm90a(const BackwardArgs<__nv_bfloat16>&, cudaStream_t);

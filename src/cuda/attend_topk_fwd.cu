@@ -314,8 +314,13 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   const std::int64_t cluster_row = problem * args.tiles.clusters + tile.cluster;
   const float mass = args.mass ? args.mass[cluster_row] : 1.0f;
   const int width = args.v.width;
-  for (int d = threadIdx.x; d < kDim; d += 32 * kWarps)
-    bottom[d] = args.bottom && d < width ? args.bottom[cluster_row * width + d] : 0.0f;
+  constexpr int kTail = (kDim + 32 * kWarps - 1) / (32 * kWarps);
+  float tail[kTail] = {};  // of the bottom; waited for with all else
+  if (args.bottom)
+#pragma unroll
+    for (int i = 0; i < kTail; ++i)
+      tail[i] = args.bottom[cluster_row * width +
+                            min(static_cast<int>(threadIdx.x) + i * 32 * kWarps, width - 1)];
   const KeyTile<T, kDim> keys{shared_address(memory)};
   const Tile<T, kDim> values{keys.below(args.padded).base};
   const ItemSpan span = args.spans.k.span(tile.item);
@@ -331,6 +336,10 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   next.load(q);
   const Rows<T> out = args.out.rows(tile.span.batch, head, tile.span.begin);
   float* lse = args.lse + line * args.N + tile.span.begin;
+#pragma unroll
+  for (int i = 0; i < kTail; ++i)
+    if (const int d = static_cast<int>(threadIdx.x) + i * 32 * kWarps; d < kDim)
+      bottom[d] = d < width ? tail[i] : 0.0f;
   cp_async_wait<0>();
   __syncthreads();
 

@@ -77,9 +77,10 @@ struct CastForward {
   TensorView out;
 };
 
-// The summary of every cluster. cast_fwd.cu
+// The summary of every cluster. `rounded` takes surrogates (H, C, D) and summaries (items, H, C, D)
+// in the inputs' type, one behind the other; null where that is float. cast_fwd.cu
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
-                    cudaStream_t stream);
+                    void* rounded, cudaStream_t stream);
 // Outputs from summaries and inner outputs. cast_fwd.cu
 void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
               cudaStream_t stream);
@@ -88,7 +89,7 @@ struct CastBackward {
   CastSaved saved;
   TokenSlots slots;
   const void *surrogates, *summaries;  // of the inputs' type
-  TensorView out, grad_out;
+  TensorView grad_out;
   AttentionGradients gradients;
   // By slot.
   float* dots;             // gradient . inner output
@@ -101,24 +102,23 @@ struct CastBackward {
   float *dq_slots, *dk_slots, *dv_slots;  // keys and values: (items, key_slot_heads, C, w, D)
   int key_slot_heads;
   // (B, H, N)
-  float4* facts;      // see cast_slots_backward
+  float4* facts;      // see cast_members_backward
   float* delta;       // gradient . output
   float* dgate_rows;  // q . (gradient of q by the mix of no members) / factor of the logits
   float *dsummary, *dsurrogate;  // (items, H, C, D)
-  bool hopper;                   // the mix takes the kernels of cast_mix_bwd_sm90a.cu
+  bool hopper;                   // the mix takes the kernels of cast_*_bwd_sm90a.cu
   KeyChunks parts, chunks;       // of the tokens: for their gradients, for those of clusters
   float* partials;               // (chunks.slots, H, C, 2, D): of surrogates and summaries
 };
 
-// Whether the mix's gradients take warpgroup products, and how its tokens are cut.
-// cast_cluster_bwd.cu
+// How tokens are cut: sets parts and chunks. cast_cluster_bwd.cu
 void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass);
 
-// From dots to weights, weighted, excess and the excess's part of dgate_slots. Facts of a row, its
-// logits in base 2: factor of q . surrogate, log-sum-exp, a guess at delta (0 with laplace), sum of
-// the excess. cast_slot_bwd.cu
-void cast_slots_backward(const CastShape& shape, const AttentionCall& call,
-                         const CastBackward& pass, cudaStream_t stream);
+// From dots to weights, weighted, excess and the excess's part of dgate_slots; what members change
+// in dsummary and dsurrogate. Facts of a row, its logits in base 2: factor of q . surrogate,
+// log-sum-exp, sum of the excess. cast_member_bwd.cu
+void cast_members_backward(const CastShape& shape, const AttentionCall& call,
+                           const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows by the mix, all tokens as if they were in no cluster; delta on the way, in the
 // place of the facts' last two on Hopper: with the factor again, and times the factor.
 // cast_mix_bwd.cu
@@ -127,7 +127,8 @@ void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
 // Gradients of summaries and surrogates by the mix likewise, in parts. cast_cluster_bwd.cu
 void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
                             const CastBackward& pass, cudaStream_t stream);
-// What members change there, and through the summaries to their members. cast_fold.cu
+// dsummary and dsurrogate from their parts, and through the summaries to the members.
+// cast_member_bwd.cu
 void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                              const CastBackward& pass, cudaStream_t stream);
 // What slots, rows and items have, added to dq and for dk, dv, dgate and dcentroids. cast_fold.cu

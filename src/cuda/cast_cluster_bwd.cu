@@ -6,7 +6,6 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/device/store.cuh"
-#include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -179,12 +178,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass) {
-  pass.hopper = call.inputs.q.dtype != DType::f32 && !shape.laplace && on_hopper();
   const std::int64_t groups = (shape.clusters + kClusters - 1) / kClusters;
-  const bool wide = call.Dk > 64 || call.inputs.q.dtype == DType::f32;
-  const int blocks = (wide ? (pass.hopper ? 2 : 1) : 3) * multiprocessors();
-  pass.parts = key_chunks(call, shape.H, blocks);
-  pass.chunks = key_chunks(call, groups * shape.H, blocks);
+  const int blocks = call.inputs.q.dtype == DType::f32 ? 1 : call.Dk > 64 ? 2 : 3;
+  pass.parts = key_chunks(call, shape.H, multiprocessors());
+  pass.chunks = key_chunks(call, groups * shape.H, blocks * multiprocessors());
 }
 
 void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,

@@ -2,8 +2,10 @@
 // CAST's forward pass around the inner attention. A cluster's summary is the attention of its
 // surrogate over its members; a token's output is its attention over the clusters,
 //   out_i = sum_c alpha_ic summary_c + sum over its slots of alpha_ic (inner_slot - summary_c).
+#include "cuda/cast_mix.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_mix.cuh"
+#include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/padding.h"
 #include "cuda/tuning.h"
@@ -25,15 +27,36 @@ struct SummaryArgs {
   CastShape shape;
   CastSaved saved;
   Tensor4<const T> k, v;
+  T *surrogates, *summaries;  // rounded, or null
 };
 
-// A block per cluster; a thread's member at a time, and lanes side by side for a row.
+// The 16 bytes of this lane in several rows, some row for a negative number; what lies beyond a row
+// is some of its columns. No branch between the loads: they would wait for each other.
+template <class Layout, class T, int kCount>
+__device__ __forceinline__ void fetch_rows(uint4 (&words)[kCount], const Layout& lanes,
+                                           const Rows<const T>& rows,
+                                           const int (&numbers)[kCount]) {
+  if (rows.aligned) {
+    const T* column = rows.data + (lanes.column() < rows.width ? lanes.column() : 0);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      words[i] = *reinterpret_cast<const uint4*>(column + max(numbers[i], 0) * rows.pitch);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    words[i] = load_chunk(rows.row(max(numbers[i], 0)), lanes.column(), rows.width);
+}
+
+// A block per cluster. A group of lanes has kBatch members at a time, lane i the i-th one's number;
+// keys and values of all of them are on their way together. Warps meet at the end only.
 template <class T, int kDim>
-__global__ void __launch_bounds__(kSummaryThreads)
+__global__ void __launch_bounds__(kSummaryThreads, 2)
     summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
   await_previous();
   using Layout = RowLanes<T, kDim>;
-  __shared__ float logits[kSummaryThreads], sums[kSummaryWarps][kDim];
+  constexpr int kBatch = 8, kChunk = kSummaryThreads / Layout::kLanes * kBatch;
+  __shared__ float sums[kSummaryWarps][kDim], shifts[kSummaryWarps], totals[kSummaryWarps];
   const CastShape& shape = args.shape;
   const int cluster = static_cast<int>(blockIdx.x % shape.clusters);
   const int head = static_cast<int>(blockIdx.x / shape.clusters % shape.H);
@@ -49,63 +72,78 @@ __global__ void __launch_bounds__(kSummaryThreads)
       shape.D);
   typename Layout::Floats sum{};
   float shift = -INFINITY, total = 0.0f;
-  for (int first = 0; first < shape.width; first += kSummaryThreads) {
-    const int count = min(kSummaryThreads, shape.width - first);
-    const int token = static_cast<int>(threadIdx.x) < count ? list[first + threadIdx.x] : -1;
-    __syncthreads();  // logits are free
-    lanes.for_rows(count, [&](int r) {
-      const int row = list[first + r];
-      const float dot = row < 0 ? 0.0f : lanes.dot(surrogate, lanes.load(keys, row));
-      if (lanes.first()) logits[r] = dot;
-    });
-    __syncthreads();
-    const float logit = token < 0
-                            ? -INFINITY
-                            : shape.scale * gate_factor(shape, -gates[token]) * logits[threadIdx.x];
-    float weight = 0.0f, factor = 1.0f;
-    if (shape.laplace) {
-      if (token >= 0) weight = laplace(logit);
-    } else {
-      const float largest = fmaxf(shift, block_max<kSummaryThreads>(logit));
-      if (largest > -INFINITY) {
-        factor = expf(shift - largest);
-        weight = expf(logit - largest);
-      }
-      shift = largest;
-      total = total * factor + block_sum<kSummaryThreads>(weight);
+  for (int first = 0; first < shape.width; first += kChunk) {
+    const int own = first + lanes.group * kBatch + lanes.lane;
+    const int token = lanes.lane < kBatch && own < shape.width ? list[own] : -1;
+    const float factor = token < 0 ? 0.0f : shape.scale * gate_factor(shape, -gates[token]);
+    int tokens[kBatch];
+    uint4 k[kBatch] = {}, v[kBatch] = {};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) tokens[i] = __shfl_sync(~0u, token, i, Layout::kLanes);
+    if (list[first] >= 0) {  // lists are filled from the front
+      fetch_rows(k, lanes, keys, tokens);
+      fetch_rows(v, lanes, values, tokens);
     }
-    logits[threadIdx.x] = weight;
-    __syncthreads();
-    sum.scale(factor);
-    lanes.for_rows(count, [&](int r) {
-      const int row = list[first + r];
-      if (row >= 0) lanes.add(sum, logits[r], lanes.load(values, row));
-    });
+    float logits[kBatch], largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float logit = lanes.dot(surrogate, Layout::to_floats(k[i])) *
+                          __shfl_sync(~0u, factor, i, Layout::kLanes);
+      logits[i] = tokens[i] < 0 ? -INFINITY : logit;
+      largest = fmaxf(largest, logits[i]);
+    }
+    float rescale = 1.0f;
+    if (!shape.laplace) {
+#pragma unroll
+      for (int step = Layout::kLanes; step < 32; step *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      largest = fmaxf(shift, largest);
+      if (largest > -INFINITY) rescale = expf(shift - largest);
+      shift = largest;
+    }
+    sum.scale(rescale);
+    total *= rescale;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (tokens[i] < 0) continue;
+      const float weight = shape.laplace ? laplace(logits[i]) : expf(logits[i] - shift);
+      total += weight;
+      lanes.add(sum, weight, Layout::to_floats(v[i]));
+    }
+  }
+#pragma unroll
+  for (int step = Layout::kLanes; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+  if (threadIdx.x % 32 == 0) {
+    shifts[threadIdx.x / 32] = shift;
+    totals[threadIdx.x / 32] = total;
   }
   lanes.template fold<kSummaryWarps>(sum, sums);
+  // The warps' parts, to one shift.
+  float factors[kSummaryWarps], largest = -INFINITY;
+  total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kSummaryWarps; ++w) largest = fmaxf(largest, shifts[w]);
+#pragma unroll
+  for (int w = 0; w < kSummaryWarps; ++w) {
+    factors[w] = shape.laplace ? 1.0f : shifts[w] > -INFINITY ? expf(shifts[w] - largest) : 0.0f;
+    total = fmaf(totals[w], factors[w], total);
+  }
+  const float inverse = shape.laplace ? 1.0f : total > 0.0f ? 1.0f / total : 0.0f;
   const std::int64_t number = shape.cluster(item, head, cluster);
   for (int d = threadIdx.x; d < shape.D; d += kSummaryThreads) {
     float value = 0.0f;
-    for (int w = 0; w < kSummaryWarps; ++w) value += sums[w][d];
-    if (!shape.laplace) value = total > 0.0f ? value / total : 0.0f;
-    args.saved.summary[number * shape.D + d] = value;
+#pragma unroll
+    for (int w = 0; w < kSummaryWarps; ++w) value = fmaf(sums[w][d], factors[w], value);
+    value *= inverse;
+    const std::int64_t place = number * shape.D + d;
+    args.saved.summary[place] = value;
+    if (!args.summaries) continue;
+    args.summaries[place] = from_float<T>(value);
+    if (item == 0) args.surrogates[place] = from_float<T>(shape.surrogates[place]);
   }
   if (!shape.laplace && threadIdx.x == 0)
-    args.saved.summary_lse[number] = total > 0.0f ? shift + logf(total) : -INFINITY;
+    args.saved.summary_lse[number] = total > 0.0f ? largest + logf(total) : -INFINITY;
 }
-
-template <class T>
-struct MixArgs {
-  CastShape shape;
-  TokenSlots slots;
-  KeyChunks tiles;
-  Tensor4<const T> q;
-  Tensor4<T> out;
-  const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
-  const float* inner;               // (slots, D)
-  const float* summary_lse;         // (items, H, C), or null
-  float* lse;                       // (B, H, N), or null
-};
 
 // Weights of the rows of a warp, base 2. The shift follows the largest logit only when that is far
 // above it, so that sums are hardly ever rescaled.
@@ -286,14 +324,19 @@ const void* cast_rounded(DType dtype, const float* from, std::int64_t count, Are
 }
 
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
-                    cudaStream_t stream) {
+                    void* rounded, cudaStream_t stream) {
   const dim3 grid(
       static_cast<unsigned>(static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters));
   if (grid.x == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const SummaryArgs<T> args{shape, saved, tensor4<const T>(call.k),
-                              tensor4<const T>(call.inputs.v)};
+    T* table = static_cast<T*>(rounded);
+    const SummaryArgs<T> args{shape,
+                              saved,
+                              tensor4<const T>(call.k),
+                              tensor4<const T>(call.inputs.v),
+                              table,
+                              table ? table + call.H * shape.clusters * call.Dk : nullptr};
     dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       launch_early("cast summaries", summary_kernel<T, decltype(width)::value>, grid,
                    kSummaryThreads, 0, stream, args);
@@ -305,23 +348,25 @@ void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForwa
               cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    MixArgs<T> args{shape,
+                    pass.slots,
+                    {},
+                    tensor4<const T>(call.inputs.q),
+                    tensor4<T>(pass.out),
+                    static_cast<const T*>(pass.surrogates),
+                    static_cast<const T*>(pass.summaries),
+                    pass.inner,
+                    pass.saved.summary_lse,
+                    pass.saved.combine_lse};
+    if constexpr (sizeof(T) == 2)
+      if (on_hopper() && mix_suits_sm90a(args)) return mix_sm90a(args, stream);
     dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, false>;
-      const KeyChunks tiles = token_tiles(shape, Mix::kRows);
-      if (tiles.slots == 0) return;
-      const MixArgs<T> args{shape,
-                            pass.slots,
-                            tiles,
-                            tensor4<const T>(call.inputs.q),
-                            tensor4<T>(pass.out),
-                            static_cast<const T*>(pass.surrogates),
-                            static_cast<const T*>(pass.summaries),
-                            pass.inner,
-                            pass.saved.summary_lse,
-                            pass.saved.combine_lse};
+      args.tiles = token_tiles(shape, Mix::kRows);
+      if (args.tiles.slots == 0) return;
       launch_early("cast mix", mix_kernel<T, kDim>,
-                   dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H)),
+                   dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(shape.H)),
                    Mix::kThreads, Mix::kBytes, stream, args);
     });
   });

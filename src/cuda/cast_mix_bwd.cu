@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
     const float total = quad_sum(delta[i / 2][i % 2]);
     const int row = mix.row(i / 2, i % 2);
     const std::int64_t place = shape.row(tile.keys, mix.head) + mix.token(row);
-    if (mix.lane % 4 == 0 && mix.there(row)) pass.delta[place] = total + pass.facts[place].w;
+    if (mix.lane % 4 == 0 && mix.there(row)) pass.delta[place] = total + pass.facts[place].z;
   }
 }
 

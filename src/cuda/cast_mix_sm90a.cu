@@ -23,7 +23,7 @@ struct MixProducts {
   const Stages& stages;
   const MixRun& run;
   RowSoftmax softmax[2];
-  float exponent[2], inverse[2];  // factor of the logits
+  float exponent[2];  // factor of the logits
   float out[kDim / 64][32];
   std::uint32_t q[kDim / 16][4];
   std::uint32_t queries;
@@ -43,16 +43,17 @@ struct MixProducts {
     for (int half = 0; half < 2; ++half) {
       const int own = row + 8 * half;
       exponent[half] = stages.facts(turn, 0)[own];
-      inverse[half] = __fdividef(1.0f, exponent[half]);
       softmax[half].shift = stages.facts(turn, 1)[own];
       softmax[half].sum = 0.0f;
+    }
 #pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const float2 two = *reinterpret_cast<const float2*>(
-            stages.sums(turn, own, 2 * j + threadIdx.x % 4 / 2) + threadIdx.x % 2 * 2);
-        out[j / 8][j % 8 * 4 + 2 * half] = two.x;
-        out[j / 8][j % 8 * 4 + 2 * half + 1] = two.y;
-      }
+    for (int j = 0; j < kDim / 8; ++j) {
+      const float4 four = *stages.sums(turn, j);
+      float* to = out[j / 8] + j % 8 * 4;
+      to[0] = four.x;
+      to[1] = four.y;
+      to[2] = four.z;
+      to[3] = four.w;
     }
     const std::uint32_t sign = args.shape.scale < 0.0f ? 0x80008000u : 0u;
 #pragma unroll
@@ -97,7 +98,10 @@ struct MixProducts {
       for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
     }
   }
-  __device__ void weigh(float (&s)[32], int tile) {
+  // Weights as left factors. The shift stays while no weight is large; else, or where there is none
+  // yet, they are computed again.
+  __device__ void weigh(std::uint32_t (&p)[4][4], float (&s)[32], int tile) {
+    constexpr float kLarge = 8192.0f;  // two weights are far from the largest f16
     const unsigned long long bits = stages.bits()[tile];
     if (bits != ~0ull) {
       __syncwarp();  // keeps the compiler from doing this for all tiles
@@ -106,13 +110,25 @@ struct MixProducts {
       for (int i = 0; i < 32; ++i)
         if (!(own >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
     }
-    bool above = softmax[0].shift == -INFINITY || softmax[1].shift == -INFINITY;
-    const float limits[2] = {softmax[0].limit(inverse[0]), softmax[1].limit(inverse[1])};
+    float sums[2];
+#pragma unroll 1
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      sums[0] = sums[1] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) above |= s[i] > limits[i / 2 % 2];
-    if (__any_sync(~0u, above)) rescale(s);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = softmax[i / 2 % 2].weight(s[i], exponent[i / 2 % 2]);
+      for (int i = 0; i < 16; ++i) {
+        const int half = i % 2;
+        const float low = exp2_approximate(fmaf(s[2 * i], exponent[half], -softmax[half].shift));
+        const float high =
+            exp2_approximate(fmaf(s[2 * i + 1], exponent[half], -softmax[half].shift));
+        sums[half] += low + high;
+        p[i / 4][i % 4] = pack2<T>(low, high);
+      }
+      const bool fine = sums[0] <= kLarge && sums[1] <= kLarge;
+      if (attempt == 1 || __all_sync(~0u, fine)) break;
+      rescale(s);
+    }
+    softmax[0].sum += sums[0];
+    softmax[1].sum += sums[1];
   }
   __device__ void sum_clusters() {
     float s[32];
@@ -124,9 +140,7 @@ struct MixProducts {
     wgmma_settle(s);
 #pragma unroll 1
     for (int tile = 0; tile < stages.tiles; ++tile) {
-      weigh(s, tile);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
+      weigh(p, s, tile);
       wgmma_fence();
       add_products(p, tile);
       scores(s, min(tile + 1, stages.tiles - 1));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The scores of CAST's clusters (cast_select.h) on Hopper, where one block can hold all clusters:
+// The scores of CAST's clusters (cast_select.h) on Hopper, where one block can hold all clusters
+// and weights are softmaxes:
 // 64 tokens against up to 256 clusters, queries by one warpgroup and keys by another, while a third
 // one loads. Two blocks side by side share the surrogates: each fetches half of them for both. At
 // the end the softmaxes are complete, and only their mix is written.
@@ -86,28 +87,30 @@ __device__ __forceinline__ unsigned pair_rank() {
 __device__ __forceinline__ void pair_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// The same where nothing but barriers was written.
+__device__ __forceinline__ void pair_start() {
+  asm volatile(
+      "fence.mbarrier_init.release.cluster;\n"
+      "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+          : "memory");
+}
 // Arrives at the barrier of one of the pair's blocks.
 __device__ __forceinline__ void pair_arrive(std::uint32_t barrier, int block) {
   asm volatile(
       "{.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier),
       "r"(block)
-      : "memory");
-}
-__device__ __forceinline__ void pair_wait(std::uint32_t barrier, int parity) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again;}" ::"r"(barrier),
-      "r"(parity)
       : "memory");
 }
 // Bytes that copies will bring, besides an arrival.
 __device__ __forceinline__ void expect_bytes(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+// An arrival once this thread's copies by cp.async are there.
+__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 // To the same place in both blocks; each one's barrier counts.
 __device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from, int bytes,
@@ -140,10 +143,9 @@ struct ScoreStages {
   __device__ static int phase(int step) { return step / kStages & 1; }
   __device__ void init() const {
     if (threadIdx.x < kStages) {
-      mbarrier_init(full(threadIdx.x), kWarpgroup / 32 + 1);
+      mbarrier_init(full(threadIdx.x), kWarpgroup + 1);
       mbarrier_init(free(threadIdx.x), kPair * 2 * kWarpgroup / 32);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
@@ -168,37 +170,34 @@ struct ScoreBlock {
 
   // By the third warpgroup.
   __device__ void load() const {
-    constexpr int kLate = 2;  // steps between the start of loads and their end
     const CastShape& shape = args.scores.shape;
     const int half = static_cast<int>(pair_rank()) * (Stages::kTable / kPair);
-    for (int step = 0; step < steps + kLate; ++step) {
-      if (step < steps) {
-        if (step >= Stages::kStages) pair_wait(stages.free(step), Stages::phase(step) ^ 1);
-        const int head = list_head + step / chunks, column = step % chunks * kDepth;
-        if (threadIdx.x % kWarpgroup == 0) {
-          expect_bytes(stages.full(step), Stages::kTable);
-          copy_to_pair(
-              stages.table(step) + half,
-              reinterpret_cast<const unsigned char*>(args.surrogates) +
-                  (static_cast<std::int64_t>(head) * chunks + step % chunks) * Stages::kTable +
-                  half,
-              Stages::kTable / kPair, stages.full(step));
-        }
-        const auto load_side = [&](int side, Rows<const T> rows) {
-          rows.data += column;
-          rows.width -= column;
-          load_tile<kRows, kWarpgroup>(Tile<T, 64>{stages.tokens(step, side)}, rows, tile.begin,
-                                       tile.end - tile.begin);
-        };
-        load_side(0, args.q.rows(tile.keys.batch, head, tile.keys.begin));
-        load_side(1, args.k.rows(tile.keys.batch, head / shape.group, tile.keys.begin));
+    for (int step = 0; step < steps; ++step) {
+      if (step >= Stages::kStages) mbarrier_wait(stages.free(step), Stages::phase(step) ^ 1);
+      const int head = list_head + step / chunks, column = step % chunks * kDepth;
+      if (threadIdx.x % kWarpgroup == 0) {
+        expect_bytes(stages.full(step), Stages::kTable);
+        copy_to_pair(
+            stages.table(step) + half,
+            reinterpret_cast<const unsigned char*>(args.surrogates) +
+                (static_cast<std::int64_t>(head) * chunks + step % chunks) * Stages::kTable + half,
+            Stages::kTable / kPair, stages.full(step));
       }
-      cp_async_commit();
-      cp_async_wait<kLate>();
-      if (step < kLate) continue;
-      fence_async_proxy();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(stages.full(step - kLate));
+      const auto load_side = [&](int side, Rows<const T> rows) {
+        rows.data += column;
+        rows.width -= column;
+        load_tile<kRows, kWarpgroup>(Tile<T, 64>{stages.tokens(step, side)}, rows, tile.begin,
+                                     tile.end - tile.begin);
+      };
+      load_side(0, args.q.rows(tile.keys.batch, head, tile.keys.begin));
+      load_side(1, args.k.rows(tile.keys.batch, head / shape.group, tile.keys.begin));
+      if (args.q.aligned && args.k.aligned) {
+        arrive_after_copies(stages.full(step));
+      } else {
+        cp_async_wait<0>();  // one of them may be aligned
+        fence_async_proxy();
+        mbarrier_arrive(stages.full(step));
+      }
     }
   }
 
@@ -206,7 +205,8 @@ struct ScoreBlock {
   template <int kTiles, int kCount>
   __device__ __forceinline__ void multiply(float (&sums)[kTiles][kCount], int side) const {
     for (int step = 0; step < steps; ++step) {
-      pair_wait(stages.full(step), Stages::phase(step));
+      mbarrier_wait(stages.full(step), Stages::phase(step));
+      fence_async_proxy();
       const std::uint64_t a = matrix_descriptor(stages.tokens(step, side));
       const std::uint64_t b = matrix_descriptor(stages.table(step));
       wgmma_fence();
@@ -251,11 +251,6 @@ struct ScoreBlock {
             body(sums[t][j / 2 * 4 + 2 * half + j % 2]);
         }
       };
-      if (shape.laplace) {
-        const float open = gate_sigmoid(gate), factor = side == 0 ? open : 1.0f - open;
-        visit([&](float& value) { value = factor * laplace(value); });
-        continue;
-      }
       float largest = -INFINITY, sum = 0.0f;
       visit([&](float& value) { largest = fmaxf(largest, value); });
       largest = quad_max(largest);
@@ -316,7 +311,7 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kClust
   extern __shared__ __align__(1024) unsigned char memory[];
   const ScoreBlock<T, kClusters> block(args, shared_address(memory));
   block.stages.init();
-  pair_sync();
+  pair_start();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (group == 2) {
     block.load();

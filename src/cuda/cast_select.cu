@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/device/await.cuh"
+#include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -212,21 +213,25 @@ __global__ void norms_kernel(CastScores scores, const float2* partials, float2* 
   norms[number] = make_float2(lse[0] + softplus(-gate), lse[1] + softplus(gate));
 }
 
-// How affinities are kept: `stored` units at a time.
+// How affinities or scores are kept: `stored` units at a time.
 struct SelectPlan {
+  bool scored;  // scores only
   int blocks, units, stored;
 
   SelectPlan(const CastParams& params, const AttentionCall& call, const CastShape& shape)
-      : blocks((shape.clusters + kUnitClusters - 1) / kUnitClusters),
+      : scored(call.inputs.q.dtype != DType::f32 && !shape.laplace &&
+               shape.clusters <= kMostScored && on_hopper()),
+        blocks((shape.clusters + kUnitClusters - 1) / kUnitClusters),
         units(blocks * shape.list_heads) {
-    // As much memory as the inner outputs will take, or as the queries. With `single` a list head's
-    // clusters must be there together.
-    const std::int64_t unit = 2ll * kUnitClusters * call.B * call.N;
+    // As much memory as the inner outputs will take, or as the queries.
+    const std::int64_t unit = sides() * kUnitClusters * call.B * call.N;
     const std::int64_t room = std::max(shape.slots(), call.B * call.H * call.N) * call.Dk /
                               std::max(unit, std::int64_t{1});
     stored = static_cast<int>(std::clamp<std::int64_t>(room, 1, units));
-    if (params.mode == CastMode::single) stored = std::max(stored / blocks, 1) * blocks;
+    // A list head's clusters must be there together.
+    if (scored || params.mode == CastMode::single) stored = std::max(stored / blocks, 1) * blocks;
   }
+  int sides() const { return scored ? 1 : 2; }
 };
 
 }  // namespace
@@ -236,21 +241,32 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const CastShape shape = cast_shape(params, call, members);
   const SelectPlan plan(params, call, shape);
   const std::int64_t rows = call.B * call.N;
-  float* affinities = arena.take<float>(2ll * plan.stored * kUnitClusters * rows);
-  float2* norms = arena.take<float2>(shape.list_heads * rows);
-  float2* partials = shape.laplace ? nullptr : arena.take<float2>(4ll * plan.units * rows);
-  const void* surrogates = cast_rounded(call.inputs.q.dtype, shape.surrogates,
-                                        call.H * params.clusters * call.Dk, arena, stream);
+  const bool norms_wanted = !plan.scored, softmax = !shape.laplace;
+  float* affinities = arena.take<float>(plan.sides() * static_cast<std::int64_t>(plan.stored) *
+                                        kUnitClusters * rows);
+  float2* norms = norms_wanted ? arena.take<float2>(shape.list_heads * rows) : nullptr;
+  float2* partials =
+      norms_wanted && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
+  void* table = plan.scored ? arena.take<std::uint16_t>(call.H * kMostScored * 128) : nullptr;
+  const void* surrogates = plan.scored
+                               ? nullptr
+                               : cast_rounded(call.inputs.q.dtype, shape.surrogates,
+                                              call.H * params.clusters * call.Dk, arena, stream);
   const bool single = params.mode == CastMode::single;
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);
   if (!affinities || rows == 0 || shape.items == 0) return;
-  CastScores scores{shape, plan.blocks, 0, 2, affinities, norms};
+  CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
   const KeyChunks tiles = token_tiles(shape, kTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
+      if (plan.scored) {
+        if constexpr (sizeof(T) == 2)
+          scores_sm90a<T>(scores, call, first / plan.blocks, units / plan.blocks, table, stream);
+        return;
+      }
       const AffinityArgs<T> args{scores,
                                  tiles,
                                  static_cast<unsigned>(units),
@@ -264,13 +280,14 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
                    kThreads, kStages * AffinityStage<T>::kBytes, stream, args);
     });
   };
-  const bool once = plan.stored == plan.units;
-  if (once || !shape.laplace) multiply(0, plan.units, once, !shape.laplace);
+  const bool once = !plan.scored && plan.stored == plan.units;
+  if (once || partials) multiply(0, plan.units, once, softmax);
   constexpr int kNormThreads = 256;
-  launch_early(
-      "cast norms", norms_kernel,
-      dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
-      kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
+  if (norms)
+    launch_early(
+        "cast norms", norms_kernel,
+        dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
+        kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
   for (int first = 0; first < plan.units; first += plan.stored) {
     const int units = std::min(plan.stored, plan.units - first);
     if (!once) multiply(first, units, true, false);

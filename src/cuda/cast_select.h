@@ -131,8 +131,8 @@ __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMe
   }
 }
 
-// Scores by Hopper's warpgroup products for up to this many clusters and some list heads; 16-bit
-// types only. The table has room for the surrogates with the clusters filled up.
+// Scores by Hopper's warpgroup products for up to this many clusters and some list heads; softmax
+// and 16-bit types only. The table has room for the surrogates with the clusters filled up.
 // cast_scores_sm90a.cu
 constexpr int kMostScored = 256;
 template <class T>

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: MIT
-// The centroids of routing on the GPU: their moving average and the commitment loss. A warp
-// normalises a row at a time; sums run in an order that is given by the rows alone.
+// The centroids of routing on the GPU: their moving average and the commitment loss. Neighbouring
+// lanes normalise a row; sums run in an order that is given by the rows alone.
 #include <algorithm>
 
 #include "core/arena.h"
-#include "cuda/device/element.cuh"
-#include "cuda/device/problem.cuh"
-#include "cuda/device/warp.cuh"
+#include "cuda/device/row_lanes.cuh"
 #include "cuda/entry.h"
 #include "cuda/launch.h"
 #include "cuda/refusal.h"
@@ -17,10 +15,18 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kColumns = kMaxHeadDim / 32;  // of a row, per lane: lane, lane + 32, ...
-constexpr float kVarianceFloor = 1e-6f;     // src/cpu/normalise.cc
-constexpr double kSmoothing = 1e-5;         // src/cpu/centroid_update.cc
-constexpr int kPartials = 1024;             // of the loss
+constexpr double kSmoothing = 1e-5;  // src/cpu/centroid_update.cc
+constexpr int kPartials = 1024;      // of the loss
+
+template <class T>
+using Lanes = RowLanes<T, kMaxHeadDim>;
+template <class T>
+constexpr int kGroups = kThreads / Lanes<T>::kLanes;  // of lanes: rows of a block at a time
+
+template <class T>
+__device__ __forceinline__ int group_number() {
+  return static_cast<int>(threadIdx.x) / Lanes<T>::kLanes;
+}
 
 // Tokens (B, H, N, D), their clusters (B, H, N) and centroids (Hc, C, D).
 template <class T>
@@ -55,45 +61,6 @@ Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const Tenso
           static_cast<int>(centroids.size(1))};
 }
 
-// A row over the lanes of a warp; columns beyond the row's width are 0.
-struct LaneRow {
-  float value[kColumns];
-
-  template <class T>
-  __device__ static LaneRow load(const T* row, int width) {
-    LaneRow lane_row;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      const int column = 32 * i + threadIdx.x % 32;
-      lane_row.value[i] = column < width ? to_float(row[column]) : 0.0f;
-    }
-    return lane_row;
-  }
-  __device__ float sum() const {
-    float part = 0;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) part += value[i];
-    return warp_sum(part);
-  }
-  __device__ float dot(const LaneRow& other) const {
-    float part = 0;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) part = fmaf(value[i], other.value[i], part);
-    return warp_sum(part);
-  }
-  // To mean 0 and variance 1; returns 1 / sigma.
-  __device__ float normalise(int width) {
-    const float mean = sum() / width;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i)
-      value[i] = 32 * i + static_cast<int>(threadIdx.x) % 32 < width ? value[i] - mean : 0.0f;
-    const float inverse = rsqrtf(dot(*this) / width + kVarianceFloor);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) value[i] *= inverse;
-    return inverse;
-  }
-};
-
 // The rows of one cluster, 256 tokens at a time: this thread's token of a chunk, or -1.
 template <class T, class Visit>
 __device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Visit visit) {
@@ -123,17 +90,17 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // sums <- decay sums + (1 - decay) sum of normalised members; centroids of clusters with members
-// become sums over smoothed counts. One block per cluster; the warps share the members.
+// become sums over smoothed counts. One block per cluster; groups of lanes share the members.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     move_centroids(Tokens<T> tokens, double decay, const float* counts, float* sums,
                    float* centroids) {
   __shared__ int listed[kThreads];
   __shared__ int ahead[kWarps];  // members of the chunk in earlier warps
-  __shared__ double partial[kWarps][kMaxHeadDim];
+  __shared__ double partial[kGroups<T>][kMaxHeadDim];
   const int cluster = blockIdx.x, owner = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = tokens.x.width;
-  double sum[kColumns] = {};
+  double sum[Lanes<T>::kVector] = {};
   int members = 0;
   for_members(tokens, owner, cluster, [&](int batch, int head, int row) {
     const unsigned found = __ballot_sync(~0u, row >= 0);
@@ -145,17 +112,20 @@ __global__ void __launch_bounds__(kThreads)
     if (row >= 0) listed[place] = row;
     __syncthreads();
     const Rows<const T> rows = tokens.x.rows(batch, head, 0);
-    for (int m = warp; m < total; m += kWarps) {
-      LaneRow y = LaneRow::load(rows.row(listed[m]), width);
-      y.normalise(width);
+    for (int first = 0; first < total; first += kGroups<T>) {
+      const int m = first + group_number<T>();
+      typename Lanes<T>::Values y;
+      Lanes<T>::load(rows, m < total ? listed[m] : 0, m < total, y);
+      Lanes<T>::normalise(width, y);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) sum[i] += y.value[i];
+      for (int i = 0; i < Lanes<T>::kVector; ++i) sum[i] += y[i];
     }
     members += total;
     __syncthreads();
   });
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) partial[warp][32 * i + lane] = sum[i];
+  for (int i = 0; i < Lanes<T>::kVector; ++i)
+    partial[group_number<T>()][Lanes<T>::column() + i] = sum[i];
   __syncthreads();
   double total = 0;
   for (int c = 0; c < tokens.clusters; ++c) total += counts[owner * tokens.clusters + c];
@@ -164,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
       (counts[cell] + kSmoothing) / (total + tokens.clusters * kSmoothing) * total;
   for (int column = threadIdx.x; column < width; column += kThreads) {
     double batch = 0;
-    for (int w = 0; w < kWarps; ++w) batch += partial[w][column];
+    for (int group = 0; group < kGroups<T>; ++group) batch += partial[group][column];
     float& old = sums[cell * width + column];
     const double moved = decay * old + (1 - decay) * batch;
     old = static_cast<float>(moved);
@@ -172,16 +142,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls visit(batch, head, row of the batch entry) for every valid token, one per warp.
+// Calls visit(batch, head, row of the batch entry, there) for every token, one per group of lanes;
+// `there` is false for padding, and the lanes of a warp come together.
 template <class T, class Visit>
 __device__ void for_tokens(const Tokens<T>& tokens, Visit visit) {
   const std::int64_t total = static_cast<std::int64_t>(tokens.batches) * tokens.heads * tokens.rows;
-  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kWarps;
-  for (std::int64_t t = blockIdx.x * kWarps + threadIdx.x / 32; t < total; t += warps) {
-    const int row = static_cast<int>(t % tokens.rows);
-    const int head = static_cast<int>(t / tokens.rows % tokens.heads);
-    const int batch = static_cast<int>(t / tokens.rows / tokens.heads);
-    if (tokens.spans.item_of(batch, row, tokens.items) >= 0) visit(batch, head, row);
+  for (std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups<T>; first < total;
+       first += static_cast<std::int64_t>(gridDim.x) * kGroups<T>) {
+    const std::int64_t token = first + group_number<T>();
+    const int row = static_cast<int>(token % tokens.rows);
+    const int head = static_cast<int>(token / tokens.rows % tokens.heads);
+    const int batch = static_cast<int>(token / tokens.rows / tokens.heads);
+    visit(batch, head, row, token < total && tokens.spans.item_of(batch, row, tokens.items) >= 0);
   }
 }
 
@@ -189,37 +161,36 @@ __device__ void for_tokens(const Tokens<T>& tokens, Visit visit) {
 // checked: they are clamped.
 template <class T>
 struct Difference {
-  LaneRow y, difference;
+  typename Lanes<T>::Values y, difference;
   float inverse;
 
   __device__ Difference(const Tokens<T>& tokens, const float* centroids, int batch, int head,
-                        int row) {
+                        int row, bool there) {
     const int width = tokens.x.width;
-    const int label = min(max(tokens.label(batch, head, row), 0), tokens.clusters - 1);
-    y = LaneRow::load(tokens.x.rows(batch, head, 0).row(row), width);
-    inverse = y.normalise(width);
-    difference = LaneRow::load(
-        centroids +
-            (static_cast<std::int64_t>(tokens.owner(head)) * tokens.clusters + label) * width,
-        width);
+    const int label = there ? min(max(tokens.label(batch, head, row), 0), tokens.clusters - 1) : 0;
+    Lanes<T>::load(tokens.x.rows(there ? batch : 0, there ? head : 0, 0), row, there, y);
+    inverse = Lanes<T>::normalise(width, y);
+    const std::int64_t owner = there ? tokens.owner(head) : 0;
+    Lanes<T>::load_floats(centroids + (owner * tokens.clusters + label) * width, width, difference);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) difference.value[i] = y.value[i] - difference.value[i];
+    for (int i = 0; i < Lanes<T>::kVector; ++i) difference[i] = y[i] - difference[i];
   }
 };
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     add_differences(Tokens<T> tokens, const float* centroids, double* partials) {
-  __shared__ double parts[kWarps];
+  __shared__ double parts[kGroups<T>];
   double sum = 0;
-  for_tokens(tokens, [&](int batch, int head, int row) {
-    const Difference<T> token(tokens, centroids, batch, head, row);
-    sum += token.difference.dot(token.difference);
+  for_tokens(tokens, [&](int batch, int head, int row, bool there) {
+    const Difference<T> token(tokens, centroids, batch, head, row, there);
+    const float squares = Lanes<T>::dot(token.difference, token.difference);
+    if (there) sum += squares;
   });
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+  if (Lanes<T>::column() == 0) parts[group_number<T>()] = sum;
   __syncthreads();
   if (threadIdx.x > 0) return;
-  for (int w = 1; w < kWarps; ++w) sum += parts[w];
+  for (int group = 1; group < kGroups<T>; ++group) sum += parts[group];
   partials[blockIdx.x] = sum;
 }
 
@@ -239,18 +210,18 @@ __global__ void __launch_bounds__(kThreads)
   const int width = tokens.x.width;
   const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
   const float factor = static_cast<float>(2 * weight / elements);
-  for_tokens(tokens, [&](int batch, int head, int row) {
-    const Difference<T> token(tokens, centroids, batch, head, row);
-    const float mean = token.difference.sum() / width;
-    const float along = token.difference.dot(token.y) / width;
-    T* to = dx.rows(batch, head, 0).row(row);
-    for (int i = 0; i < kColumns; ++i) {
-      const int column = 32 * i + threadIdx.x % 32;
-      if (column >= width) continue;
-      const float gradient =
-          (token.difference.value[i] - mean - token.y.value[i] * along) * token.inverse;
-      to[column] = from_float<T>(to_float(to[column]) + factor * gradient);
-    }
+  for_tokens(tokens, [&](int batch, int head, int row, bool there) {
+    Difference<T> token(tokens, centroids, batch, head, row, there);
+    const float mean = Lanes<T>::total(token.difference) / static_cast<float>(width);
+    const float along = Lanes<T>::dot(token.difference, token.y) / static_cast<float>(width);
+    if (!there) return;
+    typename Lanes<T>::Values sum;
+    const Rows<T> to = dx.rows(batch, head, 0);
+    Lanes<T>::load({to.data, to.pitch, to.width, to.aligned}, row, true, sum);
+#pragma unroll
+    for (int i = 0; i < Lanes<T>::kVector; ++i)
+      sum[i] += factor * (token.difference[i] - mean - token.y[i] * along) * token.inverse;
+    Lanes<T>::store(to, row, sum);
   });
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/cluster_sums.h"
 #include "cuda/hamming.h"
 #include "cuda/hash.h"
+#include "cuda/key_kmeans.h"
 #include "cuda/key_metric.h"
 #include "cuda/launch.h"
 #include "cuda/nearest.h"
@@ -16,6 +17,7 @@ namespace {
 
 struct Outputs {
   std::int32_t *labels = nullptr, *order = nullptr, *offsets = nullptr;
+  ClusterExtra extra;
 };
 
 // 3 launches: planes, codes, k-means.
@@ -32,11 +34,21 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
                  buffers, stream);
 }
 
-// 3 launches, and 3 more for each iteration: sums of clusters, centroids, labels.
+// Two launches where key_kmeans serves. Else 3, and 3 more for each iteration: sums of clusters,
+// centroids, labels.
 void key_metric_clusters(const ClusteringParams& params, const AttentionCall& call,
                          const Outputs& out, Arena& arena, cudaStream_t stream) {
   const ClusterShape shape = cluster_shape(call, params.clusters);
   const KeyMetricBuffers metric(arena, call, params.clusters);
+  if (key_kmeans_serves(call, shape)) {
+    const KeyKMeansBuffers buffers(arena, shape);
+    if (!metric.centroids) return;
+    key_covariance(call, metric, {buffers.arrivals, buffers.teams}, stream);
+    return key_kmeans(call, shape, metric, buffers,
+                      {static_cast<int>(params.iterations) + 1, out.labels, out.order, out.offsets,
+                       out.extra.means, out.extra.zeroed},
+                      stream);
+  }
   const NearestBuffers nearest(arena, shape, params.iterations + 1);
   // The sums may overwrite the centroids: those of empty clusters, which are kept, have none.
   const ClusterSums sums =
@@ -69,9 +81,14 @@ std::int64_t cluster_workspace_bytes(const ClusteringParams& params, const Atten
   return arena.used();
 }
 
+bool clusters_with_means(const ClusteringParams& params, const AttentionCall& call) {
+  return params.method == Clustering::keys &&
+         key_kmeans_serves(call, cluster_shape(call, params.clusters));
+}
+
 void cluster_queries(const ClusteringParams& params, const AttentionCall& call,
                      const TensorView& labels, const TensorView& order, const TensorView& offsets,
-                     void* workspace, cudaStream_t stream) {
+                     void* workspace, cudaStream_t stream, const ClusterExtra& extra) {
   if (call.num_items() == 0) {  // all rows are padding
     for (const TensorView* rows : {&labels, &order})
       COTERIE_CUDA(cudaMemsetAsync(rows->data, 0xff,
@@ -83,7 +100,7 @@ void cluster_queries(const ClusteringParams& params, const AttentionCall& call,
   Arena arena(call.op.c_str(), {workspace, bytes, stream}, bytes);
   cluster(params, call,
           {static_cast<std::int32_t*>(labels.data), static_cast<std::int32_t*>(order.data),
-           static_cast<std::int32_t*>(offsets.data)},
+           static_cast<std::int32_t*>(offsets.data), extra},
           arena, stream);
 }
 

@@ -46,22 +46,20 @@ struct ClusteredSizes {
 // only counts it launches nothing, so that the same function tells how much it needs. `tensors` may
 // be empty then.
 
-// Counters of the selection, which an earlier kernel sets to zero.
-struct SelectArrivals {
-  unsigned* data = nullptr;
-  std::int64_t count = 0;
-
-  SelectArrivals(Arena& arena, const AttentionCall& call, const ClusteredSizes& sizes);
-};
+// Counters of the teams of blocks of the next two stages, which an earlier kernel sets to zero: how
+// many they need.
+std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
+std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
 
 // top_keys from the centroids (f32, (items, H, C, Dk)) and the keys. attend_centroid_select.cu
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
-                     const ClusteredTensors& tensors, const SelectArrivals& arrivals, Arena& arena,
+                     const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
                      cudaStream_t stream);
 
 // centroid_lse, out and (with top keys) mass from the centroids. attend_centroid_fwd.cu
 void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                      const ClusteredTensors& tensors, Arena& arena, cudaStream_t stream);
+                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
+                      cudaStream_t stream);
 
 // Rows of `out` and lse: attention over the cluster's top keys (causal: those not after the query),
 // or the cluster's row.

@@ -34,7 +34,7 @@ constexpr float kLog2E = 1.44269504088896f;
 // (device/units.cuh). A cluster of n members has ceil(n / kUnitRows) of them, consecutive numbers.
 constexpr int kUnitBits = 10, kUnitRows = 1 << kUnitBits;
 
-// Slots of top keys that a block keeps on the chip.
+// Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
 struct BackwardShape {
@@ -42,6 +42,7 @@ struct BackwardShape {
   QueryTiles units;      // of a head
   int pitch;             // of scratch rows: the head dim padded to one of kHeadDims
   bool sm90a;            // the kernels of *_sm90a.cu serve this call
+  bool fused;            // centroid_gradients_sm90a serves this call
   KeyChunks chunks;      // of the keys, for the gradients of the means
   KeyChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;
@@ -76,8 +77,8 @@ struct BackwardScratch {
   float* mean_slices;  // (splits, rows, pitch)
   float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
   float *top_ds, *top_weight;  // (rows, topk): corrections of dS and A for top keys
-  float* inner;                // (B, H, N): e_i
-  T* slots;                    // (H, units, topk, 2, pitch): dk and dv of the top keys of a unit
+  // (H, units, topk, pitch / 16, 2, 16): dk and dv of the top keys of a unit, 16 columns by turns
+  T* slots;
 };
 
 template <class T>
@@ -89,11 +90,19 @@ struct BackwardArgs {
   Tensor4<T> dq, dk, dv;  // data is null when absent
 };
 
-// The stages, in order. Each is instantiated for float, __nv_bfloat16 and __half.
+// The stages, in order. Each is instantiated for float, __nv_bfloat16 and __half. The first one
+// waits for all that was launched before it, then lets the next one start: those behind it may read
+// inputs and saved tensors before they wait (device/early.cuh).
 
-// unit_dout, unit_dmass and inner. attend_segment_bwd.cu
+// unit_dout, unit_dmass, slots, and dq as far as the top keys go. attend_member_bwd.cu
 template <class T>
-void segment_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+// mean, dout, row_lse, row_delta, and what the centroid kernels get wrong: top_*; in the end, what
+// the mean adds to dq. attend_cluster_bwd.cu
+template <class T>
+void cluster_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+template <class T>
+void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. attend_centroid_bwd.cu
 template <class T>
 void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
@@ -101,13 +110,16 @@ template <class T>
 void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // The same by Hopper's warpgroup products, for 16-bit types and pitches of 64 and 128.
 // attend_key_bwd_sm90a.cu, attend_mean_bwd_sm90a.cu
+constexpr int kMeanRows = 128;  // centroids of a block of the latter
 template <class T>
 void centroid_key_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
 template <class T>
 void centroid_mean_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// dq and slots. attend_topk_bwd.cu
+// Both in one, for a pitch of 64 and at most kFusedCentroids of a key head.
+// attend_centroid_bwd_sm90a.cu
+constexpr int kFusedCentroids = 256;
 template <class T>
-void topk_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
 // Adds the slots to dk and dv. fold.cu
 template <class T>
 void fold_slots(const BackwardArgs<T>& args, cudaStream_t stream);

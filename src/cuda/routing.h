@@ -10,6 +10,7 @@
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/mechanism.h"
+#include "cuda/device/splits.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/device/zero.cuh"
 #include "cuda/lists.h"
@@ -28,6 +29,13 @@ struct RoutingSide {
 RoutingSide query_side(const AttentionCall& call, std::int64_t clusters);
 RoutingSide key_side(const AttentionCall& call, std::int64_t clusters);
 
+// The rows of items cut in tiles, of which some are empty. A tile belongs to one item.
+inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
+  const int per_item = (spans.rows + rows - 1) / rows;
+  if (spans.cu_seqlens) return {rows, 0, items, items > 0 ? items + spans.rows / rows : 0};
+  return {rows, per_item, items, items * per_item};
+}
+
 // Mean and 1 / sqrt(variance + 1e-6) of every row, zeros in padding; the same bits for a row
 // wherever it stands. `keys` is null where keys are the queries. routing_rows.cu
 void row_statistics(const AttentionCall& call, const RoutingSide& queries, const RoutingSide* keys,
@@ -36,30 +44,22 @@ void row_statistics(const AttentionCall& call, const RoutingSide& queries, const
 // Centroids (Hkv, C, Dk) less their means, in rows of `pitch`: for rows y of zero mean
 // y . centroid = x . centred / sigma.
 struct CentredCentroids {
-  float* rows = nullptr;     // (Hkv, C, pitch), zeros beyond Dk
-  float* columns = nullptr;  // (Hkv, pitch, C)
-  int pitch = 0, clusters = 0;
-  // For bf16 rows: two bf16 parts of every element (device/row_fragments.cuh), C padded to `padded`
-  // by zeros, and the sums of absolute values.
-  void* table = nullptr;   // (Hkv, padded) columns
+  float* rows = nullptr;   // (Hkv, C, pitch), zeros beyond Dk
   float* norms = nullptr;  // (Hkv, C)
-  int padded = 0;
+  int pitch = 0, clusters = 0;
+  float* columns = nullptr;  // for balanced: (Hkv, pitch, C)
+  int padded = 0;            // C up to the next multiple of 16
 
   CentredCentroids() = default;
-  CentredCentroids(Arena& arena, const AttentionCall& call, std::int64_t clusters);
+  CentredCentroids(Arena& arena, const AttentionCall& call, std::int64_t clusters,
+                   Membership membership);
 };
 // The kernel also zeroes words for later ones.
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,
                       const ZeroedWords& zeroed, cudaStream_t stream);
 
-// Words that a selection needs to be zero.
-struct SelectCounters {
-  ZeroedWords words;
-  unsigned* arrivals = nullptr;  // for as many teams as there are problems
-  std::int32_t *open_queries = nullptr, *open_keys = nullptr;  // (B, H), (B, key_heads)
-
-  SelectCounters(Arena& arena, const AttentionCall& call);
-};
+// Counters for as many teams as there are problems, to be zeroed.
+ZeroedWords team_counters(Arena& arena, const AttentionCall& call);
 
 // The nearest clusters of every row, `per_row` of them: score descending, then lower cluster; NaN
 // ranks last. Scores are sums over Dk in ascending order, in fp32: what a row gets depends on the
@@ -70,24 +70,10 @@ struct NearestClusters {
   int per_row = 1;
 };
 
-// Of all rows. routing_nearest.cu
+// By sums alone. routing_nearest.cu
 void nearest_exact(const AttentionCall& call, const RoutingSide& side,
                    const CentredCentroids& centroids, const NearestClusters& nearest, Arena& arena,
                    cudaStream_t stream);
-
-// The first cluster of bf16 rows by tensor cores, with an error that is bounded: labels that are
-// certain, and lists of the rows that are open, in any order. `keys` may be null. routing_scan.cu
-struct ScanSide {
-  RoutingSide side;
-  std::int32_t* labels;      // (B, heads, rows)
-  std::int32_t* open_count;  // (B, heads), zero before
-  std::int32_t* open;        // (B, heads, rows)
-};
-void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
-                  const ScanSide& queries, const ScanSide* keys, cudaStream_t stream);
-// Labels of the open rows. routing_nearest.cu
-void nearest_open(const AttentionCall& call, const CentredCentroids& centroids,
-                  const ScanSide& queries, const ScanSide* keys, cudaStream_t stream);
 
 // order (B, heads, rows * per_row) and offsets (items, heads, C + 1): pairs (row, cluster) by
 // cluster, then row. routing_runs.cu
@@ -105,11 +91,25 @@ struct SortSide {
 void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals, Arena& arena,
                cudaStream_t stream);
 
+// The first cluster of bf16 rows by tensor cores, which leave few rows and centroids to sum, and
+// the statistics of these rows and their runs where they are wanted. For Hopper, and as many
+// clusters as shared memory holds. `keys` may be null. routing_scan_sm90a.cu
+struct ScanSide {
+  RoutingSide side;        // its statistics are written where there is room, except in padding
+  std::int32_t* labels;    // (B, heads, rows)
+  RoutingRuns runs, copy;  // optional
+};
+bool scan_fits(const AttentionCall& call, std::int64_t clusters);
+void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
+                  const ScanSide& queries, const ScanSide* keys, unsigned* arrivals, Arena& arena,
+                  cudaStream_t stream);
+
 // What the runs of queries and keys imply (strict form).
 struct RunEnds {
   int per_row = 1;                   // slots of a query
-  std::int32_t* ends = nullptr;      // by query slot: keys of its cluster that are not after it
-  std::uint8_t* own_row = nullptr;   // (B, H, N): kDropOwnKey, kAddOwnKey
+  std::int32_t* ends = nullptr;      // by query slot: keys of its cluster that are not after it;
+                                     // none where runs are shared, they are the ranks + 1
+  std::uint8_t* own_row = nullptr;   // optional (B, H, N): kDropOwnKey, kAddOwnKey
   std::uint8_t* own_slot = nullptr;  // with several slots of a query: what own_row is made of
 
   RunEnds() = default;
@@ -140,10 +140,10 @@ struct CandidateRun {
   int width;
   CandidateLists lists;
 };
-// Runs without capacity are left out. `zeroed` is one more word to be zero.
+// Runs without capacity are left out. The first kernel also zeroes words for later ones.
 void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
-                     const CandidateRun& queries, const CandidateRun& keys, std::int32_t* zeroed,
-                     cudaStream_t stream);
+                     const CandidateRun& queries, const CandidateRun& keys,
+                     const ZeroedWords& zeroed, cudaStream_t stream);
 
 // members (items, heads, C, width): the `width` best rows of every centroid, ascending, -1 beyond
 // them. routing_top.cu

@@ -17,33 +17,44 @@ namespace {
 
 using Element = __nv_bfloat16;
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kBins = 1024;
 constexpr int kChunkRows = 64 * 1024;  // rows that are sorted at a time, a bit each
 
 // Shared memory of a block, for lists of up to `capacity` candidates.
 struct ChooseMemory {
-  CandidateKey* keys;    // [capacity] of close candidates
+  // One after the other: bins [kBins] of the scores, keys [capacity] of close candidates, a bit for
+  // every row, as 4 * `vectors` words.
+  unsigned char* shared;
   float* score;          // [capacity] of all candidates, less the threshold
   std::int32_t* row;     // [capacity]
   std::int32_t* chosen;  // [width]
-  std::uint32_t* bits;   // [kChunkRows / 32] or as many as there are rows, a multiple of 8
-  int words;
+  int vectors;
 
-  __device__ ChooseMemory(unsigned char* memory, int capacity, int bit_words)
-      : keys(reinterpret_cast<CandidateKey*>(memory)),
-        score(reinterpret_cast<float*>(keys + capacity)),
+  __device__ ChooseMemory(unsigned char* memory, int bytes, int capacity, int bit_vectors)
+      : shared(memory),
+        score(reinterpret_cast<float*>(memory + bytes)),
         row(reinterpret_cast<std::int32_t*>(score + capacity)),
-        bits(reinterpret_cast<std::uint32_t*>(row + capacity)),
-        words(bit_words) {
-    chosen = reinterpret_cast<std::int32_t*>(bits + bit_words);
+        chosen(row + capacity),
+        vectors(bit_vectors) {}
+
+  __device__ int* bins() const { return reinterpret_cast<int*>(shared); }
+  __device__ CandidateKey* keys() const { return reinterpret_cast<CandidateKey*>(shared); }
+  __device__ uint4* bits() const { return reinterpret_cast<uint4*>(shared); }
+};
+
+struct ChooseSizes {
+  int capacity, width, vectors;
+
+  // Of the memory that is used for several things.
+  __host__ __device__ int shared_bytes() const {
+    const int bins = kBins * 4, keys = capacity * 8, bits = vectors * 16;
+    return bins > keys ? (bins > bits ? bins : bits) : (keys > bits ? keys : bits);
+  }
+  std::size_t bytes() const {
+    return static_cast<std::size_t>(shared_bytes() + capacity * 8 + width * 4);
   }
 };
-std::size_t choose_bytes(int capacity, int width, int bit_words) {
-  return static_cast<std::size_t>(capacity) * 16 +
-         static_cast<std::size_t>(width + bit_words) * sizeof(std::int32_t);
-}
-int bit_words(int rows) { return (std::min(rows, kChunkRows) + 255) / 256 * 8; }
 
 // The largest `value` of the block; not negative.
 __device__ __forceinline__ float block_max(float value) {
@@ -85,8 +96,8 @@ struct Bounds {
 
 // From a histogram of the scores, all in [0, most].
 __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted, float most) {
-  __shared__ int bins[kBins];
   __shared__ int found;
+  int* bins = memory.bins();
   constexpr int kEach = kBins / kThreads;
   const float factor = most > 0.0f ? static_cast<float>(kBins) / most : 0.0f;
   for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
@@ -112,24 +123,35 @@ __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted,
 // Writes `count` distinct rows in ascending order: a bit for each row, chunk by chunk.
 __device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
                                 std::int32_t* members) {
+  auto* words = reinterpret_cast<std::uint32_t*>(memory.bits());
   int place = 0;
   for (int first = 0; first < rows; first += kChunkRows) {
-    for (int i = threadIdx.x; i < memory.words; i += kThreads) memory.bits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < memory.vectors; i += kThreads)
+      memory.bits()[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += kThreads) {
       const int row = memory.chosen[i] - first;
-      if (row >= 0 && row < kChunkRows) atomicOr(&memory.bits[row / 32], 1u << row % 32);
+      if (row >= 0 && row < kChunkRows) atomicOr(&words[row / 32], 1u << row % 32);
     }
     __syncthreads();
-    const int each = (memory.words + kThreads - 1) / kThreads;
-    const int begin = min(static_cast<int>(threadIdx.x) * each, memory.words);
-    const int end = min(begin + each, memory.words);
+    const int each = (memory.vectors + kThreads - 1) / kThreads;
+    const int begin = min(static_cast<int>(threadIdx.x) * each, memory.vectors);
+    const int end = min(begin + each, memory.vectors);
     int mine = 0;
-    for (int i = begin; i < end; ++i) mine += __popc(memory.bits[i]);
+    for (int i = begin; i < end; ++i) {
+      const uint4 four = memory.bits()[i];
+      mine += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    }
     int at = block_exclusive_scan(mine, place);
-    for (int i = begin; i < end; ++i)
-      for (std::uint32_t left = memory.bits[i]; left; left &= left - 1)
-        members[at++] = first + 32 * i + __ffs(static_cast<int>(left)) - 1;
+    if (mine == 0) continue;
+    for (int i = begin; i < end; ++i) {
+      const uint4 four = memory.bits()[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        for (std::uint32_t left = (&four.x)[j]; left; left &= left - 1)
+          members[at++] = first + 128 * i + 32 * j + __ffs(static_cast<int>(left)) - 1;
+    }
   }
 }
 
@@ -137,7 +159,7 @@ __device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
 template <int kWidth>
 __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& list,
                        const ChooseMemory& memory) {
-  __shared__ int taken, close;
+  __shared__ int places;  // taken so far: members, and << 16 close candidates
   const CandidateLists& candidates = list.side.candidates;
   const int count = candidates.capacity ? candidates.count[list.number] : 0;
   const int wanted = list.wanted;
@@ -151,34 +173,37 @@ __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& lis
     memory.row[i] = static_cast<std::int32_t>(entry.y);
     most = fmaxf(most, __uint_as_float(entry.x));
   }
-  if (threadIdx.x == 0) taken = close = 0;
+  if (threadIdx.x == 0) places = 0;
   const ExactScores<Element, kWidth> scores(list, args.centroids.pitch);
   const float error = score_error<kWidth>(scores);
   const Bounds bounds = find_bounds(memory, count, wanted, block_max(most));
   const float low = bounds.low - 2.0f * error, high = bounds.high + 2.0f * error;
-  if (!(low > 0.0f)) return false;        // rows below the threshold may be members
-  std::int32_t* close_rows = memory.row;  // in place: no entry moves up
-  for (int base = 0; base < count; base += kThreads) {
-    const int i = base + static_cast<int>(threadIdx.x);
+  if (!(low > 0.0f)) return false;     // rows below the threshold may be members
+  CandidateKey* keys = memory.keys();  // of close candidates: first their rows
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned before = (1u << lane) - 1;
+  for (int base = static_cast<int>(threadIdx.x) - lane; base < count; base += kThreads) {
+    const int i = base + lane;
     const float score = i < count ? memory.score[i] : -1.0f;
-    const int row = i < count ? memory.row[i] : 0;
-    __syncthreads();
-    if (score > high)
-      memory.chosen[atomicAdd(&taken, 1)] = row;
-    else if (score >= low)
-      close_rows[atomicAdd(&close, 1)] = row;
+    const unsigned in = __ballot_sync(~0u, score > high);
+    const unsigned near = __ballot_sync(~0u, score >= low) & ~in;
+    int place = lane == 0 ? atomicAdd(&places, __popc(in) | __popc(near) << 16) : 0;
+    place = __shfl_sync(~0u, place, 0);
+    if (in >> lane & 1) memory.chosen[(place & 0xffff) + __popc(in & before)] = memory.row[i];
+    if (near >> lane & 1)
+      keys[(place >> 16) + __popc(near & before)] = static_cast<CandidateKey>(memory.row[i]);
   }
   __syncthreads();
-  const int total = close, first = taken;
+  const int total = places >> 16, first = places & 0xffff;
   scores.template compute<kThreads>(
-      total, [&](int i) { return close_rows[i]; },
-      [&](int i, int row, float score) { memory.keys[i] = candidate_key(score, row); });
+      total, [&](int i) { return static_cast<int>(keys[i]); },
+      [&](int i, int row, float score) { keys[i] = candidate_key(score, row); });
   __syncthreads();
   for (int i = threadIdx.x; i < total; i += kThreads) {
-    const CandidateKey key = memory.keys[i];
+    const CandidateKey key = keys[i];
     int place = first;
 #pragma unroll 4
-    for (int j = 0; j < total; ++j) place += memory.keys[j] > key;
+    for (int j = 0; j < total; ++j) place += keys[j] > key;
     if (place < wanted) memory.chosen[place] = index_of(key);
   }
   __syncthreads();
@@ -188,13 +213,13 @@ __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& lis
 
 // A block per list.
 template <int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    choose_kernel(const __grid_constant__ TopArgs<Element> args, int capacity, int words) {
+__global__ void __launch_bounds__(kThreads, 8)
+    choose_kernel(const __grid_constant__ TopArgs<Element> args, ChooseSizes sizes) {
   await_previous();
   extern __shared__ __align__(16) unsigned char shared[];
   const TopList<Element> list(args, static_cast<int>(blockIdx.x));
   if (list.write_ends()) return;
-  const ChooseMemory memory(shared, capacity, words);
+  const ChooseMemory memory(shared, sizes.shared_bytes(), sizes.capacity, sizes.vectors);
   if (!choose<kWidth>(args, list, memory) && threadIdx.x == 0)
     args.open[atomicAdd(args.open_count, 1)] = static_cast<int>(blockIdx.x);
 }
@@ -203,18 +228,17 @@ __global__ void __launch_bounds__(kThreads)
 
 void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
                        cudaStream_t stream) {
-  int capacity = 0, width = 0, rows = 0;
+  ChooseSizes sizes{};
   for (const TopRows<Element>& side : args.sides) {
     if (side.lists == 0) continue;
-    capacity = std::max(capacity, side.candidates.capacity);
-    width = std::max(width, side.width);
-    rows = std::max(rows, side.shape.rows);
+    sizes.capacity = std::max(sizes.capacity, side.candidates.capacity);
+    sizes.width = std::max(sizes.width, side.width);
+    sizes.vectors = std::max(sizes.vectors, (std::min(side.shape.rows, kChunkRows) + 127) / 128);
   }
-  const int words = bit_words(rows);
   dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
     launch_early("choose_candidates", choose_kernel<decltype(dim)::value>,
                  dim3(static_cast<unsigned>(args.sides[0].lists + args.sides[1].lists)), kThreads,
-                 choose_bytes(capacity, width, words), stream, args, capacity, words);
+                 sizes.bytes(), stream, args, sizes);
   });
 }
 

@@ -34,7 +34,6 @@ struct RoutingNearestArgs {
   NearestClusters out;
   int choice;     // number of this choice of a row; the ones before it are known
   float* scores;  // (B, heads, rows): of the choice before, and then of this one
-  const std::int32_t *open_count, *open;  // lists of rows, see ScanSide; null: all rows
 };
 
 // Element d of row r goes to shared[d * kPitch + r]. load(r, d) gives it.
@@ -46,18 +45,23 @@ __device__ __forceinline__ void stage_transposed(float* shared, int width, const
   }
 }
 
-// The clusters of up to kRowTile rows of a batch entry and head: row_of[r], r < count.
+// The clusters of up to kRowTile rows of an item and head. A block per tile.
 template <class T>
-__device__ void nearest_tile(const RoutingNearestArgs<T>& args, int batch, int head,
-                             const std::int32_t* row_of, int count, float* rows) {
+__global__ void __launch_bounds__(kThreads)
+    nearest_rows_kernel(const __grid_constant__ RoutingNearestArgs<T> args) {
+  await_previous();
+  extern __shared__ float4 shared[];
+  const KeyChunk tile = args.tiles.find(args.shape.q, blockIdx.x);
+  const int head = static_cast<int>(blockIdx.y), count = tile.end - tile.begin;
+  if (count <= 0) return;
+  auto* rows = reinterpret_cast<float*>(shared);
   const int pitch = args.centroids.pitch, clusters = args.shape.clusters;
   float* columns = rows + pitch * kPitch;  // both (pitch, kPitch)
-  const Rows<const T> x = args.x.rows(batch, head, 0);
+  const Rows<const T> x = args.x.rows(tile.keys.batch, head, tile.keys.begin + tile.begin);
   stage_transposed<kRowTile>(rows, pitch, [&](int r, int d) {
-    return r < count && d < x.width ? to_float(x.row(row_of[r])[d]) : 0.0f;
+    return r < count && d < x.width ? to_float(x.row(r)[d]) : 0.0f;
   });
-  const std::int64_t start =
-      (static_cast<std::int64_t>(batch) * args.shape.heads + head) * args.shape.rows;
+  const std::int64_t start = args.shape.start(tile.keys, head) + tile.begin;
   const int tx = static_cast<int>(threadIdx.x) % 8, ty = static_cast<int>(threadIdx.x) / 8;
   Choice last[4], best[4];
 #pragma unroll
@@ -66,8 +70,8 @@ __device__ void nearest_tile(const RoutingNearestArgs<T>& args, int batch, int h
     last[i] = {INFINITY, -1};
     best[i] = {-INFINITY, -1};
     if (args.choice > 0 && r < count)
-      last[i] = {args.scores[start + row_of[r]],
-                 args.out.clusters[(start + row_of[r]) * args.out.per_row + args.choice - 1]};
+      last[i] = {args.scores[start + r],
+                 args.out.clusters[(start + r) * args.out.per_row + args.choice - 1]};
   }
   const float* centroids =
       args.centroids.rows + static_cast<std::int64_t>(head / args.shape.group) * clusters * pitch;
@@ -113,61 +117,12 @@ __device__ void nearest_tile(const RoutingNearestArgs<T>& args, int batch, int h
     }
     const int r = 4 * ty + i;
     if (tx != 0 || r >= count) continue;
-    const std::int64_t row = start + row_of[r];
+    const std::int64_t row = start + r;
     if (args.choice == 0) args.out.labels[row] = best[i].cluster;
     if (args.out.per_row == 1) continue;
     args.out.clusters[row * args.out.per_row + args.choice] = best[i].cluster;
     args.scores[row] = best[i].score;
   }
-}
-
-// All rows: a block per tile of an item and head.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    nearest_rows_kernel(const __grid_constant__ RoutingNearestArgs<T> args) {
-  await_previous();
-  extern __shared__ float4 shared[];
-  __shared__ std::int32_t row_of[kRowTile];
-  const KeyChunk tile = args.tiles.find(args.shape.q, blockIdx.x);
-  if (tile.begin >= tile.end) return;
-  for (int r = threadIdx.x; r < kRowTile; r += kThreads)
-    row_of[r] = tile.keys.begin + tile.begin + r;
-  __syncthreads();
-  nearest_tile(args, tile.keys.batch, static_cast<int>(blockIdx.y), row_of, tile.end - tile.begin,
-               reinterpret_cast<float*>(shared));
-}
-
-// Lists of rows: blocks (x, y, z) share that of head y, of both sides in turn, of batch entry z.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    nearest_open_kernel(const __grid_constant__ RoutingNearestArgs<T> queries,
-                        const __grid_constant__ RoutingNearestArgs<T> keys) {
-  await_previous();
-  extern __shared__ float4 shared[];
-  __shared__ std::int32_t row_of[kRowTile];
-  const bool second = static_cast<int>(blockIdx.y) >= queries.shape.heads;
-  const RoutingNearestArgs<T>& args = second ? keys : queries;
-  const int head = static_cast<int>(blockIdx.y) - (second ? queries.shape.heads : 0);
-  const int batch = static_cast<int>(blockIdx.z);
-  const std::int64_t list = static_cast<std::int64_t>(batch) * args.shape.heads + head;
-  const int count = args.open_count[list];
-  const std::int32_t* rows = args.open + list * args.shape.rows;
-  for (int first = static_cast<int>(blockIdx.x) * kRowTile; first < count;
-       first += static_cast<int>(gridDim.x) * kRowTile) {
-    __syncthreads();
-    for (int r = threadIdx.x; r < kRowTile && first + r < count; r += kThreads)
-      row_of[r] = rows[first + r];
-    __syncthreads();
-    nearest_tile(args, batch, head, row_of, min(kRowTile, count - first),
-                 reinterpret_cast<float*>(shared));
-  }
-}
-
-KeyChunks row_tiles(const RoutingSide& side) {
-  const int per_item = (side.shape.rows + kRowTile - 1) / kRowTile;
-  if (side.shape.q.cu_seqlens)
-    return {kRowTile, 0, side.shape.items, side.shape.items + side.shape.rows / kRowTile};
-  return {kRowTile, per_item, side.shape.items, side.shape.items * per_item};
 }
 
 std::size_t tile_bytes(const CentredCentroids& centroids) {
@@ -180,7 +135,7 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
                    const CentredCentroids& centroids, const NearestClusters& nearest, Arena& arena,
                    cudaStream_t stream) {
   float* scores = nearest.per_row > 1 ? arena.take<float>(side.count()) : nullptr;
-  const KeyChunks tiles = row_tiles(side);
+  const KeyChunks tiles = row_tiles(side.shape.q, side.shape.items, kRowTile);
   if (!nearest.labels || side.count() == 0) return;
   COTERIE_CUDA(cudaMemsetAsync(
       nearest.labels, 0xff, static_cast<std::size_t>(side.count()) * sizeof(std::int32_t), stream));
@@ -188,36 +143,13 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
   dispatch_element(call.op, side.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     RoutingNearestArgs<T> args{
-        side.shape, tensor4<const T>(side.rows), tiles, centroids, nearest, 0, scores, {}, {}};
+        side.shape, tensor4<const T>(side.rows), tiles, centroids, nearest, 0, scores};
     for (args.choice = 0; args.choice < nearest.per_row; ++args.choice)
       launch_early(
           "nearest_rows", nearest_rows_kernel<T>,
           dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(side.shape.heads)),
           kThreads, tile_bytes(centroids), stream, args);
   });
-}
-
-void nearest_open(const AttentionCall& call, const CentredCentroids& centroids,
-                  const ScanSide& queries, const ScanSide* keys, cudaStream_t stream) {
-  using T = __nv_bfloat16;
-  const int rows = std::max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
-  const int heads = queries.side.shape.heads + (keys ? keys->side.shape.heads : 0);
-  if (call.B * rows == 0) return;
-  const auto args = [&](const ScanSide& scan) {
-    RoutingNearestArgs<T> own{};
-    own.shape = scan.side.shape;
-    own.x = tensor4<const T>(scan.side.rows);
-    own.centroids = centroids;
-    own.out.labels = scan.labels;
-    own.open_count = scan.open_count;
-    own.open = scan.open;
-    return own;
-  };
-  constexpr int kBlocks = 16;  // of a list; few rows are in one
-  const dim3 grid(static_cast<unsigned>(std::min((rows - 1) / kRowTile + 1, kBlocks)),
-                  static_cast<unsigned>(heads), static_cast<unsigned>(call.B));
-  launch_early("nearest_open", nearest_open_kernel<T>, grid, kThreads, tile_bytes(centroids),
-               stream, args(queries), keys ? args(*keys) : RoutingNearestArgs<T>{});
 }
 
 }  // namespace coterie::cuda

@@ -2,7 +2,8 @@
 // Strict routing: pairs (row, cluster) sorted by cluster, and what the runs of queries and keys
 // imply for a query: how many keys of its cluster are not after it, and what becomes of its own.
 #include "cuda/device/await.cuh"
-#include "cuda/device/group.cuh"
+#include "cuda/device/routing_sort.cuh"
+#include "cuda/device/splits.cuh"
 #include "cuda/launch.h"
 #include "cuda/routing.h"
 
@@ -12,51 +13,12 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 
-struct SortProblems {
-  ClusterShape shape;  // of rows
-  const std::int32_t* clusters;
-  int per_row;
-  RoutingRuns runs, copy;
-};
-
 struct SortArgs {
   SortProblems sides[2];
   Teams teams;
   std::int32_t* histograms;
   int shared_words;
 };
-
-// Sorts one problem; `range` of it is this block's.
-__device__ void sort_problem(const SortArgs& args, const SortProblems& side, int number, int turn,
-                             Team& team, std::int32_t* shared) {
-  const ClusterShape& shape = side.shape;
-  const int item = number / shape.heads, head = number % shape.heads, m = side.per_row;
-  const ItemSpan span = shape.q.span(item);
-  const std::int64_t start = shape.start(span, head) * m;
-  const std::int64_t starts = static_cast<std::int64_t>(number) * (shape.clusters + 1);
-  std::int32_t* order = side.runs.order + start;
-  const RowRange range = team.share(span.length * m);
-  group_rows(
-      team, range,
-      {side.clusters + start, order, side.runs.offsets + starts,
-       histograms_of(args.histograms, args.teams, team, turn, shape.clusters), shape.clusters},
-      shared, args.shared_words);
-  if (!shape.q.cu_seqlens || item + 1 == shape.items)
-    for (int i = span.length * m + team.rank * kThreads + threadIdx.x;
-         i < (shape.rows - span.begin) * m; i += team.size * kThreads) {
-      order[i] = -1;
-      if (side.copy.order) side.copy.order[start + i] = -1;
-    }
-  if (m == 1 && !side.copy.order) return;
-  team.sync();
-  for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads) {
-    if (m > 1) order[i] /= m;
-    if (side.copy.order) side.copy.order[start + i] = order[i];
-  }
-  if (side.copy.order && team.rank == 0)
-    for (int c = threadIdx.x; c <= shape.clusters; c += kThreads)
-      side.copy.offsets[starts + c] = side.runs.offsets[starts + c];
-}
 
 // Teams work on the problems of both sides, as group_kernel of group.cu.
 __global__ void __launch_bounds__(kThreads, 1)
@@ -66,17 +28,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int queries = args.sides[0].shape.problems();
   const int problems = queries + args.sides[1].shape.problems();
   int turn = 0;
-  for (int number = team.number; number < problems; number += args.teams.count, turn ^= 1)
-    if (number < queries)
-      sort_problem(args, args.sides[0], number, turn, team, shared);
-    else
-      sort_problem(args, args.sides[1], number - queries, turn, team, shared);
+  for (int number = team.number; number < problems; number += args.teams.count, turn ^= 1) {
+    const bool keys = number >= queries;
+    const SortProblems& side = args.sides[keys];
+    sort_problem(side, keys ? number - queries : number, team,
+                 histograms_of(args.histograms, args.teams, team, turn, side.shape.clusters),
+                 shared, args.shared_words);
+  }
 }
+
+constexpr int kEndThreads = 256, kFewRows = 256, kManyRows = 1024;
+constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // that are searched in shared memory
 
 struct EndArgs {
   ItemSpans spans;
+  KeyChunks tiles;  // of kFewRows or kManyRows queries
   int items, heads, group, clusters, window, per_row;
-  const std::int32_t *q_order, *q_offsets, *k_order, *k_offsets;
+  RoutingRuns q, k;
   bool same;  // the runs of queries are those of keys
   bool demote, include_self;
   RunEnds out;
@@ -104,52 +72,83 @@ __device__ __forceinline__ std::uint8_t own_key(const EndArgs& args, int keys, b
   return args.include_self && !demoted ? kAddOwnKey : 0;
 }
 
-// A thread per query slot.
-__global__ void __launch_bounds__(kThreads) run_ends_kernel(EndArgs args) {
+// Numbers in global memory, or a copy of them in shared memory, counted from `first` there.
+struct Numbers {
+  const std::int32_t* data;
+  int first;
+
+  // Copies [begin, end) if they fit. By all threads, which then synchronise.
+  __device__ void stage(std::int32_t* shared, int room, int begin, int end) {
+    if (end - begin > room) return;
+    for (int i = begin + threadIdx.x; i < end; i += kEndThreads) shared[i - begin] = data[i];
+    data = shared;
+    first = begin;
+  }
+  __device__ const std::int32_t* from(int i) const { return data + (i - first); }
+};
+
+// A block per tile of queries; a thread takes a slot at a time.
+__global__ void __launch_bounds__(kEndThreads)
+    run_ends_kernel(const __grid_constant__ EndArgs args) {
   await_previous();
-  const SequenceSpans& q = args.spans.q;
-  const std::int64_t per_head = static_cast<std::int64_t>(q.rows) * args.per_row;
-  const std::int64_t place = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int head = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
-  if (place >= per_head) return;
-  const std::int64_t block = static_cast<std::int64_t>(batch) * args.heads + head;
-  const int item = q.item_of(batch, static_cast<int>(place / args.per_row), args.items);
-  if (item < 0) {
-    if (args.per_row == 1) args.out.own_row[block * q.rows + place] = 0;
-    return;
-  }
-  const ItemSpan span = q.span(item), keys = args.spans.k.span(item);
-  const std::int32_t* starts =
-      args.q_offsets + (static_cast<std::int64_t>(item) * args.heads + head) * (args.clusters + 1);
-  const int pair = static_cast<int>(place - static_cast<std::int64_t>(span.begin) * args.per_row);
-  const int cluster = upper_bound(starts, args.clusters + 1, pair) - 1;
-  const int row = args.q_order[block * per_head + place];
-  const int position = row + keys.length - span.length;
-  int end = pair - starts[cluster] + 1;
-  bool own = true;
+  __shared__ std::int32_t q_starts[kStagedStarts], k_starts[kStagedStarts], k_rows[kStagedKeys];
+  __shared__ int ends[2];
+  const KeyChunk tile = args.tiles.find(args.spans.q, blockIdx.x);
+  if (tile.begin >= tile.end) return;
+  const int head = static_cast<int>(blockIdx.y), clusters = args.clusters, m = args.per_row;
+  const int key_heads = args.heads / args.group, key_head = head / args.group;
+  const ItemSpan span = tile.keys, keys = args.spans.k.span(tile.item);
+  Numbers starts{
+      args.q.offsets + (static_cast<std::int64_t>(tile.item) * args.heads + head) * (clusters + 1),
+      0};
+  Numbers key_starts{
+      args.k.offsets +
+          (static_cast<std::int64_t>(tile.item) * key_heads + key_head) * (clusters + 1),
+      0};
+  Numbers rows{
+      args.k.order +
+          (static_cast<std::int64_t>(keys.batch) * key_heads + key_head) * args.spans.k.rows +
+          keys.begin,
+      0};
+  starts.stage(q_starts, kStagedStarts, 0, clusters + 1);
+  if (!args.same) key_starts.stage(k_starts, kStagedStarts, 0, clusters + 1);
+  __syncthreads();
+  const int first = tile.begin * m, end = tile.end * m;
+  // The clusters of the tile's first and last slot, found by a thread each.
+  if (threadIdx.x % 32 == 0 && threadIdx.x < 64)
+    ends[threadIdx.x / 32] =
+        upper_bound(starts.data, clusters + 1, threadIdx.x == 0 ? first : end - 1) - 1;
+  __syncthreads();
+  const int low = ends[0], high = ends[1];
   if (!args.same) {
-    const int key_heads = args.heads / args.group, key_head = head / args.group;
-    const std::int32_t* key_starts =
-        args.k_offsets +
-        (static_cast<std::int64_t>(item) * key_heads + key_head) * (args.clusters + 1) + cluster;
-    const std::int32_t* run =
-        args.k_order +
-        (static_cast<std::int64_t>(keys.batch) * key_heads + key_head) * args.spans.k.rows +
-        keys.begin + key_starts[0];
-    end = upper_bound(run, key_starts[1] - key_starts[0], position);
-    own = end > 0 && run[end - 1] == position;
+    rows.stage(k_rows, kStagedKeys, key_starts.data[low], key_starts.data[high + 1]);
+    __syncthreads();
   }
-  args.out.ends[block * per_head + place] = end;
-  const int seen = min(end, args.window);
-  if (args.per_row == 1)
-    args.out.own_row[block * q.rows + span.begin + row] = own_key(args, seen, own);
-  else
-    args.out.own_slot[block * per_head + place] =
-        static_cast<std::uint8_t>(min(seen, 2) | (own ? 4 : 0));
+  const std::int64_t block = static_cast<std::int64_t>(span.batch) * args.heads + head;
+  const std::int64_t slots = (block * args.spans.q.rows + span.begin) * m;
+  for (int slot = first + static_cast<int>(threadIdx.x); slot < end; slot += kEndThreads) {
+    const int row = args.q.order[slots + slot];
+    const int cluster = low + upper_bound(starts.data + low + 1, high - low, slot);
+    int sight = slot - starts.data[cluster] + 1;
+    bool own = true;
+    if (!args.same) {
+      const int position = row + keys.length - span.length, run = key_starts.data[cluster];
+      sight = upper_bound(rows.from(run), key_starts.data[cluster + 1] - run, position);
+      own = sight > 0 && rows.from(run)[sight - 1] == position;
+    }
+    if (args.out.ends) args.out.ends[slots + slot] = sight;
+    if (!args.out.own_row) continue;
+    const int seen = min(sight, args.window);
+    if (m == 1)
+      args.out.own_row[block * args.spans.q.rows + span.begin + row] = own_key(args, seen, own);
+    else
+      args.out.own_slot[slots + slot] = static_cast<std::uint8_t>(min(seen, 2) | (own ? 4 : 0));
+  }
 }
 
 // own_row from what the slots of a row see. A thread per row.
-__global__ void __launch_bounds__(kThreads) own_rows_kernel(EndArgs args, TokenSlots slots) {
+__global__ void __launch_bounds__(kThreads)
+    own_rows_kernel(const __grid_constant__ EndArgs args, TokenSlots slots) {
   await_previous();
   const SequenceSpans& q = args.spans.q;
   const int row = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
@@ -203,7 +202,8 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
 RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall& call)
     : per_row(static_cast<int>(std::min(params.queries_in, params.clusters))) {
   const std::int64_t rows = call.B * call.H * call.N;
-  ends = arena.take<std::int32_t>(rows * per_row);
+  if (!params.share_qk || per_row > 1) ends = arena.take<std::int32_t>(rows * per_row);
+  if (!params.include_self && params.self != SelfAttention::demote) return;
   own_row = arena.take<std::uint8_t>(rows);
   if (per_row > 1) own_slot = arena.take<std::uint8_t>(rows * per_row);
 }
@@ -211,30 +211,30 @@ RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall&
 void find_run_ends(const RoutingParams& params, const AttentionCall& call,
                    const RoutingRuns& queries, const RoutingRuns& keys, const TokenSlots* slots,
                    const RunEnds& ends, cudaStream_t stream) {
-  if (call.B * call.H * call.N == 0) return;
   EndArgs args{};
   args.spans = item_spans(call.inputs);
   args.items = static_cast<int>(call.num_items());
+  args.tiles = row_tiles(args.spans.q, args.items, call.N < 16 * kManyRows ? kFewRows : kManyRows);
   args.heads = static_cast<int>(call.H);
   args.group = static_cast<int>(call.H / call.key_heads);
   args.clusters = static_cast<int>(params.clusters);
   args.window = static_cast<int>(std::min(params.window, call.N + call.S));
   args.per_row = ends.per_row;
-  args.q_order = queries.order;
-  args.q_offsets = queries.offsets;
-  args.k_order = keys.order;
-  args.k_offsets = keys.offsets;
+  args.q = queries;
+  args.k = keys;
   args.same = params.share_qk && ends.per_row == 1;
   args.demote = params.self == SelfAttention::demote;
   args.include_self = params.include_self;
   args.out = ends;
-  const auto grid = [&](std::int64_t count) {
-    return dim3(static_cast<unsigned>((count + kThreads - 1) / kThreads),
-                static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
-  };
-  launch_early("run_ends", run_ends_kernel, grid(call.N * ends.per_row), kThreads, 0, stream, args);
-  if (ends.per_row > 1)
-    launch_early("own_rows", own_rows_kernel, grid(call.N), kThreads, 0, stream, args, *slots);
+  if (args.tiles.slots == 0) return;
+  launch_early("run_ends", run_ends_kernel,
+               dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(call.H)),
+               kEndThreads, 0, stream, args);
+  if (!ends.own_slot) return;
+  launch_early("own_rows", own_rows_kernel,
+               dim3(static_cast<unsigned>((call.N + kThreads - 1) / kThreads),
+                    static_cast<unsigned>(call.H), static_cast<unsigned>(call.B)),
+               kThreads, 0, stream, args, *slots);
 }
 
 }  // namespace coterie::cuda

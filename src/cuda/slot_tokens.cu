@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: MIT
 #include "cuda/slot_tokens.h"
 
+#include <algorithm>
+
 #include "cuda/device/await.cuh"
-#include "cuda/device/slot_tokens.cuh"
+#include "cuda/device/token_list.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 
 namespace {
+
+constexpr int kThreads = kListedTokens;
 
 __device__ __forceinline__ float weight_of(const SlotWeight& weight, int count) {
   // A token in no cluster has nothing to divide.
@@ -16,34 +20,37 @@ __device__ __forceinline__ float weight_of(const SlotWeight& weight, int count) 
 }
 
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kTokenThreads)
-    combine_kernel(SlotRows slots, SlotWeight weight, Tensor4<T> out) {
+__global__ void __launch_bounds__(kThreads, 4)
+    combine_kernel(const __grid_constant__ SlotRows slots, SlotWeight weight, Tensor4<T> out) {
   await_previous();
   using Lanes = RowLanes<T, kWidth>;
+  __shared__ TokenList tokens;
   const int head = static_cast<int>(blockIdx.y);
   const Rows<T> rows = out.rows(static_cast<int>(blockIdx.z), head, 0);
-  for_block_rows<Lanes::kLanes>(slots.tokens.spans.rows, [&](int place, bool there) {
-    const Token token(slots.tokens.spans, slots.tokens.items, place, there);
+  tokens.fill(slots.tokens, head, false);
+  tokens.template for_each<Lanes::kLanes>([&](int number, int part) {
     typename Lanes::Values sum = {};
-    const float factor = weight_of(weight, add_slots<Lanes>(slots, token, head, out.width, sum));
+    tokens.template add<Lanes>(slots, number, part, out.width, sum);
+    if (number < 0 || part > 0) return;
+    const float factor = weight_of(weight, tokens.count[number]);
 #pragma unroll
     for (int j = 0; j < Lanes::kVector; ++j) sum[j] *= factor;
-    if (there) Lanes::store(rows, place, sum);
+    Lanes::store(rows, tokens.row[number], sum);
   });
+  tokens.template clear<Lanes>(rows);
 }
 
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kThreads)
     slot_weights_kernel(TokenSlots slots, SlotWeight weight, float* weights) {
   await_previous();
-  for_block_rows<1>(slots.spans.rows, [&](int place, bool there) {
-    if (!there) return;
-    const Token token(slots.spans, slots.items, place, true);
-    const std::int64_t row =
-        (static_cast<std::int64_t>(blockIdx.z) * slots.heads + blockIdx.y) * slots.spans.rows +
-        place;
-    weights[row] = token.item < 0 ? 0.0f : weight_of(weight, slots.count[row]);
-  });
+  const int place = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (place >= slots.spans.rows) return;
+  const Token token(slots.spans, slots.items, place, true);
+  const std::int64_t row =
+      (static_cast<std::int64_t>(blockIdx.z) * slots.heads + blockIdx.y) * slots.spans.rows + place;
+  weights[row] = token.item < 0 ? 0.0f : weight_of(weight, slots.count[row]);
 }
+
 template <class T>
 struct GradientArgs {
   SlotRows first, second;
@@ -58,6 +65,17 @@ struct GradientArgs {
   SequenceSpans own_spans, query_spans;
   const RowStatistics* own_stats;
   float* products;  // (B, heads, rows)
+
+  // Whether a token's gradient is made of its slots of one head.
+  bool plain() const {
+    return first.tokens.heads == heads && !second.values && !own_factor && !products;
+  }
+};
+
+template <class T>
+struct GradientSet {
+  static constexpr int kMost = 3;
+  GradientArgs<T> gradient[kMost];
 };
 
 // Adds factor * row of the own keys of the query heads that belong to this head.
@@ -102,47 +120,119 @@ __device__ __forceinline__ void normalise_backward(const typename Lanes::Values&
   for (int j = 0; j < Lanes::kVector; ++j) dy[j] = (dy[j] - mean - y[j] * product) * inverse;
 }
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kTokenThreads)
-    token_gradients_kernel(const __grid_constant__ GradientArgs<T> args) {
+// Adds the rows of a token's slots of a head; where every token has one, that is `single`.
+template <class Lanes>
+__device__ __forceinline__ void add_slots(const SlotRows& slots, const Token& token, int head,
+                                          int single, int width, typename Lanes::Values& sum) {
+  const TokenSlots& tokens = slots.tokens;
+  const std::int64_t start = tokens.start(token.item, token.span, head);
+  SlotSet set{nullptr, &single, 1};
+  if (tokens.slots) {
+    const std::int64_t place = tokens.row(token.span, head, token.row);
+    set = {tokens.slots + start + tokens.first[place], nullptr, tokens.count[place]};
+  }
+  add_slot_rows<Lanes>(slots.values + start * width, set, width, sum);
+}
+
+// What else goes into a token's gradient than its slots of the first head: own keys, other heads,
+// second slots, and its product with the normalised row before these.
+template <class Lanes, class T>
+__device__ __forceinline__ void add_others(const GradientArgs<T>& args, int head, int place,
+                                           int single, int width, const typename Lanes::Values& y,
+                                           float* product, typename Lanes::Values& sum) {
+  const Token token(args.first.tokens.spans, args.first.tokens.items, place, place >= 0);
+  const auto add = [&](const SlotRows& slots, int skipped) {
+    const int sharing = slots.tokens.heads / args.heads;
+    for (int h = head * sharing + skipped; h < (head + 1) * sharing && place >= 0; ++h)
+      add_slots<Lanes>(slots, token, h, single, width, sum);
+  };
+  add(args.first, 1);
+  add_own<Lanes>(args, token, head, sum);
+  if (args.products) {
+    const float dot = Lanes::dot(y, sum);
+    if (place >= 0 && Lanes::column() == 0) *product = dot;
+  }
+  if (args.second.values) add(args.second, 0);
+}
+
+template <class T, int kWidth, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kPlain ? 4 : 3)
+    token_gradients_kernel(const __grid_constant__ GradientSet<T> set) {
   await_previous();
   using Lanes = RowLanes<T, kWidth>;
-  const SequenceSpans& spans = args.first.tokens.spans;
-  const int head = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
+  __shared__ TokenList tokens;
+  int number = 0, head = static_cast<int>(blockIdx.y);  // heads of all gradients in turn
+  while (head >= set.gradient[number].heads) head -= set.gradient[number++].heads;
+  const GradientArgs<T>& args = set.gradient[number];
+  const TokenSlots& slots = args.first.tokens;
+  const int batch = static_cast<int>(blockIdx.z);
   const int width = args.gradient.data ? args.gradient.width : args.rows.width;
-  for_block_rows<Lanes::kLanes>(spans.rows, [&](int place, bool there) {
-    Token token(spans, args.first.tokens.items, place, there);
-    if (!args.first.tokens.slots) {
-      token.follow(args.first.tokens, head);
-      place = token.span.begin + token.row;
+  tokens.fill(slots, head * (slots.heads / args.heads), !kPlain);
+  tokens.template for_each<Lanes::kLanes>([&](int i, int part) {
+    const bool there = i >= 0;
+    const int place = there ? tokens.row[i] : -1;
+    const std::int64_t row =
+        (static_cast<std::int64_t>(batch) * args.heads + head) * slots.spans.rows + max(place, 0);
+    typename Lanes::Values y = {}, sum = {};
+    union {
+      uint4 words;
+      T elements[Lanes::kVector];
+    } x;
+    x.words = make_uint4(0, 0, 0, 0);
+    RowStatistics stats{0.0f, 0.0f};
+    if (args.stats && there) {  // on its way while the slots' rows come
+      const Rows<const T> rows = args.rows.rows(batch, head, 0);
+      stats = args.stats[row];
+      if (Lanes::column() < width)
+        x.words = rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(place) + Lanes::column())
+                               : load_chunk(rows.row(place), Lanes::column(), width);
     }
-    typename Lanes::Values sum = {};
-    const auto add = [&](const SlotRows& slots) {
-      const int sharing = slots.tokens.heads / args.heads;
-      for (int h = head * sharing; h < (head + 1) * sharing; ++h)
-        add_slots<Lanes>(slots, token, h, width, sum);
-    };
-    add(args.first);
-    add_own<Lanes>(args, token, head, sum);
-    if (args.stats) {
-      const std::int64_t number =
-          (static_cast<std::int64_t>(batch) * args.heads + head) * spans.rows + place;
-      const RowStatistics stats = there ? args.stats[number] : RowStatistics{0.0f, 0.0f};
-      typename Lanes::Values y;
-      Lanes::load(args.rows.rows(batch, head, 0), place, token.item >= 0, y);
+    tokens.template add<Lanes>(args.first, i, part, width, sum);
 #pragma unroll
-      for (int j = 0; j < Lanes::kVector; ++j)
-        y[j] = Lanes::column() + j < width ? (y[j] - stats.mean) * stats.inverse : 0.0f;
-      if (args.products) {
-        const float product = Lanes::dot(y, sum);
-        if (there && Lanes::column() == 0) args.products[number] = product;
-      }
-      if (args.second.values) add(args.second);
-      normalise_backward<Lanes>(y, width, stats.inverse, sum);
-    }
-    if (there && args.gradient.data) Lanes::store(args.gradient.rows(batch, head, 0), place, sum);
+    for (int j = 0; j < Lanes::kVector; ++j)
+      if (Lanes::column() + j < width)
+        y[j] = (to_float(x.elements[j]) - stats.mean) * stats.inverse;
+    if constexpr (!kPlain)
+      add_others<Lanes>(args, head, place, there ? tokens.near[i][0] : 0, width, y,
+                        args.products + row, sum);
+    if (args.stats) normalise_backward<Lanes>(y, width, stats.inverse, sum);
+    if (there && part <= 0 && args.gradient.data)
+      Lanes::store(args.gradient.rows(batch, head, 0), place, sum);
   });
+  if (args.gradient.data) tokens.template clear<Lanes>(args.gradient.rows(batch, head, 0));
+  if (!kPlain && args.products)
+    for (int i = threadIdx.x; i < tokens.idle; i += kThreads)
+      args.products[(static_cast<std::int64_t>(batch) * args.heads + head) * slots.spans.rows +
+                    tokens.idle_row[i]] = 0.0f;
 }
+
+template <class T>
+GradientArgs<T> gradient_args(const AttentionCall& call, const TokenGradient& gradient, int heads) {
+  GradientArgs<T> args{};
+  args.first = gradient.first;
+  args.second = gradient.second;
+  args.heads = heads;
+  if (gradient.stats) args.rows = tensor4<const T>(gradient.rows);
+  args.stats = gradient.stats;
+  if (gradient.gradient.present()) args.gradient = tensor4<T>(gradient.gradient);
+  args.own_factor = gradient.own_factor;
+  args.query_heads = static_cast<int>(call.H);
+  if (gradient.own_factor) {
+    args.own_rows = tensor4<const T>(gradient.own_rows);
+    args.own_heads = static_cast<int>(gradient.own_rows.size(1));
+    args.query_spans = item_spans(call.inputs).q;
+    args.own_spans = gradient.own_spans;
+  }
+  args.own_stats = gradient.own_stats;
+  args.products = gradient.products;
+  return args;
+}
+
+dim3 token_grid(std::int64_t batches, std::int64_t heads, std::int64_t rows) {
+  return dim3(static_cast<unsigned>((rows + kThreads - 1) / kThreads), static_cast<unsigned>(heads),
+              static_cast<unsigned>(batches));
+}
+
 }  // namespace
 
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
@@ -151,7 +241,7 @@ void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotW
   dispatch_rows(call, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
     launch_early("combine_slots", combine_kernel<T, decltype(width)::value>,
-                 row_grid(call.B, call.H, call.N), kTokenThreads, 0, stream, slots, weight,
+                 token_grid(call.B, call.H, call.N), kThreads, 0, stream, slots, weight,
                  tensor4<T>(out));
   });
 }
@@ -159,35 +249,32 @@ void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotW
 void slot_weights(const AttentionCall& call, const TokenSlots& slots, const SlotWeight& weight,
                   float* weights, cudaStream_t stream) {
   if (call.B * call.N == 0) return;
-  launch_early("slot_weights", slot_weights_kernel, row_grid(call.B, call.H, call.N), kTokenThreads,
-               0, stream, slots, weight, weights);
+  launch_early("slot_weights", slot_weights_kernel, token_grid(call.B, call.H, call.N), kThreads, 0,
+               stream, slots, weight, weights);
 }
-void token_gradients(const AttentionCall& call, const TokenGradient& gradient,
+
+void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,
                      cudaStream_t stream) {
-  const TensorView& like = gradient.gradient.present() ? gradient.gradient : gradient.rows;
-  if (like.count() == 0) return;
   dispatch_rows(call, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
-    GradientArgs<T> args{};
-    args.first = gradient.first;
-    args.second = gradient.second;
-    args.heads = static_cast<int>(like.size(1));
-    if (gradient.stats) args.rows = tensor4<const T>(gradient.rows);
-    args.stats = gradient.stats;
-    if (gradient.gradient.present()) args.gradient = tensor4<T>(gradient.gradient);
-    args.own_factor = gradient.own_factor;
-    args.query_heads = static_cast<int>(call.H);
-    if (gradient.own_factor) {
-      args.own_rows = tensor4<const T>(gradient.own_rows);
-      args.own_heads = static_cast<int>(gradient.own_rows.size(1));
-      args.query_spans = item_spans(call.inputs).q;
-      args.own_spans = gradient.own_spans;
+    GradientSet<T> set{};
+    std::int64_t heads = 0, rows = 0, count = 0;
+    bool plain = true;
+    for (const TokenGradient& gradient : gradients) {
+      const TensorView& like = gradient.gradient.present() ? gradient.gradient : gradient.rows;
+      if (like.count() == 0) continue;
+      set.gradient[count++] = gradient_args<T>(call, gradient, static_cast<int>(like.size(1)));
+      plain = plain && set.gradient[count - 1].plain();
+      heads += like.size(1);
+      rows = std::max(rows, like.size(2));
     }
-    args.own_stats = gradient.own_stats;
-    args.products = gradient.products;
-    launch_early("token_gradients", token_gradients_kernel<T, decltype(width)::value>,
-                 row_grid(like.size(0), like.size(1), like.size(2)), kTokenThreads, 0, stream,
-                 args);
+    if (heads == 0) return;
+    constexpr int kWidth = decltype(width)::value;
+    launch_early(
+        "token_gradients",
+        plain ? token_gradients_kernel<T, kWidth, true> : token_gradients_kernel<T, kWidth, false>,
+        token_grid(call.B, heads, rows), kThreads, 0, stream, set);
   });
 }
+
 }  // namespace coterie::cuda

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "core/call.h"
 #include "cuda/lists.h"
 #include "cuda/slots.h"
@@ -42,6 +44,8 @@ struct TokenGradient {
   const RowStatistics* own_stats = nullptr;  // null: as they are
   float* products = nullptr;                 // optional (B, heads, rows): gradient . normalised row
 };
-void token_gradients(const AttentionCall& call, const TokenGradient& gradient, cudaStream_t stream);
+// Up to three of them in one launch.
+void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,
+                     cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -18,6 +18,7 @@ struct TokenSlots {
   int items, heads;
   int per_row;                  // runs: slots of a row; 0 for members
   std::int64_t block;           // members: slots of an item and head
+  int lists;                    // members: their number, where each ascends; else 0
   const std::int32_t* index;    // the tokens of all slots, -1 where there is none
   std::int32_t *first, *count;  // (B, heads, rows): a token's part of `slots`
   std::int32_t* slots;          // laid out as the index
@@ -34,17 +35,23 @@ struct TokenSlots {
 };
 
 // For an index (items, heads, block) of members, or (B, heads, rows * per_row) of runs; the other
-// of `block` and `per_row` is 0. Memory comes from the arena.
+// of `block` and `per_row` is 0. `lists` may be 0. Memory comes from the arena.
 TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64_t batches,
                             std::int64_t rows, std::int64_t heads, const std::int32_t* index,
-                            std::int64_t block, std::int64_t per_row);
+                            std::int64_t block, std::int64_t per_row, std::int64_t lists = 0);
 
 // The same for runs of one slot a token, without memory and nothing to fill.
 TokenSlots make_single_slots(const Sequences& sequences, std::int64_t batches, std::int64_t rows,
                              std::int64_t heads, const std::int32_t* index);
 
-// Fills first, count and slots; with an arena that only counts nothing is launched.
+// Fills first, count and slots, of two sides where there is a second one; with an arena that only
+// counts nothing is launched.
 void find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
-                      cudaStream_t stream);
+                      cudaStream_t stream, const TokenSlots* second = nullptr);
+
+// The part of it that lists which ascend take, of sequences that are not packed; whether it did.
+// slots_members.cu
+bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena& arena,
+                       cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -267,9 +267,10 @@ void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t
   ImprovedClusteredParams params;
   cuda::ClusteredTensors tensors = cuda::clustered_tensors(params, gpu.result().saved);
   Arena arena("test", gpu.ws(stream), 0);
-  const cuda::SelectArrivals arrivals(arena, call, sizes);
+  const std::int64_t count = cuda::select_arrivals(call, sizes);
+  auto* arrivals = arena.take<unsigned>(count);
   cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream,
-                       {arrivals.data, arrivals.count});
+                       {arrivals, count});
   cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream);
 }
 
@@ -585,24 +586,29 @@ void time_size(std::int64_t N, std::int64_t D, std::int64_t C, std::int64_t k, b
     Arena arena("test", ws, 0);
     cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream);
   };
+  const auto zeroed = [&](Arena& arena, std::int64_t count) {
+    auto* words = arena.take<unsigned>(count);
+    COTERIE_CUDA(
+        cudaMemsetAsync(words, 0, static_cast<std::size_t>(count) * sizeof(unsigned), stream));
+    return words;
+  };
   const auto select = [&] {
     Arena arena("test", ws, 0);
-    const cuda::SelectArrivals arrivals(arena, call, sizes);
-    if (arrivals.count > 0)
-      COTERIE_CUDA(cudaMemsetAsync(
-          arrivals.data, 0, static_cast<std::size_t>(arrivals.count) * sizeof(unsigned), stream));
+    unsigned* arrivals = zeroed(arena, cuda::select_arrivals(call, sizes));
     cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream);
   };
   const auto attend = [&] {
     Arena arena("test", ws, 0);
-    cuda::centroid_forward(call, sizes, tensors, arena, stream);
+    unsigned* arrivals = zeroed(arena, cuda::centroid_arrivals(call, sizes));
+    cuda::centroid_forward(call, sizes, tensors, arrivals, arena, stream);
   };
   const auto top = [&] { cuda::topk_forward(call, sizes, tensors, result.out, stream); };
   cuda::ClusteredTensors plain_tensors = tensors;
   plain_tensors.top_keys = plain_tensors.mass = TensorView();
   const auto attend_plain = [&] {
     Arena arena("test", ws, 0);
-    cuda::centroid_forward(call, {C, 0}, plain_tensors, arena, stream);
+    unsigned* arrivals = zeroed(arena, cuda::centroid_arrivals(call, {C, 0}));
+    cuda::centroid_forward(call, {C, 0}, plain_tensors, arrivals, arena, stream);
   };
   const auto broadcast = [&] { cuda::broadcast_forward(call, plain_tensors, result.out, stream); };
   means();

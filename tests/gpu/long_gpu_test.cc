@@ -27,6 +27,8 @@ std::vector<Case> long_cases() {
   add("local_wide_groups", "local(window=256)", "B1 H4:2 N2500 D128 causal bf16");
   add("local_packed", "local(window=100)", "B1 H4 N3000 D48 causal packed bf16");
   add("local_padded", "local(window=300)", "B3 H4:2 N1900 D64 causal padded bnhd bf16");
+  add("local_long_window", "local(window=1500)", "B1 H3 N2500 D64 causal bf16");
+  add("strided_long", "strided(stride=2)", "B1 H3 N2500 D64 bf16");
   add("strided", "strided(stride=16)", "B1 H4 N2500 D64 causal bf16");
   add("routing", "routing(clusters=16,window=256)", "B1 H12 N3000 D64 causal bf16 mixture");
   add("routing_f16", "routing(clusters=24,window=128)", "B2 H3 N2100 D64 causal f16 mixture");
@@ -46,6 +48,10 @@ std::vector<Case> long_cases() {
   add("cast_single", "cast(clusters=12,size=256,mode=single)", "B2 H3 N2900 D64 bf16");
   add("cast_f16_many", "cast(clusters=200,size=40)", "B1 H3 N2500 D64 f16");
   add("cast_wide", "cast(clusters=32,size=128)", "B1 H3 N3000 D128 padded bf16");
+  add("cast_streamed", "cast(clusters=330,size=20)", "B1 H2 N2500 D64 packed bf16");
+  add("cast_streamed_wide", "cast(clusters=210,size=20)", "B1 H2 N1300 D128 f16");
+  add("cast_narrow_groups", "cast(clusters=70,size=30)", "B2 H4:2 N900 D40 padded bf16");
+  add("cast_odd", "cast(clusters=20,size=50)", "B1 H2 N900 D36 bf16");
   add("lsh", "lsh(rounds=2,chunk=32,buckets=64)", "B1 H3 N2048 D64 bf16 mixture");
   add("clustered", "i-clustered(clusters=100)", "B1 H4 N3000 D64 bf16 mixture");
   add("clustered_wide", "i-clustered(clusters=200)", "B1 H4:2 N3000 D128 padded bf16 mixture");

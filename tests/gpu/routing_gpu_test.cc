@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <map>
 
 #include "coterie/attention.h"
 #include "coterie/random.h"
@@ -143,17 +144,42 @@ std::vector<double> scores_of(const std::vector<double>& rows, const double* cen
   return scores;
 }
 
-TEST(RoutingGpuTest, LongSequencesSelectTheBestTokens) {
+constexpr std::int64_t kLong = 8192, kWidth = 96, kClusters = 40;
+
+// An element of row r; `draw` is uniform in [0, 1).
+using RowElement = double (*)(std::int64_t r, std::int64_t d, double draw);
+double any_row(std::int64_t, std::int64_t, double draw) { return 4 * draw - 1.5; }
+// Few rows, many times: the last member is one of many with its score.
+double repeated_row(std::int64_t r, std::int64_t d, double) {
+  const RandomStream stream{6, RandomUse::data, static_cast<std::uint32_t>(r * 7919 % 13)};
+  return 4 * random_unit(stream.at(static_cast<std::uint64_t>(d)).word[0]) - 1.5;
+}
+double equal_row(std::int64_t, std::int64_t d, double) { return static_cast<double>(d % 7); }
+// Neighbours are alike, and a third of the rows are nearly the same.
+double skewed_row(std::int64_t r, std::int64_t d, double draw) {
+  const std::int64_t kind = r % 3 == 0 ? 0 : 1 + r / 500;
+  const RandomStream stream{6, RandomUse::data, static_cast<std::uint32_t>(kind)};
+  return 4 * random_unit(stream.at(static_cast<std::uint64_t>(d)).word[0]) - 1.5 +
+         (kind == 0 ? 0.001 : 0.3) * draw;
+}
+// Means far from 0.
+double shifted_row(std::int64_t r, std::int64_t, double draw) {
+  return 2 * draw + static_cast<double>(r % 40) - 20;
+}
+
+class LongSelectionTest : public testing::TestWithParam<RowElement> {};
+
+TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  constexpr std::int64_t kLong = 8192, kWidth = 96, kClusters = 40;
-  // Sums of kDim products in fp32, of scores below 100.
-  constexpr double kRounding = kDim * 100 * 0x1p-24;
+  // Sums of kDim products in fp32, of elements up to 21 and scores below 100.
+  constexpr double kRounding = kDim * 400 * 0x1p-24;
   const std::int32_t lengths[] = {kLong, 700};
   HostTensor x(DType::bf16, {2, 1, kLong, kDim}), centroids(DType::f32, {1, kClusters, kDim});
   HostTensor host_lengths(DType::i32, {2});
   const RandomStream stream{5, RandomUse::data, 0};
   fill(x, [&](std::int64_t i) {
-    return 4 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]) - 1.5;
+    return GetParam()(i / kDim % kLong, i % kDim,
+                      random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]));
   });
   fill(centroids, [&](std::int64_t i) {
     return 2 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[1]) - 1;
@@ -191,13 +217,18 @@ TEST(RoutingGpuTest, LongSequencesSelectTheBestTokens) {
       std::sort(sorted.begin(), sorted.end(), std::greater<>());
       const std::int32_t* list = members.data<std::int32_t>() + (item * kClusters + c) * kWidth;
       std::vector<bool> taken(length);
+      std::map<double, std::int32_t> last;  // member of a score
       for (std::int64_t i = 0; i < kWidth; ++i) {
         ASSERT_TRUE(list[i] > (i > 0 ? list[i - 1] : -1) && list[i] < lengths[item]);
         taken[static_cast<std::size_t>(list[i])] = true;
+        last[scores[static_cast<std::size_t>(list[i])]] = list[i];
         EXPECT_GE(scores[static_cast<std::size_t>(list[i])], sorted[kWidth - 1] - kRounding);
       }
       for (std::size_t i = 0; i < length; ++i) {
         EXPECT_TRUE(taken[i] || scores[i] <= sorted[kWidth - 1] + kRounding);
+        if (!taken[i] && last.count(scores[i])) {
+          EXPECT_GT(static_cast<std::int32_t>(i), last[scores[i]]);
+        }
         best[i] = std::max(best[i], scores[i]);
         if (labels.data<std::int32_t>()[item * kLong + static_cast<std::int64_t>(i)] == c)
           labelled[i] = scores[i];
@@ -206,6 +237,10 @@ TEST(RoutingGpuTest, LongSequencesSelectTheBestTokens) {
     for (std::size_t i = 0; i < length; ++i) EXPECT_GE(labelled[i], best[i] - kRounding);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Rows, LongSelectionTest,
+                         testing::Values(any_row, repeated_row, equal_row, skewed_row,
+                                         shifted_row));
 
 }  // namespace
 }  // namespace coterie

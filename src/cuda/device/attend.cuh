@@ -7,6 +7,8 @@
 
 #include "cuda/device/centroid.cuh"
 #include "cuda/device/softmax.cuh"
+#include "cuda/device/team.cuh"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 
@@ -25,6 +27,10 @@ struct AttendArgs {
   PartialRow* rows;  // (slots, H, C)
   float* outs;       // (slots, H, C, pitch), not normalised
   int pitch;
+  float *lse, *mass, *out;  // results (items, H, C, ...); no mass without top keys
+  int width;                // of a row of out
+  // Blocks that share the keys of their means and combine their chunks themselves; size 0: none do.
+  Teams teams;
 };
 
 // Walks a row's ascending list of top keys; one thread per row. The key after the next one is
@@ -45,11 +51,18 @@ struct TopWalk {
     after = fetch();
   }
   __device__ void start(const std::int32_t* keys, int count, int first) {
-    list = keys;
-    left = count;
+    int before = 0;  // keys below the first; many loads on their way
+    for (int i = 0; i < count; i += 16) {
+      int key[16];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) key[j] = keys[min(i + j, count - 1)];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) before += i + j < count && key[j] >= 0 && key[j] < first;
+    }
+    list = keys + before;
+    left = count - before;
+    next = fetch();
     after = fetch();
-    do advance();
-    while (next < first);
   }
   // Bit b: key begin + b is a top key.
   __device__ unsigned long long mask(int begin) {
@@ -62,8 +75,71 @@ struct TopWalk {
   }
 };
 
-// Partial results of every chunk on Hopper's warpgroup products; 16-bit types only.
-// attend_centroid_sm90a.cu
+// Adds the chunks of one mean, in order; by a warp.
+template <class T>
+__device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item, int head,
+                                            int cluster) {
+  const CentroidQueries& queries = args.queries;
+  const int lane = threadIdx.x % 32, width = args.width;
+  const std::int64_t row = queries.row(item, head, cluster);
+  const bool empty = queries.empty(item, head, cluster);
+  const int parts = empty ? 0 : queries.chunks.count(queries.spans.k.span(item).length);
+  const std::int64_t first =
+      queries.row(queries.chunks.first_slot(queries.spans.k, item), head, cluster);
+  const std::int64_t step = static_cast<std::int64_t>(queries.H) * queries.clusters;
+
+  // Lane p of a warp looks at chunk p of 32.
+  const PartialRow none{-INFINITY, 0.0f, 0.0f, 0.0f};
+  const auto row_of = [&](int part) {
+    return part < parts ? args.rows[first + part * step] : none;
+  };
+  const PartialRow own = row_of(lane);
+  float shift = own.shift;
+  for (int part = lane + 32; part < parts; part += 32) shift = fmaxf(shift, row_of(part).shift);
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) shift = fmaxf(shift, __shfl_xor_sync(~0u, shift, i));
+  float sum = 0.0f, listed = 0.0f, total[kMaxHeadDim / 32] = {};
+  for (int base = 0; base < parts; base += 32) {
+    const PartialRow partial = base == 0 ? own : row_of(base + lane);
+    const float factor = base + lane < parts ? exp2_approximate(partial.shift - shift) : 0.0f;
+    sum += factor * partial.sum;
+    listed += factor * partial.mass;
+    const float* values = args.outs + (first + base * step) * args.pitch;
+    const int count = min(parts - base, 32);
+    constexpr int kBatch = 8;  // parts whose loads are on their way together
+    for (int begin = 0; begin < count; begin += kBatch)
+#pragma unroll
+      for (int i = 0; i < kMaxHeadDim / 32; ++i) {
+        if (32 * i >= width) continue;
+        const float* column = values + min(lane + 32 * i, width - 1);
+        float part[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j)
+          part[j] = column[min(begin + j, count - 1) * step * args.pitch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const float weight = __shfl_sync(~0u, factor, (begin + j) % 32);
+          if (begin + j < count) total[i] += weight * part[j];
+        }
+      }
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    sum += __shfl_xor_sync(~0u, sum, i);
+    listed += __shfl_xor_sync(~0u, listed, i);
+  }
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (lane == 0) {
+    args.lse[row] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
+    if (args.mass) args.mass[row] = listed * inverse;
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxHeadDim / 32; ++i)
+    if (lane + 32 * i < width) args.out[row * width + lane + 32 * i] = total[i] * inverse;
+}
+
+// Partial results of every chunk on Hopper's warpgroup products, and with teams the results; 16-bit
+// types only. attend_centroid_sm90a.cu
 template <class T>
 void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream);
 

@@ -44,7 +44,7 @@ struct MixBackwardArgs {
   CastShape shape;
   CastBackward pass;
   KeyChunks tiles;
-  Tensor4<const T> q, grad_out, out;
+  Tensor4<const T> q, grad_out;
   Tensor4<T> dq;
   const T *surrogates, *summaries;
 
@@ -70,7 +70,6 @@ MixBackwardArgs<T> mix_args(const CastShape& shape, const AttentionCall& call,
   args.tiles = token_tiles(shape, rows);
   args.q = tensor4<const T>(call.inputs.q);
   args.grad_out = tensor4<const T>(pass.grad_out);
-  args.out = tensor4<const T>(pass.out);
   if (pass.gradients.dq.present()) args.dq = tensor4<T>(pass.gradients.dq);
   args.surrogates = static_cast<const T*>(pass.surrogates);
   args.summaries = static_cast<const T*>(pass.summaries);
@@ -80,6 +79,7 @@ MixBackwardArgs<T> mix_args(const CastShape& shape, const AttentionCall& call,
 // For 16-bit types. cast_mix_bwd_sm90a.cu
 template <class T>
 void cast_tokens_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream);
+// cast_cluster_bwd_sm90a.cu
 template <class T>
 void cast_clusters_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream);
 

@@ -49,10 +49,11 @@ struct MixStages {
   __device__ std::uint32_t queries(int turn) const {
     return shared_address(stage_memory()) + stage(turn) * (kTile + kSums);
   }
-  // Four floats of a row; `four` counts them.
-  __device__ float* sums(int turn, int row, int four) const {
-    return reinterpret_cast<float*>(stage_memory() + stage(turn) * (kTile + kSums) + kTile) +
-           row * kDim + (four ^ row % 4 * 2) * 4;
+  // The rows of this warp as an accumulator: a thread's four of 8 columns.
+  __device__ float4* sums(int turn, int eight) const {
+    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
+    return reinterpret_cast<float4*>(stage_memory() + stage(turn) * (kTile + kSums) + kTile) +
+           (warp * (kDim / 8) + eight) * 32 + threadIdx.x % 32;
   }
   // Of a row: factor of its logits, to base 2 for a softmax (0), and shift (1).
   __device__ float* facts(int turn, int which) const {
@@ -68,7 +69,7 @@ struct MixStages {
   __device__ int phase(int turn) const { return turn / kStages & 1; }
   // Which clusters of a tile are there.
   __device__ unsigned long long* bits() const {
-    return reinterpret_cast<unsigned long long*>(memory + 2 * tiles * kTile +
+    return reinterpret_cast<unsigned long long*>(stage_memory() +
                                                  kPairs * kStages * (kTile + kSums + kFacts + 16));
   }
   __device__ void init() const {
@@ -86,7 +87,7 @@ struct MixRun {
 template <class T, int kDim>
 struct MixGather {
   using Stages = MixStages<T, kDim>;
-  static constexpr int kSlots = Stages::kSlots, kLanes = kDim / 8, kGroups = 32 / kLanes;
+  static constexpr int kSlots = Stages::kSlots;
 
   // The slots of a warp's tokens: lane l knows token l, up to 16. Others are behind all slots.
   struct Place {
@@ -134,121 +135,137 @@ struct MixGather {
     return lane < kSlots && first + lane < end ? entries[first + lane] : 0;
   }
 
-  // Starts to fetch the inner outputs of `count` slots.
+  // Starts to fetch the inner outputs of `count` slots. The chunks of a row are permuted by its
+  // number, so that the same column of four rows is in different banks.
   __device__ void fetch(int own, int count) const {
     constexpr int kChunks = Stages::kRowBytes / 16, kTogether = 32 / kChunks;
-    const std::uint32_t to = shared_address(stages.inner()) + lane * 16;
-    const int column = lane % kChunks * 4;
+    const std::uint32_t to = shared_address(stages.inner());
+    const int chunk = lane % kChunks;
+    const bool inside = chunk * 4 < args.shape.D;
+    const float* from = inner + (inside ? chunk * 4 : 0);
+    const unsigned offset = static_cast<unsigned>(own) * static_cast<unsigned>(args.shape.D);
 #pragma unroll 4
     for (int i = 0; i < count; i += kTogether) {
       const int slot = i + lane / kChunks;
-      const std::int64_t row = __shfl_sync(~0u, own, slot);
-      const bool there = slot < count && column < args.shape.D;
-      cp_async16(to + i * Stages::kRowBytes, there ? inner + row * args.shape.D + column : inner,
-                 there ? 16 : 0);
+      const unsigned row = __shfl_sync(~0u, offset, slot);
+      cp_async16(to + slot * Stages::kRowBytes + (chunk ^ inner_swizzle(slot)) * 16, from + row,
+                 inside && slot < count ? 16 : 0);
     }
   }
-  // 16 bytes of a row of a tile.
-  __device__ static uint4 shared_chunk(std::uint32_t tile, int row, int chunk) {
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(Tile<T, 64>{tile + chunk / 8 * Stages::kBand}.chunk(row, chunk % 8)));
-    return words;
+  __device__ static int inner_swizzle(int slot) { return (slot / 2 & 3) * 2; }
+  __device__ float inner_value(int slot, int column) const {
+    const float* memory = reinterpret_cast<const float*>(stages.inner());
+    return memory[slot * kDim + ((column / 4) ^ inner_swizzle(slot)) * 4 + column % 4];
   }
-  // Lane i: product of slot i's token (a row of the tile) and cluster.
-  __device__ float dots(int turn, int row, int cluster, int count) const {
-    float result = 0.0f;
-#pragma unroll 2
-    for (int first = 0; first < count; first += kGroups) {
-      const int slot = first + lane / kLanes, chunk = lane % kLanes;
-      const int own_row = __shfl_sync(~0u, row, slot), own = __shfl_sync(~0u, cluster, slot);
-      const uint4 q = shared_chunk(stages.queries(turn), own_row, chunk);
-      const uint4 s = shared_chunk(stages.clusters(own / kMixRows, 0), own % kMixRows, chunk);
-      const T *a = reinterpret_cast<const T*>(&q), *b = reinterpret_cast<const T*>(&s);
-      float dot = 0.0f;
+  // The address of this lane's 16 bytes, for ldmatrix of rows that the lanes know.
+  __device__ static std::uint32_t row_chunk(std::uint32_t tile, int row, int chunk) {
+    return Tile<T, 64>{tile + chunk / 8 * Stages::kBand}.chunk(row, chunk % 8);
+  }
+
+  // Product of the token (a row of the tile) and the cluster of slot i % 16.
+  __device__ float dots(int turn, int row, int cluster) const {
+    const std::uint32_t table = stages.clusters(cluster / kMixRows, 0);
+    Accumulator product = {};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) dot = fmaf(to_float(a[i]), to_float(b[i]), dot);
-#pragma unroll
-      for (int step = 1; step < kLanes; step *= 2) dot += __shfl_xor_sync(~0u, dot, step);
-      const float mine = __shfl_sync(~0u, dot, lane % kGroups * kLanes);
-      if (lane / kGroups * kGroups == first) result = mine;
+    for (int d = 0; d < kDim / 16; ++d) {
+      FragmentA<T> a;
+      std::uint32_t s[4];
+      ldmatrix_x4(a.r, row_chunk(stages.queries(turn), row, 2 * d + lane / 16));
+      ldmatrix_x4(s, row_chunk(table, cluster % kMixRows, 2 * d + lane / 16));
+      const FragmentB<T> b{{s[0], s[2], s[1], s[3]}};
+      multiply_add(product, a, b);
     }
-    return result;
+    // Lane 4 r + r / 2 has the elements of rows r and r + 8.
+    const bool odd = lane / 4 % 2;
+    const int from = lane % 8 * 4 + lane % 8 / 2;
+    const float low = __shfl_sync(~0u, odd ? product[0][1] : product[0][0], from);
+    const float high = __shfl_sync(~0u, odd ? product[1][3] : product[1][2], from);
+    return lane % 16 < 8 ? low : high;
   }
-  // Adds the weighted differences of slots first .. first + count - 1 to the rows' sums, a group of
-  // lanes to a row. Lane l has the place of row l, lane i the weight and cluster of slot i.
-  __device__ void add(int turn, const Place& place, int first, int count, float weight,
-                      int cluster, float rescale) const {
-    const float* memory = reinterpret_cast<const float*>(stages.inner()) + lane % kLanes * 8;
-#pragma unroll 1
-    for (int row = lane / kLanes; row < 16; row += kGroups) {
-      const int begin = __shfl_sync(~0u, place.first, row) - first;
-      const int end = min(begin + __shfl_sync(~0u, place.count, row), count);
-      const float factor = __shfl_sync(~0u, rescale, row);
-      float4* to[2];
-      float sum[8] = {};
+  // Adds weights times (inner output - summary) of 16 slots from `base` of those in shared memory,
+  // of which `count` are there. Lane i has row, weight and cluster of slot i % 16.
+  __device__ void add(Accumulator (&sums)[kDim / 16], int base, int count, int row, float weight,
+                      int cluster) const {
+    const int own = lane / 4;
+    int slots[4];
+    float low[4], high[4];  // weights in rows own and own + 8
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        to[half] = reinterpret_cast<float4*>(
-            stages.sums(turn, warp_row + row, lane % kLanes * 2 + half));
-      if (factor > 0.0f)
+    for (int i = 0; i < 4; ++i) {
+      slots[i] = lane % 4 * 2 + i % 2 + i / 2 * 8;
+      const float mine = __shfl_sync(~0u, weight, slots[i]);
+      const int at = __shfl_sync(~0u, row, slots[i]);
+      low[i] = at == own ? mine : 0.0f;
+      high[i] = at == own + 8 ? mine : 0.0f;
+    }
+    FragmentA<T> minus;
+    minus.r[0] = pack2<T>(-low[0], -low[1]);
+    minus.r[1] = pack2<T>(-high[0], -high[1]);
+    minus.r[2] = pack2<T>(-low[2], -low[3]);
+    minus.r[3] = pack2<T>(-high[2], -high[3]);
+    const std::uint32_t table = stages.clusters(cluster / kMixRows, 1);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float4 old = *to[half];
-          sum[4 * half] = factor * old.x;
-          sum[4 * half + 1] = factor * old.y;
-          sum[4 * half + 2] = factor * old.z;
-          sum[4 * half + 3] = factor * old.w;
+    for (int d = 0; d < kDim / 16; ++d) {
+      FragmentB<T> b;
+      ldmatrix_x4_trans(b.r, row_chunk(table, cluster % kMixRows, 2 * d + lane / 16));
+      multiply_add(sums[d], minus, b);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::uint32_t a[4] = {rounded(low[2 * half]), rounded(high[2 * half]),
+                                  rounded(low[2 * half + 1]), rounded(high[2 * half + 1])};
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        std::uint32_t b[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int slot = slots[2 * half + i];
+          b[i] = rounded(slot < count ? inner_value(base + slot, 8 * j + own) : 0.0f);
         }
-      for (int slot = max(begin, 0); __any_sync(~0u, slot < end); ++slot) {
-        const int own = slot & 31;
-        const float mine = __shfl_sync(~0u, weight, own);
-        const int number = __shfl_sync(~0u, cluster, own);
-        if (slot >= end) continue;
-        const uint4 words =
-            shared_chunk(stages.clusters(number / kMixRows, 1), number % kMixRows, lane % kLanes);
-        const T* summary = reinterpret_cast<const T*>(&words);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float4 x = *reinterpret_cast<const float4*>(memory + own * kDim + 4 * half);
-          float* four = sum + 4 * half;
-          four[0] = fmaf(mine, x.x - to_float(summary[4 * half]), four[0]);
-          four[1] = fmaf(mine, x.y - to_float(summary[4 * half + 1]), four[1]);
-          four[2] = fmaf(mine, x.z - to_float(summary[4 * half + 2]), four[2]);
-          four[3] = fmaf(mine, x.w - to_float(summary[4 * half + 3]), four[3]);
-        }
+        mma_m16n8k8_tf32(sums[j / 2][j % 2], a, b);
       }
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        *to[half] = make_float4(sum[4 * half], sum[4 * half + 1], sum[4 * half + 2],
-                                sum[4 * half + 3]);
     }
   }
-  // One batch of slots, which lie in shared memory; `shift` is that of row l so far.
-  __device__ void add_batch(int turn, const Place& place, int first, int count, int own,
-                            float factor, float& shift) const {
+  __device__ static std::uint32_t rounded(float value) {
+    std::uint32_t bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+    return bits;
+  }
+  // 16 slots from `base` of those in shared memory, the first of which is `first` of all, `count`
+  // of them there. `shift` is that of row l so far.
+  __device__ void add_batch(Accumulator (&sums)[kDim / 16], int turn, const Place& place, int first,
+                            int base, int count, int own_all, float factor, float& shift) const {
+    const int slot = lane % 16;
+    first += base;
+    count = min(count - base, 16);
+    const bool there = slot < count;
+    const int own = __shfl_sync(~0u, own_all, base + slot);
     int row = 0;  // of this lane's slot: the last one that begins there or before
 #pragma unroll
     for (int step = 8; step > 0; step /= 2)
-      if (__shfl_sync(~0u, place.first, row + step) <= first + lane) row += step;
-    const int cluster = own / args.shape.width;
-    const bool there = lane < count;
-    float logit = dots(turn, warp_row + row, cluster, count) * __shfl_sync(~0u, factor, row);
-    if (!there) logit = -INFINITY;
+      if (__shfl_sync(~0u, place.first, row + step) <= first + slot) row += step;
+    const int cluster = there ? own / args.shape.width : 0;
+    const float dot = dots(turn, warp_row + row, cluster);
+    const float scaled = dot * __shfl_sync(~0u, factor, row);
+    const float logit = there ? scaled : -INFINITY;
     // Largest logit of a row, by the lane of the row.
     float largest = shift;
-    const int begin = place.first - first, end = min(begin + place.count, count);
-    const int longest = __reduce_max_sync(~0u, end - max(begin, 0));
+    const int begin = max(place.first - first, 0);
+    const int end = min(place.first - first + place.count, count);
+    const int longest = __reduce_max_sync(~0u, end - begin);
     for (int i = 0; i < longest; ++i) {
-      const int slot = max(begin, 0) + i;
-      const float other = __shfl_sync(~0u, logit, slot & 31);
-      if (slot < end) largest = fmaxf(largest, other);
+      const float other = __shfl_sync(~0u, logit, (begin + i) & 15);
+      if (begin + i < end) largest = fmaxf(largest, other);
     }
     const float rescale = shift == -INFINITY ? 0.0f : exp2_approximate(shift - largest);
+    if (__any_sync(~0u, shift > -INFINITY)) {
+      const float factors[2] = {__shfl_sync(~0u, rescale, lane / 4),
+                                __shfl_sync(~0u, rescale, lane / 4 + 8)};
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) sums[i / 8][i / 4 % 2][i % 4] *= factors[i / 2 % 2];
+    }
     shift = largest;
     const float weight = exp2_approximate(logit - __shfl_sync(~0u, shift, row));
-    add(turn, place, first, count, there ? weight : 0.0f, cluster, rescale);
+    add(sums, base, count, row, there ? weight : 0.0f, cluster);
   }
 
   // Queries of this warp's rows.
@@ -284,8 +301,13 @@ struct MixGather {
       float shift = -INFINITY;
       cp_async_wait<0>();
       __syncwarp();
+      Accumulator sums[kDim / 16] = {};
+#pragma unroll 1
       for (;;) {
-        add_batch(turn, place, first, min(end - first, kSlots), own, factor, shift);
+        const int count = min(end - first, kSlots);
+#pragma unroll 1
+        for (int base = 0; base < count; base += 16)
+          add_batch(sums, turn, place, first, base, count, own, factor, shift);
         first += kSlots;
         if (first >= end) break;
         __syncwarp();
@@ -294,6 +316,11 @@ struct MixGather {
         cp_async_commit();
         cp_async_wait<0>();
         __syncwarp();
+      }
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        const float* four = sums[j / 2][j % 2];
+        *stages.sums(turn, j) = make_float4(four[0], four[1], four[2], four[3]);
       }
       if (lane < 16) {
         stages.facts(turn, 0)[warp_row + lane] = fmaxf(fabsf(factor), 1e-30f);

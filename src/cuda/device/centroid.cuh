@@ -97,30 +97,54 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
   using Shape = Tile<T, kDim>;
   const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
   const bool whole = queries.width % 4 == 0;  // float4 are aligned, and inside or outside
-#pragma unroll 2
-  for (int number = threadIdx.x; number < kRows * Shape::kChunks; number += kThreads) {
-    const int r = number / Shape::kChunks, chunk = number % Shape::kChunks;
-    const int column = column0 + chunk * Shape::kVector, cluster = first + r;
+  constexpr int kVector = Shape::kVector;
+  const auto store = [&](int number, const float(&values)[kVector]) {
     union {
-      T elements[Shape::kVector];
+      T elements[kVector];
       uint4 words;
-    } values;
-    const float* row = means + static_cast<std::int64_t>(cluster) * queries.width + column;
+    } rounded;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) rounded.elements[i] = from_float<T>(values[i] * queries.sign);
+    store_shared16(tile.chunk(number / Shape::kChunks, number % Shape::kChunks), rounded.words);
+  };
+  // Where a chunk stands, and how many of its elements are there.
+  const auto left_of = [&](int number, const float*& from) {
+    const int column = column0 + number % Shape::kChunks * kVector;
+    const int cluster = first + number / Shape::kChunks;
     const int left = cluster < queries.clusters ? queries.width - column : 0;
+    from = means + (left > 0 ? static_cast<std::int64_t>(cluster) * queries.width + column : 0);
+    return left;
+  };
+  if (!whole) {  // rare
+#pragma unroll 1
+    for (int number = threadIdx.x; number < kRows * Shape::kChunks; number += kThreads) {
+      const float* from;
+      const int left = left_of(number, from);
+      float values[kVector];
 #pragma unroll
-    for (int i = 0; i < Shape::kVector; i += 4) {
-      float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (whole && i < left)
-        four = *reinterpret_cast<const float4*>(row + i);
-      else
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (i + j < left) (&four.x)[j] = row[i + j];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        values.elements[i + j] = from_float<T>((&four.x)[j] * queries.sign);
+      for (int i = 0; i < kVector; ++i) values[i] = i < left ? from[i] : 0.0f;
+      store(number, values);
     }
-    store_shared16(tile.chunk(r, chunk), values.words);
+    return;
+  }
+  constexpr int kTotal = kRows * Shape::kChunks / kThreads, kBatch = kTotal % 4 == 0 ? 4 : 1;
+  static_assert(kRows * Shape::kChunks % kThreads == 0, "every thread has as many");
+#pragma unroll 1
+  for (int step = 0; step < kTotal; step += kBatch) {  // loads of a batch are on their way together
+    float values[kBatch][kVector];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const float* from;
+      const int left = left_of(threadIdx.x + (step + j) * kThreads, from);
+#pragma unroll
+      for (int i = 0; i < kVector; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + (i < left ? i : 0));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[j][i + e] = i < left ? (&four.x)[e] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) store(threadIdx.x + (step + j) * kThreads, values[j]);
   }
 }
 

@@ -12,6 +12,40 @@
 
 namespace coterie::cuda {
 
+// load_tile for consecutive rows in a loop of products: rows that are not aligned are copied by few
+// instructions, slowly, because those would cost the loop registers.
+template <int kRows, int kThreads, class T>
+__device__ __forceinline__ void stream_tile(const Tile<T, 64>& tile, const Rows<const T>& rows,
+                                            std::int64_t first, int count) {
+  constexpr int kChunks = Tile<T, 64>::kChunks, kStep = kThreads / kChunks;
+  static_assert(kStep % 8 == 0 && kRows % kStep == 0, "steps of whole eights of rows");
+  const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+  const int column = chunk * Tile<T, 64>::kVector;
+  const std::uint32_t to = tile.chunk(r, chunk);
+  if (!rows.aligned) {
+#pragma unroll 1
+    for (int step = 0; step < kRows; step += kStep) {
+      const int left = r + step < count ? rows.width - column : 0;
+      const T* row = rows.row(first + r + step) + column;
+#pragma unroll 1
+      for (int i = 0; i < Tile<T, 64>::kVector; ++i) {
+        const T value = i < left ? row[i] : from_float<T>(0.0f);
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + step * Tile<T, 64>::kRowBytes + 2 * i),
+                     "h"(*reinterpret_cast<const unsigned short*>(&value))
+                     : "memory");
+      }
+    }
+    return;
+  }
+  const T* from = rows.row(first + r) + column;
+#pragma unroll
+  for (int step = 0; step < kRows; step += kStep) {
+    const bool there = column < rows.width && r + step < count;
+    cp_async16(to + step * Tile<T, 64>::kRowBytes, there ? from + step * rows.pitch : rows.data,
+               there ? 16 : 0);
+  }
+}
+
 // kMatrices: 1 for keys, 2 for keys and values. Of kStages tiles in shared memory, kAhead are
 // loaded before they are needed, and a thread has seen its own share of a tile arrive kReady tiles
 // before.
@@ -57,8 +91,8 @@ struct KeyPipeline {
           Rows<const T> columns = rows[matrix];
           columns.data += band * 64;
           columns.width -= band * 64;
-          load_tile<kKeys, kWarps * 32>(Tile<T, 64>{tile(number, matrix) + band * kBandBytes},
-                                        columns, first, static_cast<int>(end - first));
+          stream_tile<kKeys, kWarps * 32>(Tile<T, 64>{tile(number, matrix) + band * kBandBytes},
+                                          columns, first, static_cast<int>(end - first));
         }
     }
     cp_async_commit();
@@ -66,8 +100,16 @@ struct KeyPipeline {
   // Loads the first tiles; first(t) is the first key of tile t.
   template <class First>
   __device__ void start(const First& first, std::int64_t end) const {
+    begin(first, end);
+    publish_first();
+  }
+  // In two steps: starts to load them, and waits.
+  template <class First>
+  __device__ void begin(const First& first, std::int64_t end) const {
 #pragma unroll
     for (int t = 0; t < kAhead; ++t) fill(t, first(t), end);
+  }
+  __device__ void publish_first() const {
     cp_async_wait<kAhead - kReady>();
     fence_async_proxy();
     __syncwarp();
@@ -99,22 +141,34 @@ __device__ __forceinline__ void load_mean_rows(std::uint32_t (&q)[kDim / 16][4],
                                                const CentroidQueries& queries, int item, int head,
                                                int cluster) {
   const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
+  // All loads are on their way together; the address of a missing element is that of the first.
   const bool whole = queries.width % 2 == 0;  // float2 are aligned, and inside or outside
+  float2 two[kDim / 4];
+  const auto load = [&](auto pairs) {
 #pragma unroll
-  for (int i = 0; i < kDim / 4; ++i) {
-    const int row = cluster + i % 2 * 8;
-    const int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
-    const int left = row < queries.clusters ? queries.width - column : 0;
-    const float* from = means + static_cast<std::int64_t>(row) * queries.width + column;
-    float2 two = make_float2(0.0f, 0.0f);
-    if (whole && left > 0) {
-      two = *reinterpret_cast<const float2*>(from);
-    } else {
-      if (left > 0) two.x = from[0];
-      if (left > 1) two.y = from[1];
+    for (int i = 0; i < kDim / 4; ++i) {
+      const int row = cluster + i % 2 * 8;
+      const int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
+      const bool there = row < queries.clusters && column < queries.width;
+      const float* from =
+          means + (there ? static_cast<std::int64_t>(row) * queries.width + column : 0);
+      if constexpr (decltype(pairs)::value) {
+        two[i] = *reinterpret_cast<const float2*>(from);
+      } else {
+        two[i].x = *from;
+        two[i].y = from[there && column + 1 < queries.width];
+        if (column + 1 >= queries.width) two[i].y = 0.0f;
+      }
+      if (!there) two[i] = make_float2(0.0f, 0.0f);
     }
-    q[i / 4][i % 4] = pack2<T>(two.x * queries.sign, two.y * queries.sign);
-  }
+  };
+  if (whole)
+    load(std::true_type{});
+  else
+    load(std::false_type{});
+#pragma unroll
+  for (int i = 0; i < kDim / 4; ++i)
+    q[i / 4][i % 4] = pack2<T>(two[i].x * queries.sign, two[i].y * queries.sign);
 }
 
 // Starts s = Q Kᵀ of a warpgroup, 64 rows and kKeys keys (64 or 128), with these rows.
@@ -143,7 +197,8 @@ struct GroupQueries {
   // `first`: cluster of the block's first row. The caller synchronises the threads.
   __device__ GroupQueries(std::uint32_t base, const CentroidQueries& queries, int item, int head,
                           int first)
-      : memory(base + threadIdx.x / kWarpgroup * (64 * 128)) {
+      // The shuffle tells the compiler that a warp agrees on the address.
+      : memory(base + __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) * (64 * 128)) {
 #pragma unroll
     for (int band = 0; band < kDim / 64; ++band)
       load_centroids<kGroups * 64, kGroups * kWarpgroup>(Tile<T, 64>{base + band * kBand}, queries,

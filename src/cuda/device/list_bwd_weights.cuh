@@ -352,9 +352,18 @@ __device__ __forceinline__ RankRange queries_of(const ListProblem& problem, cons
       low = problem.causal ? first : (first / window - problem.after) * window;
       high = ((end - 1) / window + 1 + problem.before) * window;
       break;
-    default:
-      return {first_rank(pair.q.count, [&](int r) { return problem.range(pair, r).high > first; }),
-              first_rank(pair.q.count, [&](int r) { return problem.range(pair, r).low >= end; })};
+    default: {
+      int found[2];
+#pragma unroll 1
+      for (int side = 0; side < 2; ++side) {
+        const int rank = first_rank(pair.q.count, [&](int r) {
+          const RankRange range = problem.range(pair, r);
+          return side ? range.low >= end : range.high > first;
+        });
+        (side ? found[1] : found[0]) = rank;
+      }
+      return {found[0], found[1]};
+    }
   }
   low = min(max(low - pair.shift, std::int64_t{0}), count);
   high = min(max(high - pair.shift, low), count);

@@ -16,7 +16,7 @@ struct GroupProducts {
   static constexpr int kColumns = 64;
   static constexpr int kUnit = 64;
   static constexpr int kRowBytes = kWidth * 2;
-  static constexpr int kBlocks = kWidth == 64 ? 3 : 2;  // on a multiprocessor
+  static constexpr int kBlocks = 2;  // on a multiprocessor
   using Scores = float[32];
   using Sums = float[kWidth / 2];
   using Factor = FragmentA<T>[4];
@@ -32,8 +32,7 @@ struct GroupProducts {
   __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
                               int count, const std::int32_t* index) {
     static_assert(kRows == 64, "whole matrices");
-    constexpr int kStep = kWarpgroup / 8;  // rows at a time
-    if (!rows[0].aligned || !rows[1].aligned) return load_slowly(to, rows, first, count, index);
+    constexpr int kStep = kWarpgroup / 8;              // rows at a time
     const Rows<const T> both[2] = {rows[0], rows[1]};  // read once, not after every copy
     const int r = static_cast<int>(threadIdx.x) / 8, chunk = static_cast<int>(threadIdx.x) % 8;
     std::int64_t row[64 / kStep];
@@ -61,19 +60,6 @@ struct GroupProducts {
         }
       }
   }
-  __device__ static void load_slowly(const Matrix (&to)[2], const Rows<const T> (&rows)[2],
-                                     int first, int count, const std::int32_t* index) {
-#pragma unroll
-    for (int i = 0; i < 2 * Matrix::kCount; ++i) {
-      const Rows<const T>& from = rows[i % 2];
-      const int band = i / 2;
-      load_tile<64, kWarpgroup>(
-          Tile<T, 64>{to[i % 2].base + band * Matrix::kBandBytes},
-          Rows<const T>{from.data + 64 * band, from.pitch, from.width - 64 * band, from.aligned},
-          first, count, index);
-    }
-  }
-
   __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
     row_products(s, a, 0, b, 0);
     wgmma_commit();

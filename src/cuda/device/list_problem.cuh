@@ -56,14 +56,15 @@ struct ListProblem {
   const RowStatistics *q_stats, *k_stats;
   int width;  // elements of a row
 
-  // List `list` of an item and query head. By all lanes of a warp.
+  // List `list` of an item and query head. By all lanes of a warp, or by a thread alone.
+  template <bool kAlone = false>
   __device__ ListPair pair(int item, int head, int list) const {
     ListPair pair;
     pair.q_span = q.spans.span(item);
     pair.k_span = k.spans.span(item);
     pair.offset = offset_rows ? pair.k_span.length - pair.q_span.length : 0;
-    pair.q = q.list(item, pair.q_span, head, list, pair.offset);
-    pair.k = k.list(item, pair.k_span, head / group, list, 0);
+    pair.q = q.list<kAlone>(item, pair.q_span, head, list, pair.offset);
+    pair.k = k.list<kAlone>(item, pair.k_span, head / group, list, 0);
     pair.shift = 0;
     if (!pair.q.index && !pair.k.index)  // a whole number of steps, from the list's first key
       pair.shift = (pair.q.first + pair.offset - pair.k.first) / k.lists;

@@ -46,25 +46,25 @@ struct KeyFacts {
   }
 };
 
-// A query with what the normalised and general forms need to know of it.
+// What scores need to know of a query.
 struct QueryFacts {
   float mean = 0.0f, inverse = 1.0f;  // mean times the row's width
   QueryFilter filter;
 
-  __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank,
-                       bool filters) {
+  __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
     if (problem.q_stats) {
       const RowStatistics own =
           problem.q_stats[ListProblem::row_base(problem.q, pair.q_span, head) + pair.q.row(rank)];
       mean = own.mean * static_cast<float>(problem.width);
+      if (problem.score_scale(head) < 0.0f) mean = -mean;  // as that of the negated row
       inverse = own.inverse;
     }
-    if (filters) filter = QueryFilter(problem, pair, head, rank);
+    filter = QueryFilter(problem, pair, head, rank);
   }
 };
 
 // The score of a query and key tile's key from the product of the rows as they are.
-template <ListForm kForm, int kKeys>
+template <int kKeys>
 __device__ __forceinline__ float finished_score(const ListProblem& problem, float product,
                                                 const QueryFacts& query,
                                                 const KeyFacts<kKeys>& keys, int key) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ float finished_score(const ListProblem& problem, floa
     score = fmaf(-query.mean, own.mean, score) * own.inverse;
   }
   score *= query.inverse;
-  if (kForm == ListForm::general && !query.filter.sees(keys.rows[key])) score = -INFINITY;
+  if (!query.filter.sees(keys.rows[key])) score = -INFINITY;
   return score;
 }
 

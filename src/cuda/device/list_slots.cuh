@@ -45,14 +45,24 @@ struct SlotSide {
 
   __device__ int index_head(int head) const { return head / (heads / index_heads); }
 
-  // Entries of a list that are filled. By all lanes of a warp.
+  // Entries of a list that are filled. By all lanes of a warp, or by a thread alone.
+  template <bool kAlone = false>
   __device__ int filled(const std::int32_t* members) const {
     if (width == 0 || members[width - 1] >= 0) return width;
+    constexpr int kProbes = kAlone ? 8 : 32;
     int count = 0;  // the first -1 is in [count, count + left)
     for (int left = width; left > 0;) {
-      const int step = (left + 31) / 32, place = static_cast<int>(threadIdx.x % 32) * step;
-      const bool there = place < left && members[count + place] >= 0;
-      const int reached = __popc(__ballot_sync(~0u, there));
+      const int step = (left + kProbes - 1) / kProbes;
+      int reached = 0;
+      if constexpr (kAlone) {
+#pragma unroll
+        for (int i = 0; i < kProbes; ++i)
+          reached += i * step < left && members[count + min(i * step, left - 1)] >= 0;
+      } else {
+        const int place = static_cast<int>(threadIdx.x % 32) * step;
+        const bool there = place < left && members[count + place] >= 0;
+        reached = __popc(__ballot_sync(~0u, there));
+      }
       if (reached == 0) break;
       count += (reached - 1) * step + 1;
       left = min(step - 1, width - count);
@@ -60,7 +70,9 @@ struct SlotSide {
     return count;
   }
 
-  // List `number` of an item and head; positions are rows + offset. By all lanes of a warp.
+  // List `number` of an item and head; positions are rows + offset. By all lanes of a warp, or by a
+  // thread alone.
+  template <bool kAlone = false>
   __device__ SlotList list(int item, const ItemSpan& span, int head, int number, int offset) const {
     const std::int64_t block = static_cast<std::int64_t>(span.batch) * heads + head;
     const std::int64_t index_block =
@@ -83,7 +95,7 @@ struct SlotSide {
           (static_cast<std::int64_t>(item) * index_heads + index_head(head)) * lists + number;
       const std::int32_t* members = index + place * width;
       const std::int64_t own = (static_cast<std::int64_t>(item) * heads + head) * lists + number;
-      return {filled(members), members, 0, 1, own * width};
+      return {filled<kAlone>(members), members, 0, 1, own * width};
     }
     return {span.length, index + (index_block * lists + number) * spans.rows + span.begin, 0, 1,
             (block * lists + number) * spans.rows + span.begin};
@@ -119,9 +131,53 @@ struct ListTiles {
     return side.lists * (item + min(max(side.spans.cu_seqlens[item], 0), side.spans.rows) / unit);
   }
 
-  // By all lanes of a warp.
+  // The last cluster of an item whose first tile is not after this number, by a thread alone.
+  __device__ int find_run(const std::int32_t* starts, int origin, int before, int number) const {
+    constexpr int kProbes = 8;  // places that are looked at together
+    int cluster = 0;
+    for (int left = runs.clusters; left > 1;) {
+      const int step = (left + kProbes - 1) / kProbes;
+      int start[kProbes], reached = 0;
+#pragma unroll
+      for (int i = 1; i < kProbes; ++i) start[i] = starts[min(cluster + i * step, runs.clusters)];
+#pragma unroll
+      for (int i = 1; i < kProbes; ++i) {
+        const int first = origin + cluster + i * step + ((before + start[i]) >> bits);
+        reached += i * step < left && first <= number;
+      }
+      cluster += step * reached;
+      left = min(step, left - step * reached);
+    }
+    return cluster;
+  }
+  // find for runs, by a thread alone.
+  __device__ ListTile find_run(const SlotSide& side, int head, int number) const {
+    int item = 0;
+    if (runs.per_item > 0) {
+      item = number / runs.per_item;
+    } else {
+      for (int high = side.items; high - item > 1;) {
+        const int middle = (item + high) / 2;
+        (runs.first_tile(side.spans, middle) <= number ? item : high) = middle;
+      }
+    }
+    const std::int32_t* starts =
+        side.offsets +
+        (static_cast<std::int64_t>(item) * side.index_heads + side.index_head(head)) *
+            (side.lists + 1);
+    // Packed rows are counted from the start of the tensor, others from that of the item.
+    const int before = runs.per_item > 0 ? 0 : side.spans.span(item).begin * runs.per_row;
+    const int origin = runs.per_item > 0 ? item * runs.per_item : item * runs.clusters;
+    const int cluster = find_run(starts, origin, before, number);
+    const int skipped = number - origin - cluster - ((before + starts[cluster]) >> bits);
+    return {item, cluster, skipped << bits};
+  }
+
+  // By all lanes of a warp, or by a thread alone.
+  template <bool kAlone = false>
   __device__ ListTile find(const SlotSide& side, int head, int number) const {
     if (side.layout == ListLayout::runs) {
+      if constexpr (kAlone) return find_run(side, head, number);
       const QueryTile tile =
           runs.find(side.spans, side.offsets, side.index_heads, side.index_head(head), number);
       const std::int64_t list =

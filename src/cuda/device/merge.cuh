@@ -32,12 +32,6 @@ struct ExactScores {
   Rows<const T> rows;
   const float* mean;
 
-  __device__ uint4 load(int key, int column) const {
-    if (column >= rows.width) return make_uint4(0, 0, 0, 0);
-    const T* row = rows.row(key);
-    return rows.aligned ? *reinterpret_cast<const uint4*>(row + column)
-                        : load_chunk(row, column, rows.width);
-  }
   __device__ float dot(const uint4& words, int column) const {
     union {
       uint4 words;
@@ -50,33 +44,53 @@ struct ExactScores {
       sum = fmaf(mean[column + i], to_float(chunk.elements[i]), sum);
     return sum;
   }
-  // Replaces keys' scores; mean has zeros up to kMaxHeadDim.
+  // The sum of eight lanes' parts becomes the score of key i.
+  __device__ void write(CandidateKey* keys, int i, int count, float sum, int index) const {
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x % 8 == 0 && i < count)
+      keys[i] = candidate_key(isnan(sum) ? -INFINITY : sum, index);
+  }
+  // Replaces keys' scores; mean has zeros up to kMaxHeadDim. No branches around loads: those of
+  // many keys are on their way together.
   __device__ void rescore(CandidateKey* keys, int count) const {
     constexpr int kUnroll = 8;
     const int lane = threadIdx.x % 32, column = lane % 8 * kVector;
+    if (!rows.aligned) return rescore_slowly(keys, count);
     for (int first = 0; first < count; first += 4 * kUnroll) {
       float sums[kUnroll] = {};
       int indices[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u)
         indices[u] = index_of(keys[min(first + 4 * u + lane / 8, count - 1)]);
+      __syncwarp();
       for (int shift = 0; shift < rows.width; shift += 8 * kVector) {
+        const bool inside = shift + column < rows.width;
         uint4 words[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) words[u] = load(indices[u], shift + column);
+        for (int u = 0; u < kUnroll; ++u)
+          words[u] =
+              *reinterpret_cast<const uint4*>(rows.row(indices[u]) + (inside ? shift + column : 0));
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) sums[u] += dot(words[u], shift + column);
+        for (int u = 0; u < kUnroll; ++u) sums[u] += inside ? dot(words[u], shift + column) : 0.0f;
       }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u)
+        write(keys, first + 4 * u + lane / 8, count, sums[u], indices[u]);
       __syncwarp();
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        float sum = sums[u];
-#pragma unroll
-        for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        const int i = first + 4 * u + lane / 8;
-        if (lane % 8 == 0 && i < count)
-          keys[i] = candidate_key(isnan(sum) ? -INFINITY : sum, indices[u]);
-      }
+    }
+  }
+  __device__ void rescore_slowly(CandidateKey* keys, int count) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = 0; first < count; first += 4) {
+      const int index = index_of(keys[min(first + lane / 8, count - 1)]);
+      __syncwarp();
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int d = lane % 8; d < rows.width; d += 8)
+        sum = fmaf(mean[d], to_float(rows.row(index)[d]), sum);
+      write(keys, first + lane / 8, count, sum, index);
       __syncwarp();
     }
   }
@@ -127,6 +141,60 @@ __device__ __forceinline__ void write_best(const CandidateKey* keys, int count, 
   for (int i = number + lane; i < topk; i += 32) top[i] = -1;
 }
 
+// The same for up to 64 keys, two of each lane in registers.
+__device__ __forceinline__ void write_best_few(const CandidateKey* keys, int count, int topk,
+                                               std::int32_t* kept, std::int32_t* top) {
+  const int lane = threadIdx.x % 32;
+  std::uint32_t scores[2];
+  int indices[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const CandidateKey key = lane + 32 * i < count ? keys[lane + 32 * i] : 0;
+    scores[i] = static_cast<std::uint32_t>(key >> 32);
+    indices[i] = index_of(key);
+  }
+  const auto reached = [&](std::uint32_t cut) {
+    return __popc(__ballot_sync(~0u, scores[0] >= cut)) +
+           __popc(__ballot_sync(~0u, scores[1] >= cut));
+  };
+  // The largest cut that enough reach; only keys that are equal to it may then be too many.
+  std::uint32_t cut = 0;
+  if (count > topk) {
+    for (std::uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
+      const int number = reached(cut | bit);
+      if (number >= topk) cut |= bit;
+      if (number == topk) break;
+    }
+  }
+  bool keep[2] = {lane < count && scores[0] >= cut, lane + 32 < count && scores[1] >= cut};
+  if (const int spare = reached(max(cut, 1u)) - topk; spare > 0 && count > topk) {
+    // Of those equal to the cut the ones with the largest indices go.
+    int behind[2] = {};
+    for (int j = 0; j < count; ++j) {
+      const bool ties = static_cast<std::uint32_t>(keys[j] >> 32) == cut;
+      const int index = index_of(keys[j]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) behind[i] += ties && index > indices[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) keep[i] = keep[i] && (scores[i] > cut || behind[i] >= spare);
+  }
+  const std::uint32_t votes[2] = {__ballot_sync(~0u, keep[0]), __ballot_sync(~0u, keep[1])};
+  const std::uint32_t before = (1u << lane) - 1;
+  const int number = __popc(votes[0]) + __popc(votes[1]);
+  if (keep[0]) kept[__popc(votes[0] & before)] = indices[0];
+  if (keep[1]) kept[__popc(votes[0]) + __popc(votes[1] & before)] = indices[1];
+  __syncwarp();
+  for (int i = lane; i < number; i += 32) {
+    const int index = kept[i];
+    int place = 0;
+#pragma unroll 8
+    for (int j = 0; j < number; ++j) place += kept[j] < index;
+    top[place] = index;
+  }
+  for (int i = number + lane; i < topk; i += 32) top[i] = -1;
+}
+
 // Writes the top keys of a cluster from `total` lists; list(i) is the number of the i-th.
 template <class T, class List>
 __device__ __forceinline__ void merge_lists(const SelectArgs<T>& args, int item, int head,
@@ -136,8 +204,9 @@ __device__ __forceinline__ void merge_lists(const SelectArgs<T>& args, int item,
   const int lane = threadIdx.x % 32;
   const std::int64_t row = queries.row(item, head, cluster);
   const float* mean = queries.centroids + row * queries.width;
+#pragma unroll
   for (int d = lane; d < kMaxHeadDim; d += 32)
-    memory.mean[d] = d < queries.width ? mean[d] * queries.sign : 0.0f;
+    memory.mean[d] = (d < queries.width ? mean[d] : 0.0f) * queries.sign;
   const auto listed = [&](const auto& visit) {
     for (int number = lane; number < total; number += 32) {
       const std::int64_t at = list(number);
@@ -151,7 +220,20 @@ __device__ __forceinline__ void merge_lists(const SelectArgs<T>& args, int item,
   const int all = __reduce_add_sync(~0u, own), most = args.wanted + kRankedSpare;
   const auto copy = [&](CandidateKey* to) {
     int place = sum_before(own);
-    listed([&](CandidateKey key) { to[place++] = key; });
+    for (int number = lane; number < total; number += 32) {
+      const std::int64_t at = list(number);
+      const int count = args.counts[at];
+      constexpr int kBatch = 8;  // loads on their way
+      for (int first = 0; first < count; first += kBatch) {
+        Candidate batch[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          batch[i] = args.candidates[at * args.capacity + min(first + i, count - 1)];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          if (first + i < count) to[place++] = candidate_key(batch[i]);
+      }
+    }
     __syncwarp();
   };
   int count = all;
@@ -168,7 +250,12 @@ __device__ __forceinline__ void merge_lists(const SelectArgs<T>& args, int item,
   }
   const ExactScores<T> exact{args.keys(queries.spans.k.span(item), head), memory.mean};
   exact.rescore(memory.ranked, count);
-  write_best(memory.ranked, count, args.topk, memory.staged, args.top_keys + row * args.topk);
+  std::int32_t* top = args.top_keys + row * args.topk;
+  if (count <= 64)
+    write_best_few(memory.ranked, count, args.topk, reinterpret_cast<std::int32_t*>(memory.staged),
+                   top);
+  else
+    write_best(memory.ranked, count, args.topk, memory.staged, top);
   __syncwarp();
 }
 

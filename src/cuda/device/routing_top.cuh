@@ -28,8 +28,12 @@ struct TopArgs {
   CentredCentroids centroids;
   // Lists that candidates do not decide, in any order; null: all lists.
   std::int32_t *open_count, *open;
-  float* scratch;  // scores of a block each, where they do not fit into shared memory
-  int room;        // for scores of a block
+  // Teams of blocks share a list's rows, and exchange what follows.
+  Teams teams;
+  std::int32_t* bins;  // (teams, 2, digits, bins): lists in turn
+  std::int32_t* sums;  // (teams, size, 2): rows above the cut and on it
+  float* scratch;      // scores of a block each, where they do not fit into shared memory
+  int room;            // scores of a block
 };
 
 // One list of either side.
@@ -89,25 +93,60 @@ struct ExactScores {
   // put(i, row, score) for all i < count; row_of(i) is the row. By all kThreads threads.
   template <int kThreads, class RowOf, class Put>
   __device__ void compute(int count, const RowOf& row_of, const Put& put) const {
-    constexpr int kGroups = kThreads / Lanes::kLanes, kRows = 4;  // rows on their way at a time
-    for (int base = 0; base < count; base += kGroups * kRows) {
-      typename Lanes::Values x[kRows];
+    constexpr int kStep = kThreads / Lanes::kLanes * kRows;
+    for (int base = 0; base < count; base += kStep) {
+      uint4 words[kRows];
       float inverse[kRows];
       int row[kRows];
+      const int first = base + static_cast<int>(threadIdx.x) / Lanes::kLanes;
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const int i = base + j * kGroups + static_cast<int>(threadIdx.x) / Lanes::kLanes;
+        const int i = first + j * (kStep / kRows);
         row[j] = i < count ? row_of(i) : -1;
-        Lanes::load(rows, row[j], row[j] >= 0, x[j]);
-        inverse[j] = row[j] >= 0 ? stats[row[j]].inverse : 0.0f;
       }
+      if (rows.aligned)  // one branch around all loads, so that they are on their way together
+        load_rows<true>(row, words);
+      else
+        load_rows<false>(row, words);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) inverse[j] = row[j] >= 0 ? stats[row[j]].inverse : 0.0f;
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const float product = Lanes::dot(x[j], centroid);
-        const int i = base + j * kGroups + static_cast<int>(threadIdx.x) / Lanes::kLanes;
-        if (row[j] >= 0 && Lanes::column() == 0) put(i, row[j], plain_score(product * inverse[j]));
+        const float product = Lanes::sum(lane_product(words[j]));
+        if (row[j] >= 0 && Lanes::column() == 0)
+          put(first + j * (kStep / kRows), row[j], plain_score(product * inverse[j]));
       }
     }
+  }
+
+ private:
+  static constexpr int kRows = 4;  // on their way at a time
+
+  template <bool kAligned>
+  __device__ __forceinline__ void load_rows(const int (&row)[kRows], uint4 (&words)[kRows]) const {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      words[j] = make_uint4(0, 0, 0, 0);
+      if (row[j] < 0 || Lanes::column() >= rows.width) continue;
+      const T* from = rows.row(row[j]);
+      if constexpr (kAligned)
+        words[j] = *reinterpret_cast<const uint4*>(from + Lanes::column());
+      else
+        words[j] = load_chunk(from, Lanes::column(), rows.width);
+    }
+  }
+
+  __device__ __forceinline__ float lane_product(const uint4& words) const {
+    union {
+      uint4 words;
+      T elements[Lanes::kVector];
+    } chunk;
+    chunk.words = words;
+    float product = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Lanes::kVector; ++i)
+      product = fmaf(to_float(chunk.elements[i]), centroid[i], product);
+    return product;
   }
 };
 

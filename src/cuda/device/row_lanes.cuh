@@ -11,6 +11,12 @@
 
 namespace coterie::cuda {
 
+constexpr float kVarianceFloor = 1e-6f;  // src/cpu/normalise.cc
+
+__device__ __forceinline__ float inverse_sigma(float variance) {
+  return rsqrtf(variance + kVarianceFloor);
+}
+
 template <class T, int kWidth>
 struct RowLanes {
   static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
@@ -81,6 +87,24 @@ struct RowLanes {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) product = fmaf(x[i], y[i], product);
     return sum(product);
+  }
+
+  // Sum over all elements of a row.
+  __device__ static float total(const Values& x) {
+    float part = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) part += x[i];
+    return sum(part);
+  }
+  // A row of `width` elements to mean 0 and variance 1; returns 1 / sigma.
+  __device__ static float normalise(int width, Values& x) {
+    const float mean = total(x) / static_cast<float>(width);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = column() + i < width ? x[i] - mean : 0.0f;
+    const float inverse = inverse_sigma(dot(x, x) / static_cast<float>(width));
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] *= inverse;
+    return inverse;
   }
 };
 

@@ -159,8 +159,17 @@ __device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity
 __device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float s2, float s3,
                                        int first) {
   if (!(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3)) >= list.floor)) return;
+  // No branches: in most warps some lane has a candidate, and lanes would go one by one.
   const auto offer = [&](float score, int key) {
-    if (score >= list.floor) list.push(score, key);
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ge.f32 p, %2, %3;\n"
+        "@p st.global.v2.b32 [%1], {%4,%5};\n"
+        "@p add.s32 %0, %0, 1;}"
+        : "+r"(list.count)
+        : "l"(list.list + list.count), "f"(score), "f"(list.floor), "r"(__float_as_uint(score)),
+          "r"(key)
+        : "memory");
   };
   offer(s0, first);
   offer(s1, first + 1);

@@ -52,28 +52,68 @@ struct Token {
   }
 };
 
-// Adds the rows of a token's slots of a head to `sum`.
+// The slots of a token: own[0 .. count), of which kNear may stand in near[] as well.
+struct SlotSet {
+  static constexpr int kNear = 4;
+  const std::int32_t *own, *near;
+  int count;
+
+  __device__ __forceinline__ int slot(int i) const { return near && i < kNear ? near[i] : own[i]; }
+};
+
+// Adds a token's rows of floats in the order of its slots; several are on their way at a time. By
+// all lanes of a row.
 template <class Lanes>
-__device__ __forceinline__ int add_slots(const SlotRows& slots, const Token& token, int head,
-                                         int width, typename Lanes::Values& sum) {
-  if (token.item < 0) return 0;
-  const TokenSlots& tokens = slots.tokens;
-  const std::int64_t start = tokens.start(token.item, token.span, head);
-  const auto add = [&](int slot) {
-    typename Lanes::Values x;
-    Lanes::load_floats(slots.values + (start + slot) * width, width, x);
+__device__ __forceinline__ void add_whole_rows(const float* values, const SlotSet& set, int width,
+                                               typename Lanes::Values& sum) {
+  constexpr int kAhead = 4;
+  const int lane = static_cast<int>(threadIdx.x) % Lanes::kLanes;
+  const unsigned lanes = (~0u >> (32 - Lanes::kLanes)) << (threadIdx.x % 32 - lane);
+  const bool there = Lanes::column() < width;
+  values += Lanes::column();
+#pragma unroll 1
+  for (int base = 0; base < set.count; base += Lanes::kLanes) {
+    const int slot = base + lane < set.count ? set.slot(base + lane) : 0;
+    const int end = min(set.count - base, Lanes::kLanes);
+#pragma unroll 1
+    for (int i = 0; i < end; i += kAhead) {
+      float4 x[kAhead][Lanes::kVector / 4];
 #pragma unroll
-    for (int j = 0; j < Lanes::kVector; ++j) sum[j] += x[j];
-  };
-  if (!tokens.slots) {
-    add(token.slot);
-    return 1;
+      for (int j = 0; j < kAhead; ++j) {
+        const std::int64_t row = __shfl_sync(lanes, slot, i + j, Lanes::kLanes);
+        const auto* from = reinterpret_cast<const float4*>(values + row * width);
+#pragma unroll
+        for (int d = 0; d < Lanes::kVector / 4; ++d)
+          x[j][d] = there && i + j < end ? __ldcs(from + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j)
+#pragma unroll
+        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += (&x[j][0].x)[d];
+    }
   }
-  const std::int64_t place = tokens.row(token.span, head, token.row);
-  const int count = tokens.count[place];
-  const std::int32_t* own = tokens.slots + start + tokens.first[place];
-  for (int i = 0; i < count; ++i) add(own[i]);
-  return count;
+}
+
+// The same where rows are no whole vectors.
+template <class Lanes>
+__device__ __forceinline__ void add_odd_rows(const float* values, const SlotSet& set, int width,
+                                             typename Lanes::Values& sum) {
+#pragma unroll 1
+  for (int i = 0; i < set.count; ++i) {
+    const float* row = values + static_cast<std::int64_t>(set.slot(i)) * width;
+#pragma unroll
+    for (int d = 0; d < Lanes::kVector; ++d)
+      if (Lanes::column() + d < width) sum[d] += row[Lanes::column() + d];
+  }
+}
+
+template <class Lanes>
+__device__ __forceinline__ void add_slot_rows(const float* values, const SlotSet& set, int width,
+                                              typename Lanes::Values& sum) {
+  if (width % Lanes::kVector == 0)
+    add_whole_rows<Lanes>(values, set, width, sum);
+  else
+    add_odd_rows<Lanes>(values, set, width, sum);
 }
 
 // Calls body(TypeTag<T>, std::integral_constant<int, width>).

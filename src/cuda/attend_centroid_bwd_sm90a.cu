@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: MIT
+// Both kernels of attend_centroid_bwd.cu in one, by warpgroup products, for 16-bit types, rows of
+// 64 elements and up to 256 centroids of a key head, which stay in shared memory. A block has a
+// multiprocessor to itself and walks a range of keys, 128 at a time:
+//
+//   warpgroups 0, 1: 64 keys each     S = K meanᵀ, G = V doutᵀ, then dv += A dout, dk += dS mean
+//   warpgroup 2: all centroids        dmean += dSᵀ K, with dS through shared memory
+//
+// so that scores are computed once, and dmean of the range stays in registers. The third one also
+// loads keys and values, a step ahead.
+#include "cuda/clustered_bwd.h"
+#include "cuda/device/centroid_gradient.cuh"
+#include "cuda/device/early.cuh"
+#include "cuda/device/wgmma_transposed.cuh"
+#include "cuda/launch.h"
+
+namespace coterie::cuda {
+namespace {
+
+// Warpgroups 0 and 1. Only sums are on their way when accumulators are read: of others the
+// assembler does not see that they were waited for.
+template <class T>
+__device__ __forceinline__ void walk_keys(const CentroidBlock<T>& block) {
+  const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
+  const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
+  const float factor = 1.0f / (block.args.shape.weight_scale * block.args.shape.gradient_scale);
+  float s[32], ds[32], dk[1][32], dv[1][32];
+  std::uint32_t p_factor[4][4], ds_factor[4][4];
+  int number = 0;  // of the buffer of dS, counted over all of them
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    mbarrier_wait(block.loaded(step), step / 2 & 1);
+    const auto k = uniform_rows(block.place(group, step, 0), 0);
+    const auto v = uniform_rows(block.place(group, step, 1), 0);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dk[0][i] = dv[0][i] = 0.0f;
+    wgmma_settle(dk[0]);
+    wgmma_settle(dv[0]);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile, ++number) {
+      const int row = 64 * tile;
+      const auto mean = uniform_rows(block.mean, row), dout = uniform_rows(block.dout, row);
+      wgmma_wait<0>();  // for the sums, whose factors make room
+      wgmma_fence();
+      row_products(s, k, 0, mean, 0);
+      wgmma_commit();
+      row_products(ds, v, 0, dout, 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      wgmma_settle(s);
+      block.weigh(s, row, block.task().keys.end - block.first_key(group, step));
+      pack_factor<T>(p_factor, s);
+      wgmma_fence();
+      add_products(dv, p_factor, dout, 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      wgmma_settle(ds);
+      block.differentiate(ds, s, row);
+      pack_factor<T>(ds_factor, ds);
+      wgmma_fence();
+      add_products(dk, ds_factor, mean, 0);
+      wgmma_commit();
+      if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
+      block.store_scores(group, number % 2, ds_factor);
+      fence_async_proxy();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(block.full(group, number % 2));
+    }
+    wgmma_wait<0>();
+    wgmma_settle(dk[0]);
+    wgmma_settle(dv[0]);
+    const int first = block.first_key(group, step);
+    block.store(block.task().dk, dk, block.args.shape.scale * factor, first);
+    block.store(block.task().dv, dv, factor, first);
+  }
+}
+
+// Warpgroup 2.
+template <class T>
+__device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
+  float sum[kTiles][32];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[tile][i] = 0.0f;
+    wgmma_settle(sum[tile]);
+  }
+  const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
+  int number = 0;
+  block.load_keys(0);
+  block.publish_keys(0);
+  block.load_keys(1);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile >= tiles) continue;
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        typename CentroidLayout<T>::Keys scores = block.scores(group, tile % 2);
+        typename CentroidLayout<T>::Keys keys = block.place(group, step, 0);
+        mbarrier_wait(block.full(group, tile % 2), number / 2 & 1);
+        wgmma_fence();
+#pragma unroll
+        for (int depth = 0; depth < 64; depth += 16)
+          wgmma_transposed<T>(sum[tile], scores.by_rows(depth, 0), keys.by_rows(depth, 0));
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_settle(sum[tile]);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(block.free(group, tile % 2));
+      }
+      ++number;
+      if (tile == 0) block.publish_keys(step + 1);
+    }
+    block.load_keys(step + 2);  // all have read what lies there
+  }
+  cp_async_wait<0>();
+  block.store_means(sum);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kCentroidThreads, 1)
+    centroid_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
+  release_next();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const CentroidBlock<T> block(args, memory);
+  if (threadIdx.x == 0) block.task() = CentroidTask<T>(args);
+  __syncthreads();
+  if (block.task().keys.begin >= block.task().keys.end) return;
+  if (threadIdx.x < 10)
+    mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32);
+  const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
+  await_writes();
+  if (group < 2) {
+    block.load_centroids();
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_async_proxy();
+  }
+  __syncthreads();
+  if (group < 2)
+    walk_keys(block);
+  else
+    sum_means(block);
+}
+
+}  // namespace
+
+template <class T>
+void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) {
+  const int blocks = args.shape.chunks.slots * (args.shape.H / args.shape.group);
+  if (blocks == 0) return;
+  launch_early("centroid_gradient_sm90a", centroid_gradient_kernel<T>,
+               static_cast<unsigned>(blocks), kCentroidThreads, CentroidLayout<T>::kBytes, stream,
+               args);
+}
+
+template void centroid_gradients_sm90a(const BackwardArgs<__nv_bfloat16>&, cudaStream_t);
+template void centroid_gradients_sm90a(const BackwardArgs<__half>&, cudaStream_t);
+
+}  // namespace coterie::cuda

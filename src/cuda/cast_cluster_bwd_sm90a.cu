@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: MIT
+// What cast_cluster_bwd.cu computes by warpgroup products, for 16-bit types and softmax (see
+// device/cast_walk.cuh).
+#include "cuda/device/await.cuh"
+#include "cuda/device/cast_walk.cuh"
+#include "cuda/launch.h"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kThreads = kWarpgroup;
+
+// Clusters own the rows; deltas are known.
+template <class T, int kWidth, int kTiles>
+struct ClusterShape {
+  static constexpr int kRows = 64 * kTiles, kStages = kWidth == 64 ? 3 : 2;
+  using Tiles = Pair<T, kWidth>;
+  static constexpr int kStage = kTiles * Tiles::kBytes;
+  static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
+  static constexpr int kBytes = kFacts + kStages * 64 * 16;
+};
+
+template <class T, int kWidth, int kTiles>
+__global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
+    mix_clusters_sm90a_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  await_previous();
+  using S = ClusterShape<T, kWidth, kTiles>;
+  using Tiles = typename S::Tiles;
+  const CastShape& shape = args.shape;
+  const int head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.z) * S::kRows;
+  const KeyChunk part = args.pass.chunks.find(shape.tokens, static_cast<int>(blockIdx.x));
+  if (part.begin >= part.end) return;
+  const std::uint32_t base = shared_address(memory);
+  const auto own = [&](int i) { return Tiles(base + i * Tiles::kBytes); };
+  const auto stage = [&](int number) {
+    return Tiles(base + S::kStage + number % S::kStages * Tiles::kBytes);
+  };
+  const auto stage_facts = [&](int number) {
+    return reinterpret_cast<float4*>(memory + S::kFacts) + number % S::kStages * 64;
+  };
+  const Rows<const T> q = args.q.rows(part.keys.batch, head, part.keys.begin);
+  const Rows<const T> g = args.grad_out.rows(part.keys.batch, head, part.keys.begin);
+  const float4* row_facts = args.pass.facts + shape.row(part.keys, head);
+  // Rows beyond the last are zeros with facts of 0: a weight of 1 of nothing.
+  const auto load_stage = [&](int number) {
+    const int token = part.begin + 64 * number, row = static_cast<int>(threadIdx.x);
+    if (token < part.end) {
+      stage(number).template load<kThreads>(q, g, token, part.end - token);
+      const bool there = token + row < part.end;
+      if (row < 64)
+        cp_async16(shared_address(stage_facts(number) + row), row_facts + (there ? token + row : 0),
+                   there ? 16 : 0);
+    }
+    cp_async_commit();
+  };
+  bool present[kTiles][2], all_present[kTiles];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    own(i).template load<kThreads>(args.keys(head), args.values(part.item, head), first + 64 * i,
+                                   shape.clusters - first - 64 * i);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int c = first + 64 * i + group_row(side);
+      present[i][side] = c < shape.clusters && args.summary_lse(part.item, head)[c] > -INFINITY;
+    }
+    all_present[i] = __all_sync(~0u, present[i][0] && present[i][1]);
+  }
+#pragma unroll
+  for (int number = 0; number < S::kStages - 1; ++number) load_stage(number);
+  Sum<kWidth> dsurrogate[kTiles], dsummary[kTiles];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    clear<kWidth>(dsurrogate[i]);
+    clear<kWidth>(dsummary[i]);
+  }
+  const int steps = (part.end - part.begin + 63) / 64;
+#pragma unroll 1
+  for (int number = 0; number < steps; ++number) {
+    cp_async_wait<S::kStages - 2>();
+    fence_async_proxy();
+    wgmma_wait<0>();
+    __syncthreads();
+    load_stage(number + S::kStages - 1);
+    const Tiles tokens = stage(number);
+    const float2* facts = reinterpret_cast<const float2*>(stage_facts(number));
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      if (i > 0 && first + 64 * i >= shape.clusters) continue;
+      const auto weigh = [&](float(&s)[32]) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int column = 0; column < 2; ++column) {
+            const float2 fact = facts[2 * (8 * n + threadIdx.x % 4 * 2 + column)];
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+              float& value = s[4 * n + 2 * side + column];
+              value = exp2_approximate(fmaf(value, fact.x, -fact.y));
+            }
+          }
+        if (all_present[i]) return;
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+          if (!present[i][j / 2 % 2]) s[j] = 0.0f;
+      };
+      const auto derive = [&](float(&d)[32], const float(&s)[32]) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int column = 0; column < 2; ++column) {
+            const float2 fact = facts[2 * (8 * n + threadIdx.x % 4 * 2 + column) + 1];
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+              const int j = 4 * n + 2 * side + column;
+              d[j] = s[j] * fmaf(d[j], fact.x, -fact.y);
+            }
+          }
+      };
+      walk<T, kWidth>(own(i), tokens, tokens.second, dsurrogate[i], dsummary[i], weigh, derive);
+    }
+  }
+  cp_async_wait<0>();
+  wgmma_wait<0>();
+  const std::int64_t problem = static_cast<std::int64_t>(blockIdx.x) * shape.H + head;
+  float* to = args.pass.partials + problem * shape.clusters * 2 * shape.D;
+  const bool aligned = shape.D % 4 == 0;
+  const Rows<float> surrogates{to, 2 * shape.D, shape.D, aligned};
+  const Rows<float> summaries{to + shape.D, 2 * shape.D, shape.D, aligned};
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    settle<kWidth>(dsurrogate[i]);
+    settle<kWidth>(dsummary[i]);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int c = first + 64 * i + group_row(side);
+#pragma unroll
+      for (int p = 0; p < kWidth / 32; ++p) {
+        store_part(surrogates, c, c < shape.clusters, p, dsurrogate[i][p / 2] + p % 2 * 16, kLn2,
+                   side);
+        store_part(summaries, c, c < shape.clusters, p, dsummary[i][p / 2] + p % 2 * 16, 1.0f,
+                   side);
+      }
+    }
+  }
+}
+
+template <class T, int kWidth, int kTiles>
+void launch_clusters(const MixBackwardArgs<T>& args, cudaStream_t stream) {
+  using S = ClusterShape<T, kWidth, kTiles>;
+  const CastShape& shape = args.shape;
+  const dim3 grid(static_cast<unsigned>(args.pass.chunks.slots), static_cast<unsigned>(shape.H),
+                  static_cast<unsigned>((shape.clusters + S::kRows - 1) / S::kRows));
+  launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth, kTiles>, grid, kThreads,
+               S::kBytes, stream, args);
+}
+
+}  // namespace
+
+template <class T>
+void cast_clusters_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream) {
+  if (args.pass.chunks.slots == 0) return;
+  if (args.shape.D > 64)
+    launch_clusters<T, 128, 1>(args, stream);
+  else
+    launch_clusters<T, 64, 1>(args, stream);
+}
+
+template void cast_clusters_sm90a(const MixBackwardArgs<__nv_bfloat16>&, cudaStream_t);
+template void cast_clusters_sm90a(const MixBackwardArgs<__half>&, cudaStream_t);
+
+}  // namespace coterie::cuda

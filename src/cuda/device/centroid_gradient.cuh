@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: MIT
+// A block of attend_centroid_bwd_sm90a.cu: what it works on, its shared memory, and the steps of
+// its warpgroups between products.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/clustered_bwd.h"
+#include "cuda/device/bands.cuh"
+#include "cuda/device/softmax.cuh"
+#include "cuda/device/store.cuh"
+
+namespace coterie::cuda {
+
+constexpr int kCentroidThreads = 3 * kWarpgroup, kKeyThreads = 2 * kWarpgroup;
+constexpr int kTiles = kFusedCentroids / 64;  // of centroids
+constexpr int kKeys = 128;                    // of a block at a time
+
+// What a block works on. It stands in shared memory, for want of registers.
+template <class T>
+struct CentroidTask {
+  KeyChunk keys;
+  int slot, key_head, total, tiles;  // centroids, and tiles of 64 of them: 2 or 4
+  std::int64_t first_row;            // of the centroids
+  Rows<const T> k, v;
+  Rows<T> dk, dv;  // data is null when absent
+
+  __device__ CentroidTask(const BackwardArgs<T>& args) {
+    const BackwardShape& shape = args.shape;
+    const int key_heads = shape.H / shape.group;
+    key_head = static_cast<int>(blockIdx.x) % key_heads;
+    slot = static_cast<int>(blockIdx.x) / key_heads;
+    keys = shape.chunks.find(shape.spans.k, slot);
+    total = shape.group * shape.clusters;
+    tiles = (total + 127) / 128 * 2;
+    first_row =
+        (static_cast<std::int64_t>(keys.item) * shape.H + key_head * shape.group) * shape.clusters;
+    k = args.k.rows(keys.keys.batch, key_head, keys.keys.begin);
+    v = args.v.rows(keys.keys.batch, key_head, keys.keys.begin);
+    dk = args.dk.rows(keys.keys.batch, key_head, keys.keys.begin);
+    dv = args.dv.rows(keys.keys.batch, key_head, keys.keys.begin);
+    if (!args.dk.data) dk.data = nullptr;
+    if (!args.dv.data) dv.data = nullptr;
+  }
+  __device__ int steps() const { return (keys.end - keys.begin + kKeys - 1) / kKeys; }
+};
+
+template <class T>
+struct CentroidLayout {
+  using Centroids = Bands<T, 64, kFusedCentroids>;
+  using Keys = Bands<T, 64, 64>;
+  static constexpr int kPlaces = 2 * Centroids::kBytes;
+  static constexpr int kScores = kPlaces + 8 * Keys::kBytes;
+  static constexpr int kStats = kScores + 4 * Keys::kBytes;
+  static constexpr int kBarriers = kStats + 2 * kFusedCentroids * 4;
+  static constexpr int kTask = kBarriers + 10 * 8;
+  static constexpr int kBytes = kTask + static_cast<int>(sizeof(CentroidTask<T>));
+};
+
+// Copies four bytes, or zeros.
+__device__ __forceinline__ void cp_async4(const float* to, const float* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(there ? 4 : 0)
+               : "memory");
+}
+
+// Four 8 x 8 matrices of a left factor (pack_factor), to rows of a tile.
+__device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+}
+
+// What all lanes of a warp have, so that the compiler sees it: descriptors that are computed from
+// it stay in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+// A matrix from a row on.
+template <class Matrix>
+__device__ __forceinline__ Matrix uniform_rows(const Matrix& matrix, int row) {
+  return {__shfl_sync(~0u, matrix.base + row * 128, 0)};
+}
+
+// A block's shared memory.
+template <class T>
+struct CentroidBlock {
+  using L = CentroidLayout<T>;
+  const BackwardArgs<T>& args;
+  unsigned char* memory;
+  typename L::Centroids mean, dout;
+
+  __device__ CentroidBlock(const BackwardArgs<T>& a, unsigned char* m)
+      : args(a), memory(m), mean{shared_address(m)}, dout{mean.base + L::Centroids::kBytes} {}
+
+  __device__ CentroidTask<T>& task() const {
+    return *reinterpret_cast<CentroidTask<T>*>(memory + L::kTask);
+  }
+  __device__ float* lse() const { return reinterpret_cast<float*>(memory + L::kStats); }
+  __device__ float* delta() const { return lse() + kFusedCentroids; }
+  // dS of a warpgroup has two buffers, so that the first two do not wait for each other. Barriers
+  // of a buffer: all of it is there, or may be overwritten.
+  __device__ std::uint32_t full(int group, int buffer) const {
+    return mean.base + L::kBarriers + 8 * (2 * group + buffer);
+  }
+  __device__ std::uint32_t free(int group, int buffer) const { return full(group + 2, buffer); }
+  // Keys and values of a step are there.
+  __device__ std::uint32_t loaded(int step) const { return full(4, step % 2); }
+  __device__ typename L::Keys scores(int group, int buffer) const {
+    return {mean.base + L::kScores + (2 * group + buffer) * L::Keys::kBytes};
+  }
+  // A place for 64 keys (tensor 0) or values of a warpgroup.
+  __device__ typename L::Keys place(int group, int number, int tensor) const {
+    return {mean.base + L::kPlaces + ((2 * group + number % 2) * 2 + tensor) * L::Keys::kBytes};
+  }
+
+  // By the first two warpgroups. Rows beyond the last get weights exp2(0) = 1, but their mean and
+  // dout are zero.
+  __device__ void load_centroids() const {
+    const int pitch = args.shape.pitch, total = task().total;
+    const std::int64_t first = task().first_row;
+    const Rows<const T> means{args.scratch.mean + first * pitch, pitch, pitch, true};
+    const Rows<const T> douts{args.scratch.dout + first * pitch, pitch, pitch, true};
+    for (int row = 0; row < 64 * task().tiles; row += 128) {
+      mean.template load<128, kKeyThreads>(row, means, row, total - row);
+      dout.template load<128, kKeyThreads>(row, douts, row, total - row);
+    }
+    const int row = static_cast<int>(threadIdx.x);
+    const std::int64_t from = row < total ? first + row : 0;
+    cp_async4(lse() + row, args.scratch.row_lse + from, row < total);
+    cp_async4(delta() + row, args.scratch.row_delta + from, row < total);
+  }
+  // The first key of a warpgroup in step `number`.
+  __device__ int first_key(int group, int number) const {
+    return task().keys.begin + number * kKeys + 64 * group;
+  }
+  // 64 rows to a place, by one warpgroup; slowly where they are not aligned, for want of registers.
+  __device__ static void load_rows(const typename L::Keys& to, const Rows<const T>& rows, int first,
+                                   int count) {
+    const int r = static_cast<int>(threadIdx.x) % kWarpgroup / 8, chunk = threadIdx.x % 8;
+    const Tile<T, 64> tile{to.base};
+    const T* from = rows.row(first + r) + 8 * chunk;
+    if (rows.aligned) {
+#pragma unroll
+      for (int step = 0; step < 64; step += 16) {
+        const bool there = 8 * chunk < rows.width && r + step < count;
+        cp_async16(tile.chunk(r + step, chunk), there ? from + step * rows.pitch : rows.data,
+                   there ? 16 : 0);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int step = 0; step < 64; step += 16)
+      store_shared16(tile.chunk(r + step, chunk),
+                     r + step < count
+                         ? load_chunk(rows.row(first + r + step), 8 * chunk, rows.width)
+                         : make_uint4(0, 0, 0, 0));
+  }
+  __device__ void load_keys(int number) const {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      const int first = first_key(group, number), count = task().keys.end - first;
+      load_rows(place(group, number, 0), task().k, first, count);
+      load_rows(place(group, number, 1), task().v, first, count);
+    }
+    cp_async_commit();
+  }
+  // After load_keys.
+  __device__ void publish_keys(int number) const {
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(loaded(number));
+  }
+
+  // s becomes the weights of 64 keys, of which `count` are there, for 64 centroids from `row` on.
+  __device__ void weigh(float (&s)[32], int row, int count) const {
+    const float scale = args.shape.scale * kLog2E;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 l = *reinterpret_cast<const float2*>(lse() + row + 8 * n + threadIdx.x % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[4 * n + i] = exp2_approximate(fmaf(s[4 * n + i], scale, -(i % 2 ? l.y : l.x)));
+    }
+    if (count >= 64) return;  // exp2 of -lse could overflow, and inf times a zero key is NaN
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (group_row(i / 2 % 2) >= count) s[i] = 0.0f;
+  }
+  __device__ void differentiate(float (&ds)[32], const float (&s)[32], int row) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 e =
+          *reinterpret_cast<const float2*>(delta() + row + 8 * n + threadIdx.x % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ds[4 * n + i] = s[4 * n + i] * (ds[4 * n + i] - (i % 2 ? e.y : e.x));
+    }
+  }
+  // dS of this warpgroup to a buffer.
+  __device__ void store_scores(int group, int buffer, const std::uint32_t (&ds)[4][4]) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+    // Chunk 2 k + half of a row; what the tile's permutation does to it is an exclusive or.
+    const std::uint32_t first = Tile<T, 64>{scores(group, buffer).base}.chunk(row, lane / 16);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store_matrices(first ^ (k << 5), ds[k]);
+  }
+
+  __device__ void store(const Rows<T>& rows, const float (&sum)[1][32], float factor,
+                        int first) const {
+    if (!rows.data) return;
+    const int count = task().keys.end - first;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      Accumulator pair[2];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = sum[0][part * 16 + i] * factor;
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        store_columns(rows, first + group_row(side), group_row(side) < count, 32 * part, pair,
+                      side);
+    }
+  }
+  // dmean of all centroids: the slice of this range of keys.
+  __device__ void store_means(const float (&sum)[kTiles][32]) const {
+    const BackwardShape& shape = args.shape;
+    const float factor = shape.scale / (shape.weight_scale * shape.gradient_scale);
+    const std::int64_t stack =
+        static_cast<std::int64_t>(task().slot) * (shape.H / shape.group) + task().key_head;
+    const int total = task().total, first = group_row(0);
+    float* row = args.scratch.mean_slices + (stack * total + first) * 64 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < kFusedCentroids; r += r % 64 == 0 ? 8 : 56) {
+      if (first + r >= total) break;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float* pair = sum[r / 64] + 4 * n + r % 64 / 4;
+        store2(row + 64 * r + 8 * n, pair[0] * factor, pair[1] * factor);
+      }
+    }
+  }
+};
+
+}  // namespace coterie::cuda

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: MIT
+// A stream of steps over lists (lists.h), for kernels on Hopper whose blocks live long.
+//
+// A step is a tile of 64 ranks of a list, its owned rows, with the tiles of the other list that it
+// meets. A block plans a run of steps at its start, a thread each, and numbers the tiles that they
+// meet: each is loaded once, and steps that follow each other share it. One warpgroup loads, three
+// compute and take the steps in turn; owned and streamed tiles stand in two rings in shared memory.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "cuda/device/list_problem.cuh"
+#include "cuda/device/load.cuh"
+#include "cuda/device/wgmma.cuh"
+
+namespace coterie::cuda {
+
+constexpr int kStreamBits = 6, kStreamRows = 1 << kStreamBits;  // of a tile, owned or streamed
+constexpr int kStreamGroups = 3;                                // warpgroups that compute
+constexpr int kStreamThreads = (kStreamGroups + 1) * kWarpgroup;
+constexpr int kStreamPlan = 160;  // steps of a block, at most
+
+// `at` is a place in the side's index, or a row of the item where there is none (`SlotList::first`
+// and on, `lists` apart).
+struct alignas(16) StreamStep {
+  int rows, first;             // owned ranks [first, first + rows)
+  int low, tiles;              // streamed ranks from `low` on, in so many tiles
+  int ring;                    // number of the first of them
+  int fresh, fresh_low;        // tiles that are loaded with this step, and where they begin
+  int count;                   // ranks of the streamed list
+  int shift;                   // r of ListRule, of rank 0 of the query list
+  std::uint16_t head, batch;   // the query head
+  int own_begin, other_begin;  // first row of the item
+  int own_at, own_slot;        // of rank `first`
+  int other_at, other_slot;    // of rank 0
+};
+
+// What a computing warp has seen of the ring: the number of tiles that it waited for, where the
+// next one will be, and the number that it released.
+struct StreamReader {
+  int ready = 0, place = 0, phase = 0, released = 0;
+};
+
+// Shared memory of a block. Streamed tiles are of two tensors; facts are bytes by row.
+template <int kDim, int kOwnTensors, int kRing_, int kSlots_, int kOwnFacts, int kOtherFacts>
+struct StreamShape {
+  static constexpr int kRing = kRing_, kSlots = kSlots_;
+  static constexpr int kTensorBytes = kDim / 64 * kStreamRows * 128;
+  static constexpr int kOwn = kRing * 2 * kTensorBytes;
+  static constexpr int kPlanAt = kOwn + kSlots * kOwnTensors * kTensorBytes;
+  static constexpr int kOwnFactsAt = kPlanAt + kStreamPlan * static_cast<int>(sizeof(StreamStep));
+  static constexpr int kOwnFactBytes = kOwnFacts * kStreamRows;
+  static constexpr int kOtherFactsAt = kOwnFactsAt + kSlots * kOwnFactBytes;
+  static constexpr int kOtherFactBytes = kOtherFacts * kStreamRows;
+  static constexpr int kBarriers = kOtherFactsAt + kRing * kOtherFactBytes;
+  static constexpr int kBytes = kBarriers + 2 * (kRing + kSlots) * 8;
+  static_assert(kRing <= 32, "a lane for every place");
+  static_assert(kSlots % kStreamGroups == 0, "a place in the ring belongs to one warpgroup");
+  static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
+  unsigned char* memory;
+  std::uint32_t base;
+
+  __device__ explicit StreamShape(unsigned char* at) : memory(at), base(shared_address(at)) {}
+
+  __device__ std::uint32_t tile(int number, int tensor) const {
+    return tile_at(number % kRing, tensor);
+  }
+  __device__ std::uint32_t tile_at(int place, int tensor) const {
+    return base + (place * 2 + tensor) * kTensorBytes;
+  }
+  __device__ std::uint32_t own(int step, int tensor) const {
+    return base + kOwn + (step % kSlots * kOwnTensors + tensor) * kTensorBytes;
+  }
+  __device__ unsigned char* own_facts(int step) const {
+    return memory + kOwnFactsAt + step % kSlots * kOwnFactBytes;
+  }
+  __device__ unsigned char* tile_facts(int number) const { return facts_at(number % kRing); }
+  __device__ unsigned char* facts_at(int place) const {
+    return memory + kOtherFactsAt + place * kOtherFactBytes;
+  }
+  __device__ StreamStep* plan() const { return reinterpret_cast<StreamStep*>(memory + kPlanAt); }
+
+  __device__ std::uint32_t full(int number) const { return base + kBarriers + number % kRing * 8; }
+  __device__ std::uint32_t empty(int number) const { return full(number) + kRing * 8; }
+  __device__ std::uint32_t own_full(int step) const {
+    return base + kBarriers + (2 * kRing + step % kSlots) * 8;
+  }
+  __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kSlots * 8; }
+
+  // By all threads, before plan_steps.
+  __device__ void init() const {
+    const int place = static_cast<int>(threadIdx.x);
+    if (place < kRing) {
+      mbarrier_init(full(place), 33);
+      mbarrier_init(empty(place), kStreamGroups * 4);
+    }
+    if (place < kSlots) {
+      mbarrier_init(own_full(place), 33);
+      mbarrier_init(own_empty(place), 4);
+    }
+  }
+
+  // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
+  __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), step / kSlots & 1); }
+  __device__ void release_own(int step) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(own_empty(step));
+  }
+  // Waits for all tiles below `number`, in their order, so that no phase of a barrier is missed.
+  __device__ void wait_below(int number, StreamReader& reader) const {
+#pragma unroll 1
+    for (; reader.ready < number; ++reader.ready) {
+      mbarrier_wait(base + kBarriers + reader.place * 8, reader.phase);
+      reader.phase ^= reader.place + 1 == kRing;
+      reader.place = ring_place(reader.place + 1);
+    }
+  }
+  // This warp is done with all tiles below `number`. Warps release every tile, used or not, once
+  // it is there: so the arrivals of a barrier belong to one tile.
+  __device__ void release_below(int number, StreamReader& reader) const {
+#pragma unroll 1
+    while (reader.released < number) {
+      const int end = min(number, reach(reader));
+      wait_below(end, reader);
+      __syncwarp();
+      const int tile = reader.released + static_cast<int>(threadIdx.x) % 32;
+      if (tile < end) mbarrier_arrive(empty(tile));
+      reader.released = end;
+    }
+  }
+  // Tiles from here on come only after this warp has released others.
+  __device__ static int reach(const StreamReader& reader) { return reader.released + kRing; }
+
+  // The place of a number below 2 kRing.
+  __device__ static int ring_place(int number) { return number >= kRing ? number - kRing : number; }
+};
+
+// What plan_steps found.
+struct StreamPlan {
+  int steps, tiles;
+};
+
+// Plans steps of the numbers [begin, begin + count), count <= kStreamPlan: make(number, step) fills
+// all but ring, fresh and fresh_low. By all threads of the block. Steps without rows are left out.
+// In rounds, three steps of a list walk over the same tiles together, however many there are; else
+// tiles stay until the last step that meets them, unless they are too many. Ranges never decrease
+// along a list.
+template <class Shape, class Make>
+__device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool rounds,
+                                 const Make& make) {
+  struct Range {
+    int first, low, high;  // tiles
+  };
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  Range* ranges = reinterpret_cast<Range*>(shape.plan());
+  int* sums = reinterpret_cast<int*>(ranges + kStreamPlan);
+  StreamStep step;
+  step.rows = 0;
+  if (thread < count) {
+    make(begin + thread, step);
+    ranges[thread] = {step.rows > 0 ? step.first / kStreamRows : -1, step.low / kStreamRows,
+                      step.low / kStreamRows + step.tiles};
+  }
+  __syncthreads();
+  step.fresh = 0;
+  int before = 0;  // tiles from its first on that earlier steps load
+  if (step.rows > 0) {
+    const Range own = ranges[thread];
+    if (rounds) {
+      const int round = min(own.first % kStreamGroups, thread);  // place in it
+      const Range lead = ranges[thread - round];
+      int high = lead.high;
+      for (int next = 1; next < kStreamGroups - lead.first % kStreamGroups; ++next) {
+        const int other = thread - round + next;
+        if (other < count && ranges[other].first == lead.first + next) high = ranges[other].high;
+      }
+      (round == 0 ? step.fresh : before) = high - own.low;
+      step.fresh_low = step.low;
+    } else {
+      constexpr int kMost = Shape::kRing - 2;
+      if (own.first > 0 && thread > 0 && step.tiles <= kMost) {
+        const Range last = ranges[thread - 1];
+        if (last.high - last.low <= kMost) before = max(last.high - own.low, 0);
+      }
+      step.fresh = step.tiles - before;
+      step.fresh_low = step.low + before * kStreamRows;
+    }
+  }
+  int sum = step.fresh << 10 | (step.rows > 0);  // up to this thread
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, offset);
+    if (lane >= offset) sum += other;
+  }
+  if (lane == 31) sums[thread / 32] = sum;
+  __syncthreads();
+  int ahead = 0, total = 0;
+  for (int warp = 0; warp < kStreamThreads / 32; ++warp) {
+    if (warp < thread / 32) ahead += sums[warp];
+    total += sums[warp];
+  }
+  const int loaded = ((ahead + sum) >> 10) - step.fresh;  // before this step
+  __syncthreads();
+  if (step.rows > 0) {
+    step.ring = loaded - before;
+    shape.plan()[((ahead + sum) & 1023) - 1] = step;
+  }
+  __syncthreads();
+  return {total & 1023, total >> 10};
+}
+
+// Rows of 64 ranks from `at` on of a side's lists, of which `left` are there: this lane's are those
+// of ranks lane and lane + 32, -1 beyond the last.
+__device__ __forceinline__ void list_rows(int (&row)[2], const SlotSide& side, int at, int left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int rank = static_cast<int>(threadIdx.x) % 32 + 32 * half;
+    row[half] = rank >= left ? -1 : side.index ? side.index[at + rank] : at + rank * side.lists;
+  }
+}
+
+// Copies 64 rows of an item, as list_rows left them, of one or more tensors into tiles; zeros for
+// rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart.
+template <int kDim, class T, int kTensors>
+__device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensors],
+                                               const Rows<const T> (&rows)[kTensors],
+                                               const int (&row)[2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 8, chunk = lane % 8;
+  const bool inside = chunk * 8 < rows[0].width;
+  const unsigned char* from[kTensors];  // a valid address, where columns are beyond the width
+  std::uint32_t pitch[kTensors], even[kTensors];
+#pragma unroll
+  for (int x = 0; x < kTensors; ++x) {
+    from[x] = reinterpret_cast<const unsigned char*>(rows[x].data + (inside ? chunk * 8 : 0));
+    pitch[x] = static_cast<std::uint32_t>(rows[x].pitch * 2);
+    even[x] = to[x] + r * 128 + ((chunk ^ r) << 4);
+  }
+#pragma unroll
+  for (int i = 0; i < kStreamRows / 4; ++i) {
+    const int number = __shfl_sync(~0u, row[i / 8], i % 8 * 4 + r);
+    const auto valid = static_cast<std::uint32_t>(max(number, 0));
+#pragma unroll
+    for (int x = 0; x < kTensors; ++x) {
+      const unsigned char* source = from[x] + static_cast<std::uint64_t>(valid) * pitch[x];
+      // Chunks of every second four rows are permuted differently.
+      const std::uint32_t target = (i % 2 == 0 ? even[x] : even[x] ^ 64) + i * 512;
+      cp_async16(target, source, number >= 0 && inside ? 16 : 0);
+#pragma unroll
+      for (int band = 1; band < kDim / 64; ++band) {
+        const bool there = number >= 0 && 64 * band + chunk * 8 < rows[0].width;
+        cp_async16(target + band * kStreamRows * 128, there ? source + band * 128 : source,
+                   there ? 16 : 0);
+      }
+    }
+  }
+}
+template <int kDim, class T>
+__device__ __forceinline__ void load_list_rows(std::uint32_t to, const Rows<const T>& rows,
+                                               const int (&row)[2]) {
+  const std::uint32_t tiles[1] = {to};
+  const Rows<const T> tensors[1] = {rows};
+  load_list_rows<kDim>(tiles, tensors, row);
+}
+
+// 4 or 8 bytes, or zeros.
+template <class Value>
+__device__ __forceinline__ void cp_async_value(Value* to, const Value* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "n"(sizeof(Value)), "r"(there ? static_cast<int>(sizeof(Value)) : 0)
+               : "memory");
+}
+
+// The 33 arrivals of a warp that fills a tile: of each lane when its copies are there, and one for
+// what the lanes stored themselves.
+__device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// The loading warpgroup: own(step number, step) and tile(number, step, first rank) start the copies
+// of an owned or a streamed tile by one warp. All warps wait for every place, so that none is more
+// than a phase ahead of its barrier.
+template <class Shape, class Own, class Tile>
+__device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool rounds, const Own& own,
+                           const Tile& tile) {
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  int turn = 0, owned = 0, next = 0;
+  const auto mine = [&] { return turn++ % 4 == warp; };
+  for (int number = 0; number < plan.steps; ++number) {
+    // The steps of a round need all their owned rows before the first tile is done with.
+    const int last = min(rounds ? number + kStreamGroups : number + 1, plan.steps);
+    for (; owned < last; ++owned) {
+      if (owned >= Shape::kSlots)
+        mbarrier_wait(shape.own_empty(owned), (owned / Shape::kSlots - 1) & 1);
+      if (!mine()) continue;
+      own(owned, shape.plan()[owned]);
+      arrive_filled(shape.own_full(owned));
+    }
+    const StreamStep& step = shape.plan()[number];
+    const int end = next + step.fresh;
+    for (int rank = step.fresh_low; next < end; ++next, rank += kStreamRows) {
+      if (next >= Shape::kRing) mbarrier_wait(shape.empty(next), (next / Shape::kRing - 1) & 1);
+      if (!mine()) continue;
+      tile(next, step, rank);
+      arrive_filled(shape.full(next));
+    }
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: MIT
+// All passes of the k-means in the keys' metric (key_metric.h) as one kernel, for 16-bit queries of
+// up to 64 elements and up to 256 clusters on Hopper. key_kmeans_sm90a.cu
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/arena.h"
+#include "core/call.h"
+#include "cuda/device/team.cuh"
+#include "cuda/key_metric.h"
+
+namespace coterie::cuda {
+
+// Whether the kernel can run the call, and has blocks enough to be worth it.
+bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape);
+
+struct KeyKMeansBuffers {
+  void* columns = nullptr;                  // (teams, 256, 64): centroids as the product takes them
+  float *bias = nullptr, *norms = nullptr;  // (teams, 256)
+  float* sums = nullptr;                    // (blocks, 256, 64)
+  std::int32_t* counts = nullptr;           // (blocks, 256)
+  std::int32_t* histograms = nullptr;       // (2, blocks, clusters)
+  unsigned* arrivals = nullptr;             // `teams` words, to be zeroed by an earlier kernel
+  std::int64_t teams = 0;
+
+  KeyKMeansBuffers(Arena& arena, const ClusterShape& shape);
+};
+
+struct KeyKMeansRun {
+  int passes;
+  std::int32_t *labels, *order, *offsets;  // outputs, see cluster.h
+  float* means;                            // (items, H, C, Dk) of the final clusters, or null
+  ZeroedWords zeroed;                      // besides, for later kernels
+};
+
+// After key_covariance.
+void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
+                const KeyMetricBuffers& metric, const KeyKMeansBuffers& buffers,
+                const KeyKMeansRun& run, cudaStream_t stream);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: MIT
+// Routing attention as a pass: what its files attend_routing*.cu share.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cuda/attention.h"
+#include "cuda/cluster.h"
+#include "cuda/hopper.h"
+#include "cuda/launch.h"
+#include "cuda/refusal.h"
+#include "cuda/routing.h"
+#include "cuda/routing_tokens.h"
+#include "cuda/slot_tokens.h"
+
+namespace coterie::cuda {
+
+// The saved tensors by name; those of keys are those of queries where the two are shared.
+struct RoutingSaved {
+  TensorView q_members, k_members, member_lse;             // top, balanced
+  TensorView q_order, q_offsets, k_order, k_offsets, lse;  // nearest
+  TensorView q_labels, k_labels;
+};
+
+inline RoutingSaved saved_tensors(const RoutingParams& params,
+                                  const std::vector<TensorView>& saved) {
+  RoutingSaved at;
+  std::size_t next = 0;
+  const auto take = [&](TensorView& tensor) {
+    if (next < saved.size()) tensor = saved[next++];
+  };
+  const auto take_pair = [&](TensorView& queries, TensorView& keys) {
+    take(queries);
+    if (params.share_qk)
+      keys = queries;
+    else
+      take(keys);
+  };
+  if (params.membership == Membership::nearest) {
+    take_pair(at.q_labels, at.k_labels);
+    for (TensorView* each : {&at.q_order, &at.q_offsets, &at.k_order, &at.k_offsets, &at.lse})
+      take(*each);
+  } else {
+    take_pair(at.q_members, at.k_members);
+    take_pair(at.q_labels, at.k_labels);
+    take(at.member_lse);
+  }
+  return at;
+}
+
+inline std::int32_t* ints(const TensorView& tensor) {
+  return static_cast<std::int32_t*>(tensor.data);
+}
+inline float* floats(const TensorView& tensor) { return static_cast<float*>(tensor.data); }
+
+class RoutingPass : public Pass {
+ public:
+  RoutingPass(const RoutingParams& params, const AttentionCall& call)
+      : Pass(call),
+        params_(params),
+        strict_(params.membership == Membership::nearest),
+        per_row_(strict_ ? std::min(params.queries_in, params.clusters) : 1) {}
+
+  std::string refusal() const override {
+    return refuse_more_than(kMaxClusters, "clusters", params_.clusters);
+  }
+
+  std::int64_t workspace_bytes() const override {
+    Arena select, attend, backward;
+    select_lists(take_rows(select), {}, select, nullptr);
+    attend_lists(take_rows(attend), {}, attend, nullptr);
+    Gradients all;
+    all.wanted = {true, true, true};
+    backward_lists(take_rows(backward), all, backward, nullptr);
+    return std::max({select.used(), attend.used(), backward.used()});
+  }
+
+  void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    NormalisedSides sides = take_rows(arena);
+    if (strict_) sides.q.stats = sides.k.stats = nullptr;  // not needed
+    select_lists(sides, saved, arena, stream_of(workspace));
+  }
+
+  void attend(const AttentionResult& result, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    const NormalisedSides sides = take_rows(arena);
+    statistics(sides, stream_of(workspace));
+    attend_lists(sides, result, arena, stream_of(workspace));
+  }
+
+  // One computation of the rows' statistics serves both.
+  void forward(const AttentionResult& result, const Workspace& workspace) const override {
+    Arena arena = take_workspace(workspace);
+    const NormalisedSides sides = take_rows(arena);
+    Arena scratch = arena;  // the selection's memory is free again afterwards
+    select_lists(sides, result.saved, scratch, stream_of(workspace));
+    attend_lists(sides, result, arena, stream_of(workspace));
+  }
+
+  void backward(const AttentionResult& result, const TensorView& grad_out,
+                const AttentionGradients& gradients, const Workspace& workspace) const override;
+
+ private:
+  struct NormalisedSides {
+    RoutingSide q, k;
+  };
+  // Which gradients of normalised rows and values the wanted gradients are made of.
+  struct Wanted {
+    bool dq, dk, dv;
+  };
+  struct Gradients {
+    const AttentionResult* result = nullptr;
+    TensorView grad_out;
+    AttentionGradients gradients;
+    Wanted wanted;
+  };
+
+  NormalisedSides take_rows(Arena& arena) const {
+    NormalisedSides sides{query_side(call_, params_.clusters), key_side(call_, params_.clusters)};
+    sides.q.stats = arena.take<RowStatistics>(sides.q.count());
+    sides.k.stats = params_.share_qk ? sides.q.stats : arena.take<RowStatistics>(sides.k.count());
+    return sides;
+  }
+  void statistics(const NormalisedSides& sides, cudaStream_t stream) const {
+    row_statistics(call_, sides.q, params_.share_qk ? nullptr : &sides.k, stream);
+  }
+
+  // Whether the nearest clusters are found by tensor cores.
+  bool scans() const {
+    return call_.inputs.q.dtype == DType::bf16 && per_row_ == 1 && on_hopper() &&
+           scan_fits(call_, params_.clusters);
+  }
+  // Also the statistics of the sides, if they have room for them.
+  void select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
+                    Arena& arena, cudaStream_t stream) const;
+  void scan(const NormalisedSides& sides, const CentredCentroids& centroids, const RoutingSaved& at,
+            unsigned* arrivals, Arena& arena, cudaStream_t stream) const;
+  void sum_and_sort(const NormalisedSides& sides, const CentredCentroids& centroids,
+                    const RoutingSaved& at, unsigned* arrivals, Arena& arena,
+                    cudaStream_t stream) const;
+  void select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
+                      const RoutingSaved& at, Arena& arena, cudaStream_t stream) const;
+
+  // Rows of a side's lists: members of a list, as attention_saved says.
+  std::int64_t width(std::int64_t rows) const {
+    return params_.membership == Membership::top ? std::min(params_.window, rows)
+                                                 : (rows + params_.clusters - 1) / params_.clusters;
+  }
+  std::int64_t query_slots() const {
+    return strict_ ? call_.B * call_.H * call_.N * per_row_
+                   : call_.num_items() * call_.H * params_.clusters * width(call_.N);
+  }
+  std::int64_t key_slots() const {
+    return strict_ ? call_.B * call_.key_heads * call_.S
+                   : call_.num_items() * call_.key_heads * params_.clusters * width(call_.S);
+  }
+  TokenSlots query_tokens(const RoutingSaved& at, Arena& arena) const {
+    return make_token_slots(arena, call_.inputs.q_sequences, call_.B, call_.N, call_.H,
+                            ints(strict_ ? at.q_order : at.q_members),
+                            strict_ ? 0 : params_.clusters * width(call_.N), strict_ ? per_row_ : 0,
+                            strict_ ? 0 : params_.clusters);
+  }
+  TokenSlots key_tokens(const RoutingSaved& at, Arena& arena) const {
+    return make_token_slots(arena, call_.inputs.k_sequences, call_.B, call_.S, call_.key_heads,
+                            ints(strict_ ? at.k_order : at.k_members),
+                            strict_ ? 0 : params_.clusters * width(call_.S), strict_ ? 1 : 0,
+                            strict_ ? 0 : params_.clusters);
+  }
+  TokenSlots single_queries(const RoutingSaved& at) const {
+    return make_single_slots(call_.inputs.q_sequences, call_.B, call_.N, call_.H, ints(at.q_order));
+  }
+  TokenSlots single_keys(const RoutingSaved& at) const {
+    return make_single_slots(call_.inputs.k_sequences, call_.B, call_.S, call_.key_heads,
+                             ints(at.k_order));
+  }
+  bool demotes() const { return params_.self == SelfAttention::demote; }
+  // Whether outputs of slots are those of rows.
+  bool slots_are_rows() const { return strict_ && per_row_ == 1 && !params_.include_self; }
+  SlotWeight slot_weight() const {
+    return {params_.membership == Membership::top, static_cast<float>(params_.count_eps)};
+  }
+
+  ListPlan make_plan(const NormalisedSides& sides, const float* head_scale) const {
+    ListPlan plan;
+    plan.lists = params_.clusters;
+    plan.queries.index_heads = static_cast<int>(call_.H);
+    plan.keys.index_heads = static_cast<int>(call_.key_heads);
+    plan.scale = static_cast<float>(call_.scale);
+    plan.head_scale = head_scale;
+    plan.q_stats = sides.q.stats;
+    plan.k_stats = sides.k.stats;
+    return plan;
+  }
+
+  // The lists of the call. Launches what ranges and filters need; `tokens` are the queries'.
+  ListPlan list_plan(const NormalisedSides& sides, const RoutingSaved& at, const float* head_scale,
+                     const TokenSlots* tokens, Arena& arena, cudaStream_t stream,
+                     RunEnds& ends) const;
+  void plan_runs(const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
+                 cudaStream_t stream, ListPlan& plan, RunEnds& ends) const;
+  void plan_members(const RoutingSaved& at, Arena& arena, cudaStream_t stream,
+                    ListPlan& plan) const;
+  OwnKeys own_keys(const NormalisedSides& sides, const RunEnds& ends,
+                   const float* head_scale) const;
+  void attend_lists(const NormalisedSides& sides, const AttentionResult& result, Arena& arena,
+                    cudaStream_t stream) const;
+  // Deltas and the weights of own keys, where queries have several parts.
+  void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListPlan& plan,
+                   const TensorView& grad_out, Arena& arena, cudaStream_t stream,
+                   ListGradients& lists, OwnKeys& own) const;
+  void backward_lists(const NormalisedSides& sides, const Gradients& pass, Arena& arena,
+                      cudaStream_t stream) const;
+  // From slots; those without values are in place already.
+  void write_gradients(const NormalisedSides& sides, const Gradients& pass, const SlotRows& dq,
+                       const SlotRows& dk, const SlotRows& dv, const OwnKeys& own, float* products,
+                       cudaStream_t stream) const;
+
+  const RoutingParams& params_;
+  const bool strict_;
+  const std::int64_t per_row_;
+};
+
+}  // namespace coterie::cuda

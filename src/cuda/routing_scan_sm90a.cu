@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT
+// The nearest cluster of bf16 rows, exactly, by warpgroup products; on the way their statistics,
+// and afterwards the sort by cluster.
+//
+// A warpgroup takes 64 rows from global memory to registers and meets kScanStep centroids at a
+// time. Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and the
+// centred centroids m, rounded; each times a power of two where it must be. With m = high + low a
+// score and the sum in fp32 that decides differ by at most
+//   |x| max |low|  +  2^-14 |x| max |m|,
+// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
+// at 2^-24) and the smallest elements. Scores become integer keys (device/nearest.cuh), of which
+// the two largest of a row are kept. A label is certain where they are farther apart than twice the
+// bound. Other rows are open: the warpgroup keeps them until it has 64, multiplies them again, and
+// sums in fp32 for those centroids alone that are near enough to the best
+// (device/routing_open.cuh).
+#include "cuda/device/routing_open.cuh"
+#include "cuda/device/routing_scan.cuh"
+#include "cuda/device/routing_sort.cuh"
+#include "cuda/device/scan_rows.cuh"
+#include "cuda/tuning.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+struct ScanSideArgs {
+  SortProblems sort;
+  Tensor4<const ScanElement> x;
+  std::int32_t* labels;
+  RowStatistics* stats;
+};
+
+struct ScanArgs {
+  ScanSideArgs sides[2];
+  CentredCentroids centroids;
+  Teams teams;
+  std::int32_t* histograms;
+  int shared_words;
+  int columns;         // centroids in shared memory, zeros behind the last one
+  unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
+  unsigned zero;       // 0, unknown as well: see RowFragments
+};
+
+struct ScanShared {
+  OpenRows open[kScanGroups];
+  OpenPairs pairs[kScanWarps];
+};
+
+// Labels of the block's rows of a problem.
+template <int kChunks>
+__device__ void label_rows(const ScanArgs& args, const ScanTable& table,
+                           const Rows<const ScanElement>& rows, const RowRange& range,
+                           std::int32_t* labels, RowStatistics* stats, ScanShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int side = lane % 2;  // of the row that this lane answers for
+  OpenRows& open = shared.open[group_number()];
+  int first = range.begin + warp * 16, total = 0;
+  RowsAhead<kChunks> ahead(rows, first, range.end);
+  ahead.load(first);
+  if (threadIdx.x % kWarpgroup == 0) open.count = 0;
+  group_sync();
+#pragma unroll 1
+  for (int round = range.begin; round < range.end; round += kScanGroups * kScanRows) {
+    float x[2][8 * kChunks];
+    unpack(ahead.tile.words[0][0], x[0]);
+    unpack(ahead.tile.words[0][1], x[1]);
+    const RowFacts<kChunks> own(table, rows.width, x);
+    RowProducts<kChunks> products;
+    products.set(0, x[0], args.zero);
+    products.set(1, x[1], args.zero);
+    const float offset[2] = {__shfl_sync(~0u, own.offset, lane & 28),
+                             __shfl_sync(~0u, own.offset, (lane & 28) + 1)};
+    const int row = first + 8 * side + lane / 4;
+    const bool mine = lane % 4 < 2 && row < range.end;
+    if (stats && mine) stats[row] = own.stats;
+    ahead.at += kScanGroups * kScanRows * rows.pitch;
+    ahead.load(first + kScanGroups * kScanRows);
+    TwoKeys keys[2];
+    products.find(table, offset, args.key_scale, keys);
+    const RowBest best(keys);
+    const std::uint32_t exponent = __float_as_uint(own.offset) >> 23;
+    const bool usable = table.usable && exponent > 30 && exponent < 255;
+    const float unit = __uint_as_float((usable ? exponent - 23 : 1) << 23);
+    const float bound = own.bound + 8.0f * unit;  // with what the rounding to keys adds
+    const bool certain = usable && static_cast<float>(best.gap()) * unit > bound;
+    if (mine) labels[row] = own.zero ? 0 : best.label();
+    const bool push = mine && !certain && !own.zero;
+    if (push) {
+      const int place = atomicAdd(&open.count, 1);
+      open.row[place] = row;
+      open.scale[place] = own.scale;
+      open.limit[place] =
+          usable ? __uint_as_float(exponent << 23 | best.score()) - own.offset - bound : -INFINITY;
+    }
+    total += group_count(push);
+    first += kScanGroups * kScanRows;
+    while (total >= kScanRows || (total > 0 && round + kScanGroups * kScanRows >= range.end)) {
+      const int count = min(total, kScanRows);
+      resolve_rows<kChunks>(table, rows, open, total, count, shared.pairs[warp], labels, args.zero);
+      total -= count;
+    }
+  }
+}
+
+template <int kChunks>
+__device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSideArgs& side,
+                                             int number, int turn, Team& team,
+                                             unsigned char* memory, ScanShared& shared) {
+  const ClusterShape& shape = side.sort.shape;
+  const int item = number / shape.heads, head = number % shape.heads;
+  const ItemSpan span = shape.q.span(item);
+  const std::int64_t start = shape.start(span, head);
+  const RowRange range = team.share(span.length);
+  const int own = head / shape.group, clusters = shape.clusters;
+  const std::uint32_t memory_at = shared_address(memory);
+  __syncthreads();  // the last problem used the same memory
+  if (range.begin < range.end) {
+    ScanTable columns{
+        matrix_descriptor(memory_at),
+        args.columns,
+        clusters,
+        args.centroids.pitch,
+        args.centroids.rows + static_cast<std::int64_t>(own) * clusters * args.centroids.pitch,
+        true,
+        0.0f,
+        0.0f};
+    const float* norms = args.centroids.norms + static_cast<std::int64_t>(own) * clusters;
+    float norm = 0.0f;
+    for (int c = threadIdx.x; c < clusters; c += kScanThreads)
+      if (!(norms[c] <= norm) && !isnan(norm)) norm = norms[c];
+    norm = block_largest(norm);
+    const float scale = scale_of(norm);
+    const float low = stage_table<kChunks>(columns, scale, memory_at);
+    columns.usable = scale > 0.0f;
+    columns.norm = 1.001f * norm * scale;
+    columns.slack = 1.001f * low + 0x1p-14f * columns.norm;
+    label_rows<kChunks>(args, columns, side.x.rows(span.batch, head, span.begin), range,
+                        side.labels + start, side.stats ? side.stats + start : nullptr, shared);
+  }
+  if (!shape.q.cu_seqlens || item + 1 == shape.items)
+    for (int i = span.length + team.rank * kScanThreads + threadIdx.x; i < shape.rows - span.begin;
+         i += team.size * kScanThreads)
+      side.labels[start + i] = -1;
+  if (side.sort.runs.order)
+    sort_problem(side.sort, number, team,
+                 histograms_of(args.histograms, args.teams, team, turn, clusters),
+                 reinterpret_cast<std::int32_t*>(memory), args.shared_words);
+}
+
+// Teams work on the problems of both sides.
+template <int kChunks>
+__global__ void __launch_bounds__(kScanThreads, 1)
+    routing_scan_kernel(const __grid_constant__ ScanArgs args) {
+  await_previous();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ ScanShared shared;
+  Team team(args.teams);
+  const int queries = args.sides[0].sort.shape.problems();
+  const int problems = queries + args.sides[1].sort.shape.problems();
+  int turn = 0;
+  for (int number = team.number; number < problems; number += args.teams.count, turn ^= 1) {
+    const bool keys = number >= queries;
+    scan_problem<kChunks>(args, args.sides[keys], keys ? number - queries : number, turn, team,
+                          memory, shared);
+  }
+}
+
+}  // namespace
+
+bool scan_fits(const AttentionCall& call, std::int64_t clusters) {
+  const std::int64_t columns = (clusters + kScanStep - 1) / kScanStep * kScanStep;
+  return columns <= kMostColumns && columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
+}
+
+void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
+                  const ScanSide& queries, const ScanSide* keys, unsigned* arrivals, Arena& arena,
+                  cudaStream_t stream) {
+  ScanArgs args{};
+  int rows = 0, problems = 0;
+  for (const ScanSide* scan : {&queries, keys}) {
+    if (!scan) continue;
+    const ClusterShape& shape = scan->side.shape;
+    args.sides[scan == keys] = {{shape, scan->labels, 1, scan->runs, scan->copy},
+                                tensor4<const ScanElement>(scan->side.rows),
+                                scan->labels,
+                                scan->side.stats};
+    rows = std::max(rows, shape.rows);
+    problems += shape.problems();
+    if (shape.items > 0) continue;  // all rows are padding
+    for (std::int32_t* each : {scan->labels, scan->runs.order, scan->copy.order})
+      if (each)
+        COTERIE_CUDA(cudaMemsetAsync(
+            each, 0xff, static_cast<std::size_t>(scan->side.count()) * sizeof(std::int32_t),
+            stream));
+  }
+  args.centroids = centroids;
+  args.key_scale = 512;
+  args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
+  args.histograms = arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) *
+                                             centroids.clusters);
+  if (!args.histograms || problems == 0) return;
+  args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
+  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    constexpr int kChunks = decltype(width)::value / 32;
+    const std::size_t bytes =
+        std::max(static_cast<std::size_t>(args.columns) * kScanBands<kChunks> * 128,
+                 group_shared_bytes(centroids.clusters, kScanWarps));
+    args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
+    launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(), kScanThreads, bytes,
+                             stream, args);
+  });
+}
+
+}  // namespace coterie::cuda
