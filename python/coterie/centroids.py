@@ -75,9 +75,10 @@ def initialise(
 ) -> None:
     """Centroids by spherical k-means of the tokens of rank 0, in place; counts and sums restart."""
     rows, lengths = zip(*(_fold_heads(t, state.centroids.shape[0]) for t in tokens), strict=True)
+    # Once in a training run: the core has it for the CPU only.
     found = torch.ops.coterie.spherical_kmeans(
-        torch.cat(rows), torch.cat(lengths), None, state.centroids.shape[1], 10, seed
-    )
+        torch.cat(rows).cpu(), torch.cat(lengths).cpu(), None, state.centroids.shape[1], 10, seed
+    ).to(state.centroids.device)
     if _distributed(process_group):
         dist.broadcast(found, 0, group=process_group)
     state.centroids.copy_(found)

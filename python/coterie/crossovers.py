@@ -74,7 +74,7 @@ MEASURED = [
         False,
         1024,
         "i-clustered(clusters=256)",
-        0.09,
+        0.12,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -82,7 +82,7 @@ MEASURED = [
         False,
         2048,
         "i-clustered(clusters=256)",
-        0.21,
+        0.27,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -90,7 +90,7 @@ MEASURED = [
         False,
         4096,
         "i-clustered(clusters=256)",
-        1.38,
+        1.77,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -98,7 +98,7 @@ MEASURED = [
         False,
         8192,
         "i-clustered(clusters=256)",
-        2.0,
+        2.33,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -106,7 +106,7 @@ MEASURED = [
         False,
         16384,
         "i-clustered(clusters=256)",
-        10.43,
+        12.35,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -114,7 +114,7 @@ MEASURED = [
         False,
         65536,
         "i-clustered(clusters=256)",
-        67.57,
+        72.51,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -122,7 +122,31 @@ MEASURED = [
         False,
         262144,
         "i-clustered(clusters=256)",
-        200.34,
+        209.39,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
+    ),
+    (
+        "cuda",
+        True,
+        4096,
+        "routing(clusters=16,window=256)",
+        1.74,
+        "bf16, 16 heads of 64, NVIDIA H200, both passes",
+    ),
+    (
+        "cuda",
+        True,
+        16384,
+        "routing(clusters=64,window=256)",
+        5.52,
+        "bf16, 16 heads of 64, NVIDIA H200, both passes",
+    ),
+    (
+        "cuda",
+        True,
+        65536,
+        "routing(clusters=256,window=256)",
+        21.52,
+        "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
 ]

@@ -172,12 +172,14 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
     }
     GroupRows<T, kDim, kForm> rows;
     rows.start(shape.queries(number));
+    const int row[2] = {shape.queries(number).row[group_row(0)],
+                        shape.queries(number).row[group_row(1)]};
     started = false;
 #pragma unroll 1
     for (int tile = first, begin = step.low; tile < end; ++tile, begin += kTile) {
       rows.finish(problem, s, shape.keys(place));
       std::uint32_t p[4][4];
-      rows.attend(s, begin, tile == first, p);
+      rows.attend(s, begin, p);
       // Products begin and end in one step: the assembler does them one by one otherwise. With the
       // last tile those of the next step begin; where they cannot, scores are computed again, for
       // nothing, which saves a branch here.
@@ -199,8 +201,8 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
         await(tile + 1, end);
       }
       wgmma_fence();
-      queries.scores_with(s, Matrix{shape.tile_at(next, 0)}, rows.out, p,
-                          Matrix{shape.tile_at(place, 1)});
+      add_products<T, kDim, kTile>(rows.out, p, Matrix{shape.tile_at(place, 1)}, 0);
+      queries.scores(s, Matrix{shape.tile_at(next, 0)});
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_settle(s);
@@ -208,10 +210,9 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
       for (int band = 0; band < kDim / 64; ++band) wgmma_settle(rows.out[band]);
       place = next;
     }
-    shape.release_below(min(end, keep), reader);
-    if (!StepQueries<T, kDim>::kHeld) sync_group();  // before outputs replace queries
-    rows.write(args, step, shape.queries(number).row, shape.own(number, 0));
     shape.release_own(number);
+    shape.release_below(min(end, keep), reader);
+    rows.write(args, step, row);
   }
   shape.release_below(plan.tiles, reader);
 }

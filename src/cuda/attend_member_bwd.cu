@@ -21,7 +21,7 @@ namespace {
 
 // Mean size of clusters up to which units are taken by blocks of two warps that load nothing ahead,
 // so that more of them fit on a multiprocessor; others have four.
-constexpr int kSmallUnit = 48;
+constexpr int kSmallUnit = 96;
 
 template <class T>
 __device__ __forceinline__ FragmentA<T> all_ones() {

@@ -282,9 +282,7 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
 
 // As many warps on a multiprocessor as registers allow.
 template <class T, int kDim>
-constexpr int kResidentWarps = sizeof(T) == 4 ? 8
-                               : kDim <= 64   ? 16
-                                              : 12;
+constexpr int kResidentWarps = sizeof(T) == 4 || kDim > 64 ? 8 : 16;
 
 template <class T, int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)

@@ -325,8 +325,7 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kClust
 }
 
 template <class T, int kClusters>
-void launch(ScoreArgs<T> args, const AttentionCall& call, int heads, void* table,
-            cudaStream_t stream) {
+void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
   const CastShape& shape = args.scores.shape;
   args.surrogates = static_cast<const T*>(table);
   constexpr int kEach = 256;
@@ -354,11 +353,11 @@ void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first
                           tensor4<const T>(call.k),
                           nullptr};
   if (scores.shape.clusters > 128)
-    launch<T, 256>(args, call, heads, table, stream);
+    launch<T, 256>(args, heads, table, stream);
   else if (scores.shape.clusters > 64)
-    launch<T, 128>(args, call, heads, table, stream);
+    launch<T, 128>(args, heads, table, stream);
   else
-    launch<T, 64>(args, call, heads, table, stream);
+    launch<T, 64>(args, heads, table, stream);
 }
 
 template void scores_sm90a<__nv_bfloat16>(const CastScores&, const AttentionCall&, int, int, void*,

@@ -40,7 +40,7 @@ constexpr int kSlotTile = 32;
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
   QueryTiles units;      // of a head
-  int pitch;             // of scratch rows: the head dim padded to one of kHeadDims
+  int pitch;             // of scratch rows: the head dim padded to 64 or 128
   bool sm90a;            // the kernels of *_sm90a.cu serve this call
   bool fused;            // centroid_gradients_sm90a serves this call
   KeyChunks chunks;      // of the keys, for the gradients of the means

@@ -28,7 +28,7 @@ void launch_lists(const ListBackwardArgs<typename P::T>& args, const ListKernels
                  S::template kBytes<QueryColumns<P::kColumns, kForm>>, stream, args);
 }
 
-// 16-bit types, forms plain and normalised. attend_list_bwd_sm90a.cu
+// 16-bit types, aligned rows, forms plain and normalised. attend_list_bwd_sm90a.cu
 template <class T, int kWidth>
 void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
                         cudaStream_t stream);

@@ -3,7 +3,9 @@
 // that multiplies (cast_mix_sm90a.cu): per token the sum over its slots of
 //   2^(logit - shift) (inner output - summary),
 // with the largest of the logits as its shift, from which the other's softmax goes on. A warp has
-// 16 neighbouring tokens, whose slots lie side by side: lane i knows slot i.
+// 16 neighbouring tokens, whose slots lie side by side, and takes 16 of these at a time: lane i
+// knows slot i % 16. Logits are the diagonal of a product of gathered rows, and the sums are a
+// product with a matrix of weights, one in each column.
 #pragma once
 
 #include <cstdint>

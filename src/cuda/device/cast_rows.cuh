@@ -38,14 +38,6 @@ struct RowLanes {
   __device__ bool first() const { return lane == 0; }
   __device__ int column() const { return lane * kVector; }
 
-  // Calls body(r) for this group's rows of `count`.
-  template <class Body>
-  __device__ void for_rows(int count, const Body& body) const {
-    const int groups = static_cast<int>(blockDim.x) / kLanes;
-#pragma unroll 4
-    for (int r = group; r < count; r += groups) body(r);
-  }
-
   __device__ Floats load(const Rows<const T>& rows, std::int64_t row) const {
     return to_floats(fetch(rows, row));
   }
@@ -143,33 +135,6 @@ struct RowLanes {
     return ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
   }
 };
-
-template <int kThreads>
-__device__ __forceinline__ float block_max(float value) {
-  __shared__ float warps[kThreads / 32];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) value = fmaxf(value, warps[w]);
-  return value;
-}
-
-template <int kThreads>
-__device__ __forceinline__ float block_sum(float value) {
-  __shared__ float warps[kThreads / 32];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) value += warps[w];
-  return value;
-}
 
 // Which of 64 clusters are there to be mixed, by their summaries' log-sum-exps; without those
 // (laplace) empty clusters need no attention, for their summaries are 0. By all lanes of a warp.

@@ -6,8 +6,8 @@
 // and streams the tiles of the other list that any of them meets through a ring, which both
 // warpgroups read:
 //
-//   owned    | 64 | 64 |         a tile of two tensors for each warpgroup, and those of the next
-//   round ring     | 0 | 1 | 2 | ...   tiles of two tensors, numbered through all rounds of a block
+//   owned    | 64 | 64 |         a tile of two tensors for each warpgroup; two rounds of them
+//   ring     | 0 | 1 | 2 | ...   tiles of two tensors, numbered through all rounds of a block
 //
 // Two teams of two producing warps take the rounds in turn; a warp copies half the rows of a tile
 // (list_bwd_producer.cuh). What must be known of the rows is copied beside them, so that computing

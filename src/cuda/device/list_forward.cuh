@@ -19,7 +19,8 @@ struct ListForwardArgs {
 };
 
 // Plans without filters and with softmax weights, of aligned rows, on Hopper
-// (attend_list_fwd_sm90a.cu): true, and launched, when the kernel takes the plan; 16-bit types only.
+// (attend_list_fwd_sm90a.cu): true, and launched, when the kernel takes the plan; 16-bit types
+// only.
 template <class T>
 bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
                         const ListForwardArgs<T>& args, cudaStream_t stream);

@@ -10,24 +10,9 @@
 #include "cuda/device/list_rows.cuh"
 #include "cuda/device/list_stream.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/device/store.cuh"
 
 namespace coterie::cuda {
-
-// The 16 x 16 elements of an accumulator, as four matrices of 8 x 8: lane l has the address of row
-// l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices(std::uint32_t to, const std::uint32_t (&word)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
-               "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-               : "memory");
-}
-__device__ __forceinline__ uint4 load_shared128(std::uint32_t from) {
-  uint4 value;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(from)
-               : "memory");
-  return value;
-}
 
 // Of a query: which keys it sees, and what its scores are made of.
 struct alignas(16) QueryFact {
@@ -141,7 +126,7 @@ struct GroupRows {
       const int half = i % 2, at = 8 * block + 2 * i;
       const float first = exp2_approximate(fmaf(s[at], exponent[half], -softmax[half].shift));
       const float second = exp2_approximate(fmaf(s[at + 1], exponent[half], -softmax[half].shift));
-      sum[half] += first + second;
+      sum[half] = sum[half] + first + second;
       p[block][i] = pack2<T>(first, second);
     }
   }
@@ -165,11 +150,11 @@ struct GroupRows {
 
   // Scores of the 64 keys from rank `begin` on become weights. The first keys that a row sees set
   // its shift; later ones raise it only where weights become large, which their sums tell.
-  __device__ void attend(float (&s)[32], int begin, bool first, std::uint32_t (&p)[4][4]) {
+  __device__ void attend(float (&s)[32], int begin, std::uint32_t (&p)[4][4]) {
     constexpr float kLarge = 1024.0f;
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
     if (cut) mask(s, begin);
-    if ((cut || first) && __any_sync(~0u, fresh(0) || fresh(1))) {
+    if (__any_sync(~0u, fresh(0) || fresh(1))) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (fresh(half)) raise(s, half);
@@ -186,71 +171,53 @@ struct GroupRows {
     softmax[1].sum += sum[1];
   }
 
-  // Of the outputs of a step, times factors: to slots.
-  __device__ void store(float* to, int width, const bool (&there)[2],
-                        const float (&factor)[2]) const {
+  // Row `half` of the outputs, times a factor.
+  __device__ void store(T* to, int width, bool there, int half, float factor) const {
+    const int lane = threadIdx.x % 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int d = 0; d < kDim / 32; ++d) {
+      std::uint32_t word[4];
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        const int column = 8 * n + static_cast<int>(threadIdx.x) % 4 * 2, i = n % 8 * 4 + 2 * half;
-        if (there[half] && column < width)
-          *reinterpret_cast<float2*>(to + group_row(half) * width + column) =
-              make_float2(out[n / 8][i] * factor[half], out[n / 8][i + 1] * factor[half]);
+      for (int n = 0; n < 4; ++n) {
+        const int i = d % 2 * 16 + 4 * n + 2 * half;
+        word[n] = pack2<T>(out[d / 2][i] * factor, out[d / 2][i + 1] * factor);
       }
+      transpose_quad(word);
+      const int column = 32 * d + 8 * lane;
+      if (there && column < width)
+        *reinterpret_cast<uint4*>(to + column) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
   }
-  // To rows, by way of the tile that held the warp's queries.
-  __device__ void store(const Rows<T>& rows, const StreamStep& step, const int* row,
-                        std::uint32_t queries, const float (&factor)[2]) const {
-    const int lane = threadIdx.x % 32, first = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+  __device__ void store(float* to, int width, bool there, int half, float factor) const {
 #pragma unroll
-    for (int band = 0; band < kDim / 64; ++band) {
-      const Tile<T, 64> tile{queries + band * kStreamRows * 128 + first * 128};
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {  // blocks of 8 columns
-        std::uint32_t word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at = 4 * (j + i / 2) + 2 * (i % 2);
-          word[i] = pack2<T>(out[band][at] * factor[i % 2], out[band][at + 1] * factor[i % 2]);
-        }
-        store_matrices(tile.chunk(lane % 16, j + lane / 16), word);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int place = 4 * i + lane / 8, column = 64 * band + lane % 8 * 8;
-        if (first + place < step.rows && column < rows.width)
-          *reinterpret_cast<uint4*>(rows.row(row[first + place]) + column) =
-              load_shared128(tile.chunk(place, lane % 8));
-      }
+    for (int n = 0; n < kDim / 8; ++n) {
+      const int column = 8 * n + static_cast<int>(threadIdx.x) % 4 * 2, i = n % 8 * 4 + 2 * half;
+      if (there && column < width)
+        *reinterpret_cast<float2*>(to + column) =
+            make_float2(out[n / 8][i] * factor, out[n / 8][i + 1] * factor);
     }
   }
 
-  __device__ void write(const ListForwardArgs<T>& args, const StreamStep& step, const int* row,
-                        std::uint32_t queries) {
+  __device__ void write(const ListForwardArgs<T>& args, const StreamStep& step,
+                        const int (&row)[2]) {
     const ListProblem& problem = args.problem;
-    bool there[2];
-    float factor[2];
+    const Rows<T> rows = args.out.rows(step.batch, step.head, step.own_begin);
+    const std::int64_t base =
+        ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int place = group_row(half);
-      there[half] = place < step.rows;
+      const bool there = place < step.rows;
+      const std::int64_t to = args.slot_out ? step.own_slot + place : row[half];
       const float sum = quad_sum(softmax[half].sum);
-      factor[half] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-      if (!there[half] || !args.lse || threadIdx.x % 4 != 0) continue;
-      const std::int64_t to =
-          args.slot_out
-              ? step.own_slot + place
-              : ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head) +
-                    row[place];
-      args.lse[to] = row_lse(softmax[half], sum);
+      if (there && args.lse && threadIdx.x % 4 == 0)
+        args.lse[args.slot_out ? to : base + to] = row_lse(softmax[half], sum);
+      const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+      if (args.slot_out)
+        store(args.slot_out + to * problem.width, problem.width, there, half, factor);
+      else
+        store(rows.row(to), problem.width, there, half, factor);
     }
-    if (args.slot_out)
-      store(args.slot_out + static_cast<std::int64_t>(step.own_slot) * problem.width, problem.width,
-            there, factor);
-    else
-      store(args.out.rows(step.batch, step.head, step.own_begin), step, row, queries, factor);
   }
 };
 
@@ -275,33 +242,15 @@ struct StepQueries {
       }
     }
   }
-  // Starts one of kDim / 16 products that make the scores of a tile of keys.
-  template <int kAdd>
-  __device__ void score(float (&s)[32], const Bands<T, kDim, kStreamRows>& keys, int d) const {
-    if constexpr (kHeld)
-      wgmma<T, kAdd, 0>(s, a[d], keys.by_columns(0, d));
-    else
-      wgmma<T, kAdd, 0>(s, tile.by_columns(0, d), keys.by_columns(0, d));
-  }
+  // Starts the scores of a tile of keys.
   __device__ void scores(float (&s)[32], const Bands<T, kDim, kStreamRows>& keys) const {
-    score<0>(s, keys, 0);
+    if constexpr (kHeld) {
+      wgmma<T, 0, 0>(s, a[0], keys.by_columns(0, 0));
 #pragma unroll
-    for (int d = 1; d < kDim / 16; ++d) score<1>(s, keys, d);
-  }
-  // The same, and out += p values, in turn: neither waits for its own last product.
-  __device__ void scores_with(float (&s)[32], const Bands<T, kDim, kStreamRows>& keys,
-                              float (&out)[kDim / 64][32], const std::uint32_t (&p)[4][4],
-                              const Bands<T, kDim, kStreamRows>& values) const {
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int band = 0; band < kDim / 64; ++band) {
-        wgmma<T, 1, 1>(out[band], p[k], values.by_rows(16 * k, band));
-        if (k == 0 && band == 0)
-          score<0>(s, keys, 0);
-        else
-          score<1>(s, keys, k * (kDim / 64) + band);
-      }
+      for (int d = 1; d < kDim / 16; ++d) wgmma<T, 1, 0>(s, a[d], keys.by_columns(0, d));
+    } else {
+      row_products(s, tile, 0, keys, 0);
+    }
   }
 };
 
