@@ -175,6 +175,7 @@ void run_bench(const BenchOptions& options, const std::string& command) {
   report.gated = options.gate;
   measure_machine(report);
   print_header(report);
+  std::fflush(stdout);  // the first table may take minutes
   measure_lengths(options, lengths, entries, report);
   print_crossovers(report);
   print_scalings(report);

@@ -58,13 +58,15 @@ CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& sa
 namespace {
 
 template <class T>
-__global__ void repeat_heads_kernel(Tensor4<const T> from, T* to, int heads, int group, int rows) {
+__global__ void repeat_heads_kernel(Tensor4<const T> from, T* to, int batches, int group) {
   await_previous();
-  const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y) % heads;
-  const int batch = static_cast<int>(blockIdx.y) / heads;
-  const T* source = from.rows(batch, head / group, row).data;
-  T* target = to + (static_cast<std::int64_t>(blockIdx.y) * rows + row) * from.width;
-  for (int d = threadIdx.x; d < from.width; d += blockDim.x) target[d] = source[d];
+  const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  for (int batch = blockIdx.z; batch < batches; batch += gridDim.z) {
+    const T* source = from.rows(batch, head / group, row).data;
+    T* target =
+        to + ((static_cast<std::int64_t>(batch) * gridDim.y + head) * gridDim.x + row) * from.width;
+    for (int d = threadIdx.x; d < from.width; d += blockDim.x) target[d] = source[d];
+  }
 }
 
 // A copy with every head `group` times.
@@ -78,9 +80,10 @@ TensorView repeat_heads(const AttentionCall& call, const TensorView& from, Arena
                                   Device::cuda);
     if (!to) return;
     launch_early("cast heads", repeat_heads_kernel<T>,
-                 dim3(static_cast<unsigned>(call.S), static_cast<unsigned>(call.B * call.H)), 64, 0,
-                 stream, tensor4<const T>(from), to, static_cast<int>(call.H),
-                 static_cast<int>(call.H / from.size(1)), static_cast<int>(call.S));
+                 dim3(static_cast<unsigned>(call.S), static_cast<unsigned>(call.H),
+                      static_cast<unsigned>(std::min(call.B, kMaxBlocks))),
+                 64, 0, stream, tensor4<const T>(from), to, static_cast<int>(call.B),
+                 static_cast<int>(call.H / from.size(1)));
   });
   return copy;
 }
@@ -93,7 +96,12 @@ class CastPass : public Pass {
     if (call_.N != call_.S)
       return "the CUDA kernels need as many keys as queries; got " + std::to_string(call_.S) +
              " and " + std::to_string(call_.N);
-    return refuse_more_than(kMaxClusters, "clusters", params_.clusters);
+    const std::string clusters = refuse_more_than(kMaxClusters, "clusters", params_.clusters);
+    if (!clusters.empty()) return clusters;
+    const std::string lists = refuse_lists(call_.num_items() * call_.H * params_.clusters);
+    if (!lists.empty()) return lists;
+    const CastShape shape = cast_shape(params_, call_, nullptr);
+    return refuse_slots(static_cast<std::int64_t>(shape.clusters) * shape.width);
   }
 
   std::int64_t workspace_bytes() const override {

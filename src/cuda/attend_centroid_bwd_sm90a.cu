@@ -112,7 +112,8 @@ __device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
       ++number;
       if (tile == 0) block.publish_keys(step + 1);
     }
-    block.load_keys(step + 2);  // all have read what lies there
+    sync_group();  // all warps have read what lies there, as have the other warpgroups
+    block.load_keys(step + 2);
   }
   cp_async_wait<0>();
   block.store_means(sum);

@@ -62,7 +62,10 @@ class ClusteredPass : public Pass {
   ClusteredPass(const Params& params, const AttentionCall& call)
       : Pass(call), params_(params), sizes_(sizes_of(params, call)) {}
 
-  std::string refusal() const override { return refuse(params_); }
+  std::string refusal() const override {
+    const std::string reason = refuse(params_);
+    return reason.empty() ? refuse_batches(call_.B) : reason;
+  }
 
   // The largest need of any stage; stages that follow each other share the memory.
   std::int64_t workspace_bytes() const override {

@@ -38,12 +38,15 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
   return args;
 }
 
-// Whether rows can be copied and written 16 bytes at a time.
+// Whether rows can be copied and written 16 bytes at a time, and are less than 2 GiB apart.
 template <class T>
 bool aligned_rows(const ListBackwardArgs<T>& args) {
+  const auto near = [](const Tensor4<const T>& rows) {
+    return rows.aligned && rows.row < std::int64_t{1} << 29;
+  };
   const auto wanted = [](const Tensor4<T>& rows) { return !rows.data || rows.aligned; };
-  return args.q.aligned && args.k.aligned && args.v.aligned && args.g.aligned &&
-         wanted(args.dq.rows) && wanted(args.dk.rows) && wanted(args.dv.rows);
+  return near(args.q) && near(args.k) && near(args.v) && near(args.g) && wanted(args.dq.rows) &&
+         wanted(args.dk.rows) && wanted(args.dv.rows);
 }
 
 // Launches a pass's kernels. Warpgroup products serve what is used most; mma.sync the rest, in one

@@ -287,6 +287,7 @@ bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
   if (!takes(call, plan, given)) return false;
   ListForwardArgs<T> args = given;
   args.tiles = list_tiles(args.problem.q, kStreamBits);
+  if (static_cast<std::int64_t>(args.tiles.total) * args.problem.q.heads >= 1ll << 30) return false;
   const std::int64_t span = span_tiles(call, plan);
   const bool plain = list_form(plan) == ListForm::plain;
   if (call.Dk <= 64 && plain)

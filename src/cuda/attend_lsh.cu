@@ -139,7 +139,11 @@ class LshPass : public Pass {
   }
 
   std::string refusal() const override {
-    return refuse_more_than(kMaxClusters, "buckets", params_.buckets);
+    const std::string buckets = refuse_more_than(kMaxClusters, "buckets", params_.buckets);
+    if (!buckets.empty()) return buckets;
+    const std::string lists =
+        refuse_more_than(kMaxBlocks, "rounds of all heads", call_.H * params_.rounds);
+    return lists.empty() ? refuse_batches(call_.B) : lists;
   }
 
   std::int64_t workspace_bytes() const override {

@@ -79,7 +79,7 @@ class OraclePass : public Pass {
     if (call_.S > most || call_.N > most)
       return "the CUDA kernels of oracle-top take at most " + std::to_string(most) + " rows; got " +
              std::to_string(std::max(call_.N, call_.S));
-    return "";
+    return refuse_batches(call_.B);
   }
 
   std::int64_t workspace_bytes() const override {

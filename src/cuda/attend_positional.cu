@@ -5,6 +5,7 @@
 #include "cuda/attention.h"
 #include "cuda/launch.h"
 #include "cuda/lists.h"
+#include "cuda/refusal.h"
 
 namespace coterie::cuda {
 
@@ -44,6 +45,12 @@ class PositionalPass : public Pass {
       : Pass(call), plan_(make_plan(params, call)) {
     plan_.scale = static_cast<float>(call.scale);
     plan_.filters.mask = call.inputs.mask;
+  }
+
+  std::string refusal() const override {
+    // Tiles of 64 rows, at most two of a list that are not full.
+    const std::int64_t full = call_.B * (std::max(call_.N, call_.S) / 64 + 1);
+    return refuse_lists((2 * call_.num_items() * plan_.lists + full) * call_.H);
   }
 
   std::int64_t workspace_bytes() const override {

@@ -3,7 +3,6 @@
 #include "cuda/attention.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "cuda/entry.h"
 #include "cuda/refusal.h"
@@ -20,10 +19,9 @@ std::string refuse_shape(const AttentionCall& call) {
            " and " + std::to_string(call.Dv);
   const std::string width = refuse_width(call.Dk);
   if (!width.empty()) return width;
-  if (std::max(call.N, call.S) > std::numeric_limits<std::int32_t>::max() / 2)
-    return "the CUDA kernels count rows in 32 bits; got " +
-           std::to_string(std::max(call.N, call.S));
-  return "";
+  const std::string heads = refuse_more_than(kMaxBlocks, "heads", call.H);
+  if (!heads.empty()) return heads;
+  return refuse_more_than(kMaxRows, "rows of a batch entry", std::max(call.N, call.S));
 }
 
 std::unique_ptr<Pass> pass_of(const Mechanism& mechanism, const AttentionCall& call) {

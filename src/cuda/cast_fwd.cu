@@ -358,8 +358,11 @@ void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForwa
                     pass.inner,
                     pass.saved.summary_lse,
                     pass.saved.combine_lse};
-    if constexpr (sizeof(T) == 2)
-      if (on_hopper() && mix_suits_sm90a(args)) return mix_sm90a(args, stream);
+    if constexpr (sizeof(T) == 2) {
+      // Elements of a head's inner outputs are counted in 32 bits there.
+      const std::int64_t inner = static_cast<std::int64_t>(shape.clusters) * shape.width * shape.D;
+      if (on_hopper() && inner >> 32 == 0 && mix_suits_sm90a(args)) return mix_sm90a(args, stream);
+    }
     dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, false>;

@@ -233,8 +233,11 @@ int token_blocks(const TensorView& x) {
 }  // namespace
 
 std::string refuse_tokens(const TensorView& x) {
-  const std::string type = refuse_type(x.dtype);
-  return type.empty() ? refuse_width(x.size(3)) : type;
+  for (const std::string& reason : {refuse_type(x.dtype), refuse_width(x.size(3)),
+                                    refuse_more_than(kMaxBlocks, "heads", x.size(1)),
+                                    refuse_more_than(kMaxRows, "rows of a batch entry", x.size(2))})
+    if (!reason.empty()) return reason;
+  return "";
 }
 
 void ema_update(double decay, const TensorView& x, const Sequences& sequences,

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
 #include "cuda/padding.h"
 
+#include <algorithm>
+
 #include "cuda/device/element.cuh"
 #include "cuda/device/problem.cuh"
 #include "cuda/launch.h"
+#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -15,16 +18,19 @@ bool ragged(const Sequences& sequences) {
   return sequences.lengths.present() || sequences.cu_seqlens.present();
 }
 
-// One warp per row of (B, rows), for all heads; blockIdx.y is the batch entry.
+// One warp per row of (B, rows), for all heads; blockIdx.y counts batch entries.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    padding_kernel(const __grid_constant__ Tensor4<T> tensor, int heads, SequenceSpans spans,
-                   int items, T value) {
-  const int batch = blockIdx.y, row = (blockIdx.x * kThreads + threadIdx.x) / 32;
-  if (row >= spans.rows || (items > 0 && spans.item_of(batch, row, items) >= 0)) return;
-  for (int head = 0; head < heads; ++head)
-    for (int d = threadIdx.x % 32; d < tensor.width; d += 32)
-      tensor.rows(batch, head, row).data[d] = value;
+    padding_kernel(const __grid_constant__ Tensor4<T> tensor, int batches, int heads,
+                   SequenceSpans spans, int items, T value) {
+  const int row = (blockIdx.x * kThreads + threadIdx.x) / 32;
+  if (row >= spans.rows) return;
+  for (int batch = blockIdx.y; batch < batches; batch += gridDim.y) {
+    if (items > 0 && spans.item_of(batch, row, items) >= 0) continue;
+    for (int head = 0; head < heads; ++head)
+      for (int d = threadIdx.x % 32; d < tensor.width; d += 32)
+        tensor.rows(batch, head, row).data[d] = value;
+  }
 }
 
 template <class T>
@@ -33,10 +39,10 @@ void fill(const TensorView& view, const Sequences& sequences, std::int64_t items
   const std::int64_t batches = view.size(0), rows = view.size(2);
   if (!ragged(sequences) || view.count() == 0) return;
   const dim3 grid(static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)),
-                  static_cast<unsigned>(batches));
-  padding_kernel<T><<<grid, kThreads, 0, stream>>>(tensor4<T>(view), static_cast<int>(view.size(1)),
-                                                   sequence_spans(sequences, rows),
-                                                   static_cast<int>(items), static_cast<T>(value));
+                  static_cast<unsigned>(std::min(batches, kMaxBlocks)));
+  padding_kernel<T><<<grid, kThreads, 0, stream>>>(
+      tensor4<T>(view), static_cast<int>(batches), static_cast<int>(view.size(1)),
+      sequence_spans(sequences, rows), static_cast<int>(items), static_cast<T>(value));
   COTERIE_LAUNCH("padding");
 }
 

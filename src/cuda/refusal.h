@@ -15,6 +15,24 @@ inline std::string refuse_more_than(std::int64_t most, const char* what, std::in
          std::to_string(got);
 }
 
+// Rows of a sequence times the 32 lanes or vectors of a row are counted in 32 bits.
+constexpr std::int64_t kMaxRows = (std::int64_t{1} << 26) - 1;
+constexpr std::int64_t kMaxSlots = std::int64_t{1} << 30;  // as are the slots of a head's lists
+constexpr std::int64_t kMaxLists = std::int64_t{1} << 30;  // and all lists, with their tiles
+constexpr std::int64_t kMaxBlocks = 65535;                 // along y and z of a grid
+
+inline std::string refuse_batches(std::int64_t batches) {
+  return refuse_more_than(kMaxBlocks, "batch entries", batches);
+}
+
+inline std::string refuse_slots(std::int64_t slots) {
+  return refuse_more_than(kMaxSlots, "members in the lists of a head", slots);
+}
+
+inline std::string refuse_lists(std::int64_t lists) {
+  return refuse_more_than(kMaxLists, "lists and tiles of lists in all heads", lists);
+}
+
 inline std::string refuse_type(DType dtype) {
   if (supports(dtype)) return "";
   return std::string("the CUDA kernels take f32, bf16 and f16, not ") + dtype_name(dtype);

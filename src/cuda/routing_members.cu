@@ -33,15 +33,17 @@ __device__ __forceinline__ int entries_up_to(const std::int32_t* list, int width
   return first;
 }
 
-// A thread per query slot; blockIdx.y counts items and heads.
+// A thread per query slot; the blocks of an item and head are neighbours.
 __global__ void __launch_bounds__(kThreads) member_ends_kernel(MemberArgs args) {
   await_previous();
-  const std::int64_t place = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
+  const auto each = static_cast<unsigned>((block + kThreads - 1) / kThreads);
+  const unsigned problem = blockIdx.x / each;
+  const std::int64_t place = static_cast<std::int64_t>(blockIdx.x % each) * kThreads + threadIdx.x;
   if (place >= block) return;
-  const int item = static_cast<int>(blockIdx.y) / args.heads;
-  const int head = static_cast<int>(blockIdx.y) % args.heads;
-  const std::int64_t slot = blockIdx.y * block + place;
+  const int item = static_cast<int>(problem) / args.heads;
+  const int head = static_cast<int>(problem) % args.heads;
+  const std::int64_t slot = problem * block + place;
   const int row = args.q_members[slot];
   int seen = 0;
   if (row >= 0) {
@@ -77,10 +79,10 @@ void find_member_ends(const AttentionCall& call, const TensorView& q_members,
   args.ends = ends;
   args.flags = flags;
   const std::int64_t block = q_members.size(2) * q_members.size(3);
-  launch_early("member_ends", member_ends_kernel,
-               dim3(static_cast<unsigned>((block + kThreads - 1) / kThreads),
-                    static_cast<unsigned>(q_members.size(0) * call.H)),
-               kThreads, 0, stream, args);
+  launch_early(
+      "member_ends", member_ends_kernel,
+      dim3(static_cast<unsigned>((block + kThreads - 1) / kThreads * (q_members.size(0) * call.H))),
+      kThreads, 0, stream, args);
 }
 
 }  // namespace coterie::cuda

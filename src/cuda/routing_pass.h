@@ -64,7 +64,15 @@ class RoutingPass : public Pass {
         per_row_(strict_ ? std::min(params.queries_in, params.clusters) : 1) {}
 
   std::string refusal() const override {
-    return refuse_more_than(kMaxClusters, "clusters", params_.clusters);
+    const std::int64_t heads = call_.H + call_.key_heads + call_.value_heads;
+    for (const std::string& reason :
+         {refuse_more_than(kMaxClusters, "clusters", params_.clusters), refuse_batches(call_.B),
+          refuse_more_than(kMaxBlocks, "heads of q, k and v together", heads),
+          refuse_lists(call_.num_items() * (call_.H + call_.key_heads) * params_.clusters),
+          refuse_slots(strict_ ? call_.N * per_row_
+                               : params_.clusters * width(std::max(call_.N, call_.S)))})
+      if (!reason.empty()) return reason;
+    return "";
   }
 
   std::int64_t workspace_bytes() const override {

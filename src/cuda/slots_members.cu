@@ -7,6 +7,7 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/group.cuh"
 #include "cuda/launch.h"
+#include "cuda/refusal.h"
 #include "cuda/slots.h"
 
 namespace coterie::cuda {
@@ -160,7 +161,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena& arena,
                        cudaStream_t stream) {
-  if (tokens.lists == 0 || tokens.spans.cu_seqlens) return false;
+  const std::int64_t most = static_cast<std::int64_t>(tokens.items) * tokens.heads +
+                            (second ? static_cast<std::int64_t>(second->items) * second->heads : 0);
+  if (tokens.lists == 0 || tokens.spans.cu_seqlens || most > kMaxBlocks) return false;
   MemberSlotArgs args{};
   const int rows = std::max(tokens.spans.rows, second ? second->spans.rows : 0);
   args.ranges = (rows + kRange - 1) / kRange;

@@ -11,8 +11,10 @@
 #include "cases/problem.h"
 #include "core/check.h"
 #include "coterie/runtime.h"
+#include "coterie/spec.h"
 #include "tests/gpu/device_run.h"
 #include "tests/support/expect.h"
+#include "tests/support/tensors.h"
 
 namespace coterie {
 namespace {
@@ -144,6 +146,32 @@ TEST(AttentionGpuRefusalTest, WhatHasNoKernelsSaysSo) {
     EXPECT_EQ(std::string(error.what()).rfind("[full] expected tensors on the cpu", 0), 0u)
         << error.what();
   }
+}
+
+// Shapes alone decide: what they describe is not there.
+TEST(AttentionGpuRefusalTest, SizesThatKernelsCannotCountAreNamed) {
+  const auto message = [](const char* spec, std::int64_t batches, std::int64_t heads,
+                          std::int64_t rows, std::int64_t clusters) {
+    alignas(16) unsigned char none[16];
+    AttentionInputs inputs;
+    inputs.q = inputs.k = inputs.v =
+        TensorView::contiguous(none, DType::bf16, {batches, heads, rows, 8}, Device::cuda);
+    if (clusters > 0)
+      inputs.centroids =
+          TensorView::contiguous(none, DType::f32, {heads, clusters, 8}, Device::cuda);
+    const Mechanism mechanism = AttentionSpec::parse(spec).groups.front().mechanism;
+    return test::error_of([&] { attention_saved(mechanism, inputs); });
+  };
+  const auto expect = [](const std::string& actual, const char* part) {
+    EXPECT_NE(actual.find(part), std::string::npos) << actual;
+  };
+  expect(message("full", 1, 65536, 16, 0), "at most 65535 heads; got 65536");
+  expect(message("full", 1, 1, 1 << 26, 0), "at most 67108863 rows of a batch entry");
+  EXPECT_EQ(message("full", 100000, 16, 16, 0), "");
+  expect(message("i-clustered(clusters=4)", 65536, 1, 16, 0),
+         "at most 65535 batch entries; got 65536");
+  const char* routing = "routing(clusters=2048,membership=top,window=1048576)";
+  expect(message(routing, 1, 1, 1 << 20, 2048), "members in the lists of a head; got 2147483648");
 }
 
 }  // namespace

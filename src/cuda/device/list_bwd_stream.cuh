@@ -144,12 +144,16 @@ struct StreamMemory {
                    : "=r"(count)
                    : "r"(shared_address(counters + lane))
                    : "memory");
-    return __all_sync(~0u, count >= least);
+    const bool all = __all_sync(~0u, count >= least);
+    __syncwarp();  // orders what other lanes do after it, which a vote does not
+    return all;
   }
   __device__ static void count(int& counter, int reached) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
-      *const_cast<volatile int*>(&counter) = reached;  // what was read is in registers by now
+      asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(&counter)),
+                   "r"(reached)
+                   : "memory");
   }
 };
 

@@ -154,7 +154,7 @@ __device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool 
   };
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   Range* ranges = reinterpret_cast<Range*>(shape.plan());
-  int* sums = reinterpret_cast<int*>(ranges + kStreamPlan);
+  auto* sums = reinterpret_cast<long long*>(ranges + kStreamPlan);
   StreamStep step;
   step.rows = 0;
   if (thread < count) {
@@ -187,27 +187,28 @@ __device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool 
       step.fresh_low = step.low + before * kStreamRows;
     }
   }
-  int sum = step.fresh << 10 | (step.rows > 0);  // up to this thread
+  // Tiles and steps up to this thread; a long list has more tiles than 22 bits count.
+  long long sum = static_cast<long long>(step.fresh) << 10 | (step.rows > 0);
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, offset);
+    const long long other = __shfl_up_sync(~0u, sum, offset);
     if (lane >= offset) sum += other;
   }
   if (lane == 31) sums[thread / 32] = sum;
   __syncthreads();
-  int ahead = 0, total = 0;
+  long long ahead = 0, total = 0;
   for (int warp = 0; warp < kStreamThreads / 32; ++warp) {
     if (warp < thread / 32) ahead += sums[warp];
     total += sums[warp];
   }
-  const int loaded = ((ahead + sum) >> 10) - step.fresh;  // before this step
+  const int loaded = static_cast<int>((ahead + sum) >> 10) - step.fresh;  // before this step
   __syncthreads();
   if (step.rows > 0) {
     step.ring = loaded - before;
     shape.plan()[((ahead + sum) & 1023) - 1] = step;
   }
   __syncthreads();
-  return {total & 1023, total >> 10};
+  return {static_cast<int>(total & 1023), static_cast<int>(total >> 10)};
 }
 
 // Rows of 64 ranks from `at` on of a side's lists, of which `left` are there: this lane's are those
