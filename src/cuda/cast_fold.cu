@@ -34,7 +34,7 @@ struct FoldArgs {
 // Lanes side by side for a token, kTogether tokens at a time.
 template <class T, int kDim>
 struct TokenFold {
-  using Layout = RowLanes<float, kDim>;
+  using Layout = CastLanes<float, kDim>;
   static constexpr int kTogether = 2, kGroups = kThreads / Layout::kLanes;
 
   const FoldArgs<T>& args;

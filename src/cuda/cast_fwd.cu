@@ -54,7 +54,7 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kSummaryThreads, 2)
     summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
   await_previous();
-  using Layout = RowLanes<T, kDim>;
+  using Layout = CastLanes<T, kDim>;
   constexpr int kBatch = 8, kChunk = kSummaryThreads / Layout::kLanes * kBatch;
   __shared__ float sums[kSummaryWarps][kDim], shifts[kSummaryWarps], totals[kSummaryWarps];
   const CastShape& shape = args.shape;

@@ -31,7 +31,7 @@ struct MemberArgs {
 // The members of one cluster.
 template <class T, int kDim>
 struct ClusterMembers {
-  using Layout = RowLanes<T, kDim>;
+  using Layout = CastLanes<T, kDim>;
   using Floats = typename Layout::Floats;
   static constexpr int kBatch = 4, kGroups = kThreads / Layout::kLanes;
   struct Totals {

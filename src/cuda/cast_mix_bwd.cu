@@ -118,13 +118,13 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
                  }
                });
   mix.spread(sum);
-  const RowLanes<T, kDim> lanes;
-  constexpr int kGroups = 32 / RowLanes<T, kDim>::kLanes;
+  const CastLanes<T, kDim> lanes;
+  constexpr int kGroups = 32 / CastLanes<T, kDim>::kLanes;
   Rows<T> to{};
   if (args.dq.data) to = args.dq.rows(tile.keys.batch, mix.head, tile.keys.begin);
   for (int r = mix.lane / lanes.kLanes; r < 16 * kM; r += kGroups) {
     const int row = mix.warp_row + r;
-    typename RowLanes<T, kDim>::Floats values{};
+    typename CastLanes<T, kDim>::Floats values{};
 #pragma unroll
     for (int i = 0; i < lanes.kVector; ++i)
       if (lanes.column() + i < kDim) values.value[i] = mix.row_floats(row)[lanes.column() + i];

@@ -155,7 +155,7 @@ struct MixTile {
 // which lie side by side.
 template <class Mix, class T, int kDim>
 struct OwnRows {
-  using Lanes = RowLanes<T, kDim>;
+  using Lanes = CastLanes<T, kDim>;
   using Floats = typename Lanes::Floats;
   static constexpr int kGroups = 32 / Lanes::kLanes;
   static constexpr int kEach = 16 * Mix::kM / kGroups;  // rows of a group
@@ -229,7 +229,7 @@ struct OwnRows {
     return values;
   }
 };
-static_assert(RowLanes<float, 64>::kLanes == 16 && RowLanes<float, 128>::kLanes == 32,
+static_assert(CastLanes<float, 64>::kLanes == 16 && CastLanes<float, 128>::kLanes == 32,
               "no lane beyond a row");
 
 }  // namespace coterie::cuda

@@ -17,7 +17,7 @@ constexpr int power_of_two(int value) {
 
 // kLanes lanes hold a row of up to kDim elements, 16 bytes each.
 template <class T, int kDim>
-struct RowLanes {
+struct CastLanes {
   static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
   static constexpr int kLanes = power_of_two(kDim / kVector);
   static_assert(kLanes <= 32, "a row in a warp");
@@ -31,7 +31,7 @@ struct RowLanes {
   };
   int lane, group;  // of the row; rows go to groups in turn
 
-  __device__ RowLanes()
+  __device__ CastLanes()
       : lane(static_cast<int>(threadIdx.x) % kLanes),
         group(static_cast<int>(threadIdx.x) / kLanes) {}
 
