@@ -75,7 +75,6 @@ struct StreamShape {
   __device__ unsigned char* own_facts(int step) const {
     return memory + kOwnFactsAt + step % kSlots * kOwnFactBytes;
   }
-  __device__ unsigned char* tile_facts(int number) const { return facts_at(number % kRing); }
   __device__ unsigned char* facts_at(int place) const {
     return memory + kOtherFactsAt + place * kOtherFactBytes;
   }

@@ -12,7 +12,6 @@ namespace coterie::cuda {
 // Rows [first, first + count) of the sorted order of an item's head; count 0: no tile here.
 struct QueryTile {
   int item, cluster, first, count;
-  bool leads;  // the first of its cluster
   ItemSpan span;
 };
 
@@ -52,7 +51,7 @@ struct QueryTiles {
         (first_tile(queries, middle) <= number ? item : high) = middle;
       }
     }
-    QueryTile tile{item, 0, 0, 0, false, queries.span(item)};
+    QueryTile tile{item, 0, 0, 0, queries.span(item)};
     const std::int32_t* starts =
         offsets + (static_cast<std::int64_t>(item) * heads + head) * (clusters + 1);
     // Packed rows are counted from the start of the tensor, others from that of the item.
@@ -80,7 +79,6 @@ struct QueryTiles {
     const int start = starts[tile.cluster], members = starts[tile.cluster + 1] - start;
     const int skipped = (number - origin - tile.cluster - ((before + start) >> bits)) << bits;
     tile.first = start + skipped;
-    tile.leads = skipped == 0;
     tile.count = min(max(members - skipped, 0), 1 << bits);
     return tile;
   }
