@@ -16,7 +16,7 @@ from .spec import Group
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call: of q (B, H, N, Dk), k (B, key_heads, S, Dk) and v (B, ., S, Dv)."""
+    """Sizes of q (B, H, N, Dk), k (B, key_heads, S, Dk), v (B, ., S, Dv); and where they are."""
 
     B: int
     H: int
@@ -26,14 +26,16 @@ class Sizes(NamedTuple):
     Dv: int
     key_heads: int
     items: int
+    on_gpu: bool
 
 
 class Saved(NamedTuple):
-    """One saved tensor; those of the selection are int32, the others of the accumulator's type."""
+    """One saved tensor, of int32 where it is ``whole``, else of the accumulator's type."""
 
     name: str
     shape: Sequence[int]
     selection: bool
+    whole: bool
 
 
 def sizes_of(group: Group, q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> Sizes:
@@ -41,14 +43,14 @@ def sizes_of(group: Group, q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) ->
     B, H, N, Dk = q.shape
     items = B if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     key_heads = H if group.keys_are_queries else v.shape[1]
-    return Sizes(B, H, N, Dk, v.shape[2], v.shape[3], key_heads, items)
+    return Sizes(B, H, N, Dk, v.shape[2], v.shape[3], key_heads, items, q.is_cuda)
 
 
 def saved_layout(group: Group, sizes: Sizes) -> list[Saved]:
     """What the mechanism of ``group`` saves, in order."""
     indices, values = _LAYOUTS.get(group.name, _exact)(group, sizes)
-    return [Saved(name, shape, True) for name, shape in indices.items()] + [
-        Saved(name, shape, False) for name, shape in values.items()
+    return [Saved(name, shape, True, True) for name, shape in indices.items()] + [
+        Saved(name, shape, False, name in _WHOLE) for name, shape in values.items()
     ]
 
 
@@ -119,6 +121,21 @@ def _lsh(group: Group, s: Sizes) -> _Layout:
     return indices, {"round_lse": (s.B, s.H, rounds, s.N)}
 
 
+_WHOLE = {"ends", *(f"{side}_{name}" for side in "qk" for name in ("first", "count", "slots"))}
+
+
+def _facts(group: Group, s: Sizes, slots: Sequence[int], ends: bool) -> _Shapes:
+    """What the GPU's kernels find out about rows and lists once for both passes."""
+    if not s.on_gpu:
+        return {}
+    values: _Shapes = {"q_statistics": (s.B, s.H, s.N, 2)}
+    if not group.keys_are_queries:
+        values["k_statistics"] = (s.B, s.key_heads, s.S, 2)
+    if ends:
+        values["ends"] = slots
+    return values
+
+
 def _strict_routing(group: Group, s: Sizes) -> _Layout:
     clusters = group.whole("clusters")
     places = min(group.whole("queries_in"), clusters)
@@ -129,7 +146,8 @@ def _strict_routing(group: Group, s: Sizes) -> _Layout:
     indices["q_offsets"] = (s.items, s.H, clusters + 1)
     indices["k_order"] = (s.B, s.key_heads, s.S)
     indices["k_offsets"] = (s.items, s.key_heads, clusters + 1)
-    return indices, {"lse": _rows(s)}
+    ends = not group.keys_are_queries or places > 1
+    return indices, {"lse": _rows(s), **_facts(group, s, (s.B, s.H, s.N * places), ends)}
 
 
 def _routing(group: Group, s: Sizes) -> _Layout:
@@ -142,13 +160,23 @@ def _routing(group: Group, s: Sizes) -> _Layout:
             return (rows + clusters - 1) // clusters
         return _least(group.whole("window"), rows)
 
-    indices: _Shapes = {"q_members": (s.items, s.H, clusters, width(s.N))}
+    slots = (s.items, s.H, clusters, width(s.N))
+    key_slots = (s.items, s.key_heads, clusters, width(s.S))
+    indices: _Shapes = {"q_members": slots}
     if not group.keys_are_queries:
-        indices["k_members"] = (s.items, s.key_heads, clusters, width(s.S))
+        indices["k_members"] = key_slots
     indices["q_labels"] = _rows(s)
     if not group.keys_are_queries:
         indices["k_labels"] = (s.B, s.key_heads, s.S)
-    return indices, {"member_lse": (s.items, s.H, clusters, width(s.N))}
+    ends = group.causality != "none" and not group.keys_are_queries
+    values: _Shapes = {"member_lse": slots, **_facts(group, s, slots, ends)}
+    if s.on_gpu:
+        values.update({"q_first": _rows(s), "q_count": _rows(s), "q_slots": slots})
+        if not group.keys_are_queries:
+            rows = (s.B, s.key_heads, s.S)
+            values.update({"k_first": rows, "k_count": rows, "k_slots": key_slots})
+        values["weights"] = _rows(s)
+    return indices, values
 
 
 def _cast(group: Group, s: Sizes) -> _Layout:

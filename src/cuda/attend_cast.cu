@@ -157,9 +157,9 @@ class CastPass : public Pass {
   }
 
   TokenSlots token_slots(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
-    const TokenSlots slots =
-        make_token_slots(arena, call_.inputs.q_sequences, call_.B, call_.N, shape.list_heads,
-                         shape.members, static_cast<std::int64_t>(shape.clusters) * shape.width, 0);
+    const TokenSlots slots = make_token_slots(
+        arena, call_.inputs.q_sequences, call_.B, call_.N, shape.list_heads, shape.members,
+        static_cast<std::int64_t>(shape.clusters) * shape.width, 0, shape.clusters);
     find_token_slots(slots, call_.B, arena, stream);
     return slots;
   }
@@ -172,20 +172,28 @@ class CastPass : public Pass {
                         call_.num_items() * call_.H * params_.clusters * call_.Dv, arena, stream);
   }
 
+  // Inner outputs, of the inputs' type.
+  void* take_inner(const CastShape& shape, Arena& arena) const {
+    const std::int64_t count = shape.slots() * shape.D;
+    if (call_.inputs.q.dtype == DType::f32) return arena.take<float>(count);
+    return arena.take<std::uint16_t>(count);
+  }
+
   // Here and below an arena that only counts launches nothing.
   void attend_into(const AttentionResult& result, Arena& arena, cudaStream_t stream) const {
     CastForward pass{};
     pass.saved = cast_saved(params_, result.saved);
     pass.out = result.out;
     const CastShape shape = cast_shape(params_, call_, pass.saved.members);
-    float* inner_out = arena.take<float>(shape.slots() * shape.D);
+    void* inner_out = take_inner(shape, arena);
     const std::int64_t table = call_.H * params_.clusters * call_.Dk;
     std::uint16_t* rounded = nullptr;
     if (call_.inputs.q.dtype != DType::f32)
       rounded = arena.take<std::uint16_t>(table * (1 + call_.num_items()));
-    if (inner_out) cast_summaries(shape, call_, pass.saved, rounded, stream);
-    if (call_.N == 0) return;
-    pass.slots = token_slots(shape, arena, stream);
+    const bool empty = call_.N == 0;
+    if (!empty) pass.slots = token_slots(shape, arena, stream);
+    if (inner_out) cast_summaries(shape, call_, pass.saved, rounded, empty, stream);
+    if (empty) return;
     pass.surrogates = shape.surrogates;
     pass.summaries = pass.saved.summary;
     if (rounded) {
@@ -196,7 +204,7 @@ class CastPass : public Pass {
     const Inner inner = inner_lists(shape, arena, stream);
     if (!inner_out) return;
     ListOutputs outputs;
-    outputs.slot_out = inner_out;
+    outputs.slot_rows = inner_out;
     outputs.lse = pass.saved.member_lse;
     lists_forward(inner.call, inner.plan, outputs, stream);
     cast_mix(shape, call_, pass, stream);

@@ -24,7 +24,7 @@ constexpr int kForwardRing = kDim == 128                ? 5
 
 template <int kDim, ListForm kForm>
 using ForwardStream = StreamShape<kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
-                                  sizeof(QueryTileFacts) / kTile,
+                                  (sizeof(QueryTileFacts) + kTile - 1) / kTile,
                                   kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
 template <int kDim, ListForm kForm>
@@ -49,7 +49,7 @@ __device__ void make_step(const ListForwardArgs<T>& args, int number, StreamStep
   const ListPair pair = problem.pair<true>(tile.item, head, tile.list);
   step.rows = min(pair.q.count - tile.first, kTile);
   // Members of a list end before its last slot: the log-sum-exps of empty slots.
-  if (problem.q.layout == ListLayout::members && args.slot_out && args.lse)
+  if (problem.q.layout == ListLayout::members && args.by_slot() && args.lse)
     for (int rank = tile.first + max(step.rows, 0); rank < min(tile.first + kTile, problem.q.width);
          ++rank)
       args.lse[pair.q.slot_of(rank)] = -INFINITY;
@@ -103,11 +103,19 @@ __device__ void produce(const ListForwardArgs<T>& args, const ForwardShape<kDim,
         fact.mean = own.mean * static_cast<float>(problem.width);
       }
       tile.facts[place] = fact;
-      tile.row[place] = own_row;
+      tile.row[place] = own_row < 0 ? -1 : args.slot_rows ? step.own_slot + place : own_row;
     }
+    tile.out =
+        args.slot_rows ? args.slot_rows : args.out.rows(step.batch, step.head, step.own_begin).data;
+    tile.lse = args.lse && !args.slot_rows ? args.lse + base : args.lse;
   };
+  int head = -1, key_head = 0, value_head = 0;  // of the tile before: divisions take long
   const auto load_keys = [&](int number, const StreamStep& step, int rank) {
-    const int key_head = step.head / problem.group, value_head = step.head / problem.value_group;
+    if (step.head != head) {
+      head = step.head;
+      key_head = head / problem.group;
+      value_head = head / problem.value_group;
+    }
     int row[2];
     list_rows(row, problem.k, step.other_at + (problem.k.index ? rank : rank * problem.k.lists),
               step.count - rank);
@@ -135,7 +143,6 @@ template <class T, int kDim, ListForm kForm>
 __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim, kForm>& shape,
                         const StreamPlan& plan) {
   using Shape = ForwardShape<kDim, kForm>;
-  using Matrix = Bands<T, kDim, kTile>;
   constexpr int kChunk = Shape::kRing / 2;  // tiles that are waited for at a time
   const ListProblem& problem = args.problem;
   StreamReader reader;
@@ -144,27 +151,34 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
     shape.wait_below(min(min(end, tile + kChunk), Shape::reach(reader)), reader);
     fence_async_proxy();
   };
+  const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
+  using Ring = RingTile<T, kDim>;
+  constexpr int kTensor = Shape::kTensorBytes / 16;
+  const std::uint32_t ring = uniform(shape.base / 16 | 1 << 16);
   bool started = false;  // the first scores of a step are there
   StepQueries<T, kDim> queries;
   float s[32];
-  for (int number = threadIdx.x / kWarpgroup; number < plan.steps; number += kStreamGroups) {
+#pragma unroll 1
+  for (int number = uniform(threadIdx.x / kWarpgroup); number < plan.steps;
+       number += kStreamGroups) {
     const StreamStep& step = shape.plan()[number];
-    const int first = step.ring, end = first + step.tiles, after = number + kStreamGroups;
+    const int first = uniform(step.ring), end = first + uniform(step.tiles);
+    const int after = number + kStreamGroups;
     int keep = plan.tiles, after_tiles = 0, after_fresh = 0;  // of the next step
     if (after < plan.steps) {
-      keep = shape.plan()[after].ring;
-      after_tiles = shape.plan()[after].tiles;
-      after_fresh = shape.plan()[after].fresh;
+      keep = uniform(shape.plan()[after].ring);
+      after_tiles = uniform(shape.plan()[after].tiles);
+      after_fresh = uniform(shape.plan()[after].fresh);
     }
-    int place = first % Shape::kRing;
+    std::uint32_t keys = ring + first % Shape::kRing * (2 * kTensor);
     if (!started) {
       shape.release_below(first, reader);
       shape.wait_own(number);
       await(first, end);
       if (first < end) {
-        queries.load(shape.own(number, 0));
+        queries.load(shape.own(number, 0), shape.queries(number));
         wgmma_fence();
-        queries.scores(s, Matrix{shape.tile_at(place, 0)});
+        queries.scores(s, Ring{keys});
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_settle(s);
@@ -172,47 +186,60 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
     }
     GroupRows<T, kDim, kForm> rows;
     rows.start(shape.queries(number));
-    const int row[2] = {shape.queries(number).row[group_row(0)],
-                        shape.queries(number).row[group_row(1)]};
     started = false;
-#pragma unroll 1
-    for (int tile = first, begin = step.low; tile < end; ++tile, begin += kTile) {
-      rows.finish(problem, s, shape.keys(place));
+    if (first < end) {
       std::uint32_t p[4][4];
-      rows.attend(s, begin, p);
-      // Products begin and end in one step: the assembler does them one by one otherwise. With the
-      // last tile those of the next step begin; where they cannot, scores are computed again, for
-      // nothing, which saves a branch here.
-      int next = Shape::ring_place(place + 1);
-      if (tile + 1 == end) {
-        next = place;
-        shape.release_below(min(tile, keep), reader);
-        // Its first tile, and those that are loaded before its queries, come by themselves.
-        if (Shape::kSlots > kStreamGroups && after_tiles > 0 &&
-            keep + max(after_tiles - after_fresh, 1) <= Shape::reach(reader)) {
-          started = true;
-          next = keep % Shape::kRing;
-          shape.wait_own(after);
-          queries.load(shape.own(after, 0));
-          await(keep, keep + after_tiles);
+      int tile = first, begin = uniform(step.low);
+#pragma unroll 1
+      for (;;) {
+        rows.finish(problem, s, shape.keys(tile % Shape::kRing));
+        rows.attend(s, begin, p);
+        if (++tile == end) break;
+        begin += kTile;
+        if (tile >= reader.ready) {
+          shape.release_below(min(tile - 1, keep), reader);
+          await(tile, end);
         }
-      } else if (tile + 1 >= reader.ready) {
-        shape.release_below(min(tile, keep), reader);
-        await(tile + 1, end);
+        const Ring values{keys + kTensor};
+        keys += 2 * kTensor;
+        if (keys == ring + Shape::kRing * 2 * kTensor) keys = ring;
+        // Products begin and end in one step: the assembler does them one by one otherwise.
+        wgmma_fence();
+        values.add_products(rows.out, p);
+        queries.scores(s, Ring{keys});
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_settle(s);
+        rows.settle();
       }
-      wgmma_fence();
-      add_products<T, kDim, kTile>(rows.out, p, Matrix{shape.tile_at(place, 1)}, 0);
-      queries.scores(s, Matrix{shape.tile_at(next, 0)});
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_settle(s);
-#pragma unroll
-      for (int band = 0; band < kDim / 64; ++band) wgmma_settle(rows.out[band]);
-      place = next;
+      const Ring values{keys + kTensor};
+      // The first scores of the next step, where its first tile, and those that are loaded before
+      // its queries, come by themselves.
+      if (Shape::kSlots > kStreamGroups && after_tiles > 0 &&
+          keep + max(after_tiles - after_fresh, 1) <= Shape::reach(reader)) {
+        started = true;
+        shape.wait_own(after);
+        queries.load(shape.own(after, 0), shape.queries(after));
+        await(keep, keep + after_tiles);
+        wgmma_fence();
+        values.add_products(rows.out, p);
+        queries.scores(s, Ring{ring + keep % Shape::kRing * (2 * kTensor)});
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_settle(s);
+        rows.settle();
+      } else {
+        wgmma_fence();
+        values.add_products(rows.out, p);
+        wgmma_commit();
+        wgmma_wait<0>();
+        rows.settle();
+      }
     }
-    shape.release_own(number);
     shape.release_below(min(end, keep), reader);
-    rows.write(args, step, row);
+    if (!StepQueries<T, kDim>::kHeld) sync_group();  // all have read the queries' place
+    rows.write(args, shape.queries(number), shape.own(number, 0));
+    shape.release_own(number);
   }
   shape.release_below(plan.tiles, reader);
 }
@@ -256,12 +283,12 @@ std::int64_t span_tiles(const AttentionCall& call, const ListPlan& plan) {
 template <class T>
 bool takes(const AttentionCall& call, const ListPlan& plan, const ListForwardArgs<T>& args) {
   constexpr std::int64_t kMost = 1ll << 30;
-  const auto near = [](const Tensor4<const T>& x) { return x.aligned && x.row < kMost / 2; };
+  const auto near = [](const auto& x) { return x.aligned && x.row < kMost / 2; };
   return on_hopper() && list_form(plan) != ListForm::general && call.Dk <= 128 &&
          call.N * plan.queries.per_row < kMost / 4 && call.S * plan.keys.per_row < kMost / 4 &&
          list_query_slots(call, plan) < kMost && list_key_slots(call, plan) < kMost &&
          call.H <= 0xffff && call.B <= 0xffff && near(args.q) && near(args.k) && near(args.v) &&
-         (args.slot_out || args.out.aligned);
+         !args.slot_out && (args.slot_rows || near(args.out));
 }
 
 template <class T, int kDim, ListForm kForm>

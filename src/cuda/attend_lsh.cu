@@ -16,9 +16,10 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// Outputs by slot of the band and of the wrap.
+// Outputs by slot of the band and of the wrap, of the inputs' type.
 struct LshOutputs {
-  float *band, *band_lse, *wrap, *wrap_lse;
+  void *band, *wrap;
+  float *band_lse, *wrap_lse;
 };
 
 struct CombineArgs {
@@ -28,26 +29,34 @@ struct CombineArgs {
   float* lse;  // (B, H, N) when rounds merge, else (B, H, R, N)
 };
 
+// Rows by slot.
+template <class T>
+__device__ Rows<const T> slot_rows(const void* data, int width) {
+  return {static_cast<const T*>(data), width, width, width * sizeof(T) % 16 == 0};
+}
+
 // out = sum over the parts of exp(lse_part - lse) out_part.
-template <class Lanes>
+template <class T, class Lanes>
 __device__ float merge_rounds(const CombineArgs& args, const LshToken& token, int width,
                               typename Lanes::Values& sum) {
   const LshOutputs& parts = args.parts;
+  const Rows<const T> band = slot_rows<T>(parts.band, width);
+  const Rows<const T> wrap = slot_rows<T>(parts.wrap, width);
   float largest = -INFINITY, total = 0.0f;
   const auto for_parts = [&](const auto& visit) {
     for (int round = 0; round < args.tokens.rounds; ++round) {
       const LshPlaces places = token.places(args.tokens, round);
-      visit(parts.band_lse[places.band], parts.band + places.band * width);
-      if (places.first >= 0) visit(parts.wrap_lse[places.first], parts.wrap + places.first * width);
+      visit(parts.band_lse[places.band], band, places.band);
+      if (places.first >= 0) visit(parts.wrap_lse[places.first], wrap, places.first);
     }
   };
-  for_parts([&](float lse, const float*) { largest = fmaxf(largest, lse); });
+  for_parts([&](float lse, const auto&, auto) { largest = fmaxf(largest, lse); });
   if (largest == -INFINITY) return largest;
-  for_parts([&](float lse, const float*) { total += expf(lse - largest); });
+  for_parts([&](float lse, const auto&, auto) { total += expf(lse - largest); });
   const float lse = largest + logf(total);
-  for_parts([&](float part_lse, const float* row) {
+  for_parts([&](float part_lse, const Rows<const T>& rows, std::int64_t place) {
     typename Lanes::Values x;
-    Lanes::load_floats(row, width, x);
+    Lanes::load(rows, place, true, x);
     const float weight = expf(part_lse - lse);
 #pragma unroll
     for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
@@ -56,14 +65,14 @@ __device__ float merge_rounds(const CombineArgs& args, const LshToken& token, in
 }
 
 // The mean of the rounds' outputs; lse points at the token's in the first round.
-template <class Lanes>
+template <class T, class Lanes>
 __device__ void average_rounds(const CombineArgs& args, const LshToken& token, int width,
                                typename Lanes::Values& sum, float* lse) {
   const float weight = 1.0f / static_cast<float>(args.tokens.rounds);
   for (int round = 0; round < args.tokens.rounds; ++round) {
     const std::int64_t place = token.places(args.tokens, round).band;
     typename Lanes::Values x;
-    Lanes::load_floats(args.parts.band + place * width, width, x);
+    Lanes::load(slot_rows<T>(args.parts.band, width), place, true, x);
 #pragma unroll
     for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
     if (Lanes::column() == 0)
@@ -84,12 +93,12 @@ __global__ void __launch_bounds__(kThreads)
   typename Lanes::Values sum = {};
   if (args.merges) {
     const float lse =
-        token.item >= 0 ? merge_rounds<Lanes>(args, token, out.width, sum) : -INFINITY;
+        token.item >= 0 ? merge_rounds<T, Lanes>(args, token, out.width, sum) : -INFINITY;
     if (Lanes::column() == 0) args.lse[line * rows + row] = lse;
   } else {
     float* lse = args.lse + line * rounds * rows + row;
     if (token.item >= 0)
-      average_rounds<Lanes>(args, token, out.width, sum, lse);
+      average_rounds<T, Lanes>(args, token, out.width, sum, lse);
     else if (Lanes::column() == 0)
       for (int round = 0; round < rounds; ++round)
         lse[static_cast<std::int64_t>(round) * rows] = -INFINITY;
@@ -99,9 +108,10 @@ __global__ void __launch_bounds__(kThreads)
 
 LshOutputs take_outputs(Arena& arena, const LshLists& lists, const AttentionCall& call) {
   LshOutputs parts;
-  parts.band = arena.take<float>(lists.band_slots(call) * call.Dv);
+  const std::int64_t row_bytes = call.Dv * dtype_bytes(call.inputs.q.dtype);
+  parts.band = arena.take<std::byte>(lists.band_slots(call) * row_bytes);
   parts.band_lse = arena.take<float>(lists.band_slots(call));
-  parts.wrap = arena.take<float>(lists.wrap_slots(call) * call.Dv);
+  parts.wrap = arena.take<std::byte>(lists.wrap_slots(call) * row_bytes);
   parts.wrap_lse = arena.take<float>(lists.wrap_slots(call));
   return parts;
 }
@@ -114,8 +124,13 @@ void lsh_forward(const LshParams& params, const AttentionCall& call, const Atten
   if (!result.out.present() || call.B * call.H * call.N == 0) return;
   const TensorView &order = result.saved[0], &lse = result.saved[1];
   find_lsh_lists(call, lists, order, stream);
-  lists_forward(call, lists.band(call, order), {{}, parts.band, parts.band_lse}, stream);
-  if (lists.wraps) lists_forward(call, lists.wrap(call), {{}, parts.wrap, parts.wrap_lse}, stream);
+  ListOutputs band, wrap;
+  band.slot_rows = parts.band;
+  band.lse = parts.band_lse;
+  wrap.slot_rows = parts.wrap;
+  wrap.lse = parts.wrap_lse;
+  lists_forward(call, lists.band(call, order), band, stream);
+  if (lists.wraps) lists_forward(call, lists.wrap(call), wrap, stream);
   const CombineArgs args{lsh_tokens(call, lists), parts, lists.merges,
                          static_cast<float*>(lse.data)};
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {

@@ -99,7 +99,7 @@ struct OracleTile {
       cp_async_wait<0>();
       __syncthreads();
       load_keys(number + step, turn + 1, last);
-#pragma unroll
+#pragma unroll 2  // groups repeat every second n
       for (int n = 0; n < kOracleKeys / 16; ++n) {
         Accumulator s[2];
         fragments.scores(s, stage(turn), 16 * n);

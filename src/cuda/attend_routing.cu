@@ -7,19 +7,20 @@
 
 namespace coterie::cuda {
 
-ListPlan RoutingPass::list_plan(const NormalisedSides& sides, const RoutingSaved& at,
+ListPlan RoutingPass::list_plan(PassKind kind, const NormalisedSides& sides, const RoutingSaved& at,
                                 const float* head_scale, const TokenSlots* tokens, Arena& arena,
                                 cudaStream_t stream, RunEnds& ends) const {
   ListPlan plan = make_plan(sides, head_scale);
   if (strict_)
-    plan_runs(at, tokens, arena, stream, plan, ends);
+    plan_runs(kind, at, tokens, arena, stream, plan, ends);
   else
-    plan_members(at, arena, stream, plan);
+    plan_members(kind, at, arena, stream, plan);
   return plan;
 }
 
-void RoutingPass::plan_runs(const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
-                            cudaStream_t stream, ListPlan& plan, RunEnds& ends) const {
+void RoutingPass::plan_runs(PassKind kind, const RoutingSaved& at, const TokenSlots* tokens,
+                            Arena& arena, cudaStream_t stream, ListPlan& plan,
+                            RunEnds& ends) const {
   plan.queries.layout = plan.keys.layout = ListLayout::runs;
   plan.queries.index = ints(at.q_order);
   plan.queries.offsets = ints(at.q_offsets);
@@ -30,36 +31,35 @@ void RoutingPass::plan_runs(const RoutingSaved& at, const TokenSlots* tokens, Ar
   const bool ranks = params_.share_qk && per_row_ == 1;  // ends are ranks + 1
   plan.ranges.rule = ranks ? ListRule::sliding : ListRule::ends;
   plan.ranges.causal = true;
-  if (ranks && !demotes()) return;
+  plan.ranges.ends = ints(at.ends);
   ends = RunEnds(arena, params_, call_);
-  plan.ranges.ends = ends.ends;
   if (demotes()) plan.filters.drop_own = ends.own_row;
-  if (!plan.q_stats) return;  // counting
+  if (kind == PassKind::forward) ends.ends = ints(at.ends);
+  if (at.counting || (!ends.ends && !ends.own_row)) return;
   find_run_ends(params_, call_, {ints(at.q_order), ints(at.q_offsets)},
                 {ints(at.k_order), ints(at.k_offsets)}, tokens, ends, stream);
 }
 
-void RoutingPass::plan_members(const RoutingSaved& at, Arena& arena, cudaStream_t stream,
-                               ListPlan& plan) const {
+void RoutingPass::plan_members(PassKind kind, const RoutingSaved& at, Arena& arena,
+                               cudaStream_t stream, ListPlan& plan) const {
   plan.queries.layout = plan.keys.layout = ListLayout::members;
   plan.queries.index = ints(at.q_members);
   plan.queries.width = width(call_.N);
   plan.keys.index = ints(at.k_members);
   plan.keys.width = width(call_.S);
-  std::int32_t* ends = nullptr;
-  std::uint8_t* flags = nullptr;
   if (call_.causal) {
     plan.ranges.rule = params_.share_qk ? ListRule::causal : ListRule::ends;
-    if (!params_.share_qk) ends = arena.take<std::int32_t>(query_slots());
     plan.ranges.window = call_.N + call_.S;
-    plan.ranges.ends = ends;
+    plan.ranges.ends = ints(at.ends);
   }
+  std::uint8_t* flags = nullptr;
   if (demotes()) {
     flags = arena.take<std::uint8_t>(query_slots());
     plan.filters.drop_own = flags;
     plan.filters.drop_by_slot = true;
   }
-  find_member_ends(call_, at.q_members, at.k_members, ends, flags, stream);
+  find_member_ends(call_, at.q_members, at.k_members,
+                   kind == PassKind::forward ? ints(at.ends) : nullptr, flags, stream);
 }
 
 OwnKeys RoutingPass::own_keys(const NormalisedSides& sides, const RunEnds& ends,
@@ -74,29 +74,37 @@ OwnKeys RoutingPass::own_keys(const NormalisedSides& sides, const RunEnds& ends,
   return own;
 }
 
-void RoutingPass::attend_lists(const NormalisedSides& sides, const AttentionResult& result,
-                               Arena& arena, cudaStream_t stream) const {
-  const RoutingSaved at = saved_tensors(params_, result.saved);
-  const bool counting = !sides.q.stats;
+void RoutingPass::attend_lists(const AttentionResult& result, Arena& arena,
+                               cudaStream_t stream) const {
+  const RoutingSaved at = tensors_of(result.saved);
+  const NormalisedSides sides = saved_sides(at);
   const float* head_scale = floats(call_.inputs.logit_scale);
   RunEnds ends;
   if (slots_are_rows()) {
-    const ListPlan plan = list_plan(sides, at, head_scale, nullptr, arena, stream, ends);
-    if (!counting) lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
+    const ListPlan plan =
+        list_plan(PassKind::forward, sides, at, head_scale, nullptr, arena, stream, ends);
+    if (!at.counting) lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
     return;
   }
   const TokenSlots tokens = query_tokens(at, arena);
-  find_token_slots(tokens, call_.B, arena, stream);
-  const ListPlan plan = list_plan(sides, at, head_scale, &tokens, arena, stream, ends);
-  auto* slot_out = arena.take<float>(query_slots() * call_.Dv);
+  const bool both = !strict_ && !params_.share_qk;  // those of keys are for the backward pass
+  const TokenSlots keys = both ? key_tokens(at, arena) : tokens;
+  find_token_slots(tokens, call_.B, arena, stream, both ? &keys : nullptr);
+  const ListPlan plan =
+      list_plan(PassKind::forward, sides, at, head_scale, &tokens, arena, stream, ends);
+  void* slot_out =
+      arena.take<std::byte>(query_slots() * call_.Dv * dtype_bytes(call_.inputs.q.dtype));
   float* slot_lse = strict_ ? arena.take<float>(query_slots()) : floats(at.member_lse);
-  if (counting) return;
-  lists_forward(call_, plan, {{}, slot_out, slot_lse}, stream);
+  if (at.counting) return;
+  ListOutputs outputs;
+  outputs.slot_rows = slot_out;
+  outputs.lse = slot_lse;
+  lists_forward(call_, plan, outputs, stream);
   if (strict_)
     merge_slots(call_, {tokens, slot_out}, slot_lse, own_keys(sides, ends, head_scale), result.out,
                 floats(at.lse), stream);
   else
-    combine_slots(call_, {tokens, slot_out}, slot_weight(), result.out, stream);
+    combine_slots(call_, {tokens, slot_out}, slot_weight(), result.out, floats(at.weights), stream);
 }
 
 std::unique_ptr<Pass> make_pass(const RoutingParams& params, const AttentionCall& call) {

@@ -7,8 +7,6 @@ namespace coterie::cuda {
 void RoutingPass::backward(const AttentionResult& result, const TensorView& grad_out,
                            const AttentionGradients& gradients, const Workspace& workspace) const {
   Arena arena = take_workspace(workspace);
-  const NormalisedSides sides = take_rows(arena);
-  statistics(sides, stream_of(workspace));
   const bool dq = gradients.dq.present();
   const Gradients pass{
       &result,
@@ -16,7 +14,7 @@ void RoutingPass::backward(const AttentionResult& result, const TensorView& grad
       gradients,
       {dq || gradients.dlogit_scale.present(), gradients.dk.present() || (params_.share_qk && dq),
        gradients.dv.present()}};
-  backward_lists(sides, pass, arena, stream_of(workspace));
+  backward_lists(pass, arena, stream_of(workspace));
 }
 
 void RoutingPass::merge_parts(const RoutingSaved& at, const TokenSlots& tokens,
@@ -35,27 +33,26 @@ void RoutingPass::merge_parts(const RoutingSaved& at, const TokenSlots& tokens,
   lists.delta = {delta, false};
 }
 
-void RoutingPass::backward_lists(const NormalisedSides& sides, const Gradients& pass, Arena& arena,
-                                 cudaStream_t stream) const {
-  const bool counting = !sides.q.stats;
-  const RoutingSaved at =
-      saved_tensors(params_, pass.result ? pass.result->saved : std::vector<TensorView>{});
+void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream_t stream) const {
+  const RoutingSaved at = tensors_of(pass.result ? pass.result->saved : std::vector<TensorView>{});
+  const NormalisedSides sides = saved_sides(at);
   float* head_scale = nullptr;
   if (call_.inputs.logit_scale.present()) {
     head_scale = arena.take<float>(call_.H);
-    if (!counting) nonzero_scale(call_, head_scale, stream);
+    if (!at.counting) nonzero_scale(call_, head_scale, stream);
   }
   const bool single = slots_are_rows(), value_rows = single && call_.key_heads == call_.value_heads;
   const TokenSlots queries = single ? single_queries(at) : query_tokens(at, arena);
   const TokenSlots keys = single ? single_keys(at) : key_tokens(at, arena);
   TokenSlots values = keys;
   if (single && !value_rows) values = key_tokens(at, arena);
-  if (!single)
+  if (strict_ && !single)
     find_token_slots(queries, call_.B, arena, stream, &values);
-  else if (!value_rows)
+  else if (single && !value_rows)
     find_token_slots(values, call_.B, arena, stream);
   RunEnds ends;
-  const ListPlan plan = list_plan(sides, at, head_scale, &queries, arena, stream, ends);
+  const ListPlan plan =
+      list_plan(PassKind::backward, sides, at, head_scale, &queries, arena, stream, ends);
   OwnKeys own = own_keys(sides, ends, head_scale);
 
   ListGradients lists;
@@ -63,9 +60,7 @@ void RoutingPass::backward_lists(const NormalisedSides& sides, const Gradients& 
   if (strict_) {
     lists.lse = {floats(at.lse), false};
   } else {
-    auto* weights = arena.take<float>(call_.B * call_.H * call_.N);
-    if (weights) slot_weights(call_, queries, slot_weight(), weights, stream);
-    lists.weight = {weights, false};
+    lists.weight = {floats(at.weights), false};
     lists.lse = {floats(at.member_lse), true};
   }
   if (strict_ && !slots_are_rows())
@@ -88,7 +83,7 @@ void RoutingPass::backward_lists(const NormalisedSides& sides, const Gradients& 
   else if (pass.wanted.dv)
     lists.slot_dv = arena.take<float>(key_slots() * call_.Dv);
   lists_backward(call_, plan, lists, arena, stream);
-  if (counting) return;
+  if (at.counting) return;
   write_gradients(sides, pass, {queries, lists.slot_dq}, {keys, lists.slot_dk},
                   {values, lists.slot_dv}, own, products, stream);
   if (pass.gradients.dlogit_scale.present())

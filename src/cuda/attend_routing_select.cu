@@ -6,7 +6,7 @@ namespace coterie::cuda {
 
 void RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
                                Arena& arena, cudaStream_t stream) const {
-  const RoutingSaved at = saved_tensors(params_, saved);
+  const RoutingSaved at = tensors_of(saved);
   const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
   const ZeroedWords counters = team_counters(arena, call_);
   if (centroids.rows) centre_centroids(call_, centroids, counters, stream);

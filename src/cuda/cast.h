@@ -73,14 +73,15 @@ struct CastForward {
   CastSaved saved;
   TokenSlots slots;
   const void *surrogates, *summaries;  // of the inputs' type
-  const float* inner;                  // (slots, D)
+  const void* inner;                   // (slots, D), likewise
   TensorView out;
 };
 
 // The summary of every cluster. `rounded` takes surrogates (H, C, D) and summaries (items, H, C, D)
-// in the inputs' type, one behind the other; null where that is float. cast_fwd.cu
+// in the inputs' type, one behind the other; null where that is float. Runs beside the search of
+// the slots, where that comes ahead of it, else `first`. cast_fwd.cu
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
-                    void* rounded, cudaStream_t stream);
+                    void* rounded, bool first, cudaStream_t stream);
 // Outputs from summaries and inner outputs. cast_fwd.cu
 void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
               cudaStream_t stream);

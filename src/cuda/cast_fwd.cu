@@ -5,6 +5,7 @@
 #include "cuda/cast_mix.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_mix.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/padding.h"
@@ -20,7 +21,7 @@ __global__ void round_kernel(const float* from, T* to, std::int64_t count) {
   if (i < count) to[i] = from_float<T>(from[i]);
 }
 
-constexpr int kSummaryThreads = 256, kSummaryWarps = kSummaryThreads / 32;
+constexpr int kSummaryThreads = 64, kSummaryWarps = kSummaryThreads / 32;
 
 template <class T>
 struct SummaryArgs {
@@ -28,6 +29,7 @@ struct SummaryArgs {
   CastSaved saved;
   Tensor4<const T> k, v;
   T *surrogates, *summaries;  // rounded, or null
+  bool first;                 // no kernel ahead has waited for what is read here
 };
 
 // The 16 bytes of this lane in several rows, some row for a negative number; what lies beyond a row
@@ -49,11 +51,13 @@ __device__ __forceinline__ void fetch_rows(uint4 (&words)[kCount], const Layout&
 }
 
 // A block per cluster. A group of lanes has kBatch members at a time, lane i the i-th one's number;
-// keys and values of all of them are on their way together. Warps meet at the end only.
+// keys and values of all of them are on their way together, and the numbers and gates of those that
+// follow. Warps meet at the end only.
 template <class T, int kDim>
-__global__ void __launch_bounds__(kSummaryThreads, 2)
+__global__ void __launch_bounds__(kSummaryThreads, 8)
     summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
-  await_previous();
+  release_next();
+  if (args.first) await_writes();
   using Layout = CastLanes<T, kDim>;
   constexpr int kBatch = 8, kChunk = kSummaryThreads / Layout::kLanes * kBatch;
   __shared__ float sums[kSummaryWarps][kDim], shifts[kSummaryWarps], totals[kSummaryWarps];
@@ -67,23 +71,28 @@ __global__ void __launch_bounds__(kSummaryThreads, 2)
   const std::int32_t* list = shape.list(item, head, cluster);
   const float* gates = shape.gates(span);
   const Layout lanes;
+  const auto find = [&](int first) {
+    const int own = first + lanes.group * kBatch + lanes.lane;
+    return lanes.lane < kBatch && own < shape.width ? list[own] : -1;
+  };
+  int token = find(0), next = find(kChunk);
+  float gate = gates[max(token, 0)];
   const typename Layout::Floats surrogate = lanes.load_floats(
       shape.surrogates + (static_cast<std::int64_t>(head) * shape.clusters + cluster) * shape.D,
       shape.D);
   typename Layout::Floats sum{};
   float shift = -INFINITY, total = 0.0f;
   for (int first = 0; first < shape.width; first += kChunk) {
-    const int own = first + lanes.group * kBatch + lanes.lane;
-    const int token = lanes.lane < kBatch && own < shape.width ? list[own] : -1;
-    const float factor = token < 0 ? 0.0f : shape.scale * gate_factor(shape, -gates[token]);
+    if (!__any_sync(~0u, token >= 0)) break;  // lists are filled from the front
     int tokens[kBatch];
-    uint4 k[kBatch] = {}, v[kBatch] = {};
+    uint4 k[kBatch], v[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) tokens[i] = __shfl_sync(~0u, token, i, Layout::kLanes);
-    if (list[first] >= 0) {  // lists are filled from the front
-      fetch_rows(k, lanes, keys, tokens);
-      fetch_rows(v, lanes, values, tokens);
-    }
+    fetch_rows(k, lanes, keys, tokens);
+    fetch_rows(v, lanes, values, tokens);
+    const float next_gate = gates[max(next, 0)];
+    const int after = find(first + 2 * kChunk);
+    const float factor = shape.scale * gate_factor(shape, -gate);
     float logits[kBatch], largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -110,6 +119,9 @@ __global__ void __launch_bounds__(kSummaryThreads, 2)
       total += weight;
       lanes.add(sum, weight, Layout::to_floats(v[i]));
     }
+    token = next;
+    gate = next_gate;
+    next = after;
   }
 #pragma unroll
   for (int step = Layout::kLanes; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
@@ -143,6 +155,7 @@ __global__ void __launch_bounds__(kSummaryThreads, 2)
   }
   if (!shape.laplace && threadIdx.x == 0)
     args.saved.summary_lse[number] = total > 0.0f ? largest + logf(total) : -INFINITY;
+  await_writes();  // whoever waits for this kernel waits for the one ahead
 }
 
 // Weights of the rows of a warp, base 2. The shift follows the largest logit only when that is far
@@ -285,7 +298,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads,
   own.for_slots(
       [&](std::int64_t slot, int cluster) {
         return Cluster{own.lanes.load(mix.keys, cluster), own.lanes.load(mix.values, cluster),
-                       own.lanes.load_floats(args.inner + slot * shape.D, shape.D)};
+                       own.lanes.load(dense_rows(args.inner, shape.D), slot)};
       },
       [&](Cluster& with, int k, bool there, std::int64_t) {
         const int row = own.row(k);
@@ -324,7 +337,7 @@ const void* cast_rounded(DType dtype, const float* from, std::int64_t count, Are
 }
 
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
-                    void* rounded, cudaStream_t stream) {
+                    void* rounded, bool first, cudaStream_t stream) {
   const dim3 grid(
       static_cast<unsigned>(static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters));
   if (grid.x == 0) return;
@@ -336,7 +349,8 @@ void cast_summaries(const CastShape& shape, const AttentionCall& call, const Cas
                               tensor4<const T>(call.k),
                               tensor4<const T>(call.inputs.v),
                               table,
-                              table ? table + call.H * shape.clusters * call.Dk : nullptr};
+                              table ? table + call.H * shape.clusters * call.Dk : nullptr,
+                              first};
     dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       launch_early("cast summaries", summary_kernel<T, decltype(width)::value>, grid,
                    kSummaryThreads, 0, stream, args);
@@ -355,13 +369,11 @@ void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForwa
                     tensor4<T>(pass.out),
                     static_cast<const T*>(pass.surrogates),
                     static_cast<const T*>(pass.summaries),
-                    pass.inner,
+                    static_cast<const T*>(pass.inner),
                     pass.saved.summary_lse,
                     pass.saved.combine_lse};
     if constexpr (sizeof(T) == 2) {
-      // Elements of a head's inner outputs are counted in 32 bits there.
-      const std::int64_t inner = static_cast<std::int64_t>(shape.clusters) * shape.width * shape.D;
-      if (on_hopper() && inner >> 32 == 0 && mix_suits_sm90a(args)) return mix_sm90a(args, stream);
+      if (on_hopper() && mix_suits_sm90a(args)) return mix_sm90a(args, stream);
     }
     dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;

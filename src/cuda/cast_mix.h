@@ -16,7 +16,7 @@ struct MixArgs {
   Tensor4<const T> q;
   Tensor4<T> out;
   const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
-  const float* inner;               // (slots, D)
+  const T* inner;                   // (slots, D)
   const float* summary_lse;         // (items, H, C), or null
   float* lse;                       // (B, H, N), or null
 };

@@ -9,21 +9,25 @@
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/wgmma.cuh"
+#include "cuda/device/wgmma_columns.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
 
-constexpr int kRows = 64, kThreads = 3 * kWarpgroup, kPair = 2;
+constexpr int kRows = 64, kPair = 2;
+constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;  // one more loads
 constexpr int kDepth = 64;  // elements of a row that are multiplied at a time: 128 bytes
-constexpr int kPitch = kRows + 4;
+
+template <int kClusters>
+constexpr unsigned kBlocks = kClusters == 64 ? 2 : 1;  // on a multiprocessor
 
 template <class T>
 struct ScoreArgs {
   CastScores scores;
   KeyChunks tiles;
   int first_head;
-  unsigned slots;  // blocks of a list head
+  unsigned slots, units;  // tiles of a list head, in all
   Tensor4<const T> q, k;
   const T* surrogates;  // (H, chunks, kClusters, 64), rows permuted as in tiles
 };
@@ -47,36 +51,6 @@ __global__ void surrogate_tiles_kernel(const float* from, T* to, int clusters, i
         there ? from[(static_cast<std::int64_t>(head) * clusters + row) * width + column] : 0.0f);
   }
   reinterpret_cast<uint4*>(to)[number - piece + (piece ^ row % 8)] = eight.words;
-}
-
-// d += a b, 64 x 16 by 16 x 128, both in shared memory.
-template <class T>
-__device__ __forceinline__ void wgmma_wide(float (&d)[64], std::uint64_t a, std::uint64_t b) {
-#define COTERIE_WIDE(type)                                                                         \
-  asm volatile(                                                                                    \
-      "{.reg .pred p; setp.ne.b32 p, 1, 0;\n"                                                      \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                 \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                   \
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                           \
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                           \
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"                           \
-      ", %64, %65, p, 1, 1, 0, 0;}"                                                                \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), \
-        "+f"(d[63])                                                                                \
-      : "l"(a), "l"(b))
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    COTERIE_WIDE("bf16");
-  else
-    COTERIE_WIDE("f16");
-#undef COTERIE_WIDE
 }
 
 __device__ __forceinline__ unsigned pair_rank() {
@@ -125,187 +99,207 @@ __device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from,
 template <int kClusters>
 struct ScoreStages {
   static constexpr int kStages = 4;
-  static constexpr int kTokens = kRows * 128, kTable = kClusters * 128;  // bytes
-  static constexpr int kStage = 2 * kTokens + kTable;
+  static constexpr int kGroup = 64 * 128, kTable = kClusters * 128;  // bytes
+  static constexpr int kStage = kGroups * kGroup + kTable;
   static constexpr int kBytes = kStages * kStage + kStages * 16;
-  static_assert(kPitch * kClusters * 4 <= kStages * kStage, "scores in the stages' place");
 
   std::uint32_t base;
 
-  __device__ std::uint32_t tokens(int step, int side) const {
-    return base + step % kStages * kStage + side * kTokens;
+  // Rows of a warpgroup: 8 queries, the keys of the same tokens, and so on.
+  __device__ std::uint32_t tokens(unsigned step, int group) const {
+    return base + step % kStages * kStage + group * kGroup;
   }
-  __device__ std::uint32_t table(int step) const { return tokens(step, 2); }
-  __device__ std::uint32_t full(int step) const {
+  __device__ std::uint32_t table(unsigned step) const { return tokens(step, kGroups); }
+  __device__ std::uint32_t full(unsigned step) const {
     return base + kStages * kStage + step % kStages * 16;
   }
-  __device__ std::uint32_t free(int step) const { return full(step) + 8; }
-  __device__ static int phase(int step) { return step / kStages & 1; }
+  __device__ std::uint32_t free(unsigned step) const { return full(step) + 8; }
+  __device__ static int phase(unsigned step) { return step / kStages & 1; }
   __device__ void init() const {
     if (threadIdx.x < kStages) {
       mbarrier_init(full(threadIdx.x), kWarpgroup + 1);
-      mbarrier_init(free(threadIdx.x), kPair * 2 * kWarpgroup / 32);
+      mbarrier_init(free(threadIdx.x), kPair * kGroups * kWarpgroup / 32);
     }
+  }
+};
+
+// 64 tokens of an item for a list head.
+struct ScoreTile {
+  KeyChunk tokens;
+  int list_head;
+
+  template <class T>
+  __device__ ScoreTile(const ScoreArgs<T>& args, unsigned number)
+      : tokens(args.tiles.find(args.scores.shape.tokens,
+                               min(static_cast<int>(number % args.slots), args.tiles.slots - 1))),
+        list_head(args.first_head + static_cast<int>(number / args.slots)) {
+    if (static_cast<int>(number % args.slots) >= args.tiles.slots) tokens.end = tokens.begin;
   }
 };
 
 template <class T, int kClusters>
 struct ScoreBlock {
   using Stages = ScoreStages<kClusters>;
+  using Sums = float[kClusters / 2];
   const ScoreArgs<T>& args;
   Stages stages;
-  KeyChunk tile;
-  int list_head, chunks, steps;
+  int chunks;
+  unsigned steps;  // of a tile
 
   __device__ ScoreBlock(const ScoreArgs<T>& all, std::uint32_t base)
-      : args(all),
-        stages{base},
-        tile(all.tiles.find(all.scores.shape.tokens,
-                            min(static_cast<int>(blockIdx.x % all.slots), all.tiles.slots - 1))),
-        list_head(all.first_head + static_cast<int>(blockIdx.x / all.slots)),
-        chunks((all.scores.shape.D + kDepth - 1) / kDepth),
-        steps(chunks * (all.scores.shape.list_heads == 1 ? all.scores.shape.H : 1)) {
-    if (static_cast<int>(blockIdx.x % all.slots) >= all.tiles.slots) tile.end = tile.begin;
+      : args(all), stages{base}, chunks((all.scores.shape.D + kDepth - 1) / kDepth) {
+    steps = chunks * (all.scores.shape.list_heads == 1 ? all.scores.shape.H : 1);
   }
 
-  // By the third warpgroup.
+  // Queries (side 0) or keys of the tile's tokens, to the rows of the warpgroups that have them.
+  __device__ void load_side(unsigned step, int side, const Rows<const T>& rows, int column,
+                            const KeyChunk& tokens) const {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, r = thread / 8;
+    const int own = column + thread % 8 * 8;
+    const bool inside = own < rows.width;
+    const std::uint32_t to = Tile<T, 64>{stages.tokens(step, 0)}.chunk(r % 8, thread % 8) +
+                             (r / 8 * 16 + side * 8) * 128;
+    const T* from = rows.row(tokens.begin + r) + own;
+    const auto copy = [&](const auto& one) {
+#pragma unroll
+      for (int i = 0; i < kRows / 16; ++i) {
+        const bool there = inside && tokens.begin + r + 16 * i < tokens.end;
+        one(to + i / 2 * Stages::kGroup + i % 2 * (32 * 128), from + i * 16 * rows.pitch, there);
+      }
+    };
+    if (rows.aligned)
+      copy([&](std::uint32_t target, const T* source, bool there) {
+        cp_async16(target, there ? source : rows.data, there ? 16 : 0);
+      });
+    else
+      copy([&](std::uint32_t target, const T* source, bool there) {
+        store_shared16(target,
+                       there ? load_chunk(source - own, own, rows.width) : make_uint4(0, 0, 0, 0));
+      });
+  }
+
+  // By the last warpgroup: all steps of the block's tiles.
   __device__ void load() const {
     const CastShape& shape = args.scores.shape;
     const int half = static_cast<int>(pair_rank()) * (Stages::kTable / kPair);
-    for (int step = 0; step < steps; ++step) {
-      if (step >= Stages::kStages) mbarrier_wait(stages.free(step), Stages::phase(step) ^ 1);
-      const int head = list_head + step / chunks, column = step % chunks * kDepth;
-      if (threadIdx.x % kWarpgroup == 0) {
-        expect_bytes(stages.full(step), Stages::kTable);
-        copy_to_pair(
-            stages.table(step) + half,
-            reinterpret_cast<const unsigned char*>(args.surrogates) +
-                (static_cast<std::int64_t>(head) * chunks + step % chunks) * Stages::kTable + half,
-            Stages::kTable / kPair, stages.full(step));
-      }
-      const auto load_side = [&](int side, Rows<const T> rows) {
-        rows.data += column;
-        rows.width -= column;
-        load_tile<kRows, kWarpgroup>(Tile<T, 64>{stages.tokens(step, side)}, rows, tile.begin,
-                                     tile.end - tile.begin);
-      };
-      load_side(0, args.q.rows(tile.keys.batch, head, tile.keys.begin));
-      load_side(1, args.k.rows(tile.keys.batch, head / shape.group, tile.keys.begin));
-      if (args.q.aligned && args.k.aligned) {
-        arrive_after_copies(stages.full(step));
-      } else {
-        cp_async_wait<0>();  // one of them may be aligned
-        fence_async_proxy();
-        mbarrier_arrive(stages.full(step));
+    unsigned number = 0;
+    for (unsigned unit = blockIdx.x; unit < args.units; unit += gridDim.x) {
+      const ScoreTile tile(args, unit);
+      for (unsigned step = 0; step < steps; ++step, ++number) {
+        if (number >= Stages::kStages)
+          mbarrier_wait(stages.free(number), Stages::phase(number) ^ 1);
+        const int head = tile.list_head + static_cast<int>(step) / chunks;
+        const int chunk = static_cast<int>(step) % chunks;
+        if (threadIdx.x % kWarpgroup == 0) {
+          expect_bytes(stages.full(number), Stages::kTable);
+          copy_to_pair(stages.table(number) + half,
+                       reinterpret_cast<const unsigned char*>(args.surrogates) +
+                           (static_cast<std::int64_t>(head) * chunks + chunk) * Stages::kTable +
+                           half,
+                       Stages::kTable / kPair, stages.full(number));
+        }
+        const ItemSpan& span = tile.tokens.keys;
+        load_side(number, 0, args.q.rows(span.batch, head, span.begin), chunk * kDepth,
+                  tile.tokens);
+        load_side(number, 1, args.k.rows(span.batch, head / shape.group, span.begin),
+                  chunk * kDepth, tile.tokens);
+        if (args.q.aligned && args.k.aligned) {
+          arrive_after_copies(stages.full(number));
+        } else {
+          cp_async_wait<0>();  // one of them may be aligned
+          fence_async_proxy();
+          mbarrier_arrive(stages.full(number));
+        }
       }
     }
   }
 
-  // Products of this warpgroup's side.
-  template <int kTiles, int kCount>
-  __device__ __forceinline__ void multiply(float (&sums)[kTiles][kCount], int side) const {
-    for (int step = 0; step < steps; ++step) {
-      mbarrier_wait(stages.full(step), Stages::phase(step));
+  // By a warpgroup that multiplies: its 32 tokens of the block's tiles.
+  __device__ void work(int group) const {
+    unsigned number = 0;
+    for (unsigned unit = blockIdx.x; unit < args.units; unit += gridDim.x, number += steps) {
+      Sums sums = {};
+      multiply(sums, number, group);
+      write(sums, ScoreTile(args, unit), group);
+    }
+  }
+  __device__ __forceinline__ void multiply(Sums& sums, unsigned first, int group) const {
+    for (unsigned step = 0; step < steps; ++step) {
+      const unsigned number = first + step;
+      mbarrier_wait(stages.full(number), Stages::phase(number));
       fence_async_proxy();
-      const std::uint64_t a = matrix_descriptor(stages.tokens(step, side));
-      const std::uint64_t b = matrix_descriptor(stages.table(step));
+      const std::uint64_t a = matrix_descriptor(stages.tokens(number, group));
+      const std::uint64_t b = matrix_descriptor(stages.table(number));
       wgmma_fence();
 #pragma unroll
       for (int depth = 0; depth < 4; ++depth)
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const std::uint64_t right = descriptor_behind(b, t * (128 * 128) + depth * 32);
-          if constexpr (kCount == 64)
-            wgmma_wide<T>(sums[t], descriptor_behind(a, depth * 32), right);
-          else
-            wgmma<T, 1, 0>(sums[t], descriptor_behind(a, depth * 32), right);
-        }
+        wgmma_columns<T>(sums, descriptor_behind(a, depth * 32), descriptor_behind(b, depth * 32),
+                         step > 0 || depth > 0);
       wgmma_commit();
       wgmma_wait<1>();
-      if (step > 0) release(step - 1);
+      if (step > 0) release(number - 1);
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) wgmma_settle(sums[t]);
+    release(first + steps - 1);
+    wgmma_settle(sums);
   }
-  __device__ void release(int step) const {
-    if (threadIdx.x % 32 < kPair) pair_arrive(stages.free(step), threadIdx.x % 32);
-  }
-
-  // Affinities of this thread's two rows become one side's part of the scores.
-  template <int kTiles, int kCount>
-  __device__ __forceinline__ void weigh(float (&sums)[kTiles][kCount], int side) const {
-    const CastShape& shape = args.scores.shape;
-    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 +
-                    static_cast<int>(threadIdx.x) % 32 / 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tile.begin + row + 8 * half;
-      const float gate = token < tile.end ? shape.gates(tile.keys)[token] : 0.0f;
-      const auto visit = [&](const auto& body) {
-#pragma unroll
-        for (int i = 0; i < kTiles * kCount / 2; ++i) {
-          const int t = i / (kCount / 2), j = i % (kCount / 2);
-          if (t * 2 * kCount + j / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + j % 2 <
-              shape.clusters)
-            body(sums[t][j / 2 * 4 + 2 * half + j % 2]);
-        }
-      };
-      float largest = -INFINITY, sum = 0.0f;
-      visit([&](float& value) { largest = fmaxf(largest, value); });
-      largest = quad_max(largest);
-      visit([&](float& value) { sum += expf(value - largest); });
-      const float norm = largest + logf(quad_sum(sum)) + softplus(side == 0 ? -gate : gate);
-      visit([&](float& value) { value = expf(value - norm); });
-    }
+  __device__ void release(unsigned number) const {
+    if (threadIdx.x % 32 < kPair) pair_arrive(stages.free(number), threadIdx.x % 32);
   }
 
-  // Both sides' parts meet in shared memory, clusters by tokens, and are written from there.
-  template <int kTiles, int kCount>
-  __device__ __forceinline__ void write(const float (&sums)[kTiles][kCount], int side,
-                                        float* shared) const {
-    const auto wait_both = [] { asm volatile("bar.sync 1, %0;" ::"n"(2 * kWarpgroup) : "memory"); };
-    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 +
-                    static_cast<int>(threadIdx.x) % 32 / 4;
-    for (int turn = 0; turn < 2; ++turn) {
-      wait_both();
-      if (turn == side)
-#pragma unroll
-        for (int i = 0; i < kTiles * kCount; ++i) {
-          const int t = i / kCount, j = i % kCount;
-          float& to = shared[(t * 2 * kCount + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2) * kPitch +
-                             row + j / 2 % 2 * 8];
-          to = turn == 0 ? sums[t][j] : to + sums[t][j];
-        }
-    }
-    wait_both();
+  // Affinities of a thread's token with a quarter of the clusters, by queries and by keys, become
+  // scores: the softmaxes and their mix.
+  __device__ __forceinline__ void write(Sums& sums, const ScoreTile& tile, int group) const {
     const CastScores& scores = args.scores;
-    const int lane = threadIdx.x % 16 * 4, left = tile.end - tile.begin - lane;
-    const std::int64_t place = static_cast<std::int64_t>(tile.keys.batch) * scores.shape.N +
-                               tile.keys.begin + tile.begin + lane;
-    for (int c = threadIdx.x / 16; c < scores.shape.clusters; c += 2 * kWarpgroup / 16) {
-      float four[4];
+    const int lane = static_cast<int>(threadIdx.x) % 32, clusters = scores.shape.clusters;
+    const int token = tile.tokens.begin + group * 32 +
+                      static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 8 + lane / 4;
+    const bool there = token < tile.tokens.end, all = clusters == kClusters;
+    if (!all) {
+      __syncwarp();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float score = shared[c * kPitch + lane + i];
-        four[i] = isnan(score) ? -INFINITY : score;
-      }
-      float* to =
-          scores.affinity(list_head * scores.blocks + c / kUnitClusters, 0, c % kUnitClusters) +
-          place;
-      if (left >= 4 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
-        *reinterpret_cast<float4*>(to) = make_float4(four[0], four[1], four[2], four[3]);
-        continue;
-      }
+      for (int i = 0; i < kClusters / 2; ++i)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= clusters) sums[i] = -INFINITY;
+    }
+    const float gate = there ? scores.shape.gates(tile.tokens.keys)[token] : 0.0f;
+    float factors[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (i < left) to[i] = four[i];
+    for (int side = 0; side < 2; ++side) {
+      float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
+#pragma unroll
+      for (int i = 0; i < kClusters / 4; ++i)
+        top[i % 4] = fmaxf(top[i % 4], sums[i / 2 * 4 + 2 * side + i % 2]);
+      const float shift = quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * -kLog2e;
+#pragma unroll
+      for (int i = 0; i < kClusters / 4; ++i) {
+        float& value = sums[i / 2 * 4 + 2 * side + i % 2];
+        value = exp2_approximate(fmaf(value, kLog2e, shift));
+        sum[i % 4] += value;
+      }
+      factors[side] =
+          gate_sigmoid(side == 0 ? gate : -gate) / quad_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+    if (!there) return;
+    const bool bad = isnan(factors[0] + factors[1]);
+    const std::int64_t pitch = scores.rows();
+    const std::int64_t first =
+        static_cast<std::int64_t>(tile.list_head * scores.blocks - scores.first_unit) *
+            kUnitClusters +
+        lane % 4 * 2;
+    float* to = scores.affinities + first * pitch +
+                static_cast<std::int64_t>(tile.tokens.keys.batch) * scores.shape.N +
+                tile.tokens.keys.begin + token;
+#pragma unroll
+    for (int i = 0; i < kClusters / 4; ++i, to += i % 2 ? pitch : 7 * pitch) {
+      const float* two = sums + i / 2 * 4 + i % 2;
+      const float score = fmaf(two[0], factors[0], two[2] * factors[1]);
+      if (all || i / 2 * 8 + lane % 4 * 2 + i % 2 < clusters) *to = bad ? -INFINITY : score;
     }
   }
 };
 
 template <class T, int kClusters>
-__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kClusters == 64 ? 2 : 1)
+__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kBlocks<kClusters>)
     scores_sm90a_kernel(const __grid_constant__ ScoreArgs<T> args) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -313,30 +307,29 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kClust
   block.stages.init();
   pair_start();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (group == 2) {
+  if (group == kGroups)
     block.load();
-  } else {
-    float sums[kClusters == 256 ? 2 : 1][kClusters == 64 ? 32 : 64] = {};
-    block.multiply(sums, group);
-    block.weigh(sums, group);
-    block.write(sums, group, reinterpret_cast<float*>(memory));
-  }
-  pair_sync();  // the other block's arrivals come here
+  else
+    block.work(group);
+  pair_sync();  // the other block may still arrive at barriers here
 }
 
 template <class T, int kClusters>
 void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
   const CastShape& shape = args.scores.shape;
   args.surrogates = static_cast<const T*>(table);
+  args.units = args.slots * static_cast<unsigned>(heads);
   constexpr int kEach = 256;
   const int chunks = (shape.D + kDepth - 1) / kDepth;
   if (args.first_head == 0)
     launch_early("cast surrogates", surrogate_tiles_kernel<T, kClusters>,
                  dim3(static_cast<unsigned>(shape.H * chunks * kClusters * 8 / kEach)), kEach, 0,
                  stream, shape.surrogates, static_cast<T*>(table), shape.clusters, shape.D);
-  launch_early("cast scores", scores_sm90a_kernel<T, kClusters>,
-               dim3(args.slots * static_cast<unsigned>(heads)), kThreads,
-               ScoreStages<kClusters>::kBytes, stream, args);
+  launch_early(
+      "cast scores", scores_sm90a_kernel<T, kClusters>,
+      dim3(std::min(args.units,
+                    kBlocks<kClusters> * static_cast<unsigned>(multiprocessors()) / kPair * kPair)),
+      kThreads, ScoreStages<kClusters>::kBytes, stream, args);
 }
 
 }  // namespace
@@ -349,6 +342,7 @@ void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first
                           tiles,
                           first_head,
                           static_cast<unsigned>((tiles.slots + kPair - 1) / kPair * kPair),
+                          0,
                           tensor4<const T>(call.inputs.q),
                           tensor4<const T>(call.k),
                           nullptr};

@@ -64,26 +64,24 @@ struct ScoreRow {
     return isnan(sum) ? -INFINITY : sum;
   }
   __device__ CandidateKey key(int token) const { return candidate_key(score(token), token); }
-  // Keys of several tokens, which are all fetched before any is used; 0 for those not below `end`.
-  template <int kCount, class Token>
-  __device__ __forceinline__ void keys(CandidateKey (&keys)[kCount], const Token& token,
-                                       int end) const {
-    float q[kCount], k[kCount];
+  // Scores of several tokens, which are all fetched before any is used; for those not below `end`
+  // the last one's. kScored: there are no norms.
+  template <bool kScored, int kCount, class Token>
+  __device__ __forceinline__ void scores(float (&q)[kCount], const Token& token, int end) const {
+    float k[kCount];
     float2 norm[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int place = min(token(i), end - 1);
       q[i] = by_q[place];
-      if (norms) {
+      if (!kScored) {
         k[i] = by_k[place];
         norm[i] = norms[place];
       }
     }
+    if (!kScored)
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (norms) q[i] = score(q[i], k[i], norm[i]);
-      keys[i] = token(i) < end ? candidate_key(q[i], token(i)) : 0;
-    }
+      for (int i = 0; i < kCount; ++i) q[i] = score(q[i], k[i], norm[i]);
   }
 };
 

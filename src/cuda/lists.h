@@ -106,6 +106,7 @@ struct ListOutputs {
   // (B, H, N), or by slot where the outputs are; null: not wanted. -inf in empty slots of members
   // and rounds. Natural logarithm, scale applied.
   float* lse = nullptr;
+  void* slot_rows = nullptr;  // of the inputs' type, in place of slot_out
 };
 
 // Reads call.inputs.q, call.k and call.inputs.v. attend_list_fwd.cu

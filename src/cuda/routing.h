@@ -95,7 +95,7 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
 // the statistics of these rows and their runs where they are wanted. For Hopper, and as many
 // clusters as shared memory holds. `keys` may be null. routing_scan_sm90a.cu
 struct ScanSide {
-  RoutingSide side;        // its statistics are written where there is room, except in padding
+  RoutingSide side;        // its statistics are written where there is room
   std::int32_t* labels;    // (B, heads, rows)
   RoutingRuns runs, copy;  // optional
 };
@@ -107,8 +107,8 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
 // What the runs of queries and keys imply (strict form).
 struct RunEnds {
   int per_row = 1;                   // slots of a query
-  std::int32_t* ends = nullptr;      // by query slot: keys of its cluster that are not after it;
-                                     // none where runs are shared, they are the ranks + 1
+  std::int32_t* ends = nullptr;      // optional, by query slot: keys of its cluster that are not
+                                     // after it; where runs are shared those are the ranks + 1
   std::uint8_t* own_row = nullptr;   // optional (B, H, N): kDropOwnKey, kAddOwnKey
   std::uint8_t* own_slot = nullptr;  // with several slots of a query: what own_row is made of
 

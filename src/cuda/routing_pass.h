@@ -17,16 +17,28 @@
 
 namespace coterie::cuda {
 
-// The saved tensors by name; those of keys are those of queries where the two are shared.
+// The slots of every token, see TokenSlots.
+struct SavedSlots {
+  TensorView first, count, slots;
+};
+
+// The saved tensors by name; those of keys are those of queries where the two are shared. Of a
+// selection alone there are only members, or order and offsets, and labels.
 struct RoutingSaved {
   TensorView q_members, k_members, member_lse;             // top, balanced
   TensorView q_order, q_offsets, k_order, k_offsets, lse;  // nearest
   TensorView q_labels, k_labels;
+  TensorView q_statistics, k_statistics, ends;
+  SavedSlots q_slots, k_slots;  // top, balanced
+  TensorView weights;
+
+  bool counting = false;  // nothing is there
 };
 
-inline RoutingSaved saved_tensors(const RoutingParams& params,
+inline RoutingSaved saved_tensors(const RoutingParams& params, bool with_ends,
                                   const std::vector<TensorView>& saved) {
   RoutingSaved at;
+  at.counting = saved.empty();
   std::size_t next = 0;
   const auto take = [&](TensorView& tensor) {
     if (next < saved.size()) tensor = saved[next++];
@@ -47,6 +59,18 @@ inline RoutingSaved saved_tensors(const RoutingParams& params,
     take_pair(at.q_labels, at.k_labels);
     take(at.member_lse);
   }
+  take_pair(at.q_statistics, at.k_statistics);
+  if (with_ends) take(at.ends);
+  if (params.membership == Membership::nearest) return at;
+  const auto take_slots = [&](SavedSlots& own) {
+    for (TensorView* each : {&own.first, &own.count, &own.slots}) take(*each);
+  };
+  take_slots(at.q_slots);
+  if (params.share_qk)
+    at.k_slots = at.q_slots;
+  else
+    take_slots(at.k_slots);
+  take(at.weights);
   return at;
 }
 
@@ -77,35 +101,33 @@ class RoutingPass : public Pass {
 
   std::int64_t workspace_bytes() const override {
     Arena select, attend, backward;
-    select_lists(take_rows(select), {}, select, nullptr);
-    attend_lists(take_rows(attend), {}, attend, nullptr);
+    select_lists(own_sides(select), {}, select, nullptr);
+    attend_lists({}, attend, nullptr);
     Gradients all;
     all.wanted = {true, true, true};
-    backward_lists(take_rows(backward), all, backward, nullptr);
+    backward_lists(all, backward, nullptr);
     return std::max({select.used(), attend.used(), backward.used()});
   }
 
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    NormalisedSides sides = take_rows(arena);
-    if (strict_) sides.q.stats = sides.k.stats = nullptr;  // not needed
+    const NormalisedSides sides = own_sides(arena);
     select_lists(sides, saved, arena, stream_of(workspace));
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
+    statistics(saved_sides(tensors_of(result.saved)), stream_of(workspace));
     Arena arena = take_workspace(workspace);
-    const NormalisedSides sides = take_rows(arena);
-    statistics(sides, stream_of(workspace));
-    attend_lists(sides, result, arena, stream_of(workspace));
+    attend_lists(result, arena, stream_of(workspace));
   }
 
   // One computation of the rows' statistics serves both.
   void forward(const AttentionResult& result, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    const NormalisedSides sides = take_rows(arena);
     Arena scratch = arena;  // the selection's memory is free again afterwards
-    select_lists(sides, result.saved, scratch, stream_of(workspace));
-    attend_lists(sides, result, arena, stream_of(workspace));
+    select_lists(saved_sides(tensors_of(result.saved)), result.saved, scratch,
+                 stream_of(workspace));
+    attend_lists(result, arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -115,6 +137,10 @@ class RoutingPass : public Pass {
   struct NormalisedSides {
     RoutingSide q, k;
   };
+  RoutingSaved tensors_of(const std::vector<TensorView>& saved) const {
+    const bool shared = params_.share_qk && per_row_ == 1;
+    return saved_tensors(params_, !shared && (strict_ || call_.causal), saved);
+  }
   // Which gradients of normalised rows and values the wanted gradients are made of.
   struct Wanted {
     bool dq, dk, dv;
@@ -126,11 +152,25 @@ class RoutingPass : public Pass {
     Wanted wanted;
   };
 
-  NormalisedSides take_rows(Arena& arena) const {
+  // For a selection alone: with statistics in the workspace where it needs them.
+  NormalisedSides own_sides(Arena& arena) const {
     NormalisedSides sides{query_side(call_, params_.clusters), key_side(call_, params_.clusters)};
+    if (strict_) return sides;
     sides.q.stats = arena.take<RowStatistics>(sides.q.count());
     sides.k.stats = params_.share_qk ? sides.q.stats : arena.take<RowStatistics>(sides.k.count());
     return sides;
+  }
+  NormalisedSides saved_sides(const RoutingSaved& at) const {
+    NormalisedSides sides{query_side(call_, params_.clusters), key_side(call_, params_.clusters)};
+    sides.q.stats = statistics_of(at.q_statistics);
+    sides.k.stats = statistics_of(at.k_statistics);
+    return sides;
+  }
+  RowStatistics* statistics_of(const TensorView& saved) const {
+    COTERIE_CHECK(reinterpret_cast<std::uintptr_t>(saved.data) % sizeof(RowStatistics) == 0,
+                  call_.op, "expected saved statistics aligned to ", sizeof(RowStatistics),
+                  " bytes");
+    return static_cast<RowStatistics*>(saved.data);
   }
   void statistics(const NormalisedSides& sides, cudaStream_t stream) const {
     row_statistics(call_, sides.q, params_.share_qk ? nullptr : &sides.k, stream);
@@ -165,17 +205,30 @@ class RoutingPass : public Pass {
     return strict_ ? call_.B * call_.key_heads * call_.S
                    : call_.num_items() * call_.key_heads * params_.clusters * width(call_.S);
   }
+  // Members have their slots saved; those of several runs a query are found in each pass.
   TokenSlots query_tokens(const RoutingSaved& at, Arena& arena) const {
-    return make_token_slots(arena, call_.inputs.q_sequences, call_.B, call_.N, call_.H,
-                            ints(strict_ ? at.q_order : at.q_members),
-                            strict_ ? 0 : params_.clusters * width(call_.N), strict_ ? per_row_ : 0,
-                            strict_ ? 0 : params_.clusters);
+    if (strict_)
+      return make_token_slots(arena, call_.inputs.q_sequences, call_.B, call_.N, call_.H,
+                              ints(at.q_order), 0, per_row_);
+    return member_tokens(call_.inputs.q_sequences, call_.N, call_.H, at.q_members, at.q_slots);
   }
   TokenSlots key_tokens(const RoutingSaved& at, Arena& arena) const {
-    return make_token_slots(arena, call_.inputs.k_sequences, call_.B, call_.S, call_.key_heads,
-                            ints(strict_ ? at.k_order : at.k_members),
-                            strict_ ? 0 : params_.clusters * width(call_.S), strict_ ? 1 : 0,
-                            strict_ ? 0 : params_.clusters);
+    if (strict_)
+      return make_token_slots(arena, call_.inputs.k_sequences, call_.B, call_.S, call_.key_heads,
+                              ints(at.k_order), 0, 1);
+    return member_tokens(call_.inputs.k_sequences, call_.S, call_.key_heads, at.k_members,
+                         at.k_slots);
+  }
+  TokenSlots member_tokens(const Sequences& sequences, std::int64_t rows, std::int64_t heads,
+                           const TensorView& members, const SavedSlots& saved) const {
+    TokenSlots tokens = make_single_slots(sequences, call_.B, rows, heads, ints(members));
+    tokens.per_row = 0;
+    tokens.block = params_.clusters * width(rows);
+    tokens.lists = static_cast<int>(params_.clusters);
+    tokens.first = ints(saved.first);
+    tokens.count = ints(saved.count);
+    tokens.slots = ints(saved.slots);
+    return tokens;
   }
   TokenSlots single_queries(const RoutingSaved& at) const {
     return make_single_slots(call_.inputs.q_sequences, call_.B, call_.N, call_.H, ints(at.q_order));
@@ -203,24 +256,24 @@ class RoutingPass : public Pass {
     return plan;
   }
 
-  // The lists of the call. Launches what ranges and filters need; `tokens` are the queries'.
-  ListPlan list_plan(const NormalisedSides& sides, const RoutingSaved& at, const float* head_scale,
-                     const TokenSlots* tokens, Arena& arena, cudaStream_t stream,
-                     RunEnds& ends) const;
-  void plan_runs(const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
+  // The lists of the call. Launches what ranges and filters need, of which the ends are there in
+  // the backward pass; `tokens` are the queries'.
+  enum class PassKind : std::uint8_t { forward, backward };
+  ListPlan list_plan(PassKind kind, const NormalisedSides& sides, const RoutingSaved& at,
+                     const float* head_scale, const TokenSlots* tokens, Arena& arena,
+                     cudaStream_t stream, RunEnds& ends) const;
+  void plan_runs(PassKind kind, const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
                  cudaStream_t stream, ListPlan& plan, RunEnds& ends) const;
-  void plan_members(const RoutingSaved& at, Arena& arena, cudaStream_t stream,
+  void plan_members(PassKind kind, const RoutingSaved& at, Arena& arena, cudaStream_t stream,
                     ListPlan& plan) const;
   OwnKeys own_keys(const NormalisedSides& sides, const RunEnds& ends,
                    const float* head_scale) const;
-  void attend_lists(const NormalisedSides& sides, const AttentionResult& result, Arena& arena,
-                    cudaStream_t stream) const;
+  void attend_lists(const AttentionResult& result, Arena& arena, cudaStream_t stream) const;
   // Deltas and the weights of own keys, where queries have several parts.
   void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListPlan& plan,
                    const TensorView& grad_out, Arena& arena, cudaStream_t stream,
                    ListGradients& lists, OwnKeys& own) const;
-  void backward_lists(const NormalisedSides& sides, const Gradients& pass, Arena& arena,
-                      cudaStream_t stream) const;
+  void backward_lists(const Gradients& pass, Arena& arena, cudaStream_t stream) const;
   // From slots; those without values are in place already.
   void write_gradients(const NormalisedSides& sides, const Gradients& pass, const SlotRows& dq,
                        const SlotRows& dk, const SlotRows& dv, const OwnKeys& own, float* products,

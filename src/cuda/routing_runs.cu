@@ -202,7 +202,6 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
 RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall& call)
     : per_row(static_cast<int>(std::min(params.queries_in, params.clusters))) {
   const std::int64_t rows = call.B * call.H * call.N;
-  if (!params.share_qk || per_row > 1) ends = arena.take<std::int32_t>(rows * per_row);
   if (!params.include_self && params.self != SelfAttention::demote) return;
   own_row = arena.take<std::uint8_t>(rows);
   if (per_row > 1) own_slot = arena.take<std::uint8_t>(rows * per_row);

@@ -139,8 +139,10 @@ __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSid
   }
   if (!shape.q.cu_seqlens || item + 1 == shape.items)
     for (int i = span.length + team.rank * kScanThreads + threadIdx.x; i < shape.rows - span.begin;
-         i += team.size * kScanThreads)
+         i += team.size * kScanThreads) {
       side.labels[start + i] = -1;
+      if (side.stats) side.stats[start + i] = {0.0f, 0.0f};
+    }
   if (side.sort.runs.order)
     sort_problem(side.sort, number, team,
                  histograms_of(args.histograms, args.teams, team, turn, clusters),
@@ -192,6 +194,10 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
         COTERIE_CUDA(cudaMemsetAsync(
             each, 0xff, static_cast<std::size_t>(scan->side.count()) * sizeof(std::int32_t),
             stream));
+    if (scan->side.stats)
+      COTERIE_CUDA(cudaMemsetAsync(
+          scan->side.stats, 0, static_cast<std::size_t>(scan->side.count()) * sizeof(RowStatistics),
+          stream));
   }
   args.centroids = centroids;
   args.key_scale = 512;

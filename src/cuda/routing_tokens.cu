@@ -52,6 +52,8 @@ __global__ void __launch_bounds__(kTokenThreads)
   const TokenSlots& tokens = slots.tokens;
   const int head = static_cast<int>(blockIdx.y);
   const Rows<T> rows = out.rows(static_cast<int>(blockIdx.z), head, 0);
+  const Rows<const T> values{static_cast<const T*>(slots.values), out.width, out.width,
+                             out.width % Lanes::kVector == 0};
   for_block_rows<Lanes::kLanes>(tokens.spans.rows, [&](int place, bool there) {
     const Token token(tokens.spans, tokens.items, place, there);
     const bool valid = token.item >= 0;
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(kTokenThreads)
       for (int i = 0; i < count; ++i) {
         const float value = slot_lse[start + list[i]];
         if (value == -INFINITY) continue;
-        Lanes::load_floats(slots.values + (start + list[i]) * out.width, out.width, part);
+        Lanes::load(values, start + list[i], true, part);
         add(value);
       }
       if (added) {

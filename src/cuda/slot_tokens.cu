@@ -20,35 +20,29 @@ __device__ __forceinline__ float weight_of(const SlotWeight& weight, int count) 
 }
 
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 4)
-    combine_kernel(const __grid_constant__ SlotRows slots, SlotWeight weight, Tensor4<T> out) {
+__global__ void __launch_bounds__(kThreads, 5)
+    combine_kernel(const __grid_constant__ SlotRows slots, SlotWeight weight, Tensor4<T> out,
+                   float* weights) {
   await_previous();
   using Lanes = RowLanes<T, kWidth>;
   __shared__ TokenList tokens;
   const int head = static_cast<int>(blockIdx.y);
   const Rows<T> rows = out.rows(static_cast<int>(blockIdx.z), head, 0);
+  weights +=
+      (static_cast<std::int64_t>(blockIdx.z) * slots.tokens.heads + head) * slots.tokens.spans.rows;
   tokens.fill(slots.tokens, head, false);
+  tokens.template clear<Lanes>(rows);
+  for (int i = threadIdx.x; i < tokens.idle; i += kThreads) weights[tokens.idle_row[i]] = 0.0f;
   tokens.template for_each<Lanes::kLanes>([&](int number, int part) {
     typename Lanes::Values sum = {};
-    tokens.template add<Lanes>(slots, number, part, out.width, sum);
+    tokens.template add<T, Lanes>(slots, number, part, out.width, sum);
     if (number < 0 || part > 0) return;
     const float factor = weight_of(weight, tokens.count[number]);
 #pragma unroll
     for (int j = 0; j < Lanes::kVector; ++j) sum[j] *= factor;
     Lanes::store(rows, tokens.row[number], sum);
+    if (Lanes::column() == 0) weights[tokens.row[number]] = factor;
   });
-  tokens.template clear<Lanes>(rows);
-}
-
-__global__ void __launch_bounds__(kThreads)
-    slot_weights_kernel(TokenSlots slots, SlotWeight weight, float* weights) {
-  await_previous();
-  const int place = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  if (place >= slots.spans.rows) return;
-  const Token token(slots.spans, slots.items, place, true);
-  const std::int64_t row =
-      (static_cast<std::int64_t>(blockIdx.z) * slots.heads + blockIdx.y) * slots.spans.rows + place;
-  weights[row] = token.item < 0 ? 0.0f : weight_of(weight, slots.count[row]);
 }
 
 template <class T>
@@ -131,7 +125,7 @@ __device__ __forceinline__ void add_slots(const SlotRows& slots, const Token& to
     const std::int64_t place = tokens.row(token.span, head, token.row);
     set = {tokens.slots + start + tokens.first[place], nullptr, tokens.count[place]};
   }
-  add_slot_rows<Lanes>(slots.values + start * width, set, width, sum);
+  add_slot_rows<Lanes>(static_cast<const float*>(slots.values) + start * width, set, width, sum);
 }
 
 // What else goes into a token's gradient than its slots of the first head: own keys, other heads,
@@ -168,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 4 : 3)
   const int batch = static_cast<int>(blockIdx.z);
   const int width = args.gradient.data ? args.gradient.width : args.rows.width;
   tokens.fill(slots, head * (slots.heads / args.heads), !kPlain);
+  if (args.gradient.data) tokens.template clear<Lanes>(args.gradient.rows(batch, head, 0));
   tokens.template for_each<Lanes::kLanes>([&](int i, int part) {
     const bool there = i >= 0;
     const int place = there ? tokens.row[i] : -1;
@@ -187,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 4 : 3)
         x.words = rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(place) + Lanes::column())
                                : load_chunk(rows.row(place), Lanes::column(), width);
     }
-    tokens.template add<Lanes>(args.first, i, part, width, sum);
+    tokens.template add<float, Lanes>(args.first, i, part, width, sum);
 #pragma unroll
     for (int j = 0; j < Lanes::kVector; ++j)
       if (Lanes::column() + j < width)
@@ -199,7 +194,6 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 4 : 3)
     if (there && part <= 0 && args.gradient.data)
       Lanes::store(args.gradient.rows(batch, head, 0), place, sum);
   });
-  if (args.gradient.data) tokens.template clear<Lanes>(args.gradient.rows(batch, head, 0));
   if (!kPlain && args.products)
     for (int i = threadIdx.x; i < tokens.idle; i += kThreads)
       args.products[(static_cast<std::int64_t>(batch) * args.heads + head) * slots.spans.rows +
@@ -236,21 +230,14 @@ dim3 token_grid(std::int64_t batches, std::int64_t heads, std::int64_t rows) {
 }  // namespace
 
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
-                   const TensorView& out, cudaStream_t stream) {
-  if (out.count() == 0) return;
+                   const TensorView& out, float* weights, cudaStream_t stream) {
+  if (call.B * call.H * call.N == 0) return;
   dispatch_rows(call, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
     launch_early("combine_slots", combine_kernel<T, decltype(width)::value>,
                  token_grid(call.B, call.H, call.N), kThreads, 0, stream, slots, weight,
-                 tensor4<T>(out));
+                 tensor4<T>(out), weights);
   });
-}
-
-void slot_weights(const AttentionCall& call, const TokenSlots& slots, const SlotWeight& weight,
-                  float* weights, cudaStream_t stream) {
-  if (call.B * call.N == 0) return;
-  launch_early("slot_weights", slot_weights_kernel, token_grid(call.B, call.H, call.N), kThreads, 0,
-               stream, slots, weight, weights);
 }
 
 void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,

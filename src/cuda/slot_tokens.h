@@ -13,10 +13,10 @@
 
 namespace coterie::cuda {
 
-// Rows of floats by slot, which tokens add up.
+// Rows by slot, which tokens add up.
 struct SlotRows {
   TokenSlots tokens;
-  const float* values = nullptr;  // (slots, width); null: none
+  const void* values = nullptr;  // (slots, width); null: none
 };
 
 // A token's factor of the rows of its slots: 1 / (their number + eps), or 1.
@@ -25,14 +25,12 @@ struct SlotWeight {
   float eps;
 };
 
-// out (B, H, N, Dv) = weight * sum of the slots' rows, 0 in padding.
+// out (B, H, N, Dv) = weight * sum of the slots' rows of the inputs' type, 0 in padding; weights
+// (B, H, N).
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
-                   const TensorView& out, cudaStream_t stream);
-// weights (B, H, N) of the tokens.
-void slot_weights(const AttentionCall& call, const TokenSlots& slots, const SlotWeight& weight,
-                  float* weights, cudaStream_t stream);
+                   const TensorView& out, float* weights, cudaStream_t stream);
 
-// Gradients of the rows of one of q, k and v from those of slots.
+// Gradients of the rows of one of q, k and v from those of slots, which are floats.
 struct TokenGradient {
   SlotRows first, second;                // added up; only `first` counts for dlogit_scale
   TensorView rows;                       // q or k, for the normalisation; absent: none (values)

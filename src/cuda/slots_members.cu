@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/device/await.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/device/group.cuh"
 #include "cuda/launch.h"
 #include "cuda/refusal.h"
@@ -109,13 +110,18 @@ __device__ __forceinline__ void for_pieces(const MemberProblem& problem, const s
 // Blocks (range, problem).
 __global__ void __launch_bounds__(kThreads, 3)
     member_slots_kernel(const __grid_constant__ MemberSlotArgs args) {
-  await_previous();
+  await_writes();
+  release_next();  // kernels that need no slots run beside this one
   extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
   __shared__ int firsts[kRange + 1];
   const MemberProblem problem(args, static_cast<int>(blockIdx.y));
   const int range = static_cast<int>(blockIdx.x), first_token = range * kRange;
-  if (first_token >= problem.length) return;
   const TokenSlots& tokens = problem.side.tokens;
+  const std::int64_t row = tokens.row(problem.span, problem.head, first_token);
+  for (int i = max(problem.length - first_token, 0) + static_cast<int>(threadIdx.x);
+       i < min(kRange, tokens.spans.rows - first_token); i += kThreads)  // padding
+    tokens.first[row + i] = tokens.count[row + i] = 0;
+  if (first_token >= problem.length) return;
   const std::int32_t *begins = problem.bounds(args, range), *ends = begins + tokens.lists;
   for (int i = threadIdx.x; i < kGroups * kThreads; i += kThreads)
     shared[i] = make_uint4(0, 0, 0, 0);
@@ -145,7 +151,6 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
   if (threadIdx.x == kThreads - 1) firsts[kRange] = base + place;
   __syncthreads();
-  const std::int64_t row = tokens.row(problem.span, problem.head, first_token);
   for (int i = threadIdx.x; i < min(kRange, problem.length - first_token); i += kThreads) {
     tokens.first[row + i] = firsts[i];
     tokens.count[row + i] = firsts[i + 1] - firsts[i];

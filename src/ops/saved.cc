@@ -21,6 +21,10 @@ class Builder {
   void value(const char* name, std::vector<std::int64_t> sizes) {
     layout.tensors.push_back({name, accumulator_, std::move(sizes)});
   }
+  // Whole numbers that are no selection.
+  void counts(const char* name, std::vector<std::int64_t> sizes) {
+    layout.tensors.push_back({name, DType::i32, std::move(sizes)});
+  }
   // One number per query row.
   void rows(const char* name) { value(name, {call_.B, call_.H, call_.N}); }
 
@@ -79,6 +83,32 @@ void describe(const LshParams& params, const AttentionCall& call, Builder& build
     builder.value("round_lse", {call.B, call.H, params.rounds, call.N});
 }
 
+// What kernels find out about rows and lists once for both passes: mean and 1 / sigma of every row;
+// how many keys of its list a query slot sees; the slots of every token in member lists, and its
+// weight. The CPU makes these anew.
+void describe_facts(const RoutingParams& params, const AttentionCall& call,
+                    std::vector<std::int64_t> slots, bool ends, Builder& builder) {
+  if (call.device != Device::cuda) return;
+  builder.value("q_statistics", {call.B, call.H, call.N, 2});
+  if (!params.share_qk) builder.value("k_statistics", {call.B, call.key_heads, call.S, 2});
+  if (ends) builder.counts("ends", std::move(slots));
+}
+
+void describe_slots(const RoutingParams& params, const AttentionCall& call,
+                    const std::vector<std::int64_t>& q_slots,
+                    const std::vector<std::int64_t>& k_slots, Builder& builder) {
+  if (call.device != Device::cuda) return;
+  builder.counts("q_first", {call.B, call.H, call.N});
+  builder.counts("q_count", {call.B, call.H, call.N});
+  builder.counts("q_slots", q_slots);
+  if (!params.share_qk) {
+    builder.counts("k_first", {call.B, call.key_heads, call.S});
+    builder.counts("k_count", {call.B, call.key_heads, call.S});
+    builder.counts("k_slots", k_slots);
+  }
+  builder.rows("weights");
+}
+
 void describe_strict(const RoutingParams& params, const AttentionCall& call, Builder& builder) {
   const std::int64_t clusters = params.clusters, in = std::min(params.queries_in, clusters);
   builder.index("q_labels", {call.B, call.H, call.N});
@@ -88,6 +118,7 @@ void describe_strict(const RoutingParams& params, const AttentionCall& call, Bui
   builder.index("k_order", {call.B, call.key_heads, call.S});
   builder.index("k_offsets", {call.num_items(), call.key_heads, clusters + 1});
   builder.rows("lse");
+  describe_facts(params, call, {call.B, call.H, call.N * in}, !params.share_qk || in > 1, builder);
 }
 
 void describe(const RoutingParams& params, const AttentionCall& call, Builder& builder) {
@@ -97,12 +128,15 @@ void describe(const RoutingParams& params, const AttentionCall& call, Builder& b
     const bool balanced = params.membership == Membership::balanced;
     return balanced ? (rows + clusters - 1) / clusters : std::min(params.window, rows);
   };
-  builder.index("q_members", {items, call.H, clusters, width(call.N)});
-  if (!params.share_qk)
-    builder.index("k_members", {items, call.key_heads, clusters, width(call.S)});
+  const std::vector<std::int64_t> q_slots{items, call.H, clusters, width(call.N)},
+      k_slots{items, call.key_heads, clusters, width(call.S)};
+  builder.index("q_members", q_slots);
+  if (!params.share_qk) builder.index("k_members", k_slots);
   builder.index("q_labels", {call.B, call.H, call.N});
   if (!params.share_qk) builder.index("k_labels", {call.B, call.key_heads, call.S});
-  builder.value("member_lse", {items, call.H, clusters, width(call.N)});
+  builder.value("member_lse", q_slots);
+  describe_facts(params, call, q_slots, call.causal && !params.share_qk, builder);
+  describe_slots(params, call, q_slots, k_slots, builder);
 }
 
 void describe(const CastParams& params, const AttentionCall& call, Builder& builder) {

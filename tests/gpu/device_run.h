@@ -63,9 +63,9 @@ struct DeviceRun {
   void backward() {
     attention_backward(mechanism, inputs, result, grad_out.view(), gradients, workspace);
   }
-  // The saved tensors into the host's.
+  // The saved tensors into the host's, which may have fewer.
   void fetch_saved() {
-    for (std::size_t i = 0; i < saved.size(); ++i)
+    for (std::size_t i = 0; i < host.result.saved.size(); ++i)
       write_values(host.result.saved[i], read_values(saved[i].download()));
   }
   std::vector<std::uint8_t> bits() const {

@@ -15,7 +15,11 @@ struct ListForwardArgs {
   ListTiles tiles;
   Tensor4<const T> q, k, v;
   Tensor4<T> out;
-  float *slot_out, *lse;  // slot_out null: results by row
+  float* slot_out;  // both null: results by row
+  T* slot_rows;
+  float* lse;
+
+  __device__ bool by_slot() const { return slot_out || slot_rows; }
 };
 
 // Plans without filters and with softmax weights, of aligned rows, on Hopper

@@ -36,10 +36,9 @@ struct alignas(16) StreamStep {
   int other_at, other_slot;    // of rank 0
 };
 
-// What a computing warp has seen of the ring: the number of tiles that it waited for, where the
-// next one will be, and the number that it released.
+// What a computing warp has seen of the ring: the numbers of tiles that it waited for and released.
 struct StreamReader {
-  int ready = 0, place = 0, phase = 0, released = 0;
+  int ready = 0, released = 0;
 };
 
 // Shared memory of a block. Streamed tiles are of two tensors; facts are bytes by row.
@@ -106,14 +105,13 @@ struct StreamShape {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(own_empty(step));
   }
-  // Waits for all tiles below `number`, in their order, so that no phase of a barrier is missed.
+  // Waits for all tiles below `number`, which are within reach: a lane for each.
   __device__ void wait_below(int number, StreamReader& reader) const {
-#pragma unroll 1
-    for (; reader.ready < number; ++reader.ready) {
-      mbarrier_wait(base + kBarriers + reader.place * 8, reader.phase);
-      reader.phase ^= reader.place + 1 == kRing;
-      reader.place = ring_place(reader.place + 1);
-    }
+    if (number <= reader.ready) return;
+    const int tile = reader.ready + static_cast<int>(threadIdx.x) % 32;
+    if (tile < number) mbarrier_wait(full(tile), tile / kRing & 1);
+    __syncwarp();
+    reader.ready = number;
   }
   // This warp is done with all tiles below `number`. Warps release every tile, used or not, once
   // it is there: so the arrivals of a barrier belong to one tile.
@@ -122,7 +120,6 @@ struct StreamShape {
     while (reader.released < number) {
       const int end = min(number, reach(reader));
       wait_below(end, reader);
-      __syncwarp();
       const int tile = reader.released + static_cast<int>(threadIdx.x) % 32;
       if (tile < end) mbarrier_arrive(empty(tile));
       reader.released = end;
@@ -220,6 +217,16 @@ __device__ __forceinline__ void list_rows(int (&row)[2], const SlotSide& side, i
   }
 }
 
+// Row `number` of rows that are `pitch` bytes apart: one instruction.
+template <class T>
+__device__ __forceinline__ T* row_at(T* base, int number, std::uint32_t pitch) {
+  std::uint64_t address;
+  asm("mad.wide.u32 %0, %1, %2, %3;"
+      : "=l"(address)
+      : "r"(number), "r"(pitch), "l"(reinterpret_cast<std::uint64_t>(base)));
+  return reinterpret_cast<T*>(address);
+}
+
 // Copies 64 rows of an item, as list_rows left them, of one or more tensors into tiles; zeros for
 // rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart.
 template <int kDim, class T, int kTensors>
@@ -239,10 +246,10 @@ __device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensor
 #pragma unroll
   for (int i = 0; i < kStreamRows / 4; ++i) {
     const int number = __shfl_sync(~0u, row[i / 8], i % 8 * 4 + r);
-    const auto valid = static_cast<std::uint32_t>(max(number, 0));
+    const int valid = max(number, 0);
 #pragma unroll
     for (int x = 0; x < kTensors; ++x) {
-      const unsigned char* source = from[x] + static_cast<std::uint64_t>(valid) * pitch[x];
+      const unsigned char* source = row_at(from[x], valid, pitch[x]);
       // Chunks of every second four rows are permuted differently.
       const std::uint32_t target = (i % 2 == 0 ? even[x] : even[x] ^ 64) + i * 512;
       cp_async16(target, source, number >= 0 && inside ? 16 : 0);

@@ -22,9 +22,45 @@ struct alignas(16) QueryFact {
 };
 struct QueryTileFacts {
   QueryFact facts[kStreamRows];
-  int row[kStreamRows];
+  int row[kStreamRows];  // where its output goes; below 0: nowhere
+  void* out;             // row 0
+  float* lse;            // of it; null: not wanted
 };
 
+// A lane's part of ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at a
+// multiple of 1024): the first 16 columns; others are those at ^ 32 bytes.
+__device__ __forceinline__ std::uint32_t matrix_lane() {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane % 16;
+  return row * 128 + ((lane / 16 ^ lane % 8) << 4);
+}
+// Its part of reading the rows back, eight lanes a row: rows 4 on are 512 bytes further, and every
+// second four ^ 64.
+__device__ __forceinline__ std::uint32_t row_lane() {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
+  return row * 128 + ((lane % 8 ^ lane / 8) << 4);
+}
+
+__device__ __forceinline__ float log2_approximate(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// To device memory, which a pointer that came through shared memory does not say.
+__device__ __forceinline__ void store_global(float* to, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const uint4& value) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
 // The two queries of a thread.
 template <class T, int kDim, ListForm kForm>
 struct GroupRows {
@@ -42,11 +78,13 @@ struct GroupRows {
       range[half] = own.range;
       negative = own.exponent < 0.0f;
       exponent[half] = fabsf(own.exponent);
-      mean[half] = own.mean;
+      mean[half] = negative && kDim == 64 ? -own.mean : own.mean;  // as StepQueries
       softmax[half] = {kLowestShift, 0.0f};
     }
-    seen = {__shfl_sync(~0u, range[0].low, 0), __shfl_sync(~0u, range[1].high, 31)};
-    shared = {__shfl_sync(~0u, range[1].low, 31), __shfl_sync(~0u, range[0].high, 0)};
+    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    const RankRange first = tile.facts[warp].range, last = tile.facts[warp + 15].range;
+    seen = {first.low, last.high};
+    shared = {last.low, first.high};
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
   }
@@ -68,26 +106,26 @@ struct GroupRows {
         }
       }
     }
-    if (negative) {
+    if (kDim > 64 && negative) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i] = -s[i];
     }
   }
 
-  // -inf for what is out of sight of the keys from rank `begin` on.
+  // -inf for what is out of sight of the keys from rank `begin` on, 16 of them at a time.
   __device__ void mask(float (&s)[32], int begin) const {
-    const int first = begin + static_cast<int>(threadIdx.x) % 4 * 2;
-    if (begin < shared.low) {
-      const int low[2] = {range[0].low - first, range[1].low - first};
+    const int lane = begin + static_cast<int>(threadIdx.x) % 4 * 2;
+    const int low[2] = {range[0].low - lane, range[1].low - lane};
+    const int high[2] = {range[0].high - lane, range[1].high - lane};
 #pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (i / 4 * 8 + i % 2 < low[i / 2 % 2]) s[i] = -INFINITY;
-    }
-    if (begin + kStreamRows > shared.high) {
-      const int high[2] = {range[0].high - first, range[1].high - first};
+    for (int block = 0; block < 4; ++block) {
+      const int first = begin + 16 * block;
+      if (first >= shared.low && first + 16 <= shared.high) continue;
 #pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (i / 4 * 8 + i % 2 >= high[i / 2 % 2]) s[i] = -INFINITY;
+      for (int i = 8 * block; i < 8 * block + 8; ++i) {
+        const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;
+        if (column < low[half] || column >= high[half]) s[i] = -INFINITY;
+      }
     }
   }
 
@@ -104,18 +142,18 @@ struct GroupRows {
 
   // This row has seen no key yet.
   __device__ bool fresh(int half) const { return softmax[half].shift == kLowestShift; }
-  // The shift of a row follows its scores, of this tile on; it looks at its own only. By the lanes
-  // of a row.
-  __device__ float raise(const float (&s)[32], int half) {
-    const unsigned row = 0xfu << (threadIdx.x % 32 / 4 * 4);
-    float top = largest(s, half);
-    top = fmaxf(top, __shfl_xor_sync(row, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(row, top, 2));
-    return softmax[half].raise(top, exponent[half]);
-  }
-  __device__ void scale_row(int half, float factor) {
+  // The shifts of the rows that are `due` follow their scores, of this tile on; what they have is
+  // scaled by rescale(), which costs others a multiplication by 1.
+  __device__ void raise(const float (&s)[32], const bool (&due)[2]) {
 #pragma unroll
-    for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+    for (int half = 0; half < 2; ++half) {
+      const float top = quad_max(largest(s, half)), old = softmax[half].shift;
+      if (due[half]) softmax[half].shift = fmaxf(old, top * exponent[half]);
+      const float factor = exp2_approximate(old - softmax[half].shift);
+      softmax[half].sum *= factor;
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+    }
   }
 
   // Weights of the 16 keys of a block, packed, and their sums.
@@ -154,70 +192,97 @@ struct GroupRows {
     constexpr float kLarge = 1024.0f;
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
     if (cut) mask(s, begin);
-    if (__any_sync(~0u, fresh(0) || fresh(1))) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (fresh(half)) raise(s, half);
-    }
+    bool due[2] = {fresh(0), fresh(1)};
     float sum[2];
-    weigh(s, begin, cut, p, sum);
-    if (__any_sync(~0u, sum[0] > kLarge || sum[1] > kLarge)) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (quad_max(sum[half]) > kLarge) scale_row(half, raise(s, half));
+    bool any = __any_sync(~0u, due[0] || due[1]);
+#pragma unroll 1
+    for (;;) {
+      if (any) raise(s, due);
       weigh(s, begin, cut, p, sum);
+      any = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge);
+      if (!any) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) due[half] = quad_max(sum[half]) > kLarge;
     }
     softmax[0].sum += sum[0];
     softmax[1].sum += sum[1];
   }
 
-  // Row `half` of the outputs, times a factor.
-  __device__ void store(T* to, int width, bool there, int half, float factor) const {
-    const int lane = threadIdx.x % 4;
+  __device__ void settle() {
 #pragma unroll
-    for (int d = 0; d < kDim / 32; ++d) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int i = d % 2 * 16 + 4 * n + 2 * half;
-        word[n] = pack2<T>(out[d / 2][i] * factor, out[d / 2][i + 1] * factor);
-      }
-      transpose_quad(word);
-      const int column = 32 * d + 8 * lane;
-      if (there && column < width)
-        *reinterpret_cast<uint4*>(to + column) = make_uint4(word[0], word[1], word[2], word[3]);
-    }
-  }
-  __device__ void store(float* to, int width, bool there, int half, float factor) const {
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      const int column = 8 * n + static_cast<int>(threadIdx.x) % 4 * 2, i = n % 8 * 4 + 2 * half;
-      if (there && column < width)
-        *reinterpret_cast<float2*>(to + column) =
-            make_float2(out[n / 8][i] * factor, out[n / 8][i + 1] * factor);
-    }
+    for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
   }
 
-  __device__ void write(const ListForwardArgs<T>& args, const StreamStep& step,
-                        const int (&row)[2]) {
-    const ListProblem& problem = args.problem;
-    const Rows<T> rows = args.out.rows(step.batch, step.head, step.own_begin);
-    const std::int64_t base =
-        ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head);
+  // Outputs go through `stage`, 64 rows of shared memory of which a warp uses its own 16, and leave
+  // as whole rows.
+  __device__ void write(const ListForwardArgs<T>& args, const QueryTileFacts& tile,
+                        std::uint32_t stage) {
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int place = group_row(half);
-      const bool there = place < step.rows;
-      const std::int64_t to = args.slot_out ? step.own_slot + place : row[half];
+      const int row = tile.row[group_row(half)];
       const float sum = quad_sum(softmax[half].sum);
-      if (there && args.lse && threadIdx.x % 4 == 0)
-        args.lse[args.slot_out ? to : base + to] = row_lse(softmax[half], sum);
-      const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-      if (args.slot_out)
-        store(args.slot_out + to * problem.width, problem.width, there, half, factor);
-      else
-        store(rows.row(to), problem.width, there, half, factor);
+      if (tile.lse && threadIdx.x % 4 == 0 && row >= 0)
+        store_global(tile.lse + row, (softmax[half].shift + log2_approximate(sum)) * kLn2);
+      factor[half] = sum == 0.0f ? 0.0f : reciprocal_approximate(sum);
     }
+    const std::uint32_t to = stage + matrix_lane();
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      std::uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = d % 4 * 8 + 2 * i;
+        word[i] = pack2<T>(out[d / 4][at] * factor[i % 2], out[d / 4][at + 1] * factor[i % 2]);
+      }
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                       (to ^ d % 4 * 32) + d / 4 * kStreamRows * 128),
+                   "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                   : "memory");
+    }
+    __syncwarp();
+    const std::uint32_t from = stage + row_lane();
+    const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
+    const int* row = tile.row + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
+    T* base = static_cast<T*>(tile.out) + lane % 8 * 8;
+    const auto pitch = static_cast<std::uint32_t>(args.slot_rows ? width : args.out.row) * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int number = row[4 * i];
+      T* target = row_at(base, number, pitch);
+#pragma unroll
+      for (int band = 0; band < kDim / 64; ++band) {
+        uint4 word;
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "r"((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128)
+                     : "memory");
+        if (number >= 0 && 64 * band + lane % 8 * 8 < width) store_global(target + 64 * band, word);
+      }
+    }
+  }
+};
+
+// A tile of keys or values in the ring, as right factor: the low word of its descriptor. What is
+// the same for a warp and known to be stays in uniform registers.
+template <class T, int kDim>
+struct RingTile {
+  static constexpr int kBand = kStreamRows * 128 / 16;
+  std::uint32_t low;
+
+  __device__ std::uint64_t at(int offset) const {
+    return static_cast<std::uint64_t>(0x40000040u) << 32 | (low + offset);
+  }
+  __device__ std::uint64_t by_columns(int d) const { return at(d / 4 * kBand + d % 4 * 2); }
+  __device__ std::uint64_t by_rows(int k, int band) const { return at(k * 128 + band * kBand); }
+
+  // Starts out += p times the values of this tile.
+  __device__ void add_products(float (&out)[kDim / 64][32], const std::uint32_t (&p)[4][4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int band = 0; band < kDim / 64; ++band)
+        wgmma<T, 1, 1>(out[band], p[k], by_rows(k, band));
   }
 };
 
@@ -229,27 +294,33 @@ struct StepQueries {
   std::uint32_t a[kHeld ? kDim / 16 : 1][4];
   Bands<T, kDim, kStreamRows> tile;
 
-  __device__ void load(std::uint32_t address) {
+  __device__ void load(std::uint32_t address, const QueryTileFacts& facts) {
     tile.base = address;
     if constexpr (kHeld) {
+      const std::uint32_t from = address + matrix_lane();
 #pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
-        FragmentA<T> fragment;
-        load_a(fragment, Tile<T, 64>{address}, static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16,
-               d * 16);
+      for (int d = 0; d < kDim / 16; ++d)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[d][0]), "=r"(a[d][1]), "=r"(a[d][2]), "=r"(a[d][3])
+                     : "r"(from ^ d * 32)
+                     : "memory");
+      if (facts.facts[0].exponent < 0.0f) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[d][i] = fragment.r[i];
+        for (int i = 0; i < kDim / 4; ++i) a[i / 4][i % 4] ^= 0x80008000u;
       }
     }
   }
   // Starts the scores of a tile of keys.
-  __device__ void scores(float (&s)[32], const Bands<T, kDim, kStreamRows>& keys) const {
+  __device__ void scores(float (&s)[32], const RingTile<T, kDim>& keys) const {
     if constexpr (kHeld) {
-      wgmma<T, 0, 0>(s, a[0], keys.by_columns(0, 0));
+      wgmma<T, 0, 0>(s, a[0], keys.by_columns(0));
 #pragma unroll
-      for (int d = 1; d < kDim / 16; ++d) wgmma<T, 1, 0>(s, a[d], keys.by_columns(0, d));
+      for (int d = 1; d < kDim / 16; ++d) wgmma<T, 1, 0>(s, a[d], keys.by_columns(d));
     } else {
-      row_products(s, tile, 0, keys, 0);
+      wgmma<T, 0, 0>(s, tile.by_columns(0, 0), keys.by_columns(0));
+#pragma unroll
+      for (int d = 1; d < kDim / 16; ++d)
+        wgmma<T, 1, 0>(s, tile.by_columns(0, d), keys.by_columns(d));
     }
   }
 };

@@ -61,10 +61,26 @@ struct SlotSet {
   __device__ __forceinline__ int slot(int i) const { return near && i < kNear ? near[i] : own[i]; }
 };
 
-// Adds a token's rows of floats in the order of its slots; several are on their way at a time. By
-// all lanes of a row.
-template <class Lanes>
-__device__ __forceinline__ void add_whole_rows(const float* values, const SlotSet& set, int width,
+// kVector neighbouring values of type V, as 16-byte words.
+template <class V, int kVector>
+struct SlotValues {
+  static constexpr int kWords = kVector * static_cast<int>(sizeof(V)) / 16;
+  union {
+    uint4 words[kWords];
+    V elements[kVector];
+  };
+
+  __device__ __forceinline__ SlotValues(const V* from, bool there) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = there ? __ldcs(reinterpret_cast<const uint4*>(from) + i) : make_uint4(0, 0, 0, 0);
+  }
+};
+
+// Adds a token's rows in the order of its slots; several are on their way at a time. By all lanes
+// of a row.
+template <class Lanes, class V>
+__device__ __forceinline__ void add_whole_rows(const V* values, const SlotSet& set, int width,
                                                typename Lanes::Values& sum) {
   constexpr int kAhead = 4;
   const int lane = static_cast<int>(threadIdx.x) % Lanes::kLanes;
@@ -77,38 +93,37 @@ __device__ __forceinline__ void add_whole_rows(const float* values, const SlotSe
     const int end = min(set.count - base, Lanes::kLanes);
 #pragma unroll 1
     for (int i = 0; i < end; i += kAhead) {
-      float4 x[kAhead][Lanes::kVector / 4];
+      std::int64_t row[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const std::int64_t row = __shfl_sync(lanes, slot, i + j, Lanes::kLanes);
-        const auto* from = reinterpret_cast<const float4*>(values + row * width);
-#pragma unroll
-        for (int d = 0; d < Lanes::kVector / 4; ++d)
-          x[j][d] = there && i + j < end ? __ldcs(from + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
+      for (int j = 0; j < kAhead; ++j) row[j] = __shfl_sync(lanes, slot, i + j, Lanes::kLanes);
+      const SlotValues<V, Lanes::kVector> x[kAhead] = {
+          {values + row[0] * width, there},
+          {values + row[1] * width, there && i + 1 < end},
+          {values + row[2] * width, there && i + 2 < end},
+          {values + row[3] * width, there && i + 3 < end}};
 #pragma unroll
       for (int j = 0; j < kAhead; ++j)
 #pragma unroll
-        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += (&x[j][0].x)[d];
+        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += to_float(x[j].elements[d]);
     }
   }
 }
 
 // The same where rows are no whole vectors.
-template <class Lanes>
-__device__ __forceinline__ void add_odd_rows(const float* values, const SlotSet& set, int width,
+template <class Lanes, class V>
+__device__ __forceinline__ void add_odd_rows(const V* values, const SlotSet& set, int width,
                                              typename Lanes::Values& sum) {
 #pragma unroll 1
   for (int i = 0; i < set.count; ++i) {
-    const float* row = values + static_cast<std::int64_t>(set.slot(i)) * width;
+    const V* row = values + static_cast<std::int64_t>(set.slot(i)) * width;
 #pragma unroll
     for (int d = 0; d < Lanes::kVector; ++d)
-      if (Lanes::column() + d < width) sum[d] += row[Lanes::column() + d];
+      if (Lanes::column() + d < width) sum[d] += to_float(row[Lanes::column() + d]);
   }
 }
 
-template <class Lanes>
-__device__ __forceinline__ void add_slot_rows(const float* values, const SlotSet& set, int width,
+template <class Lanes, class V>
+__device__ __forceinline__ void add_slot_rows(const V* values, const SlotSet& set, int width,
                                               typename Lanes::Values& sum) {
   if (width % Lanes::kVector == 0)
     add_whole_rows<Lanes>(values, set, width, sum);

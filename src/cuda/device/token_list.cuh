@@ -69,8 +69,8 @@ struct TokenList {
     }
   }
 
-  // The sum of the rows of a token's slots.
-  template <class Lanes>
+  // The sum of the rows of a token's slots, which are of type V.
+  template <class V, class Lanes>
   __device__ __forceinline__ void add(const SlotRows& slots, int number, int part, int width,
                                       typename Lanes::Values& sum) const {
     constexpr int kGroups = 32 / Lanes::kLanes;
@@ -80,7 +80,7 @@ struct TokenList {
       const int skipped = max(part, 0) * each;
       const SlotSet set{slots.tokens.slots + begin + first[number] + skipped,
                         part <= 0 ? near[number] : nullptr, min(each, all - skipped)};
-      add_slot_rows<Lanes>(slots.values + begin * width, set, width, sum);
+      add_slot_rows<Lanes>(static_cast<const V*>(slots.values) + begin * width, set, width, sum);
     }
     if (part < 0) return;
 #pragma unroll
