@@ -196,31 +196,28 @@ struct ForwardRows {
     Rows<T> rows = args.out.rows(pair.q_span.batch, head, pair.q_span.begin);
     if (args.slot_rows)
       rows = {args.slot_rows, problem.width, problem.width, problem.width * sizeof(T) % 16 == 0};
-    const Rows<float> by_slot{args.slot_out, problem.width, problem.width, problem.width % 4 == 0};
-    const std::int64_t base = ListProblem::row_base(problem.q, pair.q_span, head);
+    const std::int64_t base =
+        args.slot_rows ? 0 : ListProblem::row_base(problem.q, pair.q_span, head);
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int rank = first + row(m, half);
         const bool there = rank < pair.q.count;
-        const int to = there ? pair.q.row(rank) : 0;
-        const std::int64_t slot = there ? pair.q.slot_of(rank) : 0;
+        const std::int64_t to = !there           ? 0
+                                : args.slot_rows ? pair.q.slot_of(rank)
+                                                 : pair.q.row(rank);
         if (!problem.laplace) {
           const float sum = quad_sum(softmax[m][half].sum);
           if (there && args.lse && threadIdx.x % 4 == 0)
-            args.lse[args.by_slot() ? slot : base + to] = row_lse(softmax[m][half], sum);
+            args.lse[base + to] = row_lse(softmax[m][half], sum);
           const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
           for (int i = 0; i < kDim / 4; ++i)
             out[m][i / 8][i / 4 % 2][i / 2 % 2][2 * half + i % 2] *= factor;
         }
 #pragma unroll
-        for (int d = 0; d < kDim / 32; ++d)
-          if (args.slot_out)
-            store_columns(by_slot, slot, there, 32 * d, out[m][d], half);
-          else
-            store_columns(rows, args.slot_rows ? slot : to, there, 32 * d, out[m][d], half);
+        for (int d = 0; d < kDim / 32; ++d) store_columns(rows, to, there, 32 * d, out[m][d], half);
       }
   }
 };
@@ -229,7 +226,7 @@ struct ForwardRows {
 template <class T>
 __device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair, int first) {
   const int rank = first + static_cast<int>(threadIdx.x);
-  if (args.problem.q.layout != ListLayout::members || !args.by_slot() || !args.lse) return;
+  if (args.problem.q.layout != ListLayout::members || !args.slot_rows || !args.lse) return;
   if (rank >= pair.q.count && rank < args.problem.q.width)
     args.lse[pair.q.slot_of(rank)] = -INFINITY;
 }
@@ -302,7 +299,7 @@ void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
 void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
                    cudaStream_t stream) {
   const Sequences& sequences = call.inputs.q_sequences;
-  const bool by_row = !outputs.slot_out && !outputs.slot_rows;
+  const bool by_row = !outputs.slot_rows;
   if (by_row) zero_padding(outputs.out, sequences, call.num_items(), stream);
   if (outputs.lse && (by_row || plan.queries.layout == ListLayout::rounds))
     fill_padding(outputs.lse, call.B, by_row ? call.H : call.H * plan.lists, call.N, sequences,
@@ -325,7 +322,6 @@ void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOu
                                   tensor4<const T>(call.k),
                                   tensor4<const T>(call.inputs.v),
                                   outputs.out.present() ? tensor4<T>(outputs.out) : Tensor4<T>{},
-                                  outputs.slot_out,
                                   static_cast<T*>(outputs.slot_rows),
                                   outputs.lse};
     if constexpr (sizeof(T) == 2)

@@ -49,7 +49,7 @@ __device__ void make_step(const ListForwardArgs<T>& args, int number, StreamStep
   const ListPair pair = problem.pair<true>(tile.item, head, tile.list);
   step.rows = min(pair.q.count - tile.first, kTile);
   // Members of a list end before its last slot: the log-sum-exps of empty slots.
-  if (problem.q.layout == ListLayout::members && args.by_slot() && args.lse)
+  if (problem.q.layout == ListLayout::members && args.slot_rows && args.lse)
     for (int rank = tile.first + max(step.rows, 0); rank < min(tile.first + kTile, problem.q.width);
          ++rank)
       args.lse[pair.q.slot_of(rank)] = -INFINITY;
@@ -288,7 +288,7 @@ bool takes(const AttentionCall& call, const ListPlan& plan, const ListForwardArg
          call.N * plan.queries.per_row < kMost / 4 && call.S * plan.keys.per_row < kMost / 4 &&
          list_query_slots(call, plan) < kMost && list_key_slots(call, plan) < kMost &&
          call.H <= 0xffff && call.B <= 0xffff && near(args.q) && near(args.k) && near(args.v) &&
-         !args.slot_out && (args.slot_rows || near(args.out));
+         (args.slot_rows || near(args.out));
 }
 
 template <class T, int kDim, ListForm kForm>

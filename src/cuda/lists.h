@@ -101,12 +101,11 @@ std::int64_t list_key_slots(const AttentionCall& call, const ListPlan& plan);
 // Results by row, where every row is in one list (rows in no item get 0 and -inf), or by slot.
 // Queries that see no key get 0 and -inf.
 struct ListOutputs {
-  TensorView out;             // (B, H, N, Dv) of the inputs' type, if by row
-  float* slot_out = nullptr;  // (query slots, Dv), if by slot; empty slots are not written
+  TensorView out;             // (B, H, N, Dv), if by row, of the inputs' type
+  void* slot_rows = nullptr;  // (query slots, Dv), if by slot; empty slots are not written
   // (B, H, N), or by slot where the outputs are; null: not wanted. -inf in empty slots of members
   // and rounds. Natural logarithm, scale applied.
   float* lse = nullptr;
-  void* slot_rows = nullptr;  // of the inputs' type, in place of slot_out
 };
 
 // Reads call.inputs.q, call.k and call.inputs.v. attend_list_fwd.cu

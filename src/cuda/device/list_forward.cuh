@@ -15,11 +15,8 @@ struct ListForwardArgs {
   ListTiles tiles;
   Tensor4<const T> q, k, v;
   Tensor4<T> out;
-  float* slot_out;  // both null: results by row
-  T* slot_rows;
+  T* slot_rows;  // null: results by row
   float* lse;
-
-  __device__ bool by_slot() const { return slot_out || slot_rows; }
 };
 
 // Plans without filters and with softmax weights, of aligned rows, on Hopper
