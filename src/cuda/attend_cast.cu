@@ -214,29 +214,45 @@ class CastPass : public Pass {
     const std::int64_t slots = shape.slots(), rows = call_.B * call_.H * call_.N;
     const std::int64_t clusters = call_.num_items() * call_.H * params_.clusters;
     CastBackward pass{};
-    for (float** scalars : {&pass.dots, &pass.weights, &pass.weighted, &pass.excess,
-                            &pass.summary_weights, &pass.key_factors, &pass.dgate_slots})
+    for (float** scalars :
+         {&pass.dots, &pass.excess, &pass.weights, &pass.weighted, &pass.query_factors,
+          &pass.key_factors, &pass.summary_weights, &pass.dgate_slots, &pass.shifts})
       *scalars = arena.take<float>(slots);
     pass.key_slot_heads = static_cast<int>(shape.list_heads > 1 ? call_.H : call_.value_heads);
+    // Rows of 16 bits are by query head.
+    const std::int64_t key_slots = std::max<std::int64_t>(pass.key_slot_heads, (call_.H + 1) / 2);
     pass.dq_slots = arena.take<float>(slots * call_.Dk);
-    pass.dk_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dk);
-    pass.dv_slots = arena.take<float>(slots / call_.H * pass.key_slot_heads * call_.Dv);
+    pass.dk_slots = arena.take<float>(slots / call_.H * key_slots * call_.Dk);
+    pass.dv_slots = arena.take<float>(slots / call_.H * key_slots * call_.Dv);
+    pass.gates = arena.take<float4>(call_.B * call_.N);
     pass.facts = arena.take<float4>(rows);
     cast_cut_tokens(shape, call_, pass);
     pass.delta = arena.take<float>(rows);
     pass.dgate_rows = arena.take<float>(rows);
-    pass.dsummary = arena.take<float>(clusters * call_.Dv);
-    pass.dsurrogate = arena.take<float>(clusters * call_.Dk);
     pass.partials =
         arena.take<float>(pass.chunks.slots * call_.H * params_.clusters * 2 * call_.Dk);
+    pass.member_tiles = (shape.width + 63) / 64;
+    pass.member_parts = arena.take<float>(clusters * pass.member_tiles * 2 * call_.Dk);
+    pass.key_parts = arena.take<float>(clusters * pass.member_tiles * call_.Dk);
+    pass.dsurrogate = arena.take<float>(clusters * call_.Dk);
+    pass.dsummary = arena.take<float>(clusters * call_.Dv);
+    pass.summary_dots = arena.take<float>(clusters);
     return pass;
   }
 
-  // Whether the mix's gradients take warpgroup products.
-  bool takes_warpgroups(const CastShape& shape, const TensorView& grad_out) const {
-    const DType dtype = call_.inputs.q.dtype;
-    if (dtype == DType::f32 || shape.laplace || !grad_out.present() || !on_hopper()) return false;
-    return tensor4<const __half>(call_.inputs.q).aligned && tensor4<const __half>(grad_out).aligned;
+  // Whether the gradients of the mix, or also of the attention inside clusters, take warpgroups'
+  // kernels.
+  void choose_kernels(const CastShape& shape, CastBackward& pass) const {
+    const auto aligned = [](const TensorView& rows) {
+      return !rows.present() || tensor4<const __half>(rows).aligned;
+    };
+    if (call_.inputs.q.dtype == DType::f32 || shape.laplace) return;
+    if (!pass.grad_out.present() || !on_hopper()) return;
+    const AttentionGradients& to = pass.gradients;
+    pass.hopper = aligned(call_.inputs.q) && aligned(pass.grad_out) && aligned(to.dq);
+    pass.resident = pass.hopper && shape.width <= kCastResident && shape.D <= 64 &&
+                    aligned(call_.k) && aligned(call_.inputs.v) && aligned(to.dk) && aligned(to.dv);
+    if (pass.resident) pass.key_slot_heads = shape.H;
   }
 
   void backward_into(const AttentionResult& result, const TensorView& grad_out,
@@ -246,8 +262,8 @@ class CastPass : public Pass {
     CastBackward pass = take_backward(shape, arena);
     pass.saved = saved;
     pass.grad_out = grad_out;
-    pass.hopper = takes_warpgroups(shape, grad_out);
     pass.gradients = gradients;
+    choose_kernels(shape, pass);
     if (call_.N == 0) {
       if (gradients.dcentroids.present())
         COTERIE_CUDA(cudaMemsetAsync(
@@ -258,25 +274,46 @@ class CastPass : public Pass {
     pass.slots = token_slots(shape, arena, stream);
     pass.surrogates = rounded_surrogates(shape, arena, stream);
     pass.summaries = rounded_summaries(saved, arena, stream);
+    if (pass.dots) cast_gates(shape, call_, pass, stream);
+    if (pass.resident) {
+      cast_inner_queries(shape, call_, pass, stream);
+      backward_mix(shape, pass, stream);
+      cast_inner_keys(shape, call_, pass, stream);
+    } else {
+      backward_lists(shape, pass, arena, stream);
+    }
+    if (!pass.dots) return;
+    cast_fold(shape, call_, pass, stream);
+    cast_fold_heads(shape, call_, pass, stream);
+  }
+
+  void backward_mix(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) const {
+    cast_facts(shape, pass, stream);
+    cast_tokens_backward(shape, call_, pass, stream);
+    cast_clusters_backward(shape, call_, pass, stream);
+    cast_totals(shape, pass, stream);
+  }
+
+  // The attention inside clusters as one of lists.
+  void backward_lists(const CastShape& shape, CastBackward& pass, Arena& arena,
+                      cudaStream_t stream) const {
     const Inner inner = inner_lists(shape, arena, stream);
     ListGradients lists;
-    lists.grad_out = grad_out;
-    lists.lse = {saved.member_lse, true};
+    lists.grad_out = pass.grad_out;
+    lists.lse = {pass.saved.member_lse, true};
+    pass.member_tiles = 1;
     if (pass.dots) {
       lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
       cast_members_backward(shape, call_, pass, stream);
-      cast_tokens_backward(shape, call_, pass, stream);
-      cast_clusters_backward(shape, call_, pass, stream);
+      backward_mix(shape, pass, stream);
       cast_summaries_backward(shape, call_, pass, stream);
     }
     lists.weight = {pass.weights, true};
     lists.delta = {pass.weighted, true};
-    lists.slot_dq = pass.dq_slots;
-    lists.slot_dk = pass.dk_slots;
-    lists.slot_dv = pass.dv_slots;
+    lists.slot_dq = static_cast<float*>(pass.dq_slots);
+    lists.slot_dk = static_cast<float*>(pass.dk_slots);
+    lists.slot_dv = static_cast<float*>(pass.dv_slots);
     lists_backward(inner.call, inner.plan, lists, arena, stream);
-    if (!pass.dots) return;
-    cast_fold(shape, call_, pass, stream);
   }
 
   const CastParams& params_;

@@ -17,61 +17,34 @@
 namespace coterie::cuda {
 namespace {
 
-// Warpgroups 0 and 1. Only sums are on their way when accumulators are read: of others the
-// assembler does not see that they were waited for.
+// Warpgroups 0 and 1.
 template <class T>
 __device__ __forceinline__ void walk_keys(const CentroidBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
-  const float factor = 1.0f / (block.args.shape.weight_scale * block.args.shape.gradient_scale);
-  float s[32], ds[32], dk[1][32], dv[1][32];
-  std::uint32_t p_factor[4][4], ds_factor[4][4];
+  const float scale = block.args.shape.scale * kLog2E;
+  KeyTile<T, 64> keys;
   int number = 0;  // of the buffer of dS, counted over all of them
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(block.loaded(step), step / 2 & 1);
     const auto k = uniform_rows(block.place(group, step, 0), 0);
     const auto v = uniform_rows(block.place(group, step, 1), 0);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) dk[0][i] = dv[0][i] = 0.0f;
-    wgmma_settle(dk[0]);
-    wgmma_settle(dv[0]);
+    const int first = block.first_key(group, step);
+    keys.clear();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, ++number) {
       const int row = 64 * tile;
-      const auto mean = uniform_rows(block.mean, row), dout = uniform_rows(block.dout, row);
-      wgmma_wait<0>();  // for the sums, whose factors make room
-      wgmma_fence();
-      row_products(s, k, 0, mean, 0);
-      wgmma_commit();
-      row_products(ds, v, 0, dout, 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-      wgmma_settle(s);
-      block.weigh(s, row, block.task().keys.end - block.first_key(group, step));
-      pack_factor<T>(p_factor, s);
-      wgmma_fence();
-      add_products(dv, p_factor, dout, 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-      wgmma_settle(ds);
-      block.differentiate(ds, s, row);
-      pack_factor<T>(ds_factor, ds);
-      wgmma_fence();
-      add_products(dk, ds_factor, mean, 0);
-      wgmma_commit();
+      keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
+               block.lse() + row, block.delta() + row, scale, block.task().keys.end - first);
       if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
-      block.store_scores(group, number % 2, ds_factor);
-      fence_async_proxy();
+      block.store_scores(group, number % 2, keys.ds_factor);
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(block.full(group, number % 2));
     }
-    wgmma_wait<0>();
-    wgmma_settle(dk[0]);
-    wgmma_settle(dv[0]);
-    const int first = block.first_key(group, step);
-    block.store(block.task().dk, dk, block.args.shape.scale * factor, first);
-    block.store(block.task().dv, dv, factor, first);
+    keys.finish();
+    keys.store(block.args.shape, block.task().dk, block.task().dv, first,
+               block.task().keys.end - first);
   }
 }
 
@@ -87,7 +60,6 @@ __device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
   }
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
   int number = 0;
-  block.load_keys(0);
   block.publish_keys(0);
   block.load_keys(1);
 #pragma unroll 1
@@ -100,6 +72,7 @@ __device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
         typename CentroidLayout<T>::Keys scores = block.scores(group, tile % 2);
         typename CentroidLayout<T>::Keys keys = block.place(group, step, 0);
         mbarrier_wait(block.full(group, tile % 2), number / 2 & 1);
+        fence_async_proxy();  // here, where it delays nobody
         wgmma_fence();
 #pragma unroll
         for (int depth = 0; depth < 64; depth += 16)
@@ -127,10 +100,11 @@ __global__ void __launch_bounds__(kCentroidThreads, 1)
   const CentroidBlock<T> block(args, memory);
   if (threadIdx.x == 0) block.task() = CentroidTask<T>(args);
   __syncthreads();
-  if (block.task().keys.begin >= block.task().keys.end) return;
+  if (block.task().keys.begin >= block.task().keys.end) return await_writes();
   if (threadIdx.x < 10)
     mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32);
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (group == 2) block.load_keys(0);
   await_writes();
   if (group < 2) {
     block.load_centroids();

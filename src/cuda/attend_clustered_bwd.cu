@@ -53,7 +53,8 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.S = static_cast<int>(call.S);
   shape.clusters = static_cast<int>(sizes.clusters);
   shape.topk = static_cast<int>(sizes.topk);
-  shape.units = query_tiles(call, sizes.clusters, kUnitBits);
+  shape.units = {shape.items, shape.H, shape.clusters, shape.N,
+                 static_cast<int>(std::max<std::int64_t>(call.B * call.N - 1, 0) >> kUnitBits)};
   shape.pitch = dispatch_wide_dim(call.op, std::max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
   shape.sm90a = on_hopper() && call.inputs.q.dtype != DType::f32;
@@ -75,6 +76,8 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
     shape.gradient_scale = std::exp2(-std::ceil(std::log2(std::max(members, 1.0))));
     shape.weight_scale = 256.0f;
   }
+  shape.weight_bits = std::log2(shape.weight_scale);
+  shape.unscale = 1.0f / (shape.weight_scale * shape.gradient_scale);
   shape.spans = item_spans(call.inputs);
   return shape;
 }
@@ -84,8 +87,7 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   // Of the tail, and of what it corrects, which the causal form does not have.
   const std::int64_t tail = shape.causal ? 0 : 1;
   const std::int64_t rows = tail * shape.items * shape.H * shape.clusters;
-  const std::int64_t units = static_cast<std::int64_t>(shape.H) * shape.units.total,
-                     pitch = shape.pitch;
+  const std::int64_t units = shape.units.places(), pitch = shape.pitch;
   const std::int64_t slices = tail * shape.chunks.slots * shape.H * shape.clusters;
   BackwardScratch<T> scratch;
   scratch.unit_dout = arena.take<float>(tail * units * pitch);
@@ -97,8 +99,6 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   scratch.mean_slices = arena.take<float>(slices * pitch);
   const bool top = shape.topk > 0;
   scratch.top_dmean = arena.take<float>(top ? rows * pitch : 0);
-  scratch.top_ds = arena.take<float>(rows * shape.topk);
-  scratch.top_weight = arena.take<float>(rows * shape.topk);
   scratch.slots = arena.take<T>(units * shape.topk * 2 * pitch);
   return scratch;
 }
@@ -156,12 +156,10 @@ void run_backward(const BackwardArgs<T>& args, cudaStream_t stream) {
   if (rows == 0 || nothing) return;
   const bool queries = args.dq.data, keys = args.dk.data || args.dv.data;
   member_gradients(args, stream);
-  if (!shape.causal) {
-    cluster_gradients(args, stream);
-    centroid_gradients(args, queries, keys, stream);
-  }
-  if (queries && !shape.causal) broadcast_gradients(args, stream);
-  if (keys && shape.topk > 0) fold_slots(args, stream);
+  if (!shape.causal) centroid_gradients(args, queries, keys, stream);
+  const bool broadcast = queries && !shape.causal;
+  if (broadcast) broadcast_gradients(args, stream);
+  if (keys && shape.topk > 0) fold_slots(args, broadcast, stream);
 }
 
 }  // namespace

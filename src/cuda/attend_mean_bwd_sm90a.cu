@@ -50,7 +50,7 @@ struct MeanTile {
   __device__ void load(const BackwardArgs<T>& args, const Block& block, std::uint32_t base) {
     const int number = static_cast<int>(threadIdx.x) / kWarpgroup;
     const int pitch = args.shape.pitch;
-    mean.base = base + number * kBytes;
+    mean.base = __shfl_sync(~0u, base + number * kBytes, 0);  // for descriptors: uniform
     dout.base = mean.base + Matrix::kBytes;
     first = min(block.first + 64 * number, block.total);
     count = block.total - first;

@@ -86,40 +86,62 @@ void cast_summaries(const CastShape& shape, const AttentionCall& call, const Cas
 void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
               cudaStream_t stream);
 
+// Members of a cluster that the kernels of cast_inner_bwd_sm90a.cu have room for.
+constexpr int kCastResident = 256;
+
 struct CastBackward {
   CastSaved saved;
   TokenSlots slots;
   const void *surrogates, *summaries;  // of the inputs' type
   TensorView grad_out;
   AttentionGradients gradients;
+  bool hopper;    // the mix takes the kernels of cast_*_bwd_sm90a.cu
+  bool resident;  // the attention inside clusters takes those of cast_inner_bwd_sm90a.cu
   // By slot.
   float* dots;             // gradient . inner output
-  float* weights;          // of the cluster in the mix (alpha)
-  float* weighted;         // their product
   float* excess;           // gradient of the mix's logit that comes from being a member
+  float* weights;          // of the cluster in the mix (alpha)
+  float* weighted;         // their product with dots
+  float* query_factors;    // gradients of query and key are so many surrogates, ...
+  float* key_factors;      // ... through the mix and through the summary
   float* summary_weights;  // of the token in the summary (beta)
-  float* key_factors;      // gradient of the key is that many surrogates, through the summary
   float* dgate_slots;
-  float *dq_slots, *dk_slots, *dv_slots;  // keys and values: (items, key_slot_heads, C, w, D)
+  float* shifts;  // if resident: log-sum-exp inside the cluster - log of the weight, base 2
+  // Of the inputs' type and complete if resident, else floats of the inner attention alone. Keys
+  // and values: (items, key_slot_heads, C, w, D).
+  void *dq_slots, *dk_slots, *dv_slots;
   int key_slot_heads;
+  float4* gates;  // (B, N): psi and sigmoid of the gate, and of its opposite
   // (B, H, N)
-  float4* facts;      // see cast_members_backward
-  float* delta;       // gradient . output
-  float* dgate_rows;  // q . (gradient of q by the mix of no members) / factor of the logits
-  float *dsummary, *dsurrogate;  // (items, H, C, D)
-  bool hopper;                   // the mix takes the kernels of cast_*_bwd_sm90a.cu
-  KeyChunks parts, chunks;       // of the tokens: for their gradients, for those of clusters
-  float* partials;               // (chunks.slots, H, C, 2, D): of surrogates and summaries
+  float4* facts;            // see cast_facts
+  float* delta;             // gradient . output
+  float* dgate_rows;        // q . (gradient of q by the mix of no members) / factor of the logits
+  KeyChunks parts, chunks;  // of the tokens: for their gradients, for those of clusters
+  float* partials;          // (chunks.slots, H, C, 2, D): of surrogates and summaries
+  int member_tiles;         // parts of a cluster's members
+  float* member_parts;      // (items, H, C, member_tiles, 2, D): what members add to the partials
+  float* key_parts;         // (items, H, C, member_tiles, D): of surrogates, through the summaries
+  float *dsurrogate, *dsummary;  // (items, H, C, D): by the mix
+  float* summary_dots;           // (items, H, C): dsummary . summary
 };
 
 // How tokens are cut: sets parts and chunks. cast_cluster_bwd.cu
 void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass);
 
-// From dots to weights, weighted, excess and the excess's part of dgate_slots; what members change
-// in dsummary and dsurrogate. Facts of a row, its logits in base 2: factor of q . surrogate,
-// log-sum-exp, sum of the excess. cast_member_bwd.cu
+// Fills gates. cast_row_bwd.cu
+void cast_gates(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                cudaStream_t stream);
+// From dots to weights, weighted, excess, query_factors, member_parts and the excess's part of
+// dgate_slots. cast_member_bwd.cu
 void cast_members_backward(const CastShape& shape, const AttentionCall& call,
                            const CastBackward& pass, cudaStream_t stream);
+// The same with the attention inside clusters: dots, shifts, excess, member_parts, the excess's
+// part of dgate_slots and dq_slots. cast_inner_bwd_sm90a.cu
+void cast_inner_queries(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                        cudaStream_t stream);
+// Facts of a row, its logits in base 2: factor of q . surrogate, log-sum-exp, sum of the excess.
+// cast_row_bwd.cu
+void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows by the mix, all tokens as if they were in no cluster; delta on the way, in the
 // place of the facts' last two on Hopper: with the factor again, and times the factor.
 // cast_mix_bwd.cu
@@ -128,12 +150,21 @@ void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
 // Gradients of summaries and surrogates by the mix likewise, in parts. cast_cluster_bwd.cu
 void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
                             const CastBackward& pass, cudaStream_t stream);
-// dsummary and dsurrogate from their parts, and through the summaries to the members.
-// cast_member_bwd.cu
+// dsurrogate, dsummary and summary_dots from partials and member_parts. cast_row_bwd.cu
+void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
+// Through the summaries to the members: key_factors, summary_weights, key_parts and their part of
+// dgate_slots. cast_member_bwd.cu
 void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                              const CastBackward& pass, cudaStream_t stream);
-// What slots, rows and items have, added to dq and for dk, dv, dgate and dcentroids. cast_fold.cu
+// The same with the attention inside clusters: key_parts, the rest of dgate_slots, dk_slots and
+// dv_slots. cast_inner_bwd_sm90a.cu
+void cast_inner_keys(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                     cudaStream_t stream);
+// What slots add to dq, and make of dk and dv. cast_fold.cu
 void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                cudaStream_t stream);
+// dgate from rows and slots, dcentroids from items. cast_row_bwd.cu
+void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                     cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -36,21 +36,25 @@ __global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
   const auto stage = [&](int number) {
     return Tiles(base + S::kStage + number % S::kStages * Tiles::kBytes);
   };
+  // Of 64 tokens the first halves of their facts, then the second ones.
   const auto stage_facts = [&](int number) {
-    return reinterpret_cast<float4*>(memory + S::kFacts) + number % S::kStages * 64;
+    return reinterpret_cast<float2*>(memory + S::kFacts) + number % S::kStages * 128;
   };
   const Rows<const T> q = args.q.rows(part.keys.batch, head, part.keys.begin);
   const Rows<const T> g = args.grad_out.rows(part.keys.batch, head, part.keys.begin);
-  const float4* row_facts = args.pass.facts + shape.row(part.keys, head);
+  const float2* row_facts =
+      reinterpret_cast<const float2*>(args.pass.facts + shape.row(part.keys, head));
   // Rows beyond the last are zeros with facts of 0: a weight of 1 of nothing.
   const auto load_stage = [&](int number) {
     const int token = part.begin + 64 * number, row = static_cast<int>(threadIdx.x);
     if (token < part.end) {
       stage(number).template load<kThreads>(q, g, token, part.end - token);
-      const bool there = token + row < part.end;
-      if (row < 64)
-        cp_async16(shared_address(stage_facts(number) + row), row_facts + (there ? token + row : 0),
-                   there ? 16 : 0);
+      const bool there = token + row % 64 < part.end;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(
+                       shared_address(stage_facts(number) + row)),
+                   "l"(row_facts + 2 * (there ? token + row % 64 : 0) + row / 64),
+                   "r"(there ? 8 : 0)
+                   : "memory");
     }
     cp_async_commit();
   };
@@ -71,8 +75,8 @@ __global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
   Sum<kWidth> dsurrogate[kTiles], dsummary[kTiles];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    clear<kWidth>(dsurrogate[i]);
-    clear<kWidth>(dsummary[i]);
+    declare<kWidth>(dsurrogate[i]);
+    declare<kWidth>(dsummary[i]);
   }
   const int steps = (part.end - part.begin + 63) / 64;
 #pragma unroll 1
@@ -83,22 +87,22 @@ __global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
     __syncthreads();
     load_stage(number + S::kStages - 1);
     const Tiles tokens = stage(number);
-    const float2* facts = reinterpret_cast<const float2*>(stage_facts(number));
+    // Of two tokens side by side.
+    const float4* facts = reinterpret_cast<const float4*>(stage_facts(number)) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       if (i > 0 && first + 64 * i >= shape.clusters) continue;
       const auto weigh = [&](float(&s)[32]) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
+        for (int n = 0; n < 8; ++n) {
+          const float4 fact = facts[4 * n];
 #pragma unroll
-          for (int column = 0; column < 2; ++column) {
-            const float2 fact = facts[2 * (8 * n + threadIdx.x % 4 * 2 + column)];
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-              float& value = s[4 * n + 2 * side + column];
-              value = exp2_approximate(fmaf(value, fact.x, -fact.y));
-            }
+          for (int side = 0; side < 2; ++side) {
+            float* value = s + 4 * n + 2 * side;
+            value[0] = exp2_approximate(fmaf(value[0], fact.x, -fact.y));
+            value[1] = exp2_approximate(fmaf(value[1], fact.z, -fact.w));
           }
+        }
         if (all_present[i]) return;
 #pragma unroll
         for (int j = 0; j < 32; ++j)
@@ -106,18 +110,17 @@ __global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
       };
       const auto derive = [&](float(&d)[32], const float(&s)[32]) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
+        for (int n = 0; n < 8; ++n) {
+          const float4 fact = facts[32 + 4 * n];
 #pragma unroll
-          for (int column = 0; column < 2; ++column) {
-            const float2 fact = facts[2 * (8 * n + threadIdx.x % 4 * 2 + column) + 1];
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-              const int j = 4 * n + 2 * side + column;
-              d[j] = s[j] * fmaf(d[j], fact.x, -fact.y);
-            }
+          for (int j = 4 * n; j < 4 * n + 4; j += 2) {
+            d[j] = s[j] * fmaf(d[j], fact.x, -fact.y);
+            d[j + 1] = s[j + 1] * fmaf(d[j + 1], fact.z, -fact.w);
           }
+        }
       };
-      walk<T, kWidth>(own(i), tokens, tokens.second, dsurrogate[i], dsummary[i], weigh, derive);
+      walk<T, kWidth>(own(i), tokens, tokens.second, dsurrogate[i], dsummary[i], number, weigh,
+                      derive);
     }
   }
   cp_async_wait<0>();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The sums over slots, rows and items that make CAST's gradients. All run in ascending order.
+// The sums over slots that make CAST's gradients of tokens, in ascending order.
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/launch.h"
@@ -9,7 +9,7 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256;
 
 // One gradient of tokens: over a token's slots, the sum of a row of the slot and `factors` times
 // the row of its cluster.
@@ -18,119 +18,169 @@ struct TokenSum {
   Tensor4<T> to;
   const float *slots, *factors, *clusters;  // (slots, D), (slots), (items or 1, H, C, D)
   int heads, slot_heads;                    // of `to` and of `slots`
-  bool scaled;    // times the factor of the token's logits, and added to what is there (dq)
-  bool per_item;  // clusters
+  bool added;                               // to what is there
+  bool per_item;                            // clusters
 };
 
 template <class T>
 struct FoldArgs {
   CastShape shape;
   TokenSlots slots;
-  const float4* facts;
   KeyChunks tiles;
   TokenSum<T> sums[3];
 };
 
-// Lanes side by side for a token, kTogether tokens at a time.
+// Lanes side by side for a token, kTogether tokens at a time. A lane has four columns of either
+// half of a row.
 template <class T, int kDim>
 struct TokenFold {
-  using Layout = CastLanes<float, kDim>;
-  static constexpr int kTogether = 2, kGroups = kThreads / Layout::kLanes;
+  static constexpr int kLanes = kDim / 8, kParts = 2, kTogether = 2;
+  static constexpr int kGroups = kThreads / kLanes;
+  static constexpr int kTokens = 4 * kTogether * kGroups;  // of a block
+  struct Row {
+    float4 part[kParts];
+  };
 
   const FoldArgs<T>& args;
   const TokenSum<T>& sum;
   const KeyChunk& tile;
-  Layout lanes;
 
-  template <bool kAligned>
-  __device__ float4 fetch_row(const float* row, bool there) const {
-    const int column = lanes.column(), width = there ? args.shape.D : 0;
-    if constexpr (kAligned)
-      return column < width ? *reinterpret_cast<const float4*>(row + column)
-                            : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto at = [&](int i) { return column + i < width ? row[column + i] : 0.0f; };
-    return make_float4(at(0), at(1), at(2), at(3));
+  __device__ static int column(int part) {
+    return kDim / 2 * part + static_cast<int>(threadIdx.x) % kLanes * 4;
   }
-  __device__ static void add(float4& to, float factor, const float4& a) {
-    to.x = fmaf(factor, a.x, to.x);
-    to.y = fmaf(factor, a.y, to.y);
-    to.z = fmaf(factor, a.z, to.z);
-    to.w = fmaf(factor, a.w, to.w);
+  // Columns of this lane's parts that a row has: all four with kAligned, or none.
+  __device__ int inside(int part) const { return args.shape.D - column(part); }
+  // Past the first-level cache, which is to keep the rows of clusters.
+  __device__ static void load_stream(float (&value)[4], const float* from) {
+    asm volatile("ld.global.L1::no_allocate.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+                 : "l"(from));
   }
-  __device__ float4 load(const Rows<T>& rows, int token) const {
-    const int column = lanes.column();
-    float value[4] = {};
-    if (rows.aligned && column < rows.width) {
-      struct alignas(4 * sizeof(T)) Four {
-        T element[4];
-      };
-      const Four four = *reinterpret_cast<const Four*>(rows.row(token) + column);
+  // `row` points to this lane's first column.
+  template <bool kAligned, bool kStream = false, class U>
+  __device__ void fetch(Row& to, const U* row, bool there) const {
+    struct alignas(4 * sizeof(U)) Four {
+      U element[4];
+    };
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] = to_float(four.element[i]);
-    } else {
+    for (int i = 0; i < kParts; ++i) {
+      float value[4] = {};
+      const U* from = row + kDim / 2 * i;
+      if constexpr (kAligned) {
+        if (there && inside(i) > 0) {
+          if constexpr (kStream) {
+            load_stream(value, from);
+          } else {
+            const Four four = *reinterpret_cast<const Four*>(from);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (column + i < rows.width) value[i] = to_float(rows.row(token)[column + i]);
+            for (int j = 0; j < 4; ++j) value[j] = to_float(four.element[j]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (there && j < inside(i)) value[j] = to_float(from[j]);
+      }
+      to.part[i] = make_float4(value[0], value[1], value[2], value[3]);
     }
-    return make_float4(value[0], value[1], value[2], value[3]);
+  }
+  __device__ static void add(Row& to, float factor, const Row& a) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      to.part[i].x = fmaf(factor, a.part[i].x, to.part[i].x);
+      to.part[i].y = fmaf(factor, a.part[i].y, to.part[i].y);
+      to.part[i].z = fmaf(factor, a.part[i].z, to.part[i].z);
+      to.part[i].w = fmaf(factor, a.part[i].w, to.part[i].w);
+    }
+  }
+  template <bool kAligned>
+  __device__ void store(T* row, const Row& from) const {
+    struct alignas(4 * sizeof(T)) Four {
+      T element[4];
+    };
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const float* value = reinterpret_cast<const float*>(&from.part[i]);
+      T* to = row + kDim / 2 * i;
+      if constexpr (kAligned) {
+        Four four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.element[j] = from_float<T>(value[j]);
+        if (inside(i) > 0) *reinterpret_cast<Four*>(to) = four;
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (j < inside(i)) to[j] = from_float<T>(value[j]);
+      }
+    }
+  }
+
+  // What a query head has, counted from the item's first token, slot or cluster.
+  struct Head {
+    const std::int32_t *first, *count, *entries;
+    const float *slots, *factors, *clusters;
+  };
+  __device__ Head find(int head, int to_head) const {
+    const CastShape& shape = args.shape;
+    const int list_head = shape.list_head(head);
+    const std::int64_t row = args.slots.row(tile.keys, list_head, 0);
+    const std::int64_t cluster = shape.cluster(tile.item, head, 0);
+    // A key head's slots hold the sum over its query heads, where these share lists.
+    const bool by_head = sum.slot_heads == shape.H;
+    const std::int64_t problem = static_cast<std::int64_t>(tile.item) * sum.slot_heads;
+    Head at;
+    at.first = args.slots.first + row;
+    at.count = args.slots.count + row;
+    at.entries = args.slots.slots + args.slots.start(tile.item, tile.keys, list_head);
+    at.slots = by_head || head % shape.group == 0 ? sum.slots + column(0) +
+                                                        (problem + (by_head ? head : to_head)) *
+                                                            shape.clusters * shape.width * shape.D
+                                                  : nullptr;
+    at.factors = sum.factors + cluster * shape.width;
+    at.clusters =
+        sum.clusters + column(0) + (sum.per_item ? cluster : shape.cluster(0, head, 0)) * shape.D;
+    return at;
   }
 
   // Adds the slots of one query head for the tokens first, first + kGroups, ..., to what is there
-  // already with sum.scaled. Whether a token has slots.
+  // already with sum.added. Whether a token has slots.
   template <bool kAligned>
-  __device__ void add_head(int head, int to_head, int first, float4 (&to)[kTogether],
-                           bool (&any)[kTogether]) const {
-    const CastShape& shape = args.shape;
-    const int list_head = shape.list_head(head), D = shape.D;
-    const std::int32_t* entries =
-        args.slots.slots + args.slots.start(tile.item, tile.keys, list_head);
-    // A key head's slots hold the sum over its query heads, where these share lists.
-    const bool by_head = sum.slot_heads == shape.H;
-    const bool with_slots = by_head || head % shape.group == 0;
-    const float* slots = sum.slots + (static_cast<std::int64_t>(tile.item) * sum.slot_heads +
-                                      (by_head ? head : to_head)) *
-                                         shape.clusters * shape.width * D;
-    const float* factors = sum.factors + shape.cluster(tile.item, head, 0) * shape.width;
-    const float* clusters = sum.clusters + shape.cluster(sum.per_item ? tile.item : 0, head, 0) * D;
-    const std::int64_t row = args.slots.row(tile.keys, list_head, first);
+  __device__ void add_head(const Head& at, T* const (&rows)[kTogether], int first,
+                           Row (&to)[kTogether], bool (&any)[kTogether]) const {
+    const int D = args.shape.D, width = args.shape.width;
     int begin[kTogether], count[kTogether], most = 0;
-    float scale[kTogether];
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      const bool there = first + u * kGroups < tile.end;
-      begin[u] = there ? args.slots.first[row + u * kGroups] : 0;
-      count[u] = there ? args.slots.count[row + u * kGroups] : 0;
-      scale[u] = sum.scaled && there
-                     ? args.facts[shape.row(tile.keys, head) + first + u * kGroups].x * kLn2
-                     : 1.0f;
+      const int token = first + u * kGroups;
+      const bool there = token < tile.end;
+      begin[u] = there ? at.first[token] : 0;
+      count[u] = there ? at.count[token] : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
       most = max(most, count[u]);
       any[u] = count[u] > 0;
-    }
-    if (sum.scaled) {
-      const Rows<T> rows = sum.to.rows(tile.keys.batch, to_head, tile.keys.begin);
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u)
-        if (any[u]) to[u] = load(rows, first + u * kGroups);
+      if (sum.added) fetch<kAligned>(to[u], rows[u], any[u]);
     }
 #pragma unroll 1
     for (int i = 0; i < most; ++i) {
       int entry[kTogether];
-      float4 own[kTogether], shared[kTogether];
+      Row own[kTogether], shared[kTogether];
       float factor[kTogether];
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) entry[u] = i < count[u] ? entries[begin[u] + i] : -1;
+      for (int u = 0; u < kTogether; ++u) entry[u] = i < count[u] ? at.entries[begin[u] + i] : -1;
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         const bool there = entry[u] >= 0;
-        factor[u] = there ? factors[entry[u]] : 0.0f;
-        own[u] = fetch_row<kAligned>(slots + static_cast<std::int64_t>(entry[u]) * D,
-                                     there && with_slots);
-        shared[u] = fetch_row<kAligned>(clusters + entry[u] / shape.width * D, there);
+        factor[u] = there ? at.factors[entry[u]] : 0.0f;
+        fetch<kAligned, true>(own[u], at.slots + static_cast<std::int64_t>(entry[u]) * D,
+                              there && at.slots);
+        fetch<kAligned>(shared[u], at.clusters + entry[u] / width * D, there);
       }
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         add(to[u], 1.0f, own[u]);
-        add(to[u], scale[u] * factor[u], shared[u]);
+        add(to[u], factor[u], shared[u]);
       }
     }
   }
@@ -138,75 +188,212 @@ struct TokenFold {
   __device__ void run(int to_head) const {
     const int group = args.shape.H / sum.heads;
     const Rows<T> rows = sum.to.rows(tile.keys.batch, to_head, tile.keys.begin);
+    Head at = find(to_head * group, to_head);
 #pragma unroll 1
-    for (int first = tile.begin + lanes.group; first < tile.end; first += kTogether * kGroups) {
-      float4 to[kTogether] = {};
+    for (int first = tile.begin + static_cast<int>(threadIdx.x) / kLanes; first < tile.end;
+         first += kTogether * kGroups) {
+      Row to[kTogether] = {};
       bool any[kTogether];
-      for (int head = to_head * group; head < (to_head + 1) * group; ++head)
-        add_head<kAligned>(head, to_head, first, to, any);
+      T* place[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) place[u] = rows.row(first + u * kGroups) + column(0);
+#pragma unroll 1
+      for (int i = 0; i < group; ++i) {
+        if (group > 1) at = find(to_head * group + i, to_head);
+        add_head<kAligned>(at, place, first, to, any);
+      }
 #pragma unroll
       for (int u = 0; u < kTogether; ++u)
-        if (first + u * kGroups < tile.end && (any[u] || !sum.scaled))
-          lanes.store(rows, first + u * kGroups,
-                      typename Layout::Floats{{to[u].x, to[u].y, to[u].z, to[u].w}});
+        if (first + u * kGroups < tile.end && (any[u] || !sum.added))
+          store<kAligned>(place[u], to[u]);
     }
   }
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, 4)
+template <class T, int kDim, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 3)
     fold_kernel(const __grid_constant__ FoldArgs<T> args) {
   await_previous();
   const TokenSum<T>& sum = args.sums[blockIdx.z];
   const int head = static_cast<int>(blockIdx.y);
   if (!sum.to.data || head >= sum.heads) return;
   const KeyChunk tile = args.tiles.find(args.shape.tokens, static_cast<int>(blockIdx.x));
-  const TokenFold<T, kDim> fold{args, sum, tile, {}};
-  if (args.shape.D % 4 == 0 && reinterpret_cast<std::uintptr_t>(sum.clusters) % 16 == 0)
-    fold.template run<true>(head);
-  else
-    fold.template run<false>(head);
+  const TokenFold<T, kDim> fold{args, sum, tile};
+  fold.template run<kAligned>(head);
 }
 
-// A warp per token: the gradients of its gate by the heads' rows and slots.
-__global__ void __launch_bounds__(kThreads) fold_gate_kernel(CastShape shape, CastBackward pass) {
-  await_previous();
-  const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (number >= static_cast<std::int64_t>(shape.B) * shape.N) return;
-  const int batch = static_cast<int>(number / shape.N), row = static_cast<int>(number % shape.N);
-  const int item = shape.gate_scale ? shape.tokens.item_of(batch, row, shape.items) : -1;
-  const float slope = shape.scale * gate_sigmoid(shape.gate[number]);
-  float sum = 0.0f;
-  if (item >= 0) {
-    const ItemSpan span = shape.tokens.span(item);
-    const int token = row - span.begin;
-    for (int head = threadIdx.x % 32; head < shape.H; head += 32) {
+template <class T>
+void fold_tokens(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                 cudaStream_t stream) {
+  const auto view = [](const TensorView& rows) {
+    return rows.present() ? tensor4<T>(rows) : Tensor4<T>{};
+  };
+  FoldArgs<T> args{};
+  args.shape = shape;
+  args.slots = pass.slots;
+  const auto floats = [](const void* slots) { return static_cast<const float*>(slots); };
+  args.sums[0] = {view(pass.gradients.dq),
+                  floats(pass.dq_slots),
+                  pass.query_factors,
+                  shape.surrogates,
+                  shape.H,
+                  shape.H,
+                  true,
+                  false};
+  args.sums[1] = {view(pass.gradients.dk),
+                  floats(pass.dk_slots),
+                  pass.key_factors,
+                  shape.surrogates,
+                  shape.H / shape.group,
+                  pass.key_slot_heads,
+                  false,
+                  false};
+  args.sums[2] = {view(pass.gradients.dv),
+                  floats(pass.dv_slots),
+                  pass.summary_weights,
+                  pass.dsummary,
+                  shape.H / shape.group,
+                  pass.key_slot_heads,
+                  false,
+                  true};
+  bool aligned = reinterpret_cast<std::uintptr_t>(shape.surrogates) % 16 == 0 && shape.D % 4 == 0;
+  for (const TokenSum<T>& sum : args.sums) aligned = aligned && (!sum.to.data || sum.to.aligned);
+  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    constexpr int kDim = decltype(width)::value;
+    args.tiles = token_tiles(shape, TokenFold<T, kDim>::kTokens);
+    if (args.tiles.slots == 0) return;
+    launch_early("cast fold", aligned ? fold_kernel<T, kDim, true> : fold_kernel<T, kDim, false>,
+                 dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(shape.H), 3),
+                 kThreads, 0, stream, args);
+  });
+}
+
+// Complete rows of slots (pass.resident): 8 lanes side by side have a token's three gradients.
+template <class T>
+struct SlotSums {
+  static constexpr int kTogether = 2, kGroups = kThreads / 8, kTokens = 4 * kTogether * kGroups;
+  CastShape shape;
+  TokenSlots slots;
+  KeyChunks tiles;
+  Tensor4<T> dq, dk, dv;
+  const T *q_slots, *k_slots, *v_slots;  // (slots, D)
+
+  struct Row {
+    float value[8];
+  };
+  __device__ static void add(Row& to, const uint4& words) {
+    const T* elements = reinterpret_cast<const T*>(&words);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to.value[i] += to_float(elements[i]);
+  }
+  __device__ static uint4 fetch(const T* from, bool there) {
+    return there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ static void store(T* to, const Row& row) {
+    uint4 words;
+    std::uint32_t* word = reinterpret_cast<std::uint32_t*>(&words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = pack2<T>(row.value[2 * i], row.value[2 * i + 1]);
+    *reinterpret_cast<uint4*>(to) = words;
+  }
+
+  __device__ void add_tokens(const KeyChunk& tile, int key_head, int first) const {
+    const int column = static_cast<int>(threadIdx.x) % 8 * 8;
+    if (column >= shape.D) return;
+    Row keys[kTogether] = {}, values[kTogether] = {};
+#pragma unroll 1
+    for (int head = key_head * shape.group; head < (key_head + 1) * shape.group; ++head) {
       const int list_head = shape.list_head(head);
-      const std::int64_t place = pass.slots.row(span, list_head, token);
-      const int begin = pass.slots.first[place], end = begin + pass.slots.count[place];
-      const std::int32_t* entries = pass.slots.slots + pass.slots.start(item, span, list_head);
-      sum = fmaf(slope, pass.dgate_rows[shape.row(span, head) + token], sum);
-      for (int e = begin; e < end; ++e)
-        sum += pass.dgate_slots[shape.cluster(item, head, 0) * shape.width + entries[e]];
+      const std::int64_t row = slots.row(tile.keys, list_head, 0);
+      const std::int32_t* entries = slots.slots + slots.start(tile.item, tile.keys, list_head);
+      const std::int64_t base = shape.cluster(tile.item, head, 0) * shape.width * shape.D + column;
+      T* queries = dq.rows(tile.keys.batch, head, tile.keys.begin).data + column;
+      int begin[kTogether], count[kTogether], most = 0;
+      Row sum[kTogether] = {};
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int token = first + u * kGroups;
+        begin[u] = token < tile.end ? slots.first[row + token] : 0;
+        count[u] = token < tile.end ? slots.count[row + token] : 0;
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        most = max(most, count[u]);
+        const std::int64_t token = first + u * kGroups;
+        add(sum[u], fetch(queries + token * dq.row, count[u] > 0 && dq.data));
+      }
+#pragma unroll 1
+      for (int i = 0; i < most; ++i) {
+        std::int64_t at[kTogether];
+        bool there[kTogether];
+        uint4 words[kTogether][3];
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          there[u] = i < count[u];
+          at[u] =
+              base + (there[u] ? static_cast<std::int64_t>(entries[begin[u] + i]) * shape.D : 0);
+        }
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          words[u][0] = fetch(q_slots + at[u], there[u] && dq.data);
+          words[u][1] = fetch(k_slots + at[u], there[u] && dk.data);
+          words[u][2] = fetch(v_slots + at[u], there[u] && dv.data);
+        }
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          add(sum[u], words[u][0]);
+          add(keys[u], words[u][1]);
+          add(values[u], words[u][2]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u)
+        if (count[u] > 0 && dq.data)
+          store(queries + static_cast<std::int64_t>(first + u * kGroups) * dq.row, sum[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int token = first + u * kGroups;
+      if (token >= tile.end) break;
+      if (dk.data)
+        store(dk.rows(tile.keys.batch, key_head, tile.keys.begin).row(token) + column, keys[u]);
+      if (dv.data)
+        store(dv.rows(tile.keys.batch, key_head, tile.keys.begin).row(token) + column, values[u]);
     }
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (threadIdx.x % 32 == 0) static_cast<float*>(pass.gradients.dgate.data)[number] = sum;
-}
+};
 
-__global__ void fold_surrogates_kernel(const float* from, float* to, int items,
-                                       std::int64_t count) {
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2)
+    sum_slots_kernel(const __grid_constant__ SlotSums<T> sums) {
   await_previous();
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  float sum = 0.0f;
-  for (int item = 0; item < items; ++item) sum += from[item * count + i];
-  to[i] = sum;
+  const KeyChunk tile = sums.tiles.find(sums.shape.tokens, static_cast<int>(blockIdx.x));
+#pragma unroll 1
+  for (int first = tile.begin + static_cast<int>(threadIdx.x) / 8; first < tile.end;
+       first += sums.kTogether * sums.kGroups)
+    sums.add_tokens(tile, static_cast<int>(blockIdx.y), first);
 }
 
-unsigned blocks_of(std::int64_t count, int each) {
-  return static_cast<unsigned>((count + each - 1) / each);
+template <class T>
+void sum_slots(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {
+  const auto view = [](const TensorView& rows) {
+    return rows.present() ? tensor4<T>(rows) : Tensor4<T>{};
+  };
+  const AttentionGradients& to = pass.gradients;
+  const SlotSums<T> sums{shape,
+                         pass.slots,
+                         token_tiles(shape, SlotSums<T>::kTokens),
+                         view(to.dq),
+                         view(to.dk),
+                         view(to.dv),
+                         static_cast<const T*>(pass.dq_slots),
+                         static_cast<const T*>(pass.dk_slots),
+                         static_cast<const T*>(pass.dv_slots)};
+  if (sums.tiles.slots == 0) return;
+  launch_early(
+      "cast slots", sum_slots_kernel<T>,
+      dim3(static_cast<unsigned>(sums.tiles.slots), static_cast<unsigned>(shape.H / shape.group)),
+      kThreads, 0, stream, sums);
 }
 
 }  // namespace
@@ -217,39 +404,12 @@ void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBack
   if (to.dq.present() || to.dk.present() || to.dv.present())
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const int key_heads = static_cast<int>(call.value_heads);
-      const auto view = [](const TensorView& rows) {
-        return rows.present() ? tensor4<T>(rows) : Tensor4<T>{};
-      };
-      const FoldArgs<T> args{shape,
-                             pass.slots,
-                             pass.facts,
-                             token_tiles(shape, 128),
-                             {{view(to.dq), pass.dq_slots, pass.excess, shape.surrogates, shape.H,
-                               shape.H, true, false},
-                              {view(to.dk), pass.dk_slots, pass.key_factors, shape.surrogates,
-                               key_heads, pass.key_slot_heads, false, false},
-                              {view(to.dv), pass.dv_slots, pass.summary_weights, pass.dsummary,
-                               key_heads, pass.key_slot_heads, false, true}}};
-      if (args.tiles.slots == 0) return;
-      dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
-        launch_early(
-            "cast fold", fold_kernel<T, decltype(width)::value>,
-            dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(shape.H), 3),
-            kThreads, 0, stream, args);
-      });
-      for (const TensorView* rows : {&to.dk, &to.dv})
-        if (rows->present()) zero_padding(*rows, call.inputs.q_sequences, call.num_items(), stream);
+      if constexpr (sizeof(T) == 2)
+        if (pass.resident) return sum_slots<T>(shape, pass, stream);
+      fold_tokens<T>(shape, call, pass, stream);
     });
-  if (to.dgate.present())
-    launch_early("cast gates", fold_gate_kernel, dim3(blocks_of(call.B * call.N, kWarps)), kThreads,
-                 0, stream, shape, pass);
-  if (to.dcentroids.present()) {
-    const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
-    launch_early("cast surrogates", fold_surrogates_kernel, dim3(blocks_of(count, kThreads)),
-                 kThreads, 0, stream, static_cast<const float*>(pass.dsurrogate),
-                 static_cast<float*>(to.dcentroids.data), shape.items, count);
-  }
+  for (const TensorView* rows : {&to.dk, &to.dv})
+    if (rows->present()) zero_padding(*rows, call.inputs.q_sequences, call.num_items(), stream);
 }
 
 }  // namespace coterie::cuda

@@ -17,6 +17,9 @@ struct MemberArgs {
   CastBackward pass;
   Tensor4<const T> q, k, v, grad_out;
 
+  __device__ const float4* gates(const ItemSpan& span) const {
+    return pass.gates + static_cast<std::int64_t>(span.batch) * shape.N + span.begin;
+  }
   __device__ Rows<const T> surrogate_rows(int head) const {
     return dense_rows(static_cast<const T*>(pass.surrogates) +
                           static_cast<std::int64_t>(head) * shape.clusters * shape.D,
@@ -33,20 +36,18 @@ template <class T, int kDim>
 struct ClusterMembers {
   using Layout = CastLanes<T, kDim>;
   using Floats = typename Layout::Floats;
-  static constexpr int kBatch = 4, kGroups = kThreads / Layout::kLanes;
-  struct Totals {
-    float sums[kWarps][kDim], value[2][kDim];  // value: of the surrogate and the summary
-  };
+  static constexpr int kBatch = 2, kGroups = kThreads / Layout::kLanes;
+  using Sums = float[kWarps][kDim];
 
   const MemberArgs<T>& args;
-  Totals& totals;
+  Sums& sums;
   Layout lanes;
   int item, head, cluster;
   ItemSpan span;
   std::int64_t number, first_slot;
   const std::int32_t* list;
 
-  __device__ ClusterMembers(const MemberArgs<T>& a, Totals& memory) : args(a), totals(memory) {
+  __device__ ClusterMembers(const MemberArgs<T>& a, Sums& memory) : args(a), sums(memory) {
     const CastShape& shape = args.shape;
     const int block = static_cast<int>(blockIdx.x);
     cluster = block % shape.clusters;
@@ -58,45 +59,14 @@ struct ClusterMembers {
     list = shape.list(item, head, cluster);
   }
 
-  // Adds the rows' sums of all threads to a total.
-  __device__ void add_total(Floats& sum, int which) const {
+  // The rows' sums of all threads.
+  __device__ void store_sum(Floats& sum, float* to) const {
     __syncthreads();
-    lanes.template fold<kWarps>(sum, totals.sums);
+    lanes.template fold<kWarps>(sum, sums);
     for (int d = threadIdx.x; d < args.shape.D; d += kThreads) {
       float value = 0.0f;
-      for (int w = 0; w < kWarps; ++w) value += totals.sums[w][d];
-      totals.value[which][d] += value;
-    }
-    __syncthreads();
-  }
-  // The mix's gradients: all tokens as if they were in no cluster, and what members change.
-  __device__ void load_totals() const {
-    const CastShape& shape = args.shape;
-    const CastBackward& pass = args.pass;
-    const KeyChunks& chunks = pass.chunks;
-    const int parts = chunks.count(span.length), first = chunks.first_slot(shape.tokens, item);
-    const std::int64_t step = static_cast<std::int64_t>(shape.H) * shape.clusters * 2 * shape.D;
-    const float* from = pass.partials + first * step +
-                        (static_cast<std::int64_t>(head) * shape.clusters + cluster) * 2 * shape.D;
-    for (int i = threadIdx.x; i < 2 * kDim; i += kThreads) {
-      const int which = i / kDim, d = i % kDim;
-      float value = 0.0f;
-      if (d < shape.D) {
-        value = (which == 0 ? pass.dsurrogate : pass.dsummary)[number * shape.D + d];
-#pragma unroll 8
-        for (int part = 0; part < parts; ++part) value += from[part * step + which * shape.D + d];
-      }
-      totals.value[which][d] = value;
-    }
-    __syncthreads();
-  }
-  __device__ void clear_totals() const {
-    for (int i = threadIdx.x; i < 2 * kDim; i += kThreads) totals.value[i / kDim][i % kDim] = 0.0f;
-  }
-  __device__ void store_totals() const {
-    for (int d = threadIdx.x; d < args.shape.D; d += kThreads) {
-      args.pass.dsurrogate[number * args.shape.D + d] = totals.value[0][d];
-      args.pass.dsummary[number * args.shape.D + d] = totals.value[1][d];
+      for (int w = 0; w < kWarps; ++w) value += sums[w][d];
+      to[d] = value;
     }
   }
   // Calls body(tokens, slots, rows of a, rows of b) for batches of this group's members; tokens are
@@ -119,23 +89,32 @@ struct ClusterMembers {
       body(tokens, first_slot + first, words);
     }
   }
+  template <bool kMix, bool kAligned>
+  __device__ void add(Floats& dsurrogate, Floats& dsummary) const {
+    if constexpr (kMix)
+      add_excess<kAligned>(dsurrogate, dsummary);
+    else
+      add_members<kAligned>(dsurrogate);
+  }
   // Weights of the slots, and what membership changes in the gradients of the mix.
   template <bool kAligned>
   __device__ void add_excess(Floats& dsurrogate, Floats& dsummary) const {
     const CastShape& shape = args.shape;
     const CastBackward& pass = args.pass;
-    const float *gates = shape.gates(span), *lse_rows = pass.saved.combine_lse;
+    const float4* gates = args.gates(span);
+    const float* lse_rows = pass.saved.combine_lse;
     const std::int64_t row = shape.row(span, head);
     const Floats surrogate = lanes.load(args.surrogate_rows(head), cluster);
     const Floats summary = lanes.load(args.summary_rows(item, head), cluster);
     for_members<kAligned>(
         args.q.rows(span.batch, head, span.begin), args.grad_out.rows(span.batch, head, span.begin),
         [&](const int(&tokens)[kBatch], std::int64_t slot, const uint4(&words)[2][kBatch]) {
-          float gate[kBatch], lse[kBatch], dot[kBatch];
+          float2 gate[kBatch];  // psi, sigmoid
+          float lse[kBatch], dot[kBatch];
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
             const bool there = tokens[i] >= 0;
-            gate[i] = there ? gates[tokens[i]] : 0.0f;
+            gate[i] = *reinterpret_cast<const float2*>(gates + max(tokens[i], 0));
             lse[i] = there && !shape.laplace ? lse_rows[row + tokens[i]] : 0.0f;
             dot[i] = there ? pass.dots[slot + i * kGroups] : 0.0f;
           }
@@ -146,7 +125,7 @@ struct ClusterMembers {
             const float product = lanes.dot(surrogate, query);
             const float dalpha = lanes.dot(summary, gradient);
             if (tokens[i] < 0) continue;
-            const float factor = shape.scale * gate_factor(shape, gate[i]);
+            const float factor = shape.scale * gate[i].x;
             const MixWeight weight(shape, product * factor, lse[i]);
             const float excess = weight.slope * (dot[i] - dalpha);
             lanes.add(dsurrogate, factor * excess, query);
@@ -156,8 +135,9 @@ struct ClusterMembers {
             pass.weights[own] = weight.value;
             pass.weighted[own] = weight.value * dot[i];
             pass.excess[own] = excess;
+            pass.query_factors[own] = factor * excess;
             if (shape.gate_scale)
-              pass.dgate_slots[own] = shape.scale * gate_sigmoid(gate[i]) * excess * product;
+              pass.dgate_slots[own] = shape.scale * gate[i].y * excess * product;
           }
         });
   }
@@ -169,23 +149,23 @@ struct ClusterMembers {
   __device__ void add_members(Floats& dsurrogate) const {
     const CastShape& shape = args.shape;
     const CastBackward& pass = args.pass;
-    const float* gates = shape.gates(span);
+    const float4* gates = args.gates(span);
     const Floats surrogate = lanes.load_floats(
         shape.surrogates + (static_cast<std::int64_t>(head) * shape.clusters + cluster) * shape.D,
         shape.D);
-    const Floats dsummary = lanes.load_floats(totals.value[1], shape.D);
-    const Floats summary = lanes.load_floats(pass.saved.summary + number * shape.D, shape.D);
-    const float dot = shape.laplace ? 0.0f : lanes.dot(dsummary, summary);
+    const Floats dsummary = lanes.load_floats(pass.dsummary + number * shape.D, shape.D);
+    const float dot = shape.laplace ? 0.0f : pass.summary_dots[number];
     const float lse = shape.laplace ? 0.0f : pass.saved.summary_lse[number];
     for_members<kAligned>(
         args.k.rows(span.batch, head / shape.group, span.begin),
         args.v.rows(span.batch, head / shape.group, span.begin),
         [&](const int(&tokens)[kBatch], std::int64_t slot, const uint4(&words)[2][kBatch]) {
-          float gate[kBatch], before[kBatch];
+          float2 gate[kBatch];  // psi, sigmoid of the gate's opposite
+          float before[kBatch];
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
             const bool there = tokens[i] >= 0;
-            gate[i] = there ? gates[tokens[i]] : 0.0f;
+            gate[i] = reinterpret_cast<const float2*>(gates + max(tokens[i], 0))[1];
             before[i] = there && shape.gate_scale ? pass.dgate_slots[slot + i * kGroups] : 0.0f;
           }
 #pragma unroll
@@ -194,7 +174,7 @@ struct ClusterMembers {
             const float product = lanes.dot(surrogate, key);
             const float dbeta = lanes.dot(dsummary, to_floats<T, kDim>(words[1][i]));
             if (tokens[i] < 0) continue;
-            const float factor = shape.scale * gate_factor(shape, -gate[i]);
+            const float factor = shape.scale * gate[i].x;
             const float logit = factor * product;
             const float beta = shape.laplace ? laplace(logit) : expf(logit - lse);
             const float dlogit = (shape.laplace ? laplace_slope(logit) : beta) * (dbeta - dot);
@@ -204,77 +184,40 @@ struct ClusterMembers {
             pass.summary_weights[own] = beta;
             pass.key_factors[own] = factor * dlogit;
             if (shape.gate_scale)
-              pass.dgate_slots[own] =
-                  before[i] - shape.scale * gate_sigmoid(-gate[i]) * dlogit * product;
+              pass.dgate_slots[own] = before[i] - shape.scale * gate[i].y * dlogit * product;
           }
         });
   }
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, 2)
-    member_weights_kernel(const __grid_constant__ MemberArgs<T> args) {
+// A block per cluster: by the mix (kMix), or through the summary.
+template <class T, int kDim, bool kMix>
+__global__ void __launch_bounds__(kThreads, 3)
+    members_kernel(const __grid_constant__ MemberArgs<T> args) {
   await_previous();
   using Members = ClusterMembers<T, kDim>;
-  __shared__ typename Members::Totals totals;
-  const Members members(args, totals);
-  members.clear_totals();
+  __shared__ typename Members::Sums sums;
+  const Members members(args, sums);
+  const bool aligned =
+      kMix ? args.q.aligned && args.grad_out.aligned : args.k.aligned && args.v.aligned;
+  const int D = args.shape.D;
   typename Members::Floats dsurrogate{}, dsummary{};
-  if (args.q.aligned && args.grad_out.aligned)
-    members.template add_excess<true>(dsurrogate, dsummary);
+  if (aligned)
+    members.template add<kMix, true>(dsurrogate, dsummary);
   else
-    members.template add_excess<false>(dsurrogate, dsummary);
-  members.add_total(dsurrogate, 0);
-  members.add_total(dsummary, 1);
-  members.store_totals();
+    members.template add<kMix, false>(dsurrogate, dsummary);
+  float* to = kMix ? args.pass.member_parts + members.number * 2 * D
+                   : args.pass.key_parts + members.number * D;
+  members.store_sum(dsurrogate, to);
+  if (kMix) members.store_sum(dsummary, to + D);
 }
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, 2)
-    summaries_backward_kernel(const __grid_constant__ MemberArgs<T> args) {
-  await_previous();
-  using Members = ClusterMembers<T, kDim>;
-  __shared__ typename Members::Totals totals;
-  const Members members(args, totals);
-  members.load_totals();
-  typename Members::Floats dsurrogate{};
-  if (args.k.aligned && args.v.aligned)
-    members.template add_members<true>(dsurrogate);
-  else
-    members.template add_members<false>(dsurrogate);
-  members.add_total(dsurrogate, 0);
-  members.store_totals();
-}
-
-// The facts of rows (cast.h); a thread has one.
-__global__ void __launch_bounds__(kThreads)
-    row_facts_kernel(const __grid_constant__ CastShape shape,
-                     const __grid_constant__ CastBackward pass, KeyChunks tiles) {
-  await_previous();
-  const KeyChunk tile = tiles.find(shape.tokens, static_cast<int>(blockIdx.x));
-  const int head = static_cast<int>(blockIdx.y), list_head = shape.list_head(head);
-  const int token = tile.begin + static_cast<int>(threadIdx.x);
-  if (token >= tile.end) return;
-  const std::int64_t place = shape.row(tile.keys, head) + token;
-  const std::int64_t row = pass.slots.row(tile.keys, list_head, token);
-  const std::int32_t* entries =
-      pass.slots.slots + pass.slots.start(tile.item, tile.keys, list_head) + pass.slots.first[row];
-  const float* excess = pass.excess + shape.cluster(tile.item, head, 0) * shape.width;
-  const int count = pass.slots.count[row];
-  const float lse = shape.laplace ? 0.0f : pass.saved.combine_lse[place];
-  const float factor = shape.scale * gate_factor(shape, shape.gates(tile.keys)[token]);
-  float sum = 0.0f;
-  for (int e = 0; e < count; ++e) sum += excess[entries[e]];
-  pass.facts[place] = make_float4(factor * kLog2e, lse * kLog2e, sum, 0.0f);
-}
-
-// body(arguments, blocks, integral_constant width)
-template <class Body>
-void for_clusters(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                  const Body& body) {
-  const unsigned blocks =
-      static_cast<unsigned>(static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters);
-  if (blocks == 0) return;
+template <bool kMix>
+void launch_members(const char* name, const CastShape& shape, const AttentionCall& call,
+                    const CastBackward& pass, cudaStream_t stream) {
+  const dim3 blocks(
+      static_cast<unsigned>(static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters));
+  if (blocks.x == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const MemberArgs<T> args{shape,
@@ -283,7 +226,10 @@ void for_clusters(const CastShape& shape, const AttentionCall& call, const CastB
                              tensor4<const T>(call.k),
                              tensor4<const T>(call.inputs.v),
                              tensor4<const T>(pass.grad_out)};
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) { body(args, blocks, width); });
+    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+      launch_early(name, members_kernel<T, decltype(width)::value, kMix>, blocks, kThreads, 0,
+                   stream, args);
+    });
   });
 }
 
@@ -291,25 +237,12 @@ void for_clusters(const CastShape& shape, const AttentionCall& call, const CastB
 
 void cast_members_backward(const CastShape& shape, const AttentionCall& call,
                            const CastBackward& pass, cudaStream_t stream) {
-  for_clusters(shape, call, pass, [&](const auto& args, unsigned blocks, auto width) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(args.q.data)>>;
-    launch_early("cast members", member_weights_kernel<T, decltype(width)::value>, dim3(blocks),
-                 kThreads, 0, stream, args);
-  });
-  const KeyChunks tiles = token_tiles(shape, kThreads);
-  if (tiles.slots > 0)
-    launch_early("cast rows", row_facts_kernel,
-                 dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H)), kThreads,
-                 0, stream, shape, pass, tiles);
+  launch_members<true>("cast members", shape, call, pass, stream);
 }
 
 void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                              const CastBackward& pass, cudaStream_t stream) {
-  for_clusters(shape, call, pass, [&](const auto& args, unsigned blocks, auto width) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(args.q.data)>>;
-    launch_early("cast summaries backward", summaries_backward_kernel<T, decltype(width)::value>,
-                 dim3(blocks), kThreads, 0, stream, args);
-  });
+  launch_members<false>("cast summaries backward", shape, call, pass, stream);
 }
 
 }  // namespace coterie::cuda

@@ -39,6 +39,17 @@ __device__ __forceinline__ void for_clusters(Mix& mix, const float* summary_lse,
   }
 }
 
+template <class Mix, class T>
+__device__ __forceinline__ Mix load_mix(const MixBackwardArgs<T>& args, unsigned char* memory,
+                                        const KeyChunk& tile, const float* delta) {
+  Mix mix(args.shape, memory, tile, args.surrogates, args.summaries);
+  mix.load_tokens(0, args.q);
+  mix.load_tokens(1, args.grad_out);
+  mix.load_clusters(0);
+  mix.load_facts(args.pass.saved.combine_lse, delta);
+  return mix;
+}
+
 // delta of every row.
 template <class T, int kDim>
 __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, kDim, true>::kBlocks)
@@ -51,11 +62,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   const CastBackward& pass = args.pass;
   const KeyChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
   if (tile.begin >= tile.end) return;
-  Mix mix(shape, memory, tile, args.surrogates, args.summaries);
-  mix.load_tokens(0, args.q);
-  mix.load_tokens(1, args.grad_out);
-  mix.load_clusters(0);
-  mix.load_facts(pass.saved.combine_lse, nullptr);
+  Mix mix = load_mix<Mix>(args, memory, tile, nullptr);
   float delta[kM][2] = {};
   for_clusters(mix, args.summary_lse(tile.item, mix.head),
                [&](int, int, const Accumulator(&s)[kM], const Accumulator(&d)[kM]) {
@@ -88,11 +95,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   const CastBackward& pass = args.pass;
   const KeyChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
   if (tile.begin >= tile.end) return;
-  Mix mix(shape, memory, tile, args.surrogates, args.summaries);
-  mix.load_tokens(0, args.q);
-  mix.load_tokens(1, args.grad_out);
-  mix.load_clusters(0);
-  mix.load_facts(pass.saved.combine_lse, shape.laplace ? nullptr : pass.delta);
+  Mix mix = load_mix<Mix>(args, memory, tile, shape.laplace ? nullptr : pass.delta);
   Accumulator sum[kM][kDim / 16] = {};
   for_clusters(mix, args.summary_lse(tile.item, mix.head),
                [&](int step, int column, Accumulator(&s)[kM], const Accumulator(&d)[kM]) {

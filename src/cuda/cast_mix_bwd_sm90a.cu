@@ -37,7 +37,7 @@ struct TokenBlock {
       : args(a),
         memory(shared),
         head(static_cast<int>(blockIdx.y)),
-        group(static_cast<int>(threadIdx.x) / kWarpgroup),
+        group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0)),
         part(a.pass.parts.find(a.shape.tokens, static_cast<int>(blockIdx.x))) {}
 
   __device__ typename S::Tiles own(int buffer) const {
@@ -89,10 +89,7 @@ struct TokenBlock {
                         const float (&error)[2], const float (&guess)[2]) const {
     const float4* own_facts = facts(buffer);
     const auto queries = own(buffer).first;
-    const ItemSpan& span = part.keys;
     const int lane = static_cast<int>(threadIdx.x) % 4;
-    Rows<T> rows{};
-    if (args.dq.data) rows = args.dq.rows(span.batch, head, span.begin + start);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int row = group_row(side);
@@ -113,6 +110,7 @@ struct TokenBlock {
           float& value = sum[n / 8][n % 8 * 4 + 2 * side + i];
           value = fmaf(-e, mean[n / 8][n % 8 * 4 + 2 * side + i], value);
           product = fmaf(value, to_float(q[i]), product);
+          value *= fact.x * kLn2;
         }
       }
       product = quad_sum(product);
@@ -120,29 +118,18 @@ struct TokenBlock {
         args.pass.facts[place(start + row)] = make_float4(fact.x, fact.y, fact.x, delta * fact.x);
         args.pass.dgate_rows[place(start + row)] = product;
       }
-      if (args.dq.data)
-#pragma unroll
-        for (int p = 0; p < kWidth / 32; ++p)
-          store_part(rows, row, there, p, sum[p / 2] + p % 2 * 16, fact.x * kLn2, side);
     }
+    if (!args.dq.data) return;
+    // The gradients' tiles were read.
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    const Rows<T> rows = args.dq.rows(part.keys.batch, head, part.keys.begin + start + row);
+    sync_group();
+#pragma unroll
+    for (int band = 0; band < kWidth / 64; ++band)
+      store_rows(rows.data + 64 * band, rows.pitch, part.end - start - row, rows.width - 64 * band,
+                 own(buffer).second.base + band * S::Tiles::Matrix::kBandBytes, sum[band]);
   }
 };
-
-// Of a lane's two rows: the mean of d by the weights s.
-__device__ __forceinline__ void guess_delta(float (&guess)[2], const float (&d)[32],
-                                            const float (&s)[32]) {
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    float weights = 0.0f, products = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int i = j / 2 * 4 + 2 * side + j % 2;
-      weights += s[i];
-      products = fmaf(s[i], d[i], products);
-    }
-    guess[side] = quad_sum(products) / fmaxf(quad_sum(weights), 1e-30f);
-  }
-}
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
@@ -169,8 +156,8 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
   for (int base = block.part.begin; base < block.part.end; base += S::kRows, first += S::kRows) {
     if (S::kBuffers == 2) block.load_tokens(buffer ^ 1, first + S::kRows);
     cp_async_commit();
-    clear<kWidth>(sum);
-    clear<kWidth>(mean);
+    declare<kWidth>(sum);
+    declare<kWidth>(mean);
     float error[2] = {0.0f, 0.0f}, guess[2] = {0.0f, 0.0f};
     const typename S::Tiles own = block.own(buffer);
     const float4 above = block.facts(buffer)[group_row(0)],
@@ -204,7 +191,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
           error[j / 2 % 2] += d[j];
         }
       };
-      walk<T, kWidth>(own, clusters, clusters.first, sum, mean, weigh, derive);
+      walk<T, kWidth>(own, clusters, clusters.first, sum, mean, step, weigh, derive);
       wgmma_wait<0>();
     }
     settle<kWidth>(sum);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // CAST's mix on Hopper's warpgroup products. A block keeps the surrogates and summaries of an
-// (item, head) in shared memory and goes over tiles of 64 tokens, which some warps load
-// (device/cast_gather.cuh). A warpgroup takes a tile alone: the softmax over all clusters, then
-// what the tokens' own clusters change.
+// (item, head) in shared memory. Its warpgroups take tiles of 64 tokens in turn, which they load
+// themselves (device/cast_gather.cuh). The weights of a token's own clusters are taken out of the
+// softmax's before these are multiplied with the summaries, and multiply the inner outputs.
 #include "cuda/cast_mix.h"
 
 #include <algorithm>
@@ -15,12 +15,6 @@
 namespace coterie::cuda {
 namespace {
 
-// 16 slots of a warp's rows: lane i has the row and the cluster of slot i % 16, of which `count`
-// are there.
-struct MixBatch {
-  int row, cluster, count;
-};
-
 // The tokens of a warpgroup, by warps of 16; a thread has two rows.
 template <class T, int kDim>
 struct MixProducts {
@@ -30,6 +24,9 @@ struct MixProducts {
   const Memory memory;
   const MixRun run;
   const Loader loader;
+  char* target;  // outputs, with this lane's row and column
+  float* lse;    // likewise
+  unsigned target_pitch;
   RowSoftmax softmax[2];
   float factor;       // of the logits of row l % 16, to base 2 for a softmax
   float exponent[2];  // the same of this thread's rows, without the sign
@@ -37,17 +34,30 @@ struct MixProducts {
   std::uint32_t q[kDim / 16][4];
   std::uint32_t queries;
   int lane;
+  // Of slot l of the warp's tokens, where there is one: row, cluster, and the weight once it is
+  // known.
+  int slot_row, slot_cluster;
+  float slot_weight;
 
   __device__ MixProducts(const MixArgs<T>& all, const Memory& shared, const MixRun& own)
       : args(all),
         memory(shared),
         run(own),
         loader(all, shared, own),
-        lane(static_cast<int>(threadIdx.x) % 32) {}
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    const Rows<T> rows = args.out.rows(run.span.batch, run.head, run.span.begin);
+    target = reinterpret_cast<char*>(rows.row(loader.warp_row + lane / 8)) + lane % 8 * 16;
+    target_pitch = static_cast<unsigned>(rows.pitch * sizeof(T));
+    lse = args.lse + args.shape.row(run.span, run.head) + loader.warp_row + lane / 4;
+  }
 
-  __device__ void begin(int turn, float gate) {
+  __device__ void begin(int turn, float gate, int entry) {
+    slot_row = 0;
+    slot_cluster = entry >= 0 ? entry / args.shape.width : -1;
+    slot_weight = 0.0f;
     queries = memory.queries(turn);
-    factor = args.shape.scale * kLog2e * gate_factor(args.shape, gate);
+    const float soft = fmaxf(gate, 0.0f) + kLn2 * __log2f(1.0f + __expf(-fabsf(gate)));
+    factor = args.shape.scale * kLog2e * (args.shape.gate_scale ? 1.0f + soft : 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       exponent[half] = fmaxf(fabsf(__shfl_sync(~0u, factor, lane / 4 + 8 * half)), 1e-30f);
@@ -55,14 +65,12 @@ struct MixProducts {
     }
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
-    const std::uint32_t sign = args.shape.scale < 0.0f ? 0x80008000u : 0u;
 #pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      FragmentA<T> a;
-      load_a(a, Tile<T, 64>{queries + d / 4 * Memory::kQueryBand}, 0, d % 4 * 16);
+    for (int d = 0; d < kDim / 16; ++d)
+      ldmatrix_x4(q[d], row_chunk<16>(queries, lane % 16, 2 * d + lane / 16));
+    if (args.shape.scale < 0.0f)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[d][i] = a.r[i] ^ sign;
-    }
+      for (int i = 0; i < kDim / 4; ++i) q[i / 4][i % 4] ^= 0x80008000u;
   }
   // Starts s = Q Sᵀ.
   __device__ void scores(float (&s)[32], int tile) const {
@@ -87,24 +95,35 @@ struct MixProducts {
                        descriptor_behind(first, band * Memory::kBand + k * (16 * 128)));
   }
   __device__ void raise(const float (&s)[32]) {
+    float factors[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < 16; ++i) top[i % 2] = fmaxf(top[i % 2], s[i / 2 * 4 + 2 * half + i % 2]);
-      const float factor = softmax[half].raise(quad_max(fmaxf(top[0], top[1])), exponent[half]);
+      factors[half] = softmax[half].raise(quad_max(fmaxf(top[0], top[1])), exponent[half]);
 #pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+      for (int i = 0; i < kDim / 4; ++i)
+        out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factors[half];
     }
+    slot_weight *= of_row(factors, slot_row);
+  }
+  // What the threads of a row have of two.
+  __device__ static float of_row(const float (&values)[2], int row) {
+    const float low = __shfl_sync(~0u, values[0], row % 8 * 4);
+    const float high = __shfl_sync(~0u, values[1], row % 8 * 4);
+    return row < 8 ? low : high;
   }
   // Weights as left factors. The first clusters set the shift, which stays while no weight is
   // large; else they are computed again.
   __device__ void weigh(std::uint32_t (&p)[4][4], float (&s)[32], int tile) {
     constexpr float kLarge = 8192.0f;  // two weights are far from the largest f16
-    const unsigned long long bits = memory.bits()[tile];
-    if (bits != ~0ull) {
+    std::uint32_t low, high;
+    load_shared64(low, high, memory.bits(tile));
+    if ((low & high) != ~0u) {
       __syncwarp();  // keeps the compiler from doing this for all tiles
-      const unsigned long long own = bits >> (threadIdx.x % 4 * 2);
+      const unsigned long long bits = static_cast<unsigned long long>(high) << 32 | low;
+      const unsigned long long own = bits >> (lane % 4 * 2);
 #pragma unroll
       for (int i = 0; i < 32; ++i)
         if (!(own >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
@@ -130,6 +149,34 @@ struct MixProducts {
     }
     softmax[0].sum += sums[0][0] + sums[0][1];
     softmax[1].sum += sums[1][0] + sums[1][1];
+    if (__any_sync(~0u, slot_cluster / kMixRows == tile && slot_cluster >= 0))
+      take_weights(p, tile);
+  }
+  // Takes the weights of the slots out of the others.
+  __device__ void take_weights(std::uint32_t (&p)[4][4], int tile) {
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store_matrices(memory.weights(), 2 * k, p[k]);
+    __syncwarp();
+    if (slot_cluster >= 0 && slot_cluster / kMixRows == tile) {
+      const std::uint32_t place =
+          Tile<T, 64>{memory.weights()}.address(slot_row, slot_cluster % kMixRows);
+      std::uint16_t bits;
+      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(bits) : "r"(place) : "memory");
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(place), "h"(std::uint16_t{0}) : "memory");
+      slot_weight = to_float(reinterpret_cast<const T&>(bits));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      ldmatrix_x4(p[k], row_chunk<16>(memory.weights(), lane % 16, 2 * k + lane / 16));
+  }
+  // 16 x 16 of the warp's rows, two chunks of a row.
+  __device__ void store_matrices(std::uint32_t tile, int chunk, const std::uint32_t (&r)[4]) const {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     row_chunk<16>(tile, lane % 16, chunk + lane / 16)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
   }
   __device__ void sum_clusters() {
     float s[32];
@@ -168,16 +215,67 @@ struct MixProducts {
   __device__ static std::uint32_t row_chunk(std::uint32_t tile, int row, int chunk) {
     return Tile<T, 64>{tile + chunk / 8 * (kRows * 128)}.chunk(row, chunk % 8);
   }
-  // The weight of slot i % 16: products of gathered rows, of which the diagonal counts.
-  __device__ float slot_weight(const MixBatch& batch) const {
-    const std::uint32_t table = memory.clusters(batch.cluster / kMixRows, 0);
+  // Weights of 16 slots as a left factor, one in each column; lane i has weight and row of slot
+  // i % 16.
+  __device__ FragmentA<T> spread(float weight, int row) const {
+    const T rounded = from_float<T>(weight);
+    const std::uint32_t own =
+        static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t&>(rounded)) << 16 | row;
+    FragmentA<T> a;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::uint32_t even = __shfl_sync(~0u, own, lane % 4 * 2 + 8 * i);
+      const std::uint32_t odd = __shfl_sync(~0u, own, lane % 4 * 2 + 1 + 8 * i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::uint32_t at = lane / 4 + 8 * half;
+        a.r[2 * i + half] =
+            ((even & 15u) == at ? even >> 16 : 0u) | ((odd & 15u) == at ? odd & 0xffff0000u : 0u);
+      }
+    }
+    return a;
+  }
+  // Adds weights times rows, of which rows(d) are columns 16 d and on.
+  template <class Values>
+  __device__ void add_rows(const FragmentA<T>& weights, const Values& rows) {
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      Accumulator sums;
+      float* to = out[d / 4] + d % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = to[i];
+      multiply_add(sums, weights, rows(d));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[i] = sums[i / 4][i % 4];
+    }
+  }
+  // What the tokens' own clusters give them.
+  __device__ void sum_slots(const typename Loader::Range& range) {
+    const int here = min(range.count, 32);
+#pragma unroll 1
+    for (int slot = 0; slot < here; slot += 16) {
+      const int from = slot + lane % 16, last = min(from, here - 1);
+      const float weight = __shfl_sync(~0u, slot_weight, from);
+      const FragmentA<T> weights = spread(weight, __shfl_sync(~0u, slot_row, from));
+      add_rows(weights, [&](int d) {
+        FragmentB<T> b;
+        ldmatrix_x4_trans(b.r, row_chunk<Memory::kSlots>(memory.inner(), last, 2 * d + lane / 16));
+        return b;
+      });
+    }
+    if (range.count > here) sum_rest(range, here);
+  }
+  // The weight of slot i % 16 by its row and cluster: products of gathered rows, of which the
+  // diagonal counts.
+  __device__ float weight_of(int row, int cluster) const {
+    const std::uint32_t table = memory.clusters(cluster / kMixRows, 0);
     Accumulator product = {};
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       FragmentA<T> a;
       std::uint32_t s[4];
-      ldmatrix_x4(a.r, row_chunk<16>(queries, batch.row, 2 * d + lane / 16));
-      ldmatrix_x4(s, row_chunk<kMixRows>(table, batch.cluster % kMixRows, 2 * d + lane / 16));
+      ldmatrix_x4(a.r, row_chunk<16>(queries, row, 2 * d + lane / 16));
+      ldmatrix_x4(s, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
       const FragmentB<T> b{{s[0], s[2], s[1], s[3]}};
       multiply_add(product, a, b);
     }
@@ -186,81 +284,28 @@ struct MixProducts {
     const int from = lane % 8 * 4 + lane % 8 / 2;
     const float low = __shfl_sync(~0u, odd ? product[0][1] : product[0][0], from);
     const float high = __shfl_sync(~0u, odd ? product[1][3] : product[1][2], from);
-    const float dot = lane % 16 < 8 ? low : high;
-    const int owner = batch.row % 8 * 4;
-    const float first = __shfl_sync(~0u, softmax[0].shift, owner);
-    const float second = __shfl_sync(~0u, softmax[1].shift, owner);
-    const float shift = batch.row < 8 ? first : second;
-    const float weight = exp2_approximate(fmaf(dot, __shfl_sync(~0u, factor, batch.row), -shift));
-    return lane % 16 < batch.count ? weight : 0.0f;
+    const float shifts[2] = {softmax[0].shift, softmax[1].shift};
+    return exp2_approximate(
+        fmaf(lane % 16 < 8 ? low : high, __shfl_sync(~0u, factor, row), -of_row(shifts, row)));
   }
-  // Adds weight times (inner output - summary) of 16 slots; inner(d) are columns 16 d and on.
-  template <class Inner>
-  __device__ void add_slots(const MixBatch& batch, const Inner& inner) {
-    const T weight = from_float<T>(slot_weight(batch));
-    const std::uint32_t own =
-        static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t&>(weight)) << 16 |
-        batch.row;
-    FragmentA<T> plus, minus;  // one weight in each column
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const std::uint32_t even = __shfl_sync(~0u, own, lane % 4 * 2 + 8 * i);
-      const std::uint32_t odd = __shfl_sync(~0u, own, lane % 4 * 2 + 1 + 8 * i);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = lane / 4 + 8 * half;
-        plus.r[2 * i + half] =
-            ((even & 15) == at ? even >> 16 : 0) | ((odd & 15) == at ? odd & 0xffff0000u : 0);
-        minus.r[2 * i + half] = plus.r[2 * i + half] ^ 0x80008000u;
-      }
-    }
-    const std::uint32_t table = memory.clusters(batch.cluster / kMixRows, 1);
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      Accumulator sums;
-      float* to = out[d / 4] + d % 4 * 8;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = to[i];
-      FragmentB<T> b;
-      ldmatrix_x4_trans(b.r,
-                        row_chunk<kMixRows>(table, batch.cluster % kMixRows, 2 * d + lane / 16));
-      multiply_add(sums, minus, b);
-      multiply_add(sums, plus, inner(d));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) to[i] = sums[i / 4][i % 4];
-    }
-  }
-  // What the tokens' own clusters give them instead of their summaries.
-  __device__ void sum_slots(int turn, const typename Loader::Lanes& own) {
-    const int cluster = max(own.entry, 0) / args.shape.width, here = min(own.range.count, 32);
-#pragma unroll 1
-    for (int slot = 0; slot < here; slot += 16) {
-      const int count = min(here - slot, 16), from = slot + min(lane % 16, count - 1);
-      const MixBatch batch{__shfl_sync(~0u, own.token, from) % 16, __shfl_sync(~0u, cluster, from),
-                           count};
-      add_slots(batch, [&](int d) {
-        FragmentB<T> b;
-        ldmatrix_x4_trans(b.r,
-                          row_chunk<Memory::kSlots>(memory.inner(turn), from, 2 * d + lane / 16));
-        return b;
-      });
-    }
-    if (own.range.count > here) sum_rest(own.range, here);
-  }
-  // Slots that have no room, straight from memory.
+  // Slots that have no room, straight from memory; their clusters' summaries are in the sums.
   __device__ __forceinline__ void sum_rest(const typename Loader::Range& range, int slot) {
     const int D = args.shape.D;
+    const T* inner = args.inner + args.shape.cluster(run.item, run.head, 0) * args.shape.width * D;
 #pragma unroll 1
     for (; slot < range.count; slot += 16) {
       const int count = min(range.count - slot, 16);
       const int entry = loader.fetch_entry(range, slot + min(lane % 16, count - 1));
+      const int row = loader.tokens[entry] % 16, cluster = entry / args.shape.width;
+      const float weight = weight_of(row, cluster);
+      FragmentA<T> weights = spread(lane % 16 < count ? weight : 0.0f, row);
       const T* rows[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int other = __shfl_sync(~0u, entry, lane % 4 * 2 + i % 2 + i / 2 * 8);
-        rows[i] = loader.inner + static_cast<std::int64_t>(other) * D;
+        rows[i] = inner + static_cast<std::int64_t>(other) * D;
       }
-      add_slots({loader.tokens[entry] % 16, entry / args.shape.width, count}, [&](int d) {
+      add_rows(weights, [&](int d) {
         FragmentB<T> b;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -274,47 +319,57 @@ struct MixProducts {
         }
         return b;
       });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights.r[i] ^= 0x80008000u;
+      const std::uint32_t table = memory.clusters(cluster / kMixRows, 1);
+      add_rows(weights, [&](int d) {
+        FragmentB<T> b;
+        ldmatrix_x4_trans(b.r, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
+        return b;
+      });
     }
   }
   // Rows go through the queries' place, which this warp has read.
   __device__ void finish(int tile) {
-    const int first = loader.first_row(tile), left = run.span.length - first;
+    const int left = run.span.length - loader.first_row(tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = lane / 4 + 8 * half;
       const float total = quad_sum(softmax[half].sum);
-      const float inverse = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
-      if (lane % 4 == 0 && own < left)
-        args.lse[args.shape.row(run.span, run.head) + first + own] =
-            (softmax[half].shift + __log2f(total)) * kLn2;
+      float inverse, log2;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(total));
+      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(total));
+      if (!(total > 0.0f)) inverse = 0.0f;
+      if (lane % 4 == 0 && lane / 4 + 8 * half < left)
+        lse[tile * kMixRows + 8 * half] = (softmax[half].shift + log2) * kLn2;
 #pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const float* two = out[j / 8] + j % 8 * 4 + 2 * half;
-        const std::uint32_t word = pack2<T>(two[0] * inverse, two[1] * inverse);
-        const std::uint32_t to =
-            Tile<T, 64>{queries + j / 8 * Memory::kQueryBand}.chunk(own, j % 8) + lane % 4 * 4;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
-      }
+      for (int j = 0; j < kDim / 4; ++j) out[j / 16][j % 16 / 2 * 4 + 2 * half + j % 2] *= inverse;
+    }
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      const float* eight = out[d / 4] + d % 4 * 8;
+      const std::uint32_t words[4] = {pack2<T>(eight[0], eight[1]), pack2<T>(eight[2], eight[3]),
+                                      pack2<T>(eight[4], eight[5]), pack2<T>(eight[6], eight[7])};
+      store_matrices(queries, 2 * d, words);
     }
     __syncwarp();
-    const Rows<T> rows = args.out.rows(run.span.batch, run.head, run.span.begin);
+    uint4 words[kDim / 16];
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
-      const int band = i % (kDim / 64), own = i / (kDim / 64) * 4 + lane / 8;
-      if (own < left)
-        store_chunk(rows, first + own, band * 64 + lane % 8 * 8,
-                    Tile<T, 64>{queries + band * Memory::kQueryBand}.chunk(own, lane % 8));
+      const int band = i % (kDim / 64), row = i / (kDim / 64) * 4 + lane / 8;
+      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w)
+                   : "r"(Tile<T, 64>{queries + band * Memory::kQueryBand}.chunk(row, lane % 8))
+                   : "memory");
+    }
+    char* to = target + static_cast<std::int64_t>(tile) * kMixRows * target_pitch;
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      const int band = i % (kDim / 64), row = i / (kDim / 64) * 4;
+      if (row + lane / 8 < left && band * 64 + lane % 8 * 8 < args.shape.D)
+        *reinterpret_cast<uint4*>(to + static_cast<std::uint64_t>(target_pitch) * row +
+                                  band * 128) = words[i];
     }
     __syncwarp();
-  }
-  // 8 elements from shared memory.
-  __device__ static void store_chunk(const Rows<T>& rows, int row, int column, std::uint32_t from) {
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(from)
-                 : "memory");
-    if (column < rows.width) *reinterpret_cast<uint4*>(rows.row(row) + column) = words;
   }
 
   // The run's tiles that this warpgroup has; clusters() waits until the clusters are there.
@@ -322,35 +377,35 @@ struct MixProducts {
   __device__ void work(const Clusters& clusters) {
     const int step = static_cast<int>(blockDim.x) / kWarpgroup;
     int tile = run.first + static_cast<int>(threadIdx.x) / kWarpgroup;
-    const int first = loader.fetch_bounds(tile), second = loader.fetch_bounds(tile + step);
-    int bounds = loader.fetch_bounds(tile + 2 * step);
-    typename Loader::Lanes own, next;
-    own.range = loader.range(first);
-    own.entry = loader.fetch_entry(own.range, lane);
-    next.range = loader.range(second);
-    next.entry = loader.fetch_entry(next.range, lane);
-    loader.fetch_facts(own, tile);
-    loader.copy(0, tile, own);
+    typename Loader::Range range = loader.range(loader.fetch_bounds(tile));
+    int bounds = loader.fetch_bounds(tile + step), entry = loader.fetch_entry(range, lane);
+    float gate = loader.fetch_gate(tile);
+    loader.copy_queries(0, tile);
     clusters();
 #pragma unroll 1
-    for (int turn = 0; tile < run.end; tile += step, turn ^= 1) {
+    for (int turn = 0; tile < run.end; tile += step, ++turn) {
       cp_async_wait<0>();
       __syncwarp();
-      typename Loader::Lanes after;
-      after.range = loader.range(bounds);
-      after.entry = loader.fetch_entry(after.range, lane);
-      bounds = loader.fetch_bounds(tile + 3 * step);
-      if (tile + step < run.end) {
-        loader.copy(turn + 1, tile + step, next);
-        loader.fetch_facts(next, tile + step);
-      }
-      begin(turn, own.gate);
+      loader.copy_inner(range.count, entry);
+      if (Memory::kQueries == 2) loader.copy_queries(turn + 1, tile + step);
+      const int token = loader.tokens[entry];
+      const typename Loader::Range next = loader.range(bounds);
+      const int next_entry = loader.fetch_entry(next, lane);
+      bounds = loader.fetch_bounds(tile + 2 * step);
+      const float next_gate = loader.fetch_gate(tile + step);
+      begin(turn, gate, lane < range.count ? entry : -1);
+      slot_row = token % 16;
       sum_clusters();
-      sum_slots(turn, own);
+      cp_async_wait<Memory::kQueries - 1>();
+      __syncwarp();
+      sum_slots(range);
       finish(tile);
-      own = next;
-      next = after;
+      if (Memory::kQueries == 1) loader.copy_queries(turn + 1, tile + step);
+      range = next;
+      entry = next_entry;
+      gate = next_gate;
     }
+    cp_async_wait<0>();
   }
 };
 
@@ -383,7 +438,9 @@ __device__ void load_clusters(const MixArgs<T>& args, const MixMemory<T, kDim>& 
       const ClusterBits there(
           args.summary_lse ? args.summary_lse + shape.cluster(run.item, run.head, 0) : nullptr,
           tile * kMixRows, shape.clusters);
-      if (threadIdx.x == 0) memory.bits()[tile] = there.bits;
+      if (threadIdx.x == 0)
+        asm volatile("st.shared.b64 [%0], %1;" ::"r"(memory.bits(tile)), "l"(there.bits)
+                     : "memory");
     }
   cp_async_wait<0>();
   fence_async_proxy();
@@ -418,7 +475,8 @@ __global__ void __launch_bounds__(MixMemory<T, kDim>::kMost* kWarpgroup, 1)
     mix_sm90a_kernel(const __grid_constant__ MixArgs<T> args) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char shared[];
-  const MixMemory<T, kDim> memory{shared, (args.shape.clusters + kMixRows - 1) / kMixRows};
+  const MixMemory<T, kDim> memory(shared_address(shared),
+                                  (args.shape.clusters + kMixRows - 1) / kMixRows);
   for_runs(args, [&](const MixRun& run) {
     MixProducts<T, kDim>(args, memory, run).work([&] { load_clusters(args, memory, run); });
   });
@@ -443,7 +501,10 @@ bool mix_suits_sm90a(const MixArgs<T>& args) {
   const int tiles = (args.shape.clusters + kMixRows - 1) / kMixRows;
   const int groups =
       args.shape.D > 64 ? MixMemory<T, 128>::groups(tiles) : MixMemory<T, 64>::groups(tiles);
-  return !args.shape.laplace && args.q.aligned && args.out.aligned && groups > 0;
+  // Bytes between rows are counted in 32 bits.
+  const auto close = [](std::int64_t pitch) { return pitch >= 0 && pitch < 1ll << 30; };
+  return !args.shape.laplace && args.q.aligned && args.out.aligned && close(args.q.row) &&
+         close(args.out.row) && groups > 0;
 }
 
 template <class T>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
 // The scores of CAST's clusters (cast_select.h) on Hopper, where one block can hold all clusters
-// and weights are softmaxes:
-// 64 tokens against up to 256 clusters, queries by one warpgroup and keys by another, while a third
-// one loads. Two blocks side by side share the surrogates: each fetches half of them for both. At
-// the end the softmaxes are complete, and only their mix is written.
+// and weights are softmaxes: 64 tokens against up to 256 clusters, 32 by each of two warpgroups,
+// while a third one loads. Queries and keys of a token are rows of one product such that a thread
+// gets both, and only the mix of their softmaxes is written. Two blocks side by side share the
+// surrogates: each fetches half of them for both.
 #include <algorithm>
 
 #include "cuda/cast_select.h"
@@ -98,7 +98,7 @@ __device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from,
 
 template <int kClusters>
 struct ScoreStages {
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 4;                                  // as many as warps that load
   static constexpr int kGroup = 64 * 128, kTable = kClusters * 128;  // bytes
   static constexpr int kStage = kGroups * kGroup + kTable;
   static constexpr int kBytes = kStages * kStage + kStages * 16;
@@ -117,7 +117,7 @@ struct ScoreStages {
   __device__ static int phase(unsigned step) { return step / kStages & 1; }
   __device__ void init() const {
     if (threadIdx.x < kStages) {
-      mbarrier_init(full(threadIdx.x), kWarpgroup + 1);
+      mbarrier_init(full(threadIdx.x), 32 + 1);
       mbarrier_init(free(threadIdx.x), kPair * kGroups * kWarpgroup / 32);
     }
   }
@@ -151,65 +151,66 @@ struct ScoreBlock {
     steps = chunks * (all.scores.shape.list_heads == 1 ? all.scores.shape.H : 1);
   }
 
-  // Queries (side 0) or keys of the tile's tokens, to the rows of the warpgroups that have them.
+  // By a warp: queries (side 0) or keys of the tile's tokens, to the rows of the warpgroups that
+  // have them.
   __device__ void load_side(unsigned step, int side, const Rows<const T>& rows, int column,
                             const KeyChunk& tokens) const {
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, r = thread / 8;
-    const int own = column + thread % 8 * 8;
-    const bool inside = own < rows.width;
-    const std::uint32_t to = Tile<T, 64>{stages.tokens(step, 0)}.chunk(r % 8, thread % 8) +
-                             (r / 8 * 16 + side * 8) * 128;
-    const T* from = rows.row(tokens.begin + r) + own;
+    const int lane = static_cast<int>(threadIdx.x) % 32, own = column + lane % 8 * 8;
+    const int count = own < rows.width ? tokens.end - tokens.begin - lane / 8 : 0;
+    const std::uint32_t even =
+        Tile<T, 64>{stages.tokens(step, 0)}.chunk(lane / 8, lane % 8) + side * (8 * 128);
+    const std::uint32_t odd = even ^ 64;  // four rows further
+    const T* from = rows.row(tokens.begin + lane / 8) + own;
     const auto copy = [&](const auto& one) {
 #pragma unroll
-      for (int i = 0; i < kRows / 16; ++i) {
-        const bool there = inside && tokens.begin + r + 16 * i < tokens.end;
-        one(to + i / 2 * Stages::kGroup + i % 2 * (32 * 128), from + i * 16 * rows.pitch, there);
+      for (int i = 0; i < kRows; i += 4) {
+        // Eight tokens of a side are 8 rows, then come 8 of the other.
+        one((i % 8 == 0 ? even : odd) + i / 32 * Stages::kGroup + (i % 32 / 8 * 16 + i % 8) * 128,
+            from, i < count);
+        from += 4 * rows.pitch;
       }
     };
     if (rows.aligned)
-      copy([&](std::uint32_t target, const T* source, bool there) {
-        cp_async16(target, there ? source : rows.data, there ? 16 : 0);
+      copy([&](std::uint32_t to, const T* source, bool there) {
+        cp_async16(to, source, there ? 16 : 0);
       });
     else
-      copy([&](std::uint32_t target, const T* source, bool there) {
-        store_shared16(target,
+      copy([&](std::uint32_t to, const T* source, bool there) {
+        store_shared16(to,
                        there ? load_chunk(source - own, own, rows.width) : make_uint4(0, 0, 0, 0));
       });
   }
 
-  // By the last warpgroup: all steps of the block's tiles.
+  // By the last warpgroup: the steps of the block's tiles, a warp for each stage.
   __device__ void load() const {
     const CastShape& shape = args.scores.shape;
+    const bool aligned = args.q.aligned && args.k.aligned;
     const int half = static_cast<int>(pair_rank()) * (Stages::kTable / kPair);
-    unsigned number = 0;
-    for (unsigned unit = blockIdx.x; unit < args.units; unit += gridDim.x) {
-      const ScoreTile tile(args, unit);
-      for (unsigned step = 0; step < steps; ++step, ++number) {
-        if (number >= Stages::kStages)
-          mbarrier_wait(stages.free(number), Stages::phase(number) ^ 1);
-        const int head = tile.list_head + static_cast<int>(step) / chunks;
-        const int chunk = static_cast<int>(step) % chunks;
-        if (threadIdx.x % kWarpgroup == 0) {
-          expect_bytes(stages.full(number), Stages::kTable);
-          copy_to_pair(stages.table(number) + half,
-                       reinterpret_cast<const unsigned char*>(args.surrogates) +
-                           (static_cast<std::int64_t>(head) * chunks + chunk) * Stages::kTable +
-                           half,
-                       Stages::kTable / kPair, stages.full(number));
-        }
-        const ItemSpan& span = tile.tokens.keys;
-        load_side(number, 0, args.q.rows(span.batch, head, span.begin), chunk * kDepth,
-                  tile.tokens);
-        load_side(number, 1, args.k.rows(span.batch, head / shape.group, span.begin),
-                  chunk * kDepth, tile.tokens);
-        if (args.q.aligned && args.k.aligned) {
-          arrive_after_copies(stages.full(number));
-        } else {
-          cp_async_wait<0>();  // one of them may be aligned
-          fence_async_proxy();
-          mbarrier_arrive(stages.full(number));
-        }
+    const unsigned tiles = (args.units - blockIdx.x + gridDim.x - 1) / gridDim.x;
+    for (unsigned number = threadIdx.x % kWarpgroup / 32; number < tiles * steps;
+         number += Stages::kStages) {
+      const ScoreTile tile(args, blockIdx.x + number / steps * gridDim.x);
+      const ItemSpan& span = tile.tokens.keys;
+      const int step = static_cast<int>(number % steps), head = tile.list_head + step / chunks;
+      const int column = step % chunks * kDepth;
+      if (number >= Stages::kStages) mbarrier_wait(stages.free(number), Stages::phase(number) ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        expect_bytes(stages.full(number), Stages::kTable);
+        copy_to_pair(
+            stages.table(number) + half,
+            reinterpret_cast<const unsigned char*>(args.surrogates) +
+                (static_cast<std::int64_t>(tile.list_head) * chunks + step) * Stages::kTable + half,
+            Stages::kTable / kPair, stages.full(number));
+      }
+      load_side(number, 0, args.q.rows(span.batch, head, span.begin), column, tile.tokens);
+      load_side(number, 1, args.k.rows(span.batch, head / shape.group, span.begin), column,
+                tile.tokens);
+      if (aligned) {
+        arrive_after_copies(stages.full(number));
+      } else {
+        cp_async_wait<0>();  // one of them may be aligned
+        fence_async_proxy();
+        mbarrier_arrive(stages.full(number));
       }
     }
   }

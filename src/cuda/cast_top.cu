@@ -12,59 +12,79 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kPassing = 2048, kEach = kPassing / kThreads;  // keys in registers, of a thread
-constexpr int kMostWanted = 1024;                            // of the quick way
+constexpr int kPassing = 2048;     // keys that have room; as many are the sample
+constexpr int kMostWanted = 1024;  // of the quick way
+// Threads that look for a key among all, and their number of keys.
+constexpr int kSeekers = 256, kSeekerWarps = kSeekers / 32, kEach = kPassing / kSeekers;
 
 struct TopMemory {
   union {
     DigitMemory digits;
-    CandidateKey keys[kPassing];  // of what passes
+    CandidateKey keys[kPassing];  // of the sample, then of what passes
   };
   int chosen[kMostWanted];
+  CandidateKey found;
   int count, taken;  // of what passes, of the chosen
-  int warps[2][kWarps];
+  int warps[kWarps], seekers[2][kSeekerWarps];
 };
 
-// A key that at least `least` and at most `most` of all threads' keys are not below; `low` has that
-// property or has more, `high` fewer. Keys are distinct. By all threads of a block.
-__device__ CandidateKey find_key(const CandidateKey (&keys)[kEach], CandidateKey low,
-                                 CandidateKey high, int least, int most, TopMemory& memory) {
-  for (int turn = 0;; turn ^= 1) {
-    const CandidateKey middle = low + (high - low) / 2;
-    int count = 0;
+// A key that at least `least` and at most `most` of memory.keys[0, count) are not below; all of
+// them are distinct, and at least so many are not below `low`. By all threads of a block.
+__device__ CandidateKey find_key(int count, CandidateKey low, int least, int most,
+                                 TopMemory& memory) {
+  if (threadIdx.x < kSeekers) {
+    CandidateKey keys[kEach], high = candidate_key(INFINITY, 0) + 1;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) count += keys[i] >= middle;
-    count = __reduce_add_sync(~0u, count);
-    if (threadIdx.x % 32 == 0) memory.warps[turn][threadIdx.x / 32] = count;
-    __syncthreads();
-    count = __reduce_add_sync(~0u, memory.warps[turn][threadIdx.x % 32]);
-    if ((count >= least && count <= most) || middle == low) return middle;
-    (count > most ? low : high) = middle;
+    for (int i = 0; i < kEach; ++i) {
+      const int place = i * kSeekers + static_cast<int>(threadIdx.x);
+      keys[i] = place < count ? memory.keys[place] : 0;
+    }
+    for (int turn = 0;; turn ^= 1) {
+      const CandidateKey middle = low + (high - low) / 2;
+      int above = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) above += keys[i] >= middle;
+      above = __reduce_add_sync(~0u, above);
+      if (threadIdx.x % 32 == 0) memory.seekers[turn][threadIdx.x / 32] = above;
+      asm volatile("bar.sync 1, %0;" ::"n"(kSeekers) : "memory");
+      above = 0;
+#pragma unroll
+      for (int w = 0; w < kSeekerWarps; ++w) above += memory.seekers[turn][w];
+      low = above >= least ? middle : low;
+      high = above >= least ? high : middle;
+      if ((above >= least && above <= most) || high - low <= 1) break;
+    }
+    if (threadIdx.x == 0) memory.found = low;
   }
+  __syncthreads();
+  return memory.found;
 }
-// All scores are below.
-__device__ __forceinline__ CandidateKey above_scores() { return candidate_key(INFINITY, 0) + 1; }
 
 // Keys of tokens that are not below a bound which all of the `wanted` best pass, to memory.keys;
 // their number, or -1 if they were too few or have no room. Their order is any.
 template <bool kScored>
 __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemory& memory) {
-  constexpr int kBatch = kScored ? 16 : 4;  // scores of a thread on their way at a time
+  constexpr int kSampled = kPassing / kThreads;  // of a thread
+  constexpr int kBatch = kScored ? 16 : 4;       // scores of a thread on their way at a time
   const auto sampled = [&](int i) {
     return static_cast<int>((static_cast<std::int64_t>(i) * kThreads + threadIdx.x) * tokens /
                             kPassing);
   };
-  float values[kEach];
-  row.template scores<kScored>(values, sampled, tokens);
-  CandidateKey sample[kEach];
+  float sample[kSampled];
+  row.template scores<kScored>(sample, sampled, tokens);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sample[i] = candidate_key(values[i], sampled(i));
+  for (int i = 0; i < kSampled; ++i)
+    memory.keys[i * kThreads + threadIdx.x] = candidate_key(sample[i], sampled(i));
+  __syncthreads();
   // In the sample the best are so many on average; four standard deviations and some more.
   const float share = static_cast<float>(wanted) * kPassing / static_cast<float>(tokens);
   const int rank = static_cast<int>(share + 4.0f * sqrtf(share) + 4.0f);
   if (rank >= kPassing) return -1;
-  const float bound = score_of(find_key(sample, 1, above_scores(), rank, rank + rank / 4, memory));
-  for (int first = threadIdx.x; first < tokens; first += kBatch * kThreads) {
+  const float bound = score_of(find_key(kPassing, 1, rank, rank + rank / 4, memory));
+  // From the end, which was written last and may still be in the cache.
+  constexpr int kStep = kBatch * kThreads;
+  for (int begin = (tokens - 1) / kStep * kStep; begin >= 0; begin -= kStep) {
+    const int first = begin + static_cast<int>(threadIdx.x);
     float scores[kBatch];
     row.template scores<kScored>(
         scores, [&](int i) { return first + i * kThreads; }, tokens);
@@ -80,22 +100,25 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
   return count >= wanted && count <= kPassing ? count : -1;
 }
 
-// Writes the `wanted` best of all threads' keys, ascending by token; a key of 0 is none.
-__device__ void list_best(const CandidateKey (&keys)[kEach], int wanted, TopMemory& memory,
-                          std::int32_t* list) {
-  const CandidateKey last = find_key(keys, 1, above_scores(), wanted, wanted, memory);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    if (keys[i] >= last) memory.chosen[atomicAdd(&memory.taken, 1)] = index_of(keys[i]);
+// Writes the `wanted` best of memory.keys[0, count), ascending by token.
+__device__ void list_best(int count, int wanted, TopMemory& memory, std::int32_t* list) {
+  const CandidateKey last = find_key(count, 1, wanted, wanted, memory);
+  for (int i = threadIdx.x; i < count; i += kThreads)
+    if (memory.keys[i] >= last)
+      memory.chosen[atomicAdd(&memory.taken, 1)] = index_of(memory.keys[i]);
   __syncthreads();
-  // Pairs of neighbouring threads take the places of one token.
-  for (int i = threadIdx.x / 2; i < wanted; i += kThreads / 2) {
+  // Four neighbouring threads look for the place of one token.
+  constexpr int kTogether = 4;
+  for (int i = threadIdx.x / kTogether; i < wanted; i += kThreads / kTogether) {
     const int token = memory.chosen[i];
     int place = 0;
 #pragma unroll 16
-    for (int j = threadIdx.x % 2; j < wanted; j += 2) place += memory.chosen[j] < token;
-    place += __shfl_xor_sync(3u << (threadIdx.x & 30u), place, 1);
-    if (threadIdx.x % 2 == 0) list[place] = token;
+    for (int j = threadIdx.x % kTogether; j < wanted; j += kTogether)
+      place += memory.chosen[j] < token;
+    const unsigned together = 0xfu << (threadIdx.x & 28u);
+    place += __shfl_xor_sync(together, place, 1);
+    place += __shfl_xor_sync(together, place, 2);
+    if (threadIdx.x % kTogether == 0) list[place] = token;
   }
 }
 
@@ -115,12 +138,12 @@ __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, 
       votes[j] = __ballot_sync(~0u, token < tokens && row.key(token) >= last);
       count += __popc(votes[j]);
     }
-    if (lane == 0) memory.warps[0][warp] = count;
+    if (lane == 0) memory.warps[warp] = count;
     __syncthreads();
     int place = written;
     for (int w = 0; w < kWarps; ++w) {
-      place += w < warp ? memory.warps[0][w] : 0;
-      written += memory.warps[0][w];
+      place += w < warp ? memory.warps[w] : 0;
+      written += memory.warps[w];
     }
     __syncthreads();
 #pragma unroll
@@ -158,15 +181,11 @@ __global__ void __launch_bounds__(kThreads)
   if (wanted <= kMostWanted) {
     const int passing =
         tokens > kPassing ? find_passing<kScored>(row, tokens, wanted, memory) : tokens;
-    if (passing >= 0) {
-      CandidateKey keys[kEach];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int place = i * kThreads + static_cast<int>(threadIdx.x);
-        keys[i] = place >= passing ? 0 : tokens <= kPassing ? row.key(place) : memory.keys[place];
-      }
-      return list_best(keys, wanted, memory, list);
+    if (tokens <= kPassing) {
+      for (int i = threadIdx.x; i < tokens; i += kThreads) memory.keys[i] = row.key(i);
+      __syncthreads();
     }
+    if (passing >= 0) return list_best(passing, wanted, memory, list);
     __syncthreads();  // the keys' memory is that of the digits
   }
   const CandidateKey last =

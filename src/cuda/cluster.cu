@@ -34,16 +34,15 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
                  buffers, stream);
 }
 
-// Two launches where key_kmeans serves. Else 3, and 3 more for each iteration: sums of clusters,
-// centroids, labels.
+// One launch where key_kmeans serves, and a short one before it. Else 3, and 3 more for each
+// iteration: sums of clusters, centroids, labels.
 void key_metric_clusters(const ClusteringParams& params, const AttentionCall& call,
                          const Outputs& out, Arena& arena, cudaStream_t stream) {
   const ClusterShape shape = cluster_shape(call, params.clusters);
   const KeyMetricBuffers metric(arena, call, params.clusters);
   if (key_kmeans_serves(call, shape)) {
-    const KeyKMeansBuffers buffers(arena, shape);
+    const KeyKMeansBuffers buffers(arena, call, shape);
     if (!metric.centroids) return;
-    key_covariance(call, metric, {buffers.arrivals, buffers.teams}, stream);
     return key_kmeans(call, shape, metric, buffers,
                       {static_cast<int>(params.iterations) + 1, out.labels, out.order, out.offsets,
                        out.extra.means, out.extra.zeroed},

@@ -22,24 +22,20 @@
 
 #include "core/arena.h"
 #include "cuda/clustered.h"
+#include "cuda/device/cluster_units.cuh"
 #include "cuda/device/problem.cuh"
 #include "cuda/device/splits.cuh"
-#include "cuda/device/units.cuh"
 
 namespace coterie::cuda {
 
 constexpr float kLog2E = 1.44269504088896f;
-
-// A unit is the part of a cluster that one block works on: up to kUnitRows members in sorted order
-// (device/units.cuh). A cluster of n members has ceil(n / kUnitRows) of them, consecutive numbers.
-constexpr int kUnitBits = 10, kUnitRows = 1 << kUnitBits;
 
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  QueryTiles units;      // of a head
+  ClusterUnits units;    // the parts of clusters that blocks work on
   int pitch;             // of scratch rows: the head dim padded to 64 or 128
   bool sm90a;            // the kernels of *_sm90a.cu serve this call
   bool fused;            // centroid_gradients_sm90a serves this call
@@ -50,6 +46,8 @@ struct BackwardShape {
   // fp16 operands are kept in range by powers of two: G and its products times gradient_scale,
   // centroid weights times weight_scale. 1 for other types.
   float gradient_scale, weight_scale;
+  float weight_bits;  // log2(weight_scale)
+  float unscale;      // 1 / (gradient_scale weight_scale)
   ItemSpans spans;
 
   // Tiles of `size` keys over all items.
@@ -69,16 +67,14 @@ struct BackwardLists {
 
 template <class T>
 struct BackwardScratch {
-  float* unit_dout;    // (H, units, pitch): partial sums of g
-  float* unit_dmass;   // (H, units)
+  float* unit_dout;    // (units, pitch): partial sums of g
+  float* unit_dmass;   // (units)
   T *mean, *dout;      // (rows, pitch): operands of the centroid kernels
   float* row_lse;      // (rows): base 2, so that A = exp2(scale s - lse); +inf for empty clusters
   float* row_delta;    // (rows), times gradient_scale
   float* mean_slices;  // (splits, rows, pitch)
   float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
-  float *top_ds, *top_weight;  // (rows, topk): corrections of dS and A for top keys
-  // (H, units, topk, pitch / 16, 2, 16): dk and dv of the top keys of a unit, 16 columns by turns
-  T* slots;
+  T* slots;            // (units, topk, 2, pitch): dk and dv of the top keys of a unit
 };
 
 template <class T>
@@ -94,15 +90,10 @@ struct BackwardArgs {
 // waits for all that was launched before it, then lets the next one start: those behind it may read
 // inputs and saved tensors before they wait (device/early.cuh).
 
-// unit_dout, unit_dmass, slots, and dq as far as the top keys go. attend_member_bwd.cu
+// slots, dq as far as the top keys go, mean, dout, row_lse, row_delta and top_dmean.
+// attend_member_bwd.cu
 template <class T>
 void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
-// mean, dout, row_lse, row_delta, and what the centroid kernels get wrong: top_*; in the end, what
-// the mean adds to dq. attend_cluster_bwd.cu
-template <class T>
-void cluster_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
-template <class T>
-void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. attend_centroid_bwd.cu
 template <class T>
 void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
@@ -120,8 +111,12 @@ void centroid_mean_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t str
 constexpr int kFusedCentroids = 256;
 template <class T>
 void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// Adds the slots to dk and dv. fold.cu
+// What the mean adds to dq. attend_broadcast_bwd.cu
 template <class T>
-void fold_slots(const BackwardArgs<T>& args, cudaStream_t stream);
+void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+// Adds the slots to dk and dv; at the same time as broadcast_gradients, if that was launched just
+// before. fold.cu
+template <class T>
+void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -18,15 +18,13 @@ namespace coterie::cuda {
 bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape);
 
 struct KeyKMeansBuffers {
-  void* columns = nullptr;                  // (teams, 256, 64): centroids as the product takes them
-  float *bias = nullptr, *norms = nullptr;  // (teams, 256)
-  float* sums = nullptr;                    // (blocks, 256, 64)
-  std::int32_t* counts = nullptr;           // (blocks, 256)
-  std::int32_t* histograms = nullptr;       // (2, blocks, clusters)
-  unsigned* arrivals = nullptr;             // `teams` words, to be zeroed by an earlier kernel
+  float* sums = nullptr;           // (blocks, 256, 64)
+  std::int32_t* counts = nullptr;  // (blocks, 256)
+  std::int32_t* ranks = nullptr;   // (B, H, N): of a row among those of its block and cluster
+  unsigned* arrivals = nullptr;    // `teams` words
   std::int64_t teams = 0;
 
-  KeyKMeansBuffers(Arena& arena, const ClusterShape& shape);
+  KeyKMeansBuffers(Arena& arena, const AttentionCall& call, const ClusterShape& shape);
 };
 
 struct KeyKMeansRun {
@@ -36,7 +34,7 @@ struct KeyKMeansRun {
   ZeroedWords zeroed;                      // besides, for later kernels
 };
 
-// After key_covariance.
+// `metric` keeps the covariance and the centroids.
 void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
                 const KeyMetricBuffers& metric, const KeyKMeansBuffers& buffers,
                 const KeyKMeansRun& run, cudaStream_t stream);

@@ -16,35 +16,42 @@ constexpr int kMixRows = 64;  // tokens of a tile, clusters of a tile
 
 template <class T, int kDim>
 struct MixMemory {
-  static constexpr int kMost = kDim == 64 ? 3 : 2;  // warpgroups
-  static constexpr int kSlots = 32;                 // of a warp that have room: one a lane
-  static constexpr int kBand = kMixRows * 128;      // 64 columns of a tile
+  static constexpr int kMost = kDim == 64 ? 3 : 2;     // warpgroups
+  static constexpr int kQueries = kDim == 64 ? 2 : 1;  // tiles of queries
+  static constexpr int kSlots = 32;                    // of a warp that have room: one a lane
+  static constexpr int kBand = kMixRows * 128;         // 64 columns of a tile
   static constexpr int kTile = kDim / 64 * kBand;
   static constexpr int kQueryBand = 16 * 128, kInnerBand = kSlots * 128;
-  static constexpr int kStage = kDim / 64 * (kQueryBand + kInnerBand);
-  static constexpr int kGroup = 2 * kStage * (kWarpgroup / 32);
+  static constexpr int kWeights = 16 * 128;  // of a tile of clusters
+  static constexpr int kWarp = kDim / 64 * (kQueries * kQueryBand + kInnerBand) + kWeights;
+  static constexpr int kGroup = kWarp * (kWarpgroup / 32);
 
-  __host__ __device__ static constexpr int bytes(int tiles, int groups) {
+  static constexpr int bytes(int tiles, int groups) {
     return tiles * (2 * kTile + 8) + groups * kGroup;
   }
   // How many warpgroups have room.
   static int groups(int tiles) { return std::min((227 * 1024 - bytes(tiles, 0)) / kGroup, kMost); }
 
-  unsigned char* memory;
+  std::uint32_t base, own;  // of the block, of the warp
   int tiles;
+
+  __device__ MixMemory(std::uint32_t shared, int count)
+      : base(shared),
+        own(shared + 2 * count * kTile + static_cast<int>(threadIdx.x) / 32 * kWarp),
+        tiles(count) {}
 
   // Surrogates (0) or summaries (1) of 64 clusters.
   __device__ std::uint32_t clusters(int tile, int which) const {
-    return shared_address(memory) + (2 * tile + which) * kTile;
+    return base + (2 * tile + which) * kTile;
   }
+  __device__ std::uint32_t weights() const { return own; }
+  __device__ std::uint32_t inner() const { return own + kWeights; }
   __device__ std::uint32_t queries(int turn) const {
-    return clusters(tiles, 0) + (static_cast<int>(threadIdx.x) / 32 * 2 + turn % 2) * kStage;
+    return inner() + kDim / 64 * (kInnerBand + turn % kQueries * kQueryBand);
   }
-  __device__ std::uint32_t inner(int turn) const { return queries(turn) + kDim / 64 * kQueryBand; }
-  // Which clusters of a tile are there.
-  __device__ unsigned long long* bits() const {
-    const int groups = static_cast<int>(blockDim.x) / kWarpgroup;
-    return reinterpret_cast<unsigned long long*>(memory + 2 * tiles * kTile + groups * kGroup);
+  // Which clusters of a tile are there: 64 bits.
+  __device__ std::uint32_t bits(int tile) const {
+    return clusters(tiles, 0) + static_cast<int>(blockDim.x) / kWarpgroup * kGroup + tile * 8;
   }
 };
 
@@ -54,8 +61,8 @@ struct MixRun {
   ItemSpan span;
 };
 
-// Loads of a warp, for every `step`-th tile of a run. Slots are looked up three tiles ahead, their
-// entries two, and rows are copied one tile ahead.
+// Loads of a warp. Slots are looked up two tiles ahead, their entries and the queries one; the
+// inner outputs come while the clusters are multiplied.
 template <class T, int kDim>
 struct MixLoader {
   using Memory = MixMemory<T, kDim>;
@@ -64,19 +71,14 @@ struct MixLoader {
   struct Range {
     int begin, count;
   };
-  // What the lanes know: of their slot the entry and the token, of their row the gate.
-  struct Lanes {
-    Range range;
-    int entry, token;
-    float gate;
-  };
 
   const MixArgs<T>& args;
   const Memory memory;
   const MixRun run;
   const std::int32_t *entries, *tokens, *first, *count;
-  const T* inner;
   const float* gates;
+  const char *queries, *inner;  // with this lane's row and column
+  unsigned query_pitch, inner_pitch;
   int lane, warp_row;
 
   __device__ MixLoader(const MixArgs<T>& all, const Memory& shared, const MixRun& own)
@@ -93,8 +95,14 @@ struct MixLoader {
     tokens = args.slots.index + start;
     first = args.slots.first + row;
     count = args.slots.count + row;
-    inner = args.inner + shape.cluster(run.item, run.head, 0) * shape.width * shape.D;
     gates = shape.gates(run.span);
+    const Rows<const T> rows = args.q.rows(run.span.batch, run.head, run.span.begin);
+    query_pitch = static_cast<unsigned>(rows.pitch * sizeof(T));
+    inner_pitch = static_cast<unsigned>(shape.D * sizeof(T));
+    queries = reinterpret_cast<const char*>(rows.row(warp_row + lane / 8)) + lane % 8 * 16;
+    inner = reinterpret_cast<const char*>(args.inner + shape.cluster(run.item, run.head, 0) *
+                                                           shape.width * shape.D) +
+            lane % 8 * 16;
   }
 
   __device__ int first_row(int tile) const { return tile * kMixRows + warp_row; }
@@ -110,41 +118,50 @@ struct MixLoader {
     return {begin, __shfl_sync(~0u, bounds, 1) + __shfl_sync(~0u, bounds, 2) - begin};
   }
   __device__ int fetch_entry(const Range& range, int slot) const {
-    return slot < range.count ? entries[range.begin + slot] : -1;
+    return slot < range.count ? entries[range.begin + slot] : 0;
   }
-  __device__ void fetch_facts(Lanes& own, int tile) const {
-    own.token = own.entry >= 0 ? tokens[own.entry] : 0;
-    own.gate = gates[max(min(first_row(tile) + lane % 16, run.span.length - 1), 0)];
+  // Of row l % 16.
+  __device__ float fetch_gate(int tile) const {
+    return gates[min(first_row(tile) + lane % 16, run.span.length - 1)];
   }
-  // Starts to copy the queries and inner outputs of a tile; eight lanes a row.
-  __device__ void copy(int turn, int tile, const Lanes& own) const {
-    const int chunk = lane % 8, some = lane / 8;
-    const Rows<const T> rows = args.q.rows(run.span.batch, run.head, run.span.begin);
-    const int D = args.shape.D, begin = first_row(tile) + some;
+  // Starts to copy rows lane / 8, lane / 8 + 4, ..., a chunk of each: those that are there, zeros
+  // else. row(i) is the address of row lane / 8 + i and whether it is there.
+  template <int kRows, class Row>
+  __device__ void copy(std::uint32_t tile, int band_bytes, const Row& row) const {
+    // The permutation of the chunks is that of every other row.
+    const std::uint32_t even = Tile<T, 64>{tile}.chunk(lane / 8, lane % 8), odd = even ^ 64;
 #pragma unroll
-    for (int band = 0; band < kDim / 64; ++band) {
-      const bool inside = band * 64 + chunk * 8 < D;
-      const int column = inside ? band * 64 + chunk * 8 : 0;
-      const Tile<T, 64> queries{memory.queries(turn) + band * Memory::kQueryBand};
-      const T* from = rows.data + column;
+    for (int i = 0; i < kRows; i += 4) {
+      bool there;
+      const char* from = row(i, there);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool there = inside && begin + 4 * i < run.span.length;
-        cp_async16(queries.chunk(some + 4 * i, chunk),
-                   from + (there ? begin + 4 * i : 0) * rows.pitch, there ? 16 : 0);
+      for (int band = 0; band < kDim / 64; ++band) {
+        const bool inside = there && band * 64 + lane % 8 * 8 < args.shape.D;
+        cp_async16((i % 8 == 0 ? even : odd) + i * 128 + band * band_bytes, from + band * 128,
+                   inside ? 16 : 0);
       }
-      const Tile<T, 64> to{memory.inner(turn) + band * Memory::kInnerBand};
+    }
+  }
+  __device__ void copy_queries(int turn, int tile) const {
+    const char* start = queries + static_cast<std::int64_t>(tile) * kMixRows * query_pitch;
+    const int left = run.span.length - first_row(tile) - lane / 8;
+    copy<16>(memory.queries(turn), Memory::kQueryBand, [&](int i, bool& there) {
+      there = i < left;
+      return start + static_cast<std::uint64_t>(query_pitch) * i;
+    });
+    cp_async_commit();
+  }
+  // Lane i knows the entry of slot i.
+  __device__ void copy_inner(int slots, int entry) const {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (own.range.count <= 16 * half) break;
-#pragma unroll
-        for (int i = 16 * half; i < 16 * half + 16; i += 4) {
-          const int entry = __shfl_sync(~0u, own.entry, i + some);
-          cp_async16(to.chunk(i + some, chunk),
-                     inner + column + static_cast<std::int64_t>(max(entry, 0)) * D,
-                     inside && entry >= 0 ? 16 : 0);
-        }
-      }
+    for (int half = 0; half < 32; half += 16) {
+      if (slots <= half) break;
+      copy<16>(memory.inner() + half * 128, Memory::kInnerBand, [&](int i, bool& there) {
+        const int slot = half + i + lane / 8;
+        there = slot < slots;
+        return inner + static_cast<std::uint64_t>(inner_pitch) *
+                           static_cast<unsigned>(__shfl_sync(~0u, entry, slot));
+      });
     }
     cp_async_commit();
   }

@@ -58,24 +58,61 @@ template <int kWidth>
 using Sum = float[kWidth / 64][32];
 
 template <int kWidth>
-__device__ __forceinline__ void clear(Sum<kWidth>& sum) {
-#pragma unroll
-  for (int i = 0; i < kWidth / 2; ++i) sum[i / 32][i % 32] = 0.0f;
-#pragma unroll
-  for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(sum[band]);
-}
-template <int kWidth>
 __device__ __forceinline__ void settle(Sum<kWidth>& sum) {
 #pragma unroll
   for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(sum[band]);
 }
 
+// d = a b, or d += a b where `add` is not 0: 64 x 16 by 16 x 64, the depths of b being rows.
+#define COTERIE_ADD(type)                                                                          \
+  asm volatile(                                                                                    \
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                  \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%"  \
+      "24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"                      \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                         \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+template <class T>
+__device__ __forceinline__ void wgmma_from(float (&d)[32], const std::uint32_t (&a)[4],
+                                           std::uint64_t b, int add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    COTERIE_ADD("bf16");
+  else
+    COTERIE_ADD("f16");
+}
+#undef COTERIE_ADD
+
+// As add_products, but starts a sum where `add` is 0.
+template <class T, int kWidth>
+__device__ __forceinline__ void add_from(Sum<kWidth>& d, const std::uint32_t (&a)[4][4],
+                                         const Bands<T, kWidth, 64>& b, int add) {
+#pragma unroll
+  for (int band = 0; band < kWidth / 64; ++band)
+    wgmma_from<T>(d[band], a[0], b.by_rows(0, band), add);
+#pragma unroll
+  for (int k = 1; k < 4; ++k)
+#pragma unroll
+    for (int band = 0; band < kWidth / 64; ++band)
+      wgmma<T, 1, 1>(d[band], a[k], b.by_rows(16 * k, band));
+}
+// A sum that walk() starts: no value yet.
+template <int kWidth>
+__device__ __forceinline__ void declare(Sum<kWidth>& sum) {
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) asm volatile("" : "=f"(sum[i / 32][i % 32]));
+}
+
 // Products of own with others; weigh(s) makes weights of those of the first matrices, derive(d, s)
-// derivatives of those of the second. Starts sums of both with rows of the others.
+// derivatives of those of the second. Adds sums of both with rows of the others to what is there,
+// or starts with them where `add` is 0; they are on their way at the end.
 template <class T, int kWidth, class Weigh, class Derive>
 __device__ __forceinline__ void walk(const Pair<T, kWidth>& own, const Pair<T, kWidth>& other,
                                      const Bands<T, kWidth, 64>& weighted, Sum<kWidth>& derivatives,
-                                     Sum<kWidth>& weights, const Weigh& weigh,
+                                     Sum<kWidth>& weights, int add, const Weigh& weigh,
                                      const Derive& derive) {
   float s[32], d[32];
   std::uint32_t s_factor[4][4], d_factor[4][4];
@@ -93,9 +130,56 @@ __device__ __forceinline__ void walk(const Pair<T, kWidth>& own, const Pair<T, k
   pack_factor<T>(s_factor, s);
   pack_factor<T>(d_factor, d);
   wgmma_fence();
-  add_products(weights, s_factor, weighted, 0);
-  add_products(derivatives, d_factor, other.first, 0);
+  add_from<T, kWidth>(weights, s_factor, weighted, add);
+  add_from<T, kWidth>(derivatives, d_factor, other.first, add);
   wgmma_commit();
+}
+
+// Of a lane's two rows: the mean of d by the weights s.
+__device__ __forceinline__ void guess_delta(float (&guess)[2], const float (&d)[32],
+                                            const float (&s)[32]) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    float weights = 0.0f, products = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const int i = j / 2 * 4 + 2 * side + j % 2;
+      weights += s[i];
+      products = fmaf(s[i], d[i], products);
+    }
+    guess[side] = __fdividef(quad_sum(products), fmaxf(quad_sum(weights), 1e-30f));
+  }
+}
+
+// A warp's 16 rows of an accumulator to rows of `width` elements, of which `count` are there, by
+// way of its rows of a tile.
+template <class T>
+__device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int count, int width,
+                                           std::uint32_t tile, const float (&d)[32]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::uint32_t rows = tile + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 2048;
+  const std::uint32_t own = rows + lane % 16 * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+#pragma unroll
+  for (int i = 0; i < 32; i += 8)
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(own ^ (i * 4)),
+        "r"(pack2<T>(d[i], d[i + 1])), "r"(pack2<T>(d[i + 2], d[i + 3])),
+        "r"(pack2<T>(d[i + 4], d[i + 5])), "r"(pack2<T>(d[i + 6], d[i + 7]))
+        : "memory");
+  __syncwarp();
+  const int row = lane / 8, chunk = lane % 8;
+  const std::uint32_t even = rows + row * 128 + ((chunk ^ row) << 4);
+  T* first = to + row * pitch + chunk * 8;
+  const int end = chunk * 8 < width ? count - row : 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"((i % 2 ? even ^ 64 : even) + i * 512)
+                 : "memory");
+    if (4 * i < end) *reinterpret_cast<uint4*>(first + 4 * i * pitch) = words;
+  }
 }
 
 // 32 columns of a row from two neighbouring parts of a sum.

@@ -6,9 +6,8 @@
 #include <cstdint>
 
 #include "cuda/clustered_bwd.h"
-#include "cuda/device/bands.cuh"
-#include "cuda/device/softmax.cuh"
-#include "cuda/device/store.cuh"
+#include "cuda/device/copy_word.cuh"
+#include "cuda/device/key_tile.cuh"
 
 namespace coterie::cuda {
 
@@ -57,27 +56,11 @@ struct CentroidLayout {
   static constexpr int kBytes = kTask + static_cast<int>(sizeof(CentroidTask<T>));
 };
 
-// Copies four bytes, or zeros.
-__device__ __forceinline__ void cp_async4(const float* to, const float* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(there ? 4 : 0)
-               : "memory");
-}
-
 // Four 8 x 8 matrices of a left factor (pack_factor), to rows of a tile.
 __device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
                : "memory");
-}
-
-// What all lanes of a warp have, so that the compiler sees it: descriptors that are computed from
-// it stay in uniform registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-// A matrix from a row on.
-template <class Matrix>
-__device__ __forceinline__ Matrix uniform_rows(const Matrix& matrix, int row) {
-  return {__shfl_sync(~0u, matrix.base + row * 128, 0)};
 }
 
 // A block's shared memory.
@@ -125,34 +108,12 @@ struct CentroidBlock {
     }
     const int row = static_cast<int>(threadIdx.x);
     const std::int64_t from = row < total ? first + row : 0;
-    cp_async4(lse() + row, args.scratch.row_lse + from, row < total);
-    cp_async4(delta() + row, args.scratch.row_delta + from, row < total);
+    cp_async4(shared_address(lse() + row), args.scratch.row_lse + from, row < total);
+    cp_async4(shared_address(delta() + row), args.scratch.row_delta + from, row < total);
   }
   // The first key of a warpgroup in step `number`.
   __device__ int first_key(int group, int number) const {
     return task().keys.begin + number * kKeys + 64 * group;
-  }
-  // 64 rows to a place, by one warpgroup; slowly where they are not aligned, for want of registers.
-  __device__ static void load_rows(const typename L::Keys& to, const Rows<const T>& rows, int first,
-                                   int count) {
-    const int r = static_cast<int>(threadIdx.x) % kWarpgroup / 8, chunk = threadIdx.x % 8;
-    const Tile<T, 64> tile{to.base};
-    const T* from = rows.row(first + r) + 8 * chunk;
-    if (rows.aligned) {
-#pragma unroll
-      for (int step = 0; step < 64; step += 16) {
-        const bool there = 8 * chunk < rows.width && r + step < count;
-        cp_async16(tile.chunk(r + step, chunk), there ? from + step * rows.pitch : rows.data,
-                   there ? 16 : 0);
-      }
-      return;
-    }
-#pragma unroll 1
-    for (int step = 0; step < 64; step += 16)
-      store_shared16(tile.chunk(r + step, chunk),
-                     r + step < count
-                         ? load_chunk(rows.row(first + r + step), 8 * chunk, rows.width)
-                         : make_uint4(0, 0, 0, 0));
   }
   __device__ void load_keys(int number) const {
 #pragma unroll
@@ -171,31 +132,6 @@ struct CentroidBlock {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(loaded(number));
   }
 
-  // s becomes the weights of 64 keys, of which `count` are there, for 64 centroids from `row` on.
-  __device__ void weigh(float (&s)[32], int row, int count) const {
-    const float scale = args.shape.scale * kLog2E;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float2 l = *reinterpret_cast<const float2*>(lse() + row + 8 * n + threadIdx.x % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[4 * n + i] = exp2_approximate(fmaf(s[4 * n + i], scale, -(i % 2 ? l.y : l.x)));
-    }
-    if (count >= 64) return;  // exp2 of -lse could overflow, and inf times a zero key is NaN
-#pragma unroll
-    for (int i = 0; i < 32; ++i)
-      if (group_row(i / 2 % 2) >= count) s[i] = 0.0f;
-  }
-  __device__ void differentiate(float (&ds)[32], const float (&s)[32], int row) const {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float2 e =
-          *reinterpret_cast<const float2*>(delta() + row + 8 * n + threadIdx.x % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        ds[4 * n + i] = s[4 * n + i] * (ds[4 * n + i] - (i % 2 ? e.y : e.x));
-    }
-  }
   // dS of this warpgroup to a buffer.
   __device__ void store_scores(int group, int buffer, const std::uint32_t (&ds)[4][4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -206,21 +142,6 @@ struct CentroidBlock {
     for (int k = 0; k < 4; ++k) store_matrices(first ^ (k << 5), ds[k]);
   }
 
-  __device__ void store(const Rows<T>& rows, const float (&sum)[1][32], float factor,
-                        int first) const {
-    if (!rows.data) return;
-    const int count = task().keys.end - first;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      Accumulator pair[2];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = sum[0][part * 16 + i] * factor;
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-        store_columns(rows, first + group_row(side), group_row(side) < count, 32 * part, pair,
-                      side);
-    }
-  }
   // dmean of all centroids: the slice of this range of keys.
   __device__ void store_means(const float (&sum)[kTiles][32]) const {
     const BackwardShape& shape = args.shape;

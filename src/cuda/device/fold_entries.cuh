@@ -13,7 +13,6 @@ namespace coterie::cuda {
 
 constexpr int kMostKeys = 4096, kLeastKeys = 64;  // of a tile
 constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
-constexpr int kRowLanes = 8, kShares = kFoldThreads / kRowLanes;  // lanes of a share
 // Entries sorted at a time; a tile with more of them is added up in several rounds.
 constexpr int kEntries = 2048;
 static_assert(kEntries >= kMaxTopKeys, "a round takes at least one list");
@@ -36,14 +35,14 @@ __device__ __forceinline__ int slot_of(Entry entry) {
   return static_cast<int>(entry & ((1u << kSlotBits) - 1));
 }
 
-// Rows of scratch.slots: one for each unit of the cluster, topk rows apart.
-struct SlotRows {
-  int first, units;
+// Places of a cluster's units: the first one, and the second, which the others follow.
+struct UnitPlaces {
+  int first, second, units;
 };
 
 struct FoldMemory {
   Entry found[kEntries];
-  SlotRows rows[kEntries];
+  UnitPlaces units[kEntries];
   int ends[kMostKeys];  // entries of each key, then where its next one goes
   int count;
 
@@ -69,15 +68,14 @@ struct FoldBlock {
   __device__ int head(int list) const {
     return key_head * args.shape.group + list / args.shape.clusters;
   }
-  __device__ SlotRows slot_rows(Entry entry) const {
+  __device__ UnitPlaces unit_places(Entry entry) const {
     const BackwardShape& shape = args.shape;
     const int list = list_of(entry), cluster = list % shape.clusters;
-    const std::int64_t problem = static_cast<std::int64_t>(keys.item) * shape.H + head(list);
-    const std::int32_t* offset = args.lists.offsets + problem * (shape.clusters + 1) + cluster;
+    const int row = shape.units.row(keys.item, head(list), cluster);
+    const std::int32_t* offset = args.lists.offsets + row + row / shape.clusters;
     const int begin = offset[0], end = offset[1];
-    const int unit =
-        head(list) * shape.units.total + shape.units.first_tile(keys.item, cluster, queries, begin);
-    return {unit * shape.topk + slot_of(entry), (end - begin + kUnitRows - 1) / kUnitRows};
+    return {row, shape.units.second_place(head(list), queries, begin),
+            (end - begin + kUnitRows - 1) / kUnitRows};
   }
 
   // Finds the entries of lists [first, last) in any order, and counts them by key; returns their
@@ -136,7 +134,7 @@ __device__ __forceinline__ void sort_entries(const FoldBlock<T>& block, FoldMemo
     int place = begin;
     for (int j = begin; j < memory.ends[key]; ++j) place += entries[j] < entry;
     memory.found[place] = entry;
-    memory.rows[place] = block.slot_rows(entry);
+    memory.units[place] = block.unit_places(entry);
   }
   __syncthreads();
 }

@@ -1,76 +1,81 @@
 // SPDX-License-Identifier: MIT
 // Members of a cluster against its top keys, in the backward pass (clustered_bwd.h): what a block
-// works on, its shared memory, and the weights.
+// works on, its shared memory, and what it copies there.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/ascending.cuh"
+#include "cuda/device/copy_word.cuh"
 #include "cuda/device/load.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/softmax.cuh"
+#include "cuda/device/row_chunk.cuh"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
 
-// Shared memory: kStages times Q and dO rows, weights of kSlotTile slots, the top keys' numbers;
+// Shared memory: two stages of Q and dO rows with their numbers and lse, weights of kSlotTile
+// slots, a place for 32 columns of dq, mean and output of the cluster, the top keys' numbers;
 // behind these for every kSlotTile slots dS, keys and values.
 template <class T, int kWidth, int kBlockWarps>
 struct MemberShape {
-  static constexpr int kWarps = kBlockWarps, kThreads = 32 * kWarps;
+  static constexpr int kWarps = kBlockWarps;
+  static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRowTile = 16 * kWarps;  // members at a time
-  static constexpr int kStages = kWarps / 2;
   static constexpr int kRowTileBytes = kRowTile * kWidth * static_cast<int>(sizeof(T));
   static constexpr int kSlotTileBytes = kSlotTile * kWidth * static_cast<int>(sizeof(T));
   static constexpr int kWeightBytes = kRowTile * kSlotTile * static_cast<int>(sizeof(T));
-  static constexpr int kWeights = 2 * kStages * kRowTileBytes;
-  static constexpr int kKeys = kWeights + kWeightBytes;
+  static constexpr int kWeights = 4 * kRowTileBytes;
+  static constexpr int kFacts = kWeights + 2 * kWeightBytes;
+  static constexpr int kCluster = kFacts + 2 * kRowTile * 8;
+  static constexpr int kKeys = kCluster + 2 * kWidth * 4;
   static constexpr int kSlots = kKeys + kMaxTopKeys * 4;
   static constexpr int kTileBytes = kWeightBytes + 2 * kSlotTileBytes;  // of kSlotTile slots
-  static constexpr int kMinBlocks = sizeof(T) == 4 ? 1
-                                    : kWidth > 64  ? 8 / kWarps
-                                    : kWarps == 2  ? 6
-                                                   : 4;
+  static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kWidth > 64 ? 2 : kWarps == 2 ? 6 : 4;
   static constexpr int bytes(int tiles) { return kSlots + tiles * kTileBytes; }
 };
 
-// The rows of a tile that this thread copies, by number; the same ones of two tensors.
+// Rows of a tile that this thread copies, by number; the same ones of two tensors.
 template <class T, int kWidth, int kRows, int kThreads>
 struct Gather {
   static constexpr int kChunks = Tile<T, kWidth>::kChunks;
   static constexpr int kStep = kThreads / kChunks, kCount = kRows / kStep;
   static_assert(kStep > 0 && kThreads % kChunks == 0 && kRows % kStep == 0, "whole rows");
+  const std::int32_t* list;  // from this thread's first row on
+  int left;                  // entries from there on
   int number[kCount];
 
-  __device__ void find(const std::int32_t* list, int first, int end) {
+  __device__ void find(const std::int32_t* order, int first, int end) {
     const int r = first + static_cast<int>(threadIdx.x) / kChunks;
+    list = order + r;
+    left = end - r;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) number[i] = r + i * kStep < end ? list[r + i * kStep] : -1;
+    for (int i = 0; i < kCount; ++i) number[i] = i * kStep < left ? list[i * kStep] : -1;
   }
   __device__ void load(const Tile<T, kWidth>& tile, const Rows<const T>& rows) const {
     const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
     const int column = chunk * Tile<T, kWidth>::kVector;
-    const T* from = rows.data + column;
-    if (rows.aligned) {
+    if (in_vectors(rows)) {
       const bool inside = column < rows.width;
+      const T* from = rows.data + (inside ? column : 0);
+      const int pitch = pitch_bytes(rows);
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        cp_async16(tile.chunk(r + i * kStep, chunk), from + max(number[i], 0) * rows.pitch,
+        cp_async16(tile.chunk(r + i * kStep, chunk), row_address(from, max(number[i], 0), pitch),
                    number[i] >= 0 && inside ? 16 : 0);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        uint4 words = make_uint4(0, 0, 0, 0);
-        if (number[i] >= 0)
-          words = load_chunk(from + number[i] * rows.pitch, 0, rows.width - column);
-        store_shared16(tile.chunk(r + i * kStep, chunk), words);
-      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      const int row = i * kStep < left ? list[i * kStep] : -1;
+      store_shared16(
+          tile.chunk(r + i * kStep, chunk),
+          load_slowly(rows.row(max(row, 0)) + column, row >= 0 ? rows.width - column : 0));
     }
   }
 };
 
-// What a block works on.
+// What a block works on: members [unit.first, unit.first + unit.count) in sorted order.
 template <class T, int kWidth, int kWarps>
 struct MemberBlock {
   using S = MemberShape<T, kWidth, kWarps>;
@@ -78,34 +83,40 @@ struct MemberBlock {
   unsigned char* memory;
   std::uint32_t base;
   int head;
-  QueryTile unit;
+  ClusterUnit unit;
   ItemSpan k_span;
-  std::int64_t row;           // of the cluster
+  int row;                    // of the cluster
   std::int64_t token;         // of the item's first query in (B, H, N) tensors
-  const std::int32_t* order;  // of the unit's members
+  const std::int32_t* order;  // of the members
 
-  __device__ MemberBlock(const BackwardArgs<T>& a, unsigned char* m)
-      : args(a), memory(m), base(shared_address(m)) {
+  __device__ MemberBlock(const BackwardArgs<T>& a, unsigned char* m, int h, const ClusterUnit& u)
+      : args(a), memory(m), base(shared_address(m)), head(h), unit(u) {
     const BackwardShape& shape = args.shape;
-    head = static_cast<int>(blockIdx.x) / shape.units.total;
-    unit = shape.units.find(shape.spans.q, args.lists.offsets, shape.H, head,
-                            static_cast<int>(blockIdx.x) % shape.units.total);
-    if (unit.count == 0) return;
     k_span = shape.spans.k.span(unit.item);
-    row = (static_cast<std::int64_t>(unit.item) * shape.H + head) * shape.clusters + unit.cluster;
+    row = shape.units.row(unit.item, head, unit.cluster);
     token =
         (static_cast<std::int64_t>(unit.span.batch) * shape.H + head) * shape.N + unit.span.begin;
     order = args.lists.order + token + unit.first;
   }
 
+  __device__ static int stage(int first) { return first / S::kRowTile % 2; }
+  __device__ Tile<T, kWidth> rows(int first, int tensor) const {
+    return {base + (2 * stage(first) + tensor) * S::kRowTileBytes};
+  }
+  // Of the rows of a stage: their numbers (-1: none) and lse.
+  __device__ std::int32_t* numbers(int first) const {
+    return reinterpret_cast<std::int32_t*>(memory + S::kFacts) + stage(first) * 2 * S::kRowTile;
+  }
+  __device__ float* lse(int first) const {
+    return reinterpret_cast<float*>(numbers(first) + S::kRowTile);
+  }
+  __device__ float* mean() const { return reinterpret_cast<float*>(memory + S::kCluster); }
+  __device__ float* out() const { return mean() + kWidth; }
   __device__ std::int32_t* keys() const {
     return reinterpret_cast<std::int32_t*>(memory + S::kKeys);
   }
-  __device__ Tile<T, kWidth> rows(int first, int tensor) const {
-    const int stage = first / S::kRowTile % S::kStages;
-    return {base + (2 * stage + tensor) * S::kRowTileBytes};
-  }
   __device__ Tile<T, kSlotTile> weights() const { return {base + S::kWeights}; }
+  __device__ Tile<T, kSlotTile> staging() const { return {base + S::kWeights + S::kWeightBytes}; }
   // Of slots [kSlotTile tile, kSlotTile (tile + 1)).
   __device__ Tile<T, kSlotTile> derivatives(int tile) const {
     return {base + S::kSlots + tile * S::kTileBytes};
@@ -121,7 +132,7 @@ struct MemberBlock {
   // Tells how many top keys there are; keys() is filled for the causal form only. By whole warps.
   __device__ int count_keys() const {
     const int lane = threadIdx.x % 32, topk = args.shape.topk;
-    const std::int32_t* list = args.lists.top_keys + row * topk;
+    const std::int32_t* list = args.lists.top_keys + static_cast<std::int64_t>(row) * topk;
     int count = 0;
     for (int slot = lane; slot - lane < topk; slot += 32) {
       const int key = slot < topk ? list[slot] : -1;
@@ -135,69 +146,69 @@ struct MemberBlock {
     if (!args.shape.causal) return count;
     return count_up_to(keys(), count, member + k_span.length - unit.span.length);
   }
-  // Keys and values of the top keys' slots [kSlotTile tile, kSlotTile (tile + 1)).
-  __device__ void load_slots(int tile) const {
-    const int key_head = head / args.shape.group;
-    Gather<T, kWidth, kSlotTile, S::kThreads> gather;
-    gather.find(args.lists.top_keys + row * args.shape.topk, tile * kSlotTile, args.shape.topk);
-    gather.load(slots(tile, 0), args.k.rows(k_span.batch, key_head, k_span.begin));
-    gather.load(slots(tile, 1), args.v.rows(k_span.batch, key_head, k_span.begin));
+  // Keys and values of all slots.
+  __device__ void load_slots() const {
+    const int group = args.shape.group, topk = args.shape.topk;
+    const int key_head = group > 1 ? head / group : head;
+    for (int tile = 0; tile * kSlotTile < topk; ++tile) {
+      Gather<T, kWidth, kSlotTile, S::kThreads> gather;
+      gather.find(args.lists.top_keys + static_cast<std::int64_t>(row) * topk, tile * kSlotTile,
+                  topk);
+      gather.load(slots(tile, 0), args.k.rows(k_span.batch, key_head, k_span.begin));
+      gather.load(slots(tile, 1), args.v.rows(k_span.batch, key_head, k_span.begin));
+    }
+  }
+  // Mean and output of the cluster.
+  __device__ void load_cluster() const {
+    const float* mean_row = args.lists.centroids + static_cast<std::int64_t>(row) * args.k.width;
+    const float* out_row = args.lists.out + static_cast<std::int64_t>(row) * args.v.width;
+#pragma unroll
+    for (int i = 0; i < kWidth; i += S::kThreads) {
+      const int column = i + static_cast<int>(threadIdx.x);
+      if (column >= kWidth) break;
+      cp_async4(shared_address(mean() + column), mean_row + min(column, args.k.width - 1),
+                column < args.k.width);
+      cp_async4(shared_address(out() + column), out_row + min(column, args.v.width - 1),
+                column < args.v.width);
+    }
   }
 };
 
-// lse in base 2; +inf, which makes weights 0, for rows without keys.
-__device__ __forceinline__ float log2_lse(const float* lse, std::int64_t row, bool there) {
-  const float value = there ? lse[row] * kLog2E : INFINITY;
-  return value == -INFINITY ? INFINITY : value;
-}
+// The members of a unit on their way to shared memory, a tile at a time: find() asks for the
+// numbers of its rows, load() copies them.
+template <class T, int kWidth, int kWarps>
+struct MemberRows {
+  using Block = MemberBlock<T, kWidth, kWarps>;
+  using S = MemberShape<T, kWidth, kWarps>;
+  const Block& block;
+  Rows<const T> q, g;
+  Gather<T, kWidth, S::kRowTile, S::kThreads> gather;
+  int own;  // number of the row whose lse this thread copies
 
-// p and g . v of the warp's 16 rows over kSlotTile slots, of which the lane's two rows see the
-// first keys[].
-template <class T, int kWidth>
-__device__ __forceinline__ void weights(Accumulator (&p)[2], Accumulator (&gv)[2],
-                                        const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG,
-                                        const Tile<T, kWidth>& sK, const Tile<T, kWidth>& sV,
-                                        const float (&lse)[2], const int (&keys)[2], float scale) {
-  const int row = threadIdx.x / 32 * 16;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) p[i / 8][i / 4 % 2][i % 4] = gv[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll
-  for (int d = 0; d < kWidth; d += 16) {
-    FragmentA<T> q, g;
-    load_a(q, sQ, row, d);
-    load_a(g, sG, row, d);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      FragmentB<T> b;
-      load_b(b, sK, 16 * n, d);
-      multiply_add(p[n], q, b);
-      load_b(b, sV, 16 * n, d);
-      multiply_add(gv[n], g, b);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float& x = p[i / 8][i / 4 % 2][i % 4];
-    const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
-    x = column < keys[i / 2 % 2] ? exp2_approximate(fmaf(x, scale, -lse[i / 2 % 2])) : 0.0f;
-  }
-}
+  __device__ explicit MemberRows(const Block& b)
+      : block(b),
+        q(b.args.q.rows(b.unit.span.batch, b.head, b.unit.span.begin)),
+        g(b.args.g.rows(b.unit.span.batch, b.head, b.unit.span.begin)) {}
 
-template <class T>
-__device__ __forceinline__ void store_weights(const Tile<T, kSlotTile>& tile,
-                                              const Accumulator (&acc)[2]) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const std::uint32_t to = tile.address(row + 8 * side, 8 * n + lane % 4 * 2);
-      const float low = acc[n / 2][n % 2][2 * side], high = acc[n / 2][n % 2][2 * side + 1];
-      if constexpr (sizeof(T) == 2)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pack2<T>(low, high)) : "memory");
-      else
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(low), "f"(high) : "memory");
+  __device__ void find(int first) {
+    const int r = first + static_cast<int>(threadIdx.x);
+    if (first >= block.unit.count) return;
+    gather.find(block.order, first, block.unit.count);
+    own = r < block.unit.count ? block.order[r] : -1;
+  }
+  __device__ void load(int first) const {
+    if (first >= block.unit.count) return cp_async_commit();
+    const bool top = block.args.shape.topk > 0;
+    if (top) gather.load(block.rows(first, 0), q);
+    gather.load(block.rows(first, 1), g);
+    if (threadIdx.x < S::kRowTile) {
+      block.numbers(first)[threadIdx.x] = own;
+      if (top)
+        cp_async4(shared_address(block.lse(first) + threadIdx.x),
+                  block.args.lists.lse + block.token + max(own, 0), own >= 0);
     }
-}
+    cp_async_commit();
+  }
+};
 
 }  // namespace coterie::cuda

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: MIT
+// What the backward pass of CAST has of rows in scalars, and its gradients of gates and surrogates.
+// All sums run in a fixed order.
+#include <algorithm>
+
+#include "cuda/device/await.cuh"
+#include "cuda/device/cast_bwd.cuh"
+#include "cuda/launch.h"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// psi and sigmoid of gates, and of their opposites.
+__global__ void __launch_bounds__(kThreads)
+    gates_kernel(const __grid_constant__ CastShape shape, float4* gates) {
+  await_previous();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= static_cast<std::int64_t>(shape.B) * shape.N) return;
+  const float gate = shape.gate[i];
+  gates[i] = make_float4(gate_factor(shape, gate), gate_sigmoid(gate), gate_factor(shape, -gate),
+                         gate_sigmoid(-gate));
+}
+
+// The facts of rows (cast.h); a thread has one.
+__global__ void __launch_bounds__(kThreads)
+    row_facts_kernel(const __grid_constant__ CastShape shape,
+                     const __grid_constant__ CastBackward pass, KeyChunks tiles) {
+  await_previous();
+  const KeyChunk tile = tiles.find(shape.tokens, static_cast<int>(blockIdx.x));
+  const int head = static_cast<int>(blockIdx.y), list_head = shape.list_head(head);
+  const int token = tile.begin + static_cast<int>(threadIdx.x);
+  if (token >= tile.end) return;
+  const std::int64_t place = shape.row(tile.keys, head) + token;
+  const std::int64_t row = pass.slots.row(tile.keys, list_head, token);
+  const std::int32_t* entries =
+      pass.slots.slots + pass.slots.start(tile.item, tile.keys, list_head) + pass.slots.first[row];
+  const float* excess = pass.excess + shape.cluster(tile.item, head, 0) * shape.width;
+  const int count = pass.slots.count[row];
+  const float lse = shape.laplace ? 0.0f : pass.saved.combine_lse[place];
+  const float4* gates = pass.gates + static_cast<std::int64_t>(tile.keys.batch) * shape.N;
+  const float factor = shape.scale * gates[tile.keys.begin + token].x;
+  float sum = 0.0f;
+  for (int e = 0; e < count; ++e) sum += excess[entries[e]];
+  pass.facts[place] = make_float4(factor * kLog2e, lse * kLog2e, sum, 0.0f);
+}
+
+// `lanes` threads per token, a power of two up to 32: the gradients of its gate by the heads' rows
+// and slots.
+__global__ void __launch_bounds__(kThreads)
+    fold_gate_kernel(const __grid_constant__ CastShape shape,
+                     const __grid_constant__ CastBackward pass, int lanes) {
+  await_previous();
+  const std::int64_t number =
+      (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes;
+  const bool inside = number < static_cast<std::int64_t>(shape.B) * shape.N;
+  const int batch = inside ? static_cast<int>(number / shape.N) : 0;
+  const int row = inside ? static_cast<int>(number % shape.N) : 0;
+  const int item = inside && shape.gate_scale ? shape.tokens.item_of(batch, row, shape.items) : -1;
+  float sum = 0.0f;
+  if (item >= 0) {
+    const ItemSpan span = shape.tokens.span(item);
+    const int token = row - span.begin;
+    const float slope = shape.scale * pass.gates[number].y;
+    for (int head = static_cast<int>(threadIdx.x) % lanes; head < shape.H; head += lanes) {
+      const int list_head = shape.list_head(head);
+      const std::int64_t place = pass.slots.row(span, list_head, token);
+      const int begin = pass.slots.first[place], end = begin + pass.slots.count[place];
+      const std::int32_t* entries = pass.slots.slots + pass.slots.start(item, span, list_head);
+      const float* slots = pass.dgate_slots + shape.cluster(item, head, 0) * shape.width;
+      sum = fmaf(slope, pass.dgate_rows[shape.row(span, head) + token], sum);
+      for (int e = begin; e < end; ++e) sum += slots[entries[e]];
+    }
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (inside && threadIdx.x % lanes == 0)
+    static_cast<float*>(pass.gradients.dgate.data)[number] = sum;
+}
+
+// Two warps per cluster, of its surrogate and its summary.
+__global__ void __launch_bounds__(kThreads)
+    totals_kernel(const __grid_constant__ CastShape shape,
+                  const __grid_constant__ CastBackward pass) {
+  await_previous();
+  const int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  const int number = unit / 2, which = unit % 2, D = shape.D;
+  if (number >= shape.items * shape.H * shape.clusters) return;
+  const int item = number / shape.clusters / shape.H, cluster = number % (shape.clusters * shape.H);
+  const KeyChunks& chunks = pass.chunks;
+  const int parts = chunks.count(shape.tokens.span(item).length);
+  const std::int64_t step = static_cast<std::int64_t>(shape.H) * shape.clusters * 2 * D;
+  const float* from = pass.partials + chunks.first_slot(shape.tokens, item) * step +
+                      (static_cast<std::int64_t>(cluster) * 2 + which) * D;
+  const std::int64_t place = static_cast<std::int64_t>(number) * D;
+  const float* members = pass.member_parts + (place * 2) * pass.member_tiles + which * D;
+  float* to = which == 0 ? pass.dsurrogate : pass.dsummary;
+  float dot = 0.0f;
+  for (int d = threadIdx.x % 32; d < D; d += 32) {
+    float value = 0.0f;
+    for (int tile = 0; tile < pass.member_tiles; ++tile) value += members[tile * 2 * D + d];
+#pragma unroll 8
+    for (int part = 0; part < parts; ++part) value += from[part * step + d];
+    to[place + d] = value;
+    dot = fmaf(value, pass.saved.summary[place + d], dot);
+  }
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) dot += __shfl_xor_sync(~0u, dot, lane);
+  if (which == 1 && threadIdx.x % 32 == 0) pass.summary_dots[number] = dot;
+}
+
+// By the mix and through the summaries.
+__global__ void __launch_bounds__(kThreads)
+    fold_surrogates_kernel(const __grid_constant__ CastShape shape,
+                           const __grid_constant__ CastBackward pass, std::int64_t count) {
+  await_previous();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const std::int64_t row = i / shape.D, column = i % shape.D;
+  float sum = 0.0f;
+  for (int item = 0; item < shape.items; ++item) {
+    sum += pass.dsurrogate[item * count + i];
+    const float* keys =
+        pass.key_parts + (item * count + row * shape.D) * pass.member_tiles + column;
+    for (int tile = 0; tile < pass.member_tiles; ++tile) sum += keys[tile * shape.D];
+  }
+  static_cast<float*>(pass.gradients.dcentroids.data)[i] = sum;
+}
+
+unsigned blocks_of(std::int64_t count, int each) {
+  return static_cast<unsigned>((count + each - 1) / each);
+}
+
+}  // namespace
+
+void cast_gates(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                cudaStream_t stream) {
+  launch_early("cast gates", gates_kernel, dim3(blocks_of(call.B * call.N, kThreads)), kThreads, 0,
+               stream, shape, pass.gates);
+}
+
+void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {
+  const KeyChunks tiles = token_tiles(shape, kThreads);
+  if (tiles.slots == 0) return;
+  launch_early("cast facts", row_facts_kernel,
+               dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H)), kThreads,
+               0, stream, shape, pass, tiles);
+}
+
+void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {
+  const std::int64_t clusters = static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters;
+  if (clusters == 0) return;
+  launch_early("cast totals", totals_kernel, dim3(blocks_of(2 * clusters, kThreads / 32)), kThreads,
+               0, stream, shape, pass);
+}
+
+void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                     cudaStream_t stream) {
+  const AttentionGradients& to = pass.gradients;
+  if (to.dgate.present()) {
+    const int lanes = std::min(power_of_two(shape.H), 32);
+    launch_early("cast gates", fold_gate_kernel, dim3(blocks_of(call.B * call.N * lanes, kThreads)),
+                 kThreads, 0, stream, shape, pass, lanes);
+  }
+  if (to.dcentroids.present()) {
+    const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
+    launch_early("cast surrogates", fold_surrogates_kernel, dim3(blocks_of(count, kThreads)),
+                 kThreads, 0, stream, shape, pass, count);
+  }
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: MIT
+// The backward pass of the attention inside CAST's clusters, on Hopper: how rows of members come
+// to the warpgroups that compute. For lists of up to 256 members.
+//
+// A block takes clusters in turn. Each has tiles of 64 members. Warpgroups own tiles of two
+// matrices in turn (queries and gradients, or keys and values) and walk all tiles of the other two,
+// which they share: those pass through a ring. One more warpgroup loads.
+#pragma once
+
+#include "cuda/device/cast_walk.cuh"
+
+namespace coterie::cuda {
+
+template <class T>
+struct InnerArgs {
+  CastShape shape;
+  CastBackward pass;
+  Tensor4<const T> q, k, v, grad_out;
+  const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
+
+  __device__ int clusters() const { return shape.items * shape.H * shape.clusters; }
+  __device__ int tiles() const { return (shape.width + 63) / 64; }
+  __device__ const float* surrogate(int cluster) const {  // of (item, head, cluster)
+    const int heads = shape.H * shape.clusters;
+    return shape.surrogates + static_cast<std::int64_t>(cluster % heads) * shape.D;
+  }
+};
+
+// What a computing warpgroup has to know of one of its rows; zeros where there is none, but for an
+// infinite lse.
+struct alignas(16) InnerRow {
+  float lse;          // queries: of the scores, base 2
+  float factor;       // of the logits of the mix, or of the summary
+  float combine_lse;  // queries: of the mix
+  float slope;        // of the factor by the gate
+};
+
+// One cluster and what is its.
+template <class T>
+struct InnerCluster {
+  int item, head, cluster;
+  ItemSpan span;
+  std::int64_t number, first_slot;
+  const std::int32_t* list;
+
+  __device__ InnerCluster(const InnerArgs<T>& args, int n) {
+    const CastShape& shape = args.shape;
+    cluster = n % shape.clusters;
+    head = n / shape.clusters % shape.H;
+    item = n / shape.clusters / shape.H;
+    span = shape.tokens.span(item);
+    number = n;
+    first_slot = number * shape.width;
+    list = shape.list(item, head, cluster);
+  }
+};
+
+template <class T>
+struct InnerMemory {
+  static constexpr int kGroups = 3, kThreads = (kGroups + 1) * kWarpgroup;
+  static constexpr int kRing = 7, kOwn = 2 * kGroups;  // tiles
+  using Tiles = Pair<T, 64>;
+  // Beside a tile of the ring: a tile of 8 rows, of which up to four are the cluster's; in the
+  // place of the others facts of the 64 rows.
+  static constexpr int kBeside = 1024, kFactsAt = 512;
+  static constexpr int kOwnAt = kRing * Tiles::kBytes, kBesideAt = kOwnAt + kOwn * Tiles::kBytes;
+  static constexpr int kSumsAt = kBesideAt + kRing * kBeside;  // 8 rows a group: weights of sums
+  static constexpr int kRowsAt = kSumsAt + kGroups * 1024;
+  static constexpr int kBarriersAt = kRowsAt + kOwn * 64 * static_cast<int>(sizeof(InnerRow));
+  static constexpr int kCountsAt = kBarriersAt + 16 * (kRing + kOwn);
+  static constexpr int kBytes = kCountsAt + 4 * kRing;
+  unsigned char* memory;
+  std::uint32_t base;
+
+  __device__ explicit InnerMemory(unsigned char* shared)
+      : memory(shared), base(shared_address(shared)) {}
+  __device__ Tiles ring(int place) const { return Tiles(base + place * Tiles::kBytes); }
+  __device__ Tiles own(int place) const { return Tiles(base + kOwnAt + place * Tiles::kBytes); }
+  __device__ Tile<T, 64> beside(int place) const { return {base + kBesideAt + place * kBeside}; }
+  __device__ Tile<T, 64> sums(int group) const { return {base + kSumsAt + group * 1024}; }
+  __device__ float* facts(int place) const {  // 64 shifts, 64 deltas
+    return reinterpret_cast<float*>(memory + kBesideAt + place * kBeside + kFactsAt);
+  }
+  __device__ int& count(int place) const {  // members of a tile in the ring
+    return reinterpret_cast<int*>(memory + kCountsAt)[place];
+  }
+  __device__ InnerRow* rows(int place) const {  // of a group's own
+    return reinterpret_cast<InnerRow*>(memory + kRowsAt) + place * 64;
+  }
+  __device__ std::uint32_t ring_full(int place) const { return base + kBarriersAt + 16 * place; }
+  __device__ std::uint32_t ring_empty(int place) const { return ring_full(place) + 8; }
+  __device__ std::uint32_t own_full(int place) const { return ring_full(kRing + place); }
+  __device__ std::uint32_t own_empty(int place) const { return own_full(place) + 8; }
+
+  // By one thread; all threads of the block wait for it.
+  __device__ void start() const {
+    for (int i = 0; i < kRing + kOwn; ++i) {
+      mbarrier_init(ring_full(i), 33);  // lanes' copies, and one for what a warp writes itself
+      mbarrier_init(ring_empty(i), i < kRing ? 4 * kGroups : 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  // Tile number n of the ring, or tile `turn` of a group's own.
+  __device__ void wait_ring(int n) const { mbarrier_wait(ring_full(n % kRing), n / kRing & 1); }
+  __device__ void wait_own(int group, int turn) const {
+    mbarrier_wait(own_full(2 * group + turn % 2), turn / 2 & 1);
+  }
+};
+
+// The rows of 64 members. A lane knows two of their tokens.
+struct MemberRows {
+  int token[2];
+
+  __device__ MemberRows(const std::int32_t* list, int first, int width) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int place = first + 32 * half + lane;
+      token[half] = place < width ? list[place] : -1;
+    }
+  }
+  __device__ int count() const {
+    return __popc(__ballot_sync(~0u, token[0] >= 0)) + __popc(__ballot_sync(~0u, token[1] >= 0));
+  }
+  // Copies rows of two matrices, by a warp.
+  template <class T>
+  __device__ void copy(const Pair<T, 64>& to, const Rows<const T>& a,
+                       const Rows<const T>& b) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % 8, above = lane / 8;
+    const bool inside = chunk * 8 < a.width;
+    const int members = count(), end = inside ? members - above : 0;
+    const T *from_a = a.data + (inside ? chunk * 8 : 0),
+            *from_b = b.data + (inside ? chunk * 8 : 0);
+    const int pitch_a = static_cast<int>(a.pitch) * 2, pitch_b = static_cast<int>(b.pitch) * 2;
+    const std::uint32_t even = to.first.base + above * 128 + ((chunk ^ above) << 4);
+    const std::uint32_t odd = even ^ 64;
+    constexpr int kSecond = Pair<T, 64>::Matrix::kBytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int tokens = max(token[half], 0);
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {
+        const int row = __shfl_sync(~0u, tokens, 4 * step + above);
+        const int bytes = 32 * half + 4 * step < end ? 16 : 0;
+        const std::uint32_t place = (step % 2 ? odd : even) + (8 * half + step) * 512;
+        cp_async16(place, row_address(from_a, row, pitch_a), bytes);
+        cp_async16(place + kSecond, row_address(from_b, row, pitch_b), bytes);
+      }
+    }
+  }
+
+ private:
+  // One instruction; the compiler takes several.
+  __device__ static const void* row_address(const void* base, int row, int pitch) {
+    std::uint64_t address;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(pitch), "l"(base));
+    return reinterpret_cast<const void*>(address);
+  }
+};
+
+// The loading warpgroup. All its warps wait for every place in order, and load in turn.
+// load_own(cluster, tile, place), load_ring(cluster, tile, place): by a warp.
+template <class T, class Own, class Ring>
+__device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
+                                              const InnerMemory<T>& memory, int begin, int end,
+                                              const Own& load_own, const Ring& load_ring) {
+  using M = InnerMemory<T>;
+  const int tiles = args.tiles(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  int job = 0;
+  const auto mine = [&] { return job++ % 4 == warp; };
+  const auto publish = [&](std::uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+  };
+  // Of a cluster: its first own tile, its tiles of the ring, the rest of its own.
+#pragma unroll 1
+  for (int cluster = begin; cluster < end; ++cluster)
+#pragma unroll 1
+    for (int i = 0; i < 2 * tiles; ++i) {
+      const bool shared = i > 0 && i <= tiles;
+      const int tile = i == 0 ? 0 : shared ? i - 1 : i - tiles;
+      const int t = (cluster - begin) * tiles + tile, turn = t / M::kGroups;
+      const int place = shared ? t % M::kRing : t % M::kGroups * 2 + turn % 2;
+      if (shared && t >= M::kRing)
+        mbarrier_wait(memory.ring_empty(place), (t / M::kRing + 1) & 1);
+      else if (!shared && turn >= 2)
+        mbarrier_wait(memory.own_empty(place), (turn / 2 + 1) & 1);
+      if (!mine()) continue;
+      if (shared)
+        load_ring(cluster, tile, place);
+      else
+        load_own(cluster, tile, place);
+      publish(shared ? memory.ring_full(place) : memory.own_full(place));
+    }
+}
+
+// The tiles that one computing warpgroup owns: body(first tile of the cluster in the ring, tile,
+// place of its own). All is there when it is called, and given back behind it.
+template <class T, class Body>
+__device__ __forceinline__ void for_own_tiles(const InnerArgs<T>& args,
+                                              const InnerMemory<T>& memory, int begin, int end,
+                                              const Body& body) {
+  using M = InnerMemory<T>;
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int tiles = args.tiles(), total = (end - begin) * tiles;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  struct Cursor {  // a tile of the ring
+    int number = 0, place = 0, phase = 0;
+    __device__ void step() {
+      ++number;
+      if (++place == M::kRing) {
+        place = 0;
+        phase ^= 1;
+      }
+    }
+  } ready, given;  // the first that was not waited for, or not given back
+  const auto wait_below = [&](int n) {
+#pragma unroll 1
+    for (; ready.number < n; ready.step())
+      mbarrier_wait(memory.ring_full(ready.place), ready.phase);
+  };
+  int ring = 0, tile = group;  // first tile of the cluster in the ring; own tile
+  for (; tile >= tiles; tile -= tiles) ring += tiles;
+#pragma unroll 1
+  for (int turn = 0; ring < total; ++turn) {
+    const int place = 2 * group + turn % 2;
+    memory.wait_own(group, turn);
+    wait_below(ring + tiles);
+    fence_async_proxy();
+    body(ring, tile, place);
+    __syncwarp();
+    if (first_lane) mbarrier_arrive(memory.own_empty(place));
+    for (tile += M::kGroups; tile >= tiles; tile -= tiles) ring += tiles;
+    if (ring >= total) break;
+    wait_below(ring);
+#pragma unroll 1
+    for (; given.number < ring; given.step())
+      if (first_lane) mbarrier_arrive(memory.ring_empty(given.place));
+  }
+}
+
+// d += a b, 64 x 16 by 16 x 8, both in shared memory. With kTransposed the depths of a are rows of
+// its tile; those of b are columns.
+template <class T, int kTransposed>
+__device__ __forceinline__ void wgmma_narrow(float (&d)[4], std::uint64_t a, std::uint64_t b) {
+#define COTERIE_NARROW(type)                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type \
+               " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, %6, 0;"                  \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
+               : "l"(a), "l"(b), "n"(kTransposed))
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    COTERIE_NARROW("bf16");
+  else
+    COTERIE_NARROW("f16");
+#undef COTERIE_NARROW
+}
+
+}  // namespace coterie::cuda
