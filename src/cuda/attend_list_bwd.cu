@@ -38,36 +38,46 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
   return args;
 }
 
-// Whether rows can be copied and written 16 bytes at a time, and are less than 2 GiB apart.
+// Whether warpgroup products serve a call: rows can be copied and written 16 bytes at a time and
+// are less than 2 GiB apart; ranks, places and slots are ints there; query heads that share keys
+// share lists.
 template <class T>
-bool aligned_rows(const ListBackwardArgs<T>& args) {
+bool takes(const AttentionCall& call, const ListPlan& plan, const ListBackwardArgs<T>& args) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 30;
   const auto near = [](const Tensor4<const T>& rows) {
-    return rows.aligned && rows.row < std::int64_t{1} << 29;
+    return rows.aligned && rows.row < kMost / 2;
   };
   const auto wanted = [](const Tensor4<T>& rows) { return !rows.data || rows.aligned; };
-  return near(args.q) && near(args.k) && near(args.v) && near(args.g) && wanted(args.dq.rows) &&
-         wanted(args.dk.rows) && wanted(args.dv.rows);
+  const SlotSide& queries = args.problem.q;
+  return sizeof(T) == 2 && on_hopper() && plan.ranges.rule != ListRule::wrap && near(args.q) &&
+         near(args.k) && near(args.v) && near(args.g) && wanted(args.dq.rows) &&
+         wanted(args.dk.rows) && wanted(args.dv.rows) &&
+         (!queries.index || queries.heads / queries.index_heads % args.problem.group == 0) &&
+         call.N * plan.queries.per_row < kMost / 4 && call.S * plan.keys.per_row < kMost / 4 &&
+         list_query_slots(call, plan) < kMost && list_key_slots(call, plan) < kMost &&
+         call.H <= 0xffff && call.B <= 0xffff;
 }
 
 // Launches a pass's kernels. Warpgroup products serve what is used most; mma.sync the rest, in one
 // form for all.
 template <class T>
-void launch(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
+void launch(const ListBackwardArgs<T>& args, ListForm form, bool hopper, const ListKernels& wanted,
             cudaStream_t stream) {
   dispatch_wide_dim("lists", args.problem.width, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     if constexpr (sizeof(T) == 2)
-      if (form != ListForm::general && on_hopper() && aligned_rows(args))
+      if (form != ListForm::general && hopper)
         return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
     launch_lists<WarpProducts<T, kWidth>, ListForm::general>(args, wanted, stream);
   });
 }
 
 template <class T>
-ListSums<T> sums_of(const TensorView& rows, float* slots) {
+ListSums<T> sums_of(const TensorView& rows, void* slots, bool rounded) {
   ListSums<T> sums{};
   if (rows.present()) sums.rows = tensor4<T>(rows);
   sums.slots = slots;
+  sums.rounded = rounded;
   return sums;
 }
 
@@ -83,9 +93,9 @@ void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
-    args.dq = sums_of<T>(gradients.dq, gradients.slot_dq);
-    args.dk = sums_of<T>(gradients.dk, gradients.slot_dk);
-    args.dv = sums_of<T>(gradients.dv, gradients.slot_dv);
+    args.dq = sums_of<T>(gradients.dq, gradients.slot_dq, gradients.slots_rounded);
+    args.dk = sums_of<T>(gradients.dk, gradients.slot_dk, gradients.slots_rounded);
+    args.dv = sums_of<T>(gradients.dv, gradients.slot_dv, gradients.slots_rounded);
     args.normalise = gradients.normalise;
     args.dq_products = gradients.dq_products;
     if (recompute) {
@@ -101,9 +111,11 @@ void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
       zero_padding(gradients.dk, call.inputs.k_sequences, call.num_items(), stream);
     if (gradients.dv.present())
       zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
-    launch(args, backward_form(plan, gradients), {wanted.queries, false}, stream);
+    const ListForm form = backward_form(plan, gradients);
+    const bool hopper = takes(call, plan, args);
+    launch(args, form, hopper, {wanted.queries, false}, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
-    launch(args, backward_form(plan, gradients), {false, wanted.keys}, stream);
+    launch(args, form, hopper, {false, wanted.keys}, stream);
   });
 }
 
@@ -114,7 +126,7 @@ void lists_delta(const AttentionCall& call, const ListPlan& plan, const ListGrad
     ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
     args.delta_out = delta;
     args.delta_out_by_slot = true;
-    launch(args, backward_form(plan, gradients), {true, false}, stream);
+    launch(args, backward_form(plan, gradients), takes(call, plan, args), {true, false}, stream);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "cuda/device/list_bwd_keys.cuh"
-#include "cuda/device/list_bwd_producer.cuh"
 #include "cuda/device/list_bwd_queries.cuh"
 #include "cuda/device/list_bwd_wgmma.cuh"
 #include "cuda/list_bwd.h"
@@ -13,52 +12,99 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+// The steps of a block.
+struct StepRun {
+  int heads, of_head;  // all steps, and those of a head
+  int count;           // of a block, at most
+  bool rounds;         // three steps walk over their tiles together
+
+  // Number `place` of a block's, -1 if there is none. In rounds blocks take three at a time, forth
+  // and back, those of the longest ranges first where ranges grow or shrink along a list.
+  __device__ int number(int place, bool keys) const {
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    if (!rounds) {
+      const int number = block * count + place;
+      return number < heads * of_head ? number : -1;
+    }
+    const int turn = place / kBackwardGroups,
+              threes = (of_head + kBackwardGroups - 1) / kBackwardGroups;
+    const int three = turn * blocks + (turn % 2 ? blocks - 1 - block : block);
+    const int unit = keys ? three / heads : threes - 1 - three / heads;
+    const int step = unit * kBackwardGroups + place % kBackwardGroups;
+    return three < threes * heads && step < of_head ? three % heads * of_head + step : -1;
+  }
+};
 
 template <class T, ListForm kForm, bool kKeys>
-__global__ void __launch_bounds__(kStreamThreads, 1)
+__global__ void __launch_bounds__(BackwardShape<kForm, kKeys>::kThreads, 1)
     list_stream_kernel(const __grid_constant__ ListBackwardArgs<T> args,
-                       const __grid_constant__ ListTiles tiles) {
+                       const __grid_constant__ ListTiles tiles, const StepRun run) {
   await_previous();
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& memory = *reinterpret_cast<StreamMemory<kForm, kKeys>*>(bytes);
-  memory.start();
-  const int heads = kKeys ? args.problem.k.heads : args.problem.q.heads;
-  const int total = tiles.total * heads, blocks = static_cast<int>(gridDim.x);
-  // Blocks take rounds forth and back, and those of the longest ranges first where ranges grow or
-  // shrink along a list.
-  const auto number_of = [&](int round) {
-    const int place = static_cast<int>(blockIdx.x);
-    return round * blocks + (round % 2 ? blocks - 1 - place : place);
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const BackwardShape<kForm, kKeys> shape(memory);
+  shape.init();
+  const auto make = [&](int place, StreamStep& step) {
+    const int number = run.number(place, kKeys);
+    if (number >= 0) make_step<T, kKeys>(args, tiles, number, step);
   };
-  if (threadIdx.x >= kStreamGroups * kWarpgroup) {
+  const StreamPlan plan =
+      plan_steps(shape, run.count, run.rounds, kKeys ? args.problem.group : 1, make);
+  if (threadIdx.x >= shape.kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    ListProducer<T, kForm, kKeys> producer{args, tiles, memory};
-    const int team = static_cast<int>(threadIdx.x) % kWarpgroup / (32 * kStreamTeamWarps);
-#pragma unroll 1
-    for (int round = team; number_of(round) < total; round += kStreamTeams) {
-      const int unit = number_of(round) / heads;
-      producer.produce(round, number_of(round) % heads, kKeys ? unit : tiles.total - 1 - unit);
-    }
+    const ListLoader<T, kForm, kKeys> loader{args, shape};
+    load_steps(
+        shape, plan, run.rounds,
+        [&](int number, const StreamStep& step, const auto& ready) {
+          loader.own(number, step, ready);
+        },
+        [&](int number, const StreamStep& step, int place, const auto& ready) {
+          loader.tile(number, step, place, ready);
+        });
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    int rounds = total / blocks;
-    if (number_of(rounds) < total) ++rounds;
     if constexpr (kKeys)
-      key_rounds<T, kForm>(args, memory, rounds);
+      key_steps<T, kForm>(args, shape, plan);
     else
-      query_rounds<T, kForm>(args, memory, rounds);
+      query_steps<T, kForm>(args, shape, plan);
   }
+}
+
+// Tiles of the other side that 64 rows meet, at most; for ends, and lists of unknown lengths, what
+// is to be expected.
+std::int64_t span_tiles(const ListProblem& problem, const SlotSide& other) {
+  std::int64_t ranks = other.spans.rows;
+  if (other.layout == ListLayout::residues) ranks = (ranks + other.lists - 1) / other.lists;
+  if (other.layout == ListLayout::members) ranks = other.width;
+  const std::int64_t window = problem.window;
+  if (problem.rule == ListRule::sliding || problem.rule == ListRule::ends)
+    ranks = std::min(ranks, kStreamRows + window);
+  if (problem.rule == ListRule::blocked)
+    ranks = std::min(ranks, kStreamRows + window * (1 + problem.before + problem.after));
+  return (ranks + kStreamRows - 1) / kStreamRows;
 }
 
 template <class T, ListForm kForm, bool kKeys>
 void launch_stream(const ListBackwardArgs<T>& args, cudaStream_t stream) {
-  const SlotSide& side = kKeys ? args.problem.k : args.problem.q;
-  const ListTiles tiles = list_tiles(side, kStreamRoundBits);
-  const int blocks = std::min(tiles.total * side.heads, multiprocessors());
-  if (blocks > 0)
-    launch_early("list_stream_kernel", list_stream_kernel<T, kForm, kKeys>, dim3(blocks),
-                 kStreamThreads, sizeof(StreamMemory<kForm, kKeys>), stream, args, tiles);
+  using Shape = BackwardShape<kForm, kKeys>;
+  const ListProblem& problem = args.problem;
+  const SlotSide& side = kKeys ? problem.k : problem.q;
+  const ListTiles tiles = list_tiles(side, kStreamBits);
+  if (tiles.total == 0) return;
+  StepRun run{side.heads, tiles.total, 0, false};
+  // Steps at work share a ring that holds what they meet, and some tiles on their way.
+  run.rounds = span_tiles(problem, kKeys ? problem.q : problem.k) + 2 > Shape::kRing ||
+               (kKeys && problem.group > 1);
+  const auto split = [](int whole, int parts) { return (whole + parts - 1) / parts; };
+  const int unit = run.rounds ? kBackwardGroups : 1;
+  const int units = run.rounds ? split(tiles.total, unit) * side.heads : tiles.total * side.heads;
+  const int waves = split(units, multiprocessors() * (kStreamPlan / unit));
+  const int of_block = split(units, multiprocessors() * waves);
+  run.count = of_block * unit;
+  launch_early("list_stream_kernel", list_stream_kernel<T, kForm, kKeys>,
+               dim3(static_cast<unsigned>(split(units, of_block))), Shape::kThreads, Shape::kBytes,
+               stream, args, tiles, run);
 }
 
 template <class T, ListForm kForm>
@@ -78,11 +124,8 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
     else
       launch_form<T, ListForm::normalised>(args, wanted, stream);
   } else {
-    using P = GroupProducts<T, kWidth>;
-    if (form == ListForm::plain)
-      launch_lists<P, ListForm::plain>(args, wanted, stream);
-    else
-      launch_lists<P, ListForm::normalised>(args, wanted, stream);
+    // Of wide rows one form serves both, for the sake of the time to compile.
+    launch_lists<GroupProducts<T, kWidth>, ListForm::normalised>(args, wanted, stream);
   }
 }
 

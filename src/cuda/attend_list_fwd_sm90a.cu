@@ -12,6 +12,7 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kTile = kStreamRows;
+constexpr int kGroups = 3;  // warpgroups that compute
 template <int kDim>
 constexpr int kProducerRegisters = kDim == 64 ? 80 : 56;
 template <int kDim>
@@ -23,7 +24,7 @@ constexpr int kForwardRing = kDim == 128                ? 5
                                                         : 9;
 
 template <int kDim, ListForm kForm>
-using ForwardStream = StreamShape<kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
+using ForwardStream = StreamShape<kGroups, kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
                                   (sizeof(QueryTileFacts) + kTile - 1) / kTile,
                                   kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
@@ -77,9 +78,10 @@ __device__ void produce(const ListForwardArgs<T>& args, const ForwardShape<kDim,
   using Shape = ForwardShape<kDim, kForm>;
   const ListProblem& problem = args.problem;
   const int lane = threadIdx.x % 32;
-  const auto load_queries = [&](int number, const StreamStep& step) {
+  const auto load_queries = [&](int number, const StreamStep& step, const auto& ready) {
     int row[2];
     list_rows(row, problem.q, step.own_at, step.rows);
+    ready();
     load_list_rows<kDim>(shape.own(number, 0), args.q.rows(step.batch, step.head, step.own_begin),
                          row);
     const float scale = problem.score_scale(step.head) * kLog2e;
@@ -110,15 +112,17 @@ __device__ void produce(const ListForwardArgs<T>& args, const ForwardShape<kDim,
     tile.lse = args.lse && !args.slot_rows ? args.lse + base : args.lse;
   };
   int head = -1, key_head = 0, value_head = 0;  // of the tile before: divisions take long
-  const auto load_keys = [&](int number, const StreamStep& step, int rank) {
+  const auto load_keys = [&](int number, const StreamStep& step, int place, const auto& ready) {
     if (step.head != head) {
       head = step.head;
       key_head = head / problem.group;
       value_head = head / problem.value_group;
     }
     int row[2];
+    const int rank = step.low + place * kTile;
     list_rows(row, problem.k, step.other_at + (problem.k.index ? rank : rank * problem.k.lists),
               step.count - rank);
+    ready();
     const std::uint32_t tiles[2] = {shape.tile(number, 0), shape.tile(number, 1)};
     const Rows<const T> rows[2] = {args.k.rows(step.batch, key_head, step.other_begin),
                                    args.v.rows(step.batch, value_head, step.other_begin)};
@@ -159,11 +163,10 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
   StepQueries<T, kDim> queries;
   float s[32];
 #pragma unroll 1
-  for (int number = uniform(threadIdx.x / kWarpgroup); number < plan.steps;
-       number += kStreamGroups) {
+  for (int number = uniform(threadIdx.x / kWarpgroup); number < plan.steps; number += kGroups) {
     const StreamStep& step = shape.plan()[number];
     const int first = uniform(step.ring), end = first + uniform(step.tiles);
-    const int after = number + kStreamGroups;
+    const int after = number + kGroups;
     int keep = plan.tiles, after_tiles = 0, after_fresh = 0;  // of the next step
     if (after < plan.steps) {
       keep = uniform(shape.plan()[after].ring);
@@ -215,7 +218,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
       const Ring values{keys + kTensor};
       // The first scores of the next step, where its first tile, and those that are loaded before
       // its queries, come by themselves.
-      if (Shape::kSlots > kStreamGroups && after_tiles > 0 &&
+      if (Shape::kSlots > kGroups && after_tiles > 0 &&
           keep + max(after_tiles - after_fresh, 1) <= Shape::reach(reader)) {
         started = true;
         shape.wait_own(after);
@@ -245,7 +248,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
 }
 
 template <class T, int kDim, ListForm kForm>
-__global__ void __launch_bounds__(kStreamThreads, 1)
+__global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
                               bool rounds) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -253,10 +256,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   shape.init();
   const int begin = blockIdx.x * units;
   const int count = min(units, args.tiles.total * args.problem.q.heads - begin);
-  const StreamPlan plan =
-      plan_steps(shape, begin, count, rounds,
-                 [&](int number, StreamStep& step) { make_step(args, number, step); });
-  if (threadIdx.x >= kStreamGroups * kWarpgroup) {
+  const StreamPlan plan = plan_steps(shape, count, rounds, 1, [&](int place, StreamStep& step) {
+    make_step(args, begin + place, step);
+  });
+  if (threadIdx.x >= kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim>));
     produce<T, kDim, kForm>(args, shape, plan, rounds);
   } else {
@@ -301,8 +304,8 @@ void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stre
   allow_shared_memory(kernel, Shape::kBytes);
   // Three steps at work and one on its way share a ring that holds what they meet.
   const bool rounds = span + 3 > Shape::kRing;
-  kernel<<<(total + units - 1) / units, kStreamThreads, Shape::kBytes, stream>>>(args, units,
-                                                                                 rounds);
+  kernel<<<(total + units - 1) / units, Shape::kThreads, Shape::kBytes, stream>>>(args, units,
+                                                                                  rounds);
   COTERIE_LAUNCH("list_forward_sm90a");
 }
 

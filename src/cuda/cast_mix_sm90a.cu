@@ -22,16 +22,11 @@ struct MixProducts {
   using Loader = MixLoader<T, kDim>;
   const MixArgs<T>& args;
   const Memory memory;
-  const MixRun run;
   const Loader loader;
-  char* target;  // outputs, with this lane's row and column
-  float* lse;    // likewise
-  unsigned target_pitch;
   RowSoftmax softmax[2];
   float factor;       // of the logits of row l % 16, to base 2 for a softmax
-  float exponent[2];  // the same of this thread's rows, without the sign
+  float exponent[2];  // the same of this thread's rows
   float out[kDim / 64][32];
-  std::uint32_t q[kDim / 16][4];
   std::uint32_t queries;
   int lane;
   // Of slot l of the warp's tokens, where there is one: row, cluster, and the weight once it is
@@ -39,20 +34,13 @@ struct MixProducts {
   int slot_row, slot_cluster;
   float slot_weight;
 
-  __device__ MixProducts(const MixArgs<T>& all, const Memory& shared, const MixRun& own)
+  __device__ MixProducts(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
       : args(all),
         memory(shared),
-        run(own),
-        loader(all, shared, own),
-        lane(static_cast<int>(threadIdx.x) % 32) {
-    const Rows<T> rows = args.out.rows(run.span.batch, run.head, run.span.begin);
-    target = reinterpret_cast<char*>(rows.row(loader.warp_row + lane / 8)) + lane % 8 * 16;
-    target_pitch = static_cast<unsigned>(rows.pitch * sizeof(T));
-    lse = args.lse + args.shape.row(run.span, run.head) + loader.warp_row + lane / 4;
-  }
+        loader(all, shared, run),
+        lane(static_cast<int>(threadIdx.x) % 32) {}
 
   __device__ void begin(int turn, float gate, int entry) {
-    slot_row = 0;
     slot_cluster = entry >= 0 ? entry / args.shape.width : -1;
     slot_weight = 0.0f;
     queries = memory.queries(turn);
@@ -60,28 +48,23 @@ struct MixProducts {
     factor = args.shape.scale * kLog2e * (args.shape.gate_scale ? 1.0f + soft : 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      exponent[half] = fmaxf(fabsf(__shfl_sync(~0u, factor, lane / 4 + 8 * half)), 1e-30f);
+      exponent[half] = fmaxf(__shfl_sync(~0u, factor, lane / 4 + 8 * half), 1e-30f);
       softmax[half] = {};
     }
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d)
-      ldmatrix_x4(q[d], row_chunk<16>(queries, lane % 16, 2 * d + lane / 16));
-    if (args.shape.scale < 0.0f)
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) q[i / 4][i % 4] ^= 0x80008000u;
   }
   // Starts s = Q Sᵀ.
   __device__ void scores(float (&s)[32], int tile) const {
+    const std::uint64_t a = matrix_descriptor(queries);
     const std::uint64_t b = matrix_descriptor(memory.clusters(tile, 0));
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
-      const std::uint64_t right = descriptor_behind(b, d / 4 * Memory::kBand + d % 4 * 32);
+      const int behind = d / 4 * Memory::kBand + d % 4 * 32;
       if (d == 0)
-        wgmma<T, 0, 0>(s, q[d], right);
+        wgmma<T, 0, 0>(s, a, b);
       else
-        wgmma<T, 1, 0>(s, q[d], right);
+        wgmma<T, 1, 0>(s, descriptor_behind(a, behind), descriptor_behind(b, behind));
     }
   }
   // Starts out += P R.
@@ -108,14 +91,25 @@ struct MixProducts {
     }
     slot_weight *= of_row(factors, slot_row);
   }
+  // A row's shift from the first of its logits: the largest is rarely far above it.
+  __device__ void set_shifts(const float (&s)[32]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* few = s + 2 * half;
+      const float top = fmaxf(fmaxf(few[0], few[1]), fmaxf(few[4], few[5]));
+      softmax[half].shift = quad_max(top) * exponent[half];
+    }
+    const bool absent = softmax[0].shift == -INFINITY || softmax[1].shift == -INFINITY;
+    if (__any_sync(~0u, absent)) raise(s);
+  }
   // What the threads of a row have of two.
   __device__ static float of_row(const float (&values)[2], int row) {
     const float low = __shfl_sync(~0u, values[0], row % 8 * 4);
     const float high = __shfl_sync(~0u, values[1], row % 8 * 4);
     return row < 8 ? low : high;
   }
-  // Weights as left factors. The first clusters set the shift, which stays while no weight is
-  // large; else they are computed again.
+  // Weights as left factors. The shift stays while no weight is large; else they are computed
+  // again.
   __device__ void weigh(std::uint32_t (&p)[4][4], float (&s)[32], int tile) {
     constexpr float kLarge = 8192.0f;  // two weights are far from the largest f16
     std::uint32_t low, high;
@@ -128,7 +122,7 @@ struct MixProducts {
       for (int i = 0; i < 32; ++i)
         if (!(own >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
     }
-    if (tile == 0) raise(s);
+    if (tile == 0) set_shifts(s);
     float sums[2][2];
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
@@ -156,7 +150,7 @@ struct MixProducts {
   __device__ void take_weights(std::uint32_t (&p)[4][4], int tile) {
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) store_matrices(memory.weights(), 2 * k, p[k]);
+    for (int k = 0; k < 4; ++k) store_matrices(memory.weights(), 0, 2 * k, p[k]);
     __syncwarp();
     if (slot_cluster >= 0 && slot_cluster / kMixRows == tile) {
       const std::uint32_t place =
@@ -171,10 +165,11 @@ struct MixProducts {
     for (int k = 0; k < 4; ++k)
       ldmatrix_x4(p[k], row_chunk<16>(memory.weights(), lane % 16, 2 * k + lane / 16));
   }
-  // 16 x 16 of the warp's rows, two chunks of a row.
-  __device__ void store_matrices(std::uint32_t tile, int chunk, const std::uint32_t (&r)[4]) const {
+  // 16 rows of a tile from `row` on, two chunks of each.
+  __device__ void store_matrices(std::uint32_t tile, int row, int chunk,
+                                 const std::uint32_t (&r)[4]) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     row_chunk<16>(tile, lane % 16, chunk + lane / 16)),
+                     row_chunk<kMixRows>(tile, row + lane % 16, chunk + lane / 16)),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
   }
@@ -251,7 +246,7 @@ struct MixProducts {
   }
   // What the tokens' own clusters give them.
   __device__ void sum_slots(const typename Loader::Range& range) {
-    const int here = min(range.count, 32);
+    const int here = min(range.count, Memory::kSlots);
 #pragma unroll 1
     for (int slot = 0; slot < here; slot += 16) {
       const int from = slot + lane % 16, last = min(from, here - 1);
@@ -274,7 +269,7 @@ struct MixProducts {
     for (int d = 0; d < kDim / 16; ++d) {
       FragmentA<T> a;
       std::uint32_t s[4];
-      ldmatrix_x4(a.r, row_chunk<16>(queries, row, 2 * d + lane / 16));
+      ldmatrix_x4(a.r, row_chunk<kMixRows>(queries, loader.warp_row + row, 2 * d + lane / 16));
       ldmatrix_x4(s, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
       const FragmentB<T> b{{s[0], s[2], s[1], s[3]}};
       multiply_add(product, a, b);
@@ -291,12 +286,12 @@ struct MixProducts {
   // Slots that have no room, straight from memory; their clusters' summaries are in the sums.
   __device__ __forceinline__ void sum_rest(const typename Loader::Range& range, int slot) {
     const int D = args.shape.D;
-    const T* inner = args.inner + args.shape.cluster(run.item, run.head, 0) * args.shape.width * D;
+    const T* inner = loader.pointers.template get<const T*>(MixPointers::inner);
 #pragma unroll 1
     for (; slot < range.count; slot += 16) {
       const int count = min(range.count - slot, 16);
       const int entry = loader.fetch_entry(range, slot + min(lane % 16, count - 1));
-      const int row = loader.tokens[entry] % 16, cluster = entry / args.shape.width;
+      const int row = loader.fetch_token(entry) % 16, cluster = entry / args.shape.width;
       const float weight = weight_of(row, cluster);
       FragmentA<T> weights = spread(lane % 16 < count ? weight : 0.0f, row);
       const T* rows[4];
@@ -331,7 +326,8 @@ struct MixProducts {
   }
   // Rows go through the queries' place, which this warp has read.
   __device__ void finish(int tile) {
-    const int left = run.span.length - loader.first_row(tile);
+    const int first = loader.first_row(tile), left = loader.length - first;
+    float* lse = loader.pointers.template get<float*>(MixPointers::lse) + first + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = quad_sum(softmax[half].sum);
@@ -340,7 +336,7 @@ struct MixProducts {
       asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(total));
       if (!(total > 0.0f)) inverse = 0.0f;
       if (lane % 4 == 0 && lane / 4 + 8 * half < left)
-        lse[tile * kMixRows + 8 * half] = (softmax[half].shift + log2) * kLn2;
+        lse[8 * half] = (softmax[half].shift + log2) * kLn2;
 #pragma unroll
       for (int j = 0; j < kDim / 4; ++j) out[j / 16][j % 16 / 2 * 4 + 2 * half + j % 2] *= inverse;
     }
@@ -349,52 +345,56 @@ struct MixProducts {
       const float* eight = out[d / 4] + d % 4 * 8;
       const std::uint32_t words[4] = {pack2<T>(eight[0], eight[1]), pack2<T>(eight[2], eight[3]),
                                       pack2<T>(eight[4], eight[5]), pack2<T>(eight[6], eight[7])};
-      store_matrices(queries, 2 * d, words);
+      store_matrices(queries, loader.warp_row, 2 * d, words);
     }
     __syncwarp();
     uint4 words[kDim / 16];
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       const int band = i % (kDim / 64), row = i / (kDim / 64) * 4 + lane / 8;
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w)
-                   : "r"(Tile<T, 64>{queries + band * Memory::kQueryBand}.chunk(row, lane % 8))
-                   : "memory");
+      asm volatile(
+          "ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+          : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w)
+          : "r"(Tile<T, 64>{queries + band * Memory::kBand}.chunk(loader.warp_row + row, lane % 8))
+          : "memory");
     }
-    char* to = target + static_cast<std::int64_t>(tile) * kMixRows * target_pitch;
+    const auto pitch = static_cast<unsigned>(args.out.row * sizeof(T));
+    char* to = loader.pointers.template get<char*>(MixPointers::out) + lane % 8 * 16 +
+               static_cast<std::uint64_t>(pitch) * static_cast<unsigned>(first + lane / 8);
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       const int band = i % (kDim / 64), row = i / (kDim / 64) * 4;
       if (row + lane / 8 < left && band * 64 + lane % 8 * 8 < args.shape.D)
-        *reinterpret_cast<uint4*>(to + static_cast<std::uint64_t>(target_pitch) * row +
-                                  band * 128) = words[i];
+        *reinterpret_cast<uint4*>(to + static_cast<std::uint64_t>(pitch) * row + band * 128) =
+            words[i];
     }
     __syncwarp();
   }
 
-  // The run's tiles that this warpgroup has; clusters() waits until the clusters are there.
+  // The tiles that this warpgroup has, from `tile` on; clusters() waits until the clusters are
+  // there.
   template <class Clusters>
-  __device__ void work(const Clusters& clusters) {
+  __device__ void work(int tile, const Clusters& clusters) {
     const int step = static_cast<int>(blockDim.x) / kWarpgroup;
-    int tile = run.first + static_cast<int>(threadIdx.x) / kWarpgroup;
+    const int barrier = 1 + static_cast<int>(threadIdx.x) / kWarpgroup;
     typename Loader::Range range = loader.range(loader.fetch_bounds(tile));
     int bounds = loader.fetch_bounds(tile + step), entry = loader.fetch_entry(range, lane);
     float gate = loader.fetch_gate(tile);
     loader.copy_queries(0, tile);
     clusters();
 #pragma unroll 1
-    for (int turn = 0; tile < run.end; tile += step, ++turn) {
+    for (int turn = 0; tile < loader.end; tile += step, ++turn) {
       cp_async_wait<0>();
-      __syncwarp();
+      fence_async_proxy();
+      asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup) : "memory");
       loader.copy_inner(range.count, entry);
       if (Memory::kQueries == 2) loader.copy_queries(turn + 1, tile + step);
-      const int token = loader.tokens[entry];
+      slot_row = loader.fetch_token(entry) % 16;
+      begin(turn, gate, lane < min(range.count, Memory::kSlots) ? entry : -1);
       const typename Loader::Range next = loader.range(bounds);
-      const int next_entry = loader.fetch_entry(next, lane);
+      entry = loader.fetch_entry(next, lane);
       bounds = loader.fetch_bounds(tile + 2 * step);
-      const float next_gate = loader.fetch_gate(tile + step);
-      begin(turn, gate, lane < range.count ? entry : -1);
-      slot_row = token % 16;
+      gate = loader.fetch_gate(tile + step);
       sum_clusters();
       cp_async_wait<Memory::kQueries - 1>();
       __syncwarp();
@@ -402,14 +402,12 @@ struct MixProducts {
       finish(tile);
       if (Memory::kQueries == 1) loader.copy_queries(turn + 1, tile + step);
       range = next;
-      entry = next_entry;
-      gate = next_gate;
     }
     cp_async_wait<0>();
   }
 };
 
-// Surrogates and summaries of a run, by all threads; what was there before is done with.
+// Surrogates and summaries of a run, by all threads.
 template <class T, int kDim>
 __device__ void load_clusters(const MixArgs<T>& args, const MixMemory<T, kDim>& memory,
                               const MixRun& run) {
@@ -418,7 +416,6 @@ __device__ void load_clusters(const MixArgs<T>& args, const MixMemory<T, kDim>& 
   const T* tables[2] = {
       args.surrogates + static_cast<std::int64_t>(run.head) * shape.clusters * shape.D,
       args.summaries + shape.cluster(run.item, run.head, 0) * shape.D};
-  __syncthreads();
   for (int i = 0; i < 2 * memory.tiles; ++i)
 #pragma unroll
     for (int band = 0; band < kDim / 64; ++band) {
@@ -433,15 +430,14 @@ __device__ void load_clusters(const MixArgs<T>& args, const MixMemory<T, kDim>& 
       }
     }
   cp_async_commit();
-  if (threadIdx.x < 32)
-    for (int tile = 0; tile < memory.tiles; ++tile) {
-      const ClusterBits there(
-          args.summary_lse ? args.summary_lse + shape.cluster(run.item, run.head, 0) : nullptr,
-          tile * kMixRows, shape.clusters);
-      if (threadIdx.x == 0)
-        asm volatile("st.shared.b64 [%0], %1;" ::"r"(memory.bits(tile)), "l"(there.bits)
-                     : "memory");
-    }
+  for (int tile = static_cast<int>(threadIdx.x) / 32; tile < memory.tiles;
+       tile += static_cast<int>(blockDim.x) / 32) {
+    const ClusterBits there(
+        args.summary_lse ? args.summary_lse + shape.cluster(run.item, run.head, 0) : nullptr,
+        tile * kMixRows, shape.clusters);
+    if (threadIdx.x % 32 == 0)
+      asm volatile("st.shared.b64 [%0], %1;" ::"r"(memory.bits(tile)), "l"(there.bits) : "memory");
+  }
   cp_async_wait<0>();
   fence_async_proxy();
   __syncthreads();
@@ -478,7 +474,12 @@ __global__ void __launch_bounds__(MixMemory<T, kDim>::kMost* kWarpgroup, 1)
   const MixMemory<T, kDim> memory(shared_address(shared),
                                   (args.shape.clusters + kMixRows - 1) / kMixRows);
   for_runs(args, [&](const MixRun& run) {
-    MixProducts<T, kDim>(args, memory, run).work([&] { load_clusters(args, memory, run); });
+    __syncthreads();  // what was there before is done with
+    if (threadIdx.x == 0) MixPointers{memory.pointers()}.set_all(args, run);
+    __syncthreads();
+    MixProducts<T, kDim>(args, memory, run)
+        .work(run.first + static_cast<int>(threadIdx.x) / kWarpgroup,
+              [&] { load_clusters(args, memory, run); });
   });
 }
 
@@ -503,8 +504,8 @@ bool mix_suits_sm90a(const MixArgs<T>& args) {
       args.shape.D > 64 ? MixMemory<T, 128>::groups(tiles) : MixMemory<T, 64>::groups(tiles);
   // Bytes between rows are counted in 32 bits.
   const auto close = [](std::int64_t pitch) { return pitch >= 0 && pitch < 1ll << 30; };
-  return !args.shape.laplace && args.q.aligned && args.out.aligned && close(args.q.row) &&
-         close(args.out.row) && groups > 0;
+  return !args.shape.laplace && args.shape.scale >= 0.0f && args.q.aligned && args.out.aligned &&
+         close(args.q.row) && close(args.out.row) && groups > 0;
 }
 
 template <class T>

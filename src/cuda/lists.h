@@ -131,9 +131,11 @@ struct ListGradients {
   // dq and dk by row: of the rows before their normalisation by q_stats and k_stats.
   bool normalise = false;
   float* dq_products = nullptr;  // with it, optional (B, H, N): dq . normalised row, before that
-  // By slot: (query slots, Dk), (key slots, Dk), (key slots, Dv). The slots of a key head take the
-  // sum over its query heads in ascending order. Empty slots are not written.
-  float *slot_dq = nullptr, *slot_dk = nullptr, *slot_dv = nullptr;
+  // By slot: (query slots, Dk), (key slots, Dk), (key slots, Dv), of floats, or of the inputs'
+  // type. The slots of a key head take the sum over its query heads in ascending order. Empty slots
+  // are not written.
+  void *slot_dq = nullptr, *slot_dk = nullptr, *slot_dv = nullptr;
+  bool slots_rounded = false;
 };
 
 // Gradients with respect to q and k as the scores see them: with statistics those of the normalised

@@ -220,8 +220,13 @@ __global__ void __launch_bounds__(kThreads, 8)
   const TopList<Element> list(args, static_cast<int>(blockIdx.x));
   if (list.write_ends()) return;
   const ChooseMemory memory(shared, sizes.shared_bytes(), sizes.capacity, sizes.vectors);
-  if (!choose<kWidth>(args, list, memory) && threadIdx.x == 0)
-    args.open[atomicAdd(args.open_count, 1)] = static_cast<int>(blockIdx.x);
+  if (choose<kWidth>(args, list, memory) || threadIdx.x != 0) return;
+  const int clusters = list.side.shape.clusters;
+  const unsigned problem = blockIdx.x / clusters, cluster = blockIdx.x % clusters;
+  unsigned* counts = args.open.words.data;
+  atomicAdd(counts, 1u);
+  args.open.clusters[problem * clusters + atomicAdd(counts + 1 + problem, 1u)] =
+      static_cast<std::int32_t>(cluster);
 }
 
 }  // namespace

@@ -4,15 +4,16 @@
 //
 // A warpgroup takes 64 rows from global memory to registers and meets kScanStep centroids at a
 // time. Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and the
-// centred centroids m, rounded; each times a power of two where it must be. With m = high + low a
-// score and the sum in fp32 that decides differ by at most
-//   |x| max |low|  +  2^-14 |x| max |m|,
-// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
-// at 2^-24) and the smallest elements. Scores become integer keys (device/nearest.cuh), of which
-// the two largest of a row are kept. A label is certain where they are farther apart than twice the
-// bound. Other rows are open: the warpgroup keeps them until it has 64, multiplies them again, and
-// sums in fp32 for those centroids alone that are near enough to the best
-// (device/routing_open.cuh).
+// centred centroids m; each times a power of two where it must be. What rounding takes from m is
+// multiplied as well, if shared memory holds it. With m = table + rest a score and the sum in fp32
+// that decides differ by at most
+//   |x| max |rest|  +  2^-14 |x| max |m|,
+// the second part for sums on tensor cores (16 steps of 17 terms at 2^-23 each), in fp32 (128 terms
+// at 2^-24) and the smallest elements; half of it for 64 elements. Scores become integer keys
+// (device/nearest.cuh), of which the two largest of a row are kept. A label is certain where they
+// are farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it
+// has 64, multiplies them again, and sums in fp32 for those centroids alone that are near enough to
+// the best (device/routing_open.cuh).
 #include "cuda/device/routing_open.cuh"
 #include "cuda/device/routing_scan.cuh"
 #include "cuda/device/routing_sort.cuh"
@@ -37,13 +38,14 @@ struct ScanArgs {
   std::int32_t* histograms;
   int shared_words;
   int columns;         // centroids in shared memory, zeros behind the last one
+  int low_part;        // see ScanTable
   unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
   unsigned zero;       // 0, unknown as well: see RowFragments
 };
 
 struct ScanShared {
-  OpenRows open[kScanGroups];
-  OpenPairs pairs[kScanWarps];
+  OpenRows open[kMostScanGroups];
+  OpenPairs pairs[kMostScanWarps];
 };
 
 // Labels of the block's rows of a problem.
@@ -51,6 +53,7 @@ template <int kChunks>
 __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
                            const Rows<const ScanElement>& rows, const RowRange& range,
                            std::int32_t* labels, RowStatistics* stats, ScanShared& shared) {
+  constexpr int kRound = kScanGroups<kChunks> * kScanRows;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int side = lane % 2;  // of the row that this lane answers for
   OpenRows& open = shared.open[group_number()];
@@ -60,7 +63,7 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
   if (threadIdx.x % kWarpgroup == 0) open.count = 0;
   group_sync();
 #pragma unroll 1
-  for (int round = range.begin; round < range.end; round += kScanGroups * kScanRows) {
+  for (int round = range.begin; round < range.end; round += kRound) {
     float x[2][8 * kChunks];
     unpack(ahead.tile.words[0][0], x[0]);
     unpack(ahead.tile.words[0][1], x[1]);
@@ -73,8 +76,8 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
     const int row = first + 8 * side + lane / 4;
     const bool mine = lane % 4 < 2 && row < range.end;
     if (stats && mine) stats[row] = own.stats;
-    ahead.at += kScanGroups * kScanRows * rows.pitch;
-    ahead.load(first + kScanGroups * kScanRows);
+    ahead.at += kRound * rows.pitch;
+    ahead.load(first + kRound);
     TwoKeys keys[2];
     products.find(table, offset, args.key_scale, keys);
     const RowBest best(keys);
@@ -93,8 +96,8 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
           usable ? __uint_as_float(exponent << 23 | best.score()) - own.offset - bound : -INFINITY;
     }
     total += group_count(push);
-    first += kScanGroups * kScanRows;
-    while (total >= kScanRows || (total > 0 && round + kScanGroups * kScanRows >= range.end)) {
+    first += kRound;
+    while (total >= kScanRows || (total > 0 && round + kRound >= range.end)) {
       const int count = min(total, kScanRows);
       resolve_rows<kChunks>(table, rows, open, total, count, shared.pairs[warp], labels, args.zero);
       total -= count;
@@ -106,6 +109,7 @@ template <int kChunks>
 __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSideArgs& side,
                                              int number, int turn, Team& team,
                                              unsigned char* memory, ScanShared& shared) {
+  constexpr int kThreads = kScanThreads<kChunks>;
   const ClusterShape& shape = side.sort.shape;
   const int item = number / shape.heads, head = number % shape.heads;
   const ItemSpan span = shape.q.span(item);
@@ -117,6 +121,7 @@ __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSid
   if (range.begin < range.end) {
     ScanTable columns{
         matrix_descriptor(memory_at),
+        args.low_part,
         args.columns,
         clusters,
         args.centroids.pitch,
@@ -126,20 +131,20 @@ __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSid
         0.0f};
     const float* norms = args.centroids.norms + static_cast<std::int64_t>(own) * clusters;
     float norm = 0.0f;
-    for (int c = threadIdx.x; c < clusters; c += kScanThreads)
+    for (int c = threadIdx.x; c < clusters; c += kThreads)
       if (!(norms[c] <= norm) && !isnan(norm)) norm = norms[c];
     norm = block_largest(norm);
     const float scale = scale_of(norm);
-    const float low = stage_table<kChunks>(columns, scale, memory_at);
+    const float rest = stage_table<kChunks>(columns, scale, memory_at);
     columns.usable = scale > 0.0f;
     columns.norm = 1.001f * norm * scale;
-    columns.slack = 1.001f * low + 0x1p-14f * columns.norm;
+    columns.slack = 1.001f * rest + kChunks * 0x1p-16f * columns.norm;
     label_rows<kChunks>(args, columns, side.x.rows(span.batch, head, span.begin), range,
                         side.labels + start, side.stats ? side.stats + start : nullptr, shared);
   }
   if (!shape.q.cu_seqlens || item + 1 == shape.items)
-    for (int i = span.length + team.rank * kScanThreads + threadIdx.x; i < shape.rows - span.begin;
-         i += team.size * kScanThreads) {
+    for (int i = span.length + team.rank * kThreads + threadIdx.x; i < shape.rows - span.begin;
+         i += team.size * kThreads) {
       side.labels[start + i] = -1;
       if (side.stats) side.stats[start + i] = {0.0f, 0.0f};
     }
@@ -151,7 +156,7 @@ __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSid
 
 // Teams work on the problems of both sides.
 template <int kChunks>
-__global__ void __launch_bounds__(kScanThreads, 1)
+__global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
     routing_scan_kernel(const __grid_constant__ ScanArgs args) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -208,12 +213,14 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
   args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
   dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
+    const int part = args.columns * kScanBands<kChunks> * 128;
+    args.low_part = 2 * part <= kTableBytes ? part : 0;
     const std::size_t bytes =
-        std::max(static_cast<std::size_t>(args.columns) * kScanBands<kChunks> * 128,
-                 group_shared_bytes(centroids.clusters, kScanWarps));
+        std::max(static_cast<std::size_t>(part + args.low_part),
+                 group_shared_bytes(centroids.clusters, kScanThreads<kChunks> / 32));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
-    launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(), kScanThreads, bytes,
-                             stream, args);
+    launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(),
+                             kScanThreads<kChunks>, bytes, stream, args);
   });
 }
 

@@ -120,16 +120,23 @@ __device__ __forceinline__ void denormalise(typename P::Sums& sum, const typenam
 template <class T>
 struct ListSums {
   Tensor4<T> rows;
-  float* slots;
+  void* slots;
+  bool rounded;  // slots are of T, else floats
 
   __host__ __device__ bool wanted() const { return rows.data || slots; }
+  // Of T: where rows or slots are counted from.
+  __device__ Rows<T> rows_of(const ItemSpan& span, int head, int width) const {
+    if (rows.data) return rows.rows(span.batch, head, span.begin);
+    return {static_cast<T*>(slots), width, width, width * sizeof(T) % 16 == 0};
+  }
   template <class P>
   __device__ void store(const typename P::Sums& sum, float factor, const SlotList& list, int first,
                         const ItemSpan& span, int head, int width) const {
-    if (rows.data) {
-      store_sums<P>(sum, factor, rows.rows(span.batch, head, span.begin), list, first, false);
-    } else if (slots) {
-      const Rows<float> out{slots, width, width, width % 4 == 0};
+    if (!wanted()) return;
+    if (rows.data || rounded) {
+      store_sums<P>(sum, factor, rows_of(span, head, width), list, first, !rows.data);
+    } else {
+      const Rows<float> out{static_cast<float*>(slots), width, width, width % 4 == 0};
       store_sums<P>(sum, factor, out, list, first, true);
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The computing warpgroups of the backward pass of lists on Hopper: 64 owned rows of up to 64
-// elements, as left factors in registers, over the tiles of a round (list_bwd_stream.cuh).
+// elements over the tiles of a step (list_bwd_stream.cuh).
 #pragma once
 
 #include "cuda/device/list_bwd_stream.cuh"
@@ -10,24 +10,57 @@ namespace coterie::cuda {
 // A value that all lanes hold, in a way that the compiler knows it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// Owned rows of two tensors as left factors, in registers.
 template <class T>
-__device__ __forceinline__ void start_products(float (&s)[32], const void* rows, const void* tile) {
-  row_products(s, Bands<T, 64, 64>{shared_address(rows)}, 0, Bands<T, 64, 64>{shared_address(tile)},
-               0);
-  wgmma_commit();
-}
-template <class T>
-__device__ __forceinline__ void start_sums(float (&sum)[32], const FragmentA<T> (&p)[4],
-                                           const void* tile) {
-  const Bands<T, 64, 64> b{shared_address(tile)};
+struct OwnedFactors {
+  std::uint32_t a[2][4][4];
+
+  __device__ OwnedFactors(std::uint32_t first, std::uint32_t second) {
+    const std::uint32_t tiles[2] = {first, second};
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma<T, 1, 1>(sum, p[k].r, b.by_rows(16 * k, 0));
-  wgmma_commit();
-}
-template <class T>
-__device__ __forceinline__ void round_factor(FragmentA<T> (&factor)[4], float (&s)[32]) {
+    for (int i = 0; i < 8; ++i) {
+      FragmentA<T> fragment;
+      load_a(fragment, Tile<T, 64>{tiles[i / 4]},
+             static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16, i % 4 * 16);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) to_fragment(factor[k], *reinterpret_cast<Accumulator*>(s + 8 * k));
+      for (int word = 0; word < 4; ++word) a[i / 4][i % 4][word] = fragment.r[word];
+    }
+  }
+  // Starts depth k of the products with both tensors' tiles.
+  __device__ void start(int k, float (&s)[32], float (&d)[32], std::uint32_t first,
+                        std::uint32_t second) const {
+    const std::uint64_t b[2] = {Bands<T, 64, 64>{first}.by_columns(0, k),
+                                Bands<T, 64, 64>{second}.by_columns(0, k)};
+    if (k == 0) {
+      wgmma<T, 0, 0>(s, a[0][k], b[0]);
+      wgmma<T, 0, 0>(d, a[1][k], b[1]);
+    } else {
+      wgmma<T, 1, 0>(s, a[0][k], b[0]);
+      wgmma<T, 1, 0>(d, a[1][k], b[1]);
+    }
+  }
+  // A use behind the loop that multiplies: without one ptxas 13.0 gives the registers away in it.
+  __device__ void keep(float& value) const {
+    std::uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) all ^= a[i / 16][i / 4 % 4][i % 4];
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 0x7f123457; @p add.f32 %0, %0, 0f00000000;}"
+                 : "+f"(value)
+                 : "r"(all));
+  }
+};
+// Starts depth k of sums: 16 of the rows of a tile, with their factors.
+template <class T>
+__device__ __forceinline__ void start_sum(int k, float (&sum)[32],
+                                          const std::uint32_t (&factor)[4][4], std::uint32_t tile) {
+  wgmma<T, 1, 1>(sum, factor[k], Bands<T, 64, 64>{tile}.by_rows(16 * k, 0));
+}
+// Calls start with 0 .. 3. Products of different accumulators take turns, as those of one wait for
+// each other.
+template <class Start>
+__device__ __forceinline__ void for_depths(const Start& start) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) start(k);
 }
 
 // Two neighbouring columns of a record: columns 8 j + 2 (l%4) and the next.
@@ -36,90 +69,82 @@ __device__ __forceinline__ Both column_pair(const One* record, int j) {
   return *reinterpret_cast<const Both*>(record + 8 * j + threadIdx.x % 4 * 2);
 }
 
-// What the queries of a record see of `keys` keys.
-template <ListForm kForm>
-__device__ __forceinline__ RankRange range_of(const QueryRecord<kForm>& record, int row,
-                                              const ListProblem& problem, int keys) {
-  const int2 range = record.range[row];
+// What a query of a record sees of `keys` keys.
+__device__ __forceinline__ RankRange range_of(int2 range, const ListProblem& problem, int keys) {
   if (problem.rule != ListRule::ends) return {range.x, range.y};
   const int high = min(range.y, keys);
   return {max(high - problem.window, 0), max(high, 0)};
 }
 
-// Where owned rows of a lane go.
-struct OwnedPlace {
-  int rank[2], row[2];
-  bool there[2];
+// 16 bytes, all at once.
+__device__ __forceinline__ void store16(void* to, const std::uint32_t (&word)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(word[0]), "r"(word[1]),
+               "r"(word[2]), "r"(word[3])
+               : "memory");
+}
 
-  __device__ OwnedPlace(const ListStep& step, const int (&rows)[64]) {
+// Sums of owned rows times a factor, to rows of a tensor or to slots, both aligned.
+template <class T>
+__device__ __forceinline__ void store_owned(const float (&sum)[32], float factor,
+                                            const ListSums<T>& to, const StreamStep& step,
+                                            const int* rows, int slot_step, int width) {
+  if (!to.wanted()) return;
+  const int lane = static_cast<int>(threadIdx.x) % 4;
+  const Rows<T> out = to.rows_of({step.batch, step.own_begin, 0}, step.head, width);
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      rank[side] = step.first + group_row(side);
-      there[side] = group_row(side) < step.count;
-      row[side] = there[side] ? rows[group_row(side)] : 0;
-    }
-  }
-  __device__ std::int64_t slot(const ListStep& step, int side) const {
-    return step.slot + static_cast<std::int64_t>(rank[side]) * step.slot_step;
-  }
-
-  // Sums times a factor, to rows of a tensor or to slots, both aligned.
-  template <class T>
-  __device__ void store(const float (&sum)[32], float factor, const ListSums<T>& to,
-                        const ListStep& step, int width) const {
-    const int lane = static_cast<int>(threadIdx.x) % 4;
+  for (int side = 0; side < 2; ++side) {
+    const int own = group_row(side);
+    const bool there = own < step.rows;
+    const std::int64_t row =
+        to.rows.data ? rows[own] : step.own_slot + static_cast<std::int64_t>(own) * slot_step;
+    if (to.rows.data || to.rounded) {
+      T* row_of = out.row(there ? row : 0) + 8 * lane;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      if (to.rows.data) {
-        T* row_of =
-            to.rows.rows(step.span.batch, step.head, step.span.begin).row(row[side]) + 8 * lane;
+      for (int part = 0; part < 2; ++part) {
+        std::uint32_t word[4];
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          std::uint32_t word[4];
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            const int i = 16 * part + 4 * n + 2 * side;
-            word[n] = pack2<T>(sum[i] * factor, sum[i + 1] * factor);
-          }
-          transpose_quad(word);
-          if (there[side] && 32 * part + 8 * lane < width)
-            *reinterpret_cast<uint4*>(row_of + 32 * part) =
-                make_uint4(word[0], word[1], word[2], word[3]);
+        for (int n = 0; n < 4; ++n) {
+          const int i = 16 * part + 4 * n + 2 * side;
+          word[n] = pack2<T>(sum[i] * factor, sum[i + 1] * factor);
         }
-      } else if (to.slots && there[side]) {
-        float* slot_of = to.slots + slot(step, side) * width + 2 * lane;
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (8 * j + 2 * lane < width)
-            store2(slot_of + 8 * j, sum[4 * j + 2 * side] * factor,
-                   sum[4 * j + 2 * side + 1] * factor);
+        transpose_quad(word);
+        if (there && 32 * part + 8 * lane < width) store16(row_of + 32 * part, word);
       }
+    } else if (there) {
+      float* slot_of = static_cast<float*>(to.slots) + row * width + 2 * lane;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (8 * j + 2 * lane < width)
+          store2(slot_of + 8 * j, sum[4 * j + 2 * side] * factor,
+                 sum[4 * j + 2 * side + 1] * factor);
     }
   }
-};
+}
 
 // As denormalise of list_bwd.cuh; the means are those of the rows.
 template <class T>
 __device__ __forceinline__ void denormalise(float (&sum)[32], const Tile<T, 64>& rows,
                                             const RowStatistics (&stats)[2], int width,
                                             float (&product)[2]) {
-  float y[32], mean[2] = {0.0f, 0.0f};
+  float mean[2] = {0.0f, 0.0f};
   product[0] = product[1] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 32; i += 2) {
+  const auto normalised = [&](int i) {
     const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, side = i / 2 % 2;
     union {
       std::uint32_t word;
       T elements[2];
     } two;
     two.word = load_shared32(rows.address(group_row(side), column));
+    const float2 x = {(to_float(two.elements[0]) - stats[side].mean) * stats[side].inverse,
+                      (to_float(two.elements[1]) - stats[side].mean) * stats[side].inverse};
+    return float2{column < width ? x.x : 0.0f, column + 1 < width ? x.y : 0.0f};
+  };
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float x = (to_float(two.elements[e]) - stats[side].mean) * stats[side].inverse;
-      y[i + e] = column + e < width ? x : 0.0f;
-      mean[side] += sum[i + e];
-      product[side] = fmaf(sum[i + e], y[i + e], product[side]);
-    }
+  for (int i = 0; i < 32; i += 2) {
+    const int side = i / 2 % 2;
+    const float2 y = normalised(i);
+    mean[side] += sum[i] + sum[i + 1];
+    product[side] = fmaf(sum[i + 1], y.y, fmaf(sum[i], y.x, product[side]));
   }
   const float share = 1.0f / static_cast<float>(width);
 #pragma unroll
@@ -128,61 +153,53 @@ __device__ __forceinline__ void denormalise(float (&sum)[32], const Tile<T, 64>&
     product[side] = quad_sum(product[side]);
   }
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < 32; i += 2) {
     const int side = i / 2 % 2;
-    sum[i] = (sum[i] - mean[side] - y[i] * (product[side] * share)) * stats[side].inverse;
+    const float2 y = normalised(i);
+    const float along = product[side] * share;
+    sum[i] = (sum[i] - mean[side] - y.x * along) * stats[side].inverse;
+    sum[i + 1] = (sum[i + 1] - mean[side] - y.y * along) * stats[side].inverse;
   }
 }
 
-// Walks over the tiles of a round that a warpgroup meets. The products of a tile begin and end in
-// one step together with the sums of the tile before it: the assembler does them one by one
-// otherwise.
-//   meets(number)   whether it meets a tile, which is there
-//   scores(number)  starts s and d
-//   weigh(number)   turns them into factors
-//   add(number)     starts the sums
-//   settle()        after all products
-template <class Memory, class Meets, class Scores, class Weigh, class Add, class Settle>
-__device__ __forceinline__ void walk_tiles(Memory& memory, const ListStep& step, const Meets& meets,
-                                           const Scores& scores, const Weigh& weigh, const Add& add,
-                                           const Settle& settle) {
-  int number = uniform(step.number);
-  const int end = number + uniform(step.tiles);
+// A warp's way along the tiles of the ring, as StreamReader, one tile after the other: so that all
+// of it stays in uniform registers.
+template <class Shape>
+struct TileWalk {
+  const Shape& shape;
+  int ready = 0, place = 0, phase = 0;  // tiles that it waited for; where the next will be
+  int released = 0;
+
+  __device__ explicit TileWalk(const Shape& stream) : shape(stream) {}
+
+  // Waits for tile `number` and, as far as they come by themselves, some that follow below `end`.
+  __device__ void await(int number, int end) {
+    if (number < ready) return;
+    wait_below(min(min(end, number + Shape::kRing / 2), released + Shape::kRing));
+    fence_async_proxy();
+  }
+  // This warp is done with all tiles below `number`, used or not.
+  __device__ void release_below(int number) {
 #pragma unroll 1
-  while (number < end) {
-    memory.await_tile(number);
-    if (!meets(number)) {
-      memory.release(number++);
-      continue;
-    }
-    wgmma_fence();
-    scores(number);
-    wgmma_wait<0>();
-    settle();
-    bool more = true;
-#pragma unroll 1
-    while (more) {
-      weigh(number);
-      more = number + 1 < end;
-      if (more) {
-        memory.await_tile(number + 1);
-        more = meets(number + 1);
-      }
-      if (more) {
-        wgmma_fence();
-        add(number);
-        scores(number + 1);
-        wgmma_wait<0>();
-        settle();
-      } else {
-        wgmma_fence();
-        add(number);
-        wgmma_wait<0>();
-        settle();
-      }
-      memory.release(number++);
+    while (released < number) {
+      const int end = min(number, released + Shape::kRing);
+      wait_below(end);
+      __syncwarp();
+      const int tile = released + static_cast<int>(threadIdx.x) % 32;
+      if (tile < end) mbarrier_arrive(shape.empty(tile));
+      released = end;
     }
   }
-}
+
+ private:
+  __device__ void wait_below(int number) {
+#pragma unroll 1
+    for (; ready < number; ++ready) {
+      mbarrier_wait(shape.full(place), phase);
+      phase ^= place + 1 == Shape::kRing;
+      place = Shape::ring_place(place + 1);
+    }
+  }
+};
 
 }  // namespace coterie::cuda

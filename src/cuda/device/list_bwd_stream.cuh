@@ -1,17 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Shared memory of the backward pass of lists on Hopper (attend_list_bwd_sm90a.cu): how rows reach
-// the computing warpgroups.
-//
-// A block works in rounds. In a round it owns 128 ranks of a list, 64 for each of two warpgroups,
-// and streams the tiles of the other list that any of them meets through a ring, which both
-// warpgroups read:
-//
-//   owned    | 64 | 64 |         a tile of two tensors for each warpgroup; two rounds of them
-//   ring     | 0 | 1 | 2 | ...   tiles of two tensors, numbered through all rounds of a block
-//
-// Two teams of two producing warps take the rounds in turn; a warp copies half the rows of a tile
-// (list_bwd_producer.cuh). What must be known of the rows is copied beside them, so that computing
-// warps read nothing from global memory.
+// The backward pass of lists on Hopper (attend_list_bwd_sm90a.cu) as a stream of steps
+// (list_stream.cuh): owned rows are queries or keys, and what must be known of rows is copied
+// beside them, so that computing warps read nothing from global memory.
 #pragma once
 
 #include <cstdint>
@@ -19,141 +9,231 @@
 
 #include "cuda/device/bands.cuh"
 #include "cuda/device/list_bwd.cuh"
+#include "cuda/device/list_stream.cuh"
 
 namespace coterie::cuda {
 
-constexpr int kStreamGroups = 2;                       // computing warpgroups
-constexpr int kStreamTeams = 2, kStreamTeamWarps = 2;  // that copy
-constexpr int kStreamWarps = 4 * kStreamGroups;        // that compute
-constexpr int kStreamRing = 8;
-constexpr int kStreamTurns = 8;  // rounds that a warp may be ahead of its team's other, and more
-constexpr int kStreamThreads = (kStreamGroups + 1) * kWarpgroup;
-constexpr int kStreamRoundBits = 7;  // ranks of a round
-constexpr int kStreamTileBytes = 64 * 128;
-
-// 64 queries as they are in global memory; zeros beyond the list.
-template <ListForm kForm>
-struct QueryRecord {
-  static constexpr int kMore = kForm == ListForm::plain ? 2 : 64;
-  alignas(16) float lse[64];
-  alignas(16) float delta[64];
-  alignas(16) int2 range[64];  // of key ranks; ListRule::ends: only .y, as given
-  alignas(16) float weight[kMore];
-  alignas(16) RowStatistics stats[kMore];
+// 64 queries as they are in global memory. Rows beyond the list have the range of its last one, and
+// zeros.
+struct QueryValuesRecord {
+  alignas(16) float lse[kStreamRows];
+  float delta[kStreamRows];
+  int2 range[kStreamRows];  // of key ranks; ListRule::ends: only .y, as given
 };
-// The same of 64 keys.
+struct WeightedQueriesRecord : QueryValuesRecord {
+  RowStatistics stats[kStreamRows];
+  float weight[kStreamRows];
+};
 template <ListForm kForm>
+using QueryRecord =
+    std::conditional_t<kForm == ListForm::plain, QueryValuesRecord, WeightedQueriesRecord>;
+
+// The same of 64 keys; unused in the plain form.
 struct KeyRecord {
-  static constexpr int kMore = kForm == ListForm::plain ? 2 : 64;
-  alignas(16) RowStatistics stats[kMore];
+  alignas(16) RowStatistics stats[kStreamRows];
 };
-
-// What a warpgroup does in a round.
-struct ListStep {
-  int first, count;  // owned ranks; none if count is not above 0
-  int tiles, rank;   // of the ring, and the rank of the first one's first row
-  int number;        // of the first
-  int head;          // that is owned
-  int keys;          // of the key list
-  ItemSpan span;
-  std::int64_t slot;  // of owned rank 0
-  int slot_step;
-};
-
-// A streamed tile.
-struct TileFacts {
-  int head, count;  // query head; rows
-};
-
-template <ListForm kForm, bool kKeys>
-struct OwnedRecord {
-  int row[64];
-  std::conditional_t<kKeys, KeyRecord<kForm>, QueryRecord<kForm>> rows;
-};
+template <ListForm kForm>
+constexpr int kKeyBytes = kForm == ListForm::plain ? 0 : sizeof(KeyRecord) / kStreamRows;
+template <ListForm kForm>
+constexpr int kQueryBytes = sizeof(QueryRecord<kForm>) / kStreamRows;
 
 // kKeys: keys are owned.
+constexpr int kBackwardGroups = 2;
 template <ListForm kForm, bool kKeys>
-struct StreamMemory {
-  alignas(1024) unsigned char owned[2][kStreamGroups][2][kStreamTileBytes];
-  unsigned char ring[kStreamRing][2][kStreamTileBytes];
-  OwnedRecord<kForm, kKeys> owned_rows[2][kStreamGroups];
-  std::conditional_t<kKeys, QueryRecord<kForm>, KeyRecord<kForm>> rows[kStreamRing];
-  TileFacts facts[kStreamRing];
-  ListStep step[2][kStreamGroups];
-  std::uint64_t full[kStreamRing], owned_full[2][kStreamGroups], turn[kStreamTurns];
-  // What computing warps are done with: tiles of the ring, and owned tiles. Counters, not barriers:
-  // producing warps are several phases ahead of each other.
-  int done[kStreamWarps], owned_done[kStreamWarps];
-  int next[kStreamTurns];  // numbers of the ring, of the rounds whose turn it is
+using BackwardStream =
+    StreamShape<kBackwardGroups, 64, 2, kForm == ListForm::plain && !kKeys ? 9 : 8, 4,
+                kKeys ? kKeyBytes<kForm> : kQueryBytes<kForm>,
+                kKeys ? kQueryBytes<kForm> : kKeyBytes<kForm>>;
 
-  // Of a tile: the copies of every lane, and a warp for what its lanes wrote.
-  static constexpr int kArrivals = 33 * kStreamTeamWarps;
+template <ListForm kForm, bool kKeys>
+struct BackwardShape : BackwardStream<kForm, kKeys> {
+  using Base = BackwardStream<kForm, kKeys>;
+  using Base::Base;
+  using Owned = std::conditional_t<kKeys, KeyRecord, QueryRecord<kForm>>;
+  using Streamed = std::conditional_t<kKeys, QueryRecord<kForm>, KeyRecord>;
+  // Row numbers stay until results are stored, longer than the rows themselves.
+  static constexpr int kRowPlaces = Base::kSlots + Base::kGroups;
+  static constexpr int kBytes = Base::kBytes + kRowPlaces * kStreamRows * 4;
+  static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
 
-  __device__ void start() {
-    if (threadIdx.x == 0) {
-      for (auto& barrier : full) mbarrier_init(shared_address(&barrier), kArrivals);
-      for (auto& stage : owned_full)
-        for (auto& barrier : stage) mbarrier_init(shared_address(&barrier), kArrivals);
-      for (auto& barrier : turn) mbarrier_init(shared_address(&barrier), 1);
-      for (int warp = 0; warp < kStreamWarps; ++warp) done[warp] = owned_done[warp] = 0;
-      next[0] = 0;
-      mbarrier_arrive(shared_address(&turn[0]));
+  __device__ Owned& owned(int step) const {
+    return *reinterpret_cast<Owned*>(this->own_facts(step));
+  }
+  __device__ int* owned_rows(int step) const {
+    return reinterpret_cast<int*>(this->memory + Base::kBytes) + step % kRowPlaces * kStreamRows;
+  }
+  __device__ Streamed& streamed(int place) const {
+    return *reinterpret_cast<Streamed*>(this->facts_at(place));
+  }
+};
+
+// Slots of a head of an item.
+__device__ __forceinline__ std::int64_t head_slots(const SlotSide& side) {
+  const std::int64_t rows = side.spans.rows, lists = side.lists;
+  switch (side.layout) {
+    case ListLayout::residues:
+      return rows;
+    case ListLayout::runs:
+      return rows * side.per_row;
+    case ListLayout::members:
+      return lists * side.width;
+    default:
+      return lists * rows;
+  }
+}
+
+// Owned keys are counted by those that are there: more change nothing, as they are not stored.
+constexpr int kAnyKeys = 0x3fffffff;
+
+// Finds step `number` of a side, head by head; `rows` is 0 where there is none.
+template <class T, bool kKeys>
+__device__ void make_step(const ListBackwardArgs<T>& args, const ListTiles& tiles, int number,
+                          StreamStep& step) {
+  const ListProblem& problem = args.problem;
+  const SlotSide& own_side = kKeys ? problem.k : problem.q;
+  const SlotSide& other_side = kKeys ? problem.q : problem.k;
+  const int head = number / tiles.total;
+  const ListTile tile = tiles.find<true>(own_side, head, number - head * tiles.total);
+  if (tile.first == kNoRank) return;
+  const ListPair pair =
+      problem.pair<true>(tile.item, kKeys ? head * problem.group : head, tile.list);
+  const SlotList& own = kKeys ? pair.k : pair.q;
+  const SlotList& other = kKeys ? pair.q : pair.k;
+  step.rows = min(own.count - tile.first, kStreamRows);
+  if (step.rows <= 0) return;
+  RankRange range;
+  if constexpr (kKeys)
+    range = queries_of<true>(problem, pair, tile.first, tile.first + step.rows);
+  else
+    range = {problem.range(pair, tile.first).low,
+             problem.range(pair, tile.first + step.rows - 1).high};
+  const int low = range.low / kStreamRows;
+  step.first = tile.first;
+  step.low = low * kStreamRows;
+  step.tiles = max((range.high + kStreamRows - 1) / kStreamRows - low, 0);
+  step.count = other.count;
+  step.shift = pair.shift;
+  step.head = static_cast<std::uint16_t>(head);
+  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
+  step.own_begin = kKeys ? pair.k_span.begin : pair.q_span.begin;
+  step.other_begin = kKeys ? pair.q_span.begin : pair.k_span.begin;
+  step.own_at =
+      own.index ? static_cast<int>(own.index - own_side.index) + tile.first : own.row(tile.first);
+  step.own_slot = static_cast<int>(own.slot_of(tile.first));
+  step.other_at = other.index ? static_cast<int>(other.index - other_side.index) : other.first;
+  step.other_slot = static_cast<int>(other.slot);
+}
+
+// The loading warps.
+template <class T, ListForm kForm, bool kKeys>
+struct ListLoader {
+  const ListBackwardArgs<T>& args;
+  const BackwardShape<kForm, kKeys>& shape;
+
+  // 64 ranks from `first` on, whose rows are `row`: `at`, `slot` of rank 0 of the list.
+  __device__ void load_queries(const std::uint32_t (&to)[2], QueryRecord<kForm>& record,
+                               const StreamStep& step, int head, const int (&row)[2], int begin,
+                               int first, int count, std::int64_t slot, int keys) const {
+    const ListProblem& problem = args.problem;
+    const Rows<const T> rows[2] = {args.q.rows(step.batch, head, begin),
+                                   args.g.rows(step.batch, head, begin)};
+    load_list_rows<64>(to, rows, row);
+    const std::int64_t base = ListProblem::row_base(problem.q, {step.batch, begin, 0}, head);
+    const int slot_step = problem.q.index ? 1 : problem.q.lists;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int place = static_cast<int>(threadIdx.x) % 32 + 32 * half;
+      const int own_row = half == 0 ? row[0] : row[1], rank = min(first + place, count - 1);
+      const bool there = own_row >= 0;
+      const std::int64_t by_row = base + max(own_row, 0);
+      const std::int64_t by_slot = slot + static_cast<std::int64_t>(rank) * slot_step;
+      const auto value = [&](float& to_place, const ListValues& values, float otherwise) {
+        if (values.data)
+          cp_async_value(&to_place, values.data + (values.by_slot ? by_slot : by_row), there);
+        else
+          to_place = otherwise;
+      };
+      value(record.lse[place], args.lse, 0.0f);
+      value(record.delta[place], args.delta, 0.0f);
+      if (problem.rule == ListRule::ends) {
+        cp_async_value(&record.range[place].y, problem.ends + by_slot, true);
+      } else {
+        const RankRange range = problem.range_at(keys, rank + step.shift);
+        record.range[place] = make_int2(range.low, range.high);
+      }
+      if constexpr (kForm != ListForm::plain) {
+        value(record.weight[place], args.weight, 1.0f);
+        load_stats(record.stats[place], problem.q_stats, by_row, there);
+      }
     }
-    __syncthreads();
   }
-
-  // By a producing warp: numbers of the ring for the tiles of a round. One of its team passes the
-  // turn on.
-  __device__ int take(int round, int tiles, bool passes) {
-    const int at = round % kStreamTurns, then = (round + 1) % kStreamTurns;
-    mbarrier_wait(shared_address(&turn[at]), round / kStreamTurns & 1);
-    const int number = *const_cast<volatile int*>(&next[at]);
-    __syncwarp();
-    if (passes && threadIdx.x % 32 == 0) {
-      *const_cast<volatile int*>(&next[then]) = number + tiles;
-      mbarrier_arrive(shared_address(&turn[then]));
+  __device__ void load_keys(const std::uint32_t (&to)[2], KeyRecord& record, const StreamStep& step,
+                            int head, const int (&row)[2], int begin) const {
+    const ListProblem& problem = args.problem;
+    const int key_head = head / problem.group;
+    const Rows<const T> rows[2] = {args.k.rows(step.batch, key_head, begin),
+                                   args.v.rows(step.batch, head / problem.value_group, begin)};
+    load_list_rows<64>(to, rows, row);
+    if constexpr (kForm != ListForm::plain) {
+      const std::int64_t base = ListProblem::row_base(problem.k, {step.batch, begin, 0}, key_head);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        load_stats(record.stats[threadIdx.x % 32 + 32 * half], problem.k_stats,
+                   base + max(row[half], 0), row[half] >= 0);
     }
-    return number;
   }
-  __device__ bool room(int number) const {
-    return reached(done, kStreamWarps, number - kStreamRing + 1);
-  }
-  __device__ bool owned_room(int group, int round) const {
-    return reached(owned_done + 4 * group, 4, round - 1);
+  __device__ static void load_stats(RowStatistics& to, const RowStatistics* stats, std::int64_t row,
+                                    bool there) {
+    if (stats)
+      cp_async_value(reinterpret_cast<float2*>(&to), reinterpret_cast<const float2*>(stats + row),
+                     there);
+    else
+      to = kNoStatistics;
   }
 
-  // By computing warps, of every tile and round.
-  __device__ void await_tile(int number) {
-    mbarrier_wait(shared_address(&full[number % kStreamRing]), number / kStreamRing & 1);
-    fence_async_proxy();
+  template <class Ready>
+  __device__ void own(int number, const StreamStep& step, const Ready& ready) const {
+    const ListProblem& problem = args.problem;
+    const std::uint32_t to[2] = {shape.own(number, 0), shape.own(number, 1)};
+    int row[2];
+    list_rows(row, kKeys ? problem.k : problem.q, step.own_at, step.rows);
+    ready();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      shape.owned_rows(number)[threadIdx.x % 32 + 32 * half] = row[half];
+    if constexpr (kKeys) {
+      load_keys(to, shape.owned(number), step, step.head * problem.group, row, step.own_begin);
+    } else {
+      const int slot_step = problem.q.index ? 1 : problem.q.lists;
+      load_queries(to, shape.owned(number), step, step.head, row, step.own_begin, step.first,
+                   step.first + step.rows,
+                   step.own_slot - static_cast<std::int64_t>(step.first) * slot_step, step.count);
+    }
   }
-  __device__ void release(int number) { count(done[threadIdx.x / 32], number + 1); }
-  __device__ void await_owned(int group, int round) {
-    mbarrier_wait(shared_address(&owned_full[round % 2][group]), round / 2 & 1);
-    fence_async_proxy();
-  }
-  __device__ void release_owned(int round) { count(owned_done[threadIdx.x / 32], round + 1); }
-
- private:
-  // Whether all of these warps have come to `least`. By all lanes of a warp.
-  __device__ static bool reached(const int* counters, int warps, int least) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int count = least;
-    if (lane < warps)
-      asm volatile("ld.acquire.cta.shared.b32 %0, [%1];"
-                   : "=r"(count)
-                   : "r"(shared_address(counters + lane))
-                   : "memory");
-    const bool all = __all_sync(~0u, count >= least);
-    __syncwarp();  // orders what other lanes do after it, which a vote does not
-    return all;
-  }
-  __device__ static void count(int& counter, int reached) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-      asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(&counter)),
-                   "r"(reached)
-                   : "memory");
+  template <class Ready>
+  __device__ void tile(int number, const StreamStep& step, int place, const Ready& ready) const {
+    const ListProblem& problem = args.problem;
+    const SlotSide& side = kKeys ? problem.q : problem.k;
+    int head = step.head;
+    if constexpr (kKeys) {
+      const int turn = problem.group > 1 ? place / step.span : 0;
+      head = head * problem.group + turn;
+      place -= turn * step.span;
+    }
+    const int rank = step.low + place * kStreamRows, slot = number % shape.kRing;
+    const std::uint32_t to[2] = {shape.tile_at(slot, 0), shape.tile_at(slot, 1)};
+    int row[2];
+    list_rows(row, side, step.other_at + (side.index ? rank : rank * side.lists),
+              step.count - rank);
+    ready();
+    if constexpr (kKeys) {
+      // Heads that share keys share lists: their slots are a head's apart.
+      const std::int64_t heads_before = head - static_cast<std::int64_t>(step.head) * problem.group;
+      load_queries(to, shape.streamed(slot), step, head, row, step.other_begin, rank, step.count,
+                   step.other_slot + heads_before * head_slots(problem.q), kAnyKeys);
+    } else {
+      load_keys(to, shape.streamed(slot), step, head, row, step.other_begin);
+    }
   }
 };
 

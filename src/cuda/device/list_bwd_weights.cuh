@@ -316,14 +316,22 @@ __device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const floa
 }
 
 // First of the ranks [0, count) for which `late` is true, which it then stays; count if none. By
-// all lanes of a warp.
-template <class Late>
+// all lanes of a warp, or by a thread alone.
+template <bool kAlone, class Late>
 __device__ __forceinline__ int first_rank(int count, const Late& late) {
+  constexpr int kProbes = kAlone ? 8 : 32;
   int begin = 0;  // the answer is in [begin, begin + left]
   for (int left = count; left > 0;) {
-    const int step = (left + 31) / 32, place = static_cast<int>(threadIdx.x) % 32 * step;
-    const bool early = place < left && !late(begin + place);
-    const int reached = __popc(__ballot_sync(~0u, early));
+    const int step = (left + kProbes - 1) / kProbes;
+    int reached = 0;
+    if constexpr (kAlone) {
+#pragma unroll
+      for (int i = 0; i < kProbes; ++i)
+        reached += i * step < left && !late(begin + min(i * step, left - 1));
+    } else {
+      const int place = static_cast<int>(threadIdx.x) % 32 * step;
+      reached = __popc(__ballot_sync(~0u, place < left && !late(begin + place)));
+    }
     if (reached == 0) break;
     const int end = min(begin + reached * step, begin + left);
     begin += (reached - 1) * step + 1;
@@ -333,7 +341,8 @@ __device__ __forceinline__ int first_rank(int count, const Late& late) {
 }
 
 // The query ranks that see any of the keys [first, end), and perhaps some that do not. By all lanes
-// of a warp.
+// of a warp, or by a thread alone.
+template <bool kAlone = false>
 __device__ __forceinline__ RankRange queries_of(const ListProblem& problem, const ListPair& pair,
                                                 int first, int end) {
   const std::int64_t count = pair.q.count, window = problem.window;
@@ -356,7 +365,7 @@ __device__ __forceinline__ RankRange queries_of(const ListProblem& problem, cons
       int found[2];
 #pragma unroll 1
       for (int side = 0; side < 2; ++side) {
-        const int rank = first_rank(pair.q.count, [&](int r) {
+        const int rank = first_rank<kAlone>(pair.q.count, [&](int r) {
           const RankRange range = problem.range(pair, r);
           return side ? range.low >= end : range.high > first;
         });

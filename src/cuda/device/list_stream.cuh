@@ -3,8 +3,9 @@
 //
 // A step is a tile of 64 ranks of a list, its owned rows, with the tiles of the other list that it
 // meets. A block plans a run of steps at its start, a thread each, and numbers the tiles that they
-// meet: each is loaded once, and steps that follow each other share it. One warpgroup loads, three
-// compute and take the steps in turn; owned and streamed tiles stand in two rings in shared memory.
+// meet: each is loaded once, and steps that follow each other share it. One warpgroup loads, two or
+// three compute and take the steps in turn; owned and streamed tiles stand in two rings in shared
+// memory.
 #pragma once
 
 #include <climits>
@@ -17,9 +18,7 @@
 namespace coterie::cuda {
 
 constexpr int kStreamBits = 6, kStreamRows = 1 << kStreamBits;  // of a tile, owned or streamed
-constexpr int kStreamGroups = 3;                                // warpgroups that compute
-constexpr int kStreamThreads = (kStreamGroups + 1) * kWarpgroup;
-constexpr int kStreamPlan = 160;  // steps of a block, at most
+constexpr int kStreamPlan = 128;                                // steps of a block, at most
 
 // `at` is a place in the side's index, or a row of the item where there is none (`SlotList::first`
 // and on, `lists` apart).
@@ -27,7 +26,8 @@ struct alignas(16) StreamStep {
   int rows, first;             // owned ranks [first, first + rows)
   int low, tiles;              // streamed ranks from `low` on, in so many tiles
   int ring;                    // number of the first of them
-  int fresh, fresh_low;        // tiles that are loaded with this step, and where they begin
+  int fresh;                   // tiles that are loaded with this step, the last ones of it
+  int span;                    // of a round: tiles of every head that is streamed
   int count;                   // ranks of the streamed list
   int shift;                   // r of ListRule, of rank 0 of the query list
   std::uint16_t head, batch;   // the query head
@@ -42,8 +42,11 @@ struct StreamReader {
 };
 
 // Shared memory of a block. Streamed tiles are of two tensors; facts are bytes by row.
-template <int kDim, int kOwnTensors, int kRing_, int kSlots_, int kOwnFacts, int kOtherFacts>
+template <int kGroups_, int kDim, int kOwnTensors, int kRing_, int kSlots_, int kOwnFacts,
+          int kOtherFacts>
 struct StreamShape {
+  static constexpr int kGroups = kGroups_;  // warpgroups that compute
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroup;
   static constexpr int kRing = kRing_, kSlots = kSlots_;
   static constexpr int kTensorBytes = kDim / 64 * kStreamRows * 128;
   static constexpr int kOwn = kRing * 2 * kTensorBytes;
@@ -53,9 +56,8 @@ struct StreamShape {
   static constexpr int kOtherFactsAt = kOwnFactsAt + kSlots * kOwnFactBytes;
   static constexpr int kOtherFactBytes = kOtherFacts * kStreamRows;
   static constexpr int kBarriers = kOtherFactsAt + kRing * kOtherFactBytes;
-  static constexpr int kBytes = kBarriers + 2 * (kRing + kSlots) * 8;
+  static constexpr int kBytes = kBarriers + 2 * (kRing + kStreamPlan) * 8;
   static_assert(kRing <= 32, "a lane for every place");
-  static_assert(kSlots % kStreamGroups == 0, "a place in the ring belongs to one warpgroup");
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
   std::uint32_t base;
@@ -81,26 +83,28 @@ struct StreamShape {
 
   __device__ std::uint32_t full(int number) const { return base + kBarriers + number % kRing * 8; }
   __device__ std::uint32_t empty(int number) const { return full(number) + kRing * 8; }
+  // A barrier for every step: places in the ring of owned tiles go from warpgroup to warpgroup,
+  // which may be phases ahead of each other.
   __device__ std::uint32_t own_full(int step) const {
-    return base + kBarriers + (2 * kRing + step % kSlots) * 8;
+    return base + kBarriers + (2 * kRing + step) * 8;
   }
-  __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kSlots * 8; }
+  __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kStreamPlan * 8; }
 
   // By all threads, before plan_steps.
   __device__ void init() const {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kRing) {
       mbarrier_init(full(place), 33);
-      mbarrier_init(empty(place), kStreamGroups * 4);
+      mbarrier_init(empty(place), kGroups * 4);
     }
-    if (place < kSlots) {
+    if (place < kStreamPlan) {
       mbarrier_init(own_full(place), 33);
       mbarrier_init(own_empty(place), 4);
     }
   }
 
   // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
-  __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), step / kSlots & 1); }
+  __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), 0); }
   __device__ void release_own(int step) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(own_empty(step));
@@ -137,13 +141,13 @@ struct StreamPlan {
   int steps, tiles;
 };
 
-// Plans steps of the numbers [begin, begin + count), count <= kStreamPlan: make(number, step) fills
-// all but ring, fresh and fresh_low. By all threads of the block. Steps without rows are left out.
-// In rounds, three steps of a list walk over the same tiles together, however many there are; else
-// tiles stay until the last step that meets them, unless they are too many. Ranges never decrease
-// along a list.
+// Plans the steps [0, count), count <= kStreamPlan: make(number, step) fills all but ring, fresh
+// and span. By all threads of the block. Steps without rows are left out. In rounds, three steps of
+// a list, one of every three numbers, walk over the same tiles together, however many there are, of
+// `heads` heads one after the other; else tiles stay until the last step that meets them, unless
+// they are too many. Ranges never decrease along a list.
 template <class Shape, class Make>
-__device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool rounds,
+__device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int heads,
                                  const Make& make) {
   struct Range {
     int first, low, high;  // tiles
@@ -154,7 +158,7 @@ __device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool 
   StreamStep step;
   step.rows = 0;
   if (thread < count) {
-    make(begin + thread, step);
+    make(thread, step);
     ranges[thread] = {step.rows > 0 ? step.first / kStreamRows : -1, step.low / kStreamRows,
                       step.low / kStreamRows + step.tiles};
   }
@@ -164,15 +168,17 @@ __device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool 
   if (step.rows > 0) {
     const Range own = ranges[thread];
     if (rounds) {
-      const int round = min(own.first % kStreamGroups, thread);  // place in it
-      const Range lead = ranges[thread - round];
-      int high = lead.high;
-      for (int next = 1; next < kStreamGroups - lead.first % kStreamGroups; ++next) {
-        const int other = thread - round + next;
-        if (other < count && ranges[other].first == lead.first + next) high = ranges[other].high;
-      }
-      (round == 0 ? step.fresh : before) = high - own.low;
-      step.fresh_low = step.low;
+      // Tiles of a list follow each other, so that numbers as far apart as tiles are of one list.
+      const auto joined = [&](int other) {
+        return other < count && ranges[other].first >= 0 &&
+               ranges[other].first - own.first == other - thread;
+      };
+      int lead = thread, last = thread;
+      while (lead % Shape::kGroups > 0 && joined(lead - 1)) --lead;
+      while (last % Shape::kGroups < Shape::kGroups - 1 && joined(last + 1)) ++last;
+      step.span = ranges[last].high - ranges[lead].low;
+      const int all = heads * step.span, ahead = own.low - ranges[lead].low;
+      (lead == thread ? step.fresh : before) = all - ahead;
     } else {
       constexpr int kMost = Shape::kRing - 2;
       if (own.first > 0 && thread > 0 && step.tiles <= kMost) {
@@ -180,7 +186,7 @@ __device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool 
         if (last.high - last.low <= kMost) before = max(last.high - own.low, 0);
       }
       step.fresh = step.tiles - before;
-      step.fresh_low = step.low + before * kStreamRows;
+      step.span = step.tiles;
     }
   }
   // Tiles and steps up to this thread; a long list has more tiles than 22 bits count.
@@ -193,7 +199,7 @@ __device__ StreamPlan plan_steps(const Shape& shape, int begin, int count, bool 
   if (lane == 31) sums[thread / 32] = sum;
   __syncthreads();
   long long ahead = 0, total = 0;
-  for (int warp = 0; warp < kStreamThreads / 32; ++warp) {
+  for (int warp = 0; warp < Shape::kThreads / 32; ++warp) {
     if (warp < thread / 32) ahead += sums[warp];
     total += sums[warp];
   }
@@ -286,33 +292,38 @@ __device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// The loading warpgroup: own(step number, step) and tile(number, step, first rank) start the copies
-// of an owned or a streamed tile by one warp. All warps wait for every place, so that none is more
-// than a phase ahead of its barrier.
+// The loading warpgroup. Its warps take owned and streamed tiles in turn: own(step number, step,
+// ready) and tile(number, step, place among the step's tiles, ready) start the copies of one; they
+// call ready() when they need its place, which may take long. A warp waits for its own places only:
+// consumers go on in order, so that no barrier is more than a phase behind.
 template <class Shape, class Own, class Tile>
 __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool rounds, const Own& own,
                            const Tile& tile) {
+  static_assert(Shape::kRing >= 4 && Shape::kSlots >= Shape::kGroups, "room for a round");
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  int turn = 0, owned = 0, next = 0;
-  const auto mine = [&] { return turn++ % 4 == warp; };
+  // Steps of a round need all their owned rows before the first tile is done with.
+  const int ahead = rounds ? Shape::kGroups : 1;
+  int next = 0, owned = warp;
+#pragma unroll 1
   for (int number = 0; number < plan.steps; ++number) {
-    // The steps of a round need all their owned rows before the first tile is done with.
-    const int last = min(rounds ? number + kStreamGroups : number + 1, plan.steps);
-    for (; owned < last; ++owned) {
-      if (owned >= Shape::kSlots)
-        mbarrier_wait(shape.own_empty(owned), (owned / Shape::kSlots - 1) & 1);
-      if (!mine()) continue;
-      own(owned, shape.plan()[owned]);
+    const StreamStep& step = shape.plan()[number];
+#pragma unroll 1
+    for (; owned < min(number + ahead, plan.steps); owned += 4) {
+      own(owned, shape.plan()[owned], [&] {
+        if (owned >= Shape::kSlots) mbarrier_wait(shape.own_empty(owned - Shape::kSlots), 0);
+      });
       arrive_filled(shape.own_full(owned));
     }
-    const StreamStep& step = shape.plan()[number];
-    const int end = next + step.fresh;
-    for (int rank = step.fresh_low; next < end; ++next, rank += kStreamRows) {
-      if (next >= Shape::kRing) mbarrier_wait(shape.empty(next), (next / Shape::kRing - 1) & 1);
-      if (!mine()) continue;
-      tile(next, step, rank);
-      arrive_filled(shape.full(next));
+    // Behind the tiles that were loaded with the steps before.
+    const int end = next + step.fresh, skipped = max(step.tiles - step.fresh, 0) - next;
+#pragma unroll 1
+    for (int mine = next + ((warp - next - 2) & 3); mine < end; mine += 4) {
+      tile(mine, step, mine + skipped, [&] {
+        if (mine >= Shape::kRing) mbarrier_wait(shape.empty(mine), (mine / Shape::kRing - 1) & 1);
+      });
+      arrive_filled(shape.full(mine));
     }
+    next = end;
   }
   asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
 }

@@ -92,32 +92,41 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
   const int place = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
   RowProducts<kChunks> products;
   int row[2];
-  float limit[2];
+  float limit[2], scale[2];
+  RowWords<ScanElement, kChunks> words[2];
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const int at = place + 8 * side;
     row[side] = at < count ? list.row[total - count + at] : -1;
     limit[side] = at < count ? list.limit[total - count + at] : INFINITY;
-    const float scale = at < count ? list.scale[total - count + at] : 0.0f;
-    RowWords<ScanElement, kChunks> words;
-    if (rows.aligned)
-      words.template load<true>(rows, row[side], row[side] >= 0);
-    else
-      words.template load<false>(rows, row[side], row[side] >= 0);
-    float x[8 * kChunks];
-    unpack(words, x);
+    scale[side] = at < count ? list.scale[total - count + at] : 0.0f;
+  }
+  const auto load = [&](auto aligned) {
 #pragma unroll
-    for (int i = 0; i < 8 * kChunks; ++i) x[i] *= scale;
+    for (int side = 0; side < 2; ++side)
+      words[side].template load<decltype(aligned)::value>(rows, row[side], row[side] >= 0);
+  };
+  if (rows.aligned)  // one branch around all loads, so that they are on their way together
+    load(std::true_type{});
+  else
+    load(std::false_type{});
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    float x[8 * kChunks];
+    unpack(words[side], x);
+#pragma unroll
+    for (int i = 0; i < 8 * kChunks; ++i) x[i] *= scale[side];
     products.set(side, x, zero);
   }
   if (lane < 16) open.best[lane] = 0;
   group_sync();  // all have read the list
   if (threadIdx.x % kWarpgroup == 0) list.count = total - count;
   int pairs = 0;
+  std::uint32_t low = products.first_columns(table);
 #pragma unroll 1
   for (int column = 0; column < table.columns; column += kScanStep) {
     float d[kScanStep / 2];
-    products.start(d, table, column);
+    products.start(d, table, low);
     products.finish(d);
     unsigned near[2] = {0, 0};
 #pragma unroll

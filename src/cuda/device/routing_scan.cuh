@@ -12,9 +12,13 @@ namespace coterie::cuda {
 using ScanElement = __nv_bfloat16;
 using ScanHalf = __half;
 
-constexpr int kScanGroups = 3, kScanThreads = kScanGroups * kWarpgroup,
-              kScanWarps = kScanThreads / 32;
-constexpr int kScanStep = 128;  // centroids at a time
+// Warpgroups of a block, as many as have registers enough for rows of 32 * kChunks elements.
+template <int kChunks>
+constexpr int kScanGroups = kChunks <= 2 ? 4 : 3;
+template <int kChunks>
+constexpr int kScanThreads = kScanGroups<kChunks>* kWarpgroup;
+constexpr int kMostScanGroups = 4, kMostScanWarps = kMostScanGroups * kWarpgroup / 32;
+constexpr int kScanStep = 64;  // centroids at a time
 constexpr int kScanRows = 64;
 
 // Rows of lengths in [2^-2, 2^12) are f16 numbers as they are: their elements are below 2^12, and
@@ -42,6 +46,7 @@ __device__ __forceinline__ int group_count(bool yes) {
 // What the rows of a block's problem are measured with.
 struct ScanTable {
   std::uint64_t descriptor;
+  int low_part;  // bytes behind it are what rounding took from the centroids; 0: nowhere
   int columns, clusters, pitch;
   const float* centroids;  // (clusters, pitch)
   bool usable;             // scores are finite, and not too small to scale
@@ -60,7 +65,7 @@ __device__ __forceinline__ float scale_of(float length) {
 
 // The largest value of the block; NaN counts as larger than all. Synchronises the threads.
 __device__ inline float block_largest(float value) {
-  __shared__ float warps[kScanWarps];
+  __shared__ float warps[kMostScanWarps];
   const auto raise = [&](float other) {
     if (!(other <= value) && !isnan(value)) value = other;
   };
@@ -68,39 +73,48 @@ __device__ inline float block_largest(float value) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
-  for (int w = 0; w < kScanWarps; ++w) raise(warps[w]);
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) raise(warps[w]);
   return value;
 }
 
-// Centroids times `scale` to shared memory, depths in the order of RowFragments, zeros behind the
-// last one. Returns the largest |low|, scaled.
+// Centroids times `scale` to shared memory, and what rounding them to f16 takes, if there is room;
+// depths in the order of RowFragments, zeros behind the last one. Returns the largest |m - table|,
+// scaled.
 template <int kChunks>
 __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t memory) {
   float most = 0.0f;
-  for (int i = threadIdx.x; i < table.columns * kChunks; i += kScanThreads) {
+  for (int i = threadIdx.x; i < table.columns * kChunks; i += kScanThreads<kChunks>) {
     const int column = i / kChunks, chunk = i % kChunks;
     const auto* from = reinterpret_cast<const float4*>(
         table.centroids + static_cast<std::int64_t>(column) * table.pitch + 32 * chunk);
-    std::uint32_t word[16];
-    float squares = 0.0f;
+    float value[32];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float4 m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (column < table.clusters) m = from[j];
-      const float value[4] = {m.x * scale, m.y * scale, m.z * scale, m.w * scale};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float low = value[k] - __half2float(__float2half_rn(value[k]));
-        squares = fmaf(low, low, squares);
-      }
-      word[2 * j] = pack2<ScanHalf>(value[0], value[1]);
-      word[2 * j + 1] = pack2<ScanHalf>(value[2], value[3]);
+      for (int k = 0; k < 4; ++k) value[4 * j + k] = (&m.x)[k] * scale;
     }
-    const Tile<ScanHalf, 64> band{memory + chunk / 2 * table.columns * 128};
+    // Stores the values, and leaves what is lost of them.
+    const auto store = [&](std::uint32_t to) {
+      std::uint32_t word[16];
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-      store_shared16(band.chunk(column, chunk % 2 * 4 + pair),
-                     make_uint4(word[pair], word[4 + pair], word[8 + pair], word[12 + pair]));
+      for (int j = 0; j < 16; ++j) {
+        word[j] = pack2<ScanHalf>(value[2 * j], value[2 * j + 1]);
+#pragma unroll
+        for (int k = 2 * j; k < 2 * j + 2; ++k) value[k] -= __half2float(__float2half_rn(value[k]));
+      }
+      const Tile<ScanHalf, 64> band{to + chunk / 2 * table.columns * 128};
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair)
+        store_shared16(band.chunk(column, chunk % 2 * 4 + pair),
+                       make_uint4(word[pair], word[4 + pair], word[8 + pair], word[12 + pair]));
+    };
+    store(memory);
+    if (table.low_part) store(memory + table.low_part);
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 32; ++k) squares = fmaf(value[k], value[k], squares);
 #pragma unroll
     for (int step = 1; step < kChunks; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
     most = fmaxf(most, squares);
@@ -174,20 +188,38 @@ struct RowProducts {
     rows.set(side, words, zero);
   }
 
-  // Starts on the scores of kScanStep centroids from `column` on.
+  // Starts on the scores of the kScanStep centroids that `low` says, which then says the next ones.
   __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
-                                        int column) const {
+                                        std::uint32_t& low) const {
     wgmma_fence();
+    const std::uint64_t first = table.descriptor >> 32 << 32 | low;
 #pragma unroll
     for (int step = 0; step < 2 * kChunks; ++step) {
-      const std::uint64_t b = descriptor_behind(
-          table.descriptor, (column + step / 4 * table.columns) * 128 + step % 4 * 32);
+      const std::uint64_t b =
+          descriptor_behind(first, step / 4 * table.columns * 128 + step % 4 * 32);
       if (step == 0)
         wgmma<ScanHalf, 0, 0>(d, rows.a[0][step], b);
       else
         wgmma<ScanHalf, 1, 0>(d, rows.a[0][step], b);
     }
+    if (table.low_part) {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 2 * kChunks; ++step)
+        wgmma<ScanHalf, 1, 0>(
+            d, rows.a[0][step],
+            descriptor_behind(first,
+                              table.low_part + step / 4 * table.columns * 128 + step % 4 * 32));
+    }
     wgmma_commit();
+    low += kScanStep * 128 / 16;
+  }
+  // For the first centroids. The compiler would make it anew for every product if it knew what it
+  // is.
+  __device__ static __forceinline__ std::uint32_t first_columns(const ScanTable& table) {
+    auto low = static_cast<std::uint32_t>(table.descriptor);
+    asm volatile("" : "+r"(low));
+    return low;
   }
   __device__ static __forceinline__ void finish(float (&d)[kScanStep / 2]) {
     wgmma_wait<0>();
@@ -197,10 +229,11 @@ struct RowProducts {
   // The two best of all centroids.
   __device__ __forceinline__ void find(const ScanTable& table, const float (&offset)[2],
                                        unsigned key_scale, TwoKeys (&best)[2]) const {
+    std::uint32_t low = first_columns(table);
 #pragma unroll 1
     for (int column = 0; column < table.columns; column += kScanStep) {
       float d[kScanStep / 2];
-      start(d, table, column);
+      start(d, table, low);
       finish(d);
       add_keys(d, table, column, offset, key_scale, best);
     }

@@ -22,18 +22,24 @@ struct TopRows {
   CandidateLists candidates;
 };
 
+// Lists that candidates do not decide, and the teams of blocks that select their members, several
+// lists of an item and head at a time.
+struct OpenLists {
+  ZeroedWords words;       // the count of all lists, of those of a problem, and the teams' counters
+  std::int32_t* clusters;  // (problems, C): which, in any order; null: all
+  Teams teams;
+  std::int32_t* bins;  // (teams, 2, kTeamBins): chunks of lists in turn
+  std::int32_t* sums;  // (teams, size, lists, 2): rows above the cut and on it
+  float* scratch;      // scores of a block each, where they do not fit into shared memory
+  int room;            // scores of a block and list
+  int at_once;         // lists
+};
+
 template <class T>
 struct TopArgs {
   TopRows<T> sides[2];
   CentredCentroids centroids;
-  // Lists that candidates do not decide, in any order; null: all lists.
-  std::int32_t *open_count, *open;
-  // Teams of blocks share a list's rows, and exchange what follows.
-  Teams teams;
-  std::int32_t* bins;  // (teams, 2, digits, bins): lists in turn
-  std::int32_t* sums;  // (teams, size, 2): rows above the cut and on it
-  float* scratch;      // scores of a block each, where they do not fit into shared memory
-  int room;            // scores of a block
+  OpenLists open;
 };
 
 // One list of either side.
@@ -58,6 +64,12 @@ struct TopList {
     centroid = args.centroids.rows +
                (static_cast<std::int64_t>(head / side.shape.group) * clusters + cluster) *
                    args.centroids.pitch;
+  }
+
+  // All centroids of the list's head.
+  __device__ const float* head_centroids(const TopArgs<T>& args) const {
+    return args.centroids.rows + static_cast<std::int64_t>(head / side.shape.group) *
+                                     side.shape.clusters * args.centroids.pitch;
   }
 
   // Writes lists that hold all rows, and -1 behind the others; whether the list is done with that.
@@ -93,6 +105,15 @@ struct ExactScores {
   // put(i, row, score) for all i < count; row_of(i) is the row. By all kThreads threads.
   template <int kThreads, class RowOf, class Put>
   __device__ void compute(int count, const RowOf& row_of, const Put& put) const {
+    for_rows<kThreads>(count, row_of, [&](int i, int row, const uint4& words, float inverse) {
+      const float product = Lanes::sum(lane_product(words, centroid));
+      if (row >= 0 && Lanes::column() == 0) put(i, row, plain_score(product * inverse));
+    });
+  }
+
+  // take(i, row, this lane's elements, 1 / sigma), rows negative from `count` on.
+  template <int kThreads, class RowOf, class Take>
+  __device__ void for_rows(int count, const RowOf& row_of, const Take& take) const {
     constexpr int kStep = kThreads / Lanes::kLanes * kRows;
     for (int base = 0; base < count; base += kStep) {
       uint4 words[kRows];
@@ -111,12 +132,23 @@ struct ExactScores {
 #pragma unroll
       for (int j = 0; j < kRows; ++j) inverse[j] = row[j] >= 0 ? stats[row[j]].inverse : 0.0f;
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const float product = Lanes::sum(lane_product(words[j]));
-        if (row[j] >= 0 && Lanes::column() == 0)
-          put(first + j * (kStep / kRows), row[j], plain_score(product * inverse[j]));
-      }
+      for (int j = 0; j < kRows; ++j)
+        take(first + j * (kStep / kRows), row[j], words[j], inverse[j]);
     }
+  }
+
+  __device__ static __forceinline__ float lane_product(const uint4& words,
+                                                       const typename Lanes::Values& centroid) {
+    union {
+      uint4 words;
+      T elements[Lanes::kVector];
+    } chunk;
+    chunk.words = words;
+    float product = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Lanes::kVector; ++i)
+      product = fmaf(to_float(chunk.elements[i]), centroid[i], product);
+    return product;
   }
 
  private:
@@ -134,19 +166,6 @@ struct ExactScores {
       else
         words[j] = load_chunk(from, Lanes::column(), rows.width);
     }
-  }
-
-  __device__ __forceinline__ float lane_product(const uint4& words) const {
-    union {
-      uint4 words;
-      T elements[Lanes::kVector];
-    } chunk;
-    chunk.words = words;
-    float product = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Lanes::kVector; ++i)
-      product = fmaf(to_float(chunk.elements[i]), centroid[i], product);
-    return product;
   }
 };
 
