@@ -9,6 +9,7 @@
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/lists.h"
+#include "cuda/padding.h"
 #include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
@@ -163,15 +164,6 @@ class CastPass : public Pass {
     find_token_slots(slots, call_.B, arena, stream);
     return slots;
   }
-  const void* rounded_surrogates(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
-    return cast_rounded(call_.inputs.q.dtype, shape.surrogates,
-                        call_.H * params_.clusters * call_.Dk, arena, stream);
-  }
-  const void* rounded_summaries(const CastSaved& saved, Arena& arena, cudaStream_t stream) const {
-    return cast_rounded(call_.inputs.q.dtype, saved.summary,
-                        call_.num_items() * call_.H * params_.clusters * call_.Dv, arena, stream);
-  }
-
   // Inner outputs, of the inputs' type.
   void* take_inner(const CastShape& shape, Arena& arena) const {
     const std::int64_t count = shape.slots() * shape.D;
@@ -224,7 +216,6 @@ class CastPass : public Pass {
     pass.dq_slots = arena.take<float>(slots * call_.Dk);
     pass.dk_slots = arena.take<float>(slots / call_.H * key_slots * call_.Dk);
     pass.dv_slots = arena.take<float>(slots / call_.H * key_slots * call_.Dv);
-    pass.gates = arena.take<float4>(call_.B * call_.N);
     pass.facts = arena.take<float4>(rows);
     cast_cut_tokens(shape, call_, pass);
     pass.delta = arena.take<float>(rows);
@@ -272,9 +263,7 @@ class CastPass : public Pass {
       return;
     }
     pass.slots = token_slots(shape, arena, stream);
-    pass.surrogates = rounded_surrogates(shape, arena, stream);
-    pass.summaries = rounded_summaries(saved, arena, stream);
-    if (pass.dots) cast_gates(shape, call_, pass, stream);
+    cast_prepare(shape, call_, pass, arena, stream);
     if (pass.resident) {
       cast_inner_queries(shape, call_, pass, stream);
       backward_mix(shape, pass, stream);
@@ -283,7 +272,12 @@ class CastPass : public Pass {
       backward_lists(shape, pass, arena, stream);
     }
     if (!pass.dots) return;
-    cast_fold(shape, call_, pass, stream);
+    if (pass.resident)
+      cast_sum_slots(shape, call_, pass, stream);
+    else
+      cast_fold(shape, call_, pass, stream);
+    for (const TensorView* rows : {&gradients.dk, &gradients.dv})
+      if (rows->present()) zero_padding(*rows, call_.inputs.q_sequences, call_.num_items(), stream);
     cast_fold_heads(shape, call_, pass, stream);
   }
 

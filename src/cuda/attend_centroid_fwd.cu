@@ -206,15 +206,8 @@ template <class T>
 void attend_chunks(const AttentionCall& call, const AttendArgs<T>& args, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2)
     if (on_hopper()) return attend_chunks_sm90a(args, stream);
-  dispatch_head_dim(call.op, call.Dk,
+  dispatch_wide_dim(call.op, call.Dk,
                     [&](auto dim) { launch_attend<T, decltype(dim)::value>(args, stream); });
-}
-
-CentroidBlocks attend_blocks(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  // Two warpgroups with all the registers of a multiprocessor.
-  if (blocks.sm90a && call.Dk > 64) return {kCentroidRows, multiprocessors(), true};
-  return blocks;
 }
 
 // Teams where the chunks of all means are on the GPU at a time.
@@ -229,14 +222,14 @@ Teams attend_teams(const AttentionCall& call, const CentroidBlocks& blocks,
 }  // namespace
 
 std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = attend_blocks(call, sizes);
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
   return attend_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).count;
 }
 
 void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                       const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
                       cudaStream_t stream) {
-  const CentroidBlocks blocks = attend_blocks(call, sizes);
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
   const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
   Teams teams = attend_teams(call, blocks, queries);
   teams.arrivals = arrivals;

@@ -14,6 +14,7 @@
 // their scores by the same instructions, hence with the same bits.
 #include "cuda/clustered.h"
 #include "cuda/device/await.cuh"
+#include "cuda/device/improved.cuh"
 #include "cuda/device/merge.cuh"
 #include "cuda/device/select.cuh"
 #include "cuda/hopper.h"
@@ -154,9 +155,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
         for (int i = 0; i < 16; ++i)
           if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
-        offer4(lists[r], s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1], s[r / 2][1][r % 2 * 2],
-               s[r / 2][1][r % 2 * 2 + 1], key);
+      for (int r = 0; r < 4; ++r) {
+        const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
+        offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0], low[1],
+               high[0], high[1], key);
+      }
     });
     make_room(lists, args.capacity, args.wanted, begin + kSelectKeys);
   }
@@ -184,13 +187,10 @@ __global__ void __launch_bounds__(kMergeWarps * 32, 8)
   const int parts = queries.empty(item, head, cluster)
                         ? 0
                         : queries.chunks.count(queries.spans.k.span(item).length);
-  merge_lists(
-      args, item, head, cluster, parts * kLaneLists,
-      [&](int number) {
-        return queries.row(slot + number / kLaneLists, head, cluster) * kLaneLists +
-               number % kLaneLists;
-      },
-      memory[warp]);
+  merge_lists(args, item, head, cluster,
+              RowLists{parts * kLaneLists, queries.row(slot, head, cluster) * kLaneLists,
+                       queries.row(1, 0, 0) * kLaneLists},
+              memory[warp]);
 }
 
 template <class T, int kDim>
@@ -208,19 +208,29 @@ void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
 template <class T>
 void select_keys(const AttentionCall& call, const SelectArgs<T>& args, std::int64_t rows,
                  cudaStream_t stream) {
-  dispatch_head_dim(call.op, call.Dk,
+  dispatch_wide_dim(call.op, call.Dk,
                     [&](auto dim) { launch_candidates<T, decltype(dim)::value>(args, stream); });
   launch_early("centroid_merge", centroid_merge_kernel<T>,
                static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
                stream, args);
 }
 
+// Teams of as many blocks as take the least time: rounds x (keys of a block + what a problem costs
+// besides, in keys).
 SelectTeams select_teams(const AttentionCall& call, const CentroidBlocks& blocks,
                          const CentroidQueries& queries) {
+  constexpr std::int64_t kOverhead = 2048;
   SelectTeams teams{};
   teams.problems = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
-  teams.teams.size = kSelectParts;
-  teams.teams.count = std::max(1, std::min(teams.problems, blocks.resident / kSelectParts));
+  std::int64_t least = 0;
+  for (int size = kSelectParts; size > 0; size /= 2) {
+    const int count = std::max(1, std::min(teams.problems, blocks.resident / size));
+    const std::int64_t time = (teams.problems + count - 1) / count * (call.S / size + kOverhead);
+    if (least > 0 && time >= least) continue;
+    least = time;
+    teams.teams.size = size;
+    teams.teams.count = count;
+  }
   return teams;
 }
 
@@ -232,25 +242,37 @@ std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& si
   return select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).teams.count;
 }
 
+bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  if (!blocks.sm90a || sizes.topk == 0 || call.causal) return false;
+  const SelectTeams teams = select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks));
+  // Few problems leave multiprocessors without work here.
+  return 4 * teams.teams.blocks() >= 3 * blocks.resident;
+}
+
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream) {
+                     cudaStream_t stream, bool attend) {
   const CentroidBlocks blocks = centroid_blocks(call, sizes);
   const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
   SelectTeams teams = select_teams(call, blocks, queries);
   teams.teams.arrivals = arrivals;
   const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
   const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * blocks.rows;
+  const std::int64_t part_rows = team_rows * teams.teams.size;
   const std::int64_t lists = blocks.sm90a
-                                 ? team_rows * kSelectLists
+                                 ? part_rows * kLaneLists
                                  : queries.chunks.slots * call.H * sizes.clusters * kLaneLists;
   const int wanted = static_cast<int>(sizes.topk) + spare_keys(sizes.topk);
   // A list can hold all that a cut leaves, and a lane's scores of one tile more.
   const int capacity = (wanted + kSelectKeys / 4 + 15) / 16 * 16;
+  const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
   float* thresholds = arena.take<float>(blocks.sm90a ? team_rows : rows * kSamples + 1);
   teams.maxima = arena.take<float>(blocks.sm90a ? team_rows * kSelectParts * 32 : 0);
   std::int32_t* counts = arena.take<std::int32_t>(lists + 1);
   Candidate* candidates = arena.take<Candidate>(lists * capacity + 1);
+  PartialRow* partial_rows = arena.take<PartialRow>(attend ? part_rows : 0);
+  float* outs = arena.take<float>(attend ? part_rows * pitch : 0);
   if (!thresholds || rows == 0 || sizes.topk == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -265,7 +287,17 @@ void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
     args.candidates = candidates;
     args.top_keys = static_cast<std::int32_t*>(tensors.top_keys.data);
     if constexpr (sizeof(T) == 2)
-      if (blocks.sm90a) return select_keys_sm90a(args, teams, stream);
+      if (blocks.sm90a) {
+        const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),
+                                partial_rows,
+                                outs,
+                                pitch,
+                                static_cast<float*>(tensors.centroid_lse.data),
+                                static_cast<float*>(tensors.mass.data),
+                                static_cast<float*>(tensors.out.data),
+                                static_cast<int>(call.Dv)};
+        return improved_sm90a(args, teams, attend ? &to : nullptr, stream);
+      }
     select_keys(call, args, rows, stream);
   });
 }

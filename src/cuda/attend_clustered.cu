@@ -80,13 +80,13 @@ class ClusteredPass : public Pass {
       const Arrivals arrivals = take_arrivals(arena);
       tensors.centroids = take_centroids(arena);
       means(tensors, arena, nullptr);
-      select_keys(tensors, arrivals, arena, nullptr);
+      select_keys(tensors, arrivals, arena, nullptr, !call_.causal);
     });
     count([&](Arena& arena) {
       ClusteredTensors tensors;
       const Arrivals arrivals = take_arrivals(arena);
       means(tensors, arena, nullptr);
-      outputs(tensors, {}, arrivals, arena, nullptr);
+      attend_means(tensors, arrivals, arena, nullptr);
     });
     count([&](Arena& arena) {
       take_arrivals(arena);
@@ -111,8 +111,11 @@ class ClusteredPass : public Pass {
     Arena arena = take_workspace(workspace);
     const Arrivals arrivals = take_arrivals(arena);
     const ClusteredTensors tensors = clustered_tensors(params_, result.saved);
-    if (!call_.causal) means(tensors, arena, stream_of(workspace), arrivals.words());
-    outputs(tensors, result.out, arrivals, arena, stream_of(workspace));
+    if (!call_.causal) {
+      means(tensors, arena, stream_of(workspace), arrivals.words());
+      attend_means(tensors, arrivals, arena, stream_of(workspace));
+    }
+    outputs(tensors, result.out, stream_of(workspace));
   }
 
   // One computation of the means serves selection and outputs; the causal form does not keep them.
@@ -125,12 +128,15 @@ class ClusteredPass : public Pass {
     ClusterExtra extra;
     if (with_means) extra = {static_cast<float*>(tensors.centroids.data), arrivals.words()};
     cluster(tensors, arena, stream_of(workspace), extra);
+    bool attended = false;
     {
       Arena stage = arena;  // the memory of the clustering is free again
       if (!with_means) means(tensors, stage, stream_of(workspace), arrivals.words());
-      select_keys(tensors, arrivals, stage, stream_of(workspace));
+      attended = selects_and_attends(call_, sizes_);
+      select_keys(tensors, arrivals, stage, stream_of(workspace), attended);
     }
-    outputs(tensors, result.out, arrivals, arena, stream_of(workspace));
+    if (!attended) attend_means(tensors, arrivals, arena, stream_of(workspace));
+    outputs(tensors, result.out, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -175,17 +181,18 @@ class ClusteredPass : public Pass {
   }
   // Top keys where there are any, from tensors whose centroids are there.
   void select_keys(const ClusteredTensors& tensors, const Arrivals& arrivals, Arena& arena,
-                   cudaStream_t stream) const {
+                   cudaStream_t stream, bool attend = false) const {
     if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
-      centroid_select(call_, sizes_, tensors, arrivals.data, arena, stream);
+      centroid_select(call_, sizes_, tensors, arrivals.data, arena, stream, attend);
   }
-  // Outputs, from tensors whose centroids are there.
-  void outputs(const ClusteredTensors& tensors, const TensorView& out, const Arrivals& arrivals,
-               Arena& arena, cudaStream_t stream) const {
-    if (!call_.causal)
-      centroid_forward(call_, sizes_, tensors,
-                       arrivals.data ? arrivals.data + arrivals.selection : nullptr, arena, stream);
-    if (!out.present()) return;  // counting
+  void attend_means(const ClusteredTensors& tensors, const Arrivals& arrivals, Arena& arena,
+                    cudaStream_t stream) const {
+    if (call_.causal) return;
+    centroid_forward(call_, sizes_, tensors,
+                     arrivals.data ? arrivals.data + arrivals.selection : nullptr, arena, stream);
+  }
+  // Outputs of the queries.
+  void outputs(const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream) const {
     if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
       topk_forward(call_, sizes_, tensors, out, stream);
     else

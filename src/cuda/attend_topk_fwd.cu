@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Outputs of the queries of clustered attention.
+// Outputs of the queries of improved clustered attention.
 //
-// Improved: out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c.
+// out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c.
 // A block takes up to 64 queries a warp of one cluster. It gathers the cluster's keys and values to
 // shared memory once; each warp then streams 16 queries at a time through its registers and writes
 // each output to its query's place. Causal: attention over those top keys that are not after the
-// query, and nothing else. Plain: out_i = centroid_out_c.
-//
-// Lanes read rows of queries in pieces of 16 bytes. That deals columns to lanes in another order
-// than the products do; keys are read from shared memory in the same way, and products do not care
-// in which order depths are added.
+// query, and nothing else.
 #include "cuda/clustered.h"
 #include "cuda/device/ascending.cuh"
 #include "cuda/device/await.cuh"
@@ -17,6 +13,7 @@
 #include "cuda/device/mma.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/store.cuh"
+#include "cuda/device/topk_rows.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -26,8 +23,7 @@ namespace {
 
 constexpr int kThreads = 128;      // of the kernels without top keys
 constexpr int kWarpBits = 6;       // of a warp
-constexpr int kKeys = 32;          // multiplied at a time
-constexpr int kSmallCluster = 48;  // mean size up to which one warp takes a tile
+constexpr int kSmallCluster = 96;  // mean size up to which one warp takes a tile
 
 template <class T>
 struct TopArgs {
@@ -38,213 +34,9 @@ struct TopArgs {
   const std::int32_t *order, *offsets, *top_keys;
   const float *mass, *bottom;  // null: 1 and 0
   float* lse;
-  int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kKeys
+  int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kTopKeys
   float exponent;                 // scale log2(e)
   bool causal;                    // keys after a query are out of its sight
-};
-
-// Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
-// Neighbouring rows lie in different halves of 128 bytes, so that 8 lanes meet no bank twice.
-template <class T, int kDim>
-struct KeyTile {
-  static constexpr int kChunks = Tile<T, kDim>::kChunks;
-  std::uint32_t base;
-
-  __device__ std::uint32_t chunk(int row, int index) const {
-    const int moved = kChunks % 8 == 0 ? index ^ (row & 1) << 2 : index;
-    return base + row * Tile<T, kDim>::kRowBytes + moved * 16;
-  }
-  __device__ KeyTile below(int row) const { return {base + row * Tile<T, kDim>::kRowBytes}; }
-  __device__ uint4 piece(int row, int index) const {
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(chunk(row, index))
-                 : "memory");
-    return words;
-  }
-};
-
-// Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kKeys;
-// returns how many there are. By all threads; the caller commits, waits and synchronises.
-template <bool kAligned, class T, int kDim, int kBlockThreads>
-__device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
-                                      const Rows<const T>& k, const Rows<const T>& v,
-                                      const std::int32_t* top, int topk) {
-  constexpr int kChunks = Tile<T, kDim>::kChunks;
-  static_assert(kKeys * kChunks % kBlockThreads == 0, "lanes stay together for the shuffles");
-  const int lane = threadIdx.x % 32;
-  int count = 0;
-#pragma unroll 1
-  for (int first = 0; first < topk; first += kKeys) {
-    const int own = first + lane < topk ? top[first + lane] : -1;
-    count += __popc(__ballot_sync(~0u, own >= 0));
-#pragma unroll
-    for (int step = 0; step < kKeys * kChunks; step += kBlockThreads) {
-      const int number = step + static_cast<int>(threadIdx.x);
-      const int r = number / kChunks, chunk = number % kChunks;
-      const int column = chunk * Tile<T, kDim>::kVector, row = __shfl_sync(~0u, own, r);
-      const bool there = row >= 0 && column < k.width;
-      const std::uint32_t to_k = keys.chunk(first + r, chunk),
-                          to_v = values.chunk(first + r, chunk);
-      if constexpr (kAligned) {
-        cp_async16(to_k, there ? k.row(row) + column : k.data, there ? 16 : 0);
-        cp_async16(to_v, there ? v.row(row) + column : v.data, there ? 16 : 0);
-      } else {
-        const uint4 zero = make_uint4(0, 0, 0, 0);
-        store_shared16(to_k, there ? load_chunk(k.row(row), column, k.width) : zero);
-        store_shared16(to_v, there ? load_chunk(v.row(row), column, v.width) : zero);
-      }
-    }
-  }
-  return count;
-}
-
-// 16 queries of a warp in registers: lane l has pieces l % 4, l % 4 + 4, ... of rows l / 4 and
-// l / 4 + 8.
-template <class T, int kDim>
-struct QueryRows {
-  static constexpr int kPieces = Tile<T, kDim>::kChunks / 4;
-  static constexpr int kVector = Tile<T, kDim>::kVector;
-  int rows[2];  // numbers of the queries, -1 for none
-  uint4 pieces[2][kPieces];
-
-  __device__ void load(const Rows<const T>& from) {
-    if (from.aligned)
-      load_all<true>(from);
-    else
-      load_all<false>(from);
-  }
-  template <bool kAligned>
-  __device__ __forceinline__ void load_all(const Rows<const T>& from) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const T* row = from.row(max(rows[half], 0));
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int column = (4 * i + static_cast<int>(threadIdx.x) % 4) * kVector;
-        const bool there = rows[half] >= 0 && column < from.width;
-        pieces[half][i] = make_uint4(0, 0, 0, 0);
-        if (kAligned && there)
-          pieces[half][i] = __ldcs(reinterpret_cast<const uint4*>(row + column));
-        if (!kAligned && there) pieces[half][i] = load_chunk(row, column, from.width);
-      }
-    }
-  }
-  // Step `step` of the depths in pieces i: two steps of 16-bit elements, one of fp32.
-  __device__ FragmentA<T> fragment(int i, int step) const {
-    FragmentA<T> a;
-    const uint4 &low = pieces[0][i], &high = pieces[1][i];
-    if constexpr (sizeof(T) == 2) {
-      a.r[0] = step == 0 ? low.x : low.z;
-      a.r[1] = step == 0 ? high.x : high.z;
-      a.r[2] = step == 0 ? low.y : low.w;
-      a.r[3] = step == 0 ? high.y : high.w;
-    } else {
-      a.r[0] = low.x;
-      a.r[1] = high.x;
-      a.r[2] = low.y;
-      a.r[3] = high.y;
-      a.r[4] = low.z;
-      a.r[5] = high.z;
-      a.r[6] = low.w;
-      a.r[7] = high.w;
-    }
-    return a;
-  }
-};
-
-// The right factors of the same steps: pieces of keys l / 4 and l / 4 + 8 of 16.
-template <class T>
-__device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uint4& high,
-                                                     int step) {
-  FragmentB<T> b;
-  if constexpr (sizeof(T) == 2) {
-    b.r[0] = step == 0 ? low.x : low.z;
-    b.r[1] = step == 0 ? low.y : low.w;
-    b.r[2] = step == 0 ? high.x : high.z;
-    b.r[3] = step == 0 ? high.y : high.w;
-  } else {
-    const uint4* halves[] = {&low, &high};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      b.r[4 * half] = halves[half]->x;
-      b.r[4 * half + 1] = halves[half]->y;
-      b.r[4 * half + 2] = halves[half]->z;
-      b.r[4 * half + 3] = halves[half]->w;
-    }
-  }
-  return b;
-}
-
-// Attention of 16 queries of a warp over the cluster's top keys.
-template <class T, int kDim>
-struct TopRows {
-  Accumulator out[kDim / 16] = {};
-  float shift[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-
-  // The weights of kKeys keys, of which the lane's two rows see the first left[], from their
-  // scores.
-  __device__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
-    float largest[2] = {shift[0], shift[1]};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& score = s[i / 8][i / 4 % 2][i % 4];
-      const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      score = key < left[i / 2 % 2] ? score * exponent : -INFINITY;
-      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      largest[half] = quad_max(largest[half]);
-      if (largest[half] == -INFINITY) largest[half] = 0.0f;
-      const float factor = exp2_approximate(shift[half] - largest[half]);
-      shift[half] = largest[half];
-      sum[half] *= factor;
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& score = s[i / 8][i / 4 % 2][i % 4];
-      score = exp2_approximate(score - shift[i / 2 % 2]);
-      sum[i / 2 % 2] += score;
-    }
-  }
-
-  __device__ void attend(const QueryRows<T, kDim>& queries, const KeyTile<T, kDim>& keys,
-                         const Tile<T, kDim>& values, const int (&left)[2], float exponent) {
-    constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
-    const int lane = threadIdx.x % 32;
-    Accumulator s[2];
-#pragma unroll
-    for (int i = 0; i < QueryRows<T, kDim>::kPieces; ++i)
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const uint4 low = keys.piece(16 * b + lane / 4, 4 * i + lane % 4);
-        const uint4 high = keys.piece(16 * b + 8 + lane / 4, 4 * i + lane % 4);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          const FragmentB<T> k = key_fragment<T>(low, high, step);
-          if (i == 0 && step == 0)
-            multiply(s[b], queries.fragment(i, step), k);
-          else
-            multiply_add(s[b], queries.fragment(i, step), k);
-        }
-      }
-    weigh(s, left, exponent);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      FragmentA<T> p;
-      to_fragment(p, s[b]);
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
-        FragmentB<T> v;
-        load_b_transposed(v, values, 16 * d, 16 * b);
-        multiply_add(out[d], p, v);
-      }
-    }
-  }
 };
 
 // The outputs of 16 queries, mass * out / sum + bottom, to their places, and their log-sum-exps.
@@ -356,7 +148,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
-    for (int first = 0; first < count; first += kKeys) {
+    for (int first = 0; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
       rows.attend(queries, keys.below(first), values.below(first), left, args.exponent);
     }
@@ -377,43 +169,6 @@ __global__ void __launch_bounds__(kThreads)
     to[column] = from_float<T>(0.0f);
   if (threadIdx.x % 32 == 0)
     lse[(static_cast<std::int64_t>(batch) * gridDim.y + head) * queries.rows + row] = -INFINITY;
-}
-
-// Row i becomes row labels[i] of `from` (items, H, C, width), or 0 in the padding. One thread per
-// 16 bytes of output.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    broadcast_kernel(const __grid_constant__ Tensor4<T> out, const float* from,
-                     const std::int32_t* labels, int clusters, SequenceSpans queries, int items) {
-  constexpr int kVector = 16 / sizeof(T);
-  const int chunks = (out.width + kVector - 1) / kVector;
-  const int number = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
-  const int row = number / chunks, column = number % chunks * kVector;
-  const int head = blockIdx.y, batch = blockIdx.z, H = gridDim.y;
-  if (row >= queries.rows) return;
-  const int item = queries.item_of(batch, row, items);
-  const int label =
-      item < 0 ? -1 : labels[(static_cast<std::int64_t>(batch) * H + head) * queries.rows + row];
-  union {
-    uint4 words;
-    T elements[kVector];
-  } chunk;
-  chunk.words = make_uint4(0, 0, 0, 0);
-  if (label >= 0 && label < clusters) {
-    const float* source =
-        from + ((static_cast<std::int64_t>(item) * H + head) * clusters + label) * out.width;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      if (column + i < out.width) chunk.elements[i] = from_float<T>(source[column + i]);
-  }
-  T* to = out.rows(batch, head, row).data + column;
-  if (out.aligned) {
-    *reinterpret_cast<uint4*>(to) = chunk.words;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      if (column + i < out.width) to[i] = chunk.elements[i];
-  }
 }
 
 bool ragged(const AttentionCall& call) {
@@ -465,34 +220,17 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.group = static_cast<int>(call.H / call.value_heads);
     args.N = static_cast<int>(call.N);
     args.topk = static_cast<int>(sizes.topk);
-    args.padded = (args.topk + kKeys - 1) / kKeys * kKeys;
+    args.padded = (args.topk + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
     if (ragged(call)) fill_padding<T>(call, out, args.lse, stream);
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
     args.tiles = query_tiles(call, sizes.clusters, warps == 1 ? kWarpBits : kWarpBits + 2);
-    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
+    dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
       warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);
     });
-  });
-}
-
-void broadcast_forward(const AttentionCall& call, const ClusteredTensors& tensors,
-                       const TensorView& out, cudaStream_t stream) {
-  if (out.count() == 0) return;
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr std::int64_t kVector = 16 / sizeof(T);
-    const std::int64_t chunks = call.N * ((call.Dv + kVector - 1) / kVector);
-    const dim3 grid(static_cast<unsigned>((chunks + kThreads - 1) / kThreads),
-                    static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
-    broadcast_kernel<T><<<grid, kThreads, 0, stream>>>(
-        tensor4<T>(out), static_cast<const float*>(tensors.out.data),
-        static_cast<const std::int32_t*>(tensors.labels.data), static_cast<int>(tensors.clusters()),
-        item_spans(call.inputs).q, static_cast<int>(call.num_items()));
-    COTERIE_LAUNCH("broadcast");
   });
 }
 

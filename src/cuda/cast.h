@@ -86,7 +86,7 @@ void cast_summaries(const CastShape& shape, const AttentionCall& call, const Cas
 void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
               cudaStream_t stream);
 
-// Members of a cluster that the kernels of cast_inner_bwd_sm90a.cu have room for.
+// Members of a cluster that the kernels of cast_inner_*_bwd_sm90a.cu have room for.
 constexpr int kCastResident = 256;
 
 struct CastBackward {
@@ -96,7 +96,7 @@ struct CastBackward {
   TensorView grad_out;
   AttentionGradients gradients;
   bool hopper;    // the mix takes the kernels of cast_*_bwd_sm90a.cu
-  bool resident;  // the attention inside clusters takes those of cast_inner_bwd_sm90a.cu
+  bool resident;  // the attention inside clusters takes those of cast_inner_*_bwd_sm90a.cu
   // By slot.
   float* dots;             // gradient . inner output
   float* excess;           // gradient of the mix's logit that comes from being a member
@@ -128,15 +128,15 @@ struct CastBackward {
 // How tokens are cut: sets parts and chunks. cast_cluster_bwd.cu
 void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass);
 
-// Fills gates. cast_row_bwd.cu
-void cast_gates(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                cudaStream_t stream);
+// Takes and fills gates, surrogates and summaries. cast_row_bwd.cu
+void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackward& pass,
+                  Arena& arena, cudaStream_t stream);
 // From dots to weights, weighted, excess, query_factors, member_parts and the excess's part of
 // dgate_slots. cast_member_bwd.cu
 void cast_members_backward(const CastShape& shape, const AttentionCall& call,
                            const CastBackward& pass, cudaStream_t stream);
 // The same with the attention inside clusters: dots, shifts, excess, member_parts, the excess's
-// part of dgate_slots and dq_slots. cast_inner_bwd_sm90a.cu
+// part of dgate_slots and dq_slots. cast_inner_query_bwd_sm90a.cu
 void cast_inner_queries(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                         cudaStream_t stream);
 // Facts of a row, its logits in base 2: factor of q . surrogate, log-sum-exp, sum of the excess.
@@ -157,12 +157,15 @@ void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t 
 void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                              const CastBackward& pass, cudaStream_t stream);
 // The same with the attention inside clusters: key_parts, the rest of dgate_slots, dk_slots and
-// dv_slots. cast_inner_bwd_sm90a.cu
+// dv_slots. cast_inner_key_bwd_sm90a.cu
 void cast_inner_keys(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);
 // What slots add to dq, and make of dk and dv. cast_fold.cu
 void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                cudaStream_t stream);
+// The same from complete slots, if resident. cast_slot_sum.cu
+void cast_sum_slots(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                    cudaStream_t stream);
 // dgate from rows and slots, dcentroids from items. cast_row_bwd.cu
 void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);

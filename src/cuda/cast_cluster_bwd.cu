@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass) {
   const std::int64_t groups = (shape.clusters + kClusters - 1) / kClusters;
-  const int blocks = call.inputs.q.dtype == DType::f32 ? 1 : call.Dk > 64 ? 2 : 3;
+  const int blocks = call.inputs.q.dtype == DType::f32 ? 1 : 2;
   pass.parts = key_chunks(call, shape.H, multiprocessors());
   pass.chunks = key_chunks(call, groups * shape.H, blocks * multiprocessors());
 }

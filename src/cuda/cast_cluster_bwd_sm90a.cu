@@ -11,28 +11,28 @@ namespace {
 constexpr int kThreads = kWarpgroup;
 
 // Clusters own the rows; deltas are known.
-template <class T, int kWidth, int kTiles>
+template <class T, int kWidth>
 struct ClusterShape {
-  static constexpr int kRows = 64 * kTiles, kStages = kWidth == 64 ? 3 : 2;
+  static constexpr int kStages = kWidth == 64 ? 4 : 2;
   using Tiles = Pair<T, kWidth>;
-  static constexpr int kStage = kTiles * Tiles::kBytes;
+  static constexpr int kStage = Tiles::kBytes;
   static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
   static constexpr int kBytes = kFacts + kStages * 64 * 16;
 };
 
-template <class T, int kWidth, int kTiles>
-__global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 2)
     mix_clusters_sm90a_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   await_previous();
-  using S = ClusterShape<T, kWidth, kTiles>;
+  using S = ClusterShape<T, kWidth>;
   using Tiles = typename S::Tiles;
   const CastShape& shape = args.shape;
-  const int head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.z) * S::kRows;
+  const int head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.z) * 64;
   const KeyChunk part = args.pass.chunks.find(shape.tokens, static_cast<int>(blockIdx.x));
   if (part.begin >= part.end) return;
   const std::uint32_t base = shared_address(memory);
-  const auto own = [&](int i) { return Tiles(base + i * Tiles::kBytes); };
+  const Tiles own(base);
   const auto stage = [&](int number) {
     return Tiles(base + S::kStage + number % S::kStages * Tiles::kBytes);
   };
@@ -58,70 +58,61 @@ __global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
     }
     cp_async_commit();
   };
-  bool present[kTiles][2], all_present[kTiles];
+  own.template load<kThreads>(args.keys(head), args.values(part.item, head), first,
+                              shape.clusters - first);
+  bool present[2];
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    own(i).template load<kThreads>(args.keys(head), args.values(part.item, head), first + 64 * i,
-                                   shape.clusters - first - 64 * i);
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int c = first + 64 * i + group_row(side);
-      present[i][side] = c < shape.clusters && args.summary_lse(part.item, head)[c] > -INFINITY;
-    }
-    all_present[i] = __all_sync(~0u, present[i][0] && present[i][1]);
+  for (int side = 0; side < 2; ++side) {
+    const int c = first + group_row(side);
+    present[side] = c < shape.clusters && args.summary_lse(part.item, head)[c] > -INFINITY;
   }
+  const bool all_present = __all_sync(~0u, present[0] && present[1]);
 #pragma unroll
   for (int number = 0; number < S::kStages - 1; ++number) load_stage(number);
-  Sum<kWidth> dsurrogate[kTiles], dsummary[kTiles];
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    declare<kWidth>(dsurrogate[i]);
-    declare<kWidth>(dsummary[i]);
-  }
+  Sum<kWidth> dsurrogate, dsummary;
+  declare<kWidth>(dsurrogate);
+  declare<kWidth>(dsummary);
   const int steps = (part.end - part.begin + 63) / 64;
 #pragma unroll 1
   for (int number = 0; number < steps; ++number) {
     cp_async_wait<S::kStages - 2>();
     fence_async_proxy();
-    wgmma_wait<0>();
     __syncthreads();
-    load_stage(number + S::kStages - 1);
     const Tiles tokens = stage(number);
     // Of two tokens side by side.
     const float4* facts = reinterpret_cast<const float4*>(stage_facts(number)) + threadIdx.x % 4;
+    const auto weigh = [&](float(&s)[32]) {
+      // All warps' sums of the stage before are complete.
+      __syncthreads();
+      load_stage(number + S::kStages - 1);
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      if (i > 0 && first + 64 * i >= shape.clusters) continue;
-      const auto weigh = [&](float(&s)[32]) {
+      for (int n = 0; n < 8; ++n) {
+        const float4 fact = facts[4 * n];
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float4 fact = facts[4 * n];
-#pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            float* value = s + 4 * n + 2 * side;
-            value[0] = exp2_approximate(fmaf(value[0], fact.x, -fact.y));
-            value[1] = exp2_approximate(fmaf(value[1], fact.z, -fact.w));
-          }
+        for (int side = 0; side < 2; ++side) {
+          float* value = s + 4 * n + 2 * side;
+          value[0] = exp2_approximate(fmaf(value[0], fact.x, -fact.y));
+          value[1] = exp2_approximate(fmaf(value[1], fact.z, -fact.w));
         }
-        if (all_present[i]) return;
+      }
+      if (all_present) return;
 #pragma unroll
-        for (int j = 0; j < 32; ++j)
-          if (!present[i][j / 2 % 2]) s[j] = 0.0f;
-      };
-      const auto derive = [&](float(&d)[32], const float(&s)[32]) {
+      for (int j = 0; j < 32; ++j)
+        if (!present[j / 2 % 2]) s[j] = 0.0f;
+    };
+    const auto derive = [&](float(&d)[32], const float(&s)[32]) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float4 fact = facts[32 + 4 * n];
+      for (int n = 0; n < 8; ++n) {
+        const float4 fact = facts[32 + 4 * n];
 #pragma unroll
-          for (int j = 4 * n; j < 4 * n + 4; j += 2) {
-            d[j] = s[j] * fmaf(d[j], fact.x, -fact.y);
-            d[j + 1] = s[j + 1] * fmaf(d[j + 1], fact.z, -fact.w);
-          }
+        for (int j = 4 * n; j < 4 * n + 4; j += 2) {
+          d[j] = s[j] * fmaf(d[j], fact.x, -fact.y);
+          d[j + 1] = s[j + 1] * fmaf(d[j + 1], fact.z, -fact.w);
         }
-      };
-      walk<T, kWidth>(own(i), tokens, tokens.second, dsurrogate[i], dsummary[i], number, weigh,
-                      derive);
-    }
+      }
+    };
+    walk<T, kWidth>(own, tokens, tokens.second, dsurrogate, dsummary, number, weigh, derive);
+    if (kWidth > 64) wgmma_wait<0>();  // too few registers for more
   }
   cp_async_wait<0>();
   wgmma_wait<0>();
@@ -130,32 +121,27 @@ __global__ void __launch_bounds__(kThreads, kTiles* kWidth == 64 ? 3 : 2)
   const bool aligned = shape.D % 4 == 0;
   const Rows<float> surrogates{to, 2 * shape.D, shape.D, aligned};
   const Rows<float> summaries{to + shape.D, 2 * shape.D, shape.D, aligned};
+  settle<kWidth>(dsurrogate);
+  settle<kWidth>(dsummary);
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    settle<kWidth>(dsurrogate[i]);
-    settle<kWidth>(dsummary[i]);
+  for (int side = 0; side < 2; ++side) {
+    const int c = first + group_row(side);
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int c = first + 64 * i + group_row(side);
-#pragma unroll
-      for (int p = 0; p < kWidth / 32; ++p) {
-        store_part(surrogates, c, c < shape.clusters, p, dsurrogate[i][p / 2] + p % 2 * 16, kLn2,
-                   side);
-        store_part(summaries, c, c < shape.clusters, p, dsummary[i][p / 2] + p % 2 * 16, 1.0f,
-                   side);
-      }
+    for (int p = 0; p < kWidth / 32; ++p) {
+      store_part(surrogates, c, c < shape.clusters, p, dsurrogate[p / 2] + p % 2 * 16, kLn2, side);
+      store_part(summaries, c, c < shape.clusters, p, dsummary[p / 2] + p % 2 * 16, 1.0f, side);
     }
   }
 }
 
-template <class T, int kWidth, int kTiles>
+template <class T, int kWidth>
 void launch_clusters(const MixBackwardArgs<T>& args, cudaStream_t stream) {
-  using S = ClusterShape<T, kWidth, kTiles>;
+  using S = ClusterShape<T, kWidth>;
   const CastShape& shape = args.shape;
   const dim3 grid(static_cast<unsigned>(args.pass.chunks.slots), static_cast<unsigned>(shape.H),
-                  static_cast<unsigned>((shape.clusters + S::kRows - 1) / S::kRows));
-  launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth, kTiles>, grid, kThreads,
-               S::kBytes, stream, args);
+                  static_cast<unsigned>((shape.clusters + 63) / 64));
+  launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth>, grid, kThreads, S::kBytes,
+               stream, args);
 }
 
 }  // namespace
@@ -164,9 +150,9 @@ template <class T>
 void cast_clusters_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream) {
   if (args.pass.chunks.slots == 0) return;
   if (args.shape.D > 64)
-    launch_clusters<T, 128, 1>(args, stream);
+    launch_clusters<T, 128>(args, stream);
   else
-    launch_clusters<T, 64, 1>(args, stream);
+    launch_clusters<T, 64>(args, stream);
 }
 
 template void cast_clusters_sm90a(const MixBackwardArgs<__nv_bfloat16>&, cudaStream_t);

@@ -3,7 +3,6 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/launch.h"
-#include "cuda/padding.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -268,134 +267,6 @@ void fold_tokens(const CastShape& shape, const AttentionCall& call, const CastBa
   });
 }
 
-// Complete rows of slots (pass.resident): 8 lanes side by side have a token's three gradients.
-template <class T>
-struct SlotSums {
-  static constexpr int kTogether = 2, kGroups = kThreads / 8, kTokens = 4 * kTogether * kGroups;
-  CastShape shape;
-  TokenSlots slots;
-  KeyChunks tiles;
-  Tensor4<T> dq, dk, dv;
-  const T *q_slots, *k_slots, *v_slots;  // (slots, D)
-
-  struct Row {
-    float value[8];
-  };
-  __device__ static void add(Row& to, const uint4& words) {
-    const T* elements = reinterpret_cast<const T*>(&words);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) to.value[i] += to_float(elements[i]);
-  }
-  __device__ static uint4 fetch(const T* from, bool there) {
-    return there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-  }
-  __device__ static void store(T* to, const Row& row) {
-    uint4 words;
-    std::uint32_t* word = reinterpret_cast<std::uint32_t*>(&words);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) word[i] = pack2<T>(row.value[2 * i], row.value[2 * i + 1]);
-    *reinterpret_cast<uint4*>(to) = words;
-  }
-
-  __device__ void add_tokens(const KeyChunk& tile, int key_head, int first) const {
-    const int column = static_cast<int>(threadIdx.x) % 8 * 8;
-    if (column >= shape.D) return;
-    Row keys[kTogether] = {}, values[kTogether] = {};
-#pragma unroll 1
-    for (int head = key_head * shape.group; head < (key_head + 1) * shape.group; ++head) {
-      const int list_head = shape.list_head(head);
-      const std::int64_t row = slots.row(tile.keys, list_head, 0);
-      const std::int32_t* entries = slots.slots + slots.start(tile.item, tile.keys, list_head);
-      const std::int64_t base = shape.cluster(tile.item, head, 0) * shape.width * shape.D + column;
-      T* queries = dq.rows(tile.keys.batch, head, tile.keys.begin).data + column;
-      int begin[kTogether], count[kTogether], most = 0;
-      Row sum[kTogether] = {};
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const int token = first + u * kGroups;
-        begin[u] = token < tile.end ? slots.first[row + token] : 0;
-        count[u] = token < tile.end ? slots.count[row + token] : 0;
-      }
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        most = max(most, count[u]);
-        const std::int64_t token = first + u * kGroups;
-        add(sum[u], fetch(queries + token * dq.row, count[u] > 0 && dq.data));
-      }
-#pragma unroll 1
-      for (int i = 0; i < most; ++i) {
-        std::int64_t at[kTogether];
-        bool there[kTogether];
-        uint4 words[kTogether][3];
-#pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
-          there[u] = i < count[u];
-          at[u] =
-              base + (there[u] ? static_cast<std::int64_t>(entries[begin[u] + i]) * shape.D : 0);
-        }
-#pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
-          words[u][0] = fetch(q_slots + at[u], there[u] && dq.data);
-          words[u][1] = fetch(k_slots + at[u], there[u] && dk.data);
-          words[u][2] = fetch(v_slots + at[u], there[u] && dv.data);
-        }
-#pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
-          add(sum[u], words[u][0]);
-          add(keys[u], words[u][1]);
-          add(values[u], words[u][2]);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u)
-        if (count[u] > 0 && dq.data)
-          store(queries + static_cast<std::int64_t>(first + u * kGroups) * dq.row, sum[u]);
-    }
-#pragma unroll
-    for (int u = 0; u < kTogether; ++u) {
-      const int token = first + u * kGroups;
-      if (token >= tile.end) break;
-      if (dk.data)
-        store(dk.rows(tile.keys.batch, key_head, tile.keys.begin).row(token) + column, keys[u]);
-      if (dv.data)
-        store(dv.rows(tile.keys.batch, key_head, tile.keys.begin).row(token) + column, values[u]);
-    }
-  }
-};
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
-    sum_slots_kernel(const __grid_constant__ SlotSums<T> sums) {
-  await_previous();
-  const KeyChunk tile = sums.tiles.find(sums.shape.tokens, static_cast<int>(blockIdx.x));
-#pragma unroll 1
-  for (int first = tile.begin + static_cast<int>(threadIdx.x) / 8; first < tile.end;
-       first += sums.kTogether * sums.kGroups)
-    sums.add_tokens(tile, static_cast<int>(blockIdx.y), first);
-}
-
-template <class T>
-void sum_slots(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {
-  const auto view = [](const TensorView& rows) {
-    return rows.present() ? tensor4<T>(rows) : Tensor4<T>{};
-  };
-  const AttentionGradients& to = pass.gradients;
-  const SlotSums<T> sums{shape,
-                         pass.slots,
-                         token_tiles(shape, SlotSums<T>::kTokens),
-                         view(to.dq),
-                         view(to.dk),
-                         view(to.dv),
-                         static_cast<const T*>(pass.dq_slots),
-                         static_cast<const T*>(pass.dk_slots),
-                         static_cast<const T*>(pass.dv_slots)};
-  if (sums.tiles.slots == 0) return;
-  launch_early(
-      "cast slots", sum_slots_kernel<T>,
-      dim3(static_cast<unsigned>(sums.tiles.slots), static_cast<unsigned>(shape.H / shape.group)),
-      kThreads, 0, stream, sums);
-}
-
 }  // namespace
 
 void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
@@ -403,13 +274,8 @@ void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBack
   const AttentionGradients& to = pass.gradients;
   if (to.dq.present() || to.dk.present() || to.dv.present())
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      if constexpr (sizeof(T) == 2)
-        if (pass.resident) return sum_slots<T>(shape, pass, stream);
-      fold_tokens<T>(shape, call, pass, stream);
+      fold_tokens<typename decltype(tag)::type>(shape, call, pass, stream);
     });
-  for (const TensorView* rows : {&to.dk, &to.dv})
-    if (rows->present()) zero_padding(*rows, call.inputs.q_sequences, call.num_items(), stream);
 }
 
 }  // namespace coterie::cuda

@@ -15,7 +15,7 @@ namespace {
 // in shared memory, or they pass through it.
 template <class T, int kWidth>
 struct TokenShape {
-  static constexpr int kGroups = kWidth == 64 ? 3 : 2, kThreads = kGroups * kWarpgroup;
+  static constexpr int kGroups = 2, kThreads = kGroups * kWarpgroup;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kBuffers = kWidth == 64 ? 2 : 1;  // of a warpgroup's tokens
   static constexpr int kStages = kWidth == 64 ? 4 : 3;   // of 64 clusters
@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
 #pragma unroll 1
     for (int step = 0; step < steps; ++step, ++number) {
       if (!resident) {
+        wgmma_wait<0>();
         cp_async_wait<0>();
         fence_async_proxy();
         __syncthreads();
@@ -192,8 +193,9 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
         }
       };
       walk<T, kWidth>(own, clusters, clusters.first, sum, mean, step, weigh, derive);
-      wgmma_wait<0>();
+      if (kWidth > 64) wgmma_wait<0>();  // too few registers for both
     }
+    wgmma_wait<0>();
     settle<kWidth>(sum);
     settle<kWidth>(mean);
     block.store(buffer, first, sum, mean, error, guess);

@@ -6,21 +6,30 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/launch.h"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 
-// psi and sigmoid of gates, and of their opposites.
+// Psi and sigmoid of gates, and of their opposites; surrogates and summaries rounded to T, unless
+// there is no place for them.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
-    gates_kernel(const __grid_constant__ CastShape shape, float4* gates) {
+    prepare_kernel(const __grid_constant__ CastShape shape, float4* gates, const float* summary,
+                   T* surrogates, T* summaries) {
   await_previous();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= static_cast<std::int64_t>(shape.B) * shape.N) return;
-  const float gate = shape.gate[i];
-  gates[i] = make_float4(gate_factor(shape, gate), gate_sigmoid(gate), gate_factor(shape, -gate),
-                         gate_sigmoid(-gate));
+  const std::int64_t table = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
+  if (i < static_cast<std::int64_t>(shape.B) * shape.N) {
+    const float gate = shape.gate[i];
+    gates[i] = make_float4(gate_factor(shape, gate), gate_sigmoid(gate), gate_factor(shape, -gate),
+                           gate_sigmoid(-gate));
+  }
+  if (!surrogates) return;
+  if (i < table) surrogates[i] = from_float<T>(shape.surrogates[i]);
+  if (i < shape.items * table) summaries[i] = from_float<T>(summary[i]);
 }
 
 // The facts of rows (cast.h); a thread has one.
@@ -133,10 +142,28 @@ unsigned blocks_of(std::int64_t count, int each) {
 
 }  // namespace
 
-void cast_gates(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                cudaStream_t stream) {
-  launch_early("cast gates", gates_kernel, dim3(blocks_of(call.B * call.N, kThreads)), kThreads, 0,
-               stream, shape, pass.gates);
+void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackward& pass,
+                  Arena& arena, cudaStream_t stream) {
+  const std::int64_t rows = call.B * call.N;
+  const std::int64_t table = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
+  pass.gates = arena.take<float4>(rows);
+  pass.surrogates = shape.surrogates;
+  pass.summaries = pass.saved.summary;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T *surrogates = nullptr, *summaries = nullptr;
+    if constexpr (sizeof(T) == 2) {
+      surrogates = arena.take<T>(table);
+      summaries = arena.take<T>(shape.items * table);
+      pass.surrogates = surrogates;
+      pass.summaries = summaries;
+    }
+    if (!pass.gates) return;
+    launch_early("cast prepare", prepare_kernel<T>,
+                 dim3(blocks_of(std::max(rows, shape.items * table), kThreads)), kThreads, 0,
+                 stream, shape, pass.gates, static_cast<const float*>(pass.saved.summary),
+                 surrogates, summaries);
+  });
 }
 
 void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {

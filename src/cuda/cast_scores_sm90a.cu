@@ -8,6 +8,7 @@
 
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
+#include "cuda/device/block_pair.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/device/wgmma_columns.cuh"
 #include "cuda/launch.h"
@@ -15,7 +16,7 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kRows = 64, kPair = 2;
+constexpr int kRows = 64;
 constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;  // one more loads
 constexpr int kDepth = 64;  // elements of a row that are multiplied at a time: 128 bytes
 
@@ -51,49 +52,6 @@ __global__ void surrogate_tiles_kernel(const float* from, T* to, int clusters, i
         there ? from[(static_cast<std::int64_t>(head) * clusters + row) * width + column] : 0.0f);
   }
   reinterpret_cast<uint4*>(to)[number - piece + (piece ^ row % 8)] = eight.words;
-}
-
-__device__ __forceinline__ unsigned pair_rank() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void pair_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-// The same where nothing but barriers was written.
-__device__ __forceinline__ void pair_start() {
-  asm volatile(
-      "fence.mbarrier_init.release.cluster;\n"
-      "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
-          : "memory");
-}
-// Arrives at the barrier of one of the pair's blocks.
-__device__ __forceinline__ void pair_arrive(std::uint32_t barrier, int block) {
-  asm volatile(
-      "{.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
-// Bytes that copies will bring, besides an arrival.
-__device__ __forceinline__ void expect_bytes(std::uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-// An arrival once this thread's copies by cp.async are there.
-__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-// To the same place in both blocks; each one's barrier counts.
-__device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from, int bytes,
-                                             std::uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<std::uint16_t>((1 << kPair) - 1))
-      : "memory");
 }
 
 template <int kClusters>

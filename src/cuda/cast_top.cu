@@ -86,11 +86,19 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
   for (int begin = (tokens - 1) / kStep * kStep; begin >= 0; begin -= kStep) {
     const int first = begin + static_cast<int>(threadIdx.x);
     float scores[kBatch];
-    row.template scores<kScored>(
-        scores, [&](int i) { return first + i * kThreads; }, tokens);
+    if (kScored && begin + kStep <= tokens) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) scores[i] = row.by_q[first + i * kThreads];
+    } else {
+      row.template scores<kScored>(
+          scores, [&](int i) { return first + i * kThreads; }, tokens);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i * kThreads >= tokens) scores[i] = -INFINITY;
+    }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (scores[i] < bound || first + i * kThreads >= tokens) continue;
+      if (scores[i] < bound) continue;
       const int place = atomicAdd(&memory.count, 1);
       if (place < kPassing) memory.keys[place] = candidate_key(scores[i], first + i * kThreads);
     }

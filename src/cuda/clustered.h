@@ -51,10 +51,12 @@ struct ClusteredSizes {
 std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
 std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
 
-// top_keys from the centroids (f32, (items, H, C, Dk)) and the keys. attend_centroid_select.cu
+// top_keys from the centroids (f32, (items, H, C, Dk)) and the keys; with `attend` what
+// centroid_forward gives besides, where selects_and_attends(). attend_centroid_select.cu
+bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes);
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream);
+                     cudaStream_t stream, bool attend = false);
 
 // centroid_lse, out and (with top keys) mass from the centroids. attend_centroid_fwd.cu
 void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,

@@ -30,7 +30,7 @@ struct CentroidTable {
 };
 
 struct KeyMetricBuffers {
-  float* covariance = nullptr;  // (items, Hkv, P, P), P = Dk padded to 32 by zeros
+  float* covariance = nullptr;  // (items, Hkv, P, P), P = 64 or 128; zeros beyond Dk
   float* centroids = nullptr;   // (items, H, C, Dk)
   CentroidTable table;
 

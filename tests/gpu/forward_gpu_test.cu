@@ -19,6 +19,7 @@
 #include "coterie/attention.h"
 #include "coterie/runtime.h"
 #include "cuda/clustered.h"
+#include "cuda/hopper.h"
 #include "cuda/means.h"
 #include "device_tensor.h"
 
@@ -260,8 +261,9 @@ AttentionCall make_call(const char* op, const AttentionInputs& inputs) {
   return call;
 }
 
-// Fills the top keys of gpu.saved from its clusters.
-void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t stream) {
+// Fills the top keys of gpu.saved from its clusters, with `attend` the attention of the means too.
+void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t stream,
+                bool attend = false) {
   const AttentionCall call = make_call("i-clustered", gpu.inputs);
   const cuda::ClusteredSizes sizes{clusters, topk};
   ImprovedClusteredParams params;
@@ -271,7 +273,7 @@ void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t
   auto* arrivals = arena.take<unsigned>(count);
   cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream,
                        {arrivals, count});
-  cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream);
+  cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream, attend);
 }
 
 // Scores of the selected keys against the best ones, by the CPU's means in f64.
@@ -383,6 +385,18 @@ void run_case(const Case& c) {
     run_select(gpu, c.clusters, std::min(c.topk, c.S), nullptr);
     COTERIE_CUDA(cudaDeviceSynchronize());
     check_top_keys(c, gpu, want);
+    if (c.dtype == DType::f32 || !cuda::on_hopper()) continue;
+    // Both in one: the same top keys, and the attention without masks.
+    const std::vector<std::uint8_t> keys = gpu.saved[3].bytes();
+    for (std::size_t i = 3; i < 8; ++i)
+      if (i != 4) gpu.saved[i].memory().poison();
+    gpu.workspace.poison();
+    run_select(gpu, c.clusters, std::min(c.topk, c.S), nullptr, true);
+    COTERIE_CUDA(cudaDeviceSynchronize());
+    check(gpu.saved[3].bytes() == keys, c.name, "the attention changes the top keys");
+    for (std::size_t i = 5; i < 8; ++i)
+      compare(where + "in one, " + gpu.names[i], gpu.saved[i], want.saved[i],
+              i == 5 ? allowed.absolute : 2 * allowed.relative);
   }
   std::printf("%-22s%s\n", c.name, line.c_str());
   std::fflush(stdout);
@@ -468,6 +482,9 @@ const Case kCases[] = {
     {"large_scale", DType::f16, 1, 2, 2, 700, 900, 64, 30, 32, Batch::full, Data::normal, false, 0,
      2.0},
     {"many_clusters", DType::bf16, 1, 1, 1, 3000, 3000, 64, 1500, 32},
+    {"many_heads", DType::bf16, 5, 8, 4, 300, 900, 64, 20, 32},
+    {"many_heads_d128", DType::f16, 10, 8, 8, 200, 700, 128, 150, 64},
+    {"long_lists", DType::bf16, 1, 16, 4, 400, 5000, 64, 256, 100},
 };
 
 void run_all(bool quick) {
@@ -476,6 +493,7 @@ void run_all(bool quick) {
   if (quick) return;
   run_repeats({"repeats", DType::bf16, 1, 4, 2, 4000, 9000, 64, 140, 32});
   run_repeats({"repeats_packed", DType::f16, 1, 4, 2, 4000, 9000, 128, 60, 32, Batch::packed});
+  run_repeats({"repeats_heads", DType::bf16, 3, 8, 4, 1000, 1500, 64, 140, 32});
   run_repeats({"repeats_f32", DType::f32, 1, 2, 2, 3000, 3000, 64, 60, 32});
 }
 

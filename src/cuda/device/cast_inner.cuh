@@ -16,7 +16,6 @@ struct InnerArgs {
   CastShape shape;
   CastBackward pass;
   Tensor4<const T> q, k, v, grad_out;
-  const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
 
   __device__ int clusters() const { return shape.items * shape.H * shape.clusters; }
   __device__ int tiles() const { return (shape.width + 63) / 64; }
@@ -29,10 +28,14 @@ struct InnerArgs {
 // What a computing warpgroup has to know of one of its rows; zeros where there is none, but for an
 // infinite lse.
 struct alignas(16) InnerRow {
-  float lse;          // queries: of the scores, base 2
-  float factor;       // of the logits of the mix, or of the summary
-  float combine_lse;  // queries: of the mix
-  float slope;        // of the factor by the gate
+  float lse;     // queries: of the scores, base 2
+  float factor;  // of the logits of the mix, or of the summary
+  float other;   // queries: log-sum-exp of the mix; keys: what dgate_slots has
+  float slope;   // of the factor by the gate
+};
+// Of a cluster. For keys: of its summary the gradient, and also log-sum-exp and gradient . summary.
+struct alignas(16) InnerFloats {
+  float surrogate[64], summary[64], lse, dot;
 };
 
 // One cluster and what is its.
@@ -57,8 +60,8 @@ struct InnerCluster {
 
 template <class T>
 struct InnerMemory {
-  static constexpr int kGroups = 3, kThreads = (kGroups + 1) * kWarpgroup;
-  static constexpr int kRing = 7, kOwn = 2 * kGroups;  // tiles
+  static constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;
+  static constexpr int kRing = 8, kOwn = 2 * kGroups;  // tiles: two clusters of 256 members
   using Tiles = Pair<T, 64>;
   // Beside a tile of the ring: a tile of 8 rows, of which up to four are the cluster's; in the
   // place of the others facts of the 64 rows.
@@ -66,7 +69,8 @@ struct InnerMemory {
   static constexpr int kOwnAt = kRing * Tiles::kBytes, kBesideAt = kOwnAt + kOwn * Tiles::kBytes;
   static constexpr int kSumsAt = kBesideAt + kRing * kBeside;  // 8 rows a group: weights of sums
   static constexpr int kRowsAt = kSumsAt + kGroups * 1024;
-  static constexpr int kBarriersAt = kRowsAt + kOwn * 64 * static_cast<int>(sizeof(InnerRow));
+  static constexpr int kClustersAt = kRowsAt + kOwn * 64 * static_cast<int>(sizeof(InnerRow));
+  static constexpr int kBarriersAt = kClustersAt + kRing * static_cast<int>(sizeof(InnerFloats));
   static constexpr int kCountsAt = kBarriersAt + 16 * (kRing + kOwn);
   static constexpr int kBytes = kCountsAt + 4 * kRing;
   unsigned char* memory;
@@ -86,6 +90,9 @@ struct InnerMemory {
   }
   __device__ InnerRow* rows(int place) const {  // of a group's own
     return reinterpret_cast<InnerRow*>(memory + kRowsAt) + place * 64;
+  }
+  __device__ InnerFloats& cluster(int place) const {  // beside its first tile in the ring
+    return reinterpret_cast<InnerFloats*>(memory + kClustersAt)[place];
   }
   __device__ std::uint32_t ring_full(int place) const { return base + kBarriersAt + 16 * place; }
   __device__ std::uint32_t ring_empty(int place) const { return ring_full(place) + 8; }
@@ -238,22 +245,6 @@ __device__ __forceinline__ void for_own_tiles(const InnerArgs<T>& args,
     for (; given.number < ring; given.step())
       if (first_lane) mbarrier_arrive(memory.ring_empty(given.place));
   }
-}
-
-// d += a b, 64 x 16 by 16 x 8, both in shared memory. With kTransposed the depths of a are rows of
-// its tile; those of b are columns.
-template <class T, int kTransposed>
-__device__ __forceinline__ void wgmma_narrow(float (&d)[4], std::uint64_t a, std::uint64_t b) {
-#define COTERIE_NARROW(type)                                              \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type \
-               " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, %6, 0;"                  \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
-               : "l"(a), "l"(b), "n"(kTransposed))
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    COTERIE_NARROW("bf16");
-  else
-    COTERIE_NARROW("f16");
-#undef COTERIE_NARROW
 }
 
 }  // namespace coterie::cuda

@@ -53,7 +53,11 @@ inline CentroidBlocks centroid_blocks_sm90a(const ClusteredSizes& sizes) {
 
 inline CentroidBlocks centroid_blocks(const AttentionCall& call, const ClusteredSizes& sizes) {
   const bool wide = call.Dk > 64 || call.inputs.q.dtype == DType::f32;
-  if (call.inputs.q.dtype != DType::f32 && on_hopper()) return centroid_blocks_sm90a(sizes);
+  if (call.inputs.q.dtype != DType::f32 && on_hopper()) {
+    // Wide rows: two warpgroups with all the registers of a multiprocessor.
+    if (wide) return {kCentroidRows, multiprocessors(), true};
+    return centroid_blocks_sm90a(sizes);
+  }
   return {kCentroidRows, (wide ? 2 : 3) * multiprocessors(), false};
 }
 

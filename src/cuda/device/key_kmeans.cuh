@@ -53,10 +53,27 @@ struct Memory {
   int poisoned;  // a row of cluster 0 is not finite
 };
 
+// The same value, but of unknown origin: what depends on it is no constant of the loops around, for
+// which there are no registers. Local memory is far away here, with so little L1 left.
+template <class Value>
+__device__ __forceinline__ Value afresh(Value value) {
+  if constexpr (sizeof(Value) == 8)
+    asm volatile("" : "+l"(value));
+  else
+    asm volatile("" : "+r"(value));
+  return value;
+}
+
 // A value that all lanes share, in a uniform register.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 __device__ __forceinline__ ItemSpan uniform(const ItemSpan& span) {
   return {uniform(span.batch), uniform(span.begin), uniform(span.length)};
+}
+
+// a / b in a few instructions, exact where the quotient is a float; `inverse` is 1 / b, rounded.
+__device__ __forceinline__ float divide(float a, float b, float inverse) {
+  const float quotient = a * inverse;
+  return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
 // The same rows, with what key_kmeans_serves has asked for known to the compiler.
@@ -95,15 +112,8 @@ struct KeyProblem {
         rounds((range.end - range.begin + kRound - 1) / kRound),
         done(before) {}
 
-  // Read again in every step, so that what depends on it is no constant of the loop over rounds:
-  // there are no registers for more of these, and local memory is far away with so little L1 left.
-  __device__ static int own_lane() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
-  }
-
-  __device__ int place(int round) const { return (done + round) % kSlots; }
+  __device__ static int own_lane() { return static_cast<int>(afresh(threadIdx.x) % 32); }
+  __device__ int place(int round) const { return static_cast<unsigned>(done + round) % kSlots; }
   __device__ std::uint32_t slot(int round) const {
     return shared_address(memory.ring) + place(round) * kSlotBytes;
   }
@@ -121,21 +131,24 @@ struct KeyProblem {
     const int clusters = args.shape.clusters, each = (clusters + team.size - 1) / team.size;
     const int begin = team.rank * each, end = min(begin + each, clusters);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (end - begin) * (kWidth / 4); i += kThreads)
+    for (int i = afresh(static_cast<int>(threadIdx.x)); i < (end - begin) * (kWidth / 4);
+         i += kThreads)
       if (i % (kWidth / 4) * 4 < args.width) visit(begin + i / (kWidth / 4), i % (kWidth / 4) * 4);
   }
 
   // Means of the block's share of the clusters to `to`; those without rows become zeros, or stay
   // as they are where `keep`.
   __device__ void write_means(float* to, bool keep) const {
+    const float* from = afresh(args.sums) + part(0) * kWidth;
+    const std::int32_t* sizes = afresh(args.counts) + part(0);
     for_share([&](int cluster, int column) {
       float4 sums[kMostParts];
       int counts[kMostParts];
 #pragma unroll
       for (int rank = 0; rank < kMostParts; ++rank) {  // all loads are on their way together
-        const std::int64_t row = part(min(rank, team.size - 1)) + cluster;
-        sums[rank] = __ldcg(reinterpret_cast<const float4*>(args.sums + row * kWidth + column));
-        counts[rank] = __ldcg(args.counts + row);
+        const int row = min(rank, team.size - 1) * kClusters + cluster;
+        sums[rank] = __ldcg(reinterpret_cast<const float4*>(from + row * kWidth + column));
+        counts[rank] = __ldcg(sizes + row);
       }
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       int members = 0;
@@ -149,43 +162,65 @@ struct KeyProblem {
         members += counts[rank];
       }
       if (members == 0 && keep) return;
-      const float size = static_cast<float>(max(members, 1));
+      const float size = static_cast<float>(max(members, 1)), inverse = __frcp_rn(size);
       *reinterpret_cast<float4*>(to + (first_centroid() + cluster) * args.width + column) =
-          make_float4(sum.x / size, sum.y / size, sum.z / size, sum.w / size);
+          make_float4(divide(sum.x, size, inverse), divide(sum.y, size, inverse),
+                      divide(sum.z, size, inverse), divide(sum.w, size, inverse));
     });
   }
 
   // The sort: offsets of the clusters, then every row to its place.
   __device__ void write_order() const {
-    const int clusters = args.shape.clusters, c = threadIdx.x;
-    int total = 0, before = 0, carry = 0;
+    const int clusters = args.shape.clusters, c = afresh(static_cast<int>(threadIdx.x));
+    const std::int32_t* sizes = afresh(args.counts) + part(0);
+    int total = 0, before = 0, own = 0, carry = 0, own_carry = 0;
     if (c < clusters)
 #pragma unroll
       for (int rank = 0; rank < kMostParts; ++rank) {
-        const int members = rank < team.size ? __ldcg(args.counts + part(rank) + c) : 0;
+        const int members = rank < team.size ? __ldcg(sizes + rank * kClusters + c) : 0;
         before += rank < team.rank ? members : 0;
+        own += rank == team.rank ? members : 0;
         total += members;
       }
     const int start = block_exclusive_scan(total, carry);
+    const int own_start = block_exclusive_scan(own, own_carry);
     if (c < clusters) memory.initial[c] = start + before;
+    if (c <= clusters) memory.numbers[c] = own_start;
     if (c <= clusters && team.rank == 0)
       args.run.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start;
     __syncthreads();
-    constexpr int kBatch = 8;
+    // Many rows are put in order in shared memory first, where neighbours are cheap.
+    const int count = range.end - range.begin;
+    const bool staged = count > 2 * kThreads && count <= kSlots * kSlotBytes / 2;
+    auto* sorted = reinterpret_cast<std::uint16_t*>(memory.ring);
     const std::int64_t first = args.shape.start(span, head);
+    std::int32_t* order = args.run.order + first;
+    constexpr int kBatch = 8;
 #pragma unroll 1
-    for (int begin = range.begin + threadIdx.x; begin < range.end; begin += kBatch * kThreads) {
+    for (int begin = c; begin < count; begin += kBatch * kThreads) {
       int labels[kBatch], ranks[kBatch];  // all loads are on their way together
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const std::int64_t row = first + min(begin + i * kThreads, range.end - 1);
+        const std::int64_t row = first + range.begin + min(begin + i * kThreads, count - 1);
         labels[i] = args.run.labels[row];
         ranks[i] = args.ranks[row];
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (begin + i * kThreads < range.end)
-          args.run.order[first + memory.initial[labels[i]] + ranks[i]] = begin + i * kThreads;
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = begin + i * kThreads;
+        if (row >= count) continue;
+        if (staged)
+          sorted[memory.numbers[labels[i]] + ranks[i]] = static_cast<std::uint16_t>(row);
+        else
+          order[memory.initial[labels[i]] + ranks[i]] = range.begin + row;
+      }
+    }
+    if (!staged) return;
+    __syncthreads();
+    for (int cluster = warp * kOwn; cluster < min(warp * kOwn + kOwn, clusters); ++cluster) {
+      const int from = memory.numbers[cluster], to = memory.initial[cluster];
+      for (int i = own_lane(); i < memory.numbers[cluster + 1] - from; i += 32)
+        order[to + i] = range.begin + sorted[from + i];
     }
   }
 

@@ -42,25 +42,36 @@ struct KeyMetric : KeyProblem<T> {
   using Base::team;
   using Base::warp;
 
-  // Rows of the first centroids by one half of the threads, of the sampled keys by the other one.
-  // Returns the number of samples.
-  __device__ int choose_rows(const ItemSpan& keys) const {
-    const int samples = min(keys.length, 8 * args.width);
-    const int thread = threadIdx.x;
-    if (thread < kClusters) {
+  // One half of the warps finds the rows of the first centroids, the other one starts to load the
+  // sampled keys, zeros behind them: 64 a warp.
+  __device__ __forceinline__ void choose_rows(const ItemSpan& keys, int samples) const {
+    const int lane = own_lane(), first = (warp - kWarps / 2) * 64;
+    if (warp < kWarps / 2) {
       const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
                                 static_cast<std::uint32_t>(problem)};
-      if (thread < args.shape.clusters)
-        memory.initial[thread] = static_cast<int>(random_permutation(
-            stream, static_cast<std::uint32_t>(thread), static_cast<std::uint32_t>(span.length)));
-    } else {
-      for (int t = thread - kClusters; t < samples; t += kThreads - kClusters)
-        memory.numbers[t] =
-            static_cast<int>(static_cast<std::uint64_t>(t) * static_cast<unsigned>(keys.length) /
-                             static_cast<unsigned>(samples));
+      const int c = min(warp * 32 + lane, args.shape.clusters - 1);
+      memory.initial[warp * 32 + lane] = static_cast<int>(random_permutation(
+          stream, static_cast<std::uint32_t>(c), static_cast<std::uint32_t>(span.length)));
+      return;
     }
-    __syncthreads();
-    return samples;
+    const Rows<const T> from =
+        aligned_rows(args.k.rows(keys.batch, head / args.shape.group, keys.begin));
+    const Tile<T, kWidth> tile{shared_address(memory.ring)};
+    const int column = lane % 8 * 8;
+#pragma unroll 1
+    for (int half = first; half < first + 64; half += 32) {
+      const auto number = static_cast<int>(static_cast<std::uint64_t>(half + lane) *
+                                           static_cast<unsigned>(keys.length) /
+                                           static_cast<unsigned>(max(samples, 1)));
+#pragma unroll
+      for (int step = 0; step < 32; step += 4) {
+        const int row = half + step + lane / 8, source = __shfl_sync(~0u, number, step + lane / 8);
+        const bool there = row < samples && column < args.width;
+        cp_async16(tile.chunk(row, lane % 8), there ? from.row(source) + column : from.data,
+                   there ? 16 : 0);
+      }
+    }
+    cp_async_commit();
   }
 
   // Where shared memory has columns [column, column + 8) of a centroid, in slots of the ring that
@@ -73,28 +84,37 @@ struct KeyMetric : KeyProblem<T> {
   __device__ void stage_centroids(bool initial) const {
     const int column = threadIdx.x % 8 * 8, last = args.shape.clusters - 1;
     const bool inside = column < args.width;
-#pragma unroll 1
-    for (int c = threadIdx.x / 8; c < kClusters; c += kThreads / 8) {
-      const std::uint32_t to = staged(c, column);
-      if (initial) {
-        uint4 words = make_uint4(0, 0, 0, 0);
-        if (inside)
-          words = *reinterpret_cast<const uint4*>(rows.row(memory.initial[min(c, last)]) + column);
-        const auto* elements = reinterpret_cast<const T*>(&words);
+    if (initial) {
+      constexpr int kLoads = kClusters / (kThreads / 8);
+      uint4 words[kLoads];
 #pragma unroll
-        for (int i = 0; i < 8; i += 4)
-          store_shared16(to + 4 * i, make_uint4(__float_as_uint(to_float(elements[i])),
-                                                __float_as_uint(to_float(elements[i + 1])),
-                                                __float_as_uint(to_float(elements[i + 2])),
-                                                __float_as_uint(to_float(elements[i + 3]))));
-      } else {
+      for (int i = 0; i < kLoads; ++i) {  // all on their way together
+        const int c = threadIdx.x / 8 + i * (kThreads / 8);
+        words[i] = load_once(rows.row(memory.initial[c]) + (inside ? column : 0), inside);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int c = threadIdx.x / 8 + i * (kThreads / 8);
+        const auto* elements = reinterpret_cast<const T*>(&words[i]);
+#pragma unroll
+        for (int e = 0; e < 8; e += 4)
+          store_shared16(staged(c, column) + 4 * e,
+                         make_uint4(__float_as_uint(to_float(elements[e])),
+                                    __float_as_uint(to_float(elements[e + 1])),
+                                    __float_as_uint(to_float(elements[e + 2])),
+                                    __float_as_uint(to_float(elements[e + 3]))));
+      }
+    } else {
+#pragma unroll 1
+      for (int c = threadIdx.x / 8; c < kClusters; c += kThreads / 8) {
+        const std::uint32_t to = staged(c, column);
         const float* from = args.centroids;
         if (inside) from += (this->first_centroid() + min(c, last)) * args.width + column;
         cp_async16(to, from, inside ? 16 : 0);
         cp_async16(to + 16, from + 4, inside ? 16 : 0);
       }
+      cp_async_commit();
     }
-    cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -111,21 +131,6 @@ struct KeyMetric : KeyProblem<T> {
                                  column) =
           make_float4(to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3]));
     });
-  }
-
-  // Starts to load the sampled keys, zeros behind them.
-  __device__ void load_keys(const ItemSpan& keys, int samples) const {
-    const int key_head = head / args.shape.group;
-    const Rows<const T> from = aligned_rows(args.k.rows(keys.batch, key_head, keys.begin));
-    const Tile<T, kWidth> tile{shared_address(memory.ring)};
-    const int column = threadIdx.x % 8 * 8;
-#pragma unroll 2
-    for (int row = threadIdx.x / 8; row < kSamples; row += kThreads / 8) {
-      const bool there = row < samples && column < args.width;
-      cp_async16(tile.chunk(row, threadIdx.x % 8),
-                 there ? from.row(memory.numbers[row]) + column : from.data, there ? 16 : 0);
-    }
-    cp_async_commit();
   }
 
   // S2 / n - mean mean^T, in place of the first part of S2.
@@ -158,15 +163,14 @@ struct KeyMetric : KeyProblem<T> {
         store2(&memory.column_sums[group][8 * n + column], columns[4 * n], columns[4 * n + 1]);
     }
     __syncthreads();
-    const float count = static_cast<float>(max(samples, 1));
-    const int pitch = (args.width + 31) / 32 * 32;
+    const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
     const bool keep = team.rank == 0 && head % args.shape.group == 0;
     float* kept = args.covariance +
-                  static_cast<std::int64_t>(args.shape.key_problem(problem)) * pitch * pitch;
+                  static_cast<std::int64_t>(args.shape.key_problem(problem)) * kWidth * kWidth;
     const auto mean = [&](int d) {
       float total = 0.0f;
       for (int part = 0; part < kGroups; ++part) total += memory.column_sums[part][d];
-      return total / count;
+      return divide(total, count, inverse);
     };
     const int b = threadIdx.x % kWidth;
     const float mean_b = mean(b);
@@ -175,9 +179,9 @@ struct KeyMetric : KeyProblem<T> {
       float total = 0.0f;
 #pragma unroll
       for (int part = 0; part < kGroups; ++part) total += parts.at(part, a, b);
-      total = total / count - mean(a) * mean_b;
+      total = divide(total, count, inverse) - mean(a) * mean_b;
       parts.at(0, a, b) = total;
-      if (keep && a < pitch && b < pitch) kept[a * pitch + b] = total;
+      if (keep) kept[a * kWidth + b] = total;
     }
     __syncthreads();
   }
@@ -308,13 +312,13 @@ struct KeyMetric : KeyProblem<T> {
   }
 
   __device__ __forceinline__ void make_metric() const {
-    const ItemSpan keys = args.shape.k.span(item);
-    const int samples = choose_rows(keys);
-    load_keys(keys, samples);
-    store_initial();
+    const ItemSpan keys = uniform(args.shape.k.span(item));
+    const int samples = min(keys.length, 8 * args.width);
+    choose_rows(keys, samples);
     cp_async_wait<0>();
     fence_async_proxy();
     __syncthreads();
+    store_initial();
     covariance(samples);
     split_metric();
     __syncthreads();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Tiles of keys (and values) on their way to warpgroup products. All warps of a block load a
-// share of every tile and wait for each other only through barriers in shared memory, a few tiles
-// apart.
+// Tiles of keys (and values) on their way to warpgroup products. The warps of a block load a share
+// of every tile, or take tiles in turn, and wait for each other only through barriers in shared
+// memory, a few tiles apart.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ __device__ __forceinline__ void stream_tile(const Tile<T, 64>& tile, const Rows<
                                             std::int64_t first, int count) {
   constexpr int kChunks = Tile<T, 64>::kChunks, kStep = kThreads / kChunks;
   static_assert(kStep % 8 == 0 && kRows % kStep == 0, "steps of whole eights of rows");
-  const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+  const int r = static_cast<int>(threadIdx.x) % kThreads / kChunks, chunk = threadIdx.x % kChunks;
   const int column = chunk * Tile<T, 64>::kVector;
   const std::uint32_t to = tile.chunk(r, chunk);
   if (!rows.aligned) {
@@ -48,14 +48,16 @@ __device__ __forceinline__ void stream_tile(const Tile<T, 64>& tile, const Rows<
 
 // kMatrices: 1 for keys, 2 for keys and values. Of kStages tiles in shared memory, kAhead are
 // loaded before they are needed, and a thread has seen its own share of a tile arrive kReady tiles
-// before.
-template <class T, int kDim, int kMatrices, int kWarps, int kKeys = 64>
+// before. kTurns: parts of the warps that load tiles in turn, which costs each of them less often.
+template <class T, int kDim, int kMatrices, int kWarps, int kKeys = 64, int kTurns = 1>
 struct KeyPipeline {
+  static constexpr int kLoaders = kWarps / kTurns;
   static constexpr int kBands = kDim / 64;  // tiles of 128-byte rows side by side
   static constexpr int kBandBytes = kKeys * 128;
   static constexpr int kStageBytes = kMatrices * kBands * kBandBytes;
   static constexpr bool kLarge = kStageBytes > 16 * 1024;
   static constexpr int kStages = kLarge ? 4 : 6, kAhead = kLarge ? 2 : 4, kReady = kLarge ? 1 : 2;
+  static constexpr int kPending = (kAhead - kReady) / kTurns;  // tiles of a warp behind a published
   static constexpr int kBytes = kStages * kStageBytes + kStages * 16;
 
   std::uint32_t base;
@@ -72,7 +74,8 @@ struct KeyPipeline {
 
   // By all threads, before a __syncthreads.
   __device__ void init() const {
-    if (threadIdx.x < 2 * kStages) mbarrier_init(full(0) + threadIdx.x * 8, kWarps);
+    if (threadIdx.x < 2 * kStages)
+      mbarrier_init(full(0) + threadIdx.x * 8, threadIdx.x < kStages ? kLoaders : kWarps);
   }
 
   // After a __syncthreads behind the last tile; init may follow.
@@ -80,8 +83,14 @@ struct KeyPipeline {
     if (threadIdx.x < 2 * kStages) mbarrier_invalidate(full(0) + threadIdx.x * 8);
   }
 
+  // This warp loads the tile.
+  __device__ bool loads(int number) const {
+    return kTurns == 1 ||
+           __shfl_sync(~0u, static_cast<int>(threadIdx.x) / (32 * kLoaders), 0) == number % kTurns;
+  }
   // Starts to load a tile of keys first .. end - 1, once all warps are done with its place.
   __device__ void fill(int number, std::int64_t first, std::int64_t end) const {
+    if (!loads(number)) return;
     if (number < total) {
       if (number >= kStages) mbarrier_wait(free(number), (number / kStages - 1) & 1);
 #pragma unroll
@@ -91,8 +100,8 @@ struct KeyPipeline {
           Rows<const T> columns = rows[matrix];
           columns.data += band * 64;
           columns.width -= band * 64;
-          stream_tile<kKeys, kWarps * 32>(Tile<T, 64>{tile(number, matrix) + band * kBandBytes},
-                                          columns, first, static_cast<int>(end - first));
+          stream_tile<kKeys, kLoaders * 32>(Tile<T, 64>{tile(number, matrix) + band * kBandBytes},
+                                            columns, first, static_cast<int>(end - first));
         }
     }
     cp_async_commit();
@@ -106,14 +115,15 @@ struct KeyPipeline {
   // In two steps: starts to load them, and waits.
   template <class First>
   __device__ void begin(const First& first, std::int64_t end) const {
-#pragma unroll
+#pragma unroll 1  // short code is sooner there
     for (int t = 0; t < kAhead; ++t) fill(t, first(t), end);
   }
   __device__ void publish_first() const {
-    cp_async_wait<kAhead - kReady>();
+    cp_async_wait<kPending>();
     fence_async_proxy();
     __syncwarp();
-    if (threadIdx.x % 32 < min(kReady, total)) mbarrier_arrive(full(threadIdx.x % 32));
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane < min(kReady, total) && warp / kLoaders == lane % kTurns) mbarrier_arrive(full(lane));
   }
   // Keeps the tiles coming, at the start of the work on tile `number`.
   template <class First>
@@ -123,7 +133,8 @@ struct KeyPipeline {
   }
   // After fill(number + kAhead - kReady): this warp's share of the tile is there.
   __device__ void publish(int number) const {
-    cp_async_wait<kAhead - kReady>();
+    if (!loads(number)) return;
+    cp_async_wait<kPending>();
     fence_async_proxy();
     __syncwarp();
     if (threadIdx.x % 32 == 0 && number < total) mbarrier_arrive(full(number));

@@ -1,99 +1,47 @@
 // SPDX-License-Identifier: MIT
 // Last step of the selection of top keys: from the lists of candidates of a row to its top keys, by
 // a warp (attend_centroid_select.cu).
+//
+// Candidates have the scores of means rounded to the element type. Ranked by these, the first ones
+// are top keys whatever rounding did, those behind the first `wanted` are none, and the ones
+// between are scored again in f32.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "cuda/device/candidates.cuh"
+#include "cuda/device/rescore.cuh"
 #include "cuda/device/select.cuh"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
 
 constexpr int kRankedSpare = 16;  // the cut before the ranking may leave so many more than wanted
-constexpr int kMaxRanked = 176;
+constexpr int kMaxRanked = 192;
 constexpr int kStaged = 512;  // candidates of a row that are kept on the chip
+constexpr int kMaxFresh = 64;
 
-// Candidates beyond those asked for that are scored again.
-constexpr int spare_keys(std::int64_t topk) { return static_cast<int>(topk / 8) + 4; }
+// How many ranks rounding may move a key.
+__host__ __device__ constexpr int spare_keys(std::int64_t topk) {
+  return static_cast<int>(topk / 8) + 4;
+}
 static_assert(kMaxTopKeys + spare_keys(kMaxTopKeys) + kRankedSpare <= kMaxRanked, "room to rank");
+static_assert(3 * spare_keys(kMaxTopKeys) <= kMaxFresh, "room to score again");
+
+// The top keys of a row with the scores of the rounded mean, in no order.
+struct TopKeys {
+  int count;
+  const int* index;
+  const float* score;
+};
 
 // Shared memory of a warp.
 struct MergeMemory {
-  CandidateKey staged[kStaged], ranked[kMaxRanked];
+  CandidateKey staged[kStaged], ranked[kMaxRanked], fresh[kMaxFresh];
+  int index[kMaxTopKeys];
+  float score[kMaxTopKeys];
   float mean[kMaxHeadDim];
-};
-
-// sign * mean . key for 4 keys at a time, by 8 lanes each.
-template <class T>
-struct ExactScores {
-  static constexpr int kVector = 16 / sizeof(T);
-  Rows<const T> rows;
-  const float* mean;
-
-  __device__ float dot(const uint4& words, int column) const {
-    union {
-      uint4 words;
-      T elements[kVector];
-    } chunk;
-    chunk.words = words;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      sum = fmaf(mean[column + i], to_float(chunk.elements[i]), sum);
-    return sum;
-  }
-  // The sum of eight lanes' parts becomes the score of key i.
-  __device__ void write(CandidateKey* keys, int i, int count, float sum, int index) const {
-#pragma unroll
-    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (threadIdx.x % 8 == 0 && i < count)
-      keys[i] = candidate_key(isnan(sum) ? -INFINITY : sum, index);
-  }
-  // Replaces keys' scores; mean has zeros up to kMaxHeadDim. No branches around loads: those of
-  // many keys are on their way together.
-  __device__ void rescore(CandidateKey* keys, int count) const {
-    constexpr int kUnroll = 8;
-    const int lane = threadIdx.x % 32, column = lane % 8 * kVector;
-    if (!rows.aligned) return rescore_slowly(keys, count);
-    for (int first = 0; first < count; first += 4 * kUnroll) {
-      float sums[kUnroll] = {};
-      int indices[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        indices[u] = index_of(keys[min(first + 4 * u + lane / 8, count - 1)]);
-      __syncwarp();
-      for (int shift = 0; shift < rows.width; shift += 8 * kVector) {
-        const bool inside = shift + column < rows.width;
-        uint4 words[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u)
-          words[u] =
-              *reinterpret_cast<const uint4*>(rows.row(indices[u]) + (inside ? shift + column : 0));
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) sums[u] += inside ? dot(words[u], shift + column) : 0.0f;
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        write(keys, first + 4 * u + lane / 8, count, sums[u], indices[u]);
-      __syncwarp();
-    }
-  }
-  __device__ void rescore_slowly(CandidateKey* keys, int count) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int first = 0; first < count; first += 4) {
-      const int index = index_of(keys[min(first + lane / 8, count - 1)]);
-      __syncwarp();
-      float sum = 0.0f;
-#pragma unroll 1
-      for (int d = lane % 8; d < rows.width; d += 8)
-        sum = fmaf(mean[d], to_float(rows.row(index)[d]), sum);
-      write(keys, first + lane / 8, count, sum, index);
-      __syncwarp();
-    }
-  }
 };
 
 // Exclusive sum over the lanes of a warp.
@@ -122,84 +70,109 @@ __device__ __forceinline__ int collect(const ForEach& for_each, CandidateKey cut
   return __reduce_add_sync(~0u, count);
 }
 
-// Writes the indices of the best `topk` of `count` keys, ascending, -1 beyond them; `kept` is room
-// for topk keys.
-__device__ __forceinline__ void write_best(const CandidateKey* keys, int count, int topk,
-                                           CandidateKey* kept, std::int32_t* top) {
-  const int lane = threadIdx.x % 32;
-  const auto each = [&](const auto& visit) {
-    for (int i = lane; i < count; i += 32) visit(keys[i]);
-  };
-  const int number = collect(each, count > topk ? find_cut(each, topk, topk) : 0, kept);
-  for (int i = lane; i < number; i += 32) {
-    const int index = index_of(kept[i]);
-    int place = 0;
-#pragma unroll 8
-    for (int j = 0; j < number; ++j) place += index_of(kept[j]) < index;
-    top[place] = index;
-  }
-  for (int i = number + lane; i < topk; i += 32) top[i] = -1;
-}
+// The keys at places lane, lane + 32, ... of memory, and how many of all are better.
+template <int kSlots>
+struct RankedKeys {
+  CandidateKey own[kSlots];
+  int rank[kSlots];
 
-// The same for up to 64 keys, two of each lane in registers.
-__device__ __forceinline__ void write_best_few(const CandidateKey* keys, int count, int topk,
-                                               std::int32_t* kept, std::int32_t* top) {
-  const int lane = threadIdx.x % 32;
-  std::uint32_t scores[2];
-  int indices[2];
+  __device__ RankedKeys(const CandidateKey* keys, int count) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const CandidateKey key = lane + 32 * i < count ? keys[lane + 32 * i] : 0;
-    scores[i] = static_cast<std::uint32_t>(key >> 32);
-    indices[i] = index_of(key);
-  }
-  const auto reached = [&](std::uint32_t cut) {
-    return __popc(__ballot_sync(~0u, scores[0] >= cut)) +
-           __popc(__ballot_sync(~0u, scores[1] >= cut));
-  };
-  // The largest cut that enough reach; only keys that are equal to it may then be too many.
-  std::uint32_t cut = 0;
-  if (count > topk) {
-    for (std::uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
-      const int number = reached(cut | bit);
-      if (number >= topk) cut |= bit;
-      if (number == topk) break;
+    for (int i = 0; i < kSlots; ++i) {
+      own[i] = lane + 32 * i < count ? keys[lane + 32 * i] : 0;
+      rank[i] = lane + 32 * i < count ? 0 : INT_MAX / 2;
     }
-  }
-  bool keep[2] = {lane < count && scores[0] >= cut, lane + 32 < count && scores[1] >= cut};
-  if (const int spare = reached(max(cut, 1u)) - topk; spare > 0 && count > topk) {
-    // Of those equal to the cut the ones with the largest indices go.
-    int behind[2] = {};
+#pragma unroll 4
     for (int j = 0; j < count; ++j) {
-      const bool ties = static_cast<std::uint32_t>(keys[j] >> 32) == cut;
-      const int index = index_of(keys[j]);
+      const CandidateKey key = keys[j];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) behind[i] += ties && index > indices[i];
+      for (int i = 0; i < kSlots; ++i) rank[i] += key > own[i];
     }
+  }
+};
+
+// Top keys of `count` candidates in memory.ranked, which may be all there are.
+template <int kSlots, class T>
+__device__ __forceinline__ TopKeys choose(const SelectArgs<T>& args, const ExactScores<T>& exact,
+                                          int count, MergeMemory& memory) {
+  const int lane = threadIdx.x % 32, topk = args.topk;
+  const RankedKeys<kSlots> ranked(memory.ranked, count);
+  const int certain = count <= topk ? count : max(topk - 2 * spare_keys(topk), 0);
+  const int open = min(count, args.wanted) - certain;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) keep[i] = keep[i] && (scores[i] > cut || behind[i] >= spare);
+  for (int i = 0; i < kSlots; ++i) {
+    if (ranked.rank[i] < certain) {
+      memory.index[ranked.rank[i]] = index_of(ranked.own[i]);
+      memory.score[ranked.rank[i]] = score_of(ranked.own[i]);
+    } else if (ranked.rank[i] < certain + open) {
+      memory.fresh[ranked.rank[i] - certain] = ranked.own[i];
+    }
   }
-  const std::uint32_t votes[2] = {__ballot_sync(~0u, keep[0]), __ballot_sync(~0u, keep[1])};
-  const std::uint32_t before = (1u << lane) - 1;
-  const int number = __popc(votes[0]) + __popc(votes[1]);
-  if (keep[0]) kept[__popc(votes[0] & before)] = indices[0];
-  if (keep[1]) kept[__popc(votes[0]) + __popc(votes[1] & before)] = indices[1];
   __syncwarp();
-  for (int i = lane; i < number; i += 32) {
-    const int index = kept[i];
-    int place = 0;
-#pragma unroll 8
-    for (int j = 0; j < number; ++j) place += kept[j] < index;
-    top[place] = index;
+  if (open > 0) {
+    float rounded[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rounded[i] = score_of(memory.fresh[min(lane + 32 * i, open - 1)]);
+    __syncwarp();
+    exact.rescore(memory.fresh, open);
+    const RankedKeys<2> again(memory.fresh, open);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (const int place = certain + again.rank[i]; place < topk) {
+        memory.index[place] = index_of(again.own[i]);
+        memory.score[place] = rounded[i];
+      }
+    __syncwarp();
   }
-  for (int i = number + lane; i < topk; i += 32) top[i] = -1;
+  return {min(count, topk), memory.index, memory.score};
 }
 
-// Writes the top keys of a cluster from `total` lists; list(i) is the number of the i-th.
-template <class T, class List>
-__device__ __forceinline__ void merge_lists(const SelectArgs<T>& args, int item, int head,
-                                            int cluster, int total, const List& list,
-                                            MergeMemory& memory) {
+// Writes indices in ascending order, -1 beyond them.
+__device__ __forceinline__ void write_ascending(const TopKeys& keys, int topk, std::int32_t* top) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = lane; i < keys.count; i += 32) {
+    const int index = keys.index[i];
+    int place = 0;
+#pragma unroll 8
+    for (int j = 0; j < keys.count; ++j) place += keys.index[j] < index;
+    top[place] = index;
+  }
+  for (int i = keys.count + lane; i < topk; i += 32) top[i] = -1;
+}
+
+// The lists of a row: four side by side in each of several places.
+struct RowLists {
+  int total;
+  std::int64_t first, step;
+
+  __device__ std::int64_t number(int i) const {
+    return first + i / kLaneLists * step + i % kLaneLists;
+  }
+};
+
+// The best of too many candidates, at least `wanted` and at most `most`, to memory.ranked; returns
+// how many. Rare, and kept out of the way.
+template <class T>
+__device__ __noinline__ int cut_lists(const SelectArgs<T>& args, const RowLists& lists, int most,
+                                      MergeMemory& memory) {
+  const auto listed = [&](const auto& visit) {
+    for (int i = threadIdx.x % 32; i < lists.total; i += 32) {
+      const std::int64_t at = lists.number(i);
+      const int count = args.counts[at];
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) visit(candidate_key(args.candidates[at * args.capacity + j]));
+    }
+  };
+  return collect(listed, find_cut(listed, args.wanted, most), memory.ranked);
+}
+
+// Finds the top keys of a cluster, writes them and returns them.
+template <class T>
+__device__ __forceinline__ TopKeys merge_lists(const SelectArgs<T>& args, int item, int head,
+                                               int cluster, const RowLists& lists,
+                                               MergeMemory& memory) {
   const CentroidQueries& queries = args.queries;
   const int lane = threadIdx.x % 32;
   const std::int64_t row = queries.row(item, head, cluster);
@@ -207,56 +180,45 @@ __device__ __forceinline__ void merge_lists(const SelectArgs<T>& args, int item,
 #pragma unroll
   for (int d = lane; d < kMaxHeadDim; d += 32)
     memory.mean[d] = (d < queries.width ? mean[d] : 0.0f) * queries.sign;
-  const auto listed = [&](const auto& visit) {
-    for (int number = lane; number < total; number += 32) {
-      const std::int64_t at = list(number);
-      const int count = args.counts[at];
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) visit(candidate_key(args.candidates[at * args.capacity + i]));
-    }
-  };
   int own = 0;
-  for (int number = lane; number < total; number += 32) own += args.counts[list(number)];
+  for (int i = lane; i < lists.total; i += 32) own += args.counts[lists.number(i)];
   const int all = __reduce_add_sync(~0u, own), most = args.wanted + kRankedSpare;
-  const auto copy = [&](CandidateKey* to) {
+  int count = all;
+  if (all <= kStaged) {
+    CandidateKey* to = all <= most ? memory.ranked : memory.staged;
     int place = sum_before(own);
-    for (int number = lane; number < total; number += 32) {
-      const std::int64_t at = list(number);
-      const int count = args.counts[at];
+#pragma unroll 1
+    for (int i = lane; i < lists.total; i += 32) {
+      const std::int64_t at = lists.number(i);
+      const int listed = args.counts[at];
       constexpr int kBatch = 8;  // loads on their way
-      for (int first = 0; first < count; first += kBatch) {
+#pragma unroll 1
+      for (int first = 0; first < listed; first += kBatch) {
         Candidate batch[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-          batch[i] = args.candidates[at * args.capacity + min(first + i, count - 1)];
+        for (int j = 0; j < kBatch; ++j)
+          batch[j] = args.candidates[at * args.capacity + min(first + j, listed - 1)];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-          if (first + i < count) to[place++] = candidate_key(batch[i]);
+        for (int j = 0; j < kBatch; ++j)
+          if (first + j < listed) to[place++] = candidate_key(batch[j]);
       }
     }
     __syncwarp();
-  };
-  int count = all;
-  if (all <= most) {
-    copy(memory.ranked);
-  } else if (all <= kStaged) {
-    copy(memory.staged);
-    const auto staged = [&](const auto& visit) {
-      for (int i = lane; i < all; i += 32) visit(memory.staged[i]);
-    };
-    count = collect(staged, find_cut(staged, args.wanted, most), memory.ranked);
+    if (all > most) {
+      const auto staged = [&](const auto& visit) {
+#pragma unroll 1
+        for (int i = lane; i < all; i += 32) visit(memory.staged[i]);
+      };
+      count = collect(staged, find_cut(staged, args.wanted, most), memory.ranked);
+    }
   } else {
-    count = collect(listed, find_cut(listed, args.wanted, most), memory.ranked);
+    count = cut_lists(args, lists, most, memory);
   }
   const ExactScores<T> exact{args.keys(queries.spans.k.span(item), head), memory.mean};
-  exact.rescore(memory.ranked, count);
-  std::int32_t* top = args.top_keys + row * args.topk;
-  if (count <= 64)
-    write_best_few(memory.ranked, count, args.topk, reinterpret_cast<std::int32_t*>(memory.staged),
-                   top);
-  else
-    write_best(memory.ranked, count, args.topk, memory.staged, top);
-  __syncwarp();
+  const TopKeys keys =
+      most <= 64 ? choose<2>(args, exact, count, memory) : choose<6>(args, exact, count, memory);
+  write_ascending(keys, args.topk, args.top_keys + row * args.topk);
+  return keys;
 }
 
 }  // namespace coterie::cuda

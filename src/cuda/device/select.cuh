@@ -16,9 +16,8 @@ constexpr int kSampleShare = 4;  // one key tile in so many is in the sample
 constexpr int kSelectKeys = 64;  // keys of a tile, 16 of them for each lane of a row's four
 constexpr int kLaneLists = 4;    // of a row and chunk: one for each lane that holds scores of it
 
-// attend_centroid_select_sm90a.cu
-constexpr int kSelectParts = 8;                          // of the keys, a block of a team each
-constexpr int kSelectLists = kLaneLists * kSelectParts;  // of candidates of a row
+// attend_improved_sm90a.cu
+constexpr int kSelectParts = 8;  // of the keys, for one or several blocks of a team
 
 template <class T>
 struct SelectArgs {
@@ -155,10 +154,11 @@ __device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity
   }
 }
 
-// 4 scores of a row: keys first, first + 1, first + 8, first + 9.
-__device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float s2, float s3,
-                                       int first) {
-  if (!(fmaxf(fmaxf(s0, s1), fmaxf(s2, s3)) >= list.floor)) return;
+// 4 scores of a row, the largest of them and where they stand: keys first, first + 1, first + 8,
+// first + 9.
+__device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, float s1, float s2,
+                                       float s3, int first) {
+  if (!(largest >= list.floor)) return;
   // No branches: in most warps some lane has a candidate, and lanes would go one by one.
   const auto offer = [&](float score, int key) {
     asm volatile(
@@ -177,16 +177,12 @@ __device__ __forceinline__ void offer4(LaneList& list, float s0, float s1, float
   offer(s3, first + 9);
 }
 
-// How the selection of attend_centroid_select_sm90a.cu is shared out. Its thresholds, counts and
+// How the selection of attend_improved_sm90a.cu is shared out. Its thresholds, counts and
 // candidates have block_rows rows a team.
 struct SelectTeams {
-  Teams teams;
+  Teams teams;    // of up to kSelectParts blocks, a power of two
   int problems;   // (item, head, tile of means)
   float* maxima;  // (teams, block rows, kSelectParts, 32)
 };
-
-// All of the selection by Hopper's warpgroup products; 16-bit types only.
-template <class T>
-void select_keys_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: MIT
+// What the two kernels of cast_inner_*_bwd_sm90a.cu share: rows of members, and their products with
+// rows of the cluster.
+#pragma once
+
+#include "cuda/device/await.cuh"
+#include "cuda/device/cast_inner.cuh"
+#include "cuda/launch.h"
+
+namespace coterie::cuda {
+
+// By a warp: a row of D floats as floats and, rounded, as two rows of T, whose sum it is.
+template <class T>
+__device__ __forceinline__ void split_row(float (&floats)[64], const Tile<T, 64>& to, int row,
+                                          const float* from, int D) {
+  const int column = static_cast<int>(threadIdx.x) % 32 * 2;
+  const float2 two =
+      column < D ? *reinterpret_cast<const float2*>(from + column) : make_float2(0.0f, 0.0f);
+  const std::uint32_t high = pack2<T>(two.x, two.y);
+  const T* part = reinterpret_cast<const T*>(&high);
+  const std::uint32_t low = pack2<T>(two.x - to_float(part[0]), two.y - to_float(part[1]));
+  *reinterpret_cast<float2*>(floats + column) = two;
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to.address(row, column)), "r"(high) : "memory");
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to.address(row + 1, column)), "r"(low) : "memory");
+}
+
+// d += a b, 64 x 16 by 16 x 8, both in shared memory. With kTransposed the depths of a are rows of
+// its tile; those of b are columns.
+template <class T, int kTransposed>
+__device__ __forceinline__ void wgmma_narrow(float (&d)[4], std::uint64_t a, std::uint64_t b) {
+#define COTERIE_NARROW(type)                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type \
+               " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, %6, 0;"                  \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
+               : "l"(a), "l"(b), "n"(kTransposed))
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    COTERIE_NARROW("bf16");
+  else
+    COTERIE_NARROW("f16");
+#undef COTERIE_NARROW
+}
+
+template <class T>
+__device__ __forceinline__ void copy_keys(const InnerArgs<T>& args, const InnerCluster<T>& cluster,
+                                          const MemberRows& rows, const Pair<T, 64>& to) {
+  const int head = cluster.head / args.shape.group;
+  rows.copy(to, args.k.rows(cluster.span.batch, head, cluster.span.begin),
+            args.v.rows(cluster.span.batch, head, cluster.span.begin));
+}
+template <class T>
+__device__ __forceinline__ void copy_queries(const InnerArgs<T>& args,
+                                             const InnerCluster<T>& cluster, const MemberRows& rows,
+                                             const Pair<T, 64>& to) {
+  rows.copy(to, args.q.rows(cluster.span.batch, cluster.head, cluster.span.begin),
+            args.grad_out.rows(cluster.span.batch, cluster.head, cluster.span.begin));
+}
+
+// Products of a group's own rows with the rows of their cluster, on their way.
+template <class T>
+__device__ __forceinline__ void narrow_products(float (&first)[4], float (&second)[4],
+                                                const Pair<T, 64>& own, std::uint32_t cluster) {
+  const Bands<T, 64, 64> rows{cluster};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] = second[i] = 0.0f;
+  wgmma_settle(first);
+  wgmma_settle(second);
+  wgmma_fence();
+#pragma unroll
+  for (int depth = 0; depth < 4; ++depth) {
+    wgmma_narrow<T, 0>(first, own.first.by_columns(0, depth), rows.by_columns(0, depth));
+    wgmma_narrow<T, 0>(second, own.second.by_columns(0, depth), rows.by_columns(0, depth));
+  }
+  wgmma_commit();
+}
+// Weights of rows in shared memory, and by them the sums of a group's own rows: their columns are
+// the rows of the result, weights' numbers its columns. A float is two weights.
+template <class T>
+__device__ __forceinline__ void store_weight(const Tile<T, 64>& to, int number, int row,
+                                             float value) {
+  const T high = from_float<T>(value);
+  const T part = number % 2 == 0 ? high : from_float<T>(value - to_float(high));
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(to.address(number, row)),
+               "h"(*reinterpret_cast<const std::uint16_t*>(&part))
+               : "memory");
+}
+template <class T>
+__device__ __forceinline__ void add_weighted_rows(float (&sums)[4], const Bands<T, 64, 64>& own,
+                                                  std::uint32_t weights) {
+  const Bands<T, 64, 64> factors{weights};
+#pragma unroll
+  for (int depth = 0; depth < 4; ++depth)
+    wgmma_narrow<T, 1>(sums, own.by_rows(16 * depth, 0), factors.by_columns(0, depth));
+}
+// setmaxnreg: of 384 threads with 168 each.
+constexpr int kLoadRegisters = 72, kComputeRegisters = 216;
+
+template <class T, class Load, class Compute>
+__device__ __forceinline__ void run_block(const InnerArgs<T>& args, unsigned char* shared,
+                                          const Load& load, const Compute& compute) {
+  const InnerMemory<T> memory(shared);
+  if (threadIdx.x == 0) memory.start();
+  __syncthreads();
+  const std::int64_t total = args.clusters();
+  const int begin = static_cast<int>(total * blockIdx.x / gridDim.x);
+  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  if (threadIdx.x >= InnerMemory<T>::kGroups * kWarpgroup) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
+    load(memory, begin, end);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
+    compute(memory, begin, end);
+  }
+}
+
+template <class T, template <class> class Part>
+__global__ void __launch_bounds__(InnerMemory<T>::kThreads, 1)
+    inner_kernel(const __grid_constant__ InnerArgs<T> args) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  await_previous();
+  run_block<T>(
+      args, shared,
+      [&](const InnerMemory<T>& memory, int begin, int end) {
+        const Part<T> part{args, memory};
+        load_clusters<T>(
+            args, memory, begin, end,
+            [&](int n, int tile, int place) { part.load_own(n, tile, place); },
+            [&](int n, int tile, int place) { part.load_ring(n, tile, place); });
+      },
+      [&](const InnerMemory<T>& memory, int begin, int end) {
+        const Part<T> part{args, memory};
+        const int tiles = args.tiles();
+        int n = begin, at = 0;  // the cluster whose first tile in the ring is at
+        for_own_tiles<T>(args, memory, begin, end, [&](int ring, int tile, int place) {
+          for (; at < ring; at += tiles) ++n;
+          part.compute(n, tile, ring, place);
+        });
+      });
+}
+
+template <template <class> class Part>
+void launch_inner(const char* name, const CastShape& shape, const AttentionCall& call,
+                  const CastBackward& pass, cudaStream_t stream) {
+  const std::int64_t clusters = static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters;
+  if (clusters == 0) return;
+  const auto launch = [&](auto tag) {
+    using T = decltype(tag);
+    const InnerArgs<T> args{shape,
+                            pass,
+                            tensor4<const T>(call.inputs.q),
+                            tensor4<const T>(call.k),
+                            tensor4<const T>(call.inputs.v),
+                            tensor4<const T>(pass.grad_out)};
+    const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(clusters, multiprocessors())));
+    launch_early(name, inner_kernel<T, Part>, grid, InnerMemory<T>::kThreads,
+                 InnerMemory<T>::kBytes, stream, args);
+  };
+  if (call.inputs.q.dtype == DType::bf16)
+    launch(__nv_bfloat16{});
+  else
+    launch(__half{});
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: MIT
+// Attention of 16 queries of a warp over keys and values in shared memory (attend_topk_fwd.cu).
+//
+// Lanes read rows of queries in pieces of 16 bytes. That deals columns to lanes in another order
+// than the products do; keys are read from shared memory in the same way, and products do not care
+// in which order depths are added.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/load.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/softmax.cuh"
+
+namespace coterie::cuda {
+
+constexpr int kTopKeys = 32;  // multiplied at a time
+
+// Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
+// Neighbouring rows lie in different halves of 128 bytes, so that 8 lanes meet no bank twice.
+template <class T, int kDim>
+struct KeyTile {
+  static constexpr int kChunks = Tile<T, kDim>::kChunks;
+  std::uint32_t base;
+
+  __device__ std::uint32_t chunk(int row, int index) const {
+    const int moved = kChunks % 8 == 0 ? index ^ (row & 1) << 2 : index;
+    return base + row * Tile<T, kDim>::kRowBytes + moved * 16;
+  }
+  __device__ KeyTile below(int row) const { return {base + row * Tile<T, kDim>::kRowBytes}; }
+  __device__ uint4 piece(int row, int index) const {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(chunk(row, index))
+                 : "memory");
+    return words;
+  }
+};
+
+// Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kTopKeys;
+// returns how many there are. By all threads; the caller commits, waits and synchronises.
+template <bool kAligned, class T, int kDim, int kBlockThreads>
+__device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
+                                      const Rows<const T>& k, const Rows<const T>& v,
+                                      const std::int32_t* top, int topk) {
+  constexpr int kChunks = Tile<T, kDim>::kChunks;
+  static_assert(kTopKeys * kChunks % kBlockThreads == 0, "lanes stay together for the shuffles");
+  const int lane = threadIdx.x % 32;
+  int count = 0;
+#pragma unroll 1
+  for (int first = 0; first < topk; first += kTopKeys) {
+    const int own = first + lane < topk ? top[first + lane] : -1;
+    count += __popc(__ballot_sync(~0u, own >= 0));
+#pragma unroll
+    for (int step = 0; step < kTopKeys * kChunks; step += kBlockThreads) {
+      const int number = step + static_cast<int>(threadIdx.x);
+      const int r = number / kChunks, chunk = number % kChunks;
+      const int column = chunk * Tile<T, kDim>::kVector, row = __shfl_sync(~0u, own, r);
+      const bool there = row >= 0 && column < k.width;
+      const std::uint32_t to_k = keys.chunk(first + r, chunk),
+                          to_v = values.chunk(first + r, chunk);
+      if constexpr (kAligned) {
+        cp_async16(to_k, there ? k.row(row) + column : k.data, there ? 16 : 0);
+        cp_async16(to_v, there ? v.row(row) + column : v.data, there ? 16 : 0);
+      } else {
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        store_shared16(to_k, there ? load_chunk(k.row(row), column, k.width) : zero);
+        store_shared16(to_v, there ? load_chunk(v.row(row), column, v.width) : zero);
+      }
+    }
+  }
+  return count;
+}
+
+// 16 queries of a warp in registers: lane l has pieces l % 4, l % 4 + 4, ... of rows l / 4 and
+// l / 4 + 8.
+template <class T, int kDim>
+struct QueryRows {
+  static constexpr int kPieces = Tile<T, kDim>::kChunks / 4;
+  static constexpr int kVector = Tile<T, kDim>::kVector;
+  int rows[2];  // numbers of the queries, -1 for none
+  uint4 pieces[2][kPieces];
+
+  __device__ void load(const Rows<const T>& from) {
+    if (from.aligned)
+      load_all<true>(from);
+    else
+      load_all<false>(from);
+  }
+  template <bool kAligned>
+  __device__ __forceinline__ void load_all(const Rows<const T>& from) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const T* row = from.row(max(rows[half], 0));
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int column = (4 * i + static_cast<int>(threadIdx.x) % 4) * kVector;
+        const bool there = rows[half] >= 0 && column < from.width;
+        pieces[half][i] = make_uint4(0, 0, 0, 0);
+        if (kAligned && there)
+          pieces[half][i] = __ldcs(reinterpret_cast<const uint4*>(row + column));
+        if (!kAligned && there) pieces[half][i] = load_chunk(row, column, from.width);
+      }
+    }
+  }
+  // Step `step` of the depths in pieces i: two steps of 16-bit elements, one of fp32.
+  __device__ FragmentA<T> fragment(int i, int step) const {
+    FragmentA<T> a;
+    const uint4 &low = pieces[0][i], &high = pieces[1][i];
+    if constexpr (sizeof(T) == 2) {
+      a.r[0] = step == 0 ? low.x : low.z;
+      a.r[1] = step == 0 ? high.x : high.z;
+      a.r[2] = step == 0 ? low.y : low.w;
+      a.r[3] = step == 0 ? high.y : high.w;
+    } else {
+      a.r[0] = low.x;
+      a.r[1] = high.x;
+      a.r[2] = low.y;
+      a.r[3] = high.y;
+      a.r[4] = low.z;
+      a.r[5] = high.z;
+      a.r[6] = low.w;
+      a.r[7] = high.w;
+    }
+    return a;
+  }
+};
+
+// The right factors of the same steps: pieces of keys l / 4 and l / 4 + 8 of 16.
+template <class T>
+__device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uint4& high,
+                                                     int step) {
+  FragmentB<T> b;
+  if constexpr (sizeof(T) == 2) {
+    b.r[0] = step == 0 ? low.x : low.z;
+    b.r[1] = step == 0 ? low.y : low.w;
+    b.r[2] = step == 0 ? high.x : high.z;
+    b.r[3] = step == 0 ? high.y : high.w;
+  } else {
+    const uint4* halves[] = {&low, &high};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      b.r[4 * half] = halves[half]->x;
+      b.r[4 * half + 1] = halves[half]->y;
+      b.r[4 * half + 2] = halves[half]->z;
+      b.r[4 * half + 3] = halves[half]->w;
+    }
+  }
+  return b;
+}
+
+// Attention of 16 queries of a warp over the cluster's top keys.
+template <class T, int kDim>
+struct TopRows {
+  Accumulator out[kDim / 16] = {};
+  float shift[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+
+  // The weights of kTopKeys keys, of which the lane's two rows see the first left[], from their
+  // scores.
+  __device__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
+    float largest[2] = {shift[0], shift[1]};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float& score = s[i / 8][i / 4 % 2][i % 4];
+      const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      score = key < left[i / 2 % 2] ? score * exponent : -INFINITY;
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[half] = quad_max(largest[half]);
+      if (largest[half] == -INFINITY) largest[half] = 0.0f;
+      const float factor = exp2_approximate(shift[half] - largest[half]);
+      shift[half] = largest[half];
+      sum[half] *= factor;
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float& score = s[i / 8][i / 4 % 2][i % 4];
+      score = exp2_approximate(score - shift[i / 2 % 2]);
+      sum[i / 2 % 2] += score;
+    }
+  }
+
+  __device__ void attend(const QueryRows<T, kDim>& queries, const KeyTile<T, kDim>& keys,
+                         const Tile<T, kDim>& values, const int (&left)[2], float exponent) {
+    constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
+    const int lane = threadIdx.x % 32;
+    Accumulator s[2];
+#pragma unroll
+    for (int i = 0; i < QueryRows<T, kDim>::kPieces; ++i)
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const uint4 low = keys.piece(16 * b + lane / 4, 4 * i + lane % 4);
+        const uint4 high = keys.piece(16 * b + 8 + lane / 4, 4 * i + lane % 4);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const FragmentB<T> k = key_fragment<T>(low, high, step);
+          if (i == 0 && step == 0)
+            multiply(s[b], queries.fragment(i, step), k);
+          else
+            multiply_add(s[b], queries.fragment(i, step), k);
+        }
+      }
+    weigh(s, left, exponent);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      FragmentA<T> p;
+      to_fragment(p, s[b]);
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) {
+        FragmentB<T> v;
+        load_b_transposed(v, values, 16 * d, 16 * b);
+        multiply_add(out[d], p, v);
+      }
+    }
+  }
+};
+
+}  // namespace coterie::cuda
