@@ -243,6 +243,10 @@ class CastPass : public Pass {
     pass.hopper = aligned(call_.inputs.q) && aligned(pass.grad_out) && aligned(to.dq);
     pass.resident = pass.hopper && shape.width <= kCastResident && shape.D <= 64 &&
                     aligned(call_.k) && aligned(call_.inputs.v) && aligned(to.dk) && aligned(to.dv);
+    // Their loaders count bytes of rows in 32 bits.
+    const auto near = [](const TensorView& rows) { return rows.stride(2) < std::int64_t{1} << 30; };
+    pass.resident = pass.resident && near(call_.inputs.q) && near(call_.k) &&
+                    near(call_.inputs.v) && near(pass.grad_out);
     if (pass.resident) pass.key_slot_heads = shape.H;
   }
 

@@ -1,147 +1,20 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of attention over lists on Hopper: a stream of steps (list_stream.cuh) whose owned
-// rows are queries, with outputs in registers. Loading warps bring all that computing warps need to
-// know of rows into shared memory.
+// rows are queries, with outputs in registers.
 #include <algorithm>
 
-#include "cuda/device/list_stream_rows.cuh"
+#include "cuda/device/list_stream_load.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
 
-constexpr int kTile = kStreamRows;
-constexpr int kGroups = 3;  // warpgroups that compute
+constexpr int kTile = kStreamRows, kGroups = kForwardGroups;
 template <int kDim>
 constexpr int kProducerRegisters = kDim == 64 ? 80 : 56;
 template <int kDim>
 constexpr int kConsumerRegisters = kDim == 64 ? 144 : 152;
-
-template <int kDim, ListForm kForm>
-constexpr int kForwardRing = kDim == 128                ? 5
-                             : kForm == ListForm::plain ? 10
-                                                        : 9;
-
-template <int kDim, ListForm kForm>
-using ForwardStream = StreamShape<kGroups, kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
-                                  (sizeof(QueryTileFacts) + kTile - 1) / kTile,
-                                  kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
-
-template <int kDim, ListForm kForm>
-struct ForwardShape : ForwardStream<kDim, kForm> {
-  using ForwardStream<kDim, kForm>::StreamShape;
-
-  __device__ QueryTileFacts& queries(int step) const {
-    return *reinterpret_cast<QueryTileFacts*>(this->own_facts(step));
-  }
-  __device__ RowStatistics* keys(int place) const {
-    return reinterpret_cast<RowStatistics*>(this->facts_at(place));
-  }
-};
-
-template <class T>
-__device__ void make_step(const ListForwardArgs<T>& args, int number, StreamStep& step) {
-  const ListProblem& problem = args.problem;
-  const ListTiles& tiles = args.tiles;
-  const int head = number / tiles.total;
-  const ListTile tile = tiles.find<true>(problem.q, head, number - head * tiles.total);
-  if (tile.first == kNoRank) return;
-  const ListPair pair = problem.pair<true>(tile.item, head, tile.list);
-  step.rows = min(pair.q.count - tile.first, kTile);
-  // Members of a list end before its last slot: the log-sum-exps of empty slots.
-  if (problem.q.layout == ListLayout::members && args.slot_rows && args.lse)
-    for (int rank = tile.first + max(step.rows, 0); rank < min(tile.first + kTile, problem.q.width);
-         ++rank)
-      args.lse[pair.q.slot_of(rank)] = -INFINITY;
-  if (step.rows <= 0) return;
-  const int low = problem.range(pair, tile.first).low / kTile;
-  const int high = problem.range(pair, tile.first + step.rows - 1).high;
-  step.first = tile.first;
-  step.low = low * kTile;
-  step.tiles = (high + kTile - 1) / kTile - low;
-  step.count = pair.k.count;
-  step.shift = pair.shift;
-  step.head = static_cast<std::uint16_t>(head);
-  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
-  step.own_begin = pair.q_span.begin;
-  step.other_begin = pair.k_span.begin;
-  step.own_at = pair.q.index ? static_cast<int>(pair.q.index - problem.q.index) + tile.first
-                             : pair.q.row(tile.first);
-  step.own_slot = static_cast<int>(pair.q.slot_of(tile.first));
-  step.other_at = pair.k.index ? static_cast<int>(pair.k.index - problem.k.index) : pair.k.first;
-}
-
-template <class T, int kDim, ListForm kForm>
-__device__ void produce(const ListForwardArgs<T>& args, const ForwardShape<kDim, kForm>& shape,
-                        const StreamPlan& plan, bool rounds) {
-  using Shape = ForwardShape<kDim, kForm>;
-  const ListProblem& problem = args.problem;
-  const int lane = threadIdx.x % 32;
-  const auto load_queries = [&](int number, const StreamStep& step, const auto& ready) {
-    int row[2];
-    list_rows(row, problem.q, step.own_at, step.rows);
-    ready();
-    load_list_rows<kDim>(shape.own(number, 0), args.q.rows(step.batch, step.head, step.own_begin),
-                         row);
-    const float scale = problem.score_scale(step.head) * kLog2e;
-    const std::int64_t base =
-        ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head);
-    QueryTileFacts& tile = shape.queries(number);
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const int own_row = half == 0 ? row[0] : row[1];
-      const int place = lane + 32 * half, last = min(place, step.rows - 1);
-      QueryFact fact{{0, 0}, scale, 0.0f};
-      if (problem.rule == ListRule::ends) {
-        const int high = min(problem.ends[step.own_slot + last], step.count);
-        fact.range = {max(high - problem.window, 0), max(high, 0)};
-      } else {
-        fact.range = problem.range_at(step.count, step.first + last + step.shift);
-      }
-      if (kForm == ListForm::normalised && problem.q_stats) {
-        const RowStatistics own = problem.q_stats[base + max(own_row, 0)];
-        fact.exponent *= own.inverse;
-        fact.mean = own.mean * static_cast<float>(problem.width);
-      }
-      tile.facts[place] = fact;
-      tile.row[place] = own_row < 0 ? -1 : args.slot_rows ? step.own_slot + place : own_row;
-    }
-    tile.out =
-        args.slot_rows ? args.slot_rows : args.out.rows(step.batch, step.head, step.own_begin).data;
-    tile.lse = args.lse && !args.slot_rows ? args.lse + base : args.lse;
-  };
-  int head = -1, key_head = 0, value_head = 0;  // of the tile before: divisions take long
-  const auto load_keys = [&](int number, const StreamStep& step, int place, const auto& ready) {
-    if (step.head != head) {
-      head = step.head;
-      key_head = head / problem.group;
-      value_head = head / problem.value_group;
-    }
-    int row[2];
-    const int rank = step.low + place * kTile;
-    list_rows(row, problem.k, step.other_at + (problem.k.index ? rank : rank * problem.k.lists),
-              step.count - rank);
-    ready();
-    const std::uint32_t tiles[2] = {shape.tile(number, 0), shape.tile(number, 1)};
-    const Rows<const T> rows[2] = {args.k.rows(step.batch, key_head, step.other_begin),
-                                   args.v.rows(step.batch, value_head, step.other_begin)};
-    load_list_rows<kDim>(tiles, rows, row);
-    if constexpr (kForm == ListForm::normalised) {
-      if (!problem.k_stats) return;
-      const RowStatistics* stats =
-          problem.k_stats +
-          (static_cast<std::int64_t>(step.batch) * problem.k.heads + key_head) *
-              problem.k.spans.rows +
-          step.other_begin;
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        cp_async_value(shape.keys(number % Shape::kRing) + lane + 32 * half,
-                       stats + max(row[half], 0), row[half] >= 0);
-    }
-  };
-  load_steps(shape, plan, rounds, load_queries, load_keys);
-}
 
 template <class T, int kDim, ListForm kForm>
 __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim, kForm>& shape,
@@ -179,7 +52,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
       shape.wait_own(number);
       await(first, end);
       if (first < end) {
-        queries.load(shape.own(number, 0), shape.queries(number));
+        queries.load(shape.own(number, 0), shape.queries(number).facts[0].exponent < 0.0f);
         wgmma_fence();
         queries.scores(s, Ring{keys});
         wgmma_commit();
@@ -222,7 +95,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
           keep + max(after_tiles - after_fresh, 1) <= Shape::reach(reader)) {
         started = true;
         shape.wait_own(after);
-        queries.load(shape.own(after, 0), shape.queries(after));
+        queries.load(shape.own(after, 0), shape.queries(after).facts[0].exponent < 0.0f);
         await(keep, keep + after_tiles);
         wgmma_fence();
         values.add_products(rows.out, p);
@@ -257,11 +130,11 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
   const int begin = blockIdx.x * units;
   const int count = min(units, args.tiles.total * args.problem.q.heads - begin);
   const StreamPlan plan = plan_steps(shape, count, rounds, 1, [&](int place, StreamStep& step) {
-    make_step(args, begin + place, step);
+    make_query_step(args, begin + place, step);
   });
   if (threadIdx.x >= kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim>));
-    produce<T, kDim, kForm>(args, shape, plan, rounds);
+    load_query_steps<T, kDim, kForm>(args, shape, plan, rounds);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters<kDim>));
     consume<T, kDim, kForm>(args, shape, plan);

@@ -55,7 +55,8 @@ struct MemberTile {
       const int left[2] = {seen[0] - tile * kSlotTile, seen[1] - tile * kSlotTile};
       Accumulator p[2], d[2];
       weights(p, d, block.rows(first, 0), block.rows(first, 1), block.slots(tile, 0),
-              block.slots(tile, 1), lse, left, shape.scale * kLog2E);
+              block.slots(tile, 1), static_cast<int>(threadIdx.x) / 32 * 16, 0, lse, left,
+              shape.scale * kLog2E);
       if (i < tiles) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
@@ -95,7 +96,7 @@ struct MemberTile {
 #pragma unroll
     for (int column = 0; column < kWidth; column += 32) {
       Accumulator sum[2];
-      multiply_keys(sum, block, column);
+      multiply_keys(sum, block, warp_row, column);
 #pragma unroll
       for (int i = 0; i < 16; ++i) sum[i / 8][i / 4 % 2][i % 4] *= block.args.shape.scale;
       store_weights(block.staging(), sum);
@@ -116,9 +117,14 @@ struct MemberTile {
   }
 };
 
+// Asks for a line of memory.
+__device__ __forceinline__ void fetch_ahead(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // Block (x, y, z) has unit x of head y, and writes the slots from z kSlotTile on; with z = 0 also
-// dq and what comes of the sums. Without `units` it has cluster x of head y, if that has several of
-// them, and does what is left to do.
+// dq and what comes of the sums. Without `units`, block x does what is left to do for the cluster
+// of several units whose second one is the x-th of those that are not their cluster's first.
 template <class T, int kWidth, int kWarps>
 __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
                                   MemberShape<T, kWidth, kWarps>::kMinBlocks)
@@ -129,12 +135,24 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   extern __shared__ __align__(128) unsigned char memory[];
   const BackwardShape& shape = args.shape;
   const int head = static_cast<int>(blockIdx.y), own = static_cast<int>(blockIdx.z);
+  const int clusters = shape.items * shape.clusters;
+  const int number = static_cast<int>(blockIdx.x) + (units ? 0 : clusters);
+  // What only needs the cluster's number is on its way while its members are looked up.
+  const int line = static_cast<int>(threadIdx.x) * 32;
+  if (units && line < shape.topk && shape.items == 1 && number < shape.clusters)
+    fetch_ahead(args.lists.top_keys +
+                static_cast<std::int64_t>(head * shape.clusters + number) * shape.topk + line);
   ClusterUnit unit = shape.units.find(shape.spans.q, args.lists.offsets, args.lists.labels,
-                                      args.lists.order, head, static_cast<int>(blockIdx.x));
-  const bool whole = unit.size == unit.count, more = unit.size > kUnitRows;
-  if (!units) unit.count = 0;  // they were there before
+                                      args.lists.order, head, number);
+  const bool whole = unit.part == 0 && unit.size == unit.count;
+  if (!units) {
+    if (unit.count == 0 || unit.part != 1) return;
+    unit.first -= kUnitRows;
+    unit.count = 0;  // its members were there before
+    unit.place = shape.units.row(unit.item, head, unit.cluster);
+  }
   const int count = unit.count, topk = shape.topk;
-  if (units ? count == 0 && (!whole || shape.causal || own > 0) : !more) return;
+  if (units && count == 0 && (!whole || shape.causal || own > 0)) return;
   const MemberBlock<T, kWidth, kWarps> block(args, memory, head, unit);
   MemberRows<T, kWidth, kWarps> rows(block);
   rows.find(0);
@@ -144,6 +162,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   rows.find(S::kRowTile);
   const int num_keys = block.count_keys();
   const float mass = shape.causal || topk == 0 ? 1.0f : args.lists.mass[block.row];
+  const float mean_lse = shape.causal ? 0.0f : args.lists.centroid_lse[block.row];
   SlotSums<T, kWidth, kWarps> slot_sums;
   slot_sums.clear();
   float dmass = 0.0f;
@@ -169,7 +188,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
       store_sums(block, slot_sums, dmass, whole);
     else
       add_units(block);
-    if (whole || !units) finish_cluster(block, slot_sums, num_keys, own);
+    if (whole || !units) finish_cluster(block, slot_sums, num_keys, own, mass, mean_lse);
   }
   if (topk > 0 && unit.size > 0 && (args.dk.data || args.dv.data))
     write_slots(block, slot_sums, own, !units);
@@ -191,7 +210,7 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
                    S::kThreads, static_cast<std::size_t>(S::bytes(tiles)), stream, args, units);
     };
     blocks(shape.units.blocks(), true);
-    if (shape.N > kUnitRows && !shape.causal) blocks(shape.items * shape.clusters, false);
+    if (shape.N > kUnitRows && !shape.causal) blocks(shape.units.more, false);
   };
   dispatch_wide_dim("clustered", shape.pitch, [&](auto width) {
     constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;

@@ -65,32 +65,41 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
   }
   if (strict_ && !slots_are_rows())
     merge_parts(at, queries, plan, pass.grad_out, arena, stream, lists, own);
-  // The engine carries gradients of rows back through the normalisation.
+  // The engine carries gradients of rows back through the normalisation; those of members slot by
+  // slot, because it is linear, and then they may be rounded.
   const bool rows = single && !params_.share_qk && pass.gradients.dq.present();
+  const bool rounded = !strict_ && !params_.share_qk && call_.key_heads == call_.value_heads &&
+                       !call_.inputs.logit_scale.present();
+  lists.normalise = rows || rounded;
+  lists.slots_rounded = rounded;
   float* products = nullptr;
   if (call_.inputs.logit_scale.present()) products = arena.take<float>(call_.B * call_.H * call_.N);
+  const auto take_slots = [&](std::int64_t count, std::int64_t width) -> void* {
+    return arena.take<std::byte>(
+        count * width *
+        static_cast<std::int64_t>(rounded ? dtype_bytes(call_.inputs.q.dtype) : sizeof(float)));
+  };
   if (rows) {
-    lists.normalise = true;
     lists.dq = pass.gradients.dq;
     lists.dk = pass.gradients.dk;
     lists.dq_products = pass.gradients.dlogit_scale.present() ? products : nullptr;
   } else {
-    if (pass.wanted.dq) lists.slot_dq = arena.take<float>(query_slots() * call_.Dk);
-    if (pass.wanted.dk) lists.slot_dk = arena.take<float>(key_slots() * call_.Dk);
+    if (pass.wanted.dq) lists.slot_dq = take_slots(query_slots(), call_.Dk);
+    if (pass.wanted.dk) lists.slot_dk = take_slots(key_slots(), call_.Dk);
   }
   if (value_rows)
     lists.dv = pass.gradients.dv;
   else if (pass.wanted.dv)
-    lists.slot_dv = arena.take<float>(key_slots() * call_.Dv);
+    lists.slot_dv = take_slots(key_slots(), call_.Dv);
   lists_backward(call_, plan, lists, arena, stream);
   if (at.counting) return;
-  write_gradients(sides, pass, {queries, lists.slot_dq}, {keys, lists.slot_dk},
+  write_gradients(sides, pass, rounded, {queries, lists.slot_dq}, {keys, lists.slot_dk},
                   {values, lists.slot_dv}, own, products, stream);
   if (pass.gradients.dlogit_scale.present())
     logit_scale_gradient(call_, products, head_scale, pass.gradients.dlogit_scale, stream);
 }
 
-void RoutingPass::write_gradients(const NormalisedSides& sides, const Gradients& pass,
+void RoutingPass::write_gradients(const NormalisedSides& sides, const Gradients& pass, bool rounded,
                                   const SlotRows& dq, const SlotRows& dk, const SlotRows& dv,
                                   const OwnKeys& own, float* products, cudaStream_t stream) const {
   const AttentionGradients& gradients = pass.gradients;
@@ -121,7 +130,7 @@ void RoutingPass::write_gradients(const NormalisedSides& sides, const Gradients&
     values.own_spans = spans.q;
     all.push_back(values);
   }
-  token_gradients(call_, all, stream);
+  token_gradients(call_, all, rounded, stream);
 }
 
 }  // namespace coterie::cuda

@@ -128,6 +128,7 @@ __device__ void InnerKeys<T>::finish(int n, int tile, int ring, int place, Sum<6
   wgmma_settle(products);
   wgmma_settle(dbetas);
   const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
+  float dgate[2];  // stored behind the fence, which would wait for it
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const int row = group_row(side);
@@ -137,8 +138,7 @@ __device__ void InnerKeys<T>::finish(int n, int tile, int ring, int place, Sum<6
     const float dbeta = __shfl_sync(~0u, dbetas[2 * side] + dbetas[2 * side + 1], 1, 4);
     const float beta = there ? exp2_approximate(fmaf(product, key.factor, -lse) * kLog2e) : 0.0f;
     const float dlogit = there ? beta * (dbeta - dot) : 0.0f, factor = key.factor * dlogit;
-    if (there && lane == 0 && shape.gate_scale)
-      pass.dgate_slots[first + row] = key.other - key.slope * dlogit * product;
+    dgate[side] = key.other - key.slope * dlogit * product;
     if (lane < 2) store_weight(memory.sums(group), lane, row, factor);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -158,6 +158,10 @@ __device__ void InnerKeys<T>::finish(int n, int tile, int ring, int place, Sum<6
   wgmma_fence();
   add_weighted_rows<T>(keys, own.first, memory.sums(group).base);
   wgmma_commit();
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+    if (group_row(side) < count && lane == 0 && shape.gate_scale)
+      pass.dgate_slots[first + group_row(side)] = dgate[side];
   wgmma_wait<0>();
   wgmma_settle(keys);
   float* to = pass.key_parts + (static_cast<std::int64_t>(n) * args.tiles() + tile) * D;

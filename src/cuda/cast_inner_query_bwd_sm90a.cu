@@ -118,6 +118,7 @@ __device__ void InnerQueries<T>::finish(int n, int tile, int ring, int place, Su
   const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
   const float2* surrogate =
       reinterpret_cast<const float2*>(memory.cluster(ring % Memory::kRing).surrogate) + lane;
+  float4 facts[2];  // stored behind the fence, which would wait for them
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const int row = group_row(side);
@@ -130,12 +131,7 @@ __device__ void InnerQueries<T>::finish(int n, int tile, int ring, int place, Su
     const float weight = there ? exp2_approximate(exponent) : 0.0f;
     const float excess = there ? weight * (dot - dalpha) : 0.0f;
     const float factor = query.factor * excess, scale = shape.scale * weight;
-    if (there && lane == 0) {
-      pass.shifts[first + row] = query.lse - exponent;
-      pass.dots[first + row] = dot;
-      pass.excess[first + row] = excess;
-      if (shape.gate_scale) pass.dgate_slots[first + row] = query.slope * excess * product;
-    }
+    facts[side] = make_float4(query.lse - exponent, dot, excess, query.slope * excess * product);
     store_weight(memory.sums(group), lane, row, lane < 2 ? factor : -weight);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -156,6 +152,15 @@ __device__ void InnerQueries<T>::finish(int n, int tile, int ring, int place, Su
   add_weighted_rows<T>(members[0], own.first, memory.sums(group).base);
   add_weighted_rows<T>(members[1], own.second, memory.sums(group).base);
   wgmma_commit();
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int row = group_row(side);
+    if (row >= count || lane != 0) continue;
+    pass.shifts[first + row] = facts[side].x;
+    pass.dots[first + row] = facts[side].y;
+    pass.excess[first + row] = facts[side].z;
+    if (shape.gate_scale) pass.dgate_slots[first + row] = facts[side].w;
+  }
   wgmma_wait<0>();
   wgmma_settle(members[0]);
   wgmma_settle(members[1]);

@@ -57,12 +57,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // `lanes` threads per token, a power of two up to 32: the gradients of its gate by the heads' rows
 // and slots.
-__global__ void __launch_bounds__(kThreads)
-    fold_gate_kernel(const __grid_constant__ CastShape shape,
-                     const __grid_constant__ CastBackward pass, int lanes) {
-  await_previous();
-  const std::int64_t number =
-      (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes;
+__device__ __forceinline__ void fold_gates(const CastShape& shape, const CastBackward& pass,
+                                           int lanes, int block) {
+  const std::int64_t number = (static_cast<std::int64_t>(block) * kThreads + threadIdx.x) / lanes;
   const bool inside = number < static_cast<std::int64_t>(shape.B) * shape.N;
   const int batch = inside ? static_cast<int>(number / shape.N) : 0;
   const int row = inside ? static_cast<int>(number % shape.N) : 0;
@@ -119,11 +116,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // By the mix and through the summaries.
-__global__ void __launch_bounds__(kThreads)
-    fold_surrogates_kernel(const __grid_constant__ CastShape shape,
-                           const __grid_constant__ CastBackward pass, std::int64_t count) {
-  await_previous();
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+__device__ __forceinline__ void fold_surrogates(const CastShape& shape, const CastBackward& pass,
+                                                int block) {
+  const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
+  const std::int64_t i = static_cast<std::int64_t>(block) * kThreads + threadIdx.x;
   if (i >= count) return;
   const std::int64_t row = i / shape.D, column = i % shape.D;
   float sum = 0.0f;
@@ -134,6 +130,17 @@ __global__ void __launch_bounds__(kThreads)
     for (int tile = 0; tile < pass.member_tiles; ++tile) sum += keys[tile * shape.D];
   }
   static_cast<float*>(pass.gradients.dcentroids.data)[i] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    fold_heads_kernel(const __grid_constant__ CastShape shape,
+                      const __grid_constant__ CastBackward pass, int lanes, int gate_blocks) {
+  await_previous();
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < gate_blocks)
+    fold_gates(shape, pass, lanes, block);
+  else
+    fold_surrogates(shape, pass, block - gate_blocks);
 }
 
 unsigned blocks_of(std::int64_t count, int each) {
@@ -184,16 +191,13 @@ void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t 
 void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream) {
   const AttentionGradients& to = pass.gradients;
-  if (to.dgate.present()) {
-    const int lanes = std::min(power_of_two(shape.H), 32);
-    launch_early("cast gates", fold_gate_kernel, dim3(blocks_of(call.B * call.N * lanes, kThreads)),
-                 kThreads, 0, stream, shape, pass, lanes);
-  }
-  if (to.dcentroids.present()) {
-    const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
-    launch_early("cast surrogates", fold_surrogates_kernel, dim3(blocks_of(count, kThreads)),
-                 kThreads, 0, stream, shape, pass, count);
-  }
+  const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
+  const int lanes = std::min(power_of_two(shape.H), 32);
+  const unsigned gates = to.dgate.present() ? blocks_of(call.B * call.N * lanes, kThreads) : 0;
+  const unsigned surrogates = to.dcentroids.present() ? blocks_of(count, kThreads) : 0;
+  if (gates + surrogates > 0)
+    launch_early("cast heads' sums", fold_heads_kernel, dim3(gates + surrogates), kThreads, 0,
+                 stream, shape, pass, lanes, static_cast<int>(gates));
 }
 
 }  // namespace coterie::cuda

@@ -14,6 +14,23 @@
 namespace coterie::cuda {
 namespace {
 
+// 16 bytes, or zeros; and 16 bytes written or not. By predicate: loads behind branches would be
+// waited for one by one.
+__device__ __forceinline__ uint4 load_if(const void* from, bool there) {
+  uint4 words = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p ld.global.v4.b32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+               : "l"(from), "r"(static_cast<int>(there)));
+  return words;
+}
+__device__ __forceinline__ void store_if(void* to, const uint4& words, bool there) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%4], {%0,%1,%2,%3};}" ::"r"(
+          words.x),
+      "r"(words.y), "r"(words.z), "r"(words.w), "l"(to), "r"(static_cast<int>(there))
+      : "memory");
+}
+
 // A share's lane: its pieces of the sums of a key, rows of dk and dv one after the other as in
 // scratch.slots.
 template <class T, int kPitch>
@@ -21,13 +38,26 @@ struct Share {
   static constexpr int kVector = 16 / sizeof(T);
   static constexpr int kLanes = kPitch / 8, kShares = kFoldThreads / kLanes;
   static constexpr int kVectors = 2 * kPitch / (kLanes * kVector);
-  static constexpr int kAhead = 8 / kVectors;  // entries on their way: they come from far
+  static constexpr int kAhead = kVectors > 2 ? 2 : 3;  // entries on their way: they come from far
   using Border = float[2][2 * kPitch];  // sums of a share's first and last key, where not all of it
   const FoldBlock<T>& block;
   const FoldMemory& memory;
   Border* borders;
   Rows<T> rows[2];  // of dk and dv for the tile's keys; no data when the tensor is absent
+  bool fast;        // they are read and written by 16 bytes
   float sum[kVectors][kVector] = {};
+
+  __device__ Share(const FoldBlock<T>& b, const FoldMemory& m, Border* to)
+      : block(b), memory(m), borders(to) {
+    const BackwardArgs<T>& args = block.args;
+    const KeyChunk& keys = block.keys;
+    const int first = keys.keys.begin + keys.begin;
+    rows[0] = args.dk.rows(keys.keys.batch, block.key_head, first);
+    rows[1] = args.dv.rows(keys.keys.batch, block.key_head, first);
+    if (!args.dk.data) rows[0].data = nullptr;
+    if (!args.dv.data) rows[1].data = nullptr;
+    fast = (!rows[0].data || in_vectors(rows[0])) && (!rows[1].data || in_vectors(rows[1]));
+  }
 
   struct Words {
     uint4 slot[kVectors], old[kVectors];
@@ -37,70 +67,71 @@ struct Share {
   }
   __device__ static constexpr int tensor(int n) { return n / (kVectors / 2); }
   __device__ static int column(int n) { return place(n % (kVectors / 2)); }
-  // A piece of a key's row; null: not there.
+  // Whether there is something of a piece, and where in a key's row.
+  __device__ bool inside(int n) const {
+    return rows[tensor(n)].data && column(n) < rows[tensor(n)].width;
+  }
   __device__ T* at(int n, int key) const {
-    const Rows<T>& to = rows[tensor(n)];
-    return to.data && column(n) < to.width ? to.row(key) + column(n) : nullptr;
+    return row_address(rows[tensor(n)].data + column(n), key, pitch_bytes(rows[tensor(n)]));
   }
 
-  __device__ void load_old(uint4 (&words)[kVectors], int key) const {
+  // A key's row, or zeros where `there` is false.
+  __device__ void load_old(uint4 (&words)[kVectors], int key, bool there) const {
 #pragma unroll
-    for (int n = 0; n < kVectors; ++n) {
-      const Rows<T>& from = rows[tensor(n)];
-      const T* piece = at(n, key);
-      words[n] = make_uint4(0, 0, 0, 0);
-      if (!piece) continue;
-      if (from.aligned)
-        words[n] = *reinterpret_cast<const uint4*>(piece);
-      else
-        words[n] = load_slowly(piece, from.width - column(n));
-    }
-  }
-  // Row `unit` of an entry's slot.
-  __device__ void load_slot(uint4 (&words)[kVectors], int entry, int unit) const {
-    const UnitPlaces& units = memory.units[entry];
-    const std::int64_t at = unit == 0 ? units.first : units.second + unit - 1;
-    const std::int64_t slot = at * block.args.shape.topk + slot_of(memory.found[entry]);
-    const T* from = block.args.scratch.slots + slot * 2 * kPitch;
+    for (int n = 0; n < kVectors; ++n) words[n] = load_if(at(n, key), there && fast && inside(n));
+    if (fast || !there) return;
 #pragma unroll
     for (int n = 0; n < kVectors; ++n)
-      words[n] = __ldcs(reinterpret_cast<const uint4*>(from + place(n)));
+      if (inside(n)) {
+        const Rows<T>& from = rows[tensor(n)];
+        words[n] = load_slowly(from.row(key) + column(n), from.width - column(n));
+      }
   }
-  // `last`: the entry is its key's last one.
-  __device__ void load(Words& words, int entry, bool last) const {
-    if (last) load_old(words.old, memory.key(entry));
-    if (memory.units[entry].units > 0) return load_slot(words.slot, entry, 0);
+  // Row `unit` of an entry's slot.
+  __device__ void load_slot(uint4 (&words)[kVectors], int entry, int unit, bool there) const {
+    const UnitPlaces& units = memory.units[entry];
+    const std::int64_t place_of = unit == 0 ? units.first : units.second + unit - 1;
+    const std::int64_t slot = place_of * block.args.shape.topk + slot_of(memory.found[entry]);
+    const T* from = block.args.scratch.slots + slot * 2 * kPitch;
 #pragma unroll
-    for (int n = 0; n < kVectors; ++n) words.slot[n] = make_uint4(0, 0, 0, 0);  // no members
+    for (int n = 0; n < kVectors; ++n) words[n] = load_if(from + place(n), there);
+  }
+  // Whether an entry is its key's last one, and all of the key's are in the share from `first` on.
+  __device__ bool completes(int entry, int first) const {
+    const int key = memory.key(entry);
+    return memory.ends[key] == entry + 1 && memory.begin(key) >= first;
+  }
+  __device__ void load(Words& words, int entry, int first, bool there) const {
+    load_slot(words.slot, entry, 0, there && memory.units[entry].units > 0);
+    load_old(words.old, memory.key(entry), there && completes(entry, first));
   }
   __device__ void add(const Words& words, int entry) {
 #pragma unroll
     for (int n = 0; n < kVectors; ++n) add_chunk<T>(sum[n], words.slot[n]);
     for (int unit = 1; unit < memory.units[entry].units; ++unit) {
       uint4 more[kVectors];
-      load_slot(more, entry, unit);
+      load_slot(more, entry, unit, true);
 #pragma unroll
       for (int n = 0; n < kVectors; ++n) add_chunk<T>(sum[n], more[n]);
     }
   }
-  __device__ void clear(int n) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum[n][i] = 0.0f;
-  }
-  // Writes a key's row and starts anew.
-  __device__ void write(const uint4 (&old)[kVectors], int key) {
+  // Where the key is `complete`, writes its row and starts anew.
+  __device__ void write(const uint4 (&old)[kVectors], int key, bool complete) {
 #pragma unroll
     for (int n = 0; n < kVectors; ++n) {
-      const Rows<T>& to = rows[tensor(n)];
-      add_chunk<T>(sum[n], old[n]);
-      if (T* piece = at(n, key)) {
-        const uint4 words = pack_chunk<T>(sum[n]);
-        if (to.aligned)
-          *reinterpret_cast<uint4*>(piece) = words;
-        else
-          store_slowly(piece, words, to.width - column(n));
+      float total[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        total[i] = sum[n][i];
+        sum[n][i] = complete ? 0.0f : sum[n][i];
       }
-      clear(n);
+      add_chunk<T>(total, old[n]);
+      const uint4 words = pack_chunk<T>(total);
+      store_if(at(n, key), words, complete && fast && inside(n));
+      if (!fast && complete && inside(n)) {
+        const Rows<T>& to = rows[tensor(n)];
+        store_slowly(to.row(key) + column(n), words, to.width - column(n));
+      }
     }
   }
   __device__ void to_border(float (&border)[2 * kPitch]) {
@@ -110,7 +141,8 @@ struct Share {
       for (int i = 0; i < kVector; i += 4)
         *reinterpret_cast<float4*>(border + place(n) + i) =
             make_float4(sum[n][i], sum[n][i + 1], sum[n][i + 2], sum[n][i + 3]);
-      clear(n);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[n][i] = 0.0f;
     }
   }
   __device__ void add_border(const float (&border)[2 * kPitch]) {
@@ -126,18 +158,16 @@ struct Share {
     for (int e = first; e < end; e += kAhead) {
       Words ahead[kAhead];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a)
-        if (e + a < end) load(ahead[a], e + a, memory.ends[memory.key(e + a)] == e + a + 1);
+      for (int a = 0; a < kAhead; ++a) load(ahead[a], min(e + a, end - 1), first, e + a < end);
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         if (e + a >= end) break;
-        add(ahead[a], e + a);
         const int key = memory.key(e + a);
-        const bool last = memory.ends[key] == e + a + 1, all = memory.begin(key) >= first;
-        if (last && all)
-          write(ahead[a].old, key);
-        else if (last || e + a + 1 == end)
-          to_border(borders[number][all]);
+        const bool complete = completes(e + a, first);
+        add(ahead[a], e + a);
+        write(ahead[a].old, key, complete);
+        if (!complete && (memory.ends[key] == e + a + 1 || e + a + 1 == end))
+          to_border(borders[number][memory.begin(key) >= first]);
       }
     }
   }
@@ -147,11 +177,11 @@ struct Share {
     const int key = memory.key(end - 1), key_end = memory.ends[key];
     if (key_end <= end || memory.begin(key) < first) return;
     uint4 old[kVectors];
-    load_old(old, key);
+    load_old(old, key, true);
     int number = static_cast<int>(threadIdx.x) / kLanes;
     add_border(borders[number][1]);
     for (int begin = end; begin < key_end; begin += size) add_border(borders[++number][0]);
-    write(old, key);
+    write(old, key, true);
   }
 };
 
@@ -177,11 +207,7 @@ __global__ void __launch_bounds__(kFoldThreads, 2)
   const KeyChunk& keys = block.keys;
   if (keys.begin >= keys.end) return await_writes();
   block.queries = shape.spans.q.span(keys.item);
-  Share<T, kPitch> share{block, memory, shared.borders};
-  share.rows[0] = args.dk.rows(keys.keys.batch, block.key_head, keys.keys.begin + keys.begin);
-  share.rows[1] = args.dv.rows(keys.keys.batch, block.key_head, keys.keys.begin + keys.begin);
-  if (!args.dk.data) share.rows[0].data = nullptr;
-  if (!args.dv.data) share.rows[1].data = nullptr;
+  Share<T, kPitch> share(block, memory, shared.borders);
   const int lists = shape.group * shape.clusters;
   int step = lists;
   for (int first = 0; first < lists; first += step) {

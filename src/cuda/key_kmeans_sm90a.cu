@@ -15,7 +15,7 @@ using namespace key_kmeans_detail;
 
 namespace {
 
-constexpr int kMostRows = 1 << 24;  // ranks of rows are exact below that many
+constexpr int kMostRows = 1 << 24;  // counts of rows are exact below that many
 
 // One problem from its keys to the order of its rows.
 template <class T>

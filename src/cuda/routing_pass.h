@@ -274,10 +274,10 @@ class RoutingPass : public Pass {
                    const TensorView& grad_out, Arena& arena, cudaStream_t stream,
                    ListGradients& lists, OwnKeys& own) const;
   void backward_lists(const Gradients& pass, Arena& arena, cudaStream_t stream) const;
-  // From slots; those without values are in place already.
-  void write_gradients(const NormalisedSides& sides, const Gradients& pass, const SlotRows& dq,
-                       const SlotRows& dk, const SlotRows& dv, const OwnKeys& own, float* products,
-                       cudaStream_t stream) const;
+  // From slots, see token_gradients; those without values are in place already.
+  void write_gradients(const NormalisedSides& sides, const Gradients& pass, bool rounded,
+                       const SlotRows& dq, const SlotRows& dk, const SlotRows& dv,
+                       const OwnKeys& own, float* products, cudaStream_t stream) const;
 
   const RoutingParams& params_;
   const bool strict_;

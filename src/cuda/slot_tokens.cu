@@ -59,11 +59,6 @@ struct GradientArgs {
   SequenceSpans own_spans, query_spans;
   const RowStatistics* own_stats;
   float* products;  // (B, heads, rows)
-
-  // Whether a token's gradient is made of its slots of one head.
-  bool plain() const {
-    return first.tokens.heads == heads && !second.values && !own_factor && !products;
-  }
 };
 
 template <class T>
@@ -149,19 +144,47 @@ __device__ __forceinline__ void add_others(const GradientArgs<T>& args, int head
   if (args.second.values) add(args.second, 0);
 }
 
-template <class T, int kWidth, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kPlain ? 4 : 3)
+// Head and gradient of a block: the heads of all gradients in turn.
+template <class T>
+__device__ __forceinline__ const GradientArgs<T>& find_gradient(const GradientSet<T>& set,
+                                                                int& head) {
+  int number = 0;
+  head = static_cast<int>(blockIdx.y);
+  while (head >= set.gradient[number].heads) head -= set.gradient[number++].heads;
+  return set.gradient[number];
+}
+
+// Sums of slots of the inputs' type, and no more.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 5)
+    sum_slots_kernel(const __grid_constant__ GradientSet<T> set) {
+  await_previous();
+  using Lanes = RowLanes<T, kWidth>;
+  __shared__ TokenList tokens;
+  int head;
+  const GradientArgs<T>& args = find_gradient(set, head);
+  const Rows<T> rows = args.gradient.rows(static_cast<int>(blockIdx.z), head, 0);
+  tokens.fill(args.first.tokens, head, false);
+  tokens.template clear<Lanes>(rows);
+  tokens.template for_each<Lanes::kLanes>([&](int number, int part) {
+    typename Lanes::Values sum = {};
+    tokens.template add<T, Lanes>(args.first, number, part, rows.width, sum);
+    if (number >= 0 && part <= 0) Lanes::store(rows, tokens.row[number], sum);
+  });
+}
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 3)
     token_gradients_kernel(const __grid_constant__ GradientSet<T> set) {
   await_previous();
   using Lanes = RowLanes<T, kWidth>;
   __shared__ TokenList tokens;
-  int number = 0, head = static_cast<int>(blockIdx.y);  // heads of all gradients in turn
-  while (head >= set.gradient[number].heads) head -= set.gradient[number++].heads;
-  const GradientArgs<T>& args = set.gradient[number];
+  int head;
+  const GradientArgs<T>& args = find_gradient(set, head);
   const TokenSlots& slots = args.first.tokens;
   const int batch = static_cast<int>(blockIdx.z);
   const int width = args.gradient.data ? args.gradient.width : args.rows.width;
-  tokens.fill(slots, head * (slots.heads / args.heads), !kPlain);
+  tokens.fill(slots, head * (slots.heads / args.heads), true);
   if (args.gradient.data) tokens.template clear<Lanes>(args.gradient.rows(batch, head, 0));
   tokens.template for_each<Lanes::kLanes>([&](int i, int part) {
     const bool there = i >= 0;
@@ -187,14 +210,13 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 4 : 3)
     for (int j = 0; j < Lanes::kVector; ++j)
       if (Lanes::column() + j < width)
         y[j] = (to_float(x.elements[j]) - stats.mean) * stats.inverse;
-    if constexpr (!kPlain)
-      add_others<Lanes>(args, head, place, there ? tokens.near[i][0] : 0, width, y,
-                        args.products + row, sum);
+    add_others<Lanes>(args, head, place, there ? tokens.near[i][0] : 0, width, y,
+                      args.products + row, sum);
     if (args.stats) normalise_backward<Lanes>(y, width, stats.inverse, sum);
     if (there && part <= 0 && args.gradient.data)
       Lanes::store(args.gradient.rows(batch, head, 0), place, sum);
   });
-  if (!kPlain && args.products)
+  if (args.products)
     for (int i = threadIdx.x; i < tokens.idle; i += kThreads)
       args.products[(static_cast<std::int64_t>(batch) * args.heads + head) * slots.spans.rows +
                     tokens.idle_row[i]] = 0.0f;
@@ -241,26 +263,23 @@ void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotW
 }
 
 void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,
-                     cudaStream_t stream) {
+                     bool rounded, cudaStream_t stream) {
   dispatch_rows(call, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
     GradientSet<T> set{};
     std::int64_t heads = 0, rows = 0, count = 0;
-    bool plain = true;
     for (const TokenGradient& gradient : gradients) {
       const TensorView& like = gradient.gradient.present() ? gradient.gradient : gradient.rows;
       if (like.count() == 0) continue;
       set.gradient[count++] = gradient_args<T>(call, gradient, static_cast<int>(like.size(1)));
-      plain = plain && set.gradient[count - 1].plain();
       heads += like.size(1);
       rows = std::max(rows, like.size(2));
     }
     if (heads == 0) return;
     constexpr int kWidth = decltype(width)::value;
-    launch_early(
-        "token_gradients",
-        plain ? token_gradients_kernel<T, kWidth, true> : token_gradients_kernel<T, kWidth, false>,
-        token_grid(call.B, heads, rows), kThreads, 0, stream, set);
+    launch_early("token_gradients",
+                 rounded ? sum_slots_kernel<T, kWidth> : token_gradients_kernel<T, kWidth>,
+                 token_grid(call.B, heads, rows), kThreads, 0, stream, set);
   });
 }
 

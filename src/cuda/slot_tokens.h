@@ -30,7 +30,7 @@ struct SlotWeight {
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
                    const TensorView& out, float* weights, cudaStream_t stream);
 
-// Gradients of the rows of one of q, k and v from those of slots, which are floats.
+// Gradients of the rows of one of q, k and v from those of slots.
 struct TokenGradient {
   SlotRows first, second;                // added up; only `first` counts for dlogit_scale
   TensorView rows;                       // q or k, for the normalisation; absent: none (values)
@@ -42,8 +42,9 @@ struct TokenGradient {
   const RowStatistics* own_stats = nullptr;  // null: as they are
   float* products = nullptr;                 // optional (B, heads, rows): gradient . normalised row
 };
-// Up to three of them in one launch.
+// Up to three of them in one launch. With `rounded` slots are of the inputs' type, and nothing but
+// sums of `first` is wanted, of as many heads as the gradient has; else they are floats.
 void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,
-                     cudaStream_t stream);
+                     bool rounded, cudaStream_t stream);
 
 }  // namespace coterie::cuda

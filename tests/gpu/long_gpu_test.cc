@@ -56,6 +56,8 @@ std::vector<Case> long_cases() {
   add("clustered", "i-clustered(clusters=100)", "B1 H4 N3000 D64 bf16 mixture");
   add("clustered_wide", "i-clustered(clusters=200)", "B1 H4:2 N3000 D128 padded bf16 mixture");
   add("clustered_many", "i-clustered(clusters=1100)", "B1 H2 N6000 D64 bf16 mixture");
+  add("clustered_few_padded", "i-clustered(clusters=2)", "B3 H2 N4500 D64 padded bf16 mixture");
+  add("clustered_few_packed", "clustered(clusters=1)", "B1 H2 N5000 D64 packed bf16");
   return all;
 }
 

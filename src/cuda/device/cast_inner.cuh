@@ -165,41 +165,43 @@ struct MemberRows {
   }
 };
 
-// The loading warpgroup. All its warps wait for every place in order, and load in turn.
-// load_own(cluster, tile, place), load_ring(cluster, tile, place): by a warp.
+// The loading warpgroup: a job each for its warps, then they wait for each other, so that none is a
+// whole turn of a place ahead. load_own(cluster, tile, place), load_ring(cluster, tile, place): by
+// a warp.
 template <class T, class Own, class Ring>
 __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
                                               const InnerMemory<T>& memory, int begin, int end,
                                               const Own& load_own, const Ring& load_ring) {
   using M = InnerMemory<T>;
   const int tiles = args.tiles(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  int job = 0;
-  const auto mine = [&] { return job++ % 4 == warp; };
   const auto publish = [&](std::uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
   };
   // Of a cluster: its first own tile, its tiles of the ring, the rest of its own.
+  const auto load = [&](int number, int i) {
+    const bool shared = i > 0 && i <= tiles;
+    const int tile = i == 0 ? 0 : shared ? i - 1 : i - tiles;
+    const int t = number * tiles + tile, turn = t / M::kGroups;
+    const int place = shared ? t % M::kRing : t % M::kGroups * 2 + turn % 2;
+    if (shared && t >= M::kRing)
+      mbarrier_wait(memory.ring_empty(place), (t / M::kRing + 1) & 1);
+    else if (!shared && turn >= 2)
+      mbarrier_wait(memory.own_empty(place), (turn / 2 + 1) & 1);
+    if (shared)
+      load_ring(begin + number, tile, place);
+    else
+      load_own(begin + number, tile, place);
+    publish(shared ? memory.ring_full(place) : memory.own_full(place));
+  };
+  const int jobs = (end - begin) * 2 * tiles;
 #pragma unroll 1
-  for (int cluster = begin; cluster < end; ++cluster)
-#pragma unroll 1
-    for (int i = 0; i < 2 * tiles; ++i) {
-      const bool shared = i > 0 && i <= tiles;
-      const int tile = i == 0 ? 0 : shared ? i - 1 : i - tiles;
-      const int t = (cluster - begin) * tiles + tile, turn = t / M::kGroups;
-      const int place = shared ? t % M::kRing : t % M::kGroups * 2 + turn % 2;
-      if (shared && t >= M::kRing)
-        mbarrier_wait(memory.ring_empty(place), (t / M::kRing + 1) & 1);
-      else if (!shared && turn >= 2)
-        mbarrier_wait(memory.own_empty(place), (turn / 2 + 1) & 1);
-      if (!mine()) continue;
-      if (shared)
-        load_ring(cluster, tile, place);
-      else
-        load_own(cluster, tile, place);
-      publish(shared ? memory.ring_full(place) : memory.own_full(place));
-    }
+  for (int first = 0; first < jobs; first += 4) {
+    const int job = first + warp;
+    if (job < jobs) load(job / (2 * tiles), job % (2 * tiles));
+    sync_group();
+  }
 }
 
 // The tiles that one computing warpgroup owns: body(first tile of the cluster in the ring, tile,

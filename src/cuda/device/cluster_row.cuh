@@ -19,6 +19,7 @@ template <class T, int kWidth, int kWarps>
 struct MemberSums {
   float dout[kWidth];
   float dmass[kWarps];
+  float delta;
 
   __device__ static MemberSums& of(const MemberBlock<T, kWidth, kWarps>& block) {
     return *reinterpret_cast<MemberSums*>(block.memory +
@@ -63,10 +64,10 @@ __device__ __forceinline__ void add_units(const MemberBlock<T, kWidth, kWarps>& 
   shared.dmass[threadIdx.x] = threadIdx.x == 0 ? sum : 0.0f;
 }
 
-// dq of the warp's 16 rows over all slots, 32 columns: dS times the keys.
+// dq of 16 rows over all slots, 32 columns: dS times the keys.
 template <class T, int kWidth, int kWarps>
 __device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2],
-                                              const MemberBlock<T, kWidth, kWarps>& block,
+                                              const MemberBlock<T, kWidth, kWarps>& block, int row,
                                               int column) {
   const int tiles = (block.args.shape.topk + kSlotTile - 1) / kSlotTile;
 #pragma unroll
@@ -76,7 +77,7 @@ __device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2],
 #pragma unroll
     for (int n = 0; n < kSlotTile; n += 16) {
       FragmentA<T> ds;
-      load_a(ds, block.derivatives(tile), threadIdx.x / 32 * 16, n);
+      load_a(ds, block.derivatives(tile), row, n);
 #pragma unroll
       for (int d = 0; d < 2; ++d) {
         FragmentB<T> b;
@@ -86,86 +87,89 @@ __device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2],
     }
 }
 
-// The cluster as row 0 of the first stage, by the first warp.
+// The cluster as row 0 of the first stage. The first two warps share the work.
 template <class T, int kWidth, int kWarps>
 struct ClusterRow {
   static constexpr int kColumns = kWidth / 32;  // of a lane
   static constexpr float kMost = 128.0f;
   const MemberBlock<T, kWidth, kWarps>& block;
-  float lse = INFINITY, delta = 0.0f, dmass = 0.0f;
+  MemberSums<T, kWidth, kWarps>& sums;
+  float lse, dmass = 0.0f;
 
-  // Rounds mean and dout into the row, the other 15 of which become zero, and writes them and lse
-  // and delta to scratch memory. delta is taken of the rounded sum: dout . v - delta then cancels
-  // as in exact arithmetic.
-  __device__ void write_operands(float mass, float mean_lse, bool write) {
-    const BackwardShape& shape = block.args.shape;
+  __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps>& b, float mean_lse)
+      : block(b), sums(MemberSums<T, kWidth, kWarps>::of(b)) {
+    lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2E - block.args.shape.weight_bits;
+    if (block.args.shape.mass_grad)
+      for (const float part : sums.dmass) dmass += part;
+    dmass *= block.args.shape.gradient_scale;
+  }
+
+  // Rounds the mean (warp 0) and dout (warp 1) into the row, the other 15 of which become zero, and
+  // writes them, lse and delta to scratch memory if `write`. delta is taken of the rounded sum:
+  // dout . v - delta then cancels as in exact arithmetic.
+  __device__ void write_operands(float mass, bool write) const {
     const BackwardScratch<T>& scratch = block.args.scratch;
-    const MemberSums<T, kWidth, kWarps>& sums = MemberSums<T, kWidth, kWarps>::of(block);
-    const int lane = threadIdx.x % 32, first = lane * kColumns;
-    const Tile<T, kWidth> q = block.rows(0, 0), g = block.rows(0, 1);
+    const int lane = threadIdx.x % 32, first = lane * kColumns, tensor = threadIdx.x / 32;
+    const Tile<T, kWidth> tile = block.rows(0, tensor);
+    const float* from = tensor == 0 ? block.mean() : sums.dout;
+    const float factor = tensor == 0 ? 1.0f : block.args.shape.gradient_scale;
+    T* to = (tensor == 0 ? scratch.mean : scratch.dout) +
+            static_cast<std::int64_t>(block.row) * kWidth + first;
 #pragma unroll
-    for (int i = 0; i < 16 * q.kChunks; i += 32) {
-      store_shared16(q.base + (i + lane) * 16, make_uint4(0, 0, 0, 0));
-      store_shared16(g.base + (i + lane) * 16, make_uint4(0, 0, 0, 0));
-    }
+    for (int i = 0; i < 16 * tile.kChunks; i += 32)
+      store_shared16(tile.base + (i + lane) * 16, make_uint4(0, 0, 0, 0));
     __syncwarp();
-    const std::int64_t place = static_cast<std::int64_t>(block.row) * kWidth + first;
+    float delta = 0.0f;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const T mean = from_float<T>(block.mean()[first + i]);
-      const T dout = from_float<T>(sums.dout[first + i] * shape.gradient_scale);
-      store_element(q.address(0, first + i), mean);
-      store_element(g.address(0, first + i), dout);
-      if (write) {
-        scratch.mean[place + i] = mean;
-        scratch.dout[place + i] = dout;
-      }
-      delta = fmaf(to_float(dout), block.out()[first + i], delta);
+      const T value = from_float<T>(from[first + i] * factor);
+      store_element(tile.address(0, first + i), value);
+      if (write) to[i] = value;
+      delta = fmaf(to_float(value), block.out()[first + i], delta);
     }
-    if (shape.mass_grad)
-      for (const float part : sums.dmass) dmass += part;
-    dmass *= shape.gradient_scale;
+    if (tensor == 0) return;
     delta = warp_sum(delta) + mass * dmass;
-    if (mean_lse != -INFINITY) lse = mean_lse * kLog2E - shape.weight_bits;
-    if (lane > 0 || !write) return;
+    if (lane > 0) return;
+    sums.delta = delta;
+    if (!write) return;
     scratch.row_lse[block.row] = lse;
     scratch.row_delta[block.row] = delta;
   }
 
   // Writes dS of all slots and the weights of slot tile `own` to shared memory, as those of
-  // members.
+  // members; a warp has half of the slots of a tile.
   __device__ void differentiate(int num_keys, int own) const {
     const BackwardShape& shape = block.args.shape;
-    const float power = shape.unscale > kMost ? kMost : shape.unscale;
+    const float power = shape.unscale > kMost ? kMost : shape.unscale, delta = sums.delta;
     const float lses[2] = {threadIdx.x % 32 < 4 ? lse : INFINITY, INFINITY};
-    __syncwarp();
+    const int slot = static_cast<int>(threadIdx.x) / 32 * 16;
 #pragma unroll 1
     for (int tile = 0; tile * kSlotTile < shape.topk; ++tile) {
       const int left[2] = {num_keys - tile * kSlotTile, 0};
-      Accumulator p[2], d[2];
+      Accumulator p[1], d[1];
       weights(p, d, block.rows(0, 0), block.rows(0, 1), block.slots(tile, 0), block.slots(tile, 1),
-              lses, left, shape.scale * kLog2E);
+              0, slot, lses, left, shape.scale * kLog2E);
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        float& a = p[j / 8][j / 4 % 2][j % 4];
-        float& x = d[j / 8][j / 4 % 2][j % 4];
+      for (int j = 0; j < 8; ++j) {
+        float& a = p[0][j / 4][j % 4];
+        float& x = d[0][j / 4][j % 4];
         x = (a * (dmass - delta) - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
         a = -to_float(from_float<T>(a)) * power;
       }
-      if (tile == own) store_weights(block.weights(), p);
-      store_weights(block.derivatives(tile), d);
+      if (tile == own) store_fragment(block.weights(), 0, slot, p[0]);
+      store_fragment(block.derivatives(tile), 0, slot, d[0]);
     }
-    __syncwarp();
   }
-  // What top keys add to the gradient of the mean.
+  // What top keys add to the gradient of the mean. By all warps.
   __device__ void write_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     const float scale = block.args.shape.scale;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int column = 0; column < kWidth; column += 32) {
+    for (int column = static_cast<int>(threadIdx.x) / 32 * 32; column < kWidth;
+         column += 32 * kWarps) {
       Accumulator dq[2];
-      multiply_keys(dq, block, column);
+      multiply_keys(dq, block, 0, column);
       if (lane >= 4) continue;  // the first row
 #pragma unroll
       for (int n = 0; n < 4; ++n)
@@ -176,16 +180,13 @@ struct ClusterRow {
   // dout times weights has to be what it is without scales. The power of two that is missing goes
   // to the weights up to kMost, so that fp16 holds them, the rest to dout.
   __device__ void unscale_dout() const {
-    if (block.args.shape.unscale <= kMost) return;
     const float rest = block.args.shape.unscale / kMost;
-    const int first = threadIdx.x % 32 * kColumns;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      const float dout = MemberSums<T, kWidth, kWarps>::of(block).dout[first + i];
-      const T rounded = from_float<T>(dout * block.args.shape.gradient_scale);
-      store_element(block.rows(0, 1).address(0, first + i),
-                    from_float<T>(to_float(rounded) * rest));
+    if (rest <= 1.0f) return;
+    for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 32 * kWarps) {
+      const T rounded = from_float<T>(sums.dout[column] * block.args.shape.gradient_scale);
+      store_element(block.rows(0, 1).address(0, column), from_float<T>(to_float(rounded) * rest));
     }
+    __syncthreads();
   }
 
  private:
@@ -203,23 +204,21 @@ struct ClusterRow {
 // the slots. Blocks with own > 0 write nothing else. By all threads.
 template <class T, int kWidth, int kWarps, class Sums>
 __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
-                                               Sums& slot_sums, int num_keys, int own) {
+                                               Sums& slot_sums, int num_keys, int own, float mass,
+                                               float mean_lse) {
   const BackwardShape& shape = block.args.shape;
   const bool empty = block.unit.size == 0, top = shape.topk > 0 && !empty;
+  const bool first_warps = threadIdx.x < 64;
   __syncthreads();
-  if (threadIdx.x < 32) {
-    ClusterRow<T, kWidth, kWarps> row{block};
-    row.write_operands(top ? block.args.lists.mass[block.row] : 0.0f,
-                       empty ? -INFINITY : block.args.lists.centroid_lse[block.row], own == 0);
-    if (top) {
-      row.differentiate(num_keys, own);
-      if (own == 0 && block.args.dq.data) row.write_mean();
-      row.unscale_dout();
-    }
-  }
+  const ClusterRow<T, kWidth, kWarps> row(block, empty ? -INFINITY : mean_lse);
+  if (first_warps) row.write_operands(top ? mass : 0.0f, own == 0);
+  if (!top) return;
   __syncthreads();
-  if (top)
-    slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1);
+  if (first_warps) row.differentiate(num_keys, own);
+  __syncthreads();
+  if (own == 0 && block.args.dq.data) row.write_mean();
+  row.unscale_dout();
+  slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1);
 }
 
 // Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to what lies
@@ -241,19 +240,25 @@ __device__ __forceinline__ void write_slots(const MemberBlock<T, kWidth, kWarps>
       block.args.scratch.slots +
       (static_cast<std::int64_t>(block.unit.place) * topk + own * kSlotTile + r / 2) * 2 * kWidth +
       r % 2 * kWidth + chunk * Tile<T, kWidth>::kVector;
-#pragma unroll
-  for (int i = 0; i < 2 * kSlotTile; i += kStep) {
+  const auto copy = [&](int i, bool sum) {
     const int slot = (r + i) / 2;
-    if (slot >= count) break;
+    if (slot >= count) return;
     uint4 words = load_shared16(tile(r % 2).chunk(slot, chunk));
     uint4* place = reinterpret_cast<uint4*>(to + i * kWidth);
-    if (add) {
-      float sum[16 / sizeof(T)] = {};
-      add_chunk<T>(sum, words);
-      add_chunk<T>(sum, *place);
-      words = pack_chunk<T>(sum);
+    if (sum) {
+      float total[16 / sizeof(T)] = {};
+      add_chunk<T>(total, words);
+      add_chunk<T>(total, *place);
+      words = pack_chunk<T>(total);
     }
     *place = words;
+  };
+  if (add) {
+#pragma unroll 1
+    for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, false);
   }
 }
 

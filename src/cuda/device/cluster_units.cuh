@@ -16,6 +16,7 @@ constexpr int kUnitBits = 10, kUnitRows = 1 << kUnitBits;  // members of a unit,
 struct ClusterUnit {
   int item, cluster, first, count;
   int size;   // members of the whole cluster
+  int part;   // number of the unit in its cluster
   int place;  // of the unit in scratch memory
   ItemSpan span;
 };
@@ -60,6 +61,7 @@ struct ClusterUnits {
       const std::int64_t at = static_cast<std::int64_t>(multiple) << kUnitBits;
       const int batch = static_cast<int>(at / rows), r = static_cast<int>(at % rows);
       unit.item = spans.item_of(batch, r, items);
+      unit.part = 1;  // of nothing, where no item has this row
       if (unit.item < 0) return unit;
       unit.span = spans.span(unit.item);
       const std::int64_t token = (static_cast<std::int64_t>(batch) * heads + head) * rows;
@@ -73,10 +75,11 @@ struct ClusterUnits {
     unit.count = min(unit.size, kUnitRows);
     unit.place = own;
     if (extra < 0) return unit;
-    const int skipped = (multiple - multiples(unit.span, unit.first)) << kUnitBits;
-    unit.place = second_place(head, unit.span, unit.first) + (skipped >> kUnitBits) - 1;
+    unit.part = multiple - multiples(unit.span, unit.first);
+    unit.place = second_place(head, unit.span, unit.first) + unit.part - 1;
+    const int skipped = unit.part << kUnitBits;
     unit.first += skipped;
-    unit.count = skipped > 0 ? min(max(unit.size - skipped, 0), kUnitRows) : 0;
+    unit.count = unit.part > 0 ? min(max(unit.size - skipped, 0), kUnitRows) : 0;
     return unit;
   }
 };

@@ -65,23 +65,23 @@ struct FoldBlock {
     return (static_cast<std::int64_t>(keys.item) * shape.H + key_head * shape.group) *
            shape.clusters;
   }
-  __device__ int head(int list) const {
-    return key_head * args.shape.group + list / args.shape.clusters;
-  }
   __device__ UnitPlaces unit_places(Entry entry) const {
     const BackwardShape& shape = args.shape;
-    const int list = list_of(entry), cluster = list % shape.clusters;
-    const int row = shape.units.row(keys.item, head(list), cluster);
-    const std::int32_t* offset = args.lists.offsets + row + row / shape.clusters;
+    const int list = list_of(entry), from_first = list / shape.clusters;
+    const int head = key_head * shape.group + from_first;
+    const int cluster = list - from_first * shape.clusters;
+    const std::int32_t* offset =
+        args.lists.offsets + (keys.item * shape.H + head) * (shape.clusters + 1) + cluster;
     const int begin = offset[0], end = offset[1];
-    return {row, shape.units.second_place(head(list), queries, begin),
+    return {shape.units.row(keys.item, head, cluster),
+            shape.units.second_place(head, queries, begin),
             (end - begin + kUnitRows - 1) / kUnitRows};
   }
 
   // Finds the entries of lists [first, last) in any order, and counts them by key; returns their
   // number, of which at most kEntries are kept. A warp reads 32 slots of several lists at a time.
   __device__ int find(FoldMemory& memory, int first, int last) const {
-    constexpr int kLists = 8;
+    constexpr int kLists = 16;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, topk = args.shape.topk;
     const auto size = static_cast<unsigned>(keys.end - keys.begin);
     const std::int32_t* lists = args.lists.top_keys + first_row() * topk;
@@ -130,9 +130,10 @@ __device__ __forceinline__ void sort_entries(const FoldBlock<T>& block, FoldMemo
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kFoldThreads) {
     const Entry entry = entries[i];
-    const int key = key_of(entry), begin = memory.begin(key);
+    const int key = key_of(entry), begin = memory.begin(key), end = memory.ends[key];
     int place = begin;
-    for (int j = begin; j < memory.ends[key]; ++j) place += entries[j] < entry;
+#pragma unroll 8
+    for (int j = begin; j < end; ++j) place += entries[j] < entry;
     memory.found[place] = entry;
     memory.units[place] = block.unit_places(entry);
   }

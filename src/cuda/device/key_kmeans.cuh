@@ -41,9 +41,9 @@ struct Memory {
   unsigned char ring[kSlots * kSlotBytes];  // rows; before them keys and parts of the covariance
   unsigned char table[kClusters * 128];
   unsigned char bias[kClusters * kBiasBytes];
-  uint4 metric[kWidth / 16][kWidth / 8][32];  // right factors of 16 x 8: high parts, low parts
-  std::uint32_t lists[kWarps][kRound + 20];   // rows of a warp's clusters, and what nobody reads
-  std::uint8_t labels[kSlots][kRound];        // of row r at r % 32 * 8 + r / 32
+  unsigned char metric[2][kTileBytes];       // the covariance in bf16: high parts, low parts
+  std::uint32_t lists[kWarps][kRound + 20];  // rows of a warp's clusters, and what nobody reads
+  std::uint8_t labels[kSlots][kRound];       // of row r at r % 32 * 8 + r / 32
   float column_sums[kGroups][kWidth];
   float reference[kWidth];  // the fixed query
   uint2 bounds[kWarps];
@@ -169,7 +169,8 @@ struct KeyProblem {
     });
   }
 
-  // The sort: offsets of the clusters, then every row to its place.
+  // The sort: offsets of the clusters, then every row to its place. Many rows are put in order in
+  // shared memory first, where neighbours are cheap.
   __device__ void write_order() const {
     const int clusters = args.shape.clusters, c = afresh(static_cast<int>(threadIdx.x));
     const std::int32_t* sizes = afresh(args.counts) + part(0);
@@ -183,15 +184,14 @@ struct KeyProblem {
         total += members;
       }
     const int start = block_exclusive_scan(total, carry);
-    const int own_start = block_exclusive_scan(own, own_carry);
+    const int count = range.end - range.begin;
+    const bool staged = count > 8 * kThreads && count <= kSlots * kSlotBytes / 2;
+    const int own_start = staged ? block_exclusive_scan(own, own_carry) : 0;
     if (c < clusters) memory.initial[c] = start + before;
     if (c <= clusters) memory.numbers[c] = own_start;
     if (c <= clusters && team.rank == 0)
       args.run.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start;
     __syncthreads();
-    // Many rows are put in order in shared memory first, where neighbours are cheap.
-    const int count = range.end - range.begin;
-    const bool staged = count > 2 * kThreads && count <= kSlots * kSlotBytes / 2;
     auto* sorted = reinterpret_cast<std::uint16_t*>(memory.ring);
     const std::int64_t first = args.shape.start(span, head);
     std::int32_t* order = args.run.order + first;

@@ -5,12 +5,9 @@
 
 #include <cstdint>
 
-#include "cuda/device/bands.cuh"
 #include "cuda/device/list_forward.cuh"
 #include "cuda/device/list_rows.cuh"
-#include "cuda/device/list_stream.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/store.cuh"
+#include "cuda/device/list_stream_factors.cuh"
 
 namespace coterie::cuda {
 
@@ -27,15 +24,8 @@ struct QueryTileFacts {
   float* lse;            // of it; null: not wanted
 };
 
-// A lane's part of ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at a
-// multiple of 1024): the first 16 columns; others are those at ^ 32 bytes.
-__device__ __forceinline__ std::uint32_t matrix_lane() {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane % 16;
-  return row * 128 + ((lane / 16 ^ lane % 8) << 4);
-}
-// Its part of reading the rows back, eight lanes a row: rows 4 on are 512 bytes further, and every
-// second four ^ 64.
+// A lane's part of reading rows back that matrix_lane() wrote, eight lanes a row: rows 4 on are 512
+// bytes further, and every second four ^ 64.
 __device__ __forceinline__ std::uint32_t row_lane() {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
@@ -61,6 +51,7 @@ __device__ __forceinline__ void store_global(void* to, const uint4& value) {
                "r"(value.z), "r"(value.w)
                : "memory");
 }
+
 // The two queries of a thread.
 template <class T, int kDim, ListForm kForm>
 struct GroupRows {
@@ -78,7 +69,7 @@ struct GroupRows {
       range[half] = own.range;
       negative = own.exponent < 0.0f;
       exponent[half] = fabsf(own.exponent);
-      mean[half] = negative && kDim == 64 ? -own.mean : own.mean;  // as StepQueries
+      mean[half] = negative && StepQueries<T, kDim>::kHeld ? -own.mean : own.mean;
       softmax[half] = {kLowestShift, 0.0f};
     }
     const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
@@ -106,7 +97,7 @@ struct GroupRows {
         }
       }
     }
-    if (kDim > 64 && negative) {
+    if (!StepQueries<T, kDim>::kHeld && negative) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i] = -s[i];
     }
@@ -142,6 +133,14 @@ struct GroupRows {
 
   // This row has seen no key yet.
   __device__ bool fresh(int half) const { return softmax[half].shift == kLowestShift; }
+  // The shifts of the rows that see their first keys.
+  __device__ void begin_rows(const float (&s)[32]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = quad_max(largest(s, half)) * exponent[half];
+      if (fresh(half)) softmax[half].shift = fmaxf(top, kLowestShift);
+    }
+  }
   // The shifts of the rows that are `due` follow their scores, of this tile on; what they have is
   // scaled by rescale(), which costs others a multiplication by 1.
   __device__ void raise(const float (&s)[32], const bool (&due)[2]) {
@@ -192,17 +191,14 @@ struct GroupRows {
     constexpr float kLarge = 1024.0f;
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
     if (cut) mask(s, begin);
-    bool due[2] = {fresh(0), fresh(1)};
+    if (__any_sync(~0u, fresh(0) || fresh(1))) begin_rows(s);
     float sum[2];
-    bool any = __any_sync(~0u, due[0] || due[1]);
 #pragma unroll 1
     for (;;) {
-      if (any) raise(s, due);
       weigh(s, begin, cut, p, sum);
-      any = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge);
-      if (!any) break;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) due[half] = quad_max(sum[half]) > kLarge;
+      if (!__any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge)) break;
+      const bool due[2] = {quad_max(sum[0]) > kLarge, quad_max(sum[1]) > kLarge};
+      raise(s, due);
     }
     softmax[0].sum += sum[0];
     softmax[1].sum += sum[1];
@@ -217,6 +213,11 @@ struct GroupRows {
   // as whole rows.
   __device__ void write(const ListForwardArgs<T>& args, const QueryTileFacts& tile,
                         std::uint32_t stage) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
+    int number[4];  // rows of this lane when they leave
+#pragma unroll
+    for (int i = 0; i < 4; ++i) number[i] = tile.row[(group_row(0) & ~15) + 4 * i + lane / 8];
+    T* base = static_cast<T*>(tile.out) + lane % 8 * 8;
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -242,14 +243,10 @@ struct GroupRows {
     }
     __syncwarp();
     const std::uint32_t from = stage + row_lane();
-    const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
-    const int* row = tile.row + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
-    T* base = static_cast<T*>(tile.out) + lane % 8 * 8;
     const auto pitch = static_cast<std::uint32_t>(args.slot_rows ? width : args.out.row) * 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int number = row[4 * i];
-      T* target = row_at(base, number, pitch);
+      T* target = row_at(base, number[i], pitch);
 #pragma unroll
       for (int band = 0; band < kDim / 64; ++band) {
         uint4 word;
@@ -257,70 +254,9 @@ struct GroupRows {
                      : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
                      : "r"((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128)
                      : "memory");
-        if (number >= 0 && 64 * band + lane % 8 * 8 < width) store_global(target + 64 * band, word);
+        if (number[i] >= 0 && 64 * band + lane % 8 * 8 < width)
+          store_global(target + 64 * band, word);
       }
-    }
-  }
-};
-
-// A tile of keys or values in the ring, as right factor: the low word of its descriptor. What is
-// the same for a warp and known to be stays in uniform registers.
-template <class T, int kDim>
-struct RingTile {
-  static constexpr int kBand = kStreamRows * 128 / 16;
-  std::uint32_t low;
-
-  __device__ std::uint64_t at(int offset) const {
-    return static_cast<std::uint64_t>(0x40000040u) << 32 | (low + offset);
-  }
-  __device__ std::uint64_t by_columns(int d) const { return at(d / 4 * kBand + d % 4 * 2); }
-  __device__ std::uint64_t by_rows(int k, int band) const { return at(k * 128 + band * kBand); }
-
-  // Starts out += p times the values of this tile.
-  __device__ void add_products(float (&out)[kDim / 64][32], const std::uint32_t (&p)[4][4]) const {
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int band = 0; band < kDim / 64; ++band)
-        wgmma<T, 1, 1>(out[band], p[k], by_rows(k, band));
-  }
-};
-
-// The queries of a step, as left factors: in registers where there are enough, which leaves more of
-// shared memory's time to the keys.
-template <class T, int kDim>
-struct StepQueries {
-  static constexpr bool kHeld = kDim == 64;
-  std::uint32_t a[kHeld ? kDim / 16 : 1][4];
-  Bands<T, kDim, kStreamRows> tile;
-
-  __device__ void load(std::uint32_t address, const QueryTileFacts& facts) {
-    tile.base = address;
-    if constexpr (kHeld) {
-      const std::uint32_t from = address + matrix_lane();
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(a[d][0]), "=r"(a[d][1]), "=r"(a[d][2]), "=r"(a[d][3])
-                     : "r"(from ^ d * 32)
-                     : "memory");
-      if (facts.facts[0].exponent < 0.0f) {
-#pragma unroll
-        for (int i = 0; i < kDim / 4; ++i) a[i / 4][i % 4] ^= 0x80008000u;
-      }
-    }
-  }
-  // Starts the scores of a tile of keys.
-  __device__ void scores(float (&s)[32], const RingTile<T, kDim>& keys) const {
-    if constexpr (kHeld) {
-      wgmma<T, 0, 0>(s, a[0], keys.by_columns(0));
-#pragma unroll
-      for (int d = 1; d < kDim / 16; ++d) wgmma<T, 1, 0>(s, a[d], keys.by_columns(d));
-    } else {
-      wgmma<T, 0, 0>(s, tile.by_columns(0, 0), keys.by_columns(0));
-#pragma unroll
-      for (int d = 1; d < kDim / 16; ++d)
-        wgmma<T, 1, 0>(s, tile.by_columns(0, d), keys.by_columns(d));
     }
   }
 };

@@ -11,34 +11,35 @@
 
 namespace coterie::cuda {
 
-// p and g . v of the warp's 16 rows over kSlotTile slots, of which the lane's two rows see the
-// first keys[]. lse in base 2.
-template <class T, int kWidth>
-__device__ __forceinline__ void weights(Accumulator (&p)[2], Accumulator (&gv)[2],
+// p and g . v of 16 rows from `row` on over 16 kCount slots from `slot` on; the lane's two rows see
+// the first keys[] slots of the tile. lse in base 2.
+template <class T, int kWidth, int kCount>
+__device__ __forceinline__ void weights(Accumulator (&p)[kCount], Accumulator (&gv)[kCount],
                                         const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG,
                                         const Tile<T, kWidth>& sK, const Tile<T, kWidth>& sV,
-                                        const float (&lse)[2], const int (&keys)[2], float scale) {
-  const int row = threadIdx.x / 32 * 16;
+                                        int row, int slot, const float (&lse)[2],
+                                        const int (&keys)[2], float scale) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) p[i / 8][i / 4 % 2][i % 4] = gv[i / 8][i / 4 % 2][i % 4] = 0.0f;
+  for (int i = 0; i < 8 * kCount; ++i)
+    p[i / 8][i / 4 % 2][i % 4] = gv[i / 8][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll
   for (int d = 0; d < kWidth; d += 16) {
     FragmentA<T> q, g;
     load_a(q, sQ, row, d);
     load_a(g, sG, row, d);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kCount; ++n) {
       FragmentB<T> b;
-      load_b(b, sK, 16 * n, d);
+      load_b(b, sK, slot + 16 * n, d);
       multiply_add(p[n], q, b);
-      load_b(b, sV, 16 * n, d);
+      load_b(b, sV, slot + 16 * n, d);
       multiply_add(gv[n], g, b);
     }
   }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < 8 * kCount; ++i) {
     float& x = p[i / 8][i / 4 % 2][i % 4];
-    const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+    const int column = slot + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
     x = column < keys[i / 2 % 2] ? exp2_approximate(fmaf(x, scale, -lse[i / 2 % 2])) : 0.0f;
   }
 }
