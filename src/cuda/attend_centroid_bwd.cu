@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
 
 template <class T>
 void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
-  dispatch_wide_dim("clustered", args.shape.pitch, [&](auto width) {
+  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
     using S = CentroidShape<T, decltype(width)::value>;
     const auto kernel = &key_gradient_kernel<T, decltype(width)::value>;
     allow_shared_memory(kernel, S::kSharedBytes);
@@ -273,7 +273,7 @@ void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
 
 template <class T>
 void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
-  dispatch_wide_dim("clustered", args.shape.pitch, [&](auto width) {
+  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
     using S = CentroidShape<T, decltype(width)::value>;
     const auto kernel = &mean_gradient_kernel<T, decltype(width)::value>;
     allow_shared_memory(kernel, S::kSharedBytes);

@@ -206,7 +206,7 @@ template <class T>
 void attend_chunks(const AttentionCall& call, const AttendArgs<T>& args, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2)
     if (on_hopper()) return attend_chunks_sm90a(args, stream);
-  dispatch_wide_dim(call.op, call.Dk,
+  dispatch_head_dim(call.op, call.Dk,
                     [&](auto dim) { launch_attend<T, decltype(dim)::value>(args, stream); });
 }
 

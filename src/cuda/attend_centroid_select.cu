@@ -208,7 +208,7 @@ void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
 template <class T>
 void select_keys(const AttentionCall& call, const SelectArgs<T>& args, std::int64_t rows,
                  cudaStream_t stream) {
-  dispatch_wide_dim(call.op, call.Dk,
+  dispatch_head_dim(call.op, call.Dk,
                     [&](auto dim) { launch_candidates<T, decltype(dim)::value>(args, stream); });
   launch_early("centroid_merge", centroid_merge_kernel<T>,
                static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,

@@ -55,7 +55,7 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.topk = static_cast<int>(sizes.topk);
   shape.units = {shape.items, shape.H, shape.clusters, shape.N,
                  static_cast<int>(std::max<std::int64_t>(call.B * call.N - 1, 0) >> kUnitBits)};
-  shape.pitch = dispatch_wide_dim(call.op, std::max(call.Dk, call.Dv),
+  shape.pitch = dispatch_head_dim(call.op, std::max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
   shape.sm90a = on_hopper() && call.inputs.q.dtype != DType::f32;
   // Centroids of a block and blocks at a time of the kernels that sum over keys.

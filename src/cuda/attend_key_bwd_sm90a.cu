@@ -196,7 +196,7 @@ template <class T>
 void centroid_key_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) {
   const int blocks = args.shape.key_ranges.slots * (args.shape.H / args.shape.group);
   if (blocks == 0) return;
-  dispatch_wide_dim("clustered", args.shape.pitch, [&](auto width) {
+  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     launch_early("key_gradient_sm90a", key_gradient_kernel<T, kWidth>,
                  static_cast<unsigned>(blocks), kThreads, Shape<T, kWidth>::kSharedBytes, stream,

@@ -63,7 +63,7 @@ bool takes(const AttentionCall& call, const ListPlan& plan, const ListBackwardAr
 template <class T>
 void launch(const ListBackwardArgs<T>& args, ListForm form, bool hopper, const ListKernels& wanted,
             cudaStream_t stream) {
-  dispatch_wide_dim("lists", args.problem.width, [&](auto width) {
+  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     if constexpr (sizeof(T) == 2)
       if (form != ListForm::general && hopper)

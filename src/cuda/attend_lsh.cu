@@ -135,7 +135,7 @@ void lsh_forward(const LshParams& params, const AttentionCall& call, const Atten
                          static_cast<float*>(lse.data)};
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_wide_dim(call.op, call.Dv, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dv, [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
       const dim3 grid(static_cast<unsigned>((call.N + kEach - 1) / kEach),

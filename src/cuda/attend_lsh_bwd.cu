@@ -191,7 +191,7 @@ void add_slots(const AttentionCall& call, const LshLists& lists, const LshScratc
   args.norms = lists.norms;
   args.group = static_cast<int>(call.H / call.value_heads);
   args.factor = lists.round_weight;
-  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
     if (gradients.dq.present()) {

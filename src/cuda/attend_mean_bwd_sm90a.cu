@@ -186,7 +186,7 @@ void centroid_mean_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t str
   const int tiles = (shape.group * shape.clusters + kRows - 1) / kRows;
   const int blocks = shape.chunks.slots * (shape.H / shape.group) * tiles;
   if (blocks == 0) return;
-  dispatch_wide_dim("clustered", shape.pitch, [&](auto width) {
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     launch_early("mean_gradient_sm90a", mean_gradient_kernel<T, kWidth>,
                  static_cast<unsigned>(blocks), kThreads,

@@ -212,12 +212,13 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
     blocks(shape.units.blocks(), true);
     if (shape.N > kUnitRows && !shape.causal) blocks(shape.units.more, false);
   };
-  dispatch_wide_dim("clustered", shape.pitch, [&](auto width) {
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;
     if constexpr (sizeof(T) == 2 && !kWide)
       if (shape.N > kSmallCluster * shape.clusters)
         return launch(width, std::integral_constant<int, 4>{});
-    launch(width, std::integral_constant < int, kWide ? 4 : 2 > {});
+    constexpr int kFew = kWide ? 4 : 2;
+    launch(width, std::integral_constant<int, kFew>{});
   });
 }
 

@@ -58,7 +58,7 @@ void oracle_forward(const AttentionCall& call, const std::vector<TensorView>& te
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const OracleQueries<T> args = oracle_queries<T>(call, tensors[0]);
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       oracle_attend_kernel<T, decltype(width)::value>
           <<<static_cast<unsigned>((queries + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(
               args, tensor4<T>(out), static_cast<float*>(tensors[1].data));

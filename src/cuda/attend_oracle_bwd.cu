@@ -221,7 +221,7 @@ void run_backward(const AttentionCall& call, const OracleBackward& pass,
   if (!keys) args.scratch.entries = nullptr;
   const std::int64_t queries = call.B * call.H * call.N;
   if (queries > 0)
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       oracle_query_gradient_kernel<T, decltype(width)::value>
           <<<static_cast<unsigned>((queries + kWarps - 1) / kWarps), 32 * kWarps, 0, stream>>>(
               args);
@@ -232,7 +232,7 @@ void run_backward(const AttentionCall& call, const OracleBackward& pass,
                  {scratch.tiles, scratch.order, scratch.offsets}, arena, stream);
   const dim3 grid(static_cast<unsigned>(scratch.num_tiles), static_cast<unsigned>(call.key_heads),
                   static_cast<unsigned>(call.B));
-  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kPitch = decltype(width)::value;
     constexpr std::size_t kBytes = sizeof(typename KeyTileSums<T, kPitch>::Memory);
     allow_shared_memory(oracle_key_gradient_kernel<T, kPitch>, kBytes);

@@ -258,7 +258,7 @@ void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorVie
                    Arena& arena, cudaStream_t stream) {
   const KeyChunks tiles = query_chunks(call);
   const int resident = dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    return dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
+    return dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       return kBlocks<typename decltype(tag)::type, decltype(dim)::value> * multiprocessors();
     });
   });
@@ -292,7 +292,7 @@ void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorVie
     args.negative = call.scale < 0;
     args.candidates = candidates;
     args.top_keys = static_cast<std::int32_t*>(top_keys.data);
-    dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       launch_select<T, decltype(dim)::value>(args, blocks, stream);
     });
   });

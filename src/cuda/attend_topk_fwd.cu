@@ -227,7 +227,7 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
     args.tiles = query_tiles(call, sizes.clusters, warps == 1 ? kWarpBits : kWarpBits + 2);
-    dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
       warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);
     });

@@ -194,7 +194,7 @@ void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
     if (pass.chunks.slots == 0) return;
     const dim3 grid(static_cast<unsigned>(pass.chunks.slots), static_cast<unsigned>(shape.H),
                     static_cast<unsigned>((shape.clusters + kClusters - 1) / kClusters));
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       launch_early("cast clusters", mix_clusters_kernel<T, kDim>, grid, kThreads,
                    ClusterMemory<T, kDim>::kBytes, stream, args);

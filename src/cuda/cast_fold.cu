@@ -257,7 +257,7 @@ void fold_tokens(const CastShape& shape, const AttentionCall& call, const CastBa
                   true};
   bool aligned = reinterpret_cast<std::uintptr_t>(shape.surrogates) % 16 == 0 && shape.D % 4 == 0;
   for (const TokenSum<T>& sum : args.sums) aligned = aligned && (!sum.to.data || sum.to.aligned);
-  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kDim = decltype(width)::value;
     args.tiles = token_tiles(shape, TokenFold<T, kDim>::kTokens);
     if (args.tiles.slots == 0) return;

@@ -214,7 +214,7 @@ void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForwa
     if constexpr (sizeof(T) == 2) {
       if (on_hopper() && mix_suits_sm90a(args)) return mix_sm90a(args, stream);
     }
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, false>;
       args.tiles = token_tiles(shape, Mix::kRows);

@@ -226,7 +226,7 @@ void launch_members(const char* name, const CastShape& shape, const AttentionCal
                              tensor4<const T>(call.k),
                              tensor4<const T>(call.inputs.v),
                              tensor4<const T>(pass.grad_out)};
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       launch_early(name, members_kernel<T, decltype(width)::value, kMix>, blocks, kThreads, 0,
                    stream, args);
     });

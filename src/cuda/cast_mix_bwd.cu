@@ -147,7 +147,7 @@ void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2)
       if (pass.hopper) return cast_tokens_sm90a(mix_args<T>(shape, call, pass, 64), stream);
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kDim = decltype(width)::value;
       using Mix = MixTile<T, kDim, true>;
       const MixBackwardArgs<T> args = mix_args<T>(shape, call, pass, Mix::kRows);

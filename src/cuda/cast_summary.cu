@@ -163,7 +163,7 @@ void cast_summaries(const CastShape& shape, const AttentionCall& call, const Cas
                               table,
                               table ? table + call.H * shape.clusters * call.Dk : nullptr,
                               first};
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       launch_early("cast summaries", summary_kernel<T, decltype(width)::value>, grid,
                    kSummaryThreads, 0, stream, args);
     });

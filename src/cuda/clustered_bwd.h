@@ -10,7 +10,7 @@
 //   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i)
 //   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i m_c p_ij g_i
 // The centroid kernels treat all keys alike (dA = G . v everywhere); what that gets wrong for top
-// keys is one number per (cluster, slot) and tensor, put right where the slots are summed up.
+// keys is put right in the slots, which hold the sums over i (device/cluster_row.cuh).
 // The causal form has the top keys only, of which a query sees those not after it, and mass 1:
 // ds_ij, dq_i and the sums over i of dk_j and dv_j are what is left.
 // No float atomics: every sum has one writer and a fixed order.

@@ -242,7 +242,7 @@ void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t
   const KeyChunks tiles = shape.key_tiles(size);
   if (tiles.slots == 0) return;
   const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group));
-  dispatch_wide_dim("i-clustered", shape.pitch, [&](auto width) {
+  dispatch_head_dim("i-clustered", shape.pitch, [&](auto width) {
     launch_early("fold_slots", fold_slots_kernel<T, decltype(width)::value>, grid, kFoldThreads,
                  sizeof(FoldShared<T, decltype(width)::value>), stream, args, tiles,
                  beside_broadcast);

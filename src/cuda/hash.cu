@@ -221,7 +221,7 @@ void hash_queries(const ClusteringParams& params, const AttentionCall& call,
   make_planes(params, call, args, stream);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       hash_rows_of<T, decltype(width)::value / 32>(call, args, stream);
     });
   });

@@ -140,7 +140,7 @@ void key_covariance(const AttentionCall& call, const KeyMetricBuffers& buffers,
   args.width = static_cast<int>(call.Dk);
   args.zeroed = zeroed;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       launch_covariance<typename decltype(tag)::type, decltype(width)::value>(args, call.k, stream);
     });
   });

@@ -189,7 +189,7 @@ void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool in
   const int blocks = (sums.shape.clusters + kClusters - 1) / kClusters;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       constexpr std::size_t kBytes = sizeof(float) * kWidth * kWidth;
       launch_early("weigh_centroids", weigh_centroids_kernel<T, kWidth / 32>,

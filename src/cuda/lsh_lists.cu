@@ -154,7 +154,7 @@ void find_lsh_lists(const AttentionCall& call, const LshLists& lists, const Tens
   const SequenceSpans spans = item_spans(call.inputs).q;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
       norms_kernel<T, kWidth>

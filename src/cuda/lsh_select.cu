@@ -156,7 +156,7 @@ void lsh_select(const LshParams& params, const AttentionCall& call, const Tensor
   args.width = static_cast<int>(call.Dk);
   const std::int64_t columns = static_cast<std::int64_t>(args.rounds) * args.padded;
   const std::int64_t depth =
-      dispatch_wide_dim(call.op, call.Dk, [](auto width) -> std::int64_t { return width; });
+      dispatch_head_dim(call.op, call.Dk, [](auto width) -> std::int64_t { return width; });
   args.table = arena.take<uint4>(columns * depth * kColumnParts / 8);
   args.labels = arena.take<std::int32_t>(call.B * call.H * params.rounds * call.N);
   ClusterShape rounds = args.shape;  // a round is a head of its own
@@ -170,7 +170,7 @@ void lsh_select(const LshParams& params, const AttentionCall& call, const Tensor
         sorted, 0xff, static_cast<std::size_t>(order.count()) * sizeof(std::int32_t), stream));
   if (sorted && rounds.problems() > 0)
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-      dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+      dispatch_head_dim(call.op, call.Dk, [&](auto width) {
         hash_rows<typename decltype(tag)::type, decltype(width)::value / 32>(call, args, stream);
       });
     });

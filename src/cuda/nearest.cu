@@ -190,7 +190,7 @@ void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
     args.key_scale = 512;
     if constexpr (sizeof(T) == 2)
       if (on_hopper() && nearest_sm90a(args, stream)) return;
-    dispatch_wide_dim(call.op, call.Dk,
+    dispatch_head_dim(call.op, call.Dk,
                       [&](auto width) { launch<T, decltype(width)::value / 32>(args, stream); });
   });
 }

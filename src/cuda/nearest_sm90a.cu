@@ -180,7 +180,7 @@ bool launch(NearestArgs<T> args, cudaStream_t stream) {
 
 template <class T>
 bool nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream) {
-  return dispatch_wide_dim("keys", args.x.width, [&](auto width) {
+  return dispatch_head_dim("keys", args.x.width, [&](auto width) {
     return launch<T, decltype(width)::value / 32>(args, stream);
   });
 }

@@ -234,7 +234,7 @@ void find_candidates(const AttentionCall& call, const CentredCentroids& centroid
   const auto heads = static_cast<std::int64_t>(args.sides[0].heads) + args.sides[1].heads;
   const dim3 grid(1, static_cast<unsigned>(heads), static_cast<unsigned>(call.B));
   find_thresholds(call, args, grid, stream);
-  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32, kColumnBytes = kChunks * 64 + 4;
     // As many blocks as are resident, and no more than there are rounds.
     const std::int64_t rows = std::max(call.N, call.S), round = kBlockRows<kChunks>;

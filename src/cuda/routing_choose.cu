@@ -240,7 +240,7 @@ void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
     sizes.width = std::max(sizes.width, side.width);
     sizes.vectors = std::max(sizes.vectors, (std::min(side.shape.rows, kChunkRows) + 127) / 128);
   }
-  dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
     launch_early("choose_candidates", choose_kernel<decltype(dim)::value>,
                  dim3(static_cast<unsigned>(args.sides[0].lists + args.sides[1].lists)), kThreads,
                  sizes.bytes(), stream, args, sizes);

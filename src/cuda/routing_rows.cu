@@ -142,7 +142,7 @@ void row_statistics(const AttentionCall& call, const RoutingSide& queries, const
     StatisticsArgs<T> args{};
     args.sides[0] = statistics_side<T>(queries);
     if (keys) args.sides[1] = statistics_side<T>(*keys);
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       constexpr int kChunks = decltype(width)::value / 32;
       constexpr int kBlockRows = kGroups * kRowsAtOnce<T, kChunks>;
       const dim3 grid(static_cast<unsigned>((rows + kBlockRows - 1) / kBlockRows),

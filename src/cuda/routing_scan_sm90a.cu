@@ -211,7 +211,7 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                                              centroids.clusters);
   if (!args.histograms || problems == 0) return;
   args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
-  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
     const int part = args.columns * kScanBands<kChunks> * 128;
     args.low_part = 2 * part <= kTableBytes ? part : 0;

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
 void find_thresholds(const AttentionCall& call, const CandidateArgs& args, dim3 grid,
                      cudaStream_t stream) {
   grid.x = static_cast<unsigned>((args.centroids.padded + kSampleColumns - 1) / kSampleColumns);
-  dispatch_wide_dim(call.op, call.Dk, [&](auto width) {
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
     launch_early("thresholds", thresholds_kernel<kChunks>, grid, kThreads,
                  static_cast<std::size_t>(kSampleColumns) * (kChunks * 64 + kMaximaPitch * 4),

@@ -163,7 +163,7 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
     const std::size_t bytes = open.scratch ? 0
                                            : static_cast<std::size_t>(open.at_once) *
                                                  (open.room + kPadding) * sizeof(float);
-    dispatch_wide_dim(call.op, call.Dk, [&](auto dim) {
+    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       const auto kernel = select_top_kernel<T, decltype(dim)::value>;
       const int blocks = open.teams.blocks();
       if (open.teams.size > 1)

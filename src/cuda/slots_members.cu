@@ -111,7 +111,7 @@ __device__ __forceinline__ void for_pieces(const MemberProblem& problem, const s
 __global__ void __launch_bounds__(kThreads, 3)
     member_slots_kernel(const __grid_constant__ MemberSlotArgs args) {
   await_writes();
-  release_next();  // kernels that need no slots run beside this one
+  release_next();                    // kernels that need no slots run beside this one
   extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
   __shared__ int firsts[kRange + 1];
   const MemberProblem problem(args, static_cast<int>(blockIdx.y));

@@ -15,8 +15,6 @@
 
 namespace coterie::cuda {
 
-// Head dims that have instances of their own; others are padded to the next inside the tiles.
-constexpr int kHeadDims[] = {32, 64, 96, 128};
 constexpr int kMaxHeadDim = 128;
 constexpr int kMaxTopKeys = 128;
 
@@ -39,19 +37,10 @@ decltype(auto) dispatch_element(const std::string& op, DType dtype, Body&& body)
   }
 }
 
-// Calls body(std::integral_constant<int, P>) with P the smallest of kHeadDims that holds D.
+// Calls body(std::integral_constant<int, P>) with P = 64 or 128, the smaller that holds a row; rows
+// are padded inside the tiles.
 template <class Body>
 decltype(auto) dispatch_head_dim(const std::string& op, std::int64_t head_dim, Body&& body) {
-  if (head_dim <= 32) return body(std::integral_constant<int, 32>{});
-  if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
-  if (head_dim <= 96) return body(std::integral_constant<int, 96>{});
-  if (head_dim <= 128) return body(std::integral_constant<int, 128>{});
-  fail(op, "expected rows of at most ", kMaxHeadDim, " elements; got ", head_dim);
-}
-
-// The same with 64 and 128 only, for kernels that are not worth more instances.
-template <class Body>
-decltype(auto) dispatch_wide_dim(const std::string& op, std::int64_t head_dim, Body&& body) {
   if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
   if (head_dim <= 128) return body(std::integral_constant<int, 128>{});
   fail(op, "expected rows of at most ", kMaxHeadDim, " elements; got ", head_dim);

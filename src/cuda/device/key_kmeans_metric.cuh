@@ -16,7 +16,8 @@ namespace coterie::cuda {
 
 namespace key_kmeans_detail {
 
-template <class T> struct KeyMetric : KeyCovariance<T> {
+template <class T>
+struct KeyMetric : KeyCovariance<T> {
   using Base = KeyCovariance<T>;
   using Base::args;
   using Base::Base;
@@ -41,31 +42,28 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
       constexpr int kLoads = kClusters / (kThreads / 8);
       uint4 words[kLoads];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) { // all on their way together
+      for (int i = 0; i < kLoads; ++i) {  // all on their way together
         const int c = threadIdx.x / 8 + i * (kThreads / 8);
-        words[i] = load_once(
-            rows.row(memory.initial[c]) + (inside ? column : 0), inside);
+        words[i] = load_once(rows.row(memory.initial[c]) + (inside ? column : 0), inside);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int c = threadIdx.x / 8 + i * (kThreads / 8);
-        const auto *elements = reinterpret_cast<const T *>(&words[i]);
+        const auto* elements = reinterpret_cast<const T*>(&words[i]);
 #pragma unroll
         for (int e = 0; e < 8; e += 4)
-          store_shared16(
-              staged(c, column) + 4 * e,
-              make_uint4(__float_as_uint(to_float(elements[e])),
-                         __float_as_uint(to_float(elements[e + 1])),
-                         __float_as_uint(to_float(elements[e + 2])),
-                         __float_as_uint(to_float(elements[e + 3]))));
+          store_shared16(staged(c, column) + 4 * e,
+                         make_uint4(__float_as_uint(to_float(elements[e])),
+                                    __float_as_uint(to_float(elements[e + 1])),
+                                    __float_as_uint(to_float(elements[e + 2])),
+                                    __float_as_uint(to_float(elements[e + 3]))));
       }
     } else {
 #pragma unroll 1
       for (int c = threadIdx.x / 8; c < kClusters; c += kThreads / 8) {
         const std::uint32_t to = staged(c, column);
-        const float *from = args.centroids;
-        if (inside)
-          from += (this->first_centroid() + min(c, last)) * args.width + column;
+        const float* from = args.centroids;
+        if (inside) from += (this->first_centroid() + min(c, last)) * args.width + column;
         cp_async16(to, from, inside ? 16 : 0);
         cp_async16(to + 16, from + 4, inside ? 16 : 0);
       }
@@ -86,14 +84,11 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
       for (int i = 0; i < 4; ++i) {
         const int d = 16 * step + i / 2 * 8 + column;
         const float2 mu = element_pair(row + i % 2 * 8, d),
-                     reference = *reinterpret_cast<const float2 *>(
-                         &memory.reference[d]);
-        split_pair(mu.x - reference.x, mu.y - reference.y, high[step][i],
-                   low[step][i]);
+                     reference = *reinterpret_cast<const float2*>(&memory.reference[d]);
+        split_pair(mu.x - reference.x, mu.y - reference.y, high[step][i], low[step][i]);
       }
     float weighed[kWidth / 2];
-    const std::uint64_t metric =
-        matrix_descriptor(shared_address(memory.metric[0]));
+    const std::uint64_t metric = matrix_descriptor(shared_address(memory.metric[0]));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kWidth / 16; ++step) {
@@ -102,8 +97,7 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
         wgmma<__nv_bfloat16, 0, 0>(weighed, low[step], right);
       else
         wgmma<__nv_bfloat16, 1, 0>(weighed, low[step], right);
-      wgmma<__nv_bfloat16, 1, 0>(weighed, high[step],
-                                 descriptor_behind(right, kTileBytes));
+      wgmma<__nv_bfloat16, 1, 0>(weighed, high[step], descriptor_behind(right, kTileBytes));
       wgmma<__nv_bfloat16, 1, 0>(weighed, high[step], right);
     }
     wgmma_commit();
@@ -118,12 +112,11 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
         const float2 mu = element_pair(c, 8 * n + column),
-                     reference = *reinterpret_cast<const float2 *>(
-                         &memory.reference[8 * n + column]);
-        const float x = weighed[4 * n + 2 * side],
-                    y = weighed[4 * n + 2 * side + 1];
+                     reference =
+                         *reinterpret_cast<const float2*>(&memory.reference[8 * n + column]);
+        const float x = weighed[4 * n + 2 * side], y = weighed[4 * n + 2 * side + 1];
         const std::uint32_t word = pack2<T>(x, y);
-        const auto *rounded = reinterpret_cast<const T *>(&word);
+        const auto* rounded = reinterpret_cast<const T*>(&word);
         const float rx = to_float(rounded[0]), ry = to_float(rounded[1]);
         own = fmaf(mu.x, fmaf(-0.5f, x, rx), own);
         own = fmaf(mu.y, fmaf(-0.5f, y, ry), own);
@@ -141,15 +134,11 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
       }
       most.x = max(most.x, magnitude_bits(norm));
       most.y = max(most.y, magnitude_bits(bias));
-      if (lane % 4 == 0)
-        write_bias(c, bias);
+      if (lane % 4 == 0) write_bias(c, bias);
     }
-    most = make_uint2(__reduce_max_sync(~0u, most.x),
-                      __reduce_max_sync(~0u, most.y));
-    if (lane == 0)
-      memory.bounds[warp] = most;
-    if (threadIdx.x == 0)
-      memory.poisoned = 0;
+    most = make_uint2(__reduce_max_sync(~0u, most.x), __reduce_max_sync(~0u, most.y));
+    if (lane == 0) memory.bounds[warp] = most;
+    if (threadIdx.x == 0) memory.poisoned = 0;
     fence_async_proxy();
     __syncthreads();
   }
@@ -164,12 +153,10 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
   __device__ void write_bias(int cluster, float bias) const {
     __nv_bfloat16 part[3];
     split_factor(bias, part);
-    const std::uint32_t to = shared_address(memory.bias) +
-                             cluster / 8 * (8 * kBiasBytes) + cluster % 8 * 16;
-    store_shared16(
-        to,
-        make_uint4(pack2<__nv_bfloat16>(to_float(part[0]), to_float(part[1])),
-                   pack2<__nv_bfloat16>(to_float(part[2]), 1.0f), 0, 0));
+    const std::uint32_t to =
+        shared_address(memory.bias) + cluster / 8 * (8 * kBiasBytes) + cluster % 8 * 16;
+    store_shared16(to, make_uint4(pack2<__nv_bfloat16>(to_float(part[0]), to_float(part[1])),
+                                  pack2<__nv_bfloat16>(to_float(part[2]), 1.0f), 0, 0));
     store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
   }
   // Absolute values as integers have the same order, with NaN above all: it
@@ -185,6 +172,6 @@ template <class T> struct KeyMetric : KeyCovariance<T> {
   }
 };
 
-} // namespace key_kmeans_detail
+}  // namespace key_kmeans_detail
 
-} // namespace coterie::cuda
+}  // namespace coterie::cuda

@@ -135,7 +135,7 @@ __device__ __forceinline__ void add_slot_rows(const V* values, const SlotSet& se
 template <class Body>
 void dispatch_rows(const AttentionCall& call, Body&& body) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    dispatch_wide_dim(call.op, call.Dk, [&](auto width) { body(tag, width); });
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) { body(tag, width); });
   });
 }
 
