@@ -74,12 +74,30 @@ OwnKeys RoutingPass::own_keys(const NormalisedSides& sides, const RunEnds& ends,
   return own;
 }
 
+// Slots without a token and rows of no item are -1 in what is saved. There are some where calls
+// have lengths or packed sequences, and where clusters do not divide the rows.
+void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const {
+  const auto gaps = [&](const Sequences& sequences, std::int64_t rows) {
+    return sequences.lengths.present() || sequences.cu_seqlens.present() ||
+           (params_.membership == Membership::balanced && rows % params_.clusters != 0);
+  };
+  if (!gaps(call_.inputs.q_sequences, call_.N) && !gaps(call_.inputs.k_sequences, call_.S)) return;
+  const auto clear = [&](const TensorView& each) {
+    if (each.count() > 0)
+      COTERIE_CUDA(cudaMemsetAsync(each.data, 0xff, each.count() * sizeof(std::int32_t), stream));
+  };
+  clear(at.ends);
+  for (const SavedSlots* side : {&at.q_slots, &at.k_slots})
+    for (const TensorView* each : {&side->first, &side->count, &side->slots}) clear(*each);
+}
+
 void RoutingPass::attend_lists(const AttentionResult& result, Arena& arena,
                                cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(result.saved);
   const NormalisedSides sides = saved_sides(at);
   const float* head_scale = floats(call_.inputs.logit_scale);
   RunEnds ends;
+  if (!at.counting) clear_empty_slots(at, stream);
   if (slots_are_rows()) {
     const ListPlan plan =
         list_plan(PassKind::forward, sides, at, head_scale, nullptr, arena, stream, ends);

@@ -256,6 +256,7 @@ class RoutingPass : public Pass {
     return plan;
   }
 
+  void clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const;
   // The lists of the call. Launches what ranges and filters need, of which the ends are there in
   // the backward pass; `tokens` are the queries'.
   enum class PassKind : std::uint8_t { forward, backward };

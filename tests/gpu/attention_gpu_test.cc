@@ -110,6 +110,18 @@ TEST_P(AttentionGpuTest, RepeatsItsBits) {
   }
 }
 
+TEST_P(AttentionGpuTest, WritesAllOfWhatIsSaved) {
+  const Problem problem = cases::make_problem(GetParam(), 4);
+  DeviceRun run(problem), other(problem);
+  for (const DeviceTensor& tensor : other.saved) tensor.memory().poison(0x55);
+  run.forward();
+  other.forward();
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  const std::vector<TensorLayout> layout = attention_saved(run.mechanism, run.inputs).tensors;
+  for (std::size_t i = 0; i < layout.size(); ++i)
+    EXPECT_TRUE(run.saved[i].bytes() == other.saved[i].bytes()) << layout[i].name;
+}
+
 TEST_P(AttentionGpuTest, GivesTheSameBitsInAGraph) {
   const Problem problem = cases::make_problem(GetParam(), 3);
   DeviceRun plain(problem), captured(problem);

@@ -23,8 +23,8 @@ class DeviceMemory {
     memory_.reset(data, [](void* p) { cudaFree(p); });
     poison();
   }
-  void poison() const {
-    COTERIE_CUDA(cudaMemset(memory_.get(), 0xff, static_cast<std::size_t>(bytes_)));
+  void poison(int byte = 0xff) const {
+    COTERIE_CUDA(cudaMemset(memory_.get(), byte, static_cast<std::size_t>(bytes_)));
   }
   void* data() const { return memory_.get(); }
   std::int64_t bytes() const { return bytes_; }

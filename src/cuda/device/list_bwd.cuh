@@ -79,8 +79,9 @@ __device__ __forceinline__ void store_sums(const typename P::Sums& sum, float fa
   }
 }
 
-// Where nothing was walked over, nobody has waited for the owned rows yet.
+// Where nothing was walked over, nobody has committed the copies of owned rows or waited for them.
 __device__ __forceinline__ void await_owned_rows() {
+  cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
 }
