@@ -107,8 +107,7 @@ struct InnerMemory {
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // Tile number n of the ring, or tile `turn` of a group's own.
-  __device__ void wait_ring(int n) const { mbarrier_wait(ring_full(n % kRing), n / kRing & 1); }
+  // Tile `turn` of a group's own.
   __device__ void wait_own(int group, int turn) const {
     mbarrier_wait(own_full(2 * group + turn % 2), turn / 2 & 1);
   }

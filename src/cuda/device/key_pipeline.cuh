@@ -146,58 +146,6 @@ struct KeyPipeline {
   }
 };
 
-// The means of this thread's rows, rounded, as left factors in registers.
-template <class T, int kDim>
-__device__ __forceinline__ void load_mean_rows(std::uint32_t (&q)[kDim / 16][4],
-                                               const CentroidQueries& queries, int item, int head,
-                                               int cluster) {
-  const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
-  // All loads are on their way together; the address of a missing element is that of the first.
-  const bool whole = queries.width % 2 == 0;  // float2 are aligned, and inside or outside
-  float2 two[kDim / 4];
-  const auto load = [&](auto pairs) {
-#pragma unroll
-    for (int i = 0; i < kDim / 4; ++i) {
-      const int row = cluster + i % 2 * 8;
-      const int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
-      const bool there = row < queries.clusters && column < queries.width;
-      const float* from =
-          means + (there ? static_cast<std::int64_t>(row) * queries.width + column : 0);
-      if constexpr (decltype(pairs)::value) {
-        two[i] = *reinterpret_cast<const float2*>(from);
-      } else {
-        two[i].x = *from;
-        two[i].y = from[there && column + 1 < queries.width];
-        if (column + 1 >= queries.width) two[i].y = 0.0f;
-      }
-      if (!there) two[i] = make_float2(0.0f, 0.0f);
-    }
-  };
-  if (whole)
-    load(std::true_type{});
-  else
-    load(std::false_type{});
-#pragma unroll
-  for (int i = 0; i < kDim / 4; ++i)
-    q[i / 4][i % 4] = pack2<T>(two[i].x * queries.sign, two[i].y * queries.sign);
-}
-
-// Starts s = Q Kᵀ of a warpgroup, 64 rows and kKeys keys (64 or 128), with these rows.
-template <class T, int kDim, int kKeys>
-__device__ __forceinline__ void score_products(float (&s)[kKeys / 2],
-                                               const std::uint32_t (&q)[kDim / 16][4],
-                                               std::uint32_t keys) {
-  const std::uint64_t first = matrix_descriptor(keys);
-#pragma unroll
-  for (int d = 0; d < kDim / 16; ++d) {
-    const std::uint64_t k = descriptor_behind(first, d / 4 * (kKeys * 128) + d % 4 * 32);
-    if (d == 0)
-      wgmma<T, 0, 0>(s, q[d], k);
-    else
-      wgmma<T, 1, 0>(s, q[d], k);
-  }
-}
-
 // The means of a block's warpgroups, 64 each, as left factors: rounded, in shared memory.
 template <class T, int kDim, int kGroups>
 struct GroupQueries {
