@@ -17,6 +17,7 @@
 #include "cuda/device/splits.cuh"
 #include "cuda/launch.h"
 #include "cuda/oracle.h"
+#include "cuda/padding.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -267,8 +268,7 @@ void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorVie
   CandidateKey* candidates = arena.take<CandidateKey>(
       static_cast<std::int64_t>(blocks) * kRows * kOracleLists * capacity + 1);
   if (!candidates) return;
-  if (call.num_items() == 0 || call.inputs.q_sequences.lengths.present() ||
-      call.inputs.q_sequences.cu_seqlens.present())
+  if (call.num_items() == 0 || ragged(call.inputs.q_sequences))
     COTERIE_CUDA(cudaMemsetAsync(top_keys.data, 0xff,
                                  static_cast<std::size_t>(top_keys.count()) * sizeof(std::int32_t),
                                  stream));

@@ -3,6 +3,7 @@
 // balanced: groups of members, whose outputs add up per token; nearest: runs of tokens sorted by
 // cluster, strictly causal. Roy et al., "Efficient Content-Based Sparse Attention with Routing
 // Transformers", 2021; balanced and nearest are ours.
+#include "cuda/padding.h"
 #include "cuda/routing_pass.h"
 
 namespace coterie::cuda {
@@ -78,7 +79,7 @@ OwnKeys RoutingPass::own_keys(const NormalisedSides& sides, const RunEnds& ends,
 // have lengths or packed sequences, and where clusters do not divide the rows.
 void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const {
   const auto gaps = [&](const Sequences& sequences, std::int64_t rows) {
-    return sequences.lengths.present() || sequences.cu_seqlens.present() ||
+    return ragged(sequences) ||
            (params_.membership == Membership::balanced && rows % params_.clusters != 0);
   };
   if (!gaps(call_.inputs.q_sequences, call_.N) && !gaps(call_.inputs.k_sequences, call_.S)) return;
@@ -87,8 +88,11 @@ void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream)
       COTERIE_CUDA(cudaMemsetAsync(each.data, 0xff, each.count() * sizeof(std::int32_t), stream));
   };
   clear(at.ends);
-  for (const SavedSlots* side : {&at.q_slots, &at.k_slots})
-    for (const TensorView* each : {&side->first, &side->count, &side->slots}) clear(*each);
+  const auto clear_slots = [&](const SavedSlots& side) {
+    for (const TensorView* each : {&side.first, &side.count, &side.slots}) clear(*each);
+  };
+  clear_slots(at.q_slots);
+  if (!params_.share_qk) clear_slots(at.k_slots);
 }
 
 void RoutingPass::attend_lists(const AttentionResult& result, Arena& arena,

@@ -16,12 +16,12 @@
 #include "cuda/device/topk_rows.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/launch.h"
+#include "cuda/padding.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
 namespace {
 
-constexpr int kThreads = 128;      // of the kernels without top keys
 constexpr int kWarpBits = 6;       // of a warp
 constexpr int kSmallCluster = 96;  // mean size up to which one warp takes a tile
 
@@ -156,35 +156,6 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   }
 }
 
-// Rows of the padding: outputs 0, log-sum-exps -inf. One warp per row.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    padding_kernel(const __grid_constant__ Tensor4<T> out, float* lse, SequenceSpans queries,
-                   int items) {
-  const int row = static_cast<int>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  const int head = blockIdx.y, batch = blockIdx.z;
-  if (row >= queries.rows || queries.item_of(batch, row, items) >= 0) return;
-  T* to = out.rows(batch, head, row).data;
-  for (int column = threadIdx.x % 32; column < out.width; column += 32)
-    to[column] = from_float<T>(0.0f);
-  if (threadIdx.x % 32 == 0)
-    lse[(static_cast<std::int64_t>(batch) * gridDim.y + head) * queries.rows + row] = -INFINITY;
-}
-
-bool ragged(const AttentionCall& call) {
-  return call.inputs.q_sequences.lengths.present() || call.inputs.q_sequences.cu_seqlens.present();
-}
-
-template <class T>
-void fill_padding(const AttentionCall& call, const TensorView& out, float* lse,
-                  cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((call.N * 32 + kThreads - 1) / kThreads),
-                  static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
-  padding_kernel<T><<<grid, kThreads, 0, stream>>>(tensor4<T>(out), lse, item_spans(call.inputs).q,
-                                                   static_cast<int>(call.num_items()));
-  COTERIE_LAUNCH("padding");
-}
-
 template <class T, int kDim, int kWarps>
 void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
@@ -198,6 +169,9 @@ void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
 void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                   const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream) {
   if (call.B * call.H * call.N == 0) return;
+  zero_padding(out, call.inputs.q_sequences, call.num_items(), stream);
+  fill_padding(static_cast<float*>(tensors.lse.data), call.B, call.H, call.N,
+               call.inputs.q_sequences, call.num_items(), -INFINITY, stream);
   const auto ints = [](const TensorView& view) {
     return static_cast<const std::int32_t*>(view.data);
   };
@@ -223,7 +197,6 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.padded = (args.topk + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
-    if (ragged(call)) fill_padding<T>(call, out, args.lse, stream);
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
     args.tiles = query_tiles(call, sizes.clusters, warps == 1 ? kWarpBits : kWarpBits + 2);

@@ -14,10 +14,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-bool ragged(const Sequences& sequences) {
-  return sequences.lengths.present() || sequences.cu_seqlens.present();
-}
-
 // One warp per row of (B, rows), for all heads; blockIdx.y counts batch entries.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -47,6 +43,10 @@ void fill(const TensorView& view, const Sequences& sequences, std::int64_t items
 }
 
 }  // namespace
+
+bool ragged(const Sequences& sequences) {
+  return sequences.lengths.present() || sequences.cu_seqlens.present();
+}
 
 void zero_padding(const TensorView& tensor, const Sequences& sequences, std::int64_t items,
                   cudaStream_t stream) {

@@ -9,6 +9,9 @@
 
 namespace coterie::cuda {
 
+// Whether rows may belong to no item.
+bool ragged(const Sequences& sequences);
+
 // Zeros in the padding of a (B, heads, rows, D) tensor; nothing to do without lengths and offsets.
 void zero_padding(const TensorView& tensor, const Sequences& sequences, std::int64_t items,
                   cudaStream_t stream);

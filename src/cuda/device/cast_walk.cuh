@@ -7,6 +7,7 @@
 #include "cuda/device/bands.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/device/store.cuh"
+#include "cuda/device/wgmma_operands.cuh"
 
 namespace coterie::cuda {
 
@@ -64,17 +65,12 @@ __device__ __forceinline__ void settle(Sum<kWidth>& sum) {
 }
 
 // d = a b, or d += a b where `add` is not 0: 64 x 16 by 16 x 64, the depths of b being rows.
-#define COTERIE_ADD(type)                                                                          \
-  asm volatile(                                                                                    \
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                    \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                  \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%"  \
-      "24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"                      \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                         \
+#define COTERIE_ADD(type)                                                                \
+  asm volatile(                                                                          \
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                          \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" COTERIE_WGMMA_D32 \
+      "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"                                          \
+      : COTERIE_WGMMA_OUT32("+")                                                         \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 template <class T>
 __device__ __forceinline__ void wgmma_from(float (&d)[32], const std::uint32_t (&a)[4],

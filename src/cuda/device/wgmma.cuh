@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/wgmma_operands.cuh"
+
 namespace coterie::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
@@ -63,48 +65,29 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Operand lists for the products below, with 32 or 64 accumulators; `io` is "+" or "=".
-#define COTERIE_WGMMA_D32                                                                        \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%" \
-  "25,%26,%27,%28,%29,%30,%31}"
-#define COTERIE_WGMMA_D64                                                                        \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%" \
-  "25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%" \
-  "48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-#define COTERIE_WGMMA_OUT32(io)                                                                 \
-  io "f"(d[0]), io "f"(d[1]), io "f"(d[2]), io "f"(d[3]), io "f"(d[4]), io "f"(d[5]),           \
-      io "f"(d[6]), io "f"(d[7]), io "f"(d[8]), io "f"(d[9]), io "f"(d[10]), io "f"(d[11]),     \
-      io "f"(d[12]), io "f"(d[13]), io "f"(d[14]), io "f"(d[15]), io "f"(d[16]), io "f"(d[17]), \
-      io "f"(d[18]), io "f"(d[19]), io "f"(d[20]), io "f"(d[21]), io "f"(d[22]), io "f"(d[23]), \
-      io "f"(d[24]), io "f"(d[25]), io "f"(d[26]), io "f"(d[27]), io "f"(d[28]), io "f"(d[29]), \
-      io "f"(d[30]), io "f"(d[31])
-#define COTERIE_WGMMA_OUT64(io)                                                                 \
-  COTERIE_WGMMA_OUT32(io), io "f"(d[32]), io "f"(d[33]), io "f"(d[34]), io "f"(d[35]),          \
-      io "f"(d[36]), io "f"(d[37]), io "f"(d[38]), io "f"(d[39]), io "f"(d[40]), io "f"(d[41]), \
-      io "f"(d[42]), io "f"(d[43]), io "f"(d[44]), io "f"(d[45]), io "f"(d[46]), io "f"(d[47]), \
-      io "f"(d[48]), io "f"(d[49]), io "f"(d[50]), io "f"(d[51]), io "f"(d[52]), io "f"(d[53]), \
-      io "f"(d[54]), io "f"(d[55]), io "f"(d[56]), io "f"(d[57]), io "f"(d[58]), io "f"(d[59]), \
-      io "f"(d[60]), io "f"(d[61]), io "f"(d[62]), io "f"(d[63])
-#define COTERIE_WGMMA_REGISTERS(type, io, add)                                                   \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                              \
-               ", 0;\n"                                                                          \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " COTERIE_WGMMA_D32 \
-               ", {%32,%33,%34,%35}, %36, p, 1, 1, %37;}"                                        \
-               : COTERIE_WGMMA_OUT32(io)                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed))
-#define COTERIE_WGMMA_SHARED(type, io, add)                                                      \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                              \
-               ", 0;\n"                                                                          \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " COTERIE_WGMMA_D32 \
-               ", %32, %33, p, 1, 1, 0, %34;}"                                                   \
-               : COTERIE_WGMMA_OUT32(io)                                                         \
-               : "l"(a), "l"(b), "n"(kTransposed))
-#define COTERIE_WGMMA_WIDE(type, io, add)                                                         \
+#define COTERIE_WGMMA_REGISTERS(type, io, add)                                                    \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                               \
                ", 0;\n"                                                                           \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " COTERIE_WGMMA_D64 \
-               ", {%64,%65,%66,%67}, %68, p, 1, 1, %69;}"                                         \
-               : COTERIE_WGMMA_OUT64(io)                                                          \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" COTERIE_WGMMA_D32 \
+               "}"                                                                                \
+               ", {%32,%33,%34,%35}, %36, p, 1, 1, %37;}"                                         \
+               : COTERIE_WGMMA_OUT32(io)                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed))
+#define COTERIE_WGMMA_SHARED(type, io, add)                                                       \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                               \
+               ", 0;\n"                                                                           \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" COTERIE_WGMMA_D32 \
+               "}"                                                                                \
+               ", %32, %33, p, 1, 1, 0, %34;}"                                                    \
+               : COTERIE_WGMMA_OUT32(io)                                                          \
+               : "l"(a), "l"(b), "n"(kTransposed))
+#define COTERIE_WGMMA_WIDE(type, io, add)                                                          \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                                \
+               ", 0;\n"                                                                            \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" COTERIE_WGMMA_D64 \
+               "}"                                                                                 \
+               ", {%64,%65,%66,%67}, %68, p, 1, 1, %69;}"                                          \
+               : COTERIE_WGMMA_OUT64(io)                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed))
 #define COTERIE_WGMMA(operands)                                \
   if constexpr (std::is_same_v<T, __nv_bfloat16> && kAdd == 1) \
@@ -136,10 +119,6 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const std::uint32_t (&a)[4
   COTERIE_WGMMA(COTERIE_WGMMA_WIDE);
 }
 
-#undef COTERIE_WGMMA_D32
-#undef COTERIE_WGMMA_D64
-#undef COTERIE_WGMMA_OUT32
-#undef COTERIE_WGMMA_OUT64
 #undef COTERIE_WGMMA_REGISTERS
 #undef COTERIE_WGMMA_SHARED
 #undef COTERIE_WGMMA_WIDE
