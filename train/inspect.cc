@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "coterie/torch/centroids.h"
 #include "train/eval_mode.h"
 #include "train/evaluate.h"
 
@@ -47,13 +48,14 @@ at::Tensor cluster_sizes(const AttentionRecord& record) {
   const auto* const routing = std::get_if<RoutingParams>(&mechanism);
   const bool cast = std::holds_alternative<CastParams>(mechanism);
   if (!grouped && !routing && !cast) return {};
+  if (routing) {
+    const at::Tensor labels =
+        torch_api::nearest_centroids(record.q, record.options.centroids, record.options.q_lengths);
+    return (labels.unsqueeze(-1) == at::arange(routing->clusters, at::kInt)).sum(2);
+  }
   const AttentionDetails details =
       torch_api::attention_details(record.q, record.k, record.v, mechanism, record.options);
   if (grouped) return details.get("offsets").diff();
-  if (routing) {
-    const at::Tensor clusters = at::arange(routing->clusters, at::kInt);
-    return (details.get("q_labels").unsqueeze(-1) == clusters).sum(2);
-  }
   const at::Tensor sizes = (details.get("members") >= 0).sum(-1);
   return sizes.expand({-1, record.q.size(1), -1});  // one clustering may serve all heads
 }

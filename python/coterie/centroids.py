@@ -35,6 +35,22 @@ def _distributed(process_group: dist.ProcessGroup | None) -> bool:
 
 
 @torch.no_grad()
+def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
+    """Labels (B, h, N) of x: the centroids of largest product with normalised rows; -1 in padding.
+
+    As strict routing selects, so that a row has the same cluster everywhere.
+    """
+    wide = centroids.to(accumulator(x.dtype)).contiguous()
+    spec = f"routing(clusters={centroids.shape[1]},window=1,share_qk=true,causal=strict)"
+    rows = (x, None, x[:, : centroids.shape[0]], wide, None, None)
+    lengths_and_mask = (lengths, lengths, None, None, None)
+    found: list[Tensor] = torch.ops.coterie.attention_select(
+        *rows, *lengths_and_mask, spec, 0.0, True, 0
+    )
+    return found[0]
+
+
+@torch.no_grad()
 def ema_update(
     state: Centroids, tokens: Tokens, decay: float, process_group: dist.ProcessGroup | None = None
 ) -> None:

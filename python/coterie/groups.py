@@ -89,10 +89,16 @@ class HeadGroup(nn.Module):
     def _remember(self, call: GroupCall, result: GroupResult, options: Options) -> None:
         """Keeps what update_centroids and commitment_loss need of the last pass in training."""
         saved = named_saved(call, result, options)
-        queries = _centroids.Tokens(call.q, saved["q_labels"], options.q_lengths)
-        parts = [queries]
+
+        def tokens(name: str, x: Tensor, lengths: Tensor | None) -> _centroids.Tokens:
+            labels = saved.get(name)  # the strict form has them
+            if labels is None:
+                labels = _centroids.nearest(x, self.centroids, lengths)
+            return _centroids.Tokens(x, labels, lengths)
+
+        parts = [tokens("q_labels", call.q, options.q_lengths)]
         if call.k is not None:
-            parts.append(_centroids.Tokens(call.k, saved["k_labels"], options.k_lengths))
+            parts.append(tokens("k_labels", call.k, options.k_lengths))
         losses = [_centroids.commitment(part, self.centroids) for part in parts]
         self.commitment = (losses[0] + losses[-1]) * self.group.number("commitment")
         self._tokens = [(part.x.detach(), part.labels, part.lengths) for part in parts]

@@ -165,9 +165,6 @@ def _routing(group: Group, s: Sizes) -> _Layout:
     indices: _Shapes = {"q_members": slots}
     if not group.keys_are_queries:
         indices["k_members"] = key_slots
-    indices["q_labels"] = _rows(s)
-    if not group.keys_are_queries:
-        indices["k_labels"] = (s.B, s.key_heads, s.S)
     ends = group.causality != "none" and not group.keys_are_queries
     values: _Shapes = {"member_lse": slots, **_facts(group, s, slots, ends)}
     if s.on_gpu:

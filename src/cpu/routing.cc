@@ -43,9 +43,7 @@ RoutingSaved saved_positions(const RoutingParams& params) {
     at.lse = keys + 5;
   } else {
     at.k_members = keys;
-    at.q_labels = keys + 1;
-    at.k_labels = 2 * keys + 1;
-    at.member_lse = 2 * keys + 2;
+    at.member_lse = keys + 1;
   }
   return at;
 }

@@ -62,8 +62,8 @@ void write_gradients(const AttentionCall& call, RoutingRows<T>& rows, const Grad
 
 // Positions in `saved`; those of keys are those of queries where the two are shared.
 struct RoutingSaved {
-  std::size_t q_members, k_members, q_labels, k_labels, member_lse;  // top, balanced
-  std::size_t q_order, q_offsets, k_order, k_offsets, lse;           // nearest
+  std::size_t q_members, k_members, member_lse;                                 // top, balanced
+  std::size_t q_labels, k_labels, q_order, q_offsets, k_order, k_offsets, lse;  // nearest
 };
 RoutingSaved saved_positions(const RoutingParams& params);
 

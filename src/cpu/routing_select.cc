@@ -130,13 +130,17 @@ void select_runs(const RoutingParams& params, const AttentionCall& call,
                  const std::vector<TensorView>& saved, SelectBuffers<T>& buffers,
                  std::vector<Tiles<T>>& tiles) {
   const RoutingSaved at = saved_positions(params);
+  const CentroidView centroids = centroids_of(call);
+  const RoutingSide queries = query_side(call), keys = key_side(call);
+  assign_nearest(queries.rows, queries.spans, centroids, saved[at.q_labels], tiles);
+  if (!params.share_qk) assign_nearest(keys.rows, keys.spans, centroids, saved[at.k_labels], tiles);
   const std::int64_t m = clusters_per_query(params);
   if (m > 1) select_clusters(call, m, buffers, tiles);
   const auto* q_labels = static_cast<const std::int32_t*>(saved[at.q_labels].data);
   const auto* k_labels = static_cast<const std::int32_t*>(saved[at.k_labels].data);
-  sort_runs(query_side(call), m > 1 ? buffers.clusters : q_labels, m, saved[at.q_order],
+  sort_runs(queries, m > 1 ? buffers.clusters : q_labels, m, saved[at.q_order],
             saved[at.q_offsets]);
-  sort_runs(key_side(call), k_labels, 1, saved[at.k_order], saved[at.k_offsets]);
+  sort_runs(keys, k_labels, 1, saved[at.k_order], saved[at.k_offsets]);
 }
 
 }  // namespace
@@ -159,17 +163,14 @@ template <class T>
 void routing_select(const RoutingParams& params, const AttentionCall& normalised,
                     const std::vector<TensorView>& saved, SelectBuffers<T>& buffers,
                     std::vector<Tiles<T>>& tiles) {
-  const RoutingSaved at = saved_positions(params);
-  const CentroidView centroids = centroids_of(normalised);
-  const RoutingSide queries = query_side(normalised), keys = key_side(normalised);
-  assign_nearest(queries.rows, queries.spans, centroids, saved[at.q_labels], tiles);
-  if (!params.share_qk) assign_nearest(keys.rows, keys.spans, centroids, saved[at.k_labels], tiles);
   if (params.membership == Membership::nearest)
     return select_runs(params, normalised, saved, buffers, tiles);
+  const RoutingSaved at = saved_positions(params);
   const auto select_members =
       params.membership == Membership::top ? select_best<T> : select_partition<T>;
-  select_members(normalised, queries, saved[at.q_members], buffers, tiles);
-  if (!params.share_qk) select_members(normalised, keys, saved[at.k_members], buffers, tiles);
+  select_members(normalised, query_side(normalised), saved[at.q_members], buffers, tiles);
+  if (!params.share_qk)
+    select_members(normalised, key_side(normalised), saved[at.k_members], buffers, tiles);
 }
 
 #define COTERIE_INSTANTIATE(T)                                                    \

@@ -8,24 +8,21 @@ void RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<T
                                Arena& arena, cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(saved);
   const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
-  const ZeroedWords counters = team_counters(arena, call_);
+  const ZeroedWords counters = strict_ ? team_counters(arena, call_) : ZeroedWords{};
   if (centroids.rows) centre_centroids(call_, centroids, counters, stream);
-  if (scans())
+  if (!strict_)
+    select_members(sides, centroids, at, arena, stream);
+  else if (scans())
     scan(sides, centroids, at, counters.data, arena, stream);
   else
     sum_and_sort(sides, centroids, at, counters.data, arena, stream);
-  if (!strict_) select_members(sides, centroids, at, arena, stream);
 }
 
 void RoutingPass::scan(const NormalisedSides& sides, const CentredCentroids& centroids,
                        const RoutingSaved& at, unsigned* arrivals, Arena& arena,
                        cudaStream_t stream) const {
-  ScanSide q{sides.q, ints(at.q_labels), {}, {}};
-  ScanSide k{sides.k, ints(at.k_labels), {}, {}};
-  if (strict_) {
-    q.runs = {ints(at.q_order), ints(at.q_offsets)};
-    k.runs = {ints(at.k_order), ints(at.k_offsets)};
-  }
+  ScanSide q{sides.q, ints(at.q_labels), {ints(at.q_order), ints(at.q_offsets)}, {}};
+  const ScanSide k{sides.k, ints(at.k_labels), {ints(at.k_order), ints(at.k_offsets)}, {}};
   if (params_.share_qk) q.copy = k.runs;
   nearest_scan(call_, centroids, q, params_.share_qk ? nullptr : &k, arrivals, arena, stream);
 }
@@ -40,7 +37,6 @@ void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentro
   nearest_exact(call_, sides.q, centroids, queries, arena, stream);
   if (!shared)
     nearest_exact(call_, sides.k, centroids, {ints(at.k_labels), nullptr, 1}, arena, stream);
-  if (!strict_) return;
   SortSide q{sides.q,
              per_row_ > 1 ? queries.clusters : queries.labels,
              queries.per_row,
@@ -55,6 +51,7 @@ void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentro
 void RoutingPass::select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
                                  const RoutingSaved& at, Arena& arena, cudaStream_t stream) const {
   const bool shared = params_.share_qk;
+  if (sides.q.stats) statistics(sides, stream);
   if (params_.membership == Membership::balanced) {
     select_balanced(call_, sides.q, centroids, at.q_members, arena, stream);
     if (!shared) select_balanced(call_, sides.k, centroids, at.k_members, arena, stream);

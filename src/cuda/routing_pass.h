@@ -23,11 +23,10 @@ struct SavedSlots {
 };
 
 // The saved tensors by name; those of keys are those of queries where the two are shared. Of a
-// selection alone there are only members, or order and offsets, and labels.
+// selection alone there are only members, or labels, order and offsets.
 struct RoutingSaved {
-  TensorView q_members, k_members, member_lse;             // top, balanced
-  TensorView q_order, q_offsets, k_order, k_offsets, lse;  // nearest
-  TensorView q_labels, k_labels;
+  TensorView q_members, k_members, member_lse;                                 // top, balanced
+  TensorView q_labels, k_labels, q_order, q_offsets, k_order, k_offsets, lse;  // nearest
   TensorView q_statistics, k_statistics, ends;
   SavedSlots q_slots, k_slots;  // top, balanced
   TensorView weights;
@@ -56,7 +55,6 @@ inline RoutingSaved saved_tensors(const RoutingParams& params, bool with_ends,
       take(*each);
   } else {
     take_pair(at.q_members, at.k_members);
-    take_pair(at.q_labels, at.k_labels);
     take(at.member_lse);
   }
   take_pair(at.q_statistics, at.k_statistics);

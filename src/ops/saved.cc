@@ -132,8 +132,6 @@ void describe(const RoutingParams& params, const AttentionCall& call, Builder& b
       k_slots{items, call.key_heads, clusters, width(call.S)};
   builder.index("q_members", q_slots);
   if (!params.share_qk) builder.index("k_members", k_slots);
-  builder.index("q_labels", {call.B, call.H, call.N});
-  if (!params.share_qk) builder.index("k_labels", {call.B, call.key_heads, call.S});
   builder.value("member_lse", q_slots);
   describe_facts(params, call, q_slots, call.causal && !params.share_qk, builder);
   describe_slots(params, call, q_slots, k_slots, builder);

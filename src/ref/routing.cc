@@ -21,14 +21,14 @@ namespace {
 
 // Positions of the tensors in `saved`; those of the keys are missing with share_qk.
 struct Layout {
-  int q_members = 0, k_members = 0, q_labels = 0, k_labels = 0;  // top, balanced
-  int q_order = 0, q_offsets = 0, k_order = 0, k_offsets = 0;    // nearest
+  int q_members = 0, k_members = 0;  // top, balanced
+  int q_labels = 0, k_labels = 0, q_order = 0, q_offsets = 0, k_order = 0,
+      k_offsets = 0;  // nearest
 };
 
 Layout layout_of(const RoutingParams& params) {
   const int keys = params.share_qk ? 0 : 1;
-  if (params.membership != Membership::nearest)
-    return {.q_members = 0, .k_members = keys, .q_labels = 1 + keys, .k_labels = 1 + 2 * keys};
+  if (params.membership != Membership::nearest) return {.q_members = 0, .k_members = keys};
   return {.q_labels = 0,
           .k_labels = keys,
           .q_order = 1 + keys,
@@ -144,12 +144,15 @@ Lists select_members(const RoutingParams& params, const Matrix<T>& scores) {
   return members_of(balanced_walk(scores, capacity), params.clusters);
 }
 
-// Pairs (query, cluster) and keys sorted by cluster.
+// Nearest clusters; pairs (query, cluster) and keys sorted by cluster.
 template <class T>
-void select_runs(const RoutingParams& params, const Problem<T>& problem, const Matrix<T>& scores,
-                 const std::vector<Index>& k_labels) {
+void select_runs(const RoutingParams& params, const Problem<T>& problem, const Matrix<T>& q_scores,
+                 const Matrix<T>& k_scores) {
   const Layout at = layout_of(params);
-  const Lists clusters = top_of_rows(scores, params.queries_in);
+  const std::vector<Index> k_labels = best_of_rows(k_scores);
+  write_indices(problem.place.queries(problem.saved[at.q_labels]), best_of_rows(q_scores));
+  write_indices(problem.place.keys(problem.saved[at.k_labels]), k_labels);
+  const Lists clusters = top_of_rows(q_scores, params.queries_in);
   Lists queries(static_cast<std::size_t>(params.clusters));
   for (std::size_t i = 0; i < clusters.size(); ++i)
     for (Index c : clusters[i]) queries[c].push_back(static_cast<Index>(i));
@@ -165,11 +168,8 @@ void select_clusters(const RoutingParams& params, const Problem<T>& problem) {
   const Layout at = layout_of(params);
   const Matrix<T> q_scores = inner_products(normalised_rows(problem.q), problem.centroids);
   const Matrix<T> k_scores = inner_products(normalised_rows(problem.k), problem.centroids);
-  const std::vector<Index> k_labels = best_of_rows(k_scores);
-  write_indices(problem.place.queries(problem.saved[at.q_labels]), best_of_rows(q_scores));
-  write_indices(problem.place.keys(problem.saved[at.k_labels]), k_labels);
   if (params.membership == Membership::nearest)
-    return select_runs(params, problem, q_scores, k_labels);
+    return select_runs(params, problem, q_scores, k_scores);
   write_lists(problem.place.item_head(problem.saved[at.q_members]),
               select_members(params, q_scores));
   write_lists(problem.place.item_head(problem.saved[at.k_members]),

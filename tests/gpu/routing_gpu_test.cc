@@ -167,6 +167,23 @@ double shifted_row(std::int64_t r, std::int64_t, double draw) {
   return 2 * draw + static_cast<double>(r % 40) - 20;
 }
 
+// The first tensor that a selection writes, which is to be `name`.
+HostTensor first_selected(const char* spec, const char* name, AttentionInputs inputs, bool causal) {
+  inputs.causal = causal;
+  const Mechanism mechanism = AttentionSpec::parse(spec).groups[0].mechanism;
+  const SavedLayout layout = attention_saved(mechanism, inputs);
+  EXPECT_EQ(layout.tensors[0].name, name);
+  std::vector<DeviceTensor> memory;
+  std::vector<TensorView> saved;
+  for (const TensorLayout& tensor : layout.tensors) {
+    memory.emplace_back(tensor);
+    saved.push_back(memory.back().view());
+  }
+  const DeviceMemory workspace(attention_workspace_bytes(mechanism, inputs));
+  attention_select(mechanism, inputs, saved, {workspace.data(), workspace.bytes(), nullptr});
+  return memory[0].download();
+}
+
 class LongSelectionTest : public testing::TestWithParam<RowElement> {};
 
 TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
@@ -185,26 +202,15 @@ TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
     return 2 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[1]) - 1;
   });
   fill(host_lengths, [&](std::int64_t i) { return lengths[i]; });
-  const Mechanism mechanism =
-      AttentionSpec::parse("routing(clusters=40,window=96,share_qk=true)").groups[0].mechanism;
   const DeviceTensor q(x.view()), device_centroids(centroids.view()),
       device_lengths(host_lengths.view());
   AttentionInputs inputs;
   inputs.q = inputs.v = q.view();
   inputs.centroids = device_centroids.view();
   inputs.q_sequences.lengths = inputs.k_sequences.lengths = device_lengths.view();
-  const SavedLayout layout = attention_saved(mechanism, inputs);
-  std::vector<DeviceTensor> memory;
-  std::vector<TensorView> saved;
-  for (const TensorLayout& tensor : layout.tensors) {
-    memory.emplace_back(tensor);
-    saved.push_back(memory.back().view());
-  }
-  const DeviceMemory workspace(attention_workspace_bytes(mechanism, inputs));
-  attention_select(mechanism, inputs, saved, {workspace.data(), workspace.bytes(), nullptr});
-  ASSERT_EQ(layout.tensors[0].name, "q_members");
-  ASSERT_EQ(layout.tensors[1].name, "q_labels");
-  const HostTensor members = memory[0].download(), labels = memory[1].download();
+  const char* spec = "routing(clusters=40,window=96,share_qk=true)";
+  const HostTensor members = first_selected(spec, "q_members", inputs, false);
+  const HostTensor labels = first_selected(spec, "q_labels", inputs, true);
   const std::vector<double> centroid_values = read_values(centroids);
   for (std::int64_t item = 0; item < 2; ++item) {
     const std::size_t length = static_cast<std::size_t>(lengths[item]);

@@ -188,8 +188,11 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
   const auto* routing = std::get_if<RoutingParams>(&mechanism_);
   if (!routing) return {attention(q, k, v, mechanism_, options), {}};
   const AttentionDetails details = attention_details(q, k, v, mechanism_, options);
-  const auto loss = [&](const at::Tensor& x, const char* labels) {
-    return commitment_loss(x, options.centroids, details.get(labels), options.q_lengths);
+  const bool strict = routing->membership == Membership::nearest;  // has labels already
+  const auto loss = [&](const at::Tensor& x, const char* name) {
+    const at::Tensor labels =
+        strict ? details.get(name) : nearest_centroids(x, options.centroids, options.q_lengths);
+    return commitment_loss(x, options.centroids, labels, options.q_lengths);
   };
   const at::Tensor of_queries = loss(q, "q_labels");
   const at::Tensor of_keys = routing->share_qk ? of_queries : loss(k, "k_labels");
