@@ -16,7 +16,7 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 struct SortArgs {
   SortProblems sides[2];
   Teams teams;
-  std::int32_t* histograms;
+  std::int32_t* numbers;  // of the sort
   int shared_words;
 };
 
@@ -32,8 +32,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool keys = number >= queries;
     const SortProblems& side = args.sides[keys];
     sort_problem(side, keys ? number - queries : number, team,
-                 histograms_of(args.histograms, args.teams, team, turn, side.shape.clusters),
-                 shared, args.shared_words);
+                 histograms_of(args.numbers, args.teams, team, turn, side.shape.clusters),
+                 starts_of(args.numbers, args.teams, side.shape.clusters), shared,
+                 args.shared_words);
   }
 }
 
@@ -191,10 +192,9 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
   }
   const int clusters = queries.side.shape.clusters;
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
-  args.histograms =
-      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) * clusters);
-  if (!args.histograms || problems == 0) return;
-  const std::size_t bytes = group_shared_bytes(clusters, kWarps);
+  args.numbers = arena.take<std::int32_t>(sort_numbers(args.teams, clusters));
+  if (!args.numbers || problems == 0) return;
+  const std::size_t bytes = sort_shared_bytes(clusters, kWarps);
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   launch_cooperative(sort_runs_kernel, args.teams.blocks(), kThreads, bytes, stream, args);
 }

@@ -9,9 +9,9 @@
 // that decides differ by at most
 //   |x| max |rest|  +  2^-14 |x| max |m|,
 // the second part for sums on tensor cores (16 steps of 17 terms at 2^-23 each), in fp32 (128 terms
-// at 2^-24) and the smallest elements; half of it for 64 elements. Scores become integer keys
-// (device/nearest.cuh), of which the two largest of a row are kept. A label is certain where they
-// are farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it
+// at 2^-24) and the smallest elements; half of it for 64 elements. Of the scores of a row the two
+// largest are found (ScoreGrid in device/routing_scan.cuh). A label is certain where they are
+// farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it
 // has 64, multiplies them again, and sums in fp32 for those centroids alone that are near enough to
 // the best (device/routing_open.cuh).
 #include "cuda/device/routing_open.cuh"
@@ -35,12 +35,11 @@ struct ScanArgs {
   ScanSideArgs sides[2];
   CentredCentroids centroids;
   Teams teams;
-  std::int32_t* histograms;
+  std::int32_t* numbers;  // of the sort
   int shared_words;
-  int columns;         // centroids in shared memory, zeros behind the last one
-  int low_part;        // see ScanTable
-  unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
-  unsigned zero;       // 0, unknown as well: see RowFragments
+  int columns;           // centroids in shared memory, zeros behind the last one
+  int low_part;          // see ScanTable
+  unsigned number_mask;  // ~kNumbers, unknown to the compiler so that it stays in a register
 };
 
 struct ScanShared {
@@ -54,52 +53,52 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
                            const Rows<const ScanElement>& rows, const RowRange& range,
                            std::int32_t* labels, RowStatistics* stats, ScanShared& shared) {
   constexpr int kRound = kScanGroups<kChunks> * kScanRows;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int side = lane % 2;  // of the row that this lane answers for
+  const int warp = static_cast<int>(threadIdx.x / 32u);
+  const int side = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane answers for
   OpenRows& open = shared.open[group_number()];
   int first = range.begin + warp * 16, total = 0;
   RowsAhead<kChunks> ahead(rows, first, range.end);
   ahead.load(first);
   if (threadIdx.x % kWarpgroup == 0) open.count = 0;
   group_sync();
+  const int rounds = uniform((range.end - range.begin + kRound - 1) / kRound);
 #pragma unroll 1
-  for (int round = range.begin; round < range.end; round += kRound) {
+  for (int round = 0; round < rounds; ++round) {
     float x[2][8 * kChunks];
     unpack(ahead.tile.words[0][0], x[0]);
     unpack(ahead.tile.words[0][1], x[1]);
     const RowFacts<kChunks> own(table, rows.width, x);
     RowProducts<kChunks> products;
-    products.set(0, x[0], args.zero);
-    products.set(1, x[1], args.zero);
-    const float offset[2] = {__shfl_sync(~0u, own.offset, lane & 28),
-                             __shfl_sync(~0u, own.offset, (lane & 28) + 1)};
-    const int row = first + 8 * side + lane / 4;
-    const bool mine = lane % 4 < 2 && row < range.end;
+    products.set(0, x[0]);
+    products.set(1, x[1]);
+    const int row = first + 8 * side + static_cast<int>(threadIdx.x % 32u / 4u);
+    const bool mine = threadIdx.x % 4u < 2u && row < range.end;
     if (stats && mine) stats[row] = own.stats;
     ahead.at += kRound * rows.pitch;
     ahead.load(first + kRound);
-    TwoKeys keys[2];
-    products.find(table, offset, args.key_scale, keys);
-    const RowBest best(keys);
-    const std::uint32_t exponent = __float_as_uint(own.offset) >> 23;
-    const bool usable = table.usable && exponent > 30 && exponent < 255;
-    const float unit = __uint_as_float((usable ? exponent - 23 : 1) << 23);
-    const float bound = own.bound + 8.0f * unit;  // with what the rounding to keys adds
-    const bool certain = usable && static_cast<float>(best.gap()) * unit > bound;
-    if (mine) labels[row] = own.zero ? 0 : best.label();
+    ScoreGrid grid[2];
+    if (table.low_part)
+      products.template find<2>(table, grid);
+    else
+      products.template find<1>(table, grid);
+    const RowBest best(grid, args.number_mask);
+    const bool usable = table.usable && own.scale > 0.0f && best.first > kNumbers;
+    const float score = best.score();
+    const bool certain = usable && score - best.next() > own.bound + 0x1p-16f * score;
+    if (mine) labels[row] = own.zero ? 0 : best.column;
     const bool push = mine && !certain && !own.zero;
     if (push) {
       const int place = atomicAdd(&open.count, 1);
       open.row[place] = row;
       open.scale[place] = own.scale;
-      open.limit[place] =
-          usable ? __uint_as_float(exponent << 23 | best.score()) - own.offset - bound : -INFINITY;
+      open.bound[place] = own.bound;
+      open.limit[place] = usable ? score - own.bound : -INFINITY;
     }
-    total += group_count(push);
+    total += uniform(group_count(push));
     first += kRound;
-    while (total >= kScanRows || (total > 0 && round + kRound >= range.end)) {
+    while (total >= kScanRows || (total > 0 && round + 1 == rounds)) {
       const int count = min(total, kScanRows);
-      resolve_rows<kChunks>(table, rows, open, total, count, shared.pairs[warp], labels, args.zero);
+      resolve_rows<kChunks>(table, rows, open, total, count, shared.pairs[warp], labels);
       total -= count;
     }
   }
@@ -150,7 +149,8 @@ __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSid
     }
   if (side.sort.runs.order)
     sort_problem(side.sort, number, team,
-                 histograms_of(args.histograms, args.teams, team, turn, clusters),
+                 histograms_of(args.numbers, args.teams, team, turn, clusters),
+                 starts_of(args.numbers, args.teams, clusters),
                  reinterpret_cast<std::int32_t*>(memory), args.shared_words);
 }
 
@@ -205,11 +205,10 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
           stream));
   }
   args.centroids = centroids;
-  args.key_scale = 512;
+  args.number_mask = ~static_cast<unsigned>(kNumbers);
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
-  args.histograms = arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) *
-                                             centroids.clusters);
-  if (!args.histograms || problems == 0) return;
+  args.numbers = arena.take<std::int32_t>(sort_numbers(args.teams, centroids.clusters));
+  if (!args.numbers || problems == 0) return;
   args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
   dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
@@ -217,7 +216,7 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
     args.low_part = 2 * part <= kTableBytes ? part : 0;
     const std::size_t bytes =
         std::max(static_cast<std::size_t>(part + args.low_part),
-                 group_shared_bytes(centroids.clusters, kScanThreads<kChunks> / 32));
+                 sort_shared_bytes(centroids.clusters, kScanThreads<kChunks> / 32));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
     launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(),
                              kScanThreads<kChunks>, bytes, stream, args);

@@ -23,6 +23,7 @@ constexpr std::int64_t kRows = 900;
 struct Form {
   std::int64_t clusters, dim;
   bool packed;
+  double common = 0;  // part of all centroids, of either sign in turn: scores that are all below 0
 };
 
 // Elements with large means, zeros, infinities and NaN among them.
@@ -46,8 +47,9 @@ std::vector<HostTensor> select_runs(DType dtype, const Form& form) {
   };
   fill(q, [&](std::int64_t i) { return row_value(unit(i, 0), i, form.dim); });
   fill(k, [&](std::int64_t i) { return row_value(unit(i, 1), i, form.dim); });
-  fill(centroids,
-       [&](std::int64_t i) { return unit(i / form.dim % 3 == 2 ? i - form.dim : i, 1); });
+  fill(centroids, [&](std::int64_t i) {
+    return unit(i / form.dim % 3 == 2 ? i - form.dim : i, 1) + (i % 2 ? form.common : -form.common);
+  });
   fill(offsets, [](std::int64_t i) { return i * 299; });
   HostTensor typed_q(dtype, {1, 2, kRows, form.dim}), typed_k(dtype, {1, 1, kRows, form.dim});
   write_values(typed_q, read_values(q));
@@ -79,8 +81,9 @@ std::vector<HostTensor> select_runs(DType dtype, const Form& form) {
 
 TEST(RoutingScanGpuTest, TakesTheClustersOfSumsInFp32) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  for (const Form& form : {Form{7, 64, false}, Form{130, 40, true}, Form{300, 64, true},
-                           Form{260, 128, false}, Form{64, 37, false}}) {
+  for (const Form& form :
+       {Form{7, 64, false}, Form{130, 40, true}, Form{300, 64, true}, Form{260, 128, false},
+        Form{64, 37, false}, Form{256, 64, false, 1.5}, Form{100, 64, true, 0.25}}) {
     const auto plain = select_runs(DType::f32, form), found = select_runs(DType::bf16, form);
     ASSERT_EQ(plain.size(), found.size());
     for (std::size_t i = 0; i < plain.size(); ++i)

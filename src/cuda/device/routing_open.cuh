@@ -11,7 +11,8 @@ namespace coterie::cuda {
 // Rows of a warpgroup that are open, up to 63 of them between tiles.
 struct OpenRows {
   std::int32_t row[2 * kScanRows];
-  float limit[2 * kScanRows];  // scores that are not below it count
+  float limit[2 * kScanRows];  // scores that are not below it count; -inf: not known
+  float bound[2 * kScanRows];  // the limit below the best one
   float scale[2 * kScanRows];
   int count;
 };
@@ -87,18 +88,19 @@ template <int kChunks>
 __device__ __forceinline__ void resolve_rows(const ScanTable& table,
                                              const Rows<const ScanElement>& rows, OpenRows& list,
                                              int total, int count, OpenPairs& open,
-                                             std::int32_t* labels, unsigned zero) {
+                                             std::int32_t* labels) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int place = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
   RowProducts<kChunks> products;
   int row[2];
-  float limit[2], scale[2];
+  float limit[2], bound[2], scale[2];
   RowWords<ScanElement, kChunks> words[2];
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const int at = place + 8 * side;
     row[side] = at < count ? list.row[total - count + at] : -1;
     limit[side] = at < count ? list.limit[total - count + at] : INFINITY;
+    bound[side] = at < count ? list.bound[total - count + at] : 0.0f;
     scale[side] = at < count ? list.scale[total - count + at] : 0.0f;
   }
   const auto load = [&](auto aligned) {
@@ -116,18 +118,43 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
     unpack(words[side], x);
 #pragma unroll
     for (int i = 0; i < 8 * kChunks; ++i) x[i] *= scale[side];
-    products.set(side, x, zero);
+    products.set(side, x);
   }
   if (lane < 16) open.best[lane] = 0;
   group_sync();  // all have read the list
   if (threadIdx.x % kWarpgroup == 0) list.count = total - count;
-  int pairs = 0;
-  std::uint32_t low = products.first_columns(table);
+  // Visits the scores of kScanStep centroids at a time.
+  const auto sweep = [&](const auto& visit) {
+    std::uint32_t low = products.first_columns(table);
 #pragma unroll 1
-  for (int column = 0; column < table.columns; column += kScanStep) {
-    float d[kScanStep / 2];
-    products.start(d, table, low);
-    products.finish(d);
+    for (int column = 0; column < table.columns; column += kScanStep) {
+      float d[kScanStep / 2];
+      if (table.low_part)
+        products.template start<2>(d, table, low);
+      else
+        products.template start<1>(d, table, low);
+      products.finish(d);
+      visit(d, column);
+    }
+  };
+  const bool known = limit[0] > -INFINITY && limit[1] > -INFINITY;
+  if (group_count(!known) > 0 && table.usable) {
+    float most[2] = {-INFINITY, -INFINITY};
+    sweep([&](const float(&d)[kScanStep / 2], int column) {
+      const int last = table.clusters - column - lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kScanStep / 2; ++i)
+        if (i / 4 * 8 + i % 2 < last) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], d[i]);
+    });
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      most[side] = fmaxf(most[side], __shfl_xor_sync(~0u, most[side], 1));
+      most[side] = fmaxf(most[side], __shfl_xor_sync(~0u, most[side], 2));
+      if (scale[side] > 0.0f) limit[side] = fmaxf(limit[side], most[side] - bound[side]);
+    }
+  }
+  int pairs = 0;
+  sweep([&](const float(&d)[kScanStep / 2], int column) {
     unsigned near[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kScanStep / 2; ++i)
@@ -151,7 +178,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
         sum_pairs(open, pairs, 32, row, rows, table);
       }
     }
-  }
+  });
   sum_pairs(open, 0, pairs, row, rows, table);
 #pragma unroll
   for (int side = 0; side < 2; ++side)

@@ -29,7 +29,9 @@ constexpr int kLeastPower = -2;
 template <int kChunks>
 constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
 
-__device__ __forceinline__ int group_number() { return static_cast<int>(threadIdx.x) / kWarpgroup; }
+__device__ __forceinline__ int group_number() {
+  return static_cast<int>(threadIdx.x / unsigned{kWarpgroup});
+}
 __device__ __forceinline__ void group_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group_number()) : "memory");
 }
@@ -42,6 +44,10 @@ __device__ __forceinline__ int group_count(bool yes) {
                : "memory");
   return count;
 }
+
+// A number that is the same in all lanes. The assembler then knows it: where loops depend on such
+// numbers alone it keeps descriptors in uniform registers.
+__device__ __forceinline__ int uniform(int number) { return __reduce_max_sync(~0u, number); }
 
 // What the rows of a block's problem are measured with.
 struct ScanTable {
@@ -123,54 +129,82 @@ __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t 
   return sqrtf(block_largest(most));
 }
 
-// The two largest keys.
-struct TwoKeys {
-  std::uint32_t first = 0, second = 0;
+constexpr std::int32_t kNumbers = 63;  // lower bits of a score that make room for a number
 
-  __device__ __forceinline__ void add(std::uint32_t a, std::uint32_t b) {
-    const std::uint32_t large = max(a, b), small = min(a, b);
-    second = __vimax3_u32(second, min(first, large), small);
+// The two best scores of this lane's columns of a row, of those above 0. In a grid whose rows are
+// the even or the odd columns of a step, and whose columns are the 8 blocks of 8 columns of all
+// steps, two scores differ in their row or in their column: the second best is that of the largest
+// scores of rows or that of columns. So a score takes part in two maxima, of three numbers each,
+// and needs no number of its own. Bits of positive floats ascend with them as integers; those of
+// negative ones are below 0.
+struct ScoreGrid {
+  std::int32_t first = 0, second = 0;  // of rows; lower bits are the number
+  std::int32_t block[8] = {};
+
+  __device__ __forceinline__ void add(const float (&d)[kScanStep / 2], int side, int step) {
+    const auto at = [&](int j, int odd) { return __float_as_int(d[4 * j + 2 * side + odd]); };
+    std::int32_t most[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      most[odd] = __vimax3_s32(at(0, odd), at(1, odd), at(2, odd));
+      most[odd] = __vimax3_s32(most[odd], at(3, odd), at(4, odd));
+      most[odd] = __vimax3_s32(most[odd], at(5, odd), at(6, odd));
+      most[odd] = (max(most[odd], at(7, odd)) & ~kNumbers) | (2 * step + odd);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) block[j] = __vimax3_s32(block[j], at(j, 0), at(j, 1));
+    const std::int32_t large = max(most[0], most[1]);
+    second = __vimax3_s32(second, min(first, large), min(most[0], most[1]));
     first = max(first, large);
+  }
+  // The second best, and the column of the best.
+  __device__ __forceinline__ std::int32_t finish(int& column, std::uint32_t mask) const {
+    std::uint32_t largest = 0, nearest = 0;
+    std::uint32_t key[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      key[j] = (static_cast<std::uint32_t>(block[j]) & mask) | static_cast<std::uint32_t>(j);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) largest = __vimax3_u32(largest, key[j], key[j + 1]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) nearest = __viaddmax_u32(key[j], 0u - largest, nearest);
+    const int row = first & kNumbers;
+    column = row / 2 * kScanStep + static_cast<int>(largest & kNumbers) * 8 +
+             static_cast<int>(threadIdx.x % 4u * 2u) + row % 2;
+    return max(second, static_cast<std::int32_t>(largest + nearest));
   }
 };
 
-__device__ __forceinline__ std::uint32_t score_key(float score, float offset, std::uint32_t scale,
-                                                   std::uint32_t low) {
-  std::uint32_t word;
-  asm("mad.lo.u32 %0, %1, %2, %3;"
-      : "=r"(word)
-      : "r"(__float_as_uint(score + offset)), "r"(scale), "r"(low));
-  return word;
-}
-
-// The two best of a row: scores in units of four keys' in the upper 21 bits, 2047 less the column
-// of the first in the others. Lane t of a row's four gets those of row t % 2 of its two.
+// The two best scores of a row, and the column of the first. Lane t of a row's four gets those of
+// row t % 2 of its two.
 struct RowBest {
-  std::uint32_t first, second;
+  std::int32_t first, second;
+  int column;
 
-  __device__ explicit RowBest(const TwoKeys (&keys)[2]) {
-    const int lane = static_cast<int>(threadIdx.x) % 4, own = lane % 2;
-    std::uint32_t with[2], without[2];
+  __device__ RowBest(const ScoreGrid (&grid)[2], std::uint32_t mask) {
+    const bool own = threadIdx.x % 2u;
+    int columns[2];
+    std::int32_t seconds[2];
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const std::uint32_t key = keys[side].first;  // its 9 lower bits are 511 less the number
-      with[side] = (key & ~2047u) | ((key & 510u) * 4 + (key & 1u) + 6 - 2 * lane);
-      without[side] = keys[side].second & ~2047u;
-    }
-    first = own ? with[1] : with[0];
-    second = own ? without[1] : without[0];
-    add(__shfl_xor_sync(~0u, own ? with[0] : with[1], 1),
-        __shfl_xor_sync(~0u, own ? without[0] : without[1], 1));
-    add(__shfl_xor_sync(~0u, first, 2), __shfl_xor_sync(~0u, second, 2));
+    for (int side = 0; side < 2; ++side) seconds[side] = grid[side].finish(columns[side], mask);
+    first = own ? grid[1].first : grid[0].first;
+    second = own ? seconds[1] : seconds[0];
+    column = own ? columns[1] : columns[0];
+    add(__shfl_xor_sync(~0u, own ? grid[0].first : grid[1].first, 1),
+        __shfl_xor_sync(~0u, own ? seconds[0] : seconds[1], 1),
+        __shfl_xor_sync(~0u, own ? columns[0] : columns[1], 1));
+    add(__shfl_xor_sync(~0u, first, 2), __shfl_xor_sync(~0u, second, 2),
+        __shfl_xor_sync(~0u, column, 2));
   }
-  __device__ int label() const { return 2047 - static_cast<int>(first & 2047u); }
-  // In keys' units.
-  __device__ std::uint32_t score() const { return first >> 11 << 2; }
-  __device__ std::uint32_t gap() const { return (first >> 11 << 2) - (second >> 11 << 2); }
+  // Not above it by more than 2^-17 of it.
+  __device__ float score() const { return __int_as_float(first & ~kNumbers); }
+  __device__ float next() const { return __int_as_float(second & ~kNumbers); }
 
  private:
-  __device__ __forceinline__ void add(std::uint32_t other, std::uint32_t other_second) {
-    second = __vimax3_u32(second, other_second, min(first, other) & ~2047u);
+  __device__ __forceinline__ void add(std::int32_t other, std::int32_t other_second,
+                                      int other_column) {
+    second = __vimax3_s32(second, other_second, min(first, other));
+    column = other > first ? other_column : column;
     first = max(first, other);
   }
 };
@@ -180,36 +214,28 @@ template <int kChunks>
 struct RowProducts {
   RowFragments<ScanHalf, kChunks, 1> rows;
 
-  __device__ __forceinline__ void set(int side, const float (&x)[8 * kChunks], unsigned zero) {
-    RowWords<ScanHalf, kChunks> words;
+  __device__ __forceinline__ void set(int side, const float (&x)[8 * kChunks]) {
 #pragma unroll
-    for (int i = 0; i < 4 * kChunks; ++i)
-      (&words.word[i / 4].x)[i % 4] = pack2<ScanHalf>(x[2 * i], x[2 * i + 1]);
-    rows.set(side, words, zero);
+    for (int i = 0; i < 4 * kChunks; ++i)  // elements 2 i, 2 i + 1 of the lane's, see RowFragments
+      rows.a[0][i / 2][i % 2 * 2 + side] = pack2<ScanHalf>(x[2 * i], x[2 * i + 1]);
   }
 
   // Starts on the scores of the kScanStep centroids that `low` says, which then says the next ones.
+  template <int kParts>
   __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
                                         std::uint32_t& low) const {
     wgmma_fence();
     const std::uint64_t first = table.descriptor >> 32 << 32 | low;
 #pragma unroll
-    for (int step = 0; step < 2 * kChunks; ++step) {
+    for (int step = 0; step < 2 * kChunks * kParts; ++step) {
+      const int depth = step % (2 * kChunks);
       const std::uint64_t b =
-          descriptor_behind(first, step / 4 * table.columns * 128 + step % 4 * 32);
+          descriptor_behind(first, (step < 2 * kChunks ? 0 : table.low_part) +
+                                       depth / 4 * table.columns * 128 + depth % 4 * 32);
       if (step == 0)
-        wgmma<ScanHalf, 0, 0>(d, rows.a[0][step], b);
+        wgmma<ScanHalf, 0, 0>(d, rows.a[0][depth], b);
       else
-        wgmma<ScanHalf, 1, 0>(d, rows.a[0][step], b);
-    }
-    if (table.low_part) {
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 2 * kChunks; ++step)
-        wgmma<ScanHalf, 1, 0>(
-            d, rows.a[0][step],
-            descriptor_behind(first,
-                              table.low_part + step / 4 * table.columns * 128 + step % 4 * 32));
+        wgmma<ScanHalf, 1, 0>(d, rows.a[0][depth], b);
     }
     wgmma_commit();
     low += kScanStep * 128 / 16;
@@ -227,48 +253,19 @@ struct RowProducts {
   }
 
   // The two best of all centroids.
-  __device__ __forceinline__ void find(const ScanTable& table, const float (&offset)[2],
-                                       unsigned key_scale, TwoKeys (&best)[2]) const {
+  template <int kParts>
+  __device__ __forceinline__ void find(const ScanTable& table, ScoreGrid (&grid)[2]) const {
     std::uint32_t low = first_columns(table);
+    const int steps = table.columns / kScanStep;
+    int step = 0;
 #pragma unroll 1
-    for (int column = 0; column < table.columns; column += kScanStep) {
+    do {
       float d[kScanStep / 2];
-      start(d, table, low);
+      start<kParts>(d, table, low);
       finish(d);
-      add_keys(d, table, column, offset, key_scale, best);
-    }
-  }
-
- private:
-  __device__ static __forceinline__ void add_keys(const float (&d)[kScanStep / 2],
-                                                  const ScanTable& table, int column,
-                                                  const float (&offset)[2], unsigned key_scale,
-                                                  TwoKeys (&best)[2]) {
-    // Keys are all different: key - largest is 0 for the largest alone, and for the others the
-    // larger the nearer they are. Column numbers are counted from this step's.
-    std::uint32_t key[kScanStep / 2], largest[2] = {0, 0}, nearest[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < kScanStep / 2; i += 2) {
-      key[i] = score_key(d[i], offset[i / 2 % 2], key_scale, 511 - i / 4 * 2);
-      key[i + 1] = score_key(d[i + 1], offset[i / 2 % 2], key_scale, 510 - i / 4 * 2);
-    }
-    if (column + kScanStep > table.clusters) {  // columns behind the last centroid never win
-      const int own = column + static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kScanStep / 2; ++i)
-        if (own + i / 4 * 8 + i % 2 >= table.clusters) key[i] = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kScanStep / 2; i += 2)
-      largest[i / 2 % 2] = __vimax3_u32(largest[i / 2 % 2], key[i], key[i + 1]);
-#pragma unroll
-    for (int i = 0; i < kScanStep / 2; ++i)
-      nearest[i / 2 % 2] = __viaddmax_u32(key[i], 0u - largest[i / 2 % 2], nearest[i / 2 % 2]);
-    const auto numbers = static_cast<std::uint32_t>(column) / 4;
-#pragma unroll
-    for (int side = 0; side < 2; ++side)
-      best[side].add(max(largest[side], numbers) - numbers,
-                     max(largest[side] + nearest[side], numbers) - numbers);
+      grid[0].add(d, 0, step);
+      grid[1].add(d, 1, step);
+    } while (++step < steps);
   }
 };
 

@@ -18,10 +18,10 @@ struct RowsAhead {
   __device__ RowsAhead(const Rows<const ScanElement>& all, int first, int last)
       : rows(all),
         end(last),
-        at(all.row(first + static_cast<int>(threadIdx.x) % 32 / 4) + column(0)) {}
+        at(all.row(first + static_cast<int>(threadIdx.x % 32u / 4u)) + column(0)) {}
 
   __device__ static int column(int chunk) {
-    return 32 * chunk + static_cast<int>(threadIdx.x) % 4 * 8;
+    return 32 * chunk + static_cast<int>(threadIdx.x % 4u * 8u);
   }
   // Rows first .. first + 15, at which `at` points.
   __device__ __forceinline__ void load(int first) {
@@ -29,7 +29,7 @@ struct RowsAhead {
       tile.load(rows, first, end);
       return;
     }
-    const int row = first + static_cast<int>(threadIdx.x) % 32 / 4;
+    const int row = first + static_cast<int>(threadIdx.x % 32u / 4u);
     const ScanElement* below = at + 8 * rows.pitch;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -44,13 +44,13 @@ struct RowsAhead {
 template <int kChunks>
 struct RowFacts {
   RowStatistics stats;
-  float length, scale, offset, bound;
+  float length, scale, bound;
   bool zero;
 
   // `x` becomes what is multiplied.
   __device__ __forceinline__ RowFacts(const ScanTable& table, int width,
                                       float (&x)[2][8 * kChunks]) {
-    const int side = static_cast<int>(threadIdx.x) % 2, four = static_cast<int>(threadIdx.x) & 28;
+    const int side = static_cast<int>(threadIdx.x % 2u), four = static_cast<int>(threadIdx.x & 28u);
     const RowSums parts[2] = {RowSums(x[0]), RowSums(x[1])};
     RowSums sums = side ? parts[1] : parts[0];
     sums.sum += __shfl_xor_sync(~0u, side ? parts[0].sum : parts[1].sum, 1);
@@ -71,7 +71,6 @@ struct RowFacts {
     stats = {mean, inverse_sigma(variance)};
     length = 1.001f * sums.squares * rsqrtf(fmaxf(sums.squares, 0x1p-126f));
     scale = scale_of(length);
-    offset = scale > 0.0f ? key_offset(length * scale, table.norm, 0.0f) : 0.0f;
     bound = 2.0f * length * scale * table.slack;
     zero = false;
     if (__any_sync(~0u, scale != 1.0f)) scale_rows(table, x, side, four);
