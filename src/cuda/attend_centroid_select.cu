@@ -131,15 +131,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   const int cluster = block.first + warp * 32 + lane / 4;
   Fragments<T, kDim> fragments;
   fragments.load(tiles.queries, warp * 32);
+  const auto lists_of = [&](int r) {
+    return separate_lists(args.queries.row(block.slot, block.head, cluster + 8 * r), 1, 0,
+                          args.capacity);
+  };
   LaneList lists[4];  // rows cluster, + 8, + 16, + 24
-  const std::int64_t first_list =
-      args.queries.row(block.slot, block.head, cluster) * kLaneLists + lane % 4;
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    lists[r].list = args.candidates + (first_list + r * 8 * kLaneLists) * args.capacity;
-    lists[r].count = 0;
-    lists[r].floor = row_threshold(args, chunk.item, block.head, cluster + 8 * r);
-  }
+  for (int r = 0; r < 4; ++r)
+    lists[r] = LaneList(args.candidates, lists_of(r), 0, lane % 4,
+                        row_threshold(args, chunk.item, block.head, cluster + 8 * r));
 #pragma unroll 1
   for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kSelectKeys, stage ^= 1) {
     cp_async_wait<0>();
@@ -166,31 +166,31 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     if (cluster + 8 * r < args.queries.clusters)
-      args.counts[first_list + r * 8 * kLaneLists] = lists[r].count;
+      args.counts[lists_of(r).count(0, lane % 4)] = lists[r].count;
 }
 
-// One warp per cluster.
+// One warp per two clusters of an item and head.
 template <class T>
-__global__ void __launch_bounds__(kMergeWarps * 32, 8)
+__global__ void __launch_bounds__(kMergeWarps * 32, 4)
     centroid_merge_kernel(const __grid_constant__ SelectArgs<T> args) {
   await_previous();
-  __shared__ MergeMemory memory[kMergeWarps];
+  __shared__ MergeMemory memory[kMergeWarps][2];
   const CentroidQueries& queries = args.queries;
-  const int warp = threadIdx.x / 32;
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kMergeWarps + warp;
-  const std::int64_t problem = row / queries.clusters;
+  const int warp = threadIdx.x / 32, pairs = (queries.clusters + 1) / 2;
+  const std::int64_t pair = static_cast<std::int64_t>(blockIdx.x) * kMergeWarps + warp;
+  const std::int64_t problem = pair / pairs;
   if (problem >= static_cast<std::int64_t>(queries.chunks.items) * queries.H) return;
-  const int cluster = static_cast<int>(row % queries.clusters);
+  const int cluster =
+      static_cast<int>(pair % pairs) * 2 + static_cast<int>(threadIdx.x) / kRowLanes % 2;
   const int item = static_cast<int>(problem / queries.H);
   const int head = static_cast<int>(problem % queries.H);
+  const bool there = cluster < queries.clusters;
+  const SelectRow row{item, head, cluster, there, there && !queries.empty(item, head, cluster)};
   const int slot = queries.chunks.first_slot(queries.spans.k, item);
-  const int parts = queries.empty(item, head, cluster)
-                        ? 0
-                        : queries.chunks.count(queries.spans.k.span(item).length);
-  merge_lists(args, item, head, cluster,
-              RowLists{parts * kLaneLists, queries.row(slot, head, cluster) * kLaneLists,
-                       queries.row(1, 0, 0) * kLaneLists},
-              memory[warp]);
+  const int parts = queries.chunks.count(queries.spans.k.span(item).length);
+  const RowLists lists = separate_lists(queries.row(slot, head, there ? cluster : 0), parts,
+                                        queries.row(1, 0, 0), args.capacity);
+  merge_lists(args, row, lists, memory[warp]);
 }
 
 template <class T, int kDim>
@@ -206,12 +206,12 @@ void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
 
 // The three steps as kernels of their own.
 template <class T>
-void select_keys(const AttentionCall& call, const SelectArgs<T>& args, std::int64_t rows,
-                 cudaStream_t stream) {
+void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStream_t stream) {
   dispatch_head_dim(call.op, call.Dk,
                     [&](auto dim) { launch_candidates<T, decltype(dim)::value>(args, stream); });
+  const std::int64_t pairs = call.num_items() * call.H * ((args.queries.clusters + 1) / 2);
   launch_early("centroid_merge", centroid_merge_kernel<T>,
-               static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
+               static_cast<unsigned>((pairs + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
                stream, args);
 }
 
@@ -298,7 +298,7 @@ void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
                                 static_cast<int>(call.Dv)};
         return improved_sm90a(args, teams, attend ? &to : nullptr, stream);
       }
-    select_keys(call, args, rows, stream);
+    select_keys(call, args, stream);
   });
 }
 

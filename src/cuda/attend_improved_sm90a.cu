@@ -29,7 +29,7 @@ struct ImprovedMemory {
   using Sample = KeyPipeline<T, kDim, 1, 4 * kGroups, kPartKeys, kGroups>;
   using Tiles = KeyPipeline<T, kDim, kAttend ? 2 : 1, 4 * kGroups, kPartKeys, kGroups>;
   static constexpr int kPipelines = Tiles::kBytes > Sample::kBytes ? Tiles::kBytes : Sample::kBytes;
-  static constexpr int kMerge = 4 * kGroups * static_cast<int>(sizeof(MergeMemory));
+  static constexpr int kMerge = 8 * kGroups * static_cast<int>(sizeof(MergeMemory));
   static constexpr int kBytes =
       Means::kBytes + kPipelines > kMerge ? Means::kBytes + kPipelines : kMerge;
 };
@@ -61,6 +61,9 @@ struct ImprovedProblem {
   // Number of a row of the team's in tensors with kRows rows a team.
   __device__ std::int64_t place(const Team& team, int row) const {
     return static_cast<std::int64_t>(team.number) * kRows + row;
+  }
+  __device__ RowLists lists(const Team& team, int row) const {
+    return joined_lists(place(team, row), team.size, args.capacity);
   }
   // Calls body(row) for this block's rows in the steps by means, kStep rows side by side for each
   // warp.
@@ -156,16 +159,11 @@ struct ImprovedProblem {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const auto key = [&](int t) { return part.key(t); };
     const int row = warp * 16 + lane / 4;
-    const auto list = [&](int side) {
-      return (place(team, row + 8 * side) * team.size + team.rank) * kLaneLists + lane % 4;
-    };
-    LaneList lists[2];
+    LaneList offered[2];
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      lists[side].list = args.candidates + list(side) * args.capacity;
-      lists[side].count = 0;
-      lists[side].floor = args.thresholds[place(team, row + 8 * side)];
-    }
+    for (int side = 0; side < 2; ++side)
+      offered[side] = LaneList(args.candidates, lists(team, row + 8 * side), team.rank, lane % 4,
+                               args.thresholds[place(team, row + 8 * side)]);
     MeanRows<T, kDim> rows;
     float s[32];
     if (keys.total > 0) {
@@ -190,14 +188,14 @@ struct ImprovedProblem {
       for (int side = 0; side < 2; ++side)
         top[side] =
             fmaxf(fmaxf(fours[side][0], fours[side][1]), fmaxf(fours[side][2], fours[side][3]));
-      if (__any_sync(~0u, top[0] >= lists[0].floor || top[1] >= lists[1].floor)) {
+      if (__any_sync(~0u, top[0] >= offered[0].floor || top[1] >= offered[1].floor)) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float* four = s + i / 2 * 8 + i % 2 * 2;
-          offer4(lists[i % 2], fours[i % 2][i / 2], four[0], four[1], four[4], four[5],
+          offer4(offered[i % 2], fours[i % 2][i / 2], four[0], four[1], four[4], four[5],
                  part.key(t) + i / 2 * 16 + lane % 4 * 2);
         }
-        make_room(lists, args.capacity, args.wanted, part.key(t + 1));
+        make_room(offered, args.capacity, args.wanted, part.key(t + 1));
       }
       const int next = min(t + 1, keys.total - 1);
       if constexpr (kAttend) {
@@ -224,7 +222,8 @@ struct ImprovedProblem {
       keys.release(t);
     }
 #pragma unroll
-    for (int side = 0; side < 2; ++side) args.counts[list(side)] = lists[side].count;
+    for (int side = 0; side < 2; ++side)
+      args.counts[lists(team, row + 8 * side).count(team.rank, lane % 4)] = offered[side].count;
     if constexpr (kAttend)
       rows.write(to.rows, to.outs, to.pitch, partial(team, team.rank, row), kRows);
   }
@@ -233,15 +232,14 @@ struct ImprovedProblem {
     return (static_cast<std::int64_t>(team.number) * team.size + rank) * kRows + row;
   }
 
-  // Top keys and outputs of this block's rows.
+  // Top keys and outputs of this block's rows, two at a time for each warp.
   __device__ void finish(const Team& team) const {
-    MergeMemory& own = reinterpret_cast<MergeMemory*>(memory)[threadIdx.x / 32];
-    for_own_rows<1>(team, [&](int row) {
-      if (first + row >= args.queries.clusters) return;
-      const RowLists lists{there(row) ? kLaneLists * team.size : 0,
-                           place(team, row) * kLaneLists * team.size, kLaneLists};
-      finish_row<kAttend>(args, to, item, head, first + row, lists, partial(team, 0, row), kRows,
-                          own);
+    MergeMemory* pair = reinterpret_cast<MergeMemory*>(memory) + threadIdx.x / 32 * 2;
+    for_own_rows<2>(team, [&](int even) {
+      const int own = even + static_cast<int>(threadIdx.x) / kRowLanes % 2;
+      const SelectRow row{item, head, first + own, first + own < args.queries.clusters, there(own)};
+      finish_rows<kAttend>(args, to, row, lists(team, own),
+                           RowParts{team.size, partial(team, 0, own), kRows}, pair);
     });
   }
 

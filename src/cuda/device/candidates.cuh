@@ -65,23 +65,6 @@ __device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
   }
 }
 
-// Moves the candidates of list[0, count) that are not below `cut` to its front; returns their
-// number.
-__device__ __forceinline__ int keep_above(Candidate* list, int count, CandidateKey cut) {
-  const int lane = threadIdx.x % 32;
-  int kept = 0;
-  for (int first = 0; first < count; first += 32) {
-    const bool there = first + lane < count;
-    const Candidate candidate = there ? list[first + lane] : Candidate{};
-    const bool keep = there && candidate_key(candidate) >= cut;
-    const std::uint32_t votes = __ballot_sync(~0u, keep);
-    if (keep) list[kept + __popc(votes & ((1u << lane) - 1))] = candidate;
-    kept += __popc(votes);
-    __syncwarp();
-  }
-  return kept;
-}
-
 // The lane's values in descending order over the lanes of the warp.
 __device__ __forceinline__ float warp_sort_descending(float value) {
   const int lane = threadIdx.x % 32;

@@ -23,150 +23,145 @@ struct MeanOutputs {
   int width;                // of a row of out
 };
 
-// What rows that are not aligned take, out of the way of the others.
-template <class T>
-__device__ __noinline__ uint4 load_slowly(const T* row, int column, int width) {
-  return load_chunk(row, column, width);
-}
+// The partial results of a row: `parts` of them, the first one at place `first`.
+struct RowParts {
+  int parts;
+  std::int64_t first, step;
+};
 
-// Columns lane % 8 * 8 + ... of 32 rows of values on their way, added up: columns() and the next.
+// Weighted sums of listed rows, 64 columns of them: a lane has those of kColumns from column() on.
 template <class T>
 struct ListedValues {
-  static constexpr int kVector = 16 / sizeof(T);
+  static constexpr int kVector = 16 / sizeof(T), kColumns = 4;
   static_assert(kVector == 8, "eight lanes for 64 columns");
-  float sums[8] = {};
+  float sums[kVector] = {};
 
-  // Adds weights times rows of `count` keys (up to 128), columns [first, first + 64).
-  __device__ void add(const Rows<const T>& rows, const int* index, const float* weight, int count,
-                      int first) {
-    const int lane = threadIdx.x % 32, column = first + lane % 8 * kVector;
-    const bool inside = column < rows.width;
+  __device__ static int column() { return row_lane() % 8 * kVector + row_lane() / 8 * kColumns; }
+
+  // Adds weights times rows of `count` keys, columns [first, first + 64). index: complements; the
+  // first one is valid at any rate. `most`: the larger count of both rows of the warp.
+  __device__ __forceinline__ void add(const Rows<const T>& rows, const std::uint32_t* index,
+                                      const float* weight, int count, int most, int first) {
+    constexpr int kTogether = 16;  // rows of a lane, whose loads are on their way together
+    const int lane = row_lane(), column = first + lane % 8 * kVector;
+    if (!rows.aligned) return add_slowly(rows, index, weight, count, column);
+    const int place = column < rows.width ? column : 0;
 #pragma unroll 1
-    for (int begin = 0; begin < count; begin += 32) {
-      uint4 words[8];
-      const auto place = [&](int u) {
-        return rows.row(index[min(begin + 4 * u + lane / 8, count - 1)]);
-      };
-      if (rows.aligned) {
+    for (int begin = lane / 8; begin < most; begin += 2 * kTogether) {
+      uint4 words[kTogether];
+      float factors[kTogether];
 #pragma unroll
-        for (int u = 0; u < 8; ++u)
-          words[u] = *reinterpret_cast<const uint4*>(place(u) + (inside ? column : 0));
-      } else {
-#pragma unroll
-        for (int u = 0; u < 8; ++u) words[u] = load_slowly(place(u), column, rows.width);
+      for (int u = 0; u < kTogether; ++u) {
+        const int at = max(min(begin + 2 * u, count - 1), 0);
+        words[u] = *reinterpret_cast<const uint4*>(rows.row(static_cast<int>(~index[at])) + place);
+        factors[u] = begin + 2 * u < count ? weight[at] : 0.0f;
       }
 #pragma unroll
-      for (int u = 0; u < 8; ++u) {
-        const int key = begin + 4 * u + lane / 8;
-        const float factor = inside && key < count ? weight[key] : 0.0f;
+      for (int u = 0; u < kTogether; ++u)
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          sums[i] = fmaf(factor, to_float(reinterpret_cast<const T*>(&words[u])[i]), sums[i]);
-      }
+        for (int i = 0; i < kVector; ++i)
+          sums[i] = fmaf(factors[u], to_float(reinterpret_cast<const T*>(&words[u])[i]), sums[i]);
     }
   }
-  // The lane's two columns of the 64, and their sums over all keys.
-  __device__ static int column() {
-    const int lane = threadIdx.x % 32;
-    return lane % 8 * 8 + lane / 16 * 4 + lane / 8 % 2 * 2;
+  __device__ __forceinline__ void add_slowly(const Rows<const T>& rows, const std::uint32_t* index,
+                                             const float* weight, int count, int column) {
+#pragma unroll 1
+    for (int key = row_lane() / 8; key < count; key += 2) {
+      const T* row = rows.row(static_cast<int>(~index[key]));
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (column + i < rows.width)
+          sums[i] = fmaf(weight[key], to_float(row[column + i]), sums[i]);
+    }
+    __syncwarp();
   }
-  __device__ float2 total() const {
-    const int lane = threadIdx.x % 32;
-    float four[4];
+  // The lane's sums over all keys.
+  __device__ void total(float (&to)[kColumns]) const {
+    const bool upper = row_lane() >= 8;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(~0u, lane & 16 ? sums[i] : sums[i + 4], 16);
-      four[i] = (lane & 16 ? sums[i + 4] : sums[i]) + other;
-    }
-    float two[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float other = __shfl_xor_sync(~0u, lane & 8 ? four[i] : four[i + 2], 8);
-      two[i] = (lane & 8 ? four[i + 2] : four[i]) + other;
-    }
-    return make_float2(two[0], two[1]);
+    for (int i = 0; i < kColumns; ++i) to[i] = exchange(upper, sums[i], sums[i + kColumns], 8);
   }
 };
 
-// Adds the `parts` partial results of a row in order, those of part p at place first + p * step,
-// takes the top keys out again and writes the results. By a warp; overwrites the scores of the
-// keys.
+// Adds the partial results of a row in order, takes its `count` top keys out again and writes the
+// results. Two rows of a warp side by side; overwrites the scores of the keys.
 //
 // The products had every key's weight rounded to T. What is taken out is rounded in the same way,
 // and shifts are whole numbers, so that nothing but the rounding of sums is left of a top key.
 template <class T>
 __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const MeanOutputs<T>& to,
-                                              int item, int head, int cluster, const TopKeys& keys,
-                                              float* weights, int parts, std::int64_t first,
-                                              std::int64_t step) {
+                                              const SelectRow& row, const RowParts& parts,
+                                              const PartialRow& own, int count,
+                                              MergeMemory& memory) {
+  constexpr int kColumns = ListedValues<T>::kColumns, kTogether = 4;
   const CentroidQueries& queries = args.queries;
-  const int lane = threadIdx.x % 32;
-  const std::int64_t row = queries.row(item, head, cluster);
-  const ItemSpan span = queries.spans.k.span(item);
-  const PartialRow own =
-      lane < parts ? to.rows[first + lane * step] : PartialRow{-INFINITY, 0.0f, 0.0f, 0.0f};
-  float shift = own.shift;
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) shift = fmaxf(shift, __shfl_xor_sync(~0u, shift, i));
+  const int lane = row_lane(), most = pair_max(count);
+  const std::int64_t number = row.number(queries);
+  const ItemSpan span = queries.spans.k.span(row.item);
+  float shift = row_max(own.shift);
   if (shift == -INFINITY) shift = 0.0f;  // no keys at all
-  const float factor = lane < parts ? exp2_approximate(own.shift - shift) : 0.0f;
-  float sum = factor * own.sum, listed = 0.0f;
-  for (int i = lane; i < keys.count; i += 32) {
-    const float weight = exp2_approximate(fmaf(keys.score[i], queries.exponent, -shift));
+  const float factor = exp2_approximate(own.shift - shift);
+  float listed = 0.0f;
+  for (int i = lane; i < count; i += kRowLanes) {
+    const float weight = exp2_approximate(fmaf(memory.score[i], queries.exponent, -shift));
     listed += weight;
-    weights[i] = to_float(from_float<T>(weight));
+    memory.score[i] = to_float(from_float<T>(weight));
   }
+  if (count == 0 && lane == 0) memory.index[0] = ~0u;
   __syncwarp();
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    sum += __shfl_xor_sync(~0u, sum, i);
-    listed += __shfl_xor_sync(~0u, listed, i);
+  const float sum = row_sum(factor * own.sum), inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  listed = row_sum(listed);
+  if (lane == 0 && row.there) {
+    to.lse[number] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
+    to.mass[number] = listed * inverse;
   }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  if (lane == 0) {
-    to.lse[row] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
-    to.mass[row] = listed * inverse;
-  }
-  const bool nothing = keys.count == span.length;  // all keys are top keys
-  const Rows<const T> v = to.v.rows(span.batch, head / queries.group, span.begin);
+  // Without members, or all keys are top keys.
+  const bool nothing = !row.members || count == span.length;
+  const Rows<const T> v = to.v.rows(span.batch, row.head / queries.group, span.begin);
 #pragma unroll 1
   for (int begin = 0; begin < to.width; begin += 64) {
     const int column = begin + ListedValues<T>::column();
-    float2 total = make_float2(0.0f, 0.0f);
-    float2 values[kSelectParts];
+    const float* outs = to.outs + parts.first * to.pitch + column;
+    float total[kColumns] = {}, top[kColumns];
+#pragma unroll 1
+    for (int p = 0; p < parts.parts; p += kTogether) {
+      float4 values[kTogether];
 #pragma unroll
-    for (int p = 0; p < kSelectParts; ++p)
-      values[p] = *reinterpret_cast<const float2*>(
-          to.outs + (first + min(p, max(parts - 1, 0)) * step) * to.pitch + column);
-    ListedValues<T> listed_values;
-    listed_values.add(v, keys.index, weights, keys.count, begin);
+      for (int i = 0; i < kTogether; ++i)
+        values[i] = *reinterpret_cast<const float4*>(outs + max(min(p + i, parts.parts - 1), 0) *
+                                                                parts.step * to.pitch);
 #pragma unroll
-    for (int p = 0; p < kSelectParts; ++p) {
-      const float weight = __shfl_sync(~0u, factor, p);
-      if (p >= parts) continue;
-      total.x = fmaf(weight, values[p].x, total.x);
-      total.y = fmaf(weight, values[p].y, total.y);
+      for (int i = 0; i < kTogether; ++i) {
+        const float weight = __shfl_sync(~0u, factor, p + i, kRowLanes);
+        if (p + i >= parts.parts) continue;
+#pragma unroll
+        for (int e = 0; e < kColumns; ++e) total[e] = fmaf(weight, (&values[i].x)[e], total[e]);
+      }
     }
-    const float2 out = listed_values.total();
-    if (column < to.width)
-      to.out[row * to.width + column] = nothing ? 0.0f : (total.x - out.x) * inverse;
-    if (column + 1 < to.width)
-      to.out[row * to.width + column + 1] = nothing ? 0.0f : (total.y - out.y) * inverse;
+    ListedValues<T> values;
+    values.add(v, memory.index, memory.score, count, most, begin);
+    values.total(top);
+    float* out = to.out + number * to.width + column;
+#pragma unroll
+    for (int e = 0; e < kColumns; ++e)
+      if (row.there && column + e < to.width)
+        out[e] = nothing ? 0.0f : (count == 0 ? total[e] : total[e] - top[e]) * inverse;
   }
   __syncwarp();
 }
 
-// A row of the last step: top keys, and with kAttend the outputs. `first`, `step`: of its partial
-// results.
+// Two rows of the last step: top keys, and with kAttend the outputs.
 template <bool kAttend, class T>
-__device__ __forceinline__ void finish_row(const SelectArgs<T>& args, const MeanOutputs<T>& to,
-                                           int item, int head, int cluster, const RowLists& lists,
-                                           std::int64_t first, std::int64_t step,
-                                           MergeMemory& memory) {
-  const TopKeys keys = merge_lists(args, item, head, cluster, lists, memory);
+__device__ __forceinline__ void finish_rows(const SelectArgs<T>& args, const MeanOutputs<T>& to,
+                                            const SelectRow& row, const RowLists& lists,
+                                            const RowParts& parts, MergeMemory* pair) {
+  PartialRow own{-INFINITY, 0.0f, 0.0f, 0.0f};
   if constexpr (kAttend)
-    write_outputs(args, to, item, head, cluster, keys, memory.score, lists.total / kLaneLists,
-                  first, step);
+    if (const int p = row_lane(); row.members && p < parts.parts)
+      own = to.rows[parts.first + p * parts.step];
+  const int count = merge_lists(args, row, lists, pair);
+  if constexpr (kAttend)
+    write_outputs(args, to, row, parts, own, count, pair[threadIdx.x / kRowLanes % 2]);
   __syncwarp();
 }
 

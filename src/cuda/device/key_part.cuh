@@ -12,7 +12,7 @@ namespace coterie::cuda {
 constexpr int kPartKeys = 64;       // of a tile
 constexpr int kGroupMaxima = 32;    // of a row in each part: 8 for each of the lanes that share it
 constexpr int kLeastSample = 1024;  // keys of a part's sample, if it has as many
-constexpr int kCloseEnough = 16;    // thresholds may leave so many more than wanted
+constexpr int kCloseEnough = 8;     // thresholds may leave so many more than wanted
 
 // The keys of one block: whole tiles but for the end, and a sample of them in equal segments.
 struct KeyPart {

@@ -28,7 +28,7 @@ struct SelectArgs {
   int capacity;            // of a list
   float* thresholds;       // (items, H, C, kSamples)
   std::int32_t* counts;    // (slots, H, C, kLaneLists)
-  Candidate* candidates;   // (slots, H, C, kLaneLists, capacity)
+  Candidate* candidates;   // (slots, H, C, capacity, kLaneLists)
   std::int32_t* top_keys;  // (items, H, C, topk)
 
   __device__ Rows<const T> keys(const ItemSpan& span, int head) const {
@@ -90,43 +90,103 @@ __device__ float row_threshold(const SelectArgs<T>& args, int item, int head, in
   return threshold;
 }
 
+// The lists of a row: kLaneLists of them in each of several parts. Candidates of different lists
+// lie side by side, so that the first ones of all are read together.
+struct RowLists {
+  int parts, pitch;                  // from one candidate of a list to the next
+  std::int64_t counts, counts_step;  // those of the first part; from part to part
+  std::int64_t candidates, candidates_step;
+
+  __device__ std::int64_t count(int part, int list) const {
+    return counts + part * counts_step + list;
+  }
+  __device__ std::int64_t candidate(int part, int list) const {
+    return candidates + part * candidates_step + list;
+  }
+};
+
+// Lists with all parts of a row side by side.
+__device__ __forceinline__ RowLists joined_lists(std::int64_t row, int parts, int capacity) {
+  const int width = parts * kLaneLists;
+  return {parts, width, row * width, kLaneLists, row * capacity * width, kLaneLists};
+}
+// Lists of a row in parts of their own, `step` rows apart.
+__device__ __forceinline__ RowLists separate_lists(std::int64_t row, int parts, std::int64_t step,
+                                                   int capacity) {
+  return {parts,
+          kLaneLists,
+          row * kLaneLists,
+          step * kLaneLists,
+          row * kLaneLists * capacity,
+          step * kLaneLists * capacity};
+}
+
 // One row of means in a warp: four lanes hold its scores, each keeps a list of its own, so that
 // nothing is shared while scores stream by. A list has room for one tile after every check.
 struct LaneList {
   Candidate* list;
+  std::uint32_t pitch;  // bytes from one candidate to the next
   int count;
   float floor;  // scores below are no candidates
 
-  __device__ void push(float score, int key) {
-    list[count] = {score, key};
-    ++count;
+  LaneList() = default;
+  __device__ LaneList(Candidate* candidates, const RowLists& lists, int part, int lane, float least)
+      : list(candidates + lists.candidate(part, lane)),
+        pitch(lists.pitch * sizeof(Candidate)),
+        count(0),
+        floor(least) {}
+  __device__ Candidate* at(int i) const {
+    return reinterpret_cast<Candidate*>(reinterpret_cast<char*>(list) +
+                                        static_cast<std::uint64_t>(static_cast<unsigned>(i)) *
+                                            pitch);
   }
   __device__ bool filling(int capacity) const { return count > capacity - kSelectKeys / 4; }
 };
+
+// Moves the candidates that are not below `cut` to the front of a list; returns their number.
+__device__ __forceinline__ int keep_above(const LaneList& list, CandidateKey cut) {
+  const int lane = threadIdx.x % 32;
+  int kept = 0;
+#pragma unroll 1
+  for (int first = 0; first < list.count; first += 32) {
+    const bool there = first + lane < list.count;
+    const Candidate candidate = there ? *list.at(first + lane) : Candidate{};
+    const bool keep = there && candidate_key(candidate) >= cut;
+    const std::uint32_t votes = __ballot_sync(~0u, keep);
+    if (keep) *list.at(kept + __popc(votes & ((1u << lane) - 1))) = candidate;
+    kept += __popc(votes);
+    __syncwarp();
+  }
+  return kept;
+}
 
 // By all lanes of a warp, for the row of lanes 4 * quad .. 4 * quad + 3: keeps the best `wanted` of
 // its lists and raises its floor. Keys to come have indices from `next` on. Rare, and kept out of
 // the registers of the kernels.
 static __device__ __noinline__ LaneList prune(LaneList own, int quad, int wanted, int next) {
   const int lane = threadIdx.x % 32;
-  Candidate* lists[4];
-  int counts[4];
+  // Of the row's lists, whose lanes are neighbours.
+  LaneList lists[4];
   const auto address = reinterpret_cast<unsigned long long>(own.list);
+  int total = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    lists[i] = reinterpret_cast<Candidate*>(__shfl_sync(~0u, address, 4 * quad + i));
-    counts[i] = __shfl_sync(~0u, own.count, 4 * quad + i);
+    lists[i] = own;
+    lists[i].list = reinterpret_cast<Candidate*>(__shfl_sync(~0u, address, 4 * quad + i));
+    lists[i].count = __shfl_sync(~0u, own.count, 4 * quad + i);
+    total += lists[i].count;
   }
-  if (counts[0] + counts[1] + counts[2] + counts[3] <= wanted) return own;
+  if (total <= wanted) return own;
   const auto for_each = [&](const auto& visit) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      for (int j = lane; j < counts[i]; j += 32) visit(candidate_key(lists[i][j]));
+#pragma unroll 1
+      for (int j = lane; j < lists[i].count; j += 32) visit(candidate_key(*lists[i].at(j)));
   };
   const CandidateKey cut = find_cut(for_each, wanted, wanted);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int kept = keep_above(lists[i], counts[i], cut);
+    const int kept = keep_above(lists[i], cut);
     if (lane == 4 * quad + i) own.count = kept;
   }
   // A later key with the cut's score counts only if its index is low enough to beat the cut.
@@ -167,7 +227,7 @@ __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, 
         "@p st.global.v2.b32 [%1], {%4,%5};\n"
         "@p add.s32 %0, %0, 1;}"
         : "+r"(list.count)
-        : "l"(list.list + list.count), "f"(score), "f"(list.floor), "r"(__float_as_uint(score)),
+        : "l"(list.at(list.count)), "f"(score), "f"(list.floor), "r"(__float_as_uint(score)),
           "r"(key)
         : "memory");
   };
