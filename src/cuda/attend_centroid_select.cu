@@ -252,7 +252,7 @@ bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes)
 
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream, bool attend) {
+                     cudaStream_t stream, bool attend, bool inputs_ready) {
   const CentroidBlocks blocks = centroid_blocks(call, sizes);
   const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
   SelectTeams teams = select_teams(call, blocks, queries);
@@ -286,6 +286,7 @@ void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
     args.counts = counts;
     args.candidates = candidates;
     args.top_keys = static_cast<std::int32_t*>(tensors.top_keys.data);
+    args.inputs_ready = inputs_ready;
     if constexpr (sizeof(T) == 2)
       if (blocks.sm90a) {
         const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),

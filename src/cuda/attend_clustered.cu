@@ -133,10 +133,10 @@ class ClusteredPass : public Pass {
       Arena stage = arena;  // the memory of the clustering is free again
       if (!with_means) means(tensors, stage, stream_of(workspace), arrivals.words());
       attended = selects_and_attends(call_, sizes_);
-      select_keys(tensors, arrivals, stage, stream_of(workspace), attended);
+      select_keys(tensors, arrivals, stage, stream_of(workspace), attended, with_means);
     }
     if (!attended) attend_means(tensors, arrivals, arena, stream_of(workspace));
-    outputs(tensors, result.out, stream_of(workspace));
+    outputs(tensors, result.out, stream_of(workspace), attended);
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -181,9 +181,9 @@ class ClusteredPass : public Pass {
   }
   // Top keys where there are any, from tensors whose centroids are there.
   void select_keys(const ClusteredTensors& tensors, const Arrivals& arrivals, Arena& arena,
-                   cudaStream_t stream, bool attend = false) const {
+                   cudaStream_t stream, bool attend = false, bool inputs_ready = false) const {
     if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
-      centroid_select(call_, sizes_, tensors, arrivals.data, arena, stream, attend);
+      centroid_select(call_, sizes_, tensors, arrivals.data, arena, stream, attend, inputs_ready);
   }
   void attend_means(const ClusteredTensors& tensors, const Arrivals& arrivals, Arena& arena,
                     cudaStream_t stream) const {
@@ -192,9 +192,10 @@ class ClusteredPass : public Pass {
                      arrivals.data ? arrivals.data + arrivals.selection : nullptr, arena, stream);
   }
   // Outputs of the queries.
-  void outputs(const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream) const {
+  void outputs(const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream,
+               bool after_select = false) const {
     if constexpr (std::is_same_v<Params, ImprovedClusteredParams>)
-      topk_forward(call_, sizes_, tensors, out, stream);
+      topk_forward(call_, sizes_, tensors, out, stream, after_select);
     else
       broadcast_forward(call_, tensors, out, stream);
   }

@@ -11,7 +11,7 @@
 //
 // The attention meets all keys, because top keys are not known before its end; they are taken out
 // of its sums again (device/improved.cuh).
-#include "cuda/device/await.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/device/improved.cuh"
 #include "cuda/device/key_part.cuh"
 #include "cuda/device/key_pipeline.cuh"
@@ -252,10 +252,13 @@ struct ImprovedProblem {
     sampled.init();
     __syncthreads();
     sampled.begin([&](int t) { return part.sample_key(t); }, span.length);
+    await_writes();
+    release_next();
     const typename Memory::Means means(base, args.queries, item, head, first);
     sampled.publish_first();
     __syncthreads();  // the means of all threads are there
     sample(team, span, part, means, sampled);
+    team.arrive();
     Tiles keys{tiles, {}, part.tiles()};
     keys.rows[0] = k;
     if constexpr (kAttend)
@@ -263,7 +266,7 @@ struct ImprovedProblem {
     keys.init();
     __syncthreads();
     keys.begin([&](int t) { return part.key(t); }, part.end);
-    team.sync();
+    team.wait();
     find_thresholds(team);
     team.sync();
     visit_keys(team, part, means, keys);
@@ -280,7 +283,8 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
     improved_sm90a_kernel(const __grid_constant__ SelectArgs<T> args,
                           const __grid_constant__ SelectTeams teams,
                           const __grid_constant__ MeanOutputs<T> to) {
-  await_previous();
+  // What comes after this kernel may then read what came before it.
+  if (!args.inputs_ready) await_writes();
   extern __shared__ __align__(1024) unsigned char memory[];
   Team team(teams.teams);
   for (int number = team.number; number < teams.problems; number += teams.teams.count)

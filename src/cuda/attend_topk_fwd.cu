@@ -8,7 +8,7 @@
 // query, and nothing else.
 #include "cuda/clustered.h"
 #include "cuda/device/ascending.cuh"
-#include "cuda/device/await.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/softmax.cuh"
@@ -37,6 +37,7 @@ struct TopArgs {
   int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kTopKeys
   float exponent;                 // scale log2(e)
   bool causal;                    // keys after a query are out of its sight
+  bool clusters_ready;            // before the kernel that may still run ends
 };
 
 // The outputs of 16 queries, mass * out / sum + bottom, to their places, and their log-sum-exps.
@@ -79,13 +80,17 @@ constexpr int kResidentWarps = sizeof(T) == 4 || kDim > 64 ? 8 : 16;
 template <class T, int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     topk_attend_kernel(const __grid_constant__ TopArgs<T> args) {
-  await_previous();
+  release_next();
+  if (!args.clusters_ready) await_writes();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ __align__(16) float bottom[kDim];
   const int head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const QueryTile tile =
       args.tiles.find(args.spans.q, args.offsets, args.H, head, static_cast<int>(blockIdx.x));
-  if (tile.count == 0) return;
+  if (tile.count == 0) {
+    await_writes();
+    return;
+  }
   // What depends on the tile only is on its way before anything is waited for.
   const std::int64_t line = static_cast<std::int64_t>(tile.span.batch) * args.H + head;
   const std::int32_t* order = args.order + line * args.N + tile.span.begin + tile.first;
@@ -100,6 +105,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     next.rows[half] = number(warp, half);
     after[half] = number(warp + kWarps, half);
   }
+  await_writes();
   const std::int64_t problem = static_cast<std::int64_t>(tile.item) * args.H + head;
   const std::int64_t cluster_row = problem * args.tiles.clusters + tile.cluster;
   const float mass = args.mass ? args.mass[cluster_row] : 1.0f;
@@ -167,7 +173,8 @@ void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
 }  // namespace
 
 void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream) {
+                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream,
+                  bool after_select) {
   if (call.B * call.H * call.N == 0) return;
   zero_padding(out, call.inputs.q_sequences, call.num_items(), stream);
   fill_padding(static_cast<float*>(tensors.lse.data), call.B, call.H, call.N,
@@ -197,6 +204,7 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.padded = (args.topk + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
+    args.clusters_ready = after_select;
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
     args.tiles = query_tiles(call, sizes.clusters, warps == 1 ? kWarpBits : kWarpBits + 2);

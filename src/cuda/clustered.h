@@ -52,11 +52,12 @@ std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& si
 std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
 
 // top_keys from the centroids (f32, (items, H, C, Dk)) and the keys; with `attend` what
-// centroid_forward gives besides, where selects_and_attends(). attend_centroid_select.cu
+// centroid_forward gives besides, where selects_and_attends(). `inputs_ready`: no kernel that may
+// still run when the one before this starts writes the inputs. attend_centroid_select.cu
 bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes);
 void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream, bool attend = false);
+                     cudaStream_t stream, bool attend = false, bool inputs_ready = false);
 
 // centroid_lse, out and (with top keys) mass from the centroids. attend_centroid_fwd.cu
 void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
@@ -64,10 +65,11 @@ void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
                       cudaStream_t stream);
 
 // Rows of `out` and lse: attention over the cluster's top keys (causal: those not after the query),
-// or the cluster's row.
+// or the cluster's row. `after_select`: the kernel before is centroid_select with attention.
 // attend_topk_fwd.cu
 void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream);
+                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream,
+                  bool after_select = false);
 void broadcast_forward(const AttentionCall& call, const ClusteredTensors& tensors,
                        const TensorView& out, cudaStream_t stream);
 

@@ -35,6 +35,23 @@ __device__ __forceinline__ int index_of(CandidateKey key) {
   return static_cast<int>(~static_cast<std::uint32_t>(key));
 }
 
+// count += a > b or a >= b. The compiler would take a copy, an addition and a choice for it.
+__device__ __forceinline__ void count_greater(int& count, std::uint32_t a, std::uint32_t b) {
+  asm("{.reg .pred p;\nsetp.gt.u32 p, %1, %2;\n@p add.s32 %0, %0, 1;}"
+      : "+r"(count)
+      : "r"(a), "r"(b));
+}
+__device__ __forceinline__ void count_greater(int& count, CandidateKey a, CandidateKey b) {
+  asm("{.reg .pred p;\nsetp.gt.u64 p, %1, %2;\n@p add.s32 %0, %0, 1;}"
+      : "+r"(count)
+      : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void count_reached(int& count, std::uint32_t a, std::uint32_t b) {
+  asm("{.reg .pred p;\nsetp.ge.u32 p, %1, %2;\n@p add.s32 %0, %0, 1;}"
+      : "+r"(count)
+      : "r"(a), "r"(b));
+}
+
 __device__ __forceinline__ CandidateKey warp_max(CandidateKey key) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) key = max(key, __shfl_xor_sync(~0u, key, step));

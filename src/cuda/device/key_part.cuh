@@ -65,7 +65,7 @@ __device__ __forceinline__ void ranked_values(const std::uint32_t (&values)[kRow
       const std::uint32_t probe = found[r] + (high[r] - found[r]) / 2;
       int count = 0;
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) count += values[r][i] >= probe;
+      for (int i = 0; i < kValues; ++i) count_reached(count, values[r][i], probe);
       count = __reduce_add_sync(~0u, count);
       if (count >= rank)
         found[r] = probe;

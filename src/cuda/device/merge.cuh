@@ -36,7 +36,10 @@ struct alignas(16) MergeMemory {
   std::uint32_t index[kMaxTopKeys + 4];  // complements: the larger, the lower the index
   float score[kMaxTopKeys];              // of the rounded mean
   float rounded[kMaxFresh];              // the scores that fresh ones had
+  float apart[8];                        // rows of a warp begin in different banks
 };
+
+static_assert(sizeof(MergeMemory) % 128 == 32, "different banks");
 
 // A cluster, of the same item and head as the other one of the warp.
 struct SelectRow {
@@ -70,7 +73,10 @@ __device__ __forceinline__ void count_larger(const Key* keys, int most, const Ke
       const Key key = reinterpret_cast<const Key*>(&words)[i];
 #pragma unroll
       for (int s = 0; s < kSlots; ++s)
-        rank[s] += kExact ? key > own[s] : first_word(key) > first_word(own[s]);
+        if constexpr (kExact)
+          count_greater(rank[s], key, own[s]);
+        else
+          count_greater(rank[s], first_word(key), first_word(own[s]));
     }
   }
 }

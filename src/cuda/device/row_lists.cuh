@@ -82,7 +82,7 @@ __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least
     const CandidateKey middle = low + (high - low) / 2;
     int reached = 0;
 #pragma unroll 4
-    for (int i = lane; i < count; i += kRowLanes) reached += keys[i] >= middle;
+    for (int i = lane; i < count; i += kRowLanes) count_greater(reached, keys[i], middle - 1);
     __syncwarp();
     reached = row_sum(reached);
     if (!open) continue;

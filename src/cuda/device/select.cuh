@@ -30,6 +30,7 @@ struct SelectArgs {
   std::int32_t* counts;    // (slots, H, C, kLaneLists)
   Candidate* candidates;   // (slots, H, C, capacity, kLaneLists)
   std::int32_t* top_keys;  // (items, H, C, topk)
+  bool inputs_ready;       // nothing that runs beside this kernel writes the inputs of the call
 
   __device__ Rows<const T> keys(const ItemSpan& span, int head) const {
     return k.rows(span.batch, head / queries.group, span.begin);

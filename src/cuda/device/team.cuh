@@ -75,11 +75,20 @@ struct Team {
 
   // All blocks of the team have come here, and each sees what the others wrote before.
   __device__ void sync() {
+    arrive();
+    wait();
+  }
+  // In two steps: this block has come, and all have.
+  __device__ void arrive() {
     __syncthreads();
     if (size == 1) return;
     expected += size;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
       asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
+  }
+  __device__ void wait() const {
+    if (size == 1) return;
+    if (threadIdx.x == 0) {
       unsigned seen;
       do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
