@@ -11,6 +11,7 @@
 #include "cuda/lists.h"
 #include "cuda/padding.h"
 #include "cuda/refusal.h"
+#include "cuda/slot_sum.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -225,7 +226,6 @@ class CastPass : public Pass {
     pass.member_tiles = (shape.width + 63) / 64;
     pass.member_parts = arena.take<float>(clusters * pass.member_tiles * 2 * call_.Dk);
     pass.key_parts = arena.take<float>(clusters * pass.member_tiles * call_.Dk);
-    pass.dsurrogate = arena.take<float>(clusters * call_.Dk);
     pass.dsummary = arena.take<float>(clusters * call_.Dv);
     pass.summary_dots = arena.take<float>(clusters);
     return pass;
@@ -247,6 +247,8 @@ class CastPass : public Pass {
     const auto near = [](const TensorView& rows) { return rows.stride(2) < std::int64_t{1} << 30; };
     pass.resident = pass.resident && near(call_.inputs.q) && near(call_.k) &&
                     near(call_.inputs.v) && near(pass.grad_out);
+    // Sums over slots of query heads with one list for all.
+    pass.resident = pass.resident && (shape.group == 1 || shape.list_heads == 1);
     if (pass.resident) pass.key_slot_heads = shape.H;
   }
 
@@ -266,8 +268,8 @@ class CastPass : public Pass {
             static_cast<std::size_t>(gradients.dcentroids.count()) * sizeof(float), stream));
       return;
     }
-    pass.slots = token_slots(shape, arena, stream);
     cast_prepare(shape, call_, pass, arena, stream);
+    pass.slots = token_slots(shape, arena, stream);
     if (pass.resident) {
       cast_inner_queries(shape, call_, pass, stream);
       backward_mix(shape, pass, stream);
@@ -276,20 +278,28 @@ class CastPass : public Pass {
       backward_lists(shape, pass, arena, stream);
     }
     if (!pass.dots) return;
-    if (pass.resident)
-      cast_sum_slots(shape, call_, pass, stream);
-    else
-      cast_fold(shape, call_, pass, stream);
+    const bool folds = cast_fold_heads(shape, call_, pass, stream);
+    if (pass.resident) return sum_slots(call_, slot_sums(pass), folds, stream);
+    cast_fold(shape, call_, pass, stream);
     for (const TensorView* rows : {&gradients.dk, &gradients.dv})
       if (rows->present()) zero_padding(*rows, call_.inputs.q_sequences, call_.num_items(), stream);
-    cast_fold_heads(shape, call_, pass, stream);
+  }
+  // Of complete slots.
+  std::vector<SlotSum> slot_sums(const CastBackward& pass) const {
+    std::vector<SlotSum> sums;
+    const auto add = [&](const void* slots, const TensorView& to, bool added) {
+      if (to.present()) sums.push_back({pass.slots, slots, call_.H, to, added});
+    };
+    add(pass.dq_slots, pass.gradients.dq, true);
+    add(pass.dk_slots, pass.gradients.dk, false);
+    add(pass.dv_slots, pass.gradients.dv, false);
+    return sums;
   }
 
   void backward_mix(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) const {
     cast_facts(shape, pass, stream);
     cast_tokens_backward(shape, call_, pass, stream);
     cast_clusters_backward(shape, call_, pass, stream);
-    cast_totals(shape, pass, stream);
   }
 
   // The attention inside clusters as one of lists.
@@ -304,6 +314,7 @@ class CastPass : public Pass {
       lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
       cast_members_backward(shape, call_, pass, stream);
       backward_mix(shape, pass, stream);
+      cast_totals(shape, pass, stream);
       cast_summaries_backward(shape, call_, pass, stream);
     }
     lists.weight = {pass.weights, true};

@@ -121,8 +121,8 @@ struct CastBackward {
   int member_tiles;         // parts of a cluster's members
   float* member_parts;      // (items, H, C, member_tiles, 2, D): what members add to the partials
   float* key_parts;         // (items, H, C, member_tiles, D): of surrogates, through the summaries
-  float *dsurrogate, *dsummary;  // (items, H, C, D): by the mix
-  float* summary_dots;           // (items, H, C): dsummary . summary
+  float* dsummary;          // unless resident, (items, H, C, D): by the mix
+  float* summary_dots;      // likewise, (items, H, C): dsummary . summary
 };
 
 // How tokens are cut: sets parts and chunks. cast_cluster_bwd.cu
@@ -136,7 +136,8 @@ void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackwar
 void cast_members_backward(const CastShape& shape, const AttentionCall& call,
                            const CastBackward& pass, cudaStream_t stream);
 // The same with the attention inside clusters: dots, shifts, excess, member_parts, the excess's
-// part of dgate_slots and dq_slots. cast_inner_query_bwd_sm90a.cu
+// part of dgate_slots and dq_slots. Runs beside the search of the slots, which comes ahead of it;
+// both are done when the next kernel starts. cast_inner_query_bwd_sm90a.cu
 void cast_inner_queries(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                         cudaStream_t stream);
 // Facts of a row, its logits in base 2: factor of q . surrogate, log-sum-exp, sum of the excess.
@@ -150,7 +151,7 @@ void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
 // Gradients of summaries and surrogates by the mix likewise, in parts. cast_cluster_bwd.cu
 void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
                             const CastBackward& pass, cudaStream_t stream);
-// dsurrogate, dsummary and summary_dots from partials and member_parts. cast_row_bwd.cu
+// dsummary and summary_dots from partials and member_parts. cast_row_bwd.cu
 void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
 // Through the summaries to the members: key_factors, summary_weights, key_parts and their part of
 // dgate_slots. cast_member_bwd.cu
@@ -163,11 +164,9 @@ void cast_inner_keys(const CastShape& shape, const AttentionCall& call, const Ca
 // What slots add to dq, and make of dk and dv. cast_fold.cu
 void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                cudaStream_t stream);
-// The same from complete slots, if resident. cast_slot_sum.cu
-void cast_sum_slots(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                    cudaStream_t stream);
-// dgate from rows and slots, dcentroids from items. cast_row_bwd.cu
-void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+// dgate from rows and slots, dcentroids from items; whether there was something to do. It waits for
+// what is ahead before it lets the next kernel start. cast_row_bwd.cu
+bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);
 
 }  // namespace coterie::cuda

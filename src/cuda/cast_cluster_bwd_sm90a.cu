@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // What cast_cluster_bwd.cu computes by warpgroup products, for 16-bit types and softmax (see
 // device/cast_walk.cuh).
-#include "cuda/device/await.cuh"
 #include "cuda/device/cast_walk.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
@@ -24,13 +24,13 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 2)
     mix_clusters_sm90a_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  await_previous();
+  release_next();
   using S = ClusterShape<T, kWidth>;
   using Tiles = typename S::Tiles;
   const CastShape& shape = args.shape;
   const int head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.z) * 64;
   const KeyChunk part = args.pass.chunks.find(shape.tokens, static_cast<int>(blockIdx.x));
-  if (part.begin >= part.end) return;
+  if (part.begin >= part.end) return await_writes();
   const std::uint32_t base = shared_address(memory);
   const Tiles own(base);
   const auto stage = [&](int number) {
@@ -45,10 +45,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const float2* row_facts =
       reinterpret_cast<const float2*>(args.pass.facts + shape.row(part.keys, head));
   // Rows beyond the last are zeros with facts of 0: a weight of 1 of nothing.
-  const auto load_stage = [&](int number) {
+  const auto load_rows = [&](int number) {
+    const int token = part.begin + 64 * number;
+    if (token < part.end) stage(number).template load<kThreads>(q, g, token, part.end - token);
+  };
+  const auto load_facts = [&](int number) {
     const int token = part.begin + 64 * number, row = static_cast<int>(threadIdx.x);
     if (token < part.end) {
-      stage(number).template load<kThreads>(q, g, token, part.end - token);
       const bool there = token + row % 64 < part.end;
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(
                        shared_address(stage_facts(number) + row)),
@@ -68,7 +71,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   const bool all_present = __all_sync(~0u, present[0] && present[1]);
 #pragma unroll
-  for (int number = 0; number < S::kStages - 1; ++number) load_stage(number);
+  for (int number = 0; number < S::kStages - 1; ++number) load_rows(number);
+  await_writes();  // the search of slots has waited for what was read here
+#pragma unroll
+  for (int number = 0; number < S::kStages - 1; ++number) load_facts(number);
   Sum<kWidth> dsurrogate, dsummary;
   declare<kWidth>(dsurrogate);
   declare<kWidth>(dsummary);
@@ -84,7 +90,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const auto weigh = [&](float(&s)[32]) {
       // All warps' sums of the stage before are complete.
       __syncthreads();
-      load_stage(number + S::kStages - 1);
+      load_rows(number + S::kStages - 1);
+      load_facts(number + S::kStages - 1);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const float4 fact = facts[4 * n];

@@ -4,45 +4,63 @@
 // cast_inner_query_bwd_sm90a.cu,
 //   dk_j = scale sum_i alpha_i p_ij (dp_ij - dot_i) q_i,   dv_j = sum_i alpha_i p_ij g_i.
 #include "cuda/device/cast_inner_rows.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 namespace {
+
+// By a warp: a lane's two elements of the gradient of a cluster's summary by the mix
+// (MixParts). 16 lanes have a part, and many of them are on their way at a time.
+__device__ __forceinline__ float2 summary_gradient(const CastShape& shape, const CastBackward& pass,
+                                                   int number) {
+  constexpr int kBatch = 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 16 * 4, D = shape.D;
+  const MixParts parts(shape, pass, number, 1);
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int first = lane / 16; first < parts.count; first += 2 * kBatch) {
+    float4 part[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      part[i] = column < D && first + 2 * i < parts.count
+                    ? *reinterpret_cast<const float4*>(parts.part(first + 2 * i) + column)
+                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      sum.x += part[i].x, sum.y += part[i].y, sum.z += part[i].z, sum.w += part[i].w;
+  }
+  float* own = &sum.x;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    own[i] += __shfl_xor_sync(~0u, own[i], 16);
+    own[i] = __shfl_sync(~0u, own[i], lane / 2);
+  }
+  return lane % 2 == 0 ? make_float2(sum.x, sum.y) : make_float2(sum.z, sum.w);
+}
 
 // Keys own the rows. Through the summary comes, with dR its gradient and dot = dR . summary,
 //   dlogit_j = beta_j (dR . v_j - dot),   dv_j += beta_j dR,   dk_j += factor_j dlogit_j S.
 template <class T>
 struct InnerKeys {
+  static constexpr bool kBeside = false;
   using Memory = InnerMemory<T>;
   const InnerArgs<T>& args;
   const Memory& memory;
 
-  __device__ void load_own(int n, int tile, int place) const {
+  __device__ void load_own(const InnerCluster<T>& cluster, const MemberRows& rows, int tile,
+                           int place) const {
     const CastShape& shape = args.shape;
-    const InnerCluster<T> cluster(args, n);
-    const MemberRows rows(cluster.list, 64 * tile, shape.width);
     copy_keys(args, cluster, rows, memory.own(place));
-    const float4* gates = args.pass.gates +
-                          static_cast<std::int64_t>(cluster.span.batch) * shape.N +
-                          cluster.span.begin;
     const float* dgate = args.pass.dgate_slots + cluster.first_slot + 64 * tile;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = rows.token[half], row = 32 * half + static_cast<int>(threadIdx.x) % 32;
-      InnerRow key{INFINITY, 0.0f, 0.0f, 0.0f};
-      if (token >= 0) {
-        const float4 gate = gates[token];
-        key.factor = shape.scale * gate.z;
-        key.other = shape.gate_scale ? dgate[row] : 0.0f;
-        key.slope = shape.scale * gate.w;
-      }
-      memory.rows(place)[row] = key;
-    }
+    load_row_facts(args, cluster, rows, memory.rows(place), [&](const float4& gate, int, int row) {
+      return InnerRow{INFINITY, shape.scale * gate.z, shape.gate_scale ? dgate[row] : 0.0f,
+                      shape.scale * gate.w};
+    });
   }
-  __device__ void load_ring(int n, int tile, int place) const {
+  __device__ void load_ring(const InnerCluster<T>& cluster, const MemberRows& rows, int tile,
+                            int place) const {
     const CastShape& shape = args.shape;
     const CastBackward& pass = args.pass;
-    const InnerCluster<T> cluster(args, n);
-    const MemberRows rows(cluster.list, 64 * tile, shape.width);
     copy_queries(args, cluster, rows, memory.ring(place));
     const std::int64_t first = cluster.first_slot + 64 * tile;
     const int lane = static_cast<int>(threadIdx.x) % 32, count = rows.count();
@@ -55,12 +73,16 @@ struct InnerKeys {
     }
     if (tile == 0) {
       InnerFloats& floats = memory.cluster(place);
-      split_row(floats.surrogate, memory.beside(place), 0, args.surrogate(n), shape.D);
-      split_row(floats.summary, memory.beside(place), 2, pass.dsummary + cluster.number * shape.D,
-                shape.D);
+      const float2 summary = lane_pair(
+          pass.saved.summary + static_cast<std::int64_t>(cluster.number) * shape.D, shape.D);
+      const float2 gradient = summary_gradient(shape, pass, cluster.number);
+      split_row(floats.surrogate, memory.beside(place), 0,
+                lane_pair(args.surrogate(cluster.number), shape.D));
+      split_row(floats.summary, memory.beside(place), 2, gradient);
+      const float dot = warp_sum(fmaf(gradient.x, summary.x, gradient.y * summary.y));
       if (lane == 0) {
-        floats.lse = pass.saved.summary_lse[n];
-        floats.dot = pass.summary_dots[n];
+        floats.lse = pass.saved.summary_lse[cluster.number];
+        floats.dot = dot;
       }
     }
     if (lane == 0) memory.count(place) = count;

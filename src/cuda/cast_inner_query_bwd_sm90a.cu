@@ -13,42 +13,36 @@ namespace {
 // and summary, rounded.
 template <class T>
 struct InnerQueries {
+  static constexpr bool kBeside = true;  // the search of the slots
   using Memory = InnerMemory<T>;
   const InnerArgs<T>& args;
   const Memory& memory;
 
-  __device__ void load_own(int n, int tile, int place) const {
+  __device__ void load_own(const InnerCluster<T>& cluster, const MemberRows& rows, int tile,
+                           int place) const {
     const CastShape& shape = args.shape;
-    const InnerCluster<T> cluster(args, n);
-    const MemberRows rows(cluster.list, 64 * tile, shape.width);
     copy_queries(args, cluster, rows, memory.own(place));
-    const float4* gates = args.pass.gates +
-                          static_cast<std::int64_t>(cluster.span.batch) * shape.N +
-                          cluster.span.begin;
     const float* lse = args.pass.saved.member_lse + cluster.first_slot + 64 * tile;
     const float* combine_lse = args.pass.saved.combine_lse + shape.row(cluster.span, cluster.head);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = rows.token[half], row = 32 * half + static_cast<int>(threadIdx.x) % 32;
-      InnerRow query{INFINITY, 0.0f, 0.0f, 0.0f};  // no weight
-      if (token >= 0) {
-        const float4 gate = gates[token];
-        query = {lse[row] * kLog2e, shape.scale * gate.x, combine_lse[token], shape.scale * gate.y};
-      }
-      memory.rows(place)[row] = query;
-    }
+    load_row_facts(args, cluster, rows, memory.rows(place),
+                   [&](const float4& gate, int token, int row) {
+                     return InnerRow{lse[row] * kLog2e, shape.scale * gate.x, combine_lse[token],
+                                     shape.scale * gate.y};
+                   });
   }
-  __device__ void load_ring(int n, int tile, int place) const {
+  __device__ void load_ring(const InnerCluster<T>& cluster, const MemberRows& rows, int tile,
+                            int place) const {
     const CastShape& shape = args.shape;
-    const InnerCluster<T> cluster(args, n);
-    const MemberRows rows(cluster.list, 64 * tile, shape.width);
     copy_keys(args, cluster, rows, memory.ring(place));
     const int count = rows.count();
     if (tile == 0) {
       InnerFloats& floats = memory.cluster(place);
-      split_row(floats.surrogate, memory.beside(place), 0, args.surrogate(n), shape.D);
-      split_row(floats.summary, memory.beside(place), 2,
-                args.pass.saved.summary + cluster.number * shape.D, shape.D);
+      split_row(floats.surrogate, memory.beside(place), 0,
+                lane_pair(args.surrogate(cluster.number), shape.D));
+      split_row(
+          floats.summary, memory.beside(place), 2,
+          lane_pair(args.pass.saved.summary + static_cast<std::int64_t>(cluster.number) * shape.D,
+                    shape.D));
     }
     if (threadIdx.x % 32 == 0) memory.count(place) = count;
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // What cast_mix_bwd.cu computes by warpgroup products, for 16-bit types and softmax (see
 // device/cast_walk.cuh).
-#include "cuda/device/await.cuh"
 #include "cuda/device/cast_walk.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
@@ -68,9 +68,15 @@ struct TokenBlock {
 
   // The warpgroup's tokens from `first` on.
   __device__ void load_tokens(int buffer, int first) const {
+    load_rows(buffer, first);
+    load_facts(buffer, first);
+  }
+  __device__ void load_rows(int buffer, int first) const {
     own(buffer).template load<kWarpgroup>(
         args.q.rows(part.keys.batch, head, part.keys.begin),
         args.grad_out.rows(part.keys.batch, head, part.keys.begin), first, part.end - first);
+  }
+  __device__ void load_facts(int buffer, int first) const {
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup;
     const bool there = first + row < part.end;
     if (row < 64)
@@ -135,18 +141,20 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
     mix_tokens_sm90a_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  await_previous();
+  release_next();
   using S = TokenShape<T, kWidth>;
   const TokenBlock<T, kWidth> block(args, memory);
-  if (block.part.begin >= block.part.end) return;
+  if (block.part.begin >= block.part.end) return await_writes();
   const int steps = (args.shape.clusters + 63) / 64;
   const bool resident = steps <= S::kStages;
   int first = block.part.begin + 64 * block.group;
-  block.load_tokens(0, first);
+  block.load_rows(0, first);
   const int ahead = resident ? steps : S::kStages - 1;
   for (int number = 0; number < ahead; ++number) block.load_clusters(number, number);
-  cp_async_commit();
   block.find_present(steps);
+  await_writes();  // the search of slots has waited for what was read here
+  block.load_facts(0, first);
+  cp_async_commit();
   cp_async_wait<0>();
   fence_async_proxy();
   __syncthreads();

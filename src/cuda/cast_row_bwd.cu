@@ -5,6 +5,7 @@
 
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -32,27 +33,39 @@ __global__ void __launch_bounds__(kThreads)
   if (i < shape.items * table) summaries[i] = from_float<T>(summary[i]);
 }
 
-// The facts of rows (cast.h); a thread has one.
+// The facts of rows (cast.h); a thread has one. What was there before the attention inside clusters
+// is looked up while that ends, if it is known to be there: see cast_inner_queries.
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ CastShape shape,
                      const __grid_constant__ CastBackward pass, KeyChunks tiles) {
-  await_previous();
+  constexpr int kNear = 4;
+  release_next();
+  if (!pass.resident) await_writes();
   const KeyChunk tile = tiles.find(shape.tokens, static_cast<int>(blockIdx.x));
   const int head = static_cast<int>(blockIdx.y), list_head = shape.list_head(head);
   const int token = tile.begin + static_cast<int>(threadIdx.x);
-  if (token >= tile.end) return;
+  const bool there = token < tile.end;
   const std::int64_t place = shape.row(tile.keys, head) + token;
-  const std::int64_t row = pass.slots.row(tile.keys, list_head, token);
-  const std::int32_t* entries =
-      pass.slots.slots + pass.slots.start(tile.item, tile.keys, list_head) + pass.slots.first[row];
+  const std::int32_t* entries = nullptr;
+  int count = 0, near[kNear];
+  float4 fact = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (there) {
+    const std::int64_t row = pass.slots.row(tile.keys, list_head, token);
+    const float4* gates = pass.gates + static_cast<std::int64_t>(tile.keys.batch) * shape.N;
+    fact.x = shape.scale * gates[tile.keys.begin + token].x * kLog2e;
+    fact.y = shape.laplace ? 0.0f : pass.saved.combine_lse[place] * kLog2e;
+    count = pass.slots.count[row];
+    entries = pass.slots.slots + pass.slots.start(tile.item, tile.keys, list_head) +
+              pass.slots.first[row];
+  }
+#pragma unroll
+  for (int e = 0; e < kNear; ++e) near[e] = e < count ? entries[e] : 0;
+  await_writes();
   const float* excess = pass.excess + shape.cluster(tile.item, head, 0) * shape.width;
-  const int count = pass.slots.count[row];
-  const float lse = shape.laplace ? 0.0f : pass.saved.combine_lse[place];
-  const float4* gates = pass.gates + static_cast<std::int64_t>(tile.keys.batch) * shape.N;
-  const float factor = shape.scale * gates[tile.keys.begin + token].x;
-  float sum = 0.0f;
-  for (int e = 0; e < count; ++e) sum += excess[entries[e]];
-  pass.facts[place] = make_float4(factor * kLog2e, lse * kLog2e, sum, 0.0f);
+#pragma unroll
+  for (int e = 0; e < kNear; ++e) fact.z += e < count ? excess[near[e]] : 0.0f;
+  for (int e = kNear; e < count; ++e) fact.z += excess[entries[e]];
+  if (there) pass.facts[place] = fact;
 }
 
 // `lanes` threads per token, a power of two up to 32: the gradients of its gate by the heads' rows
@@ -84,49 +97,39 @@ __device__ __forceinline__ void fold_gates(const CastShape& shape, const CastBac
     static_cast<float*>(pass.gradients.dgate.data)[number] = sum;
 }
 
-// Two warps per cluster, of its surrogate and its summary.
+// A warp per cluster.
 __global__ void __launch_bounds__(kThreads)
     totals_kernel(const __grid_constant__ CastShape shape,
                   const __grid_constant__ CastBackward pass) {
   await_previous();
-  const int unit = static_cast<int>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  const int number = unit / 2, which = unit % 2, D = shape.D;
+  const int number = static_cast<int>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (number >= shape.items * shape.H * shape.clusters) return;
-  const int item = number / shape.clusters / shape.H, cluster = number % (shape.clusters * shape.H);
-  const KeyChunks& chunks = pass.chunks;
-  const int parts = chunks.count(shape.tokens.span(item).length);
-  const std::int64_t step = static_cast<std::int64_t>(shape.H) * shape.clusters * 2 * D;
-  const float* from = pass.partials + chunks.first_slot(shape.tokens, item) * step +
-                      (static_cast<std::int64_t>(cluster) * 2 + which) * D;
-  const std::int64_t place = static_cast<std::int64_t>(number) * D;
-  const float* members = pass.member_parts + (place * 2) * pass.member_tiles + which * D;
-  float* to = which == 0 ? pass.dsurrogate : pass.dsummary;
+  const std::int64_t place = static_cast<std::int64_t>(number) * shape.D;
+  const MixParts parts(shape, pass, number, 1);
   float dot = 0.0f;
-  for (int d = threadIdx.x % 32; d < D; d += 32) {
-    float value = 0.0f;
-    for (int tile = 0; tile < pass.member_tiles; ++tile) value += members[tile * 2 * D + d];
-#pragma unroll 8
-    for (int part = 0; part < parts; ++part) value += from[part * step + d];
-    to[place + d] = value;
+  for (int d = threadIdx.x % 32; d < shape.D; d += 32) {
+    const float value = parts.sum(d);
+    pass.dsummary[place + d] = value;
     dot = fmaf(value, pass.saved.summary[place + d], dot);
   }
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) dot += __shfl_xor_sync(~0u, dot, lane);
-  if (which == 1 && threadIdx.x % 32 == 0) pass.summary_dots[number] = dot;
+  if (threadIdx.x % 32 == 0) pass.summary_dots[number] = dot;
 }
 
 // By the mix and through the summaries.
 __device__ __forceinline__ void fold_surrogates(const CastShape& shape, const CastBackward& pass,
                                                 int block) {
-  const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
+  const int heads = shape.H * shape.clusters;
   const std::int64_t i = static_cast<std::int64_t>(block) * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const std::int64_t row = i / shape.D, column = i % shape.D;
+  if (i >= static_cast<std::int64_t>(heads) * shape.D) return;
+  const int cluster = static_cast<int>(i / shape.D), column = static_cast<int>(i % shape.D);
   float sum = 0.0f;
   for (int item = 0; item < shape.items; ++item) {
-    sum += pass.dsurrogate[item * count + i];
+    const int number = item * heads + cluster;
+    sum += MixParts(shape, pass, number, 0).sum(column);
     const float* keys =
-        pass.key_parts + (item * count + row * shape.D) * pass.member_tiles + column;
+        pass.key_parts + static_cast<std::int64_t>(number) * shape.D * pass.member_tiles + column;
     for (int tile = 0; tile < pass.member_tiles; ++tile) sum += keys[tile * shape.D];
   }
   static_cast<float*>(pass.gradients.dcentroids.data)[i] = sum;
@@ -135,7 +138,8 @@ __device__ __forceinline__ void fold_surrogates(const CastShape& shape, const Ca
 __global__ void __launch_bounds__(kThreads)
     fold_heads_kernel(const __grid_constant__ CastShape shape,
                       const __grid_constant__ CastBackward pass, int lanes, int gate_blocks) {
-  await_previous();
+  await_writes();
+  release_next();
   const int block = static_cast<int>(blockIdx.x);
   if (block < gate_blocks)
     fold_gates(shape, pass, lanes, block);
@@ -184,11 +188,11 @@ void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t s
 void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {
   const std::int64_t clusters = static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters;
   if (clusters == 0) return;
-  launch_early("cast totals", totals_kernel, dim3(blocks_of(2 * clusters, kThreads / 32)), kThreads,
-               0, stream, shape, pass);
+  launch_early("cast totals", totals_kernel, dim3(blocks_of(clusters, kThreads / 32)), kThreads, 0,
+               stream, shape, pass);
 }
 
-void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream) {
   const AttentionGradients& to = pass.gradients;
   const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
@@ -198,6 +202,7 @@ void cast_fold_heads(const CastShape& shape, const AttentionCall& call, const Ca
   if (gates + surrogates > 0)
     launch_early("cast heads' sums", fold_heads_kernel, dim3(gates + surrogates), kThreads, 0,
                  stream, shape, pass, lanes, static_cast<int>(gates));
+  return gates + surrogates > 0;
 }
 
 }  // namespace coterie::cuda

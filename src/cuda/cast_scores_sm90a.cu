@@ -9,6 +9,7 @@
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/block_pair.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/device/wgmma_columns.cuh"
 #include "cuda/launch.h"
@@ -260,11 +261,12 @@ struct ScoreBlock {
 template <class T, int kClusters>
 __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kBlocks<kClusters>)
     scores_sm90a_kernel(const __grid_constant__ ScoreArgs<T> args) {
-  await_previous();
+  release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ScoreBlock<T, kClusters> block(args, shared_address(memory));
   block.stages.init();
   pair_start();
+  await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (group == kGroups)
     block.load();

@@ -20,27 +20,25 @@ struct SummaryArgs {
   bool first;                 // no kernel ahead has waited for what is read here
 };
 
-// The 16 bytes of this lane in several rows, some row for a negative number; what lies beyond a row
-// is some of its columns. No branch between the loads: they would wait for each other.
-template <class Layout, class T, int kCount>
-__device__ __forceinline__ void fetch_rows(uint4 (&words)[kCount], const Layout& lanes,
-                                           const Rows<const T>& rows,
-                                           const int (&numbers)[kCount]) {
-  if (rows.aligned) {
-    const T* column = rows.data + (lanes.column() < rows.width ? lanes.column() : 0);
+// The 16 bytes of this lane in several rows, some row for a negative number, to its own column of
+// `to`; what lies beyond a row is some of its columns. The caller waits.
+template <int kCount, class Layout, class T>
+__device__ __forceinline__ void fetch_rows(uint4 (*to)[kSummaryThreads], const Layout& lanes,
+                                           const Rows<const T>& rows, int known) {
+  const T* column = rows.data + (lanes.column() < rows.width ? lanes.column() : 0);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      words[i] = *reinterpret_cast<const uint4*>(column + max(numbers[i], 0) * rows.pitch);
-    return;
+  for (int i = 0; i < kCount; ++i) {
+    const int number = max(__shfl_sync(~0u, known, i, Layout::kLanes), 0);
+    if (rows.aligned)
+      cp_async16(shared_address(&to[i][threadIdx.x]), column + number * rows.pitch, 16);
+    else
+      to[i][threadIdx.x] = load_chunk(rows.row(number), lanes.column(), rows.width);
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    words[i] = load_chunk(rows.row(max(numbers[i], 0)), lanes.column(), rows.width);
 }
 
 // A block per cluster. A group of lanes has kBatch members at a time, lane i the i-th one's number;
-// keys and values of all of them are on their way together, and the numbers and gates of those that
-// follow. Warps meet at the end only.
+// keys and values of the next ones are on their way together, and the numbers and gates of those
+// that follow. Warps meet at the end only.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kSummaryThreads, 8)
     summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
@@ -48,6 +46,7 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
   if (args.first) await_writes();
   using Layout = CastLanes<T, kDim>;
   constexpr int kBatch = 8, kChunk = kSummaryThreads / Layout::kLanes * kBatch;
+  __shared__ uint4 staged[2 * kBatch][kSummaryThreads];  // keys, values
   __shared__ float sums[kSummaryWarps][kDim], shifts[kSummaryWarps], totals[kSummaryWarps];
   const CastShape& shape = args.shape;
   const int cluster = static_cast<int>(blockIdx.x % shape.clusters);
@@ -68,6 +67,12 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
   const typename Layout::Floats surrogate = lanes.load_floats(
       shape.surrogates + (static_cast<std::int64_t>(head) * shape.clusters + cluster) * shape.D,
       shape.D);
+  const auto fetch = [&](int known) {
+    fetch_rows<kBatch>(staged, lanes, keys, known);
+    fetch_rows<kBatch>(staged + kBatch, lanes, values, known);
+    cp_async_commit();
+  };
+  fetch(token);
   typename Layout::Floats sum{};
   float shift = -INFINITY, total = 0.0f;
   for (int first = 0; first < shape.width; first += kChunk) {
@@ -76,8 +81,13 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
     uint4 k[kBatch], v[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) tokens[i] = __shfl_sync(~0u, token, i, Layout::kLanes);
-    fetch_rows(k, lanes, keys, tokens);
-    fetch_rows(v, lanes, values, tokens);
+    cp_async_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      k[i] = staged[i][threadIdx.x];
+      v[i] = staged[kBatch + i][threadIdx.x];
+    }
+    if (__any_sync(~0u, next >= 0)) fetch(next);
     const float next_gate = next < 0 ? 0.0f : gates[next];
     const int after = find(first + 2 * kChunk);
     const float factor = shape.scale * gate_factor(shape, -gate);

@@ -6,44 +6,13 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/token_list.cuh"
 #include "cuda/launch.h"
+#include "cuda/slot_sum.h"
 
 namespace coterie::cuda {
 
 namespace {
 
 constexpr int kThreads = kListedTokens;
-
-__device__ __forceinline__ float weight_of(const SlotWeight& weight, int count) {
-  // A token in no cluster has nothing to divide.
-  if (count == 0) return 0.0f;
-  return weight.mean ? 1.0f / (static_cast<float>(count) + weight.eps) : 1.0f;
-}
-
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 5)
-    combine_kernel(const __grid_constant__ SlotRows slots, SlotWeight weight, Tensor4<T> out,
-                   float* weights) {
-  await_previous();
-  using Lanes = RowLanes<T, kWidth>;
-  __shared__ TokenList tokens;
-  const int head = static_cast<int>(blockIdx.y);
-  const Rows<T> rows = out.rows(static_cast<int>(blockIdx.z), head, 0);
-  weights +=
-      (static_cast<std::int64_t>(blockIdx.z) * slots.tokens.heads + head) * slots.tokens.spans.rows;
-  tokens.fill(slots.tokens, head, false);
-  tokens.template clear<Lanes>(rows);
-  for (int i = threadIdx.x; i < tokens.idle; i += kThreads) weights[tokens.idle_row[i]] = 0.0f;
-  tokens.template for_each<Lanes::kLanes>([&](int number, int part) {
-    typename Lanes::Values sum = {};
-    tokens.template add<T, Lanes>(slots, number, part, out.width, sum);
-    if (number < 0 || part > 0) return;
-    const float factor = weight_of(weight, tokens.count[number]);
-#pragma unroll
-    for (int j = 0; j < Lanes::kVector; ++j) sum[j] *= factor;
-    Lanes::store(rows, tokens.row[number], sum);
-    if (Lanes::column() == 0) weights[tokens.row[number]] = factor;
-  });
-}
 
 template <class T>
 struct GradientArgs {
@@ -154,25 +123,6 @@ __device__ __forceinline__ const GradientArgs<T>& find_gradient(const GradientSe
   return set.gradient[number];
 }
 
-// Sums of slots of the inputs' type, and no more.
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 5)
-    sum_slots_kernel(const __grid_constant__ GradientSet<T> set) {
-  await_previous();
-  using Lanes = RowLanes<T, kWidth>;
-  __shared__ TokenList tokens;
-  int head;
-  const GradientArgs<T>& args = find_gradient(set, head);
-  const Rows<T> rows = args.gradient.rows(static_cast<int>(blockIdx.z), head, 0);
-  tokens.fill(args.first.tokens, head, false);
-  tokens.template clear<Lanes>(rows);
-  tokens.template for_each<Lanes::kLanes>([&](int number, int part) {
-    typename Lanes::Values sum = {};
-    tokens.template add<T, Lanes>(args.first, number, part, rows.width, sum);
-    if (number >= 0 && part <= 0) Lanes::store(rows, tokens.row[number], sum);
-  });
-}
-
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 3)
     token_gradients_kernel(const __grid_constant__ GradientSet<T> set) {
@@ -253,17 +203,23 @@ dim3 token_grid(std::int64_t batches, std::int64_t heads, std::int64_t rows) {
 
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
                    const TensorView& out, float* weights, cudaStream_t stream) {
-  if (call.B * call.H * call.N == 0) return;
-  dispatch_rows(call, [&](auto tag, auto width) {
-    using T = typename decltype(tag)::type;
-    launch_early("combine_slots", combine_kernel<T, decltype(width)::value>,
-                 token_grid(call.B, call.H, call.N), kThreads, 0, stream, slots, weight,
-                 tensor4<T>(out), weights);
-  });
+  SlotSum sum{slots.tokens, slots.values, call.H, out};
+  sum.mean = weight.mean;
+  sum.eps = weight.eps;
+  sum.weights = weights;
+  sum_slots(call, {sum}, false, stream);
 }
 
 void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,
                      bool rounded, cudaStream_t stream) {
+  if (rounded) {
+    std::vector<SlotSum> sums;
+    for (const TokenGradient& gradient : gradients)
+      sums.push_back({gradient.first.tokens, gradient.first.values, gradient.gradient.size(1),
+                      gradient.gradient});
+    sum_slots(call, sums, false, stream);
+    return;
+  }
   dispatch_rows(call, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
     GradientSet<T> set{};
@@ -277,8 +233,7 @@ void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>
     }
     if (heads == 0) return;
     constexpr int kWidth = decltype(width)::value;
-    launch_early("token_gradients",
-                 rounded ? sum_slots_kernel<T, kWidth> : token_gradients_kernel<T, kWidth>,
+    launch_early("token_gradients", token_gradients_kernel<T, kWidth>,
                  token_grid(call.B, heads, rows), kThreads, 0, stream, set);
   });
 }

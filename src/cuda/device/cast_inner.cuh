@@ -41,9 +41,9 @@ struct alignas(16) InnerFloats {
 // One cluster and what is its.
 template <class T>
 struct InnerCluster {
-  int item, head, cluster;
+  int number, item, head, cluster;  // number: of (item, head, cluster)
   ItemSpan span;
-  std::int64_t number, first_slot;
+  std::int64_t first_slot;
   const std::int32_t* list;
 
   __device__ InnerCluster(const InnerArgs<T>& args, int n) {
@@ -53,7 +53,7 @@ struct InnerCluster {
     item = n / shape.clusters / shape.H;
     span = shape.tokens.span(item);
     number = n;
-    first_slot = number * shape.width;
+    first_slot = static_cast<std::int64_t>(n) * shape.width;
     list = shape.list(item, head, cluster);
   }
 };

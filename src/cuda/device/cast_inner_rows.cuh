@@ -5,17 +5,21 @@
 
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_inner.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 
-// By a warp: a row of D floats as floats and, rounded, as two rows of T, whose sum it is.
+// A lane's two of up to 64 floats.
+__device__ __forceinline__ float2 lane_pair(const float* from, int D) {
+  const int column = static_cast<int>(threadIdx.x) % 32 * 2;
+  return column < D ? *reinterpret_cast<const float2*>(from + column) : make_float2(0.0f, 0.0f);
+}
+// By a warp: a row of such pairs as floats and, rounded, as two rows of T, whose sum it is.
 template <class T>
 __device__ __forceinline__ void split_row(float (&floats)[64], const Tile<T, 64>& to, int row,
-                                          const float* from, int D) {
+                                          const float2& two) {
   const int column = static_cast<int>(threadIdx.x) % 32 * 2;
-  const float2 two =
-      column < D ? *reinterpret_cast<const float2*>(from + column) : make_float2(0.0f, 0.0f);
   const std::uint32_t high = pack2<T>(two.x, two.y);
   const T* part = reinterpret_cast<const T*>(&high);
   const std::uint32_t low = pack2<T>(two.x - to_float(part[0]), two.y - to_float(part[1]));
@@ -53,6 +57,23 @@ __device__ __forceinline__ void copy_queries(const InnerArgs<T>& args,
                                              const Pair<T, 64>& to) {
   rows.copy(to, args.q.rows(cluster.span.batch, cluster.head, cluster.span.begin),
             args.grad_out.rows(cluster.span.batch, cluster.head, cluster.span.begin));
+}
+// What a group has to know of its own rows: make(gate, token, row) of those that are there.
+template <class T, class Make>
+__device__ __forceinline__ void load_row_facts(const InnerArgs<T>& args,
+                                               const InnerCluster<T>& cluster,
+                                               const MemberRows& rows, InnerRow* to,
+                                               const Make& make) {
+  const float4* gates = args.pass.gates +
+                        static_cast<std::int64_t>(cluster.span.batch) * args.shape.N +
+                        cluster.span.begin;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = rows.token[half], row = 32 * half + static_cast<int>(threadIdx.x) % 32;
+    InnerRow fact{INFINITY, 0.0f, 0.0f, 0.0f};  // no weight
+    if (token >= 0) fact = make(gates[token], token, row);
+    to[row] = fact;
+  }
 }
 
 // Products of a group's own rows with the rows of their cluster, on their way.
@@ -100,9 +121,10 @@ __device__ __forceinline__ void run_block(const InnerArgs<T>& args, unsigned cha
   const InnerMemory<T> memory(shared);
   if (threadIdx.x == 0) memory.start();
   __syncthreads();
-  const std::int64_t total = args.clusters();
-  const int begin = static_cast<int>(total * blockIdx.x / gridDim.x);
-  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  // The last blocks have a cluster less: kernels ahead may still be where they go.
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int each = args.clusters() / blocks, more = args.clusters() % blocks;
+  const int begin = block * each + min(block, more), end = begin + each + (block < more);
   if (threadIdx.x >= InnerMemory<T>::kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
     load(memory, begin, end);
@@ -116,15 +138,26 @@ template <class T, template <class> class Part>
 __global__ void __launch_bounds__(InnerMemory<T>::kThreads, 1)
     inner_kernel(const __grid_constant__ InnerArgs<T> args) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  await_previous();
+  if (!Part<T>::kBeside) await_previous();
   run_block<T>(
       args, shared,
       [&](const InnerMemory<T>& memory, int begin, int end) {
         const Part<T> part{args, memory};
         load_clusters<T>(
             args, memory, begin, end,
-            [&](int n, int tile, int place) { part.load_own(n, tile, place); },
-            [&](int n, int tile, int place) { part.load_ring(n, tile, place); });
+            [&](int n, int tile, int place) {
+              const InnerCluster<T> cluster(args, n);
+              const MemberRows rows(cluster.list, 64 * tile, args.shape.width);
+              part.load_own(cluster, rows, tile, place);
+            },
+            [&](int n, int tile, int place) {
+              const InnerCluster<T> cluster(args, n);
+              const MemberRows rows(cluster.list, 64 * tile, args.shape.width);
+              part.load_ring(cluster, rows, tile, place);
+            });
+        if (!Part<T>::kBeside) return;
+        await_writes();
+        release_next();
       },
       [&](const InnerMemory<T>& memory, int begin, int end) {
         const Part<T> part{args, memory};
