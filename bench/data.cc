@@ -85,7 +85,7 @@ HostTensor take_saved(const Problem& problem, const TensorView& saved, std::int6
   HostTensor tensor(problem.dtype, {problem.B, heads, problem.N, problem.D});
   if (saved.size(2) < problem.N) {
     throw Error("[bench] expected at least " + std::to_string(problem.N) + " saved tokens; got " +
-                saved.describe());
+                describe(saved));
   }
   write_values(tensor, read_values(saved.narrowed(2, 0, problem.N)));
   return tensor;

@@ -72,7 +72,7 @@ HostTensor host_copy(const TensorView& view) {
 
 void poison(const TensorView& view) {
   if (!view.is_contiguous()) {
-    throw Error("[bench] expected a contiguous tensor to poison; got " + view.describe());
+    throw Error("[bench] expected a contiguous tensor to poison; got " + describe(view));
   }
   if (view.device == Device::cuda) {
     fill_device(view.data, 0xff, bytes_of(view));

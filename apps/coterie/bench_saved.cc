@@ -52,7 +52,7 @@ void use_saved_rows(const std::string& path, bench::Problem& problem) {
                       other.size(2) == q.size(2) && other.size(3) == q.size(3);
     if (!fits) {
       throw Error("[bench] expected k and v of q's batch, tokens and dim in " + path + "; got q " +
-                  q.describe() + ", k " + k.describe() + " and v " + v.describe());
+                  describe(q) + ", k " + describe(k) + " and v " + describe(v));
     }
   }
   problem.B = q.size(0);

@@ -16,52 +16,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "coterie/inputs.h"
 #include "coterie/mechanism.h"
 #include "coterie/tensor.h"
 
 namespace coterie {
-
-// Which rows of a (B, H, N, ...) tensor form a sequence (an "item"). Both absent: every batch entry
-// is one item of length N. `lengths` int32 (B): the first lengths[b] rows of entry b. `cu_seqlens`
-// int32 (items+1), B = 1: item t is rows [cu_seqlens[t], cu_seqlens[t+1]). At most one is given.
-struct Sequences {
-  TensorView lengths;
-  TensorView cu_seqlens;
-};
-
-// Query head h reads key/value head h / (H / Hkv). The last dimension must be contiguous. With
-// `causal`, query i of an item is at key position i + (key length - query length).
-struct AttentionInputs {
-  TensorView q;  // (B, H, N, Dk)
-  TensorView
-      k;  // (B, Hkv, S, Dk); absent, or the same view as q, for lsh and routing with share_qk
-  TensorView v;  // (B, Hkv, S, Dv)
-  Sequences q_sequences;
-  Sequences k_sequences;
-  TensorView mask;         // u8 (B, H, N, S), stride 0 to broadcast: nonzero = may attend;
-                           // full, local, strided and oracle-top only
-  TensorView centroids;    // routing: (Hkv, C, Dk); cast: surrogate tokens (H, C, Dk)
-  TensorView gate;         // cast: gate logits (B, N)
-  TensorView logit_scale;  // routing, optional: (H) factors of the logits
-  double scale = 0.0;      // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
-  bool causal = false;
-  std::uint64_t seed = 0;
-};
-
-// Outputs of a forward pass: `out` (B, H, N, Dv) of q's type, `saved` as attention_saved lists.
-struct AttentionResult {
-  TensorView out;
-  std::vector<TensorView> saved;
-};
-
-// Gradients; each view is written in full, absent ones are not computed. Shapes and types as the
-// inputs they belong to; with shared queries and keys dq holds the sum and dk must be absent.
-struct AttentionGradients {
-  TensorView dq, dk, dv;
-  TensorView dcentroids;    // cast only (routing's centroids are constants)
-  TensorView dgate;         // cast
-  TensorView dlogit_scale;  // routing
-};
 
 // What `saved` must hold, in order. The first `selection_count` of them are the selection.
 struct SavedLayout {

@@ -1,61 +1,23 @@
 // SPDX-License-Identifier: MIT
-// Tensors as the library sees them: a pointer, an element type, a device, sizes and strides.
+// Views of tensors (coterie/view.h), and tensors in host memory for programs without a tensor
+// library.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "coterie/view.h"
+
 namespace coterie {
 
-enum class DType : std::uint8_t { f32, f64, bf16, f16, i32, i64, u64, u8 };
-enum class Device : std::uint8_t { cpu, cuda };
-
-std::int64_t dtype_bytes(DType dtype);
-const char* dtype_name(DType dtype);
-const char* device_name(Device device);
-bool is_floating(DType dtype);
-
-// The element type of everything the library accumulates or saves for inputs of type `input`:
-// f64 for f64, f32 for all others.
-DType accumulator_dtype(DType input);
-
-constexpr int kMaxRank = 5;
-
-// A non-owning view. Strides count elements. A default-constructed view is "absent" and stands for
-// an optional argument that was not given. Operations never write through a view they document as
-// an input.
-struct TensorView {
-  void* data = nullptr;
-  DType dtype = DType::f32;
-  Device device = Device::cpu;
-  int rank = 0;
-  std::int64_t sizes[kMaxRank] = {};
-  std::int64_t strides[kMaxRank] = {};
-
-  // A view of densely packed row-major memory.
-  static TensorView contiguous(void* data, DType dtype, std::initializer_list<std::int64_t> sizes,
-                               Device device = Device::cpu);
-
-  bool present() const { return rank > 0; }
-  std::int64_t size(int dim) const { return sizes[dim]; }
-  std::int64_t stride(int dim) const { return strides[dim]; }
-  std::int64_t count() const;  // number of elements; 0 when absent
-  bool is_contiguous() const;
-
-  // The view with dimensions a and b exchanged: (B,N,H,D) data becomes (B,H,N,D) without a copy.
-  TensorView transposed(int a, int b) const;
-  // The view of [begin, begin+length) in one dimension.
-  TensorView narrowed(int dim, std::int64_t begin, std::int64_t length) const;
-  // "f32 (2, 8, 128, 64)", for messages.
-  std::string describe() const;
-};
+// "f32 (2, 8, 128, 64)", for messages.
+std::string describe(const TensorView& tensor);
 
 // Name, type and shape of a tensor the caller must provide.
 struct TensorLayout {
@@ -64,8 +26,7 @@ struct TensorLayout {
   std::vector<std::int64_t> sizes;
 };
 
-// An owning, contiguous tensor in host memory, zero-filled and aligned to 64 bytes: for programs
-// without a tensor library.
+// An owning, contiguous tensor in host memory, zero-filled and aligned to 64 bytes.
 class HostTensor {
  public:
   HostTensor() = default;
@@ -108,14 +69,5 @@ std::vector<double> read_values(const TensorView& tensor);
 void write_values(const TensorView& tensor, const std::vector<double>& values);
 // Writes value(flat row-major index) to every element.
 void fill(const TensorView& tensor, const std::function<double(std::int64_t)>& value);
-
-// Memory and queue of one call. The caller provides `bytes` as told by the matching
-// ..._workspace_bytes function (operations without one need none); contents before and after the
-// call are unspecified. `stream` is a cudaStream_t for tensors on Device::cuda, unused on the CPU.
-struct Workspace {
-  void* data = nullptr;
-  std::int64_t bytes = 0;
-  void* stream = nullptr;
-};
 
 }  // namespace coterie

@@ -6,8 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/check.h"
-#include "coterie/tensor.h"
+#include "coterie/view.h"
 
 namespace coterie {
 
@@ -16,14 +15,8 @@ class Arena {
   static constexpr std::int64_t kAlignment = 64;
 
   Arena() = default;  // counts only
-  Arena(const char* op, const Workspace& workspace, std::int64_t needed)
-      : base_(static_cast<std::byte*>(workspace.data)) {
-    COTERIE_CHECK(workspace.bytes >= needed, op, "expected a workspace of at least ", needed,
-                  " bytes; got ", workspace.bytes);
-    COTERIE_CHECK(base_ || needed == 0, op, "expected a workspace in memory; got a null pointer");
-    COTERIE_CHECK(reinterpret_cast<std::uintptr_t>(base_) % kAlignment == 0, op,
-                  "expected a workspace aligned to ", kAlignment, " bytes");
-  }
+  // Throws for a workspace of less than `needed` bytes.
+  Arena(const char* op, const Workspace& workspace, std::int64_t needed);
 
   template <class T>
   T* take(std::int64_t count) {

@@ -3,16 +3,15 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "core/items.h"
-#include "coterie/attention.h"
+#include "coterie/inputs.h"
 
 namespace coterie {
 
 struct AttentionCall {
-  std::string op;  // the mechanism's name, for messages
+  const char* op = "";  // the mechanism's name, for messages
   AttentionInputs inputs;
   Device device = Device::cpu;
   std::vector<Item> items;  // on the CPU; a GPU reads lengths itself, so there it is empty

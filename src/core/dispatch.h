@@ -2,22 +2,15 @@
 // From a run-time element type to a compile-time one; the unsupported case throws.
 #pragma once
 
-#include <string>
-
 #include "core/check.h"
 #include "core/half.h"
 #include "coterie/tensor.h"
 
 namespace coterie {
 
-template <class T>
-struct TypeTag {
-  using type = T;
-};
-
 // Calls body(TypeTag<float | double | Bf16 | F16>).
 template <class Body>
-decltype(auto) dispatch_floating(const std::string& op, DType dtype, Body&& body) {
+decltype(auto) dispatch_floating(const char* op, DType dtype, Body&& body) {
   switch (dtype) {
     case DType::f32:
       return body(TypeTag<float>{});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// bf16 and fp16 as 16-bit patterns; conversions round to nearest even. The functions are static
+// Conversions of bf16 and fp16; they round to nearest even. The functions are static
 // because files compiled for different instruction sets include them: the linker must not let one
 // such file's copy stand for another's.
 #pragma once
@@ -7,14 +7,9 @@
 #include <cstdint>
 #include <cstring>
 
-namespace coterie {
+#include "core/types.h"
 
-struct Bf16 {
-  std::uint16_t bits;
-};
-struct F16 {
-  std::uint16_t bits;
-};
+namespace coterie {
 
 static inline float bits_to_float(std::uint32_t bits) {
   float value;

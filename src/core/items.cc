@@ -2,6 +2,7 @@
 #include "core/items.h"
 
 #include "core/check.h"
+#include "coterie/tensor.h"
 
 namespace coterie {
 
@@ -15,15 +16,15 @@ std::int64_t int_at(const TensorView& ints, std::int64_t index) {
   return static_cast<const std::int32_t*>(ints.data)[index * ints.stride(0)];
 }
 
-void check_ints(const std::string& op, const char* name, const TensorView& ints) {
+void check_ints(const char* op, const char* name, const TensorView& ints) {
   COTERIE_CHECK(ints.dtype == DType::i32 && ints.rank == 1, op, "expected ", name,
-                " to be i32 with one dimension; got ", ints.describe());
+                " to be i32 with one dimension; got ", describe(ints));
 }
 
 }  // namespace
 
-std::vector<Span> make_spans(const std::string& op, const Sequences& sequences,
-                             std::int64_t batches, std::int64_t rows) {
+std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
+                             std::int64_t rows) {
   const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;
   COTERIE_CHECK(!lengths.present() || !cu_seqlens.present(), op,
                 "expected lengths or cu_seqlens; got both");
@@ -32,7 +33,7 @@ std::vector<Span> make_spans(const std::string& op, const Sequences& sequences,
     check_ints(op, "cu_seqlens", cu_seqlens);
     COTERIE_CHECK(batches == 1, op, "expected a batch of 1 with cu_seqlens; got ", batches);
     COTERIE_CHECK(cu_seqlens.size(0) >= 1, op, "expected at least one number in cu_seqlens; got ",
-                  cu_seqlens.describe());
+                  describe(cu_seqlens));
     COTERIE_CHECK(int_at(cu_seqlens, 0) == 0, op, "expected cu_seqlens to start with 0; got ",
                   int_at(cu_seqlens, 0));
     for (std::int64_t t = 0; t + 1 < cu_seqlens.size(0); ++t) {
@@ -57,7 +58,7 @@ std::vector<Span> make_spans(const std::string& op, const Sequences& sequences,
   return spans;
 }
 
-std::vector<Item> make_items(const std::string& op, const AttentionInputs& inputs) {
+std::vector<Item> make_items(const char* op, const AttentionInputs& inputs) {
   const TensorView& v = inputs.v;
   const std::vector<Span> q =
       make_spans(op, inputs.q_sequences, inputs.q.size(0), inputs.q.size(2));

@@ -3,10 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
-#include "coterie/attention.h"
+#include "coterie/inputs.h"
 
 namespace coterie {
 
@@ -16,8 +15,8 @@ struct Span {
 };
 
 // The items of a tensor with `batches` entries of `rows` rows; checks lengths and offsets.
-std::vector<Span> make_spans(const std::string& op, const Sequences& sequences,
-                             std::int64_t batches, std::int64_t rows);
+std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
+                             std::int64_t rows);
 
 // Number of items, without reading device memory.
 std::int64_t item_count(const Sequences& sequences, std::int64_t batches);
@@ -27,6 +26,6 @@ struct Item {
 };
 
 // Query and key rows of each item of a call; checks that they agree in number.
-std::vector<Item> make_items(const std::string& op, const AttentionInputs& inputs);
+std::vector<Item> make_items(const char* op, const AttentionInputs& inputs);
 
 }  // namespace coterie

@@ -172,21 +172,21 @@ TensorView TensorView::transposed(int a, int b) const {
 
 TensorView TensorView::narrowed(int dim, std::int64_t begin, std::int64_t length) const {
   COTERIE_CHECK(dim >= 0 && dim < rank && begin >= 0 && length >= 0 && begin + length <= sizes[dim],
-                "tensor", "expected a range inside dimension ", dim, " of ", describe(), "; got [",
-                begin, ", ", begin + length, ")");
+                "tensor", "expected a range inside dimension ", dim, " of ", describe(*this),
+                "; got [", begin, ", ", begin + length, ")");
   TensorView view = *this;
   view.sizes[dim] = length;
   view.data = static_cast<char*>(data) + begin * strides[dim] * dtype_bytes(dtype);
   return view;
 }
 
-std::string TensorView::describe() const {
-  if (!present()) return "nothing";
+std::string describe(const TensorView& tensor) {
+  if (!tensor.present()) return "nothing";
   std::ostringstream text;
-  text << dtype_name(dtype) << " (";
-  for (int dim = 0; dim < rank; ++dim) text << (dim ? ", " : "") << sizes[dim];
+  text << dtype_name(tensor.dtype) << " (";
+  for (int dim = 0; dim < tensor.rank; ++dim) text << (dim ? ", " : "") << tensor.size(dim);
   text << ')';
-  if (device != Device::cpu) text << " on " << device_name(device);
+  if (tensor.device != Device::cpu) text << " on " << device_name(tensor.device);
   return text.str();
 }
 

@@ -104,7 +104,7 @@ std::int64_t workspace_bytes(const CastParams& params, const AttentionCall& call
 template <>
 void select(const CastParams& params, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     CastSelectWorkspace<typename decltype(tag)::type> memory(arena, params, call);
     cast_select(params, call, saved[0], memory);
@@ -114,7 +114,7 @@ void select(const CastParams& params, const AttentionCall& call,
 template <>
 void attend(const CastParams& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     CastForward<T> pass(arena, params, call);
@@ -126,7 +126,7 @@ template <>
 void backward(const CastParams& params, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     CastBackward<typename decltype(tag)::type>(arena, params, call)
         .run(result, grad_out, gradients);

@@ -67,7 +67,7 @@ std::int64_t workspace_bytes(const ClusteredParams& params, const AttentionCall&
 template <>
 void select(const ClusteredParams& params, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ClusteredWorkspace<T> ws(arena, params, call);
@@ -82,7 +82,7 @@ void select(const ClusteredParams& params, const AttentionCall& call,
 template <>
 void attend(const ClusteredParams& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   const CentroidTensors tensors = centroid_tensors(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -98,7 +98,7 @@ template <>
 void backward(const ClusteredParams& params, const AttentionCall& call,
               const AttentionResult& result, const TensorView& grad_out,
               const AttentionGradients& gradients, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   const CentroidTensors tensors = centroid_tensors(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -183,7 +183,7 @@ std::int64_t workspace_bytes(const ImprovedClusteredParams& params, const Attent
 template <>
 void select(const ImprovedClusteredParams& params, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   const ClusterLists lists = cluster_lists(saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -197,7 +197,7 @@ void select(const ImprovedClusteredParams& params, const AttentionCall& call,
 template <>
 void attend(const ImprovedClusteredParams& params, const AttentionCall& call,
             const AttentionResult& result, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   const ClusterLists lists = cluster_lists(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -217,7 +217,7 @@ template <>
 void backward(const ImprovedClusteredParams& params, const AttentionCall& call,
               const AttentionResult& result, const TensorView& grad_out,
               const AttentionGradients& gradients, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   ListGradients lists{result.out,   result.saved[leaking(params) ? kLeakingLse : kLse],
                       grad_out,     gradients.dq,
                       gradients.dk, gradients.dv};

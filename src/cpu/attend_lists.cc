@@ -104,7 +104,7 @@ std::int64_t banded_bytes(const AttentionCall& call, const BandedLists& lists) {
 
 void attend_banded(const AttentionCall& call, const BandedLists& lists,
                    const AttentionResult& result, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, banded_bytes(call, lists));
+  Arena arena(call.op, workspace, banded_bytes(call, lists));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     auto tiles = make_tiles<T>(arena, call.Dk, call.Dv);
@@ -117,7 +117,7 @@ void attend_banded(const AttentionCall& call, const BandedLists& lists,
 void attend_banded_backward(const AttentionCall& call, const BandedLists& lists,
                             const AttentionResult& result, const TensorView& grad_out,
                             const AttentionGradients& gradients, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, banded_bytes(call, lists));
+  Arena arena(call.op, workspace, banded_bytes(call, lists));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     auto tiles = make_tiles<T>(arena, call.Dk, call.Dv);
@@ -140,7 +140,7 @@ std::int64_t shared_bytes(const AttentionCall& call, const SharedLists& lists) {
 
 void attend_shared(const AttentionCall& call, const SharedLists& lists,
                    const AttentionResult& result, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, shared_bytes(call, lists));
+  Arena arena(call.op, workspace, shared_bytes(call, lists));
   const ClusterLists clusters = clusters_of(lists);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -152,7 +152,7 @@ void attend_shared(const AttentionCall& call, const SharedLists& lists,
 void attend_shared_backward(const AttentionCall& call, const SharedLists& lists,
                             const AttentionResult& result, const TensorView& grad_out,
                             const AttentionGradients& gradients, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, shared_bytes(call, lists));
+  Arena arena(call.op, workspace, shared_bytes(call, lists));
   const ClusterLists clusters = clusters_of(lists);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -174,7 +174,7 @@ std::int64_t members_bytes(const AttentionCall& call, const MemberLists& lists) 
 
 void attend_members(const AttentionCall& call, const MemberLists& lists,
                     const AttentionResult& result, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, members_bytes(call, lists));
+  Arena arena(call.op, workspace, members_bytes(call, lists));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     auto tiles = make_tiles<T>(arena, call.Dk, call.Dv);
@@ -186,7 +186,7 @@ void attend_members(const AttentionCall& call, const MemberLists& lists,
 void attend_members_backward(const AttentionCall& call, const MemberLists& lists,
                              const AttentionResult& result, const TensorView& grad_out,
                              const AttentionGradients& gradients, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, members_bytes(call, lists));
+  Arena arena(call.op, workspace, members_bytes(call, lists));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     MembersBackward<T> own(arena, call, lists);

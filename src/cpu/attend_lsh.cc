@@ -88,7 +88,7 @@ std::int64_t workspace_bytes(const LshParams& params, const AttentionCall& call)
 template <>
 void select(const LshParams& params, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     LshSelectWorkspace<typename decltype(tag)::type> memory(arena, params, call);
     lsh_select(params, call, saved[0], memory);
@@ -98,7 +98,7 @@ void select(const LshParams& params, const AttentionCall& call,
 template <>
 void attend(const LshParams& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     LshForward<typename decltype(tag)::type> pass(arena, params, call);
     forward(pass, result);
@@ -109,7 +109,7 @@ template <>
 void backward(const LshParams& params, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     LshBackward<typename decltype(tag)::type>(arena, params, call).run(result, grad_out, gradients);
   });

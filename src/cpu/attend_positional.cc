@@ -231,7 +231,7 @@ void select(const Params&, const AttentionCall&, const std::vector<TensorView>&,
 template <class Params>
 void attend(const Params& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListWorkspace<T> lists(arena, call);
@@ -243,7 +243,7 @@ template <class Params>
 void backward(const Params& params, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListWorkspace<T> lists(arena, call);
@@ -264,7 +264,7 @@ std::int64_t workspace_bytes(const OracleTopParams& params, const AttentionCall&
 template <>
 void select(const OracleTopParams& params, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     OracleWorkspace<typename decltype(tag)::type> oracle(arena, params, call);
     select_top_keys(params, call, saved[0], oracle);
@@ -274,7 +274,7 @@ void select(const OracleTopParams& params, const AttentionCall& call,
 template <>
 void attend(const OracleTopParams& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListWorkspace<T> lists(arena, call);
@@ -287,7 +287,7 @@ template <>
 void backward(const OracleTopParams& params, const AttentionCall& call,
               const AttentionResult& result, const TensorView& grad_out,
               const AttentionGradients& gradients, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListWorkspace<T> lists(arena, call);

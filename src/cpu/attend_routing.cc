@@ -233,7 +233,7 @@ std::int64_t workspace_bytes(const RoutingParams& params, const AttentionCall& c
 template <>
 void select(const RoutingParams& params, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     RoutingRows<T> rows(arena, params, call);
@@ -245,7 +245,7 @@ void select(const RoutingParams& params, const AttentionCall& call,
 template <>
 void attend(const RoutingParams& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     RoutingRows<T> rows(arena, params, call);
@@ -263,7 +263,7 @@ template <>
 void backward(const RoutingParams& params, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace) {
-  Arena arena(call.op.c_str(), workspace, workspace_bytes(params, call));
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     RoutingRows<T> rows(arena, params, call);

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/check.h"
 #include "core/parallel.h"
 #include "cpu/pass.h"
 #include "cpu/row_tiles.h"

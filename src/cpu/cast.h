@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "coterie/mechanism.h"
 #include "cpu/fold.h"
 #include "cpu/laplace.h"
 #include "cpu/lists.h"

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "coterie/mechanism.h"
 #include "cpu/hamming.h"
 #include "cpu/segment.h"
 

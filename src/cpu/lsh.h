@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "coterie/mechanism.h"
 #include "cpu/lists.h"
 
 namespace coterie::cpu {

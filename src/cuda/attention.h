@@ -39,7 +39,7 @@ class Pass {
  protected:
   // All of the workspace, after a check of its size.
   Arena take_workspace(const Workspace& workspace) const {
-    return Arena(call_.op.c_str(), workspace, workspace_bytes());
+    return Arena(call_.op, workspace, workspace_bytes());
   }
 
   const AttentionCall& call_;

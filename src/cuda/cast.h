@@ -13,7 +13,8 @@
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/attention.h"
+#include "coterie/inputs.h"
+#include "coterie/mechanism.h"
 #include "cuda/device/problem.cuh"
 #include "cuda/device/splits.cuh"
 #include "cuda/slots.h"

@@ -3,6 +3,7 @@
 #include "cuda/cluster.h"
 
 #include "core/arena.h"
+#include "core/check.h"
 #include "cuda/cluster_sums.h"
 #include "cuda/hamming.h"
 #include "cuda/hash.h"
@@ -96,7 +97,7 @@ void cluster_queries(const ClusteringParams& params, const AttentionCall& call,
     return;
   }
   const std::int64_t bytes = cluster_workspace_bytes(params, call);
-  Arena arena(call.op.c_str(), {workspace, bytes, stream}, bytes);
+  Arena arena(call.op, {workspace, bytes, stream}, bytes);
   cluster(params, call,
           {static_cast<std::int32_t*>(labels.data), static_cast<std::int32_t*>(order.data),
            static_cast<std::int32_t*>(offsets.data), extra},

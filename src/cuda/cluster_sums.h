@@ -2,8 +2,6 @@
 // The first step of sums over clusters, for kernels that do the second themselves. means.cu
 #pragma once
 
-#include <string>
-
 #include "core/arena.h"
 #include "cuda/device/cluster_sums.cuh"
 
@@ -14,7 +12,7 @@ ClusterSums make_cluster_sums(Arena& arena, const ClusterShape& shape, const Ten
                               const std::int32_t* order, const std::int32_t* offsets, float* sums);
 
 // Writes args.sums and args.partials from the rows of x (B, H, N, width).
-void sum_cluster_tiles(const std::string& op, const ClusterSums& args, const TensorView& x,
+void sum_cluster_tiles(const char* op, const ClusterSums& args, const TensorView& x,
                        cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -4,16 +4,15 @@
 
 #include <cuda_runtime.h>
 
-#include "core/check.h"
-#include "coterie/tensor.h"
+#include <cstddef>
+
+#include "coterie/view.h"
+#include "cuda/fail.h"
 
 namespace coterie::cuda {
 
 inline void check_cuda(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // the runtime keeps the error for the next call otherwise
-  fail("cuda", "expected ", what, " to succeed; got ", cudaGetErrorName(status), ": ",
-       cudaGetErrorString(status));
+  if (status != cudaSuccess) fail_cuda(status, what);
 }
 
 inline cudaStream_t stream_of(const Workspace& workspace) {

@@ -13,7 +13,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/tensor.h"
+#include "coterie/view.h"
 
 namespace coterie::cuda {
 

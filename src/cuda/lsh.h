@@ -12,7 +12,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/attention.h"
+#include "coterie/inputs.h"
 #include "coterie/mechanism.h"
 #include "cuda/lists.h"
 

@@ -175,7 +175,7 @@ ClusterSums make_cluster_sums(Arena& arena, const ClusterShape& shape, const Ten
   return args;
 }
 
-void sum_cluster_tiles(const std::string& op, const ClusterSums& args, const TensorView& x,
+void sum_cluster_tiles(const char* op, const ClusterSums& args, const TensorView& x,
                        cudaStream_t stream) {
   const std::int64_t work = static_cast<std::int64_t>(args.tiles.slots) * args.shape.heads;
   if (work == 0) return;

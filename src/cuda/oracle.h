@@ -8,7 +8,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/attention.h"
+#include "coterie/inputs.h"
 
 namespace coterie::cuda {
 

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "core/call.h"
-#include "coterie/tensor.h"
+#include "coterie/view.h"
 
 namespace coterie::cuda {
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/check.h"
 #include "cuda/attention.h"
 #include "cuda/cluster.h"
 #include "cuda/hopper.h"

@@ -6,12 +6,11 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <string>
 #include <type_traits>
 
-#include "core/check.h"
-#include "core/dispatch.h"
-#include "coterie/tensor.h"
+#include "core/types.h"
+#include "coterie/view.h"
+#include "cuda/fail.h"
 
 namespace coterie::cuda {
 
@@ -24,7 +23,7 @@ constexpr bool supports(DType dtype) {
 
 // Calls body(TypeTag<float | __nv_bfloat16 | __half>).
 template <class Body>
-decltype(auto) dispatch_element(const std::string& op, DType dtype, Body&& body) {
+decltype(auto) dispatch_element(const char* op, DType dtype, Body&& body) {
   switch (dtype) {
     case DType::f32:
       return body(TypeTag<float>{});
@@ -33,17 +32,17 @@ decltype(auto) dispatch_element(const std::string& op, DType dtype, Body&& body)
     case DType::f16:
       return body(TypeTag<__half>{});
     default:
-      fail(op, "expected an element type among f32, bf16, f16; got ", dtype_name(dtype));
+      fail_element(op, dtype);
   }
 }
 
 // Calls body(std::integral_constant<int, P>) with P = 64 or 128, the smaller that holds a row; rows
 // are padded inside the tiles.
 template <class Body>
-decltype(auto) dispatch_head_dim(const std::string& op, std::int64_t head_dim, Body&& body) {
+decltype(auto) dispatch_head_dim(const char* op, std::int64_t head_dim, Body&& body) {
   if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
   if (head_dim <= 128) return body(std::integral_constant<int, 128>{});
-  fail(op, "expected rows of at most ", kMaxHeadDim, " elements; got ", head_dim);
+  fail_head_dim(op, head_dim, kMaxHeadDim);
 }
 
 }  // namespace coterie::cuda

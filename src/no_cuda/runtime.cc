@@ -7,7 +7,7 @@ namespace coterie::cuda {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& op) {
+[[noreturn]] void refuse(const char* op) {
   fail(op,
        "expected tensors on the cpu; got tensors on cuda, and this library was built without CUDA");
 }

@@ -110,7 +110,7 @@ void check_token_gradients(const AttentionCall& call, const AttentionGradients& 
   check("dv", gradients.dv, call.value_heads, call.S, call.Dv);
   for (const TensorView* other : {&gradients.dcentroids, &gradients.dgate, &gradients.dlogit_scale})
     COTERIE_CHECK(!other->present(), call.op, "expected no gradients but dq, dk and dv; got ",
-                  other->describe());
+                  describe(*other));
 }
 
 }  // namespace
@@ -194,9 +194,9 @@ void merge_partials(const TensorView& parts, const TensorView& part_lse, const T
                     const TensorView& lse, const Workspace&) {
   const char* op = "merge_partials";
   COTERIE_CHECK(parts.rank == 3, op, "expected parts of shape (parts, rows, width); got ",
-                parts.describe());
+                describe(parts));
   COTERIE_CHECK(parts.dtype == DType::f32 || parts.dtype == DType::f64, op,
-                "expected parts of type f32 or f64; got ", parts.describe());
+                "expected parts of type f32 or f64; got ", describe(parts));
   const std::int64_t rows = parts.size(1), width = parts.size(2);
   ops::check_dense(op, "parts", parts, parts.dtype, {parts.size(0), rows, width});
   ops::check_dense(op, "part_lse", part_lse, parts.dtype, {parts.size(0), rows});

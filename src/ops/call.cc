@@ -19,8 +19,7 @@ std::string text_of(const std::vector<std::int64_t>& sizes) {
   return text.str();
 }
 
-void check_device(const std::string& op, const char* name, const TensorView& tensor,
-                  Device device) {
+void check_device(const char* op, const char* name, const TensorView& tensor, Device device) {
   COTERIE_CHECK(tensor.device == device, op, "expected ", name, " on ", device_name(device),
                 "; got it on ", device_name(tensor.device));
 }
@@ -47,7 +46,7 @@ void check_counts(const AttentionCall& call) {
 }
 
 // q, k, v, heads, lengths and scale.
-AttentionCall make_base_call(const std::string& op, const AttentionInputs& inputs, bool shared) {
+AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool shared) {
   const TensorView &q = inputs.q, &v = inputs.v;
   check_rows(op, "q", q, 4, q.device);
   COTERIE_CHECK(is_floating(q.dtype), op, "expected q of type f32, f64, bf16 or f16; got ",
@@ -76,8 +75,8 @@ AttentionCall make_base_call(const std::string& op, const AttentionInputs& input
   call.value_heads = v.size(1);
   call.key_heads = shared ? call.H : call.value_heads;
   COTERIE_CHECK(call.H >= 1 && call.Dk >= 1 && call.Dv >= 1, op,
-                "expected at least one head and one element per row; got q ", q.describe(),
-                " and v ", v.describe());
+                "expected at least one head and one element per row; got q ", describe(q),
+                " and v ", describe(v));
   check_shape(op, "k", call.k, {call.B, call.key_heads, call.S, call.Dk});
   check_shape(op, "v", v, {call.B, call.value_heads, call.S, call.Dv});
   COTERIE_CHECK(call.value_heads >= 1 && call.H % call.value_heads == 0, op,
@@ -99,7 +98,7 @@ AttentionCall make_base_call(const std::string& op, const AttentionInputs& input
 
 void refuse(const AttentionCall& call, const char* name, const TensorView& tensor) {
   COTERIE_CHECK(!tensor.present(), call.op, "expected no ", name,
-                ", for it has no use of one; got ", tensor.describe());
+                ", for it has no use of one; got ", describe(tensor));
 }
 
 void check_state(const Mechanism& mechanism, const AttentionCall& call) {
@@ -143,28 +142,28 @@ void check_self_attention(const AttentionCall& call) {
 
 }  // namespace
 
-void check_shape(const std::string& op, const char* name, const TensorView& tensor,
+void check_shape(const char* op, const char* name, const TensorView& tensor,
                  const std::vector<std::int64_t>& sizes) {
   bool equal = tensor.rank == static_cast<int>(sizes.size());
   for (int dim = 0; equal && dim < tensor.rank; ++dim)
     equal = tensor.size(dim) == sizes[static_cast<std::size_t>(dim)];
   COTERIE_CHECK(equal, op, "expected ", name, " of shape ", text_of(sizes), "; got ",
-                tensor.describe());
+                describe(tensor));
 }
 
-void check_dtype(const std::string& op, const char* name, const TensorView& tensor, DType dtype) {
+void check_dtype(const char* op, const char* name, const TensorView& tensor, DType dtype) {
   COTERIE_CHECK(tensor.dtype == dtype, op, "expected ", name, " of type ", dtype_name(dtype),
-                "; got ", tensor.describe());
+                "; got ", describe(tensor));
 }
 
-void check_cpu(const std::string& op, const char* name, const TensorView& tensor) {
+void check_cpu(const char* op, const char* name, const TensorView& tensor) {
   check_device(op, name, tensor, Device::cpu);
 }
 
-void check_rows(const std::string& op, const char* name, const TensorView& tensor, int rank,
+void check_rows(const char* op, const char* name, const TensorView& tensor, int rank,
                 Device device) {
   COTERIE_CHECK(tensor.rank == rank, op, "expected ", name, " with ", rank, " dimensions; got ",
-                tensor.describe());
+                describe(tensor));
   check_device(op, name, tensor, device);
   COTERIE_CHECK(tensor.size(rank - 1) <= 1 || tensor.stride(rank - 1) == 1, op, "expected ", name,
                 " with a contiguous last dimension; got stride ", tensor.stride(rank - 1));
@@ -172,7 +171,7 @@ void check_rows(const std::string& op, const char* name, const TensorView& tenso
                 " to have memory; got a null pointer");
 }
 
-void check_dense(const std::string& op, const char* name, const TensorView& tensor, DType dtype,
+void check_dense(const char* op, const char* name, const TensorView& tensor, DType dtype,
                  const std::vector<std::int64_t>& sizes, Device device) {
   COTERIE_CHECK(tensor.present(), op, "expected ", name, " of shape ", text_of(sizes),
                 "; got nothing");
@@ -212,7 +211,7 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
   if (keys_are_queries(mechanism))
     COTERIE_CHECK(!gradients.dk.present(), call.op,
                   "expected no dk, because keys are the queries and dq holds both; got ",
-                  gradients.dk.describe());
+                  describe(gradients.dk));
   check("dk", gradients.dk, {call.B, call.key_heads, call.S, call.Dk});
   const auto* cast = std::get_if<CastParams>(&mechanism);
   if (cast && gradients.dcentroids.present())
@@ -233,7 +232,7 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
 }
 
 AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs) {
-  const std::string op = mechanism_name(mechanism);
+  const char* op = mechanism_name(mechanism);
   AttentionCall call = make_base_call(op, inputs, keys_are_queries(mechanism));
   const Causality form = resolve_causality(mechanism, inputs.causal);
   call.causal = form != Causality::none;

@@ -14,15 +14,15 @@ AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& input
 AttentionCall make_list_call(const char* op, const AttentionInputs& inputs);
 
 // Operations that only the CPU has.
-void check_cpu(const std::string& op, const char* name, const TensorView& tensor);
-void check_shape(const std::string& op, const char* name, const TensorView& tensor,
+void check_cpu(const char* op, const char* name, const TensorView& tensor);
+void check_shape(const char* op, const char* name, const TensorView& tensor,
                  const std::vector<std::int64_t>& sizes);
-void check_dtype(const std::string& op, const char* name, const TensorView& tensor, DType dtype);
+void check_dtype(const char* op, const char* name, const TensorView& tensor, DType dtype);
 // Rank as given, last dimension contiguous, on `device`.
-void check_rows(const std::string& op, const char* name, const TensorView& tensor, int rank,
+void check_rows(const char* op, const char* name, const TensorView& tensor, int rank,
                 Device device = Device::cpu);
 // Tensors that a call writes or reads whole: type, shape, contiguous, on `device`.
-void check_dense(const std::string& op, const char* name, const TensorView& tensor, DType dtype,
+void check_dense(const char* op, const char* name, const TensorView& tensor, DType dtype,
                  const std::vector<std::int64_t>& sizes, Device device = Device::cpu);
 
 void check_saved(const AttentionCall& call, const SavedLayout& layout,

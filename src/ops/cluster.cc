@@ -23,9 +23,9 @@ namespace {
 void check_rows_of_tokens(const char* op, const TensorView& x, const Sequences& sequences) {
   ops::check_rows(op, "x", x, 4, x.device);
   COTERIE_CHECK(is_floating(x.dtype), op, "expected x of type f32, f64, bf16 or f16; got ",
-                x.describe());
+                describe(x));
   COTERIE_CHECK(x.size(1) >= 1 && x.size(3) >= 1, op,
-                "expected at least one head and one element per row; got x ", x.describe());
+                "expected at least one head and one element per row; got x ", describe(x));
   for (const TensorView* ints : {&sequences.lengths, &sequences.cu_seqlens})
     COTERIE_CHECK(!ints->present() || ints->device == x.device, op,
                   "expected lengths and cu_seqlens on the ", device_name(x.device),
@@ -77,16 +77,16 @@ cpu::CentroidView check_centroids(const char* op, const TensorView& x, std::int6
                                   const TensorView& centroids, const TensorView& bias) {
   COTERIE_CHECK(centroids.rank == 4 && centroids.size(2) >= 1, op,
                 "expected centroids of shape (items or 1, heads, clusters, ", x.size(3), "); got ",
-                centroids.describe());
+                describe(centroids));
   COTERIE_CHECK(centroids.size(0) == 1 || centroids.size(0) == items, op,
-                "expected centroids for 1 or ", items, " items; got ", centroids.describe());
+                "expected centroids for 1 or ", items, " items; got ", describe(centroids));
   check_head_count(op, x, centroids.size(1));
   const DType accumulator = accumulator_dtype(x.dtype);
   ops::check_dense(op, "centroids", centroids, accumulator,
                    {centroids.size(0), centroids.size(1), centroids.size(2), x.size(3)});
   if (bias.present()) {
     COTERIE_CHECK(bias.size(0) == 1 || bias.size(0) == items, op, "expected bias for 1 or ", items,
-                  " items; got ", bias.describe());
+                  " items; got ", describe(bias));
     ops::check_dense(op, "bias", bias, accumulator,
                      {bias.size(0), centroids.size(1), centroids.size(2)});
   }
@@ -97,7 +97,7 @@ cpu::CentroidView check_centroids(const char* op, const TensorView& x, std::int6
 void check_routing_centroids(const char* op, const TensorView& x, const TensorView& centroids) {
   COTERIE_CHECK(centroids.rank == 3 && centroids.size(1) >= 1, op,
                 "expected centroids of shape (heads, clusters, ", x.size(3), "); got ",
-                centroids.describe());
+                describe(centroids));
   check_head_count(op, x, centroids.size(0));
   ops::check_dense(op, "centroids", centroids, accumulator_dtype(x.dtype),
                    {centroids.size(0), centroids.size(1), x.size(3)}, x.device);
@@ -164,7 +164,7 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
   const std::vector<Span> spans = check_tokens(op, x, sequences);
   check_routing_centroids(op, x, centroids);
   COTERIE_CHECK(centroids.size(0) == x.size(1), op, "expected centroids for the ", x.size(1),
-                " heads of x; got ", centroids.describe());
+                " heads of x; got ", describe(centroids));
   COTERIE_CHECK(params.iterations >= 0, op, "expected 0 or more iterations; got ",
                 params.iterations);
   COTERIE_CHECK(params.candidates >= 1, op, "expected 1 or more candidates; got ",
@@ -212,7 +212,7 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
                      const TensorView& labels, const TensorView& loss, const Workspace& workspace) {
   const char* op = "commitment_loss";
   const cpu::CommitmentProblem problem = check_commitment(op, x, sequences, centroids, labels);
-  COTERIE_CHECK(loss.count() == 1, op, "expected a loss of one element; got ", loss.describe());
+  COTERIE_CHECK(loss.count() == 1, op, "expected a loss of one element; got ", describe(loss));
   ops::check_rows(op, "loss", loss, loss.rank, x.device);
   ops::check_dtype(op, "loss", loss, accumulator_dtype(x.dtype));
   if (x.device == Device::cuda)

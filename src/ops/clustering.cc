@@ -26,7 +26,7 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
                     const Sequences& sequences, const TensorView& labels,
                     const TensorView& centroids, const Workspace&) {
   const char* op = "hamming_kmeans";
-  COTERIE_CHECK(codes.rank == 3, op, "expected codes with 3 dimensions; got ", codes.describe());
+  COTERIE_CHECK(codes.rank == 3, op, "expected codes with 3 dimensions; got ", describe(codes));
   COTERIE_CHECK(params.iterations >= 0, op, "expected 0 or more iterations; got ",
                 params.iterations);
   const std::int64_t bits = params.bits == kAutomatic ? kMaxHashBits : params.bits;
@@ -37,7 +37,7 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
   ops::check_dense(op, "labels", labels, DType::i32, {batches, heads, rows});
   const std::vector<Span> spans = make_spans(op, sequences, batches, rows);
   COTERIE_CHECK(centroids.rank == 3 && centroids.size(2) >= 1, op,
-                "expected centroids of shape (items, heads, clusters); got ", centroids.describe());
+                "expected centroids of shape (items, heads, clusters); got ", describe(centroids));
   const std::int64_t items = static_cast<std::int64_t>(spans.size()), clusters = centroids.size(2);
   ops::check_dense(op, "centroids", centroids, DType::u64, {items, heads, clusters});
   cpu::fill_padding(labels, spans, -1);

@@ -13,7 +13,7 @@ namespace coterie {
 void group_by_cluster(const TensorView& labels, const Sequences& sequences, const Groups& groups,
                       const Workspace&) {
   const char* op = "group_by_cluster";
-  COTERIE_CHECK(labels.rank == 3, op, "expected labels with 3 dimensions; got ", labels.describe());
+  COTERIE_CHECK(labels.rank == 3, op, "expected labels with 3 dimensions; got ", describe(labels));
   const std::int64_t batches = labels.size(0), heads = labels.size(1), rows = labels.size(2);
   ops::check_dense(op, "labels", labels, DType::i32, {batches, heads, rows});
   ops::check_dense(op, "order", groups.order, DType::i32, {batches, heads, rows});
@@ -23,7 +23,7 @@ void group_by_cluster(const TensorView& labels, const Sequences& sequences, cons
   const std::int64_t items = static_cast<std::int64_t>(spans.size());
   COTERIE_CHECK(groups.offsets.rank == 3 && groups.offsets.size(2) >= 2, op,
                 "expected offsets of shape (items, heads, clusters + 1); got ",
-                groups.offsets.describe());
+                describe(groups.offsets));
   const std::int64_t clusters = groups.offsets.size(2) - 1;
   ops::check_dense(op, "offsets", groups.offsets, DType::i32, {items, heads, clusters + 1});
   cpu::fill_padding(groups.order, spans, -1);

@@ -15,9 +15,9 @@ namespace {
 
 // Planes (a, b, bits, width) and thresholds (a', b', bits); returns bits.
 std::int64_t check_planes(const char* op, const TensorView& planes, const TensorView& thresholds) {
-  COTERIE_CHECK(planes.rank == 4, op, "expected planes with 4 dimensions; got ", planes.describe());
+  COTERIE_CHECK(planes.rank == 4, op, "expected planes with 4 dimensions; got ", describe(planes));
   COTERIE_CHECK(thresholds.rank == 3, op, "expected thresholds with 3 dimensions; got ",
-                thresholds.describe());
+                describe(thresholds));
   const std::int64_t bits = planes.size(2);
   COTERIE_CHECK(1 <= bits && bits <= kMaxHashBits, op, "expected 1 to ", kMaxHashBits,
                 " bits; got ", bits);
@@ -35,7 +35,7 @@ std::int64_t table_row(const char* op, const char* name, const TensorView& table
   const std::int64_t rows = table.size(0), columns = table.size(1);
   COTERIE_CHECK((rows == 1 || rows == items) && columns >= 1 && heads % columns == 0, op,
                 "expected ", name, " for 1 or ", items, " items and a divisor of ", heads,
-                " heads; got ", table.describe());
+                " heads; got ", describe(table));
   return (rows == 1 ? 0 : item) * columns + head / (heads / columns);
 }
 
@@ -77,11 +77,11 @@ void hash_codes(const TensorView& x, const Sequences& sequences, const TensorVie
                 const TensorView& thresholds, const TensorView& codes, const Workspace&) {
   const char* op = "hash_codes";
   ops::check_rows(op, "x", x, 4);
-  COTERIE_CHECK(is_floating(x.dtype), op, "expected x of a floating type; got ", x.describe());
+  COTERIE_CHECK(is_floating(x.dtype), op, "expected x of a floating type; got ", describe(x));
   const std::int64_t bits = check_planes(op, planes, thresholds);
   const std::int64_t heads = x.size(1), rows = x.size(2), width = x.size(3);
   COTERIE_CHECK(planes.size(3) == width, op, "expected planes of width ", width, "; got ",
-                planes.describe());
+                describe(planes));
   ops::check_dense(op, "codes", codes, DType::u64, {x.size(0), heads, rows});
   const std::vector<Span> spans = make_spans(op, sequences, x.size(0), rows);
   const std::int64_t items = static_cast<std::int64_t>(spans.size());

@@ -71,7 +71,7 @@ std::int64_t check_group_shapes(const AttentionCall& call, const char* side, con
   check_dense(call.op, ("the order" + of).c_str(), groups.order, DType::i32, {call.B, heads, rows});
   COTERIE_CHECK(groups.offsets.rank == 3 && groups.offsets.size(2) >= 2, call.op,
                 "expected the offsets", of, " to have shape (items, heads, clusters + 1); got ",
-                groups.offsets.describe());
+                describe(groups.offsets));
   const std::int64_t clusters = groups.offsets.size(2) - 1;
   check_dense(call.op, ("the offsets" + of).c_str(), groups.offsets, DType::i32,
               {call.num_items(), heads, clusters + 1});
@@ -82,7 +82,7 @@ std::int64_t check_list_shape(const AttentionCall& call, const char* side, const
                               std::int64_t heads) {
   const std::string name = "the lists of " + std::string(side);
   COTERIE_CHECK(lists.rank == 4, call.op, "expected ", name,
-                " to have shape (items, heads, lists, size); got ", lists.describe());
+                " to have shape (items, heads, lists, size); got ", describe(lists));
   check_dense(call.op, name.c_str(), lists, DType::i32,
               {call.num_items(), heads, lists.size(2), lists.size(3)});
   return lists.size(2);

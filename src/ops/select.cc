@@ -18,8 +18,8 @@ void select_top(const TensorView& rows, const TensorView& x, const Sequences& se
                 const TensorView& indices, const Workspace&) {
   const char* op = "select_top";
   ops::check_rows(op, "x", x, 4);
-  COTERIE_CHECK(is_floating(x.dtype), op, "expected x of a floating type; got ", x.describe());
-  COTERIE_CHECK(rows.rank == 4, op, "expected rows with 4 dimensions; got ", rows.describe());
+  COTERIE_CHECK(is_floating(x.dtype), op, "expected x of a floating type; got ", describe(x));
+  COTERIE_CHECK(rows.rank == 4, op, "expected rows with 4 dimensions; got ", describe(rows));
   const std::vector<Span> spans = make_spans(op, sequences, x.size(0), x.size(2));
   const std::int64_t items = static_cast<std::int64_t>(spans.size()), num_rows = rows.size(2);
   const std::int64_t row_heads = rows.size(1), x_heads = x.size(1);
@@ -27,11 +27,11 @@ void select_top(const TensorView& rows, const TensorView& x, const Sequences& se
   COTERIE_CHECK((rows.size(0) == 1 || rows.size(0) == items) && row_heads >= 1 && x_heads >= 1 &&
                     heads % row_heads == 0 && heads % x_heads == 0,
                 op, "expected rows for 1 or ", items, " items and heads that divide those of x, ",
-                x_heads, ", or the reverse; got ", rows.describe());
+                x_heads, ", or the reverse; got ", describe(rows));
   ops::check_dense(op, "rows", rows, accumulator_dtype(x.dtype),
                    {rows.size(0), row_heads, num_rows, x.size(3)});
   COTERIE_CHECK(indices.rank == 4 && indices.size(3) >= 1, op,
-                "expected indices of shape (items, heads, rows, count); got ", indices.describe());
+                "expected indices of shape (items, heads, rows, count); got ", describe(indices));
   const std::int64_t count = indices.size(3);
   ops::check_dense(op, "indices", indices, DType::i32, {items, heads, num_rows, count});
   dispatch_accumulator(x.dtype, [&](auto tag) {

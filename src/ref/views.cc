@@ -25,7 +25,7 @@ TensorView Place::item_head(const TensorView& tensor) const {
   return one_head(*this, tensor).narrowed(0, tensor.size(0) == 1 ? 0 : item, 1);
 }
 
-std::vector<Place> make_places(const std::string& op, const AttentionInputs& inputs) {
+std::vector<Place> make_places(const char* op, const AttentionInputs& inputs) {
   const std::vector<Item> items = make_items(op, inputs);
   std::vector<Place> places;
   for (std::size_t item = 0; item < items.size(); ++item)
@@ -39,8 +39,8 @@ std::vector<Place> make_places(const std::string& op, const AttentionInputs& inp
   return places;
 }
 
-std::vector<Place> make_places(const std::string& op, const Sequences& sequences,
-                               const TensorView& x, Index num_heads) {
+std::vector<Place> make_places(const char* op, const Sequences& sequences, const TensorView& x,
+                               Index num_heads) {
   const std::vector<Span> spans = make_spans(op, sequences, x.size(0), x.size(2));
   std::vector<Place> places;
   for (std::size_t item = 0; item < spans.size(); ++item)
@@ -77,7 +77,7 @@ void write_lists(const TensorView& tensor, const Lists& lists) {
   Matrix<double> values(static_cast<Index>(lists.size()), tensor.size(tensor.rank - 1));
   for (Index row = 0; row < values.rows; ++row) {
     COTERIE_CHECK(static_cast<Index>(lists[row].size()) <= values.cols, "ref", "expected room for ",
-                  lists[row].size(), " indices; got ", tensor.describe());
+                  lists[row].size(), " indices; got ", describe(tensor));
     for (Index slot = 0; slot < values.cols; ++slot)
       values(row, slot) = slot < static_cast<Index>(lists[row].size())
                               ? static_cast<double>(lists[row][slot])

@@ -31,11 +31,11 @@ struct Place {
 };
 
 // The places of a call, item by item.
-std::vector<Place> make_places(const std::string& op, const AttentionInputs& inputs);
+std::vector<Place> make_places(const char* op, const AttentionInputs& inputs);
 // The places of one tensor x (B, H, N, ...): its rows are queries and keys. `num_heads` is H or
 // more.
-std::vector<Place> make_places(const std::string& op, const Sequences& sequences,
-                               const TensorView& x, Index num_heads);
+std::vector<Place> make_places(const char* op, const Sequences& sequences, const TensorView& x,
+                               Index num_heads);
 
 // The last dimension becomes columns, the others rows.
 template <class T>

@@ -35,7 +35,7 @@ TEST(TensorViewTest, ContiguousStridesAreProductsOfSizes) {
   EXPECT_EQ(view.stride(2), 1);
   EXPECT_EQ(view.count(), 24);
   EXPECT_TRUE(view.is_contiguous());
-  EXPECT_EQ(view.describe(), "f32 (2, 3, 4)");
+  EXPECT_EQ(describe(view), "f32 (2, 3, 4)");
 }
 
 TEST(TensorViewTest, AnAbsentViewHasNoElements) {

@@ -129,7 +129,7 @@ void expect_tensor_written(const std::string& name, const TensorView& view) {
   std::size_t index = 0;
   for (double value : read_values(view)) {
     ASSERT_TRUE(is_floating(view.dtype) ? !std::isnan(value) : value != kPoisonedInt)
-        << name << " " << view.describe() << " was not written at element " << index;
+        << name << " " << describe(view) << " was not written at element " << index;
     ++index;
   }
 }
@@ -155,8 +155,8 @@ void expect_written(const cases::Pass& run, bool with_gradients) {
 }
 
 ::testing::AssertionResult same_bits(const TensorView& a, const TensorView& b) {
-  if (a.describe() != b.describe()) {
-    return ::testing::AssertionFailure() << a.describe() << " and " << b.describe();
+  if (describe(a) != describe(b)) {
+    return ::testing::AssertionFailure() << describe(a) << " and " << describe(b);
   }
   if (!a.present()) return ::testing::AssertionSuccess();
   // Compared as bits: NaN equals itself, and 0 differs from -0.
@@ -164,7 +164,7 @@ void expect_written(const cases::Pass& run, bool with_gradients) {
   for (std::size_t i = 0; i < left.size(); ++i) {
     if (std::memcmp(&left[i], &right[i], sizeof(double)) != 0) {
       return ::testing::AssertionFailure()
-             << a.describe() << " differ at element " << i << ": " << left[i] << " and " << right[i]
+             << describe(a) << " differ at element " << i << ": " << left[i] << " and " << right[i]
              << ", by " << left[i] - right[i];
     }
   }

@@ -24,7 +24,7 @@ TEST(Bridge, ViewsShareMemoryAndStrides) {
   const at::Tensor x = at::zeros({2, 5, 3, 8}, at::kBFloat16).transpose(1, 2).slice(2, 1);
   const TensorView v = view(x);
   EXPECT_EQ(v.data, x.data_ptr());
-  EXPECT_EQ(v.describe(), "bf16 (2, 3, 4, 8)");
+  EXPECT_EQ(describe(v), "bf16 (2, 3, 4, 8)");
   EXPECT_EQ(v.stride(1), 8);
   EXPECT_EQ(v.stride(2), 24);
   EXPECT_FALSE(view(at::Tensor()).present());

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "coterie/mechanism.h"
 #include "cuda/device/team.cuh"
 #include "cuda/device/zero.cuh"
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "coterie/attention.h"
-#include "coterie/tensor.h"
+#include "coterie/inputs.h"
+#include "coterie/view.h"
 
 namespace coterie::cuda {
 

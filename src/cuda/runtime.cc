@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Which GPUs there are, from the CUDA runtime.
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include "cuda/entry.h"
 

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: MIT
+// Errors of files of kernels. The texts are put together elsewhere: strings and streams of the
+// standard library would cost each of those files a third of its time in the compiler's front ends.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "coterie/view.h"
+
+namespace coterie::cuda {
+
+[[noreturn]] void fail_cuda(cudaError_t status, const char* what);
+[[noreturn]] void fail_element(const char* op, DType dtype);
+[[noreturn]] void fail_head_dim(const char* op, std::int64_t head_dim, std::int64_t most);
+
+}  // namespace coterie::cuda
