@@ -64,6 +64,22 @@ __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Row
   const bool inside = column < rows.width;
   const std::uint32_t to = tile.chunk(r, chunk);
   const T* from = rows.row(first + r) + column;
+  // One branch around all copies, and few instructions where rows are not aligned.
+  if (!rows.aligned) {
+#pragma unroll 1
+    for (int row = r; row < kRows; row += kStep) {
+      bool there = inside && row < count;
+      std::int64_t source = first + row;
+      if (index && there) {
+        source = index[row];
+        there = source >= 0;
+      }
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (there) words = load_chunk(rows.row(source), column, rows.width);
+      store_shared16(tile.chunk(row, chunk), words);
+    }
+    return;
+  }
 #pragma unroll
   for (int step = 0; step < kRows; step += kStep) {
     if (kRows % kStep != 0 && r + step >= kRows) break;
@@ -76,11 +92,7 @@ __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Row
       there = inside && row >= 0;
       source = rows.row(row) + column;
     }
-    if (rows.aligned)
-      cp_async16(target, there ? source : rows.data, there ? 16 : 0);
-    else
-      store_shared16(
-          target, there ? load_chunk(source - column, column, rows.width) : make_uint4(0, 0, 0, 0));
+    cp_async16(target, there ? source : rows.data, there ? 16 : 0);
   }
 }
 
