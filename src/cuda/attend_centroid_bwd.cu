@@ -83,14 +83,13 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
       Accumulator s[S::kBlocks], ds[S::kBlocks];
       clear(s);
       clear(ds);
-#pragma unroll
-      for (int d = 0; d < S::kDepths; ++d) {
+      for_depths<T, S::kDepths>([&](int d) {
         FragmentB<T> b;
         load_b(b, sMean, c, 16 * d);
         rK.multiply(s, d, b);
         load_b(b, sDout, c, 16 * d);
         rV.multiply(ds, d, b);
-      }
+      });
       differentiate_columns<T>(s, ds, lse + c, lse + S::kStep + c, scale);
       FragmentA<T> p[S::kBlocks], dp[S::kBlocks];
 #pragma unroll
@@ -203,14 +202,13 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
       Accumulator s[S::kBlocks], ds[S::kBlocks];
       clear(s);
       clear(ds);
-#pragma unroll
-      for (int d = 0; d < S::kDepths; ++d) {
+      for_depths<T, S::kDepths>([&](int d) {
         FragmentB<T> b;
         load_b(b, sK, j, 16 * d);
         rMean.multiply(s, d, b);
         load_b(b, sV, j, 16 * d);
         rDout.multiply(ds, d, b);
-      }
+      });
       FragmentA<T> dp[S::kBlocks];
 #pragma unroll
       for (int m = 0; m < S::kBlocks; ++m) {

@@ -57,18 +57,18 @@ struct ClusterRows {
   // With 16 tokens.
   __device__ __forceinline__ void products(Accumulator& acc, const Tile<T, kDim>& tokens,
                                            int first) const {
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
+    if constexpr (sizeof(T) == 4) clear(acc);
+    for_depths<T, kDim / 16>([&](int d) {
       FragmentA<T> own;
       FragmentB<T> b;
       if constexpr (!kHeld) load_a(own, rows, 0, 16 * d);
       load_b(b, tokens, first, 16 * d);
       const FragmentA<T>& a = kHeld ? held[kHeld ? d : 0] : own;
-      if (d == 0)
+      if (sizeof(T) == 2 && d == 0)
         multiply(acc, a, b);
       else
         multiply_add(acc, a, b);
-    }
+    });
   }
 };
 

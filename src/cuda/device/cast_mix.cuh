@@ -119,8 +119,10 @@ struct MixTile {
   // gradients with summaries (side 1).
   __device__ __forceinline__ void products(Accumulator (&acc)[kM], int side, int step,
                                            int column) const {
+    if constexpr (sizeof(T) == 4)
 #pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
+      for (int m = 0; m < kM; ++m) clear(acc[m]);
+    for_depths<T, kDim / 16>([&](int d) {
       FragmentB<T> b;
       load_b(b, stage(step, side), column, 16 * d);
 #pragma unroll
@@ -128,12 +130,12 @@ struct MixTile {
         FragmentA<T> own;
         if constexpr (!kHeld) load_a(own, tokens(side), warp_row + 16 * m, 16 * d);
         const FragmentA<T>& a = kHeld ? held[side][m][kHeld ? d : 0] : own;
-        if (d == 0)
+        if (sizeof(T) == 2 && d == 0)
           multiply(acc[m], a, b);
         else
           multiply_add(acc[m], a, b);
       }
-    }
+    });
   }
 
   // The sums of a warp's rows from accumulators to row_floats, once all warps are here.

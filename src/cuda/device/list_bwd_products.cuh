@@ -56,17 +56,16 @@ struct WarpProducts {
   __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) s[i] = 0.0f;
-#pragma unroll
-    for (int d = 0; d < kWidth; d += 16) {
+    for_depths<T, kWidth / 16>([&](int d) {
       FragmentA<T> left;
-      load_a(left, a, static_cast<int>(threadIdx.x) / 32 * 16, d);
+      load_a(left, a, static_cast<int>(threadIdx.x) / 32 * 16, 16 * d);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
         FragmentB<T> right;
-        load_b(right, b, 16 * n, d);
+        load_b(right, b, 16 * n, 16 * d);
         multiply_add(part(s, n), left, right);
       }
-    }
+    });
   }
   // sum += p times rows of b.
   __device__ static void start_sums(Sums& sum, const Factor& p, const Matrix& b) {

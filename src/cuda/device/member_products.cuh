@@ -22,20 +22,19 @@ __device__ __forceinline__ void weights(Accumulator (&p)[kCount], Accumulator (&
 #pragma unroll
   for (int i = 0; i < 8 * kCount; ++i)
     p[i / 8][i / 4 % 2][i % 4] = gv[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll
-  for (int d = 0; d < kWidth; d += 16) {
+  for_depths<T, kWidth / 16>([&](int d) {
     FragmentA<T> q, g;
-    load_a(q, sQ, row, d);
-    load_a(g, sG, row, d);
+    load_a(q, sQ, row, 16 * d);
+    load_a(g, sG, row, 16 * d);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       FragmentB<T> b;
-      load_b(b, sK, slot + 16 * n, d);
+      load_b(b, sK, slot + 16 * n, 16 * d);
       multiply_add(p[n], q, b);
-      load_b(b, sV, slot + 16 * n, d);
+      load_b(b, sV, slot + 16 * n, 16 * d);
       multiply_add(gv[n], g, b);
     }
-  }
+  });
 #pragma unroll
   for (int i = 0; i < 8 * kCount; ++i) {
     float& x = p[i / 8][i / 4 % 2][i % 4];

@@ -28,6 +28,24 @@ struct FragmentB {
 };
 using Accumulator = float[2][4];
 
+// Calls body(d) for kSteps steps of depth: unrolled, but for fp32, of which one product of
+// fragments has sixty instructions.
+template <class T, int kSteps, class Body>
+__device__ __forceinline__ void for_depths(const Body& body) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int d = 0; d < kSteps; ++d) body(d);
+  } else {
+#pragma unroll 1
+    for (int d = 0; d < kSteps; ++d) body(d);
+  }
+}
+
+__device__ __forceinline__ void clear(Accumulator& acc) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = 0.0f;
+}
+
 __device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

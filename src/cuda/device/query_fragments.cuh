@@ -22,20 +22,23 @@ struct QueryFragments {
   }
 
   __device__ void scores(Accumulator (&s)[2], const Tile<T, kDim>& keys, int column) {
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
+    if constexpr (sizeof(T) == 4) {
+      clear(s[0]);
+      clear(s[1]);
+    }
+    for_depths<T, kDim / 16>([&](int d) {
       FragmentB<T> k;
       load_b(k, keys, column, 16 * d);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         FragmentA<T>& a = q[m][kResident ? d : 0];
         if constexpr (!kResident) load_a(a, tile, 16 * m, 16 * d);
-        if (d == 0)
+        if (sizeof(T) == 2 && d == 0)
           multiply(s[m], a, k);
         else
           multiply_add(s[m], a, k);
       }
-    }
+    });
   }
 };
 
