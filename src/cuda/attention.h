@@ -22,7 +22,7 @@ class Pass {
   virtual ~Pass() = default;
 
   // Why the mechanism's kernels cannot run the call; "" when they can. What all kernels ask of
-  // shapes and types is checked in attention.cu. The other functions are for calls not refused.
+  // shapes and types is checked in attention.cc. The other functions are for calls not refused.
   virtual std::string refusal() const { return ""; }
 
   virtual std::int64_t workspace_bytes() const = 0;
