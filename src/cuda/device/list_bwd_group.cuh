@@ -10,6 +10,14 @@ namespace coterie::cuda {
 // A value that all lanes hold, in a way that the compiler knows it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// Calls start with 0 .. 3. Products of different accumulators take turns, as those of one wait for
+// each other.
+template <class Start>
+__device__ __forceinline__ void for_depths(const Start& start) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) start(k);
+}
+
 // Owned rows of two tensors as left factors, in registers.
 template <class T>
 struct OwnedFactors {
@@ -39,6 +47,16 @@ struct OwnedFactors {
       wgmma<T, 1, 0>(d, a[1][k], b[1]);
     }
   }
+  // The products with a step's first tile.
+  __device__ void multiply(float (&s)[32], float (&d)[32], std::uint32_t first,
+                           std::uint32_t second) const {
+    wgmma_fence();
+    for_depths([&](int k) { start(k, s, d, first, second); });
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_settle(s);
+    wgmma_settle(d);
+  }
   // A use behind the loop that multiplies: without one ptxas 13.0 gives the registers away in it.
   __device__ void keep(float& value) const {
     std::uint32_t all = 0;
@@ -55,14 +73,6 @@ __device__ __forceinline__ void start_sum(int k, float (&sum)[32],
                                           const std::uint32_t (&factor)[4][4], std::uint32_t tile) {
   wgmma<T, 1, 1>(sum, factor[k], Bands<T, 64, 64>{tile}.by_rows(16 * k, 0));
 }
-// Calls start with 0 .. 3. Products of different accumulators take turns, as those of one wait for
-// each other.
-template <class Start>
-__device__ __forceinline__ void for_depths(const Start& start) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) start(k);
-}
-
 // Two neighbouring columns of a record: columns 8 j + 2 (l%4) and the next.
 template <class Both, class One>
 __device__ __forceinline__ Both column_pair(const One* record, int j) {

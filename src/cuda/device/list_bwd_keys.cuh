@@ -156,12 +156,7 @@ __device__ void key_steps(const ListBackwardArgs<T>& args, const BackwardShape<k
         start_sum<T>(k, dv, p, shape.tile_at(at, 1));
         start_sum<T>(k, dk, ds, shape.tile_at(at, 0));
       };
-      wgmma_fence();
-      for_depths([&](int k) { scores(k, place); });
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_settle(s);
-      wgmma_settle(d);
+      factors.multiply(s, d, shape.tile_at(place, 0), shape.tile_at(place, 1));
 #pragma unroll 1
       while (true) {
         const QueryRecord<kForm>& queries = shape.streamed(place);

@@ -164,12 +164,7 @@ __device__ void query_steps(const ListBackwardArgs<T>& args,
       const auto scores = [&](int k, int at) {
         factors.start(k, s, d, shape.tile_at(at, 0), shape.tile_at(at, 1));
       };
-      wgmma_fence();
-      for_depths([&](int k) { scores(k, place); });
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_settle(s);
-      wgmma_settle(d);
+      factors.multiply(s, d, shape.tile_at(place, 0), shape.tile_at(place, 1));
 #pragma unroll 1
       while (true) {
         const KeyRecord& keys = shape.streamed(place);

@@ -8,7 +8,8 @@
 #include <type_traits>
 
 #include "cuda/device/bands.cuh"
-#include "cuda/device/list_bwd.cuh"
+#include "cuda/device/list_bwd_block.cuh"
+#include "cuda/device/list_bwd_ranges.cuh"
 #include "cuda/device/list_stream.cuh"
 
 namespace coterie::cuda {
