@@ -183,12 +183,8 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
     args.sides[sort == keys] = {shape, sort->clusters, sort->per_row, sort->runs, sort->copy};
     rows = std::max(rows, shape.rows * sort->per_row);
     problems += shape.problems();
-    for (std::int32_t* order : {sort->runs.order, sort->copy.order})
-      if (shape.items == 0 && order)  // all rows are padding
-        COTERIE_CUDA(cudaMemsetAsync(
-            order, 0xff,
-            static_cast<std::size_t>(sort->side.count() * sort->per_row) * sizeof(std::int32_t),
-            stream));
+    clear_without_items(shape, sort->side.count() * sort->per_row,
+                        {sort->runs.order, sort->copy.order}, stream);
   }
   const int clusters = queries.side.shape.clusters;
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);

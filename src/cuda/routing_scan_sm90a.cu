@@ -56,8 +56,8 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
   const int warp = static_cast<int>(threadIdx.x / 32u);
   const int side = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane answers for
   OpenRows& open = shared.open[group_number()];
-  int first = range.begin + warp * 16, total = 0;
-  RowsAhead<kChunks> ahead(rows, first, range.end);
+  int first = range.begin + warp * 16;
+  RowsAhead<kChunks> ahead(rows, range.end);
   ahead.load(first);
   if (threadIdx.x % kWarpgroup == 0) open.count = 0;
   group_sync();
@@ -74,7 +74,6 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
     const int row = first + 8 * side + static_cast<int>(threadIdx.x % 32u / 4u);
     const bool mine = threadIdx.x % 4u < 2u && row < range.end;
     if (stats && mine) stats[row] = own.stats;
-    ahead.at += kRound * rows.pitch;
     ahead.load(first + kRound);
     ScoreGrid grid[2];
     if (table.low_part)
@@ -82,21 +81,24 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
     else
       products.template find<1>(table, grid);
     const RowBest best(grid, args.number_mask);
-    const bool usable = table.usable && own.scale > 0.0f && best.first > kNumbers;
     const float score = best.score();
-    const bool certain = usable && score - best.next() > own.bound + 0x1p-16f * score;
-    if (mine) labels[row] = own.zero ? 0 : best.column;
-    const bool push = mine && !certain && !own.zero;
-    if (push) {
+    const bool certain = score - best.next() > own.bound + 0x1p-16f * score;
+    if (mine && certain) {
+      *row_address(labels, row, sizeof(std::int32_t)) = best.found() ? best.column : 0;
+    } else if (mine) {
       const int place = atomicAdd(&open.count, 1);
       open.row[place] = row;
       open.scale[place] = own.scale;
       open.bound[place] = own.bound;
-      open.limit[place] = usable ? score - own.bound : -INFINITY;
+      open.limit[place] = best.found() ? score - own.bound : -INFINITY;
     }
-    total += uniform(group_count(push));
     first += kRound;
-    while (total >= kScanRows || (total > 0 && round + 1 == rounds)) {
+    const bool last = round + 1 == rounds;
+    if (!last && (round + 1) % kOpenRounds != 0) continue;
+    group_sync();
+    int total = uniform(open.count);
+    group_sync();
+    while (total >= kScanRows || (total > 0 && last)) {
       const int count = min(total, kScanRows);
       resolve_rows<kChunks>(table, rows, open, total, count, shared.pairs[warp], labels);
       total -= count;
@@ -137,7 +139,7 @@ __device__ __forceinline__ void scan_problem(const ScanArgs& args, const ScanSid
     const float rest = stage_table<kChunks>(columns, scale, memory_at);
     columns.usable = scale > 0.0f;
     columns.norm = 1.001f * norm * scale;
-    columns.slack = 1.001f * rest + kChunks * 0x1p-16f * columns.norm;
+    columns.slack = columns.usable ? 1.001f * rest + kChunks * 0x1p-16f * columns.norm : INFINITY;
     label_rows<kChunks>(args, columns, side.x.rows(span.batch, head, span.begin), range,
                         side.labels + start, side.stats ? side.stats + start : nullptr, shared);
   }
@@ -193,16 +195,11 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                                 scan->side.stats};
     rows = std::max(rows, shape.rows);
     problems += shape.problems();
-    if (shape.items > 0) continue;  // all rows are padding
-    for (std::int32_t* each : {scan->labels, scan->runs.order, scan->copy.order})
-      if (each)
-        COTERIE_CUDA(cudaMemsetAsync(
-            each, 0xff, static_cast<std::size_t>(scan->side.count()) * sizeof(std::int32_t),
-            stream));
-    if (scan->side.stats)
+    const std::int64_t count = scan->side.count();
+    clear_without_items(shape, count, {scan->labels, scan->runs.order, scan->copy.order}, stream);
+    if (shape.items == 0 && scan->side.stats)
       COTERIE_CUDA(cudaMemsetAsync(
-          scan->side.stats, 0, static_cast<std::size_t>(scan->side.count()) * sizeof(RowStatistics),
-          stream));
+          scan->side.stats, 0, static_cast<std::size_t>(count) * sizeof(RowStatistics), stream));
   }
   args.centroids = centroids;
   args.number_mask = ~static_cast<unsigned>(kNumbers);

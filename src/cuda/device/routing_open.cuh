@@ -8,12 +8,15 @@
 
 namespace coterie::cuda {
 
-// Rows of a warpgroup that are open, up to 63 of them between tiles.
+constexpr int kOpenRounds = 4;  // tiles between looks at the list
+constexpr int kMostOpen = (kOpenRounds + 1) * kScanRows;
+
+// Rows of a warpgroup that are open, up to 63 of them after a look.
 struct OpenRows {
-  std::int32_t row[2 * kScanRows];
-  float limit[2 * kScanRows];  // scores that are not below it count; -inf: not known
-  float bound[2 * kScanRows];  // the limit below the best one
-  float scale[2 * kScanRows];
+  std::int32_t row[kMostOpen];
+  float limit[kMostOpen];  // scores that are not below it count; -inf: not known
+  float bound[kMostOpen];  // the limit below the best one
+  float scale[kMostOpen];
   int count;
 };
 
@@ -150,7 +153,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
     for (int side = 0; side < 2; ++side) {
       most[side] = fmaxf(most[side], __shfl_xor_sync(~0u, most[side], 1));
       most[side] = fmaxf(most[side], __shfl_xor_sync(~0u, most[side], 2));
-      if (scale[side] > 0.0f) limit[side] = fmaxf(limit[side], most[side] - bound[side]);
+      limit[side] = fmaxf(limit[side], most[side] - bound[side]);
     }
   }
   int pairs = 0;

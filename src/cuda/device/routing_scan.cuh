@@ -199,6 +199,7 @@ struct RowBest {
   // Not above it by more than 2^-17 of it.
   __device__ float score() const { return __int_as_float(first & ~kNumbers); }
   __device__ float next() const { return __int_as_float(second & ~kNumbers); }
+  __device__ bool found() const { return first > kNumbers; }
 
  private:
   __device__ __forceinline__ void add(std::int32_t other, std::int32_t other_second,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/device/routing_scan.cuh"
+#include "cuda/device/row_chunk.cuh"
 #include "cuda/device/row_statistics.cuh"
 
 namespace coterie::cuda {
@@ -12,30 +13,26 @@ template <int kChunks>
 struct RowsAhead {
   const Rows<const ScanElement>& rows;
   int end;
-  const ScanElement* at;  // of the first row
+  bool full;  // rows of 32 * kChunks elements that can be read by 16 bytes
   RowTile<ScanElement, kChunks, 1> tile;
 
-  __device__ RowsAhead(const Rows<const ScanElement>& all, int first, int last)
-      : rows(all),
-        end(last),
-        at(all.row(first + static_cast<int>(threadIdx.x % 32u / 4u)) + column(0)) {}
+  __device__ RowsAhead(const Rows<const ScanElement>& all, int last)
+      : rows(all), end(last), full(in_vectors(all) && all.width == 32 * kChunks) {}
 
-  __device__ static int column(int chunk) {
-    return 32 * chunk + static_cast<int>(threadIdx.x % 4u * 8u);
-  }
-  // Rows first .. first + 15, at which `at` points.
+  // Rows first .. first + 15; what becomes of those from `end` on does not matter.
   __device__ __forceinline__ void load(int first) {
-    if (!rows.aligned) {
+    if (!full) {
       tile.load(rows, first, end);
       return;
     }
     const int row = first + static_cast<int>(threadIdx.x % 32u / 4u);
-    const ScanElement* below = at + 8 * rows.pitch;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const bool inside = column(chunk) < rows.width;
-      tile.words[0][0].word[chunk] = load_once(at + 32 * chunk, inside && row < end);
-      tile.words[0][1].word[chunk] = load_once(below + 32 * chunk, inside && row + 8 < end);
+    for (int side = 0; side < 2; ++side) {
+      const ScanElement* from = row_address(rows.data + threadIdx.x % 4u * 8u,
+                                            min(row + 8 * side, end - 1), pitch_bytes(rows));
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        tile.words[0][side].word[chunk] = load_once(from + 32 * chunk, true);
     }
   }
 };
@@ -44,8 +41,9 @@ struct RowsAhead {
 template <int kChunks>
 struct RowFacts {
   RowStatistics stats;
-  float length, scale, bound;
-  bool zero;
+  float scale;
+  float
+      bound;  // of the difference of two scores; -inf for zeros, +inf or NaN where scores are none
 
   // `x` becomes what is multiplied.
   __device__ __forceinline__ RowFacts(const ScanTable& table, int width,
@@ -69,10 +67,11 @@ struct RowFacts {
       }
     }
     stats = {mean, inverse_sigma(variance)};
-    length = 1.001f * sums.squares * rsqrtf(fmaxf(sums.squares, 0x1p-126f));
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(sums.squares));
+    const float length = 1.001f * root;
     scale = scale_of(length);
-    bound = 2.0f * length * scale * table.slack;
-    zero = false;
+    bound = 2.0f * length * table.slack;
     if (__any_sync(~0u, scale != 1.0f)) scale_rows(table, x, side, four);
   }
 
@@ -80,6 +79,7 @@ struct RowFacts {
   // The rare part: rows that are scaled, or zero.
   __device__ void scale_rows(const ScanTable& table, float (&x)[2][8 * kChunks], int side,
                              int four) {
+    bound = scale > 0.0f ? bound * scale : INFINITY;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       const float factor = __shfl_sync(~0u, scale, four + s);
@@ -90,7 +90,7 @@ struct RowFacts {
         x[s][i] *= factor;
       }
       const unsigned lanes = __ballot_sync(~0u, empty);
-      if (side == s) zero = (lanes >> four & 15u) == 15u && table.usable;
+      if (side == s && (lanes >> four & 15u) == 15u && table.usable) bound = -INFINITY;
     }
   }
 };
