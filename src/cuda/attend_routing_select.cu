@@ -8,10 +8,10 @@ void RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<T
                                Arena& arena, cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(saved);
   const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
-  const ZeroedWords counters = strict_ ? team_counters(arena, call_) : ZeroedWords{};
+  const ZeroedWords counters = team_counters(arena, call_);
   if (centroids.rows) centre_centroids(call_, centroids, counters, stream);
   if (!strict_)
-    select_members(sides, centroids, at, arena, stream);
+    select_members(sides, centroids, at, counters.data, arena, stream);
   else if (scans())
     scan(sides, centroids, at, counters.data, arena, stream);
   else
@@ -49,17 +49,18 @@ void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentro
 }
 
 void RoutingPass::select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
-                                 const RoutingSaved& at, Arena& arena, cudaStream_t stream) const {
+                                 const RoutingSaved& at, unsigned* arrivals, Arena& arena,
+                                 cudaStream_t stream) const {
   const bool shared = params_.share_qk;
-  if (sides.q.stats) statistics(sides, stream);
   if (params_.membership == Membership::balanced) {
+    if (sides.q.stats) statistics(sides, stream);
     select_balanced(call_, sides.q, centroids, at.q_members, arena, stream);
     if (!shared) select_balanced(call_, sides.k, centroids, at.k_members, arena, stream);
     return;
   }
   const TopSide q{sides.q, width(call_.N), at.q_members};
   const TopSide k{sides.k, width(call_.S), at.k_members};
-  select_top(call_, centroids, q, shared ? nullptr : &k, arena, stream);
+  select_top(call_, centroids, q, shared ? nullptr : &k, arrivals, arena, stream);
 }
 
 }  // namespace coterie::cuda

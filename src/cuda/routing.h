@@ -48,7 +48,6 @@ struct CentredCentroids {
   float* norms = nullptr;  // (Hkv, C)
   int pitch = 0, clusters = 0;
   float* columns = nullptr;  // for balanced: (Hkv, pitch, C)
-  int padded = 0;            // C up to the next multiple of 16
 
   CentredCentroids() = default;
   CentredCentroids(Arena& arena, const AttentionCall& call, std::int64_t clusters,
@@ -124,29 +123,29 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
                    const RunEnds& ends, cudaStream_t stream);
 
 // Rows that may be among the `width` best of a centroid: those whose rounded score is not below the
-// threshold. Of lists with more than `capacity` rows only the count is right. Without capacity
-// where it does not pay. routing_candidates.cu
+// threshold. Every list has several parts, which may count more rows than they hold.
 struct CandidateLists {
-  float* thresholds = nullptr;    // (B, heads, C), times centroid_scale (device/routing_top.cuh)
-  std::int32_t* count = nullptr;  // (B, heads, C)
-  uint2* entries = nullptr;       // (B, heads, C, capacity): bits of score - threshold; row
-  int capacity = 0;
-
-  CandidateLists() = default;
-  CandidateLists(Arena& arena, const RoutingSide& side, std::int64_t width);
+  std::int32_t* count = nullptr;  // (B, heads, C, parts)
+  uint2* entries = nullptr;  // (B, heads, C, parts, capacity): bits of score - threshold, times
+                             // centroid_scale (device/routing_top.cuh); row
+  int parts = 0, capacity = 0;
 };
 struct CandidateRun {
   RoutingSide side;
   int width;
+  bool wanted;  // see candidates_pay
   CandidateLists lists;
 };
-// Runs without capacity are left out. The first kernel also zeroes words for later ones.
+// For long bf16 sequences on Hopper. routing_candidates_sm90a.cu
+bool candidates_pay(const RoutingSide& side, std::int64_t width);
+// Fills the lists of the wanted runs, and the statistics of their rows; zeroes words for later
+// kernels. arrivals are team_counters.
 void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
-                     const CandidateRun& queries, const CandidateRun& keys,
-                     const ZeroedWords& zeroed, cudaStream_t stream);
+                     CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
+                     unsigned* arrivals, Arena& arena, cudaStream_t stream);
 
 // members (items, heads, C, width): the `width` best rows of every centroid, ascending, -1 beyond
-// them. routing_top.cu
+// them; and the statistics of the rows. routing_top.cu
 struct TopSide {
   RoutingSide side;
   std::int64_t width;
@@ -154,7 +153,8 @@ struct TopSide {
 };
 // `keys` may be null.
 void select_top(const AttentionCall& call, const CentredCentroids& centroids,
-                const TopSide& queries, const TopSide* keys, Arena& arena, cudaStream_t stream);
+                const TopSide& queries, const TopSide* keys, unsigned* arrivals, Arena& arena,
+                cudaStream_t stream);
 
 // The same for a partition of the rows into clusters of equal size. routing_balanced.cu
 void select_balanced(const AttentionCall& call, const RoutingSide& side,

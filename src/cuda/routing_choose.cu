@@ -120,12 +120,20 @@ __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted,
   return {bin * width * (1.0f - 0x1p-20f), (bin + 1.0f) * width * (1.0f + 0x1p-20f)};
 }
 
-// Writes `count` distinct rows in ascending order: a bit for each row, chunk by chunk.
+// Rows of a chunk before each 128 of them, where the candidates' scores stood.
+__device__ __forceinline__ std::uint16_t* rows_before(const ChooseMemory& memory) {
+  return reinterpret_cast<std::uint16_t*>(memory.score);
+}
+
+// Writes `count` distinct rows in ascending order: a bit for each row, chunk by chunk, and every
+// row counts those before it.
 __device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
                                 std::int32_t* members) {
   auto* words = reinterpret_cast<std::uint32_t*>(memory.bits());
+  std::uint16_t* before = rows_before(memory);
   int place = 0;
   for (int first = 0; first < rows; first += kChunkRows) {
+    const int start = place;
     __syncthreads();
     for (int i = threadIdx.x; i < memory.vectors; i += kThreads)
       memory.bits()[i] = make_uint4(0, 0, 0, 0);
@@ -138,21 +146,60 @@ __device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
     const int each = (memory.vectors + kThreads - 1) / kThreads;
     const int begin = min(static_cast<int>(threadIdx.x) * each, memory.vectors);
     const int end = min(begin + each, memory.vectors);
+    const auto rows_of = [&](int i) {
+      const uint4 four = memory.bits()[i];
+      return __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    };
     int mine = 0;
+    for (int i = begin; i < end; ++i) mine += rows_of(i);
+    int at = block_exclusive_scan(mine, place) - start;
     for (int i = begin; i < end; ++i) {
-      const uint4 four = memory.bits()[i];
-      mine += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+      before[i] = static_cast<std::uint16_t>(at);
+      at += rows_of(i);
     }
-    int at = block_exclusive_scan(mine, place);
-    if (mine == 0) continue;
-    for (int i = begin; i < end; ++i) {
-      const uint4 four = memory.bits()[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int row = memory.chosen[i] - first;
+      if (row < 0 || row >= kChunkRows) continue;
+      const uint4 four = memory.bits()[row / 128];
+      int rank = start + before[row / 128];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        for (std::uint32_t left = (&four.x)[j]; left; left &= left - 1)
-          members[at++] = first + 128 * i + 32 * j + __ffs(static_cast<int>(left)) - 1;
+      for (int j = 0; j < 4; ++j) {
+        const int left = row % 128 - 32 * j;  // bits of this word that are before the row's
+        const std::uint32_t mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
+        rank += __popc((&four.x)[j] & mask);
+      }
+      members[rank] = first + row;
     }
   }
+}
+
+// The parts of a list one after the other, by all threads; returns how many rows there are, -1 when
+// a part has more than it holds.
+__device__ __forceinline__ int gather(const CandidateLists& lists, std::int64_t number,
+                                      const ChooseMemory& memory, float& most) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int count = lane < lists.parts ? lists.count[number * lists.parts + lane] : 0;
+  if (__any_sync(~0u, count > lists.capacity)) return -1;
+  int behind = count;  // the end of part `lane`
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, behind, step);
+    if (lane >= step) behind += other;
+  }
+  const int shares = max(1, kWarps / max(lists.parts, 1));  // warps of a part
+  for (int unit = warp; unit < lists.parts * shares; unit += kWarps) {
+    const int part = unit / shares, own = __shfl_sync(~0u, count, part);
+    const int first = __shfl_sync(~0u, behind, part) - own;
+    const uint2* entries = lists.entries + (number * lists.parts + part) * lists.capacity;
+    for (int i = unit % shares * 32 + lane; i < own; i += 32 * shares) {
+      const uint2 entry = entries[i];
+      memory.score[first + i] = __uint_as_float(entry.x);
+      memory.row[first + i] = static_cast<std::int32_t>(entry.y);
+      most = fmaxf(most, __uint_as_float(entry.x));
+    }
+  }
+  return __shfl_sync(~0u, behind, 31);
 }
 
 // Whether the candidates decide a list; if so its members are written.
@@ -160,19 +207,10 @@ template <int kWidth>
 __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& list,
                        const ChooseMemory& memory) {
   __shared__ int places;  // taken so far: members, and << 16 close candidates
-  const CandidateLists& candidates = list.side.candidates;
-  const int count = candidates.capacity ? candidates.count[list.number] : 0;
   const int wanted = list.wanted;
-  if (count < wanted || count > candidates.capacity) return false;
-  const uint2* entries =
-      candidates.entries + static_cast<std::int64_t>(list.number) * candidates.capacity;
-  float most = 0.0f;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const uint2 entry = entries[i];
-    memory.score[i] = __uint_as_float(entry.x);
-    memory.row[i] = static_cast<std::int32_t>(entry.y);
-    most = fmaxf(most, __uint_as_float(entry.x));
-  }
+  float most = 0.0f;  // of this thread's scores
+  const int count = gather(list.side.candidates, list.number, memory, most);
+  if (count < wanted) return false;
   if (threadIdx.x == 0) places = 0;
   const ExactScores<Element, kWidth> scores(list, args.centroids.pitch);
   const float error = score_error<kWidth>(scores);
@@ -236,7 +274,7 @@ void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
   ChooseSizes sizes{};
   for (const TopRows<Element>& side : args.sides) {
     if (side.lists == 0) continue;
-    sizes.capacity = std::max(sizes.capacity, side.candidates.capacity);
+    sizes.capacity = std::max(sizes.capacity, side.candidates.parts * side.candidates.capacity);
     sizes.width = std::max(sizes.width, side.width);
     sizes.vectors = std::max(sizes.vectors, (std::min(side.shape.rows, kChunkRows) + 127) / 128);
   }

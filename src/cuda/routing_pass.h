@@ -189,7 +189,8 @@ class RoutingPass : public Pass {
                     const RoutingSaved& at, unsigned* arrivals, Arena& arena,
                     cudaStream_t stream) const;
   void select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
-                      const RoutingSaved& at, Arena& arena, cudaStream_t stream) const;
+                      const RoutingSaved& at, unsigned* arrivals, Arena& arena,
+                      cudaStream_t stream) const;
 
   // Rows of a side's lists: members of a list, as attention_saved says.
   std::int64_t width(std::int64_t rows) const {

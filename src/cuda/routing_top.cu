@@ -137,29 +137,30 @@ OpenLists take_open(Arena& arena, bool chosen, int rows, int problems, int clust
 }  // namespace
 
 void select_top(const AttentionCall& call, const CentredCentroids& centroids,
-                const TopSide& queries, const TopSide* keys, Arena& arena, cudaStream_t stream) {
-  const CandidateRun q{queries.side, static_cast<int>(queries.width),
-                       CandidateLists(arena, queries.side, queries.width)};
-  CandidateRun k{};
-  if (keys)
-    k = {keys->side, static_cast<int>(keys->width), CandidateLists(arena, keys->side, keys->width)};
-  const bool chosen = q.lists.capacity || k.lists.capacity;
+                const TopSide& queries, const TopSide* keys, unsigned* arrivals, Arena& arena,
+                cudaStream_t stream) {
+  const auto run = [](const TopSide& side) -> CandidateRun {
+    return {side.side, static_cast<int>(side.width), candidates_pay(side.side, side.width), {}};
+  };
+  CandidateRun q = run(queries), k = keys ? run(*keys) : CandidateRun{};
+  const bool chosen = q.wanted || k.wanted, launches = queries.members.present();
   const int rows = std::max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
   dispatch_element(call.op, queries.side.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    const int problems = queries.side.shape.problems() + (keys ? keys->side.shape.problems() : 0);
+    const OpenLists open = take_open(arena, chosen, rows, problems, queries.side.shape.clusters);
+    // Candidates bring the statistics of their rows along.
+    if (launches && (!q.wanted || (keys && !k.wanted)))
+      row_statistics(call, queries.side, keys ? &keys->side : nullptr, stream);
+    if (chosen) find_candidates(call, centroids, q, k, open.words, arrivals, arena, stream);
+    if (!launches || problems == 0 || rows == 0) return;
     TopArgs<T> args{};
     args.sides[0] = top_rows<T>(queries, q.lists);
     if (keys) args.sides[1] = top_rows<T>(*keys, k.lists);
     args.centroids = centroids;
-    const int problems = args.sides[0].shape.problems() + args.sides[1].shape.problems();
-    const OpenLists open = take_open(arena, chosen, rows, problems, queries.side.shape.clusters);
     args.open = open;
-    if (!queries.members.present() || problems == 0 || rows == 0) return;
     if constexpr (std::is_same_v<T, __nv_bfloat16>)
-      if (chosen) {
-        find_candidates(call, centroids, q, k, open.words, stream);
-        choose_candidates(call, args, stream);
-      }
+      if (chosen) choose_candidates(call, args, stream);
     const std::size_t bytes = open.scratch ? 0
                                            : static_cast<std::size_t>(open.at_once) *
                                                  (open.room + kPadding) * sizeof(float);

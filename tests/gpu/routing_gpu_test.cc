@@ -132,19 +132,21 @@ TEST(RoutingGpuTest, ATokenAloneGetsTheClustersItHasInTheSequence) {
 }
 
 // Scores of all rows of one head for one centroid, by the definition, in double.
-std::vector<double> scores_of(const std::vector<double>& rows, const double* centroid) {
+std::vector<double> scores_of(const std::vector<double>& rows, std::size_t dim,
+                              const double* centroid) {
   std::vector<double> scores;
-  for (std::size_t first = 0; first < rows.size(); first += kDim) {
+  const auto count = static_cast<double>(dim);
+  for (std::size_t first = 0; first < rows.size(); first += dim) {
     double mean = 0, variance = 0, product = 0;
-    for (int d = 0; d < kDim; ++d) mean += rows[first + d] / kDim;
-    for (int d = 0; d < kDim; ++d) variance += std::pow(rows[first + d] - mean, 2) / kDim;
-    for (int d = 0; d < kDim; ++d) product += (rows[first + d] - mean) * centroid[d];
+    for (std::size_t d = 0; d < dim; ++d) mean += rows[first + d] / count;
+    for (std::size_t d = 0; d < dim; ++d) variance += std::pow(rows[first + d] - mean, 2) / count;
+    for (std::size_t d = 0; d < dim; ++d) product += (rows[first + d] - mean) * centroid[d];
     scores.push_back(product / std::sqrt(variance + 1e-6));
   }
   return scores;
 }
 
-constexpr std::int64_t kLong = 8192, kWidth = 96, kClusters = 40;
+constexpr std::int64_t kLong = 8192;
 
 // An element of row r; `draw` is uniform in [0, 1).
 using RowElement = double (*)(std::int64_t r, std::int64_t d, double draw);
@@ -184,54 +186,71 @@ HostTensor first_selected(const char* spec, const char* name, AttentionInputs in
   return memory[0].download();
 }
 
-class LongSelectionTest : public testing::TestWithParam<RowElement> {};
+struct SelectionCase {
+  RowElement element;
+  std::int64_t clusters = 40, width = 96, dim = 64;
+  std::int64_t shift = 0;  // elements that rows are off an aligned address
+};
+
+class LongSelectionTest : public testing::TestWithParam<SelectionCase> {};
 
 TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  // Sums of kDim products in fp32, of elements up to 21 and scores below 100.
-  constexpr double kRounding = kDim * 400 * 0x1p-24;
+  const auto [element, clusters, width, dim, shift] = GetParam();
+  // Sums of products in fp32, of elements up to 21 and scores below 100.
+  const double rounding = static_cast<double>(dim) * 400 * 0x1p-24;
   const std::int32_t lengths[] = {kLong, 700};
-  HostTensor x(DType::bf16, {2, 1, kLong, kDim}), centroids(DType::f32, {1, kClusters, kDim});
+  HostTensor memory(DType::bf16, {2 * kLong * dim + shift});
+  const auto rows_in = [&](const TensorView& whole) {
+    return TensorView::contiguous(static_cast<char*>(whole.data) + 2 * shift, DType::bf16,
+                                  {2, 1, kLong, dim}, whole.device);
+  };
+  const TensorView x = rows_in(memory.view());
+  HostTensor centroids(DType::f32, {1, clusters, dim});
   HostTensor host_lengths(DType::i32, {2});
   const RandomStream stream{5, RandomUse::data, 0};
   fill(x, [&](std::int64_t i) {
-    return GetParam()(i / kDim % kLong, i % kDim,
-                      random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]));
+    return element(i / dim % kLong, i % dim,
+                   random_unit(stream.at(static_cast<std::uint64_t>(i)).word[0]));
   });
   fill(centroids, [&](std::int64_t i) {
     return 2 * random_unit(stream.at(static_cast<std::uint64_t>(i)).word[1]) - 1;
   });
   fill(host_lengths, [&](std::int64_t i) { return lengths[i]; });
-  const DeviceTensor q(x.view()), device_centroids(centroids.view()),
+  const DeviceTensor q(memory.view()), device_centroids(centroids.view()),
       device_lengths(host_lengths.view());
   AttentionInputs inputs;
-  inputs.q = inputs.v = q.view();
+  inputs.q = inputs.v = rows_in(q.view());
   inputs.centroids = device_centroids.view();
   inputs.q_sequences.lengths = inputs.k_sequences.lengths = device_lengths.view();
-  const char* spec = "routing(clusters=40,window=96,share_qk=true)";
-  const HostTensor members = first_selected(spec, "q_members", inputs, false);
-  const HostTensor labels = first_selected(spec, "q_labels", inputs, true);
+  const std::string spec = "routing(clusters=" + std::to_string(clusters) +
+                           ",window=" + std::to_string(width) + ",share_qk=true)";
+  const HostTensor members = first_selected(spec.c_str(), "q_members", inputs, false);
+  const HostTensor labels = first_selected(spec.c_str(), "q_labels", inputs, true);
   const std::vector<double> centroid_values = read_values(centroids);
   for (std::int64_t item = 0; item < 2; ++item) {
     const std::size_t length = static_cast<std::size_t>(lengths[item]);
-    const std::vector<double> rows = read_values(
-        x.view().narrowed(0, item, 1).narrowed(2, 0, static_cast<std::int64_t>(length)));
+    const std::vector<double> rows =
+        read_values(x.narrowed(0, item, 1).narrowed(2, 0, static_cast<std::int64_t>(length)));
     std::vector<double> best(length, -INFINITY), labelled(length);
-    for (std::int64_t c = 0; c < kClusters; ++c) {
-      const std::vector<double> scores = scores_of(rows, centroid_values.data() + c * kDim);
+    for (std::int64_t c = 0; c < clusters; ++c) {
+      const std::vector<double> scores =
+          scores_of(rows, static_cast<std::size_t>(dim), centroid_values.data() + c * dim);
       std::vector<double> sorted = scores;
       std::sort(sorted.begin(), sorted.end(), std::greater<>());
-      const std::int32_t* list = members.data<std::int32_t>() + (item * kClusters + c) * kWidth;
+      const std::int32_t* list = members.data<std::int32_t>() + (item * clusters + c) * width;
       std::vector<bool> taken(length);
       std::map<double, std::int32_t> last;  // member of a score
-      for (std::int64_t i = 0; i < kWidth; ++i) {
+      for (std::int64_t i = 0; i < width; ++i) {
         ASSERT_TRUE(list[i] > (i > 0 ? list[i - 1] : -1) && list[i] < lengths[item]);
         taken[static_cast<std::size_t>(list[i])] = true;
         last[scores[static_cast<std::size_t>(list[i])]] = list[i];
-        EXPECT_GE(scores[static_cast<std::size_t>(list[i])], sorted[kWidth - 1] - kRounding);
+        EXPECT_GE(scores[static_cast<std::size_t>(list[i])],
+                  sorted[static_cast<std::size_t>(width) - 1] - rounding);
       }
       for (std::size_t i = 0; i < length; ++i) {
-        EXPECT_TRUE(taken[i] || scores[i] <= sorted[kWidth - 1] + kRounding);
+        EXPECT_TRUE(taken[i] ||
+                    scores[i] <= sorted[static_cast<std::size_t>(width) - 1] + rounding);
         if (!taken[i] && last.count(scores[i])) {
           EXPECT_GT(static_cast<std::int32_t>(i), last[scores[i]]);
         }
@@ -240,13 +259,17 @@ TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
           labelled[i] = scores[i];
       }
     }
-    for (std::size_t i = 0; i < length; ++i) EXPECT_GE(labelled[i], best[i] - kRounding);
+    for (std::size_t i = 0; i < length; ++i) EXPECT_GE(labelled[i], best[i] - rounding);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Rows, LongSelectionTest,
-                         testing::Values(any_row, repeated_row, equal_row, skewed_row,
-                                         shifted_row));
+                         testing::Values(SelectionCase{any_row}, SelectionCase{repeated_row},
+                                         SelectionCase{equal_row}, SelectionCase{skewed_row},
+                                         SelectionCase{shifted_row},
+                                         SelectionCase{any_row, 300, 40, 128},
+                                         SelectionCase{skewed_row, 130, 33, 72},
+                                         SelectionCase{any_row, 9, 200, 64, 1}));
 
 }  // namespace
 }  // namespace coterie

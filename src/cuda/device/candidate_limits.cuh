@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: MIT
+// Thresholds of routing_candidates_sm90a.cu from a sample of the rows.
+#pragma once
+
+#include "cuda/device/candidate_rows.cuh"
+
+namespace coterie::cuda {
+
+// The largest scores of parts of the sample.
+template <int kChunks>
+__device__ __forceinline__ void find_maxima(const CandidateArgs& args,
+                                            const CandidateProblem& problem, const Sample& sample,
+                                            const Team& team, std::uint64_t table, int steps) {
+  constexpr int kMost = kTeamColumns / kColumnStep;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const OwnTiles own(team);
+  float most[kMost][16];
+#pragma unroll
+  for (int c = 0; c < kMost; ++c)
+#pragma unroll
+    for (int i = 0; i < 16; ++i) most[c][i] = -INFINITY;
+  TokenRows<kChunks> tokens;
+  const auto load = [&](int tile) {
+    tokens.load(problem.rows, [&](int i) {
+      return tile < sample.tiles ? sample.row((i * 4 + warp % 4) * sample.tiles + tile) : -1;
+    });
+  };
+  load(own.group);
+#pragma unroll 1
+  for (int tile = own.group; tile < sample.tiles; tile += own.groups) {
+    tokens.normalise(problem.rows.width, args.zero, [](int, const RowStatistics&) {});
+    load(tile + own.groups);
+#pragma unroll
+    for (int c = 0; c < kMost; ++c) {
+      if (c >= steps) break;
+      float d[32];
+      tokens.start(descriptor_behind(table, c * kColumnStep * 128), d);
+      tokens.finish(d);
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        most[c][i] = fmaxf(most[c][i], fmaxf(d[i / 2 * 4 + i % 2], d[i / 2 * 4 + i % 2 + 2]));
+    }
+  }
+  // Rows l / 4 that the parts do not tell apart.
+  for (int step = 4; step < 32 / args.warp_cells; step *= 2)
+#pragma unroll
+    for (int c = 0; c < kMost; ++c)
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        most[c][i] = fmaxf(most[c][i], __shfl_xor_sync(~0u, most[c][i], step));
+  const int each = 8 / args.warp_cells;  // rows of a part
+  if (lane / 4 % each != 0) return;
+  const int cell = (team.rank * kCandidateWarps + warp) * args.warp_cells + lane / 4 / each;
+  float* to = args.maxima +
+              (static_cast<std::int64_t>(problem.number) * args.cells() + cell) * kTeamColumns +
+              lane % 4 * 2;
+#pragma unroll
+  for (int c = 0; c < kMost; ++c)
+#pragma unroll
+    for (int i = 0; i < 16; i += 2)
+      if (c < steps)
+        *reinterpret_cast<float2*>(to + c * kColumnStep + i * 4) =
+            make_float2(most[c][i], most[c][i + 1]);
+}
+
+// Of the parts of the sample those whose largest score is not below a threshold, if it leaves the
+// wanted rows. Cells beyond the first kSampleParts add to those. By all lanes.
+__device__ __forceinline__ int wanted_parts(const CandidateArgs& args,
+                                            const CandidateProblem& problem, int sampled) {
+  const float missed = log1pf(-kCandidateAim * static_cast<float>(problem.side.width) /
+                              static_cast<float>(problem.length));
+  const int groups = args.teams.size * kCandidateGroups;
+  float found = 0.0f;
+  for (int part = static_cast<int>(threadIdx.x) % 32; part < min(kSampleParts, args.cells());
+       part += 32) {
+    int tokens = 0;
+    for (int cell = part; cell < args.cells(); cell += kSampleParts)
+      tokens += (sampled - cell / args.warp_cells / 4 + groups - 1) / groups * 16 / args.warp_cells;
+    found += 1.0f - expf(missed * static_cast<float>(tokens));
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) found += __shfl_xor_sync(~0u, found, step);
+  return max(1, static_cast<int>(found));
+}
+
+// Thresholds of the team's centroids, four at a time: keys that as many of the parts' maxima as
+// wanted are not below, to their upper bits.
+__device__ __forceinline__ void find_limits(const CandidateArgs& args,
+                                            const CandidateProblem& problem, int sampled,
+                                            int columns, float* limits) {
+  constexpr int kAtOnce = 4, kEach = kSampleParts / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, cells = args.cells();
+  const int rank = sampled > 0 ? wanted_parts(args, problem, sampled) : 0;
+  const float* maxima =
+      args.maxima + static_cast<std::int64_t>(problem.number) * cells * kTeamColumns;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) / 32 * kAtOnce; first < columns;
+       first += kCandidateWarps * kAtOnce) {
+    std::uint32_t key[kAtOnce][kEach] = {}, found[kAtOnce] = {};
+    for (int base = 0; base < (sampled > 0 ? cells : 0); base += kSampleParts) {
+      float4 most[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int cell = base + 32 * i + lane;
+        most[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        if (cell < cells)
+          most[i] = __ldcg(reinterpret_cast<const float4*>(
+              maxima + static_cast<std::int64_t>(cell) * kTeamColumns + first));
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+#pragma unroll
+        for (int c = 0; c < kAtOnce; ++c) key[c][i] = max(key[c][i], ordered((&most[i].x)[c]));
+    }
+#pragma unroll 1
+    for (int bit = 31; bit >= 11; --bit)
+#pragma unroll
+      for (int c = 0; c < kAtOnce; ++c) {
+        const std::uint32_t probe = found[c] | 1u << bit;
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) count += key[c][i] >= probe;
+        if (__reduce_add_sync(~0u, count) >= rank) found[c] = probe;
+      }
+    if (lane < kAtOnce) {
+      const std::uint32_t own =
+          lane & 2 ? (lane & 1 ? found[3] : found[2]) : (lane & 1 ? found[1] : found[0]);
+      const bool there = sampled > 0 && problem.column + first + lane < args.centroids.clusters;
+      limits[first + lane] = there ? from_ordered(own) : INFINITY;
+    }
+  }
+}
+
+}  // namespace coterie::cuda
