@@ -210,7 +210,7 @@ struct ForwardRows {
         if (!problem.laplace) {
           const float sum = quad_sum(softmax[m][half].sum);
           if (there && args.lse && threadIdx.x % 4 == 0)
-            args.lse[base + to] = row_lse(softmax[m][half], sum);
+            args.lse[base + to] = row_lse(softmax[m][half].shift, sum);
           const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
           for (int i = 0; i < kDim / 4; ++i)

@@ -69,7 +69,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
 #pragma unroll 1
       for (;;) {
         rows.finish(problem, s, shape.keys(tile % Shape::kRing));
-        rows.attend(s, begin, p);
+        rows.attend(s, begin, shape.queries(number), p);
         if (++tile == end) break;
         begin += kTile;
         if (tile >= reader.ready) {

@@ -53,8 +53,7 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
     const float sum = quad_sum(rows.sum[half]);
     factor[half] = sum == 0.0f ? 0.0f : mass / sum;
     if (lane % 4 == 0 && queries.rows[half] >= 0)
-      lse[queries.rows[half]] =
-          sum == 0.0f ? -INFINITY : (rows.shift[half] + log2f(sum)) * 0.693147180559945f;
+      lse[queries.rows[half]] = row_lse(rows.shift[half], sum);
   }
 #pragma unroll
   for (int column = 0; column < kDim; column += 32) {

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const TokenSlots& slots = args.first.tokens;
   const int batch = static_cast<int>(blockIdx.z);
   const int width = args.gradient.data ? args.gradient.width : args.rows.width;
-  tokens.fill(slots, head * (slots.heads / args.heads), true);
+  tokens.fill(slots, head * (slots.heads / args.heads));
   if (args.gradient.data) tokens.template clear<Lanes>(args.gradient.rows(batch, head, 0));
   tokens.template for_each<Lanes::kLanes>([&](int i, int part) {
     const bool there = i >= 0;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         x.words = rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(place) + Lanes::column())
                                : load_chunk(rows.row(place), Lanes::column(), width);
     }
-    tokens.template add<float, Lanes>(args.first, i, part, width, sum);
+    tokens.template add<Lanes>(args.first, i, part, width, sum);
 #pragma unroll
     for (int j = 0; j < Lanes::kVector; ++j)
       if (Lanes::column() + j < width)

@@ -130,7 +130,7 @@ __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item,
   }
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (lane == 0) {
-    args.lse[row] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
+    args.lse[row] = row_lse(shift, sum);
     if (args.mass) args.mass[row] = listed * inverse;
   }
 #pragma unroll

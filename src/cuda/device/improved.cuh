@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const M
   const float sum = row_sum(factor * own.sum), inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   listed = row_sum(listed);
   if (lane == 0 && row.there) {
-    to.lse[number] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945f;
+    to.lse[number] = row_lse(shift, sum);
     to.mass[number] = listed * inverse;
   }
   // Without members, or all keys are top keys.

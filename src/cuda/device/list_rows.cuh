@@ -9,19 +9,12 @@
 
 namespace coterie::cuda {
 
-constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
-
 // A shift below all others, and finite: scores of -inf have weight 0 from the first tile on.
 constexpr float kLowestShift = -3e38f;
 
 // See cpu/laplace.h.
 __device__ __forceinline__ float laplace(float x) {
   return 0.5f + 0.5f * erff((x - 0.70710678118654752f) * 2.5066282746310005f);
-}
-
-// lse of a row with its sum over all lanes; -inf without keys.
-__device__ __forceinline__ float row_lse(const RowSoftmax& row, float sum) {
-  return sum == 0.0f ? -INFINITY : (row.shift + log2f(sum)) * kLn2;
 }
 
 // Rows and statistics of a tile of keys, by rank.

@@ -11,14 +11,11 @@
 #include <climits>
 #include <cstdint>
 
-#include "cuda/device/list_problem.cuh"
-#include "cuda/device/load.cuh"
-#include "cuda/device/wgmma.cuh"
+#include "cuda/device/list_stream_copy.cuh"
 
 namespace coterie::cuda {
 
-constexpr int kStreamBits = 6, kStreamRows = 1 << kStreamBits;  // of a tile, owned or streamed
-constexpr int kStreamPlan = 128;                                // steps of a block, at most
+constexpr int kStreamPlan = 160;  // steps of a block, at most
 
 // `at` is a place in the side's index, or a row of the item where there is none (`SlotList::first`
 // and on, `lists` apart).
@@ -56,8 +53,10 @@ struct StreamShape {
   static constexpr int kOtherFactsAt = kOwnFactsAt + kSlots * kOwnFactBytes;
   static constexpr int kOtherFactBytes = kOtherFacts * kStreamRows;
   static constexpr int kBarriers = kOtherFactsAt + kRing * kOtherFactBytes;
-  static constexpr int kBytes = kBarriers + 2 * (kRing + kStreamPlan) * 8;
+  static constexpr int kBytes = kBarriers + 2 * (kRing + kSlots) * 8;
   static_assert(kRing <= 32, "a lane for every place");
+  // So that a place of owned tiles serves one warpgroup: others may be phases ahead.
+  static_assert(kSlots % kGroups == 0, "warpgroups have places of their own");
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
   std::uint32_t base;
@@ -83,12 +82,10 @@ struct StreamShape {
 
   __device__ std::uint32_t full(int number) const { return base + kBarriers + number % kRing * 8; }
   __device__ std::uint32_t empty(int number) const { return full(number) + kRing * 8; }
-  // A barrier for every step: places in the ring of owned tiles go from warpgroup to warpgroup,
-  // which may be phases ahead of each other.
   __device__ std::uint32_t own_full(int step) const {
-    return base + kBarriers + (2 * kRing + step) * 8;
+    return base + kBarriers + (2 * kRing + step % kSlots) * 8;
   }
-  __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kStreamPlan * 8; }
+  __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kSlots * 8; }
 
   // By all threads, before plan_steps.
   __device__ void init() const {
@@ -97,14 +94,19 @@ struct StreamShape {
       mbarrier_init(full(place), 33);
       mbarrier_init(empty(place), kGroups * 4);
     }
-    if (place < kStreamPlan) {
+    if (place < kSlots) {
       mbarrier_init(own_full(place), 33);
       mbarrier_init(own_empty(place), 4);
     }
   }
 
+  // Loading warps: waits until the place of a step's owned tile is free.
+  __device__ void wait_place(int step) const {
+    if (step >= kSlots) mbarrier_wait(own_empty(step), (step / kSlots - 1) & 1);
+  }
+
   // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
-  __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), 0); }
+  __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), step / kSlots & 1); }
   __device__ void release_own(int step) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(own_empty(step));
@@ -213,85 +215,6 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
   return {static_cast<int>(total & 1023), static_cast<int>(total >> 10)};
 }
 
-// Rows of 64 ranks from `at` on of a side's lists, of which `left` are there: this lane's are those
-// of ranks lane and lane + 32, -1 beyond the last.
-__device__ __forceinline__ void list_rows(int (&row)[2], const SlotSide& side, int at, int left) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int rank = static_cast<int>(threadIdx.x) % 32 + 32 * half;
-    row[half] = rank >= left ? -1 : side.index ? side.index[at + rank] : at + rank * side.lists;
-  }
-}
-
-// Row `number` of rows that are `pitch` bytes apart: one instruction.
-template <class T>
-__device__ __forceinline__ T* row_at(T* base, int number, std::uint32_t pitch) {
-  std::uint64_t address;
-  asm("mad.wide.u32 %0, %1, %2, %3;"
-      : "=l"(address)
-      : "r"(number), "r"(pitch), "l"(reinterpret_cast<std::uint64_t>(base)));
-  return reinterpret_cast<T*>(address);
-}
-
-// Copies 64 rows of an item, as list_rows left them, of one or more tensors into tiles; zeros for
-// rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart.
-template <int kDim, class T, int kTensors>
-__device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensors],
-                                               const Rows<const T> (&rows)[kTensors],
-                                               const int (&row)[2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 8, chunk = lane % 8;
-  const bool inside = chunk * 8 < rows[0].width;
-  const unsigned char* from[kTensors];  // a valid address, where columns are beyond the width
-  std::uint32_t pitch[kTensors], even[kTensors];
-#pragma unroll
-  for (int x = 0; x < kTensors; ++x) {
-    from[x] = reinterpret_cast<const unsigned char*>(rows[x].data + (inside ? chunk * 8 : 0));
-    pitch[x] = static_cast<std::uint32_t>(rows[x].pitch * 2);
-    even[x] = to[x] + r * 128 + ((chunk ^ r) << 4);
-  }
-#pragma unroll
-  for (int i = 0; i < kStreamRows / 4; ++i) {
-    const int number = __shfl_sync(~0u, row[i / 8], i % 8 * 4 + r);
-    const int valid = max(number, 0);
-#pragma unroll
-    for (int x = 0; x < kTensors; ++x) {
-      const unsigned char* source = row_at(from[x], valid, pitch[x]);
-      // Chunks of every second four rows are permuted differently.
-      const std::uint32_t target = (i % 2 == 0 ? even[x] : even[x] ^ 64) + i * 512;
-      cp_async16(target, source, number >= 0 && inside ? 16 : 0);
-#pragma unroll
-      for (int band = 1; band < kDim / 64; ++band) {
-        const bool there = number >= 0 && 64 * band + chunk * 8 < rows[0].width;
-        cp_async16(target + band * kStreamRows * 128, there ? source + band * 128 : source,
-                   there ? 16 : 0);
-      }
-    }
-  }
-}
-template <int kDim, class T>
-__device__ __forceinline__ void load_list_rows(std::uint32_t to, const Rows<const T>& rows,
-                                               const int (&row)[2]) {
-  const std::uint32_t tiles[1] = {to};
-  const Rows<const T> tensors[1] = {rows};
-  load_list_rows<kDim>(tiles, tensors, row);
-}
-
-// 4 or 8 bytes, or zeros.
-template <class Value>
-__device__ __forceinline__ void cp_async_value(Value* to, const Value* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
-               "n"(sizeof(Value)), "r"(there ? static_cast<int>(sizeof(Value)) : 0)
-               : "memory");
-}
-
-// The 33 arrivals of a warp that fills a tile: of each lane when its copies are there, and one for
-// what the lanes stored themselves.
-__device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
 // The loading warpgroup. Its warps take owned and streamed tiles in turn: own(step number, step,
 // ready) and tile(number, step, place among the step's tiles, ready) start the copies of one; they
 // call ready() when they need its place, which may take long. A warp waits for its own places only:
@@ -309,9 +232,7 @@ __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool roun
     const StreamStep& step = shape.plan()[number];
 #pragma unroll 1
     for (; owned < min(number + ahead, plan.steps); owned += 4) {
-      own(owned, shape.plan()[owned], [&] {
-        if (owned >= Shape::kSlots) mbarrier_wait(shape.own_empty(owned - Shape::kSlots), 0);
-      });
+      own(owned, shape.plan()[owned], [&] { shape.wait_place(owned); });
       arrive_filled(shape.own_full(owned));
     }
     // Behind the tiles that were loaded with the steps before.

@@ -84,9 +84,7 @@ __device__ void load_steps_in_order(const Shape& shape, const StreamPlan& plan, 
     const StreamStep& step = shape.plan()[number];
 #pragma unroll 1
     for (; owned < min(number + ahead, plan.steps); ++owned) {
-      const auto ready = [&] {
-        if (owned >= Shape::kSlots) mbarrier_wait(shape.own_empty(owned - Shape::kSlots), 0);
-      };
+      const auto ready = [&] { shape.wait_place(owned); };
       if (!mine()) {
         ready();
         continue;

@@ -55,26 +55,24 @@ __device__ __forceinline__ void store_global(void* to, const uint4& value) {
 // The two queries of a thread.
 template <class T, int kDim, ListForm kForm>
 struct GroupRows {
-  RankRange range[2];
-  RankRange seen, shared;  // by any, and by all of the warp's queries
+  RankRange shared;  // keys that all of the warp's queries see
   RowSoftmax softmax[2];
   float exponent[2], mean[2];
-  bool negative;
+  bool negative, opening;  // opening: there may be rows that have seen no key yet
   float out[kDim / 64][32];
 
   __device__ void start(const QueryTileFacts& tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const QueryFact own = tile.facts[group_row(half)];
-      range[half] = own.range;
       negative = own.exponent < 0.0f;
       exponent[half] = fabsf(own.exponent);
       mean[half] = negative && StepQueries<T, kDim>::kHeld ? -own.mean : own.mean;
       softmax[half] = {kLowestShift, 0.0f};
     }
+    opening = true;
     const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
     const RankRange first = tile.facts[warp].range, last = tile.facts[warp + 15].range;
-    seen = {first.low, last.high};
     shared = {last.low, first.high};
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
@@ -103,19 +101,22 @@ struct GroupRows {
     }
   }
 
-  // -inf for what is out of sight of the keys from rank `begin` on, 16 of them at a time.
-  __device__ void mask(float (&s)[32], int begin) const {
-    const int lane = begin + static_cast<int>(threadIdx.x) % 4 * 2;
-    const int low[2] = {range[0].low - lane, range[1].low - lane};
-    const int high[2] = {range[0].high - lane, range[1].high - lane};
+  // Of this thread's 16 columns 8 j + 2 (l%4) + {0, 1}, in order: a bit for each below `column`.
+  __device__ static std::uint32_t columns_below(int column) {
+    const int own = min(max(column - static_cast<int>(threadIdx.x) % 4 * 2, 0), kStreamRows);
+    return (1u << (own / 8 * 2 + min(own % 8, 2))) - 1;
+  }
+  // -inf for what is out of sight of the keys from rank `begin` on.
+  __device__ static void mask(float (&s)[32], int begin, const QueryTileFacts& tile) {
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      const int first = begin + 16 * block;
-      if (first >= shared.low && first + 16 <= shared.high) continue;
+    for (int half = 0; half < 2; ++half) {
+      const RankRange range = tile.facts[group_row(half)].range;
+      const std::uint32_t seen =
+          columns_below(range.high - begin) & ~columns_below(range.low - begin);
 #pragma unroll
-      for (int i = 8 * block; i < 8 * block + 8; ++i) {
-        const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;
-        if (column < low[half] || column >= high[half]) s[i] = -INFINITY;
+      for (int i = 0; i < 16; ++i) {
+        float& score = s[i / 2 * 4 + 2 * half + i % 2];
+        score = seen >> i & 1 ? score : -INFINITY;
       }
     }
   }
@@ -155,47 +156,35 @@ struct GroupRows {
     }
   }
 
-  // Weights of the 16 keys of a block, packed, and their sums.
-  __device__ void weigh16(const float (&s)[32], int block, std::uint32_t (&p)[4][4],
-                          float (&sum)[2]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int half = i % 2, at = 8 * block + 2 * i;
-      const float first = exp2_approximate(fmaf(s[at], exponent[half], -softmax[half].shift));
-      const float second = exp2_approximate(fmaf(s[at + 1], exponent[half], -softmax[half].shift));
-      sum[half] = sum[half] + first + second;
-      p[block][i] = pack2<T>(first, second);
-    }
-  }
-  // Of the 64 keys from rank `begin` on. Where not all queries see all keys, 16 keys that none of
-  // the warp's sees cost nothing.
-  __device__ void weigh(const float (&s)[32], int begin, bool cut, std::uint32_t (&p)[4][4],
-                        float (&sum)[2]) const {
+  // Weights of 64 keys, packed, and their sums.
+  __device__ void weigh(const float (&s)[32], std::uint32_t (&p)[4][4], float (&sum)[2]) const {
     sum[0] = sum[1] = 0.0f;
-    if (!cut) {
 #pragma unroll
-      for (int block = 0; block < 4; ++block) weigh16(s, block, p, sum);
-      return;
-    }
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      const int first = begin + 16 * block;
-      p[block][0] = p[block][1] = p[block][2] = p[block][3] = 0;
-      if (first + 16 > seen.low && first < seen.high) weigh16(s, block, p, sum);
+    for (int i = 0; i < 16; ++i) {
+      const int half = i % 2;
+      const float first = exp2_approximate(fmaf(s[2 * i], exponent[half], -softmax[half].shift));
+      const float second =
+          exp2_approximate(fmaf(s[2 * i + 1], exponent[half], -softmax[half].shift));
+      sum[half] = sum[half] + first + second;
+      p[i / 4][i % 4] = pack2<T>(first, second);
     }
   }
 
   // Scores of the 64 keys from rank `begin` on become weights. The first keys that a row sees set
   // its shift; later ones raise it only where weights become large, which their sums tell.
-  __device__ void attend(float (&s)[32], int begin, std::uint32_t (&p)[4][4]) {
+  __device__ void attend(float (&s)[32], int begin, const QueryTileFacts& tile,
+                         std::uint32_t (&p)[4][4]) {
     constexpr float kLarge = 1024.0f;
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
-    if (cut) mask(s, begin);
-    if (__any_sync(~0u, fresh(0) || fresh(1))) begin_rows(s);
+    if (cut) mask(s, begin, tile);
+    if (opening) {
+      if (__any_sync(~0u, fresh(0) || fresh(1))) begin_rows(s);
+      opening = cut;
+    }
     float sum[2];
 #pragma unroll 1
     for (;;) {
-      weigh(s, begin, cut, p, sum);
+      weigh(s, p, sum);
       if (!__any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge)) break;
       const bool due[2] = {quad_max(sum[0]) > kLarge, quad_max(sum[1]) > kLarge};
       raise(s, due);

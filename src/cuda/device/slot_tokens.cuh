@@ -61,26 +61,25 @@ struct SlotSet {
   __device__ __forceinline__ int slot(int i) const { return near && i < kNear ? near[i] : own[i]; }
 };
 
-// kVector neighbouring values of type V, as 16-byte words.
-template <class V, int kVector>
+// Neighbouring floats, four at a time.
+template <int kVector>
 struct SlotValues {
-  static constexpr int kWords = kVector * static_cast<int>(sizeof(V)) / 16;
   union {
-    uint4 words[kWords];
-    V elements[kVector];
+    uint4 words[kVector / 4];
+    float elements[kVector];
   };
 
-  __device__ __forceinline__ SlotValues(const V* from, bool there) {
+  __device__ __forceinline__ SlotValues(const float* from, bool there) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
+    for (int i = 0; i < kVector / 4; ++i)
       words[i] = there ? __ldcs(reinterpret_cast<const uint4*>(from) + i) : make_uint4(0, 0, 0, 0);
   }
 };
 
 // Adds a token's rows in the order of its slots; several are on their way at a time. By all lanes
 // of a row.
-template <class Lanes, class V>
-__device__ __forceinline__ void add_whole_rows(const V* values, const SlotSet& set, int width,
+template <class Lanes>
+__device__ __forceinline__ void add_whole_rows(const float* values, const SlotSet& set, int width,
                                                typename Lanes::Values& sum) {
   constexpr int kAhead = 4;
   const int lane = static_cast<int>(threadIdx.x) % Lanes::kLanes;
@@ -96,7 +95,7 @@ __device__ __forceinline__ void add_whole_rows(const V* values, const SlotSet& s
       std::int64_t row[kAhead];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) row[j] = __shfl_sync(lanes, slot, i + j, Lanes::kLanes);
-      const SlotValues<V, Lanes::kVector> x[kAhead] = {
+      const SlotValues<Lanes::kVector> x[kAhead] = {
           {values + row[0] * width, there},
           {values + row[1] * width, there && i + 1 < end},
           {values + row[2] * width, there && i + 2 < end},
@@ -104,26 +103,26 @@ __device__ __forceinline__ void add_whole_rows(const V* values, const SlotSet& s
 #pragma unroll
       for (int j = 0; j < kAhead; ++j)
 #pragma unroll
-        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += to_float(x[j].elements[d]);
+        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += x[j].elements[d];
     }
   }
 }
 
 // The same where rows are no whole vectors.
-template <class Lanes, class V>
-__device__ __forceinline__ void add_odd_rows(const V* values, const SlotSet& set, int width,
+template <class Lanes>
+__device__ __forceinline__ void add_odd_rows(const float* values, const SlotSet& set, int width,
                                              typename Lanes::Values& sum) {
 #pragma unroll 1
   for (int i = 0; i < set.count; ++i) {
-    const V* row = values + static_cast<std::int64_t>(set.slot(i)) * width;
+    const float* row = values + static_cast<std::int64_t>(set.slot(i)) * width;
 #pragma unroll
     for (int d = 0; d < Lanes::kVector; ++d)
-      if (Lanes::column() + d < width) sum[d] += to_float(row[Lanes::column() + d]);
+      if (Lanes::column() + d < width) sum[d] += row[Lanes::column() + d];
   }
 }
 
-template <class Lanes, class V>
-__device__ __forceinline__ void add_slot_rows(const V* values, const SlotSet& set, int width,
+template <class Lanes>
+__device__ __forceinline__ void add_slot_rows(const float* values, const SlotSet& set, int width,
                                               typename Lanes::Values& sum) {
   if (width % Lanes::kVector == 0)
     add_whole_rows<Lanes>(values, set, width, sum);

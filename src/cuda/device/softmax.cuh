@@ -3,9 +3,17 @@
 // 8; the four lanes of a row agree on its shift.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace coterie::cuda {
+
+constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
+
+// The natural log-sum-exp of a row whose weights are 2^(score - shift); -inf without keys.
+__device__ __forceinline__ float row_lse(float shift, float sum) {
+  return sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * kLn2;
+}
 
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The tokens of a block of threads by the number of their slots, so that all lanes have rows to
-// add: most tokens may be in no list, and some are in many.
+// add: some tokens are in many lists.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ struct TokenList {
   std::int32_t first[kListedTokens];                 // ... and where its own are listed
   std::int32_t near[kListedTokens][SlotSet::kNear];  // the first of them
 
-  // By all threads. With `all`, only padding is idle.
-  __device__ void fill(const TokenSlots& tokens, int head, bool all) {
+  // By all threads. Padding is idle.
+  __device__ void fill(const TokenSlots& tokens, int head) {
     if (threadIdx.x == 0) many = few = idle = 0;
     __syncthreads();
     const int place = static_cast<int>(blockIdx.x) * kListedTokens + static_cast<int>(threadIdx.x);
@@ -37,7 +37,7 @@ struct TokenList {
     } else if (slots) {
       token.follow(tokens, head);
     }
-    if (token.item >= 0 && (slots > 0 || all)) {
+    if (token.item >= 0) {
       const int number =
           slots > kMany ? atomicAdd(&many, 1) : kListedTokens - 1 - atomicAdd(&few, 1);
       const std::int64_t begin = tokens.start(token.item, token.span, head);
@@ -69,8 +69,8 @@ struct TokenList {
     }
   }
 
-  // The sum of the rows of a token's slots, which are of type V.
-  template <class V, class Lanes>
+  // The sum of the rows of a token's slots.
+  template <class Lanes>
   __device__ __forceinline__ void add(const SlotRows& slots, int number, int part, int width,
                                       typename Lanes::Values& sum) const {
     constexpr int kGroups = 32 / Lanes::kLanes;
@@ -80,7 +80,8 @@ struct TokenList {
       const int skipped = max(part, 0) * each;
       const SlotSet set{slots.tokens.slots + begin + first[number] + skipped,
                         part <= 0 ? near[number] : nullptr, min(each, all - skipped)};
-      add_slot_rows<Lanes>(static_cast<const V*>(slots.values) + begin * width, set, width, sum);
+      add_slot_rows<Lanes>(static_cast<const float*>(slots.values) + begin * width, set, width,
+                           sum);
     }
     if (part < 0) return;
 #pragma unroll
