@@ -7,6 +7,7 @@
 // counter; the owner of a cluster adds the blocks' changes to the cluster's votes. Bit 63, which
 // codes leave free, counts the members. All sums are of integers, so the order of the atomics does
 // not matter.
+#include "cuda/device/group.cuh"
 #include "cuda/device/hamming_rows.cuh"
 
 namespace coterie::cuda {
@@ -15,33 +16,40 @@ using namespace hamming_detail;
 
 namespace {
 
-// One assignment pass over the block's rows, and its changes to global memory.
+// The block's changes to global memory, and zeros in their place.
+__device__ __forceinline__ void write_changes(const HammingArgs& args, const Stage& stage,
+                                              std::int64_t part) {
+  auto* from = reinterpret_cast<uint4*>(stage.changes);
+  auto* to = reinterpret_cast<uint4*>(args.changes) + part * args.shape.clusters * 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < args.shape.clusters * 8; i += kThreads) {
+    to[i] = from[i];
+    from[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// One assignment pass over the block's rows, and its changes to global memory. `moved` centroids
+// are not those of the pass before.
 template <bool kShared>
 __device__ void assign_pass(const HammingArgs& args, const Problem& problem, const Stage& stage,
-                            int iteration) {
-  const int clusters = args.shape.clusters;
+                            int iteration, int moved) {
   const bool vote = iteration < args.run.iterations;
-  if (clusters <= args.columns)
-    stage_centroids(args, problem, 0, padded_columns(clusters), iteration == 0, stage.fragments);
-  int changed = 0;
+  const RowAssigner<kShared> assigner{args,
+                                      problem,
+                                      stage,
+                                      iteration == 0,
+                                      vote,
+                                      static_cast<int>(threadIdx.x) % 32,
+                                      static_cast<int>(threadIdx.x) / 32};
   for (int segment = 0; segment < args.segments; ++segment) {
-    const int begin = min(problem.range.begin + segment * kSegmentRows, problem.range.end);
-    if (kShared && vote)
-      for (int i = threadIdx.x; i < clusters * 8; i += kThreads)
-        reinterpret_cast<uint4*>(stage.changes)[i] = make_uint4(0, 0, 0, 0);
+    if (segment > 0) __syncthreads();
+    const int begin = min(segment * kSegmentRows, problem.rows());
+    assigner.assign(begin, min(begin + kSegmentRows, problem.rows()), moved);
+    if (!kShared || !vote) continue;
     __syncthreads();
-    changed += assign_rows<kShared>(
-        args, problem, stage, {begin, min(begin + kSegmentRows, problem.range.end)}, iteration);
-    __syncthreads();
-    if (kShared && vote) {
-      auto* to = reinterpret_cast<uint4*>(args.changes) +
-                 (static_cast<std::int64_t>(blockIdx.x) * args.segments + segment) * clusters * 8;
-      for (int i = threadIdx.x; i < clusters * 8; i += kThreads)
-        to[i] = reinterpret_cast<const uint4*>(stage.changes)[i];
-    }
+    const std::int64_t part = static_cast<std::int64_t>(blockIdx.x) * args.segments + segment;
+    write_changes(args, stage, part);
   }
-  if (vote && threadIdx.x % 32 == 0 && changed > 0)
-    atomicAdd(args.busy + problem.number * args.run.iterations + iteration, changed);
 }
 
 // New centroids of the clusters that this block owns, a warp for each, by majority of the votes.
@@ -56,6 +64,7 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
   for (int c = threadIdx.x / 32 * team.size + team.rank; c < clusters; c += kWarps * team.size) {
     const std::int64_t row = static_cast<std::int64_t>(problem.number) * clusters + c;
     auto* votes = reinterpret_cast<int2*>(args.votes) + row * 32 + lane;
+    const std::uint64_t before = iteration == 0 ? 0 : args.centroids[row];
     int2 sum = kShared && iteration == 0 ? make_int2(0, 0) : *votes;
     const std::uint32_t* changes =
         args.changes +
@@ -76,32 +85,41 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
     const std::uint32_t low = (even & 0xffffu) | (odd << 16);
     const std::uint32_t high = (even >> 16) | (odd & 0xffff0000u);
     std::uint64_t code = (static_cast<std::uint64_t>(high) << 32) | low;
-    if (members == 0) {
+    if (members == 0)
       code = random_u64(stream, static_cast<std::uint64_t>(iteration) * clusters + c);
-      atomicAdd(args.busy + problem.number * args.run.iterations + iteration, 1);
-    }
-    args.centroids[row] = code & mask;
+    code &= mask;
+    args.centroids[row] = code;
+    if (iteration == 0 || members == 0 || code != before)
+      args.busy[problem.number * args.run.iterations + iteration] = 1;
   }
 }
 
 template <bool kShared>
 __device__ void cluster_codes(const HammingArgs& args, Team& team, const Problem& problem,
                               const Stage& stage) {
-  if (!kShared) {
-    const std::int64_t first = static_cast<std::int64_t>(problem.number) * args.shape.clusters * 64;
-    for (int i = team.rank * kThreads + threadIdx.x; i < args.shape.clusters * 64;
-         i += team.size * kThreads)
+  const int clusters = args.shape.clusters;
+  if (kShared) {
+    for (int i = threadIdx.x; i < clusters * 8; i += kThreads)
+      reinterpret_cast<uint4*>(stage.changes)[i] = make_uint4(0, 0, 0, 0);
+  } else {
+    const std::int64_t first = static_cast<std::int64_t>(problem.number) * clusters * 64;
+    for (int i = team.rank * kThreads + threadIdx.x; i < clusters * 64; i += team.size * kThreads)
       args.votes[first + i] = 0;
     team.sync();
   }
   for (int iteration = 0; iteration <= args.run.iterations; ++iteration) {
-    assign_pass<kShared>(args, problem, stage, iteration);
+    // With the same centroids this pass would repeat the one before.
+    const int busy =
+        iteration == 0 || args.busy[problem.number * args.run.iterations + iteration - 1];
+    int moved = clusters;
+    if (clusters <= args.columns) moved = stage_all(args, problem, iteration == 0, stage);
+    if (!busy) break;
+    __syncthreads();
+    assign_pass<kShared>(args, problem, stage, iteration, moved);
     if (iteration == args.run.iterations) break;
     team.sync();
     update_centroids<kShared>(args, team, problem, iteration);
     team.sync();
-    // Without changes and re-seeded clusters the next pass would repeat this one.
-    if (args.busy[problem.number * args.run.iterations + iteration] == 0) break;
   }
 }
 
@@ -110,60 +128,74 @@ __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs
   await_previous();
   extern __shared__ uint4 shared[];
   const ClusterShape& shape = args.shape;
-  Stage stage;
-  stage.records = shared;
-  stage.fragments = stage.records + kWarps * kTileRows;
-  stage.changes = reinterpret_cast<std::uint32_t*>(stage.fragments + args.columns);
+  const Stage stage(shared, args, kShared);
   Team team(args.teams);
   int turn = 0;
   for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
     const int item = number / shape.heads, head = number % shape.heads;
     const ItemSpan span = shape.q.span(item);
     const std::int64_t start = shape.start(span, head);
-    const Problem problem{number, span.length, args.run.codes + start, args.run.labels + start,
-                          team.share(span.length)};
+    const RowRange range = team.share(span.length);
+    const Problem problem{number,
+                          span.length,
+                          args.run.codes + start,
+                          range,
+                          args.run.codes + start + range.begin,
+                          args.run.labels + start + range.begin};
     __syncthreads();  // the sort of the last problem used the same memory
     if (span.length <= shape.clusters) {
-      for (int i = problem.range.begin + threadIdx.x; i < problem.range.end; i += kThreads)
-        problem.labels[i] = i;
+      for (int i = threadIdx.x; i < problem.rows(); i += kThreads)
+        problem.labels[i] = range.begin + i;
     } else {
+      for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
+        stage.codes[i] = problem.codes[i];
       cluster_codes<kShared>(args, team, problem, stage);
+      __syncthreads();
+      for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
+        problem.labels[i] = stage.labels[i];
     }
     fill_padding(shape, team, item, head, args.run.labels, args.run.order);
     const GroupLists lists{
-        problem.labels, args.run.order + start,
+        args.run.labels + start, args.run.order + start,
         args.run.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
         histograms_of(args.histograms, args.teams, team, turn, shape.clusters), shape.clusters};
-    group_rows(team, problem.range, lists, reinterpret_cast<std::int32_t*>(shared),
-               args.shared_words);
+    group_rows(team, range, lists, reinterpret_cast<std::int32_t*>(shared), args.shared_words);
   }
-}
-
-std::size_t shared_bytes(const ClusterShape& shape, int columns, bool shared_votes) {
-  const std::size_t records = kWarps * kTileRows * sizeof(uint4);
-  const std::size_t votes = shared_votes ? static_cast<std::size_t>(shape.clusters) * 128 : 0;
-  return records + static_cast<std::size_t>(columns) * 16 + votes;
 }
 
 Teams hamming_teams(const ClusterShape& shape, unsigned* arrivals) {
   return make_teams(shape.problems(), shape.rows, multiprocessors(), arrivals);
 }
 
+// Rows of a block, at most.
+int block_rows(const ClusterShape& shape, const Teams& teams) {
+  return ((shape.rows + teams.size - 1) / teams.size + 63) / 64 * 64;
+}
+
 int num_segments(const ClusterShape& shape, const Teams& teams) {
-  const int rows = ((shape.rows + teams.size - 1) / teams.size + 63) / 64 * 64;
-  return (rows + kSegmentRows - 1) / kSegmentRows;
+  return (block_rows(shape, teams) + kSegmentRows - 1) / kSegmentRows;
+}
+
+int staged_columns(const ClusterShape& shape) {
+  return std::min(kMostColumns, padded_columns(shape.clusters));
 }
 
 bool votes_fit(const ClusterShape& shape) {
-  return shared_bytes(shape, std::min(kMostColumns, padded_columns(shape.clusters)), true) <=
+  return Stage::bytes(staged_columns(shape), shape.clusters, true) <=
          static_cast<std::size_t>(kSharedBytes);
 }
 
 template <bool kShared>
 void launch(HammingArgs args, cudaStream_t stream) {
   const std::size_t sort = group_shared_bytes(args.shape.clusters, kWarps);  // in the same memory
-  const std::size_t bytes = std::max(sort, shared_bytes(args.shape, args.columns, kShared));
+  std::size_t bytes =
+      (std::max(sort, Stage::bytes(args.columns, args.shape.clusters, kShared)) + 15) / 16 * 16;
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
+  const int rows = block_rows(args.shape, args.teams);
+  if (bytes + static_cast<std::size_t>(rows) * kRowBytes <= kSharedBytes) {
+    args.held_rows = rows;
+    bytes += static_cast<std::size_t>(rows) * kRowBytes;
+  }
   launch_cooperative_early(hamming_kmeans_kernel<kShared>, args.teams.blocks(), kThreads, bytes,
                            stream, args);
 }
@@ -195,7 +227,7 @@ void hamming_kmeans(const ClusterShape& shape, const HammingRun& run, const Hamm
   args.changes = buffers.changes;
   args.busy = reinterpret_cast<int*>(buffers.zeroed + args.teams.count);
   args.segments = num_segments(shape, args.teams);
-  args.columns = std::min(kMostColumns, padded_columns(shape.clusters));
+  args.columns = staged_columns(shape);
   args.key_scale = 512;
   if (votes_fit(shape))
     launch<true>(args, stream);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Hash codes: bit r of query q is [p_r . q > t_r] (mechanisms.md 5.2 step 1, 16).
+#include "cuda/device/early.cuh"
 #include "cuda/device/hash.cuh"
 #include "cuda/device/row_fragments.cuh"
 #include "cuda/hash.h"
@@ -24,12 +25,16 @@ struct HashParts {
 
 // The planes of a problem as a table of columns, and their thresholds; +inf beyond the last bit.
 template <class T, int kChunks>
-__device__ void stage_planes(const HashShape& args, int problem, int length, Factor<T>* table,
-                             float* thresholds) {
+__device__ void stage_planes(const HashShape& args, int problem, int length, float* planes,
+                             Factor<T>* table, float* thresholds) {
   constexpr int kParts = HashParts<T, kChunks>::kPlane;
   __shared__ double mean[32 * kChunks];
   const bool by_keys = args.query_sums != nullptr;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, elements = args.bits * args.width;
+  const float* set = args.planes;
+  if (by_keys) set += static_cast<std::int64_t>(args.shape.key_problem(problem)) * elements;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < elements; i += kThreads) planes[i] = set[i];
   for (int d = threadIdx.x; by_keys && d < 32 * kChunks; d += kThreads) {
     double sum = 0.0;
     const float* sums =
@@ -39,7 +44,6 @@ __device__ void stage_planes(const HashShape& args, int problem, int length, Fac
     mean[d] = length > 0 ? sum / length : 0.0;
   }
   __syncthreads();
-  const int set = by_keys ? args.shape.key_problem(problem) : 0;
   for (int r = threadIdx.x / 32; r < kPlanes; r += kWarps) {
     float value[kChunks], largest = 0.0f;
     double projection = 0.0;
@@ -47,9 +51,7 @@ __device__ void stage_planes(const HashShape& args, int problem, int length, Fac
     for (int i = 0; i < kChunks; ++i) {
       const int d = lane + 32 * i;
       const bool there = r < args.bits && d < args.width;
-      value[i] =
-          there ? args.planes[(static_cast<std::int64_t>(set) * args.bits + r) * args.width + d]
-                : 0.0f;
+      value[i] = there ? planes[r * args.width + d] : 0.0f;
       largest = fmaxf(largest, fabsf(value[i]));
       if (by_keys) projection += value[i] * mean[d];
     }
@@ -124,19 +126,22 @@ __device__ __forceinline__ void hash_rows(
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
     hash_kernel(HashShape args, Tensor4<const T> q) {
+  release_next();
   using Parts = HashParts<T, kChunks>;
   constexpr int kRows = 16 * Parts::kMTiles;
   extern __shared__ uint4 shared[];
   auto* thresholds = reinterpret_cast<float*>(shared);
   uint4* table = shared + kPlanes / 4;
+  auto* planes = reinterpret_cast<float*>(table + kPlanes * 4 * kChunks * Parts::kPlane);
   const int problem = blockIdx.x / args.blocks, head = problem % args.shape.heads;
   const ItemSpan span = args.shape.q.span(problem / args.shape.heads);
-  if (span.length <= args.shape.clusters) return;  // every row is its own cluster, without a code
   const Rows<const T> rows = q.rows(span.batch, head, span.begin);
   int tile = blockIdx.x % args.blocks * kWarps + threadIdx.x / 32;
   RowTile<T, kChunks, Parts::kMTiles> ahead;
   ahead.load(rows, tile * kRows, span.length);
-  stage_planes<T, kChunks>(args, problem, span.length, reinterpret_cast<Factor<T>*>(table),
+  await_writes();
+  if (span.length <= args.shape.clusters) return;  // every row is its own cluster, without a code
+  stage_planes<T, kChunks>(args, problem, span.length, planes, reinterpret_cast<Factor<T>*>(table),
                            thresholds);
   __syncthreads();
   std::uint64_t* codes = args.codes + args.shape.start(span, head);
@@ -189,15 +194,13 @@ HashShape hash_shape(const ClusteringParams& params, const AttentionCall& call,
 template <class T, int kChunks>
 void hash_rows_of(const AttentionCall& call, HashShape args, cudaStream_t stream) {
   const int problems = args.shape.problems(), rows = kWarps * 16 * HashParts<T, kChunks>::kMTiles;
-  args.blocks = std::clamp(4 * multiprocessors() / problems, 1,
+  args.blocks = std::clamp(HashParts<T, kChunks>::kBlocks * multiprocessors() / problems, 1,
                            std::max(1, (args.shape.rows + rows - 1) / rows));
+  const std::size_t table = kPlanes * 32 * kChunks * 2 * HashParts<T, kChunks>::kPlane;
   const std::size_t shared =
-      kPlanes * 4 + kPlanes * 32 * kChunks * 2 * HashParts<T, kChunks>::kPlane;
-  allow_shared_memory(hash_kernel<T, kChunks>, shared);
-  hash_kernel<T, kChunks>
-      <<<static_cast<unsigned>(args.blocks * problems), kThreads, shared, stream>>>(
-          args, tensor4<const T>(call.inputs.q));
-  COTERIE_LAUNCH("hash");
+      kPlanes * 4 + table + static_cast<std::size_t>(args.bits) * args.width * 4;
+  launch_early("hash", hash_kernel<T, kChunks>, static_cast<unsigned>(args.blocks * problems),
+               kThreads, shared, stream, args, tensor4<const T>(call.inputs.q));
 }
 
 }  // namespace

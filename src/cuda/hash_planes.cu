@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Planes of hash codes (hash.cu): normal numbers, or sums of key differences with thresholds at the
 // mean query.
+#include "cuda/device/early.cuh"
 #include "cuda/device/hash.cuh"
 #include "cuda/device/normal.cuh"
 #include "cuda/device/row_sums.cuh"
@@ -16,6 +17,9 @@ constexpr int kPairsPerPlane = 16;
 
 // Planes rounded to bf16, so that products with 16-bit inputs are exact, and thresholds.
 __global__ void __launch_bounds__(kThreads) isotropic_planes_kernel(HashShape args, bool bias) {
+  // The next kernel may read its inputs at once: nothing but this one has still to be waited for.
+  await_writes();
+  release_next();
   args.zeroed.zero();
   const int element = blockIdx.x * kThreads + threadIdx.x, total = args.bits * args.width;
   if (element < total) {
@@ -117,9 +121,9 @@ void make_planes(const ClusteringParams& params, const AttentionCall& call, cons
                  cudaStream_t stream) {
   if (params.method == Clustering::hamming) {
     const int elements = args.bits * (args.width + 1);
-    isotropic_planes_kernel<<<(elements + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-        args, params.hash_bias);
-    COTERIE_LAUNCH("isotropic_planes");
+    launch_early("isotropic_planes", isotropic_planes_kernel,
+                 static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0, stream,
+                 args, params.hash_bias);
     return;
   }
   const int planes = (args.shape.key_problems() * args.bits + kWarps - 1) / kWarps;

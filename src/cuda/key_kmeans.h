@@ -18,10 +18,11 @@ namespace coterie::cuda {
 bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape);
 
 struct KeyKMeansBuffers {
-  float* sums = nullptr;           // (blocks, 256, 64)
-  std::int32_t* counts = nullptr;  // (blocks, 256)
-  std::int32_t* ranks = nullptr;   // (B, H, N): of a row among those of its block and cluster
-  unsigned* arrivals = nullptr;    // `teams` words
+  float* sums = nullptr;            // (blocks, 256, 64)
+  unsigned char* tables = nullptr;  // of centroids, for each team
+  std::int32_t* counts = nullptr;   // (blocks, 256)
+  std::int32_t* ranks = nullptr;    // (B, H, N): of a row among those of its block and cluster
+  unsigned* arrivals = nullptr;     // `teams` words
   std::int64_t teams = 0;
 
   KeyKMeansBuffers(Arena& arena, const AttentionCall& call, const ClusterShape& shape);

@@ -42,19 +42,30 @@ struct KeyKMeans : KeyRows<T> {
     this->load(1);
 #pragma unroll 1
     for (int number = 0;; ++number) {
-      this->stage_centroids(number == 0);
-      this->weigh();
+      // All rows of the first table by every block for itself, later ones by the team.
+      const bool alone = number == 0;
+      const RowRange own = this->share();
+      this->weigh(alone ? 0 : own.begin, alone ? kClusters : own.end - own.begin);
+      if (!alone) this->share_table();
+      if (!alone) {
+        team.sync();
+        this->stage_table();
+      }
       this->pass(number + 1 == args.run.passes);
       if (number + 1 == args.run.passes) break;
+      team.arrive();
       this->load(0);
       this->load(1);
-      team.sync();
+      team.wait();
       this->write_means(args.centroids, true);
-      team.sync();
+      __syncthreads();
     }
-    team.sync();
+    team.arrive();
+    const auto places = this->load_places(static_cast<int>(threadIdx.x));
+    team.wait();
+    const auto members = this->load_members();
     if (args.run.means) this->write_means(args.run.means, false);
-    this->write_order();
+    this->write_order(members, places);
     __syncthreads();  // before the next problem's keys
     return done;
   }
@@ -111,6 +122,7 @@ KeyKMeansBuffers::KeyKMeansBuffers(Arena& arena, const AttentionCall& call,
   sums = arena.take<float>(parts * kWidth);
   counts = arena.take<std::int32_t>(parts);
   ranks = arena.take<std::int32_t>(call.B * call.H * call.N);
+  tables = arena.take<unsigned char>(teams * kSharedTableBytes);
   arrivals = arena.take<unsigned>(teams);
 }
 
@@ -128,6 +140,7 @@ void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
                                 metric.covariance,
                                 metric.centroids,
                                 buffers.sums,
+                                buffers.tables,
                                 buffers.counts,
                                 buffers.ranks,
                                 run,

@@ -7,14 +7,14 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace coterie::cuda {
 
 namespace hamming_detail {
 
-constexpr int kMTiles = 4, kTileRows = 16 * kMTiles;  // rows of a warp's tile
+constexpr int kMTiles = 2, kTileRows = 16 * kMTiles;  // rows of a warp's tile, one a lane
 constexpr int kColumnStep = 128;                      // centroids of an unrolled sweep
+constexpr int kMovedStep = 16;                        // the same, where few are swept
 constexpr int kMostColumns = 4096;                    // that 9 bits of column tile can tell apart
 
 struct Point {
@@ -22,8 +22,9 @@ struct Point {
   int label;
 };
 
+template <int kStep = kColumnStep>
 __host__ __device__ inline int padded_columns(int clusters) {
-  return (clusters + kColumnStep - 1) / kColumnStep * kColumnStep;
+  return (clusters + kStep - 1) / kStep * kStep;
 }
 
 __device__ __forceinline__ void popcount_product(std::uint32_t (&d)[4], std::uint32_t a0,
@@ -34,78 +35,68 @@ __device__ __forceinline__ void popcount_product(std::uint32_t (&d)[4], std::uin
       : "r"(a0), "r"(a1), "r"(b), "r"(0));
 }
 
-template <int kAddend>
-__device__ __forceinline__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d;
-  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "n"(kAddend));
-  return d;
-}
-
-// Calls body(std::integral_constant<int, i>) for i in [0, kCount).
-template <int kCount, int kFirst = 0, class Body>
-__device__ __forceinline__ void unrolled(Body&& body) {
-  if constexpr (kFirst < kCount) {
-    body(std::integral_constant<int, kFirst>{});
-    unrolled<kCount, kFirst + 1>(body);
-  }
-}
-
-// Best keys of the tile's rows over `columns` centroids: halves are this lane's two columns.
+// Best keys of rows over `columns` centroids, a multiple of kStep: halves are this lane's two
+// columns.
+template <int kStep, int kTiles>
 __device__ __forceinline__ void nearest_keys(const uint4* fragments, int columns,
                                              unsigned key_scale,
-                                             const std::uint32_t (&a)[kMTiles][2],
-                                             std::uint32_t (&best)[kMTiles][2]) {
-  constexpr int kTiles = kColumnStep / 8;
-  const int lane = threadIdx.x % 32;
+                                             const std::uint32_t (&a)[kTiles][2],
+                                             std::uint32_t (&best)[kTiles][2]) {
+  const auto* words = reinterpret_cast<const uint2*>(fragments + threadIdx.x % 32);
+  std::uint32_t addend = (columns / 8 - 1) * 0x10001u;  // of a column tile
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m) best[m][0] = best[m][1] = 0;
+  for (int m = 0; m < kTiles; ++m) best[m][0] = best[m][1] = 0;
 #pragma unroll 1
-  for (int rest = columns / kColumnStep - 1; rest >= 0; --rest, fragments += kColumnStep) {
-    std::uint32_t keys[kMTiles][2] = {};
-    unrolled<kTiles / 2>([&](auto step) {
-      constexpr int kTile = decltype(step)::value * 2;
-      const auto* words = reinterpret_cast<const std::uint32_t*>(fragments + kTile / 4 * 32 + lane);
-      const uint2 b = *reinterpret_cast<const uint2*>(words + kTile % 4);
-      constexpr int kFirst = (kTiles - 1 - kTile) * 0x10001, kSecond = kFirst - 0x10001;
+  for (int column = 0; column < columns; column += kStep) {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
+    for (int pair = 0; pair < kStep / 16; ++pair) {
+      // Of 32 columns lanes have 16 bytes, pairs of column tiles 8 of them.
+      const int number = kStep > 16 ? column / 16 + pair : column / 16;
+      const uint2 b = words[number / 2 * 64 + number % 2];
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
         std::uint32_t d[4], e[4];
         popcount_product(d, a[m][0], a[m][1], b.x);
         popcount_product(e, a[m][0], a[m][1], b.y);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          keys[m][r] = __vimax3_u16x2(
-              keys[m][r],
-              multiply_add<kFirst>(__byte_perm(d[2 * r], d[2 * r + 1], 0x5410), key_scale),
-              multiply_add<kSecond>(__byte_perm(e[2 * r], e[2 * r + 1], 0x5410), key_scale));
+          best[m][r] = __vimax3_u16x2(
+              best[m][r], __byte_perm(d[2 * r], d[2 * r + 1], 0x5410) * key_scale + addend,
+              __byte_perm(e[2 * r], e[2 * r + 1], 0x5410) * key_scale + (addend - 0x10001u));
       }
-    });
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        best[m][r] = __vmaxu2(best[m][r], keys[m][r] + rest * kTiles * 0x10001u);
+      addend -= 0x20002u;
+    }
   }
 }
 
-// From keys to the nearest centroid of the two rows this lane answers for: 16 (l%4) + l/4 + {0, 8}.
-__device__ __forceinline__ void decode_keys(const std::uint32_t (&best)[kMTiles][2], int columns,
-                                            Point (&mine)[2]) {
-  const int quad = threadIdx.x % 4;
-  const std::uint32_t last = columns / 8 - 1;
+// The row of a tile that this lane answers for: of row tile l%2 number l/4 or l/4 + 8.
+__device__ __forceinline__ int answered_row() {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return lane % 2 * 16 + lane % 4 / 2 * 8 + lane / 4;
+}
+
+// From keys to the nearest centroid of this lane's row. Where kTiles is 1, lanes of odd number have
+// none.
+template <int kTiles>
+__device__ __forceinline__ Point decode_keys(const std::uint32_t (&best)[kTiles][2], int columns) {
+  const std::uint32_t quad = threadIdx.x % 4, reversed = 7 - 2 * quad;
+  std::uint32_t key[2][2] = {};
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
+  for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const std::uint32_t low = best[m][r] & 0xffffu, high = best[m][r] >> 16;
-      const std::uint32_t even = (last - (low & 511)) * 8 + 2 * quad;
-      const std::uint32_t odd = (last - (high & 511)) * 8 + 2 * quad + 1;
-      std::uint32_t key =
-          max((low >> 9) << 16 | (0xffffu - even), (high >> 9) << 16 | (0xffffu - odd));
-      key = max(key, __shfl_xor_sync(0xffffffffu, key, 1));
-      key = max(key, __shfl_xor_sync(0xffffffffu, key, 2));
-      if (quad == m) mine[r] = {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))};
-    }
+    for (int r = 0; r < 2; ++r)  // similarity, reversed number of the column
+      key[m][r] = max((best[m][r] & 0xffffu) * 8 + reversed, (best[m][r] >> 16) * 8 + reversed - 1);
+  // Four lanes have parts of four rows: each keeps one row.
+  std::uint32_t kept[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::uint32_t other = __shfl_xor_sync(0xffffffffu, quad % 2 ? key[0][r] : key[1][r], 1);
+    kept[r] = max(quad % 2 ? key[1][r] : key[0][r], other);
+  }
+  const std::uint32_t other = __shfl_xor_sync(0xffffffffu, quad / 2 ? kept[0] : kept[1], 2);
+  const std::uint32_t own = max(quad / 2 ? kept[1] : kept[0], other);
+  return {own >> 12,
+          columns - 8 - static_cast<int>(own >> 3 & 511u) * 8 + 7 - static_cast<int>(own & 7u)};
 }
 
 }  // namespace hamming_detail

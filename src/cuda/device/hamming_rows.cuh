@@ -1,98 +1,16 @@
 // SPDX-License-Identifier: MIT
-// The k-means of codes (hamming.cu): its arguments, and the assignment of a block's rows, which
-// count their votes.
+// The assignment of a block's codes to their nearest centroids (hamming.cu); those that change
+// their cluster vote.
+//
+// Once few centroids move, a pass looks at these only: a row that is as near to its own centroid as
+// before has no other candidates. Rows that lost similarity are listed and compare with all.
 #pragma once
 
-#include "coterie/random.h"
-#include "cuda/device/group.cuh"
-#include "cuda/device/hamming.cuh"
-#include "cuda/hamming.h"
+#include "cuda/device/hamming_stage.cuh"
 
 namespace coterie::cuda {
 
 namespace hamming_detail {
-
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kSegmentRows = 32704;       // changes of a segment fit in 16 bits, signed
-constexpr int kSharedBytes = 226 * 1024;  // of a block, static shared memory left out
-
-struct HammingArgs {
-  ClusterShape shape;
-  Teams teams;
-  HammingRun run;
-  std::uint64_t* centroids;
-  std::int32_t *votes, *histograms;
-  std::uint32_t* changes;
-  int* busy;     // (problems, iterations): changed labels plus empty clusters
-  int segments;  // of a block's rows
-  int columns;   // centroids in shared memory at a time, a multiple of kColumnStep
-  int shared_words;
-  unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
-};
-
-// One (item, head) as its team sees it.
-struct Problem {
-  int number, count;  // `count` codes
-  const std::uint64_t* codes;
-  std::int32_t* labels;
-  RowRange range;  // of this block
-};
-
-// The shared memory of a block.
-struct Stage {
-  uint4* fragments;        // columns x 16 bytes, in the order in which lanes read them
-  std::uint32_t* changes;  // C x 32
-  uint4* records;          // kTileRows a warp: code, offsets of the new and of the old cluster
-};
-
-// Centroid c, or where `initial`, the code it starts from.
-__device__ inline std::uint64_t centroid(const HammingArgs& args, const Problem& problem, int c,
-                                         bool initial) {
-  if (!initial)
-    return args.centroids[static_cast<std::int64_t>(problem.number) * args.shape.clusters + c];
-  const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
-                            static_cast<std::uint32_t>(problem.number)};
-  return problem.codes[random_permutation(stream, static_cast<std::uint32_t>(c),
-                                          static_cast<std::uint32_t>(problem.count))];
-}
-
-// Fragments of centroids [first, first + columns): lane l of column tile n holds word l%4 of
-// [c, ~c], c = 8n + l/4; four tiles side by side. Beyond the last centroid zeros, which never win.
-__device__ inline void stage_centroids(const HammingArgs& args, const Problem& problem, int first,
-                                       int columns, bool initial, uint4* fragments) {
-  for (int i = threadIdx.x; i < columns; i += kThreads) {
-    uint2 code = make_uint2(0, 0), inverse = code;
-    if (first + i < args.shape.clusters) {
-      const std::uint64_t bits = centroid(args, problem, first + i, initial);
-      code = make_uint2(static_cast<unsigned>(bits), static_cast<unsigned>(bits >> 32));
-      inverse = make_uint2(~code.x, ~code.y);
-    }
-    const int tile = i / 8;
-    auto* to =
-        reinterpret_cast<std::uint32_t*>(fragments) + (tile / 4 * 32 + i % 8 * 4) * 4 + tile % 4;
-    to[0] = code.x;
-    to[4] = code.y;
-    to[8] = inverse.x;
-    to[12] = inverse.y;
-  }
-}
-
-// Rows of the warp's tile as the left factor; lanes 2 and 3 of four hold the complement.
-__device__ __forceinline__ void load_codes(const Problem& problem, int first,
-                                           std::uint32_t (&a)[kMTiles][2]) {
-  const int lane = threadIdx.x % 32;
-  const auto* words = reinterpret_cast<const std::uint32_t*>(problem.codes);
-  const std::uint32_t flip = lane & 2 ? 0xffffffffu : 0u;
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first + 16 * m + 8 * r + lane / 4;
-      a[m][r] =
-          (row < problem.range.end ? words[2 * static_cast<std::int64_t>(row) + (lane & 1)] : 0u) ^
-          flip;
-    }
-}
 
 // Adds the bits of listed rows to their new clusters and takes them from the old ones.
 template <bool kShared>
@@ -119,54 +37,92 @@ __device__ __forceinline__ void cast_votes(const uint4* records, int count, std:
   }
 }
 
-// Writes new labels and lists the rows that changed; returns their number.
-__device__ __forceinline__ int list_changes(const Problem& problem, int first, bool initial,
-                                            const Point (&mine)[2], const int (&old)[2],
-                                            uint4* records) {
-  const int lane = threadIdx.x % 32, base = first + 16 * (lane % 4) + lane / 4;
-  int count = 0;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = base + 8 * r;
-    const bool changed = row < problem.range.end && mine[r].label != old[r];
-    const unsigned lanes = __ballot_sync(0xffffffffu, changed);
-    if (changed) {
-      problem.labels[row] = mine[r].label;
-      const std::uint64_t code = problem.codes[row];
-      records[count + __popc(lanes & ((1u << lane) - 1))] =
-          make_uint4(static_cast<unsigned>(code), static_cast<unsigned>(code >> 32) | 0x80000000u,
-                     static_cast<unsigned>(mine[r].label) * 32u,
-                     initial ? ~0u : static_cast<unsigned>(old[r]) * 32u);
-    }
-    count += __popc(lanes);
-  }
-  __syncwarp();
-  return count;
-}
-
-// Assigns rows [first, end) of the block's range and counts their votes unless this is the last
-// pass; returns how many labels this warp changed.
+// The assignment by one warp.
 template <bool kShared>
-__device__ int assign_rows(const HammingArgs& args, const Problem& problem, const Stage& stage,
-                           RowRange rows, int iteration) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, clusters = args.shape.clusters;
-  const bool initial = iteration == 0, vote = iteration < args.run.iterations;
-  uint4* records = stage.records + warp * kTileRows;
-  std::uint32_t* table = kShared ? stage.changes
-                                 : reinterpret_cast<std::uint32_t*>(args.votes) +
-                                       static_cast<std::int64_t>(problem.number) * clusters * 64;
-  int changed = 0;
-  for (int round = rows.begin; round < rows.end; round += kWarps * kTileRows) {
-    const int first = round + warp * kTileRows;
-    std::uint32_t a[kMTiles][2], best[kMTiles][2];
-    int old[2];
-    Point mine[2] = {}, next[2] = {};
-    load_codes(problem, first, a);
+struct RowAssigner {
+  const HammingArgs& args;
+  const Problem& problem;
+  const Stage& stage;
+  const bool initial, vote;
+  const int lane, warp;
+
+  // Of the block's rows, from shared memory where they fit.
+  __device__ __forceinline__ std::uint64_t code_of(int row) const {
+    return stage.held ? stage.codes[row] : problem.codes[row];
+  }
+  __device__ __forceinline__ std::uint32_t code_word(int word) const {
+    return stage.held ? reinterpret_cast<const std::uint32_t*>(stage.codes)[word]
+                      : reinterpret_cast<const std::uint32_t*>(problem.codes)[word];
+  }
+  __device__ __forceinline__ int label_of(int row) const {
+    return stage.held ? stage.labels[row] : problem.labels[row];
+  }
+
+  // Rows as the left factor, where row(m, r) is number l/4 + 8 r of row tile m, or -1; lanes 2 and
+  // 3 of four hold the complement.
+  template <int kTiles, class Row>
+  __device__ __forceinline__ void load_codes(const Row& row, std::uint32_t (&a)[kTiles][2]) const {
+    const std::uint32_t flip = lane & 2 ? 0xffffffffu : 0u;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first + 16 * (lane % 4) + lane / 4 + 8 * r;
-      old[r] = initial || row >= problem.range.end ? -1 : problem.labels[row];
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int number = row(m, r);
+        a[m][r] = (number >= 0 ? code_word(2 * number + (lane & 1)) : 0u) ^ flip;
+      }
+  }
+
+  // What a lane found for a row.
+  struct Answer {
+    int row;  // -1 where there is none, or it must be compared with all
+    int label, old;
+  };
+
+  // This lane's row gets a new label, and counts if it differs from the old one. -1 is no row.
+  __device__ __forceinline__ void relabel(const Answer& answer) const {
+    const auto [row, label, old] = answer;
+    const bool changed = row >= 0 && label != old;
+    const unsigned lanes = __ballot_sync(0xffffffffu, changed);
+    if (lanes == 0) return;
+    uint4* records = stage.records + warp * kTileRows;
+    if (changed) {
+      if (stage.held)
+        stage.labels[row] = label;
+      else
+        problem.labels[row] = label;
+      const std::uint64_t code = code_of(row);
+      records[__popc(lanes & ((1u << lane) - 1))] = make_uint4(
+          static_cast<unsigned>(code), static_cast<unsigned>(code >> 32) | 0x80000000u,
+          static_cast<unsigned>(label) * 32u, initial ? ~0u : static_cast<unsigned>(old) * 32u);
     }
+    __syncwarp();
+    if (vote)
+      cast_votes<kShared>(
+          records, __popc(lanes),
+          kShared ? stage.changes
+                  : reinterpret_cast<std::uint32_t*>(args.votes) +
+                        static_cast<std::int64_t>(problem.number) * args.shape.clusters * 64);
+    __syncwarp();
+  }
+
+  __device__ int own_row(int first, int end) const {
+    const int row = first + answered_row();
+    return row < end ? row : -1;
+  }
+  __device__ auto tile_row(int first, int end) const {
+    return [=](int m, int r) {
+      const int row = first + 16 * m + 8 * r + lane / 4;
+      return row < end ? row : -1;
+    };
+  }
+
+  // Rows [first, end) of a tile against all centroids. All warps of the block come here.
+  __device__ __forceinline__ Answer assign_tile(int first, int end) const {
+    const int clusters = args.shape.clusters, row = own_row(first, end);
+    std::uint32_t a[kMTiles][2], best[kMTiles][2];
+    load_codes(tile_row(first, end), a);
+    const int old = initial || row < 0 ? -1 : label_of(row);
+    Point mine{};
     for (int column = 0; column < clusters; column += args.columns) {
       const int columns = min(args.columns, padded_columns(clusters - column));
       if (clusters > args.columns) {  // more than fit: every round reads them again
@@ -174,21 +130,105 @@ __device__ int assign_rows(const HammingArgs& args, const Problem& problem, cons
         stage_centroids(args, problem, column, columns, initial, stage.fragments);
         __syncthreads();
       }
-      if (first >= rows.end) continue;
-      nearest_keys(stage.fragments, columns, args.key_scale, a, best);
-      decode_keys(best, columns, next);
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        if (next[r].value > mine[r].value) mine[r] = {next[r].value, column + next[r].label};
+      if (first >= end) continue;
+      nearest_keys<kColumnStep>(stage.fragments, columns, args.key_scale, a, best);
+      const Point next = decode_keys(best, columns);
+      if (next.value > mine.value) mine = {next.value, column + next.label};
     }
-    if (first >= rows.end) continue;
-    const int count = list_changes(problem, first, initial, mine, old, records);
-    if (vote) cast_votes<kShared>(records, count, table);
-    __syncwarp();
-    changed += count;
+    return {row, mine.label, old};
   }
-  return changed;
-}
+
+  // A row and its own centroid.
+  struct Own {
+    int row;  // -1 where there is none, or it must be compared with all
+    std::uint64_t code;
+    int label, distance;
+  };
+  // A row that lost similarity goes to the list, of `listed` so far.
+  __device__ __forceinline__ Own find_own(int row, int& listed) const {
+    Own own{row, 0, 0, 0};
+    if (row >= 0) own = {row, code_of(row), label_of(row), 0};
+    const ulonglong2 centroid = stage.centroids[own.label];
+    own.distance = __popcll(own.code ^ centroid.y);
+    if (!__any_sync(0xffffffffu, row >= 0 && centroid.x != centroid.y)) return own;
+    const bool lost = row >= 0 && __popcll(own.code ^ centroid.x) < own.distance;
+    const unsigned lanes = __ballot_sync(0xffffffffu, lost);
+    if (lost) {
+      stage.pending[warp * kPending + listed + __popc(lanes & ((1u << lane) - 1))] = row;
+      own.row = -1;
+    }
+    listed += __popc(lanes);
+    return own;
+  }
+
+  // Rows of a tile against `moved` centroids that moved; returns the rows listed.
+  __device__ __forceinline__ Answer assign_moved(int first, int end, int moved, int& listed) const {
+    std::uint32_t a[kMTiles][2], best[kMTiles][2];
+    load_codes(tile_row(first, end), a);
+    const Own own = find_own(own_row(first, end), listed);
+    const int columns = padded_columns<kMovedStep>(moved);
+    nearest_keys<kMovedStep>(stage.moved, columns, args.key_scale, a, best);
+    const Point next = decode_keys(best, columns);
+    const int other = next.value > 0 ? stage.numbers[next.label] : 0;
+    const int more = static_cast<int>(next.value) + own.distance - 64;
+    return {own.row, more > 0 || (more == 0 && other < own.label) ? other : own.label, own.label};
+  }
+  // The same without the tensor cores, where very few moved.
+  __device__ __forceinline__ Answer assign_few(int first, int end, int moved, int& listed) const {
+    const Own own = find_own(first + lane < end ? first + lane : -1, listed);
+    std::uint32_t best = static_cast<std::uint32_t>(own.distance) << 16 | own.label;
+#pragma unroll 2
+    for (int i = 0; i < moved; ++i) {
+      const std::uint32_t number = stage.numbers[i];
+      const int distance = __popcll(own.code ^ stage.centroids[number].y);
+      best = min(best, static_cast<std::uint32_t>(distance) << 16 | number);
+    }
+    return {own.row, static_cast<int>(best & 0xffffu), own.label};
+  }
+
+  // The last up to 16 of the listed rows against all centroids.
+  __device__ __forceinline__ Answer assign_listed(int& listed) const {
+    __syncwarp();
+    const int count = min(listed, 16), columns = padded_columns(args.shape.clusters);
+    const std::int32_t* list = stage.pending + warp * kPending + listed - count;
+    const auto listed_row = [&](int, int r) {
+      const int number = lane / 4 + 8 * r;
+      return number < count ? list[number] : -1;
+    };
+    std::uint32_t a[1][2], best[1][2];
+    load_codes(listed_row, a);
+    nearest_keys<32>(stage.fragments, columns, args.key_scale, a, best);
+    const Point mine = decode_keys(best, columns);
+    const int row = lane % 2 == 0 ? listed_row(0, lane % 4 / 2) : -1;
+    listed -= count;
+    __syncwarp();
+    return {row, mine.label, row >= 0 ? label_of(row) : 0};
+  }
+
+  // Rows [begin, end) of the block's range; `moved` of the centroids moved since the last pass.
+  __device__ void assign(int begin, int end, int moved) const {
+    const bool all = initial || 3 * moved > args.shape.clusters;
+    const int rounds = (end - begin + kWarps * kTileRows - 1) / (kWarps * kTileRows);
+    int listed = 0;
+#pragma unroll 1
+    for (int round = 0; round < rounds || listed > 0;) {
+      const int first = begin + (round * kWarps + warp) * kTileRows;
+      Answer answer;
+      if (listed >= 16 || round == rounds) {
+        answer = assign_listed(listed);
+      } else {
+        if (all)
+          answer = assign_tile(first, end);
+        else if (moved <= kFew)
+          answer = assign_few(first, end, moved, listed);
+        else
+          answer = assign_moved(first, end, moved, listed);
+        ++round;
+      }
+      relabel(answer);
+    }
+  }
+};
 
 }  // namespace hamming_detail
 

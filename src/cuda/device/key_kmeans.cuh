@@ -23,6 +23,9 @@ constexpr int kBiasBytes = 32;        // of a centroid: hi, mid, lo, 1, and zero
 constexpr int kStep = 64;             // centroids at a time
 constexpr int kMostParts = 8;         // of a problem's rows
 constexpr int kSamples = 8 * kWidth;  // keys of the covariance, at most
+// Of a table of centroids: rows, then biases; in global memory bounds of the blocks' warps behind.
+constexpr int kTableBytes = kClusters * (128 + kBiasBytes);
+constexpr int kSharedTableBytes = kTableBytes + kMostParts * kWarps * 8;
 
 template <class T>
 struct KeyKMeansArgs {
@@ -30,6 +33,7 @@ struct KeyKMeansArgs {
   Teams teams;
   Tensor4<const T> q, k;
   float *covariance, *centroids, *sums;
+  unsigned char* tables;
   std::int32_t *counts, *ranks;
   KeyKMeansRun run;
   int width;
@@ -38,19 +42,22 @@ struct KeyKMeansArgs {
 
 // Shared memory of a block, at a multiple of 1024 bytes.
 struct Memory {
-  unsigned char ring[kSlots * kSlotBytes];  // rows; before them keys and parts of the covariance
-  unsigned char table[kClusters * 128];
-  unsigned char bias[kClusters * kBiasBytes];
+  unsigned char ring[kSlots * kSlotBytes];   // rows; before them keys and centroids
+  unsigned char table[kTableBytes];          // m_c, and biases in bf16 parts
   unsigned char metric[2][kTileBytes];       // the covariance in bf16: high parts, low parts
-  std::uint32_t lists[kWarps][kRound + 20];  // rows of a warp's clusters, and what nobody reads
+  std::uint32_t lists[kWarps][kRound + 16];  // rows of a warp's clusters
   std::uint8_t labels[kSlots][kRound];       // of row r at r % 32 * 8 + r / 32
-  float column_sums[kGroups][kWidth];
-  float reference[kWidth];  // the fixed query
+  float column_sums[4][kWidth], squares[4];  // of the keys, by warps
+  alignas(16) float mean[kWidth];
+  float metric_scale;
+  alignas(16) float reference[kWidth];  // the fixed query
   uint2 bounds[kWarps];
-  std::int32_t numbers[kSamples];   // rows of the sampled keys
-  std::int32_t initial[kClusters];  // rows of the first centroids; places of the clusters
+  std::int32_t numbers[kSamples];       // rows of the sampled keys
+  std::int32_t initial[kClusters + 1];  // rows of the first centroids; places of the clusters
+  int2 scan[kWarps];
   std::uint64_t ready[kSlots], free[kSlots];
-  int poisoned;  // a row of cluster 0 is not finite
+  RowRange share;  // of the centroids, for this block
+  int poisoned;    // a row of cluster 0 is not finite
 };
 
 // The same value, but of unknown origin: what depends on it is no constant of the loops around, for
@@ -125,100 +132,160 @@ struct KeyProblem {
     return (static_cast<std::int64_t>(team.number) * team.size + rank) * kClusters;
   }
 
-  // Calls visit(cluster, column) for the block's share of the centroids, four columns at a time.
+  // The block's share of the centroids, from make_metric on.
+  __device__ RowRange share() const { return memory.share; }
+  __device__ RowRange find_share() const {
+    const int clusters = args.shape.clusters, each = (clusters + team.size - 1) / team.size;
+    return {min(team.rank * each, clusters), min((team.rank + 1) * each, clusters)};
+  }
+  // Calls visit(cluster, column) for these, four columns at a time.
   template <class Visit>
   __device__ __forceinline__ void for_share(const Visit& visit) const {
-    const int clusters = args.shape.clusters, each = (clusters + team.size - 1) / team.size;
-    const int begin = team.rank * each, end = min(begin + each, clusters);
+    const RowRange own = share();
 #pragma unroll 1
-    for (int i = afresh(static_cast<int>(threadIdx.x)); i < (end - begin) * (kWidth / 4);
+    for (int i = afresh(static_cast<int>(threadIdx.x)); i < (own.end - own.begin) * (kWidth / 4);
          i += kThreads)
-      if (i % (kWidth / 4) * 4 < args.width) visit(begin + i / (kWidth / 4), i % (kWidth / 4) * 4);
+      visit(own.begin + i / (kWidth / 4), i % (kWidth / 4) * 4);
   }
 
-  // Means of the block's share of the clusters to `to`; those without rows become zeros, or stay
-  // as they are where `keep`.
-  __device__ void write_means(float* to, bool keep) const {
+  // Where shared memory has columns [column, column + 4) of row r of the centroids to be weighed,
+  // in slots of the ring that the first two rounds leave free. Rows change banks.
+  __device__ std::uint32_t staged(int r, int column) const {
+    return slot(2 + r / 128) + r % 128 * (4 * kWidth) + (column ^ (r & 7) * 8) * 4;
+  }
+
+  // Means of the block's share of the clusters to `to`, and staged where `stage`. Those without
+  // rows become zeros, or stay as they are where `stage`.
+  __device__ void write_means(float* to, bool stage) const {
     const float* from = afresh(args.sums) + part(0) * kWidth;
     const std::int32_t* sizes = afresh(args.counts) + part(0);
     for_share([&](int cluster, int column) {
+      const auto* first = reinterpret_cast<const float4*>(from + cluster * kWidth + column);
       float4 sums[kMostParts];
       int counts[kMostParts];
 #pragma unroll
       for (int rank = 0; rank < kMostParts; ++rank) {  // all loads are on their way together
-        const int row = min(rank, team.size - 1) * kClusters + cluster;
-        sums[rank] = __ldcg(reinterpret_cast<const float4*>(from + row * kWidth + column));
-        counts[rank] = __ldcg(sizes + row);
+        const bool there = rank < team.size;
+        sums[rank] = there ? __ldcg(first + rank * (kClusters * kWidth / 4)) : float4{};
+        counts[rank] = there ? __ldcg(sizes + cluster + rank * kClusters) : 0;
       }
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      int members = 0;
+      float4 sum = sums[0];
+      int members = counts[0];
 #pragma unroll
-      for (int rank = 0; rank < kMostParts; ++rank) {
-        if (rank >= team.size) continue;
+      for (int rank = 1; rank < kMostParts; ++rank) {  // zeros change nothing
         sum.x += sums[rank].x;
         sum.y += sums[rank].y;
         sum.z += sums[rank].z;
         sum.w += sums[rank].w;
         members += counts[rank];
       }
-      if (members == 0 && keep) return;
       const float size = static_cast<float>(max(members, 1)), inverse = __frcp_rn(size);
-      *reinterpret_cast<float4*>(to + (first_centroid() + cluster) * args.width + column) =
-          make_float4(divide(sum.x, size, inverse), divide(sum.y, size, inverse),
-                      divide(sum.z, size, inverse), divide(sum.w, size, inverse));
+      float4 mean = make_float4(divide(sum.x, size, inverse), divide(sum.y, size, inverse),
+                                divide(sum.z, size, inverse), divide(sum.w, size, inverse));
+      const bool inside = column < args.width;
+      auto* kept =
+          reinterpret_cast<float4*>(to + (first_centroid() + cluster) * args.width + column);
+      if (members == 0 && stage && inside)
+        mean = __ldcg(kept);
+      else if (inside)
+        *kept = mean;
+      if (stage)
+        store_shared16(staged(cluster - share().begin, column),
+                       make_uint4(__float_as_uint(mean.x), __float_as_uint(mean.y),
+                                  __float_as_uint(mean.z), __float_as_uint(mean.w)));
     });
   }
 
-  // The sort: offsets of the clusters, then every row to its place. Many rows are put in order in
-  // shared memory first, where neighbours are cheap.
-  __device__ void write_order() const {
-    const int clusters = args.shape.clusters, c = afresh(static_cast<int>(threadIdx.x));
+  // Labels and ranks of rows of the block, from a row on.
+  static constexpr int kBatch = 4;
+  struct Places {
+    int labels[kBatch], ranks[kBatch];
+  };
+  __device__ __forceinline__ Places load_places(int begin) const {
+    const std::int64_t first = args.shape.start(span, head);
+    Places places;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {  // all loads are on their way together
+      const std::int64_t row =
+          first + min(range.begin + begin + i * kThreads, max(range.end, 1) - 1);
+      places.labels[i] = args.run.labels[row];
+      places.ranks[i] = args.ranks[row];
+    }
+    return places;
+  }
+
+  // Rows of cluster `threadIdx.x`: of all blocks, of those before this one, of this one.
+  struct Members {
+    int total, before, own;
+  };
+  __device__ __forceinline__ Members load_members() const {
+    const int c = afresh(static_cast<int>(threadIdx.x));
     const std::int32_t* sizes = afresh(args.counts) + part(0);
-    int total = 0, before = 0, own = 0, carry = 0, own_carry = 0;
-    if (c < clusters)
+    Members members{0, 0, 0};
+    if (c < args.shape.clusters)
 #pragma unroll
       for (int rank = 0; rank < kMostParts; ++rank) {
-        const int members = rank < team.size ? __ldcg(sizes + rank * kClusters + c) : 0;
-        before += rank < team.rank ? members : 0;
-        own += rank == team.rank ? members : 0;
-        total += members;
+        const int count = rank < team.size ? __ldcg(sizes + rank * kClusters + c) : 0;
+        members.before += rank < team.rank ? count : 0;
+        members.own += rank == team.rank ? count : 0;
+        members.total += count;
       }
-    const int start = block_exclusive_scan(total, carry);
+    return members;
+  }
+
+  // Sums over the threads before this one.
+  __device__ __forceinline__ int2 scan(int2 value) const {
+    const int lane = own_lane();
+    int2 sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int x = __shfl_up_sync(~0u, sum.x, step), y = __shfl_up_sync(~0u, sum.y, step);
+      if (lane >= step) sum.x += x, sum.y += y;
+    }
+    if (lane == 31) memory.scan[warp] = sum;
+    __syncthreads();
+    const int2 other = memory.scan[lane % kWarps];
+    return make_int2(sum.x - value.x + __reduce_add_sync(~0u, lane < warp ? other.x : 0),
+                     sum.y - value.y + __reduce_add_sync(~0u, lane < warp ? other.y : 0));
+  }
+
+  // The sort: offsets of the clusters, then every row to its place. Many rows are put in order in
+  // shared memory first, where neighbours are cheap. `places` are those of the first batch.
+  __device__ void write_order(const Members& members, Places places) const {
+    const int clusters = args.shape.clusters, c = afresh(static_cast<int>(threadIdx.x));
     const int count = range.end - range.begin;
     const bool staged = count > 8 * kThreads && count <= kSlots * kSlotBytes / 2;
-    const int own_start = staged ? block_exclusive_scan(own, own_carry) : 0;
-    if (c < clusters) memory.initial[c] = start + before;
-    if (c <= clusters) memory.numbers[c] = own_start;
-    if (c <= clusters && team.rank == 0)
-      args.run.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start;
+    const int2 start = scan(make_int2(members.total, members.own));
+    if (c <= clusters) {  // the last one ends the others
+      memory.initial[c] = start.x + members.before;
+      memory.numbers[c] = start.y;
+      if (team.rank == 0)
+        args.run.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start.x;
+    }
     __syncthreads();
     auto* sorted = reinterpret_cast<std::uint16_t*>(memory.ring);
-    const std::int64_t first = args.shape.start(span, head);
-    std::int32_t* order = args.run.order + first;
-    constexpr int kBatch = 8;
+    std::int32_t* order = args.run.order + args.shape.start(span, head);
 #pragma unroll 1
-    for (int begin = c; begin < count; begin += kBatch * kThreads) {
-      int labels[kBatch], ranks[kBatch];  // all loads are on their way together
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const std::int64_t row = first + range.begin + min(begin + i * kThreads, count - 1);
-        labels[i] = args.run.labels[row];
-        ranks[i] = args.ranks[row];
-      }
+    for (int begin = c; begin < count;) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int row = begin + i * kThreads;
         if (row >= count) continue;
         if (staged)
-          sorted[memory.numbers[labels[i]] + ranks[i]] = static_cast<std::uint16_t>(row);
+          sorted[memory.numbers[places.labels[i]] + places.ranks[i]] =
+              static_cast<std::uint16_t>(row);
         else
-          order[memory.initial[labels[i]] + ranks[i]] = range.begin + row;
+          order[memory.initial[places.labels[i]] + places.ranks[i]] = range.begin + row;
       }
+      begin += kBatch * kThreads;
+      if (begin < count) places = load_places(begin);
     }
     if (!staged) return;
     __syncthreads();
+#pragma unroll 1
     for (int cluster = warp * kOwn; cluster < min(warp * kOwn + kOwn, clusters); ++cluster) {
       const int from = memory.numbers[cluster], to = memory.initial[cluster];
+#pragma unroll 1
       for (int i = own_lane(); i < memory.numbers[cluster + 1] - from; i += 32)
         order[to + i] = range.begin + sorted[from + i];
     }
@@ -234,7 +301,11 @@ struct KeyProblem {
     if (team.rank == 0)
       for (int c = threadIdx.x; c <= clusters; c += kThreads) offsets[c] = min(c, span.length);
     if (!args.run.means) return;
+    __syncthreads();
+    if (threadIdx.x == 0) memory.share = find_share();
+    __syncthreads();
     for_share([&](int cluster, int column) {
+      if (column >= args.width) return;
       float values[4] = {};
       if (cluster < span.length)
         for (int i = 0; i < 4; ++i) values[i] = to_float(rows.row(cluster)[column + i]);

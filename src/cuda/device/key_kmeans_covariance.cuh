@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT
-// The start of the one-kernel k-means (key_kmeans_sm90a.cu): the rows of the
-// first centroids, and the keys' covariance. Every block computes it for
-// itself: that takes less time than blocks need to tell each other.
+// The start of the one-kernel k-means (key_kmeans_sm90a.cu): the first centroids,
+// and the keys' covariance. Every block computes it for itself: that takes less
+// time than blocks need to tell each other. Of its warpgroups the first
+// multiplies the keys, the second adds them up, and the others fetch the first
+// centroids.
 #pragma once
 
 #include "cuda/device/key_kmeans.cuh"
@@ -11,15 +13,6 @@
 namespace coterie::cuda {
 
 namespace key_kmeans_detail {
-
-// Parts of the covariance: sums of products of each warpgroup's keys. Rows
-// change banks.
-struct CovarianceParts {
-  float* data;
-  __device__ float& at(int part, int row, int column) const {
-    return data[(part * kWidth + row) * kWidth + (column ^ (row & 3) * 8)];
-  }
-};
 
 template <class T>
 struct KeyCovariance : KeyProblem<T> {
@@ -53,19 +46,18 @@ struct KeyCovariance : KeyProblem<T> {
     }
     const Rows<const T> from =
         aligned_rows(args.k.rows(keys.batch, head / args.shape.group, keys.begin));
-    const Tile<T, kWidth> tile{shared_address(memory.ring)};
-    const int column = lane % 8 * 8;
+    const Tile<T, kWidth> tile{this->slot(first / kRound)};
+    const int column = lane % 8 * 8, each = keys.length / max(samples, 1),
+              rest = keys.length - each * samples;
 #pragma unroll 1
     for (int half = first; half < first + 64; half += 32) {
-      const auto number = static_cast<int>(static_cast<std::uint64_t>(half + lane) *
-                                           static_cast<unsigned>(keys.length) /
-                                           static_cast<unsigned>(max(samples, 1)));
+      const int number = (half + lane) * each + (half + lane) * rest / max(samples, 1);
 #pragma unroll
       for (int step = 0; step < 32; step += 4) {
         const int row = half + step + lane / 8, source = __shfl_sync(~0u, number, step + lane / 8);
         const bool there = row < samples && column < args.width;
-        cp_async16(tile.chunk(row, lane % 8), there ? from.row(source) + column : from.data,
-                   there ? 16 : 0);
+        cp_async16(tile.chunk(row % kRound, lane % 8),
+                   there ? from.row(source) + column : from.data, there ? 16 : 0);
       }
     }
     cp_async_commit();
@@ -76,81 +68,123 @@ struct KeyCovariance : KeyProblem<T> {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
   }
 
-  // S2 / n - mean mean^T, in place of the first part of S2.
-  __device__ void covariance(int samples) const {
-    const int lane = own_lane();
-    float sum[32], columns[32];
+  // Sums of the keys' elements, by the second warpgroup: their means, and a power of two by which
+  // the mean variance comes near 1. It changes no label, and keeps the table in the range of fp16.
+  __device__ __forceinline__ void key_means(int samples) const {
+    const int lane = own_lane(), first = warp % 4 * 4 + lane / 8, chunk = lane % 8;
+    float sums[8] = {}, square = 0.0f;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const Tile<T, kWidth> tile{this->slot(half)};
+      const std::uint32_t from = tile.chunk(first, chunk);  // the same permutation in all steps
+#pragma unroll 4
+      for (int step = 0; step < kRound; step += 16) {
+        std::uint32_t words[4];
+        load_shared16(words, from + step * 128);
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sum[i] = columns[i] = 0.0f;
-    const std::uint32_t one = pack2<T>(1.0f, 1.0f), ones[4] = {one, one, one, one};
-    const std::uint64_t keys =
-        matrix_descriptor(shared_address(memory.ring) + group * (kSamples / kGroups * 128));
+        for (int i = 0; i < 8; ++i) {
+          const float value = to_float(reinterpret_cast<const T*>(words)[i]);
+          sums[i] += value;
+          square = fmaf(value, value, square);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sums[i] += __shfl_xor_sync(~0u, sums[i], 8);
+      sums[i] += __shfl_xor_sync(~0u, sums[i], 16);
+      if (lane < 8) memory.column_sums[warp % 4][chunk * 8 + i] = sums[i];
+    }
+    square = warp_sum(square);
+    if (lane == 0) memory.squares[warp % 4] = square;
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
+    if (warp % 4 == 0) {
+      const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
+      float total = 0.0f, trace = 0.0f;
+#pragma unroll
+      for (int part = 0; part < 4; ++part) total += memory.squares[part];
+#pragma unroll
+      for (int d = lane; d < kWidth; d += 32) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int part = 0; part < 4; ++part) sum += memory.column_sums[part][d];
+        const float mean = divide(sum, count, inverse);
+        memory.mean[d] = mean;
+        trace = fmaf(mean, -mean, trace);
+      }
+      trace = warp_sum(trace) + divide(total, count, inverse);
+      const std::uint32_t exponent = __float_as_uint(trace / static_cast<float>(args.width)) >> 23;
+      if (lane == 0)
+        memory.metric_scale =
+            exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+    }
+    sync_means();
+  }
+  // Of the first two warpgroups.
+  __device__ static void sync_means() {
+    asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroups), "n"(2 * kWarpgroup) : "memory");
+  }
+  __device__ static void load_shared16(std::uint32_t (&words)[4], std::uint32_t from) {
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
+  }
+
+  // Where the sums of products of elements stand, in place of the keys. Rows change banks.
+  __device__ float* product(int row, int column) const {
+    return reinterpret_cast<float*>(memory.ring + this->place(0) * kSlotBytes) + row * kWidth +
+           (column ^ (row & 3) * 8);
+  }
+  // Sums of products, by the first warpgroup.
+  __device__ __forceinline__ void multiply_keys() const {
+    const int lane = own_lane();
+    float sum[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[i] = 0.0f;
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSamples / kGroups / 16; ++step) {
-      const std::uint64_t tile = descriptor_behind(keys, step * (16 * 128));
-      wgmma_transposed<T>(sum, tile, tile);
-      wgmma<T, 1, 1>(columns, ones, tile);
+    for (int half = 0; half < 2; ++half) {
+      const std::uint64_t keys = matrix_descriptor(this->slot(half));
+#pragma unroll
+      for (int step = 0; step < kRound / 16; ++step) {
+        const std::uint64_t tile = descriptor_behind(keys, step * (16 * 128));
+        wgmma_transposed<T>(sum, tile, tile);
+      }
     }
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(sum);
-    wgmma_settle(columns);
-    const CovarianceParts parts{reinterpret_cast<float*>(memory.ring + kSamples * 128)};
+    sync_means();
     const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < kWidth / 8; ++n) {
-      store2(&parts.at(group, row, 8 * n + column), sum[4 * n], sum[4 * n + 1]);
-      store2(&parts.at(group, row + 8, 8 * n + column), sum[4 * n + 2], sum[4 * n + 3]);
-      if (warp % 4 == 0 && lane < 4)
-        store2(&memory.column_sums[group][8 * n + column], columns[4 * n], columns[4 * n + 1]);
-    }
-    __syncthreads();
+    for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        store2(product(row + 8 * side, 8 * n + column), sum[4 * n + 2 * side],
+               sum[4 * n + 2 * side + 1]);
+  }
+
+  // S2 / n - mean mean^T, scaled, as right factor of the products, in two bf16 parts. By all
+  // threads in a loop: instructions that run once are slower than the barrier.
+  __device__ __forceinline__ void covariance(int samples) const {
     const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
+    const float scale = memory.metric_scale;
     const bool keep = team.rank == 0 && head % args.shape.group == 0;
     float* kept = args.covariance +
                   static_cast<std::int64_t>(args.shape.key_problem(problem)) * kWidth * kWidth;
-    const auto mean = [&](int d) {
-      float total = 0.0f;
-      for (int part = 0; part < kGroups; ++part) total += memory.column_sums[part][d];
-      return divide(total, count, inverse);
-    };
-    const int b = threadIdx.x % kWidth;
-    const float mean_b = mean(b);
-#pragma unroll 2
-    for (int a = threadIdx.x / kWidth; a < kWidth; a += kThreads / kWidth) {
-      float total = 0.0f;
-#pragma unroll
-      for (int part = 0; part < kGroups; ++part) total += parts.at(part, a, b);
-      total = divide(total, count, inverse) - mean(a) * mean_b;
-      parts.at(0, a, b) = total;
-      if (keep) kept[a * kWidth + b] = total;
-    }
-    __syncthreads();
-  }
-
-  // A power of two by which the covariance's mean variance comes near 1: it
-  // changes no label, and keeps the table in the range of fp16.
-  __device__ float metric_scale(const CovarianceParts& parts) const {
-    const int lane = own_lane();
-    const float trace = parts.at(0, lane, lane) + parts.at(0, lane + 32, lane + 32);
-    const std::uint32_t exponent =
-        __float_as_uint(warp_sum(trace) / static_cast<float>(args.width)) >> 23;
-    return exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
-  }
-
-  // The covariance as right factor of the products, in two bf16 parts.
-  __device__ void split_metric() const {
-    const CovarianceParts parts{reinterpret_cast<float*>(memory.ring + kSamples * 128)};
     const Tile<__nv_bfloat16, kWidth> high{shared_address(memory.metric[0])},
         low{shared_address(memory.metric[1])};
-    const float scale = metric_scale(parts);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x; i < kWidth * kWidth / 2; i += kThreads) {
       const int row = i / (kWidth / 2), column = i % (kWidth / 2) * 2;
+      const float2 sum = *reinterpret_cast<const float2*>(product(row, column)),
+                   mean = *reinterpret_cast<const float2*>(&memory.mean[column]);
+      const float x = divide(sum.x, count, inverse) - memory.mean[row] * mean.x;
+      const float y = divide(sum.y, count, inverse) - memory.mean[row] * mean.y;
+      if (keep) store2(kept + row * kWidth + column, x, y);
       std::uint32_t words[2];
-      split_pair(parts.at(0, row, column) * scale, parts.at(0, row, column + 1) * scale, words[0],
-                 words[1]);
+      split_pair(x * scale, y * scale, words[0], words[1]);
       store_shared32(high.address(row, column), words[0]);
       store_shared32(low.address(row, column), words[1]);
     }
@@ -165,19 +199,38 @@ struct KeyCovariance : KeyProblem<T> {
                                b - __uint_as_float(high & 0xffff0000u));
   }
 
-  // Keeps the block's share of the first centroids: an empty cluster needs its
-  // own again. The first of them is the reference.
-  __device__ void store_initial() const {
-    if (threadIdx.x < kWidth)
-      memory.reference[threadIdx.x] = threadIdx.x < static_cast<unsigned>(args.width)
-                                          ? to_float(rows.row(memory.initial[0])[threadIdx.x])
-                                          : 0.0f;
-    this->for_share([&](int cluster, int column) {
-      const T* from = rows.row(memory.initial[cluster]) + column;
-      *reinterpret_cast<float4*>(args.centroids + (this->first_centroid() + cluster) * args.width +
-                                 column) =
-          make_float4(to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3]));
-    });
+  // The first centroids to shared memory, by the last two warpgroups; the first of them is the
+  // reference. The block's share goes to global memory: an empty cluster needs its own again.
+  __device__ __forceinline__ void stage_initial() const {
+    constexpr int kAtOnce = kThreads / 2 / 8, kLoads = 4;
+    const int thread = static_cast<int>(threadIdx.x) - kThreads / 2, column = thread % 8 * 8;
+    const bool inside = column < args.width;
+    const RowRange share = this->share();
+#pragma unroll 1
+    for (int first = thread / 8; first < kClusters; first += kLoads * kAtOnce) {
+      uint4 words[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)  // all on their way together
+        words[i] = load_once(rows.row(memory.initial[first + i * kAtOnce]) + (inside ? column : 0),
+                             inside);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int c = first + i * kAtOnce;
+        const auto* elements = reinterpret_cast<const T*>(&words[i]);
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) {
+          const float4 values = make_float4(to_float(elements[e]), to_float(elements[e + 1]),
+                                            to_float(elements[e + 2]), to_float(elements[e + 3]));
+          store_shared16(this->staged(c, column + e),
+                         make_uint4(__float_as_uint(values.x), __float_as_uint(values.y),
+                                    __float_as_uint(values.z), __float_as_uint(values.w)));
+          if (c == 0) *reinterpret_cast<float4*>(&memory.reference[column + e]) = values;
+          if (inside && c >= share.begin && c < share.end)
+            *reinterpret_cast<float4*>(args.centroids + (this->first_centroid() + c) * args.width +
+                                       column + e) = values;
+        }
+      }
+    }
   }
 
   __device__ __forceinline__ void make_metric() const {
@@ -185,13 +238,19 @@ struct KeyCovariance : KeyProblem<T> {
     const int samples = min(keys.length, 8 * args.width);
     const int next = this->range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
     if (next < this->range.end) prefetch(rows.row(next));
+    if (threadIdx.x == 0) memory.share = this->find_share();
     choose_rows(keys, samples);
     cp_async_wait<0>();
     fence_async_proxy();
     __syncthreads();
-    store_initial();
+    if (group == 0)
+      multiply_keys();
+    else if (group == 1)
+      key_means(samples);
+    else
+      stage_initial();
+    __syncthreads();
     covariance(samples);
-    split_metric();
     __syncthreads();
   }
 };

@@ -21,60 +21,79 @@ struct KeyMetric : KeyCovariance<T> {
   using Base = KeyCovariance<T>;
   using Base::args;
   using Base::Base;
+  using Base::group;
   using Base::memory;
   using Base::own_lane;
-  using Base::rows;
   using Base::split_pair;
   using Base::store_shared32;
   using Base::warp;
 
-  // Where shared memory has columns [column, column + 8) of a centroid, in
-  // slots of the ring that the first two rounds leave free. Rows change banks.
-  __device__ std::uint32_t staged(int cluster, int column) const {
-    return this->slot(2 + cluster / 128) + cluster % 128 * (4 * kWidth) +
-           (column ^ (cluster & 7) * 8) * 4;
-  }
-  // All centroids to shared memory, the last one repeated.
-  __device__ void stage_centroids(bool initial) const {
-    const int column = threadIdx.x % 8 * 8, last = args.shape.clusters - 1;
-    const bool inside = column < args.width;
-    if (initial) {
-      constexpr int kLoads = kClusters / (kThreads / 8);
-      uint4 words[kLoads];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {  // all on their way together
-        const int c = threadIdx.x / 8 + i * (kThreads / 8);
-        words[i] = load_once(rows.row(memory.initial[c]) + (inside ? column : 0), inside);
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int c = threadIdx.x / 8 + i * (kThreads / 8);
-        const auto* elements = reinterpret_cast<const T*>(&words[i]);
-#pragma unroll
-        for (int e = 0; e < 8; e += 4)
-          store_shared16(staged(c, column) + 4 * e,
-                         make_uint4(__float_as_uint(to_float(elements[e])),
-                                    __float_as_uint(to_float(elements[e + 1])),
-                                    __float_as_uint(to_float(elements[e + 2])),
-                                    __float_as_uint(to_float(elements[e + 3]))));
-      }
-    } else {
-#pragma unroll 1
-      for (int c = threadIdx.x / 8; c < kClusters; c += kThreads / 8) {
-        const std::uint32_t to = staged(c, column);
-        const float* from = args.centroids;
-        if (inside) from += (this->first_centroid() + min(c, last)) * args.width + column;
-        cp_async16(to, from, inside ? 16 : 0);
-        cp_async16(to + 16, from + 4, inside ? 16 : 0);
-      }
-      cp_async_commit();
-    }
-    cp_async_wait<0>();
+  // The table's rows of `count` staged centroids, from cluster `first` on, and bounds of them for
+  // each warp.
+  __device__ __forceinline__ void weigh(int first, int count) const {
+    uint2 most = make_uint2(0, 0);
+    if (group * 64 < count) most = weigh_rows(first, count);
+    if (own_lane() == 0) memory.bounds[warp] = most;
+    if (threadIdx.x == 0) memory.poisoned = 0;
+    fence_async_proxy();
     __syncthreads();
   }
-  // The table of all centroids to shared memory, from those that are staged
-  // there.
-  __device__ __forceinline__ void weigh() const {
+
+  // The block's share of the table to global memory.
+  __device__ __forceinline__ void share_table() const {
+    const RowRange own = this->share();
+    unsigned char* to = team_table();
+#pragma unroll 1
+    for (int i = own.begin * 8 + static_cast<int>(threadIdx.x); i < own.end * 8; i += kThreads) {
+      copy16(to, row_offset(i / 8, i % 8));
+      if (i % 8 == 0) copy16(to, bias_offset(i / 8));
+    }
+    if (threadIdx.x < kWarps)
+      team_bounds(this->team.rank)[threadIdx.x] = memory.bounds[threadIdx.x];
+  }
+  __device__ void copy16(unsigned char* to, int offset) const {
+    *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(memory.table + offset);
+  }
+
+  // The team's table to shared memory, the last row repeated.
+  __device__ __forceinline__ void stage_table() const {
+    const unsigned char* from = team_table();
+    const std::uint32_t to = shared_address(memory.table);
+    const int last = args.shape.clusters - 1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kClusters * 8; i += kThreads)
+      cp_async16(to + row_offset(i / 8, i % 8), from + row_offset(min(i / 8, last), i % 8), 16);
+    if (threadIdx.x < kClusters)
+      cp_async16(to + bias_offset(threadIdx.x),
+                 from + bias_offset(min(static_cast<int>(threadIdx.x), last)), 16);
+    cp_async_commit();
+    if (threadIdx.x < kWarps) {
+      uint2 most = make_uint2(0, 0);
+#pragma unroll
+      for (int rank = 0; rank < kMostParts; ++rank) {
+        const uint2 part = __ldcg(team_bounds(min(rank, this->team.size - 1)) + threadIdx.x);
+        most = make_uint2(max(most.x, part.x), max(most.y, part.y));
+      }
+      memory.bounds[threadIdx.x] = most;
+    }
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncthreads();
+  }
+
+  __device__ unsigned char* team_table() const {
+    return args.tables + static_cast<std::int64_t>(this->team.number) * kSharedTableBytes;
+  }
+  __device__ uint2* team_bounds(int rank) const {
+    return reinterpret_cast<uint2*>(team_table() + kTableBytes) + rank * kWarps;
+  }
+  // Where a table has columns [8 n, 8 n + 8) of a centroid, and its bias.
+  __device__ static int row_offset(int c, int n) { return c * 128 + ((n ^ (c & 7)) << 4); }
+  __device__ static int bias_offset(int c) {
+    return kClusters * 128 + c / 8 * (8 * kBiasBytes) + c % 8 * 16;
+  }
+
+  __device__ __forceinline__ uint2 weigh_rows(int first, int count) const {
     const int lane = own_lane();
     const int row = warp * kOwn + lane / 4, column = lane % 4 * 2;
     std::uint32_t high[4][4], low[4][4];
@@ -103,15 +122,16 @@ struct KeyMetric : KeyCovariance<T> {
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(weighed);
-    const Tile<T, kWidth> table{shared_address(memory.table)};
+    const std::uint32_t table = shared_address(memory.table) + lane % 4 * 4;
     uint2 most = make_uint2(0, 0);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const int c = row + 8 * side;
+      const int r = row + 8 * side, c = first + r;
+      const bool there = r < count;
       float own = 0.0f, shared = 0.0f, norm = 0.0f;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
-        const float2 mu = element_pair(c, 8 * n + column),
+        const float2 mu = element_pair(r, 8 * n + column),
                      reference =
                          *reinterpret_cast<const float2*>(&memory.reference[8 * n + column]);
         const float x = weighed[4 * n + 2 * side], y = weighed[4 * n + 2 * side + 1];
@@ -123,7 +143,7 @@ struct KeyMetric : KeyCovariance<T> {
         shared = fmaf(reference.x, x, shared);
         shared = fmaf(reference.y, y, shared);
         norm += fabsf(rx) + fabsf(ry);
-        store_shared32(table.chunk(c, n) + lane % 4 * 4, word);
+        if (there) store_shared32(table + row_offset(c, n), word);
       }
       // -(mu + r).m / 2 - mu.(m' - m)
       float bias = -(own + 0.5f * shared);
@@ -132,29 +152,24 @@ struct KeyMetric : KeyCovariance<T> {
         bias += __shfl_xor_sync(~0u, bias, step);
         norm += __shfl_xor_sync(~0u, norm, step);
       }
+      if (!there) continue;
       most.x = max(most.x, magnitude_bits(norm));
       most.y = max(most.y, magnitude_bits(bias));
-      if (lane % 4 == 0) write_bias(c, bias);
+      if (lane % 4 == 0) write_bias(shared_address(memory.table) + bias_offset(c), bias);
     }
-    most = make_uint2(__reduce_max_sync(~0u, most.x), __reduce_max_sync(~0u, most.y));
-    if (lane == 0) memory.bounds[warp] = most;
-    if (threadIdx.x == 0) memory.poisoned = 0;
-    fence_async_proxy();
-    __syncthreads();
+    return make_uint2(__reduce_max_sync(~0u, most.x), __reduce_max_sync(~0u, most.y));
   }
-  __device__ float2 element_pair(int cluster, int column) const {
+  __device__ float2 element_pair(int r, int column) const {
     float2 pair;
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
                  : "=f"(pair.x), "=f"(pair.y)
-                 : "r"(staged(cluster, column & ~7) + (column & 7) * 4)
+                 : "r"(this->staged(r, column))
                  : "memory");
     return pair;
   }
-  __device__ void write_bias(int cluster, float bias) const {
+  __device__ static void write_bias(std::uint32_t to, float bias) {
     __nv_bfloat16 part[3];
     split_factor(bias, part);
-    const std::uint32_t to =
-        shared_address(memory.bias) + cluster / 8 * (8 * kBiasBytes) + cluster % 8 * 16;
     store_shared16(to, make_uint4(pack2<__nv_bfloat16>(to_float(part[0]), to_float(part[1])),
                                   pack2<__nv_bfloat16>(to_float(part[2]), 1.0f), 0, 0));
     store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));

@@ -5,7 +5,7 @@
 //   lists    a warp picks the rows of its 16 clusters, in order
 //   sums     onehot(labels)ᵀ times the listed rows by mma.sync: exact products, added up in fp32
 //            registers over many rounds
-// Two warpgroups label a round while the other two list and add up the one before.
+// A round is labelled before the one before it is listed, so that warps seldom wait for each other.
 #pragma once
 
 #include "cuda/device/key_kmeans_metric.cuh"
@@ -124,7 +124,8 @@ struct KeyRows : KeyMetric<T> {
     }
     const int columns = (args.shape.clusters + kStep - 1) / kStep * kStep;
     // Descriptors that change from step to step, so that the products follow each other at once.
-    std::uint64_t table[4], bias = narrow_descriptor(shared_address(memory.bias));
+    std::uint64_t table[4],
+        bias = narrow_descriptor(shared_address(memory.table) + kClusters * 128);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       table[step] = matrix_descriptor(shared_address(memory.table) + step * 32);
@@ -188,6 +189,14 @@ struct KeyRows : KeyMetric<T> {
     }
   }
 
+  __device__ __forceinline__ static void store_where(bool condition, std::uint32_t* to,
+                                                     std::uint32_t word) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.shared.b32 [%1], %2;}" ::"r"(
+                     static_cast<int>(condition)),
+                 "r"(shared_address(to)), "r"(word)
+                 : "memory");
+  }
+
   // Lists the round's rows of this warp's clusters, in order; filled up to a multiple of 16.
   __device__ __forceinline__ int list(int round, std::uint32_t* entries) const {
     const int lane = own_lane();
@@ -201,8 +210,8 @@ struct KeyRows : KeyMetric<T> {
       const std::uint32_t word = (i < 4 ? packed.x : packed.y) ^ own;
       const bool mine = (word & 0xf0u << i % 4 * 8) == 0 && 32 * i + lane < count;
       const unsigned lanes = __ballot_sync(~0u, mine);
-      entries[mine ? found + __popc(lanes & below) : kRound + 16] =
-          (low + (32u * i << 16)) | (word >> i % 4 * 8 & 15u);
+      store_where(mine, entries + found + __popc(lanes & below),
+                  (low + (32u * i << 16)) | (word >> i % 4 * 8 & 15u));
       found += __popc(lanes);
     }
     if (lane < 16) entries[found + lane] = kNobody;
@@ -292,29 +301,26 @@ struct KeyRows : KeyMetric<T> {
     float sums[kWidth / 8][4] = {}, counts[4] = {};
     int members = 0;
 #pragma unroll 1
-    for (int half = 0; half < 2 * rounds + 2; ++half) {
-      const int round = half / 2;
-      if (half % 2 == group / 2) {
-        if (round == rounds) continue;
+    for (int round = 0; round <= rounds; ++round) {
+      if (round < rounds) {
         cp_async_wait<1>();
         asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
+        label(round, bounds, last);
         if (done + round >= 2) mbarrier_wait(free(round + 2), phase(round - 2));
         load(round + 2);
-        label(round, bounds, last);
-      } else {
-        if (round > 0) {
-          std::uint32_t* entries = memory.lists[warp];
-          mbarrier_wait(ready(round - 1), phase(round - 1));
-          const int found = list(round - 1, entries);
-          if (last) rank(round - 1, entries, found, members);
-          add(round - 1, entries, found, sums, counts);
-          __syncwarp();
-          if (own_lane() == 0) mbarrier_arrive(free(round - 1));
-        } else if (rounds > 0) {
-          continue;
-        }
-        if (round % kTogether == 0 || round == rounds) flush(sums, round > kTogether);
       }
+      if (round > 0) {
+        std::uint32_t* entries = memory.lists[warp];
+        mbarrier_wait(ready(round - 1), phase(round - 1));
+        const int found = list(round - 1, entries);
+        if (last) rank(round - 1, entries, found, members);
+        add(round - 1, entries, found, sums, counts);
+        __syncwarp();
+        if (own_lane() == 0) mbarrier_arrive(free(round - 1));
+      } else if (rounds > 0) {
+        continue;
+      }
+      if (round % kTogether == 0 || round == rounds) flush(sums, round > kTogether);
     }
     cp_async_wait<0>();
     __syncthreads();
