@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/device/list_bwd_stream.cuh"
+#include "cuda/device/row_chunk.cuh"
 
 namespace coterie::cuda {
 
@@ -131,44 +132,36 @@ __device__ __forceinline__ void store_owned(const float (&sum)[32], float factor
   }
 }
 
-// As denormalise of list_bwd.cuh; the means are those of the rows.
+// As denormalise of list_bwd_block.cuh, with y = inverse (x - mean) multiplied out; the means are
+// those of the rows. Rows and sums are 0 beyond their width.
 template <class T>
 __device__ __forceinline__ void denormalise(float (&sum)[32], const Tile<T, 64>& rows,
                                             const RowStatistics (&stats)[2], int width,
                                             float (&product)[2]) {
-  float mean[2] = {0.0f, 0.0f};
-  product[0] = product[1] = 0.0f;
-  const auto normalised = [&](int i) {
-    const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, side = i / 2 % 2;
-    union {
-      std::uint32_t word;
-      T elements[2];
-    } two;
-    two.word = load_shared32(rows.address(group_row(side), column));
-    const float2 x = {(to_float(two.elements[0]) - stats[side].mean) * stats[side].inverse,
-                      (to_float(two.elements[1]) - stats[side].mean) * stats[side].inverse};
-    return float2{column < width ? x.x : 0.0f, column + 1 < width ? x.y : 0.0f};
-  };
+  float total[2] = {0.0f, 0.0f}, along[2] = {0.0f, 0.0f};
+  float2 x[16];
 #pragma unroll
-  for (int i = 0; i < 32; i += 2) {
-    const int side = i / 2 % 2;
-    const float2 y = normalised(i);
-    mean[side] += sum[i] + sum[i + 1];
-    product[side] = fmaf(sum[i + 1], y.y, fmaf(sum[i], y.x, product[side]));
+  for (int i = 0; i < 16; ++i) {
+    const int column = i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, side = i % 2;
+    x[i] = unpack2<T>(load_shared32(rows.address(group_row(side), column)));
+    total[side] += sum[2 * i] + sum[2 * i + 1];
+    along[side] = fmaf(sum[2 * i + 1], x[i].y, fmaf(sum[2 * i], x[i].x, along[side]));
   }
   const float share = 1.0f / static_cast<float>(width);
+  float slope[2], shift[2];
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
-    mean[side] = quad_sum(mean[side]) * share;
-    product[side] = quad_sum(product[side]);
+    const float mean = stats[side].mean, inverse = stats[side].inverse;
+    total[side] = quad_sum(total[side]);
+    product[side] = fmaf(-mean, total[side], quad_sum(along[side])) * inverse;
+    slope[side] = product[side] * share * inverse * inverse;
+    shift[side] = fmaf(slope[side], mean, -total[side] * share * inverse);
   }
 #pragma unroll
-  for (int i = 0; i < 32; i += 2) {
+  for (int i = 0; i < 32; ++i) {
     const int side = i / 2 % 2;
-    const float2 y = normalised(i);
-    const float along = product[side] * share;
-    sum[i] = (sum[i] - mean[side] - y.x * along) * stats[side].inverse;
-    sum[i + 1] = (sum[i + 1] - mean[side] - y.y * along) * stats[side].inverse;
+    const float element = i % 2 ? x[i / 2].y : x[i / 2].x;
+    sum[i] = fmaf(-slope[side], element, fmaf(sum[i], stats[side].inverse, shift[side]));
   }
 }
 
@@ -194,10 +187,8 @@ struct TileWalk {
     while (released < number) {
       const int end = min(number, released + Shape::kRing);
       wait_below(end);
-      __syncwarp();
-      const int tile = released + static_cast<int>(threadIdx.x) % 32;
-      if (tile < end) mbarrier_arrive(shape.empty(tile));
-      released = end;
+#pragma unroll 1
+      for (; released < end; ++released) mbarrier_arrive(shape.empty(released));
     }
   }
 
