@@ -300,6 +300,7 @@ class CastPass : public Pass {
     cast_facts(shape, pass, stream);
     cast_tokens_backward(shape, call_, pass, stream);
     cast_clusters_backward(shape, call_, pass, stream);
+    cast_totals(shape, pass, stream);
   }
 
   // The attention inside clusters as one of lists.
@@ -314,7 +315,6 @@ class CastPass : public Pass {
       lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
       cast_members_backward(shape, call_, pass, stream);
       backward_mix(shape, pass, stream);
-      cast_totals(shape, pass, stream);
       cast_summaries_backward(shape, call_, pass, stream);
     }
     lists.weight = {pass.weights, true};

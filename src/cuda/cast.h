@@ -122,8 +122,8 @@ struct CastBackward {
   int member_tiles;         // parts of a cluster's members
   float* member_parts;      // (items, H, C, member_tiles, 2, D): what members add to the partials
   float* key_parts;         // (items, H, C, member_tiles, D): of surrogates, through the summaries
-  float* dsummary;          // unless resident, (items, H, C, D): by the mix
-  float* summary_dots;      // likewise, (items, H, C): dsummary . summary
+  float* dsummary;          // (items, H, C, D): by the mix
+  float* summary_dots;      // (items, H, C): dsummary . summary
 };
 
 // How tokens are cut: sets parts and chunks. cast_cluster_bwd.cu

@@ -4,39 +4,9 @@
 // cast_inner_query_bwd_sm90a.cu,
 //   dk_j = scale sum_i alpha_i p_ij (dp_ij - dot_i) q_i,   dv_j = sum_i alpha_i p_ij g_i.
 #include "cuda/device/cast_inner_rows.cuh"
-#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 namespace {
-
-// By a warp: a lane's two elements of the gradient of a cluster's summary by the mix
-// (MixParts). 16 lanes have a part, and many of them are on their way at a time.
-__device__ __forceinline__ float2 summary_gradient(const CastShape& shape, const CastBackward& pass,
-                                                   int number) {
-  constexpr int kBatch = 4;
-  const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % 16 * 4, D = shape.D;
-  const MixParts parts(shape, pass, number, 1);
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-  for (int first = lane / 16; first < parts.count; first += 2 * kBatch) {
-    float4 part[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      part[i] = column < D && first + 2 * i < parts.count
-                    ? *reinterpret_cast<const float4*>(parts.part(first + 2 * i) + column)
-                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      sum.x += part[i].x, sum.y += part[i].y, sum.z += part[i].z, sum.w += part[i].w;
-  }
-  float* own = &sum.x;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    own[i] += __shfl_xor_sync(~0u, own[i], 16);
-    own[i] = __shfl_sync(~0u, own[i], lane / 2);
-  }
-  return lane % 2 == 0 ? make_float2(sum.x, sum.y) : make_float2(sum.z, sum.w);
-}
 
 // Keys own the rows. Through the summary comes, with dR its gradient and dot = dR . summary,
 //   dlogit_j = beta_j (dR . v_j - dot),   dv_j += beta_j dR,   dk_j += factor_j dlogit_j S.
@@ -73,16 +43,14 @@ struct InnerKeys {
     }
     if (tile == 0) {
       InnerFloats& floats = memory.cluster(place);
-      const float2 summary = lane_pair(
-          pass.saved.summary + static_cast<std::int64_t>(cluster.number) * shape.D, shape.D);
-      const float2 gradient = summary_gradient(shape, pass, cluster.number);
+      const float2 gradient =
+          lane_pair(pass.dsummary + static_cast<std::int64_t>(cluster.number) * shape.D, shape.D);
       split_row(floats.surrogate, memory.beside(place), 0,
                 lane_pair(args.surrogate(cluster.number), shape.D));
       split_row(floats.summary, memory.beside(place), 2, gradient);
-      const float dot = warp_sum(fmaf(gradient.x, summary.x, gradient.y * summary.y));
       if (lane == 0) {
         floats.lse = pass.saved.summary_lse[cluster.number];
-        floats.dot = dot;
+        floats.dot = pass.summary_dots[cluster.number];
       }
     }
     if (lane == 0) memory.count(place) = count;

@@ -63,29 +63,26 @@ struct MixBackwardArgs {
 // The gradient of a cluster's surrogate (`which` 0) or summary (1) by the mix, in parts that add up
 // in their order: what members add, then the parts of the tokens.
 struct MixParts {
-  int members, count;  // parts of the members, of both
+  int members, chunks;  // parts of the members, of the tokens
   std::int64_t member_step, step;
   const float *of_members, *of_tokens;
 
   __device__ MixParts(const CastShape& shape, const CastBackward& pass, int number, int which) {
     const int heads = shape.H * shape.clusters, item = number / heads;
     members = pass.member_tiles;
-    count = members + pass.chunks.count(shape.tokens.span(item).length);
+    chunks = pass.chunks.count(shape.tokens.span(item).length);
     member_step = 2 * shape.D;
     step = heads * member_step;
     of_members = pass.member_parts + number * member_step * members + which * shape.D;
     of_tokens = pass.partials + pass.chunks.first_slot(shape.tokens, item) * step +
                 number % heads * member_step + which * shape.D;
   }
-  __device__ const float* part(int i) const {
-    return i < members ? of_members + i * member_step : of_tokens + (i - members) * step;
-  }
   __device__ float sum(int column) const {
     float value = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < members; ++i) value += of_members[i * member_step + column];
 #pragma unroll 8
-    for (int i = 0; i < count - members; ++i) value += of_tokens[i * step + column];
+    for (int i = 0; i < chunks; ++i) value += of_tokens[i * step + column];
     return value;
   }
 };
