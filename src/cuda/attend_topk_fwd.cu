@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
         seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
     for (int first = 0; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
-      rows.attend(queries, keys.below(first), values.below(first), left, args.exponent);
+      rows.attend(queries, keys.below(first), values.below(first), left, args.exponent, first == 0);
     }
     write_rows(queries, rows, out, lse, mass, bottom);
   }

@@ -73,6 +73,7 @@ struct ExactScores {
       }
       const float sum = eight_sums(sums) * sign;
       const int own = first + 2 * (lane % 8) + lane / 8;
+      __syncwarp();  // all have read what is overwritten
       if (own < count) keys[own] = key_of(sum, index_of(keys[own]));
     }
     __syncwarp();

@@ -102,6 +102,7 @@ __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least
     const CandidateKey key = first + lane < count ? keys[first + lane] : 0;
     const bool keep = first + lane < count && key >= cut;
     const std::uint32_t votes = row_votes(keep);
+    __syncwarp();
     if (keep) keys[kept + __popc(votes & ((1u << lane) - 1))] = key;
     kept += __popc(votes);
     __syncwarp();

@@ -157,26 +157,35 @@ struct TopRows {
   float shift[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 
   // The weights of kTopKeys keys, of which the lane's two rows see the first left[], from their
-  // scores.
-  __device__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
+  // scores. `start`: they are the first ones.
+  __device__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent, bool start) {
     float largest[2] = {shift[0], shift[1]};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& score = s[i / 8][i / 4 % 2][i % 4];
-      const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      score = key < left[i / 2 % 2] ? score * exponent : -INFINITY;
-      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score);
-    }
+    for (int i = 0; i < 16; ++i) s[i / 8][i / 4 % 2][i % 4] *= exponent;
+    if (__any_sync(~0u, min(left[0], left[1]) < kTopKeys))
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (key >= left[i / 2 % 2]) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+      }
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i / 8][i / 4 % 2][i % 4]);
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       largest[half] = quad_max(largest[half]);
       if (largest[half] == -INFINITY) largest[half] = 0.0f;
-      const float factor = exp2_approximate(shift[half] - largest[half]);
+      factor[half] = exp2_approximate(shift[half] - largest[half]);
       shift[half] = largest[half];
-      sum[half] *= factor;
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
     }
+    if (!start)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[half] *= factor[half];
+#pragma unroll
+        for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor[half];
+      }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       float& score = s[i / 8][i / 4 % 2][i % 4];
@@ -186,7 +195,8 @@ struct TopRows {
   }
 
   __device__ void attend(const QueryRows<T, kDim>& queries, const KeyTile<T, kDim>& keys,
-                         const Tile<T, kDim>& values, const int (&left)[2], float exponent) {
+                         const Tile<T, kDim>& values, const int (&left)[2], float exponent,
+                         bool start) {
     constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
     const int lane = threadIdx.x % 32;
     Accumulator s[2];
@@ -205,7 +215,7 @@ struct TopRows {
             multiply_add(s[b], queries.fragment(i, step), k);
         }
       }
-    weigh(s, left, exponent);
+    weigh(s, left, exponent, start);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       FragmentA<T> p;
