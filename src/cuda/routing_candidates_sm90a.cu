@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kCandidateThreads, 1)
     __syncthreads();
     find_maxima<kChunks>(args, problem, sample, team, table, steps);
     team.sync();
-    find_limits(args, problem, sample.tiles, steps * kColumnStep, limits);
+    find_limits(args, problem, sample.rows, steps * kColumnStep, limits);
     __syncthreads();
     const CandidateHits hits(base + Memory::kHits + thread / 32 * CandidateHits::kWarpBytes,
                              base + Memory::kLimits, base + Memory::kCounts);

@@ -19,17 +19,21 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
   for (int c = 0; c < kMost; ++c)
 #pragma unroll
     for (int i = 0; i < 16; ++i) most[c][i] = -INFINITY;
+  const int each = 8 / args.warp_cells;  // rows l / 4 of a cell
+  const int first_cell = (team.rank * kCandidateWarps + warp) * args.warp_cells;
+  const int tiles = (sample.rows + own.groups * kTokenTile - 1) / (own.groups * kTokenTile);
   TokenRows<kChunks> tokens;
   const auto load = [&](int tile) {
     tokens.load(problem.rows, [&](int i) {
-      return tile < sample.tiles ? sample.row((i * 4 + warp % 4) * sample.tiles + tile) : -1;
+      const int round = (tile * 2 + i / 8) * each + i % each;
+      return tile < tiles ? sample.row(round, first_cell + i % 8 / each, args.cells()) : -1;
     });
   };
-  load(own.group);
+  load(0);
 #pragma unroll 1
-  for (int tile = own.group; tile < sample.tiles; tile += own.groups) {
+  for (int tile = 0; tile < tiles; ++tile) {
     tokens.normalise(problem.rows.width, args.zero, [](int, const RowStatistics&) {});
-    load(tile + own.groups);
+    load(tile + 1);
 #pragma unroll
     for (int c = 0; c < kMost; ++c) {
       if (c >= steps) break;
@@ -41,16 +45,14 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
         most[c][i] = fmaxf(most[c][i], fmaxf(d[i / 2 * 4 + i % 2], d[i / 2 * 4 + i % 2 + 2]));
     }
   }
-  // Rows l / 4 that the parts do not tell apart.
   for (int step = 4; step < 32 / args.warp_cells; step *= 2)
 #pragma unroll
     for (int c = 0; c < kMost; ++c)
 #pragma unroll
       for (int i = 0; i < 16; ++i)
         most[c][i] = fmaxf(most[c][i], __shfl_xor_sync(~0u, most[c][i], step));
-  const int each = 8 / args.warp_cells;  // rows of a part
   if (lane / 4 % each != 0) return;
-  const int cell = (team.rank * kCandidateWarps + warp) * args.warp_cells + lane / 4 / each;
+  const int cell = first_cell + lane / 4 / each;
   float* to = args.maxima +
               (static_cast<std::int64_t>(problem.number) * args.cells() + cell) * kTeamColumns +
               lane % 4 * 2;
@@ -64,23 +66,17 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
 }
 
 // Of the parts of the sample those whose largest score is not below a threshold, if it leaves the
-// wanted rows. Cells beyond the first kSampleParts add to those. By all lanes.
+// wanted rows. Cells beyond the first kSampleParts add to those.
 __device__ __forceinline__ int wanted_parts(const CandidateArgs& args,
                                             const CandidateProblem& problem, int sampled) {
+  const auto parts = static_cast<float>(min(kSampleParts, args.cells()));
+  // Rows that come twice count twice: they are in different cells.
+  const int at_once = args.teams.size * kCandidateGroups * kTokenTile;
+  sampled = (sampled + at_once - 1) / at_once * at_once;
   const float missed = log1pf(-kCandidateAim * static_cast<float>(problem.side.width) /
                               static_cast<float>(problem.length));
-  const int groups = args.teams.size * kCandidateGroups;
-  float found = 0.0f;
-  for (int part = static_cast<int>(threadIdx.x) % 32; part < min(kSampleParts, args.cells());
-       part += 32) {
-    int tokens = 0;
-    for (int cell = part; cell < args.cells(); cell += kSampleParts)
-      tokens += (sampled - cell / args.warp_cells / 4 + groups - 1) / groups * 16 / args.warp_cells;
-    found += 1.0f - expf(missed * static_cast<float>(tokens));
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) found += __shfl_xor_sync(~0u, found, step);
-  return max(1, static_cast<int>(found));
+  return max(1,
+             static_cast<int>(parts * (1.0f - expf(missed * static_cast<float>(sampled) / parts))));
 }
 
 // Thresholds of the team's centroids, four at a time: keys that as many of the parts' maxima as

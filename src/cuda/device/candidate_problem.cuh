@@ -73,20 +73,27 @@ struct CandidateProblem {
   }
 };
 
-// Rows are sampled one of every `step`, at places without a period. Those of a tile stand far
-// apart, for neighbours are often alike, and parts of the sample should not be.
+// Rows are sampled one of every `step`, at places without a period.
 struct Sample {
-  int step, tiles;
+  int step, rows;
 
   __device__ explicit Sample(const CandidateProblem& problem) {
     step = problem.side.width / kSampled;
-    tiles = problem.length < kLeastCandidateRows * problem.side.width
-                ? 0
-                : problem.length / step / kTokenTile;
+    rows = problem.length < kLeastCandidateRows * problem.side.width ? 0 : problem.length / step;
   }
-  __device__ int row(int number) const {
-    const unsigned mixed = static_cast<unsigned>(number) * 2654435761u >> 16;
-    return number * step + static_cast<int>(mixed % static_cast<unsigned>(step));
+  // Cell `cell` of `cells` has one of as many neighbours in every round, in an order that changes:
+  // neighbours are often alike, and cells should not be. Some come twice in the last round.
+  __device__ int row(int round, int cell, int cells) const {
+    const auto count = static_cast<unsigned>(cells);
+    const unsigned turned = (static_cast<unsigned>(cell) + mixed(round) % count) % count;
+    const int number = static_cast<int>((static_cast<unsigned>(round) * count + turned) %
+                                        static_cast<unsigned>(rows));
+    return number * step + static_cast<int>(mixed(number) % static_cast<unsigned>(step));
+  }
+
+ private:
+  __device__ static unsigned mixed(int number) {
+    return static_cast<unsigned>(number) * 2654435761u >> 16;
   }
 };
 
