@@ -99,10 +99,10 @@ __global__ void __launch_bounds__(kCentroidThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const CentroidBlock<T> block(args, memory);
   if (threadIdx.x == 0) block.task() = CentroidTask<T>(args);
-  __syncthreads();
-  if (block.task().keys.begin >= block.task().keys.end) return await_writes();
   if (threadIdx.x < 10)
     mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32);
+  __syncthreads();
+  if (block.task().keys.begin >= block.task().keys.end) return await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (group == 2) block.load_keys(0);
   await_writes();

@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   Memory& memory = *reinterpret_cast<Memory*>(shared);
   if (threadIdx.x < kSlots) {
-    mbarrier_init(shared_address(memory.ready + threadIdx.x), kWarps);
-    mbarrier_init(shared_address(memory.free + threadIdx.x), kWarps);
+    mbarrier_init(shared_address(memory.ready + threadIdx.x), kThreads);
+    mbarrier_init(shared_address(memory.free + threadIdx.x), kThreads);
   }
   __syncthreads();
   Team team(args.teams);

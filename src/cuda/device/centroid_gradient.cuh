@@ -51,8 +51,7 @@ struct CentroidLayout {
   static constexpr int kPlaces = 2 * Centroids::kBytes;
   static constexpr int kScores = kPlaces + 8 * Keys::kBytes;
   static constexpr int kStats = kScores + 4 * Keys::kBytes;
-  // 16 bytes behind the statistics: racecheck reported their copies against barriers right there.
-  static constexpr int kBarriers = kStats + 2 * kFusedCentroids * 4 + 16;
+  static constexpr int kBarriers = kStats + 2 * kFusedCentroids * 4;
   static constexpr int kTask = kBarriers + 10 * 8;
   static constexpr int kBytes = kTask + static_cast<int>(sizeof(CentroidTask<T>));
 };

@@ -172,8 +172,7 @@ struct KeyRows : KeyMetric<T> {
         args.run.labels[first_row(round) + row] = label;
     }
     if (__any_sync(~0u, max(most[0], most[1]) >= kInfinity<T>)) clear(tile, warp_row, most);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(ready(round));
+    mbarrier_arrive(ready(round));
   }
 
   // Zeros in place of rows that are not finite: 0 times such a row would reach all sums.
@@ -315,8 +314,8 @@ struct KeyRows : KeyMetric<T> {
         const int found = list(round - 1, entries);
         if (last) rank(round - 1, entries, found, members);
         add(round - 1, entries, found, sums, counts);
-        __syncwarp();
-        if (own_lane() == 0) mbarrier_arrive(free(round - 1));
+        __syncwarp();  // before the next list
+        mbarrier_arrive(free(round - 1));
       } else if (rounds > 0) {
         continue;
       }
