@@ -5,8 +5,9 @@
 
 #include <cstdint>
 
-#include "coterie/attention.h"
-#include "coterie/tensor.h"
+#include "coterie/inputs.h"
+#include "coterie/mechanism.h"
+#include "coterie/view.h"
 
 namespace coterie {
 

@@ -10,7 +10,8 @@
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/attention.h"
+#include "coterie/inputs.h"
+#include "coterie/mechanism.h"
 
 namespace coterie::cuda {
 

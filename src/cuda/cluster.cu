@@ -3,7 +3,6 @@
 #include "cuda/cluster.h"
 
 #include "core/arena.h"
-#include "core/check.h"
 #include "cuda/cluster_sums.h"
 #include "cuda/hamming.h"
 #include "cuda/hash.h"
@@ -65,8 +64,8 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
 
 void cluster(const ClusteringParams& params, const AttentionCall& call, const Outputs& out,
              Arena& arena, cudaStream_t stream) {
-  COTERIE_CHECK(params.clusters <= kMaxClusters, call.op, "expected at most ", kMaxClusters,
-                " clusters; got ", params.clusters);
+  if (params.clusters > kMaxClusters)
+    fail_more_than(call.op, kMaxClusters, "clusters", params.clusters);
   if (params.method == Clustering::keys)
     key_metric_clusters(params, call, out, arena, stream);
   else

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "core/call.h"
-#include "coterie/attention.h"
 #include "coterie/cluster.h"
+#include "coterie/inputs.h"
+#include "coterie/mechanism.h"
 #include "coterie/runtime.h"
 
 namespace coterie::cuda {

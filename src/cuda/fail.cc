@@ -15,8 +15,12 @@ void fail_element(const char* op, DType dtype) {
   fail(op, "expected an element type among f32, bf16, f16; got ", dtype_name(dtype));
 }
 
-void fail_head_dim(const char* op, std::int64_t head_dim, std::int64_t most) {
-  fail(op, "expected rows of at most ", most, " elements; got ", head_dim);
+void fail_more_than(const char* op, std::int64_t most, const char* what, std::int64_t got) {
+  fail(op, "expected at most ", most, " ", what, "; got ", got);
+}
+
+void fail_alignment(const char* op, const char* what, std::int64_t bytes) {
+  fail(op, "expected ", what, " aligned to ", bytes, " bytes");
 }
 
 }  // namespace coterie::cuda

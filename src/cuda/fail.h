@@ -13,6 +13,8 @@ namespace coterie::cuda {
 
 [[noreturn]] void fail_cuda(cudaError_t status, const char* what);
 [[noreturn]] void fail_element(const char* op, DType dtype);
-[[noreturn]] void fail_head_dim(const char* op, std::int64_t head_dim, std::int64_t most);
+[[noreturn]] void fail_more_than(const char* op, std::int64_t most, const char* what,
+                                 std::int64_t got);
+[[noreturn]] void fail_alignment(const char* op, const char* what, std::int64_t bytes);
 
 }  // namespace coterie::cuda

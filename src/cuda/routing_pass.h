@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "core/check.h"
 #include "cuda/attention.h"
 #include "cuda/cluster.h"
 #include "cuda/hopper.h"
@@ -166,9 +165,8 @@ class RoutingPass : public Pass {
     return sides;
   }
   RowStatistics* statistics_of(const TensorView& saved) const {
-    COTERIE_CHECK(reinterpret_cast<std::uintptr_t>(saved.data) % sizeof(RowStatistics) == 0,
-                  call_.op, "expected saved statistics aligned to ", sizeof(RowStatistics),
-                  " bytes");
+    if (reinterpret_cast<std::uintptr_t>(saved.data) % sizeof(RowStatistics) != 0)
+      fail_alignment(call_.op, "saved statistics", sizeof(RowStatistics));
     return static_cast<RowStatistics*>(saved.data);
   }
   void statistics(const NormalisedSides& sides, cudaStream_t stream) const {

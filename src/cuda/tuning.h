@@ -42,7 +42,7 @@ template <class Body>
 decltype(auto) dispatch_head_dim(const char* op, std::int64_t head_dim, Body&& body) {
   if (head_dim <= 64) return body(std::integral_constant<int, 64>{});
   if (head_dim <= 128) return body(std::integral_constant<int, 128>{});
-  fail_head_dim(op, head_dim, kMaxHeadDim);
+  fail_more_than(op, kMaxHeadDim, "elements of a row", head_dim);
 }
 
 }  // namespace coterie::cuda
