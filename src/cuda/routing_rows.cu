@@ -155,8 +155,7 @@ void row_statistics(const AttentionCall& call, const RoutingSide& queries, const
 
 CentredCentroids::CentredCentroids(Arena& arena, const AttentionCall& call, std::int64_t count,
                                    Membership membership)
-    : pitch(call.Dk <= 64 ? 64 : 128),
-      clusters(static_cast<int>(count)) {
+    : pitch(call.Dk <= 64 ? 64 : 128), clusters(static_cast<int>(count)) {
   rows = arena.take<float>(call.value_heads * count * pitch);
   norms = arena.take<float>(call.value_heads * count);
   if (membership == Membership::balanced)

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "bridge.h"
+#include "coterie/attention.h"
 #include "coterie/cluster.h"
 #include "coterie/error.h"
 
