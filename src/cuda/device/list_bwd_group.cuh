@@ -187,8 +187,10 @@ struct TileWalk {
     while (released < number) {
       const int end = min(number, released + Shape::kRing);
       wait_below(end);
-#pragma unroll 1
-      for (; released < end; ++released) mbarrier_arrive(shape.empty(released));
+      __syncwarp();
+      const int tile = released + static_cast<int>(threadIdx.x) % 32;
+      if (tile < end) mbarrier_arrive(shape.empty(tile));
+      released = end;
     }
   }
 

@@ -92,11 +92,11 @@ struct StreamShape {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kRing) {
       mbarrier_init(full(place), 33);
-      mbarrier_init(empty(place), kGroups * kWarpgroup);
+      mbarrier_init(empty(place), kGroups * 4);
     }
     if (place < kSlots) {
       mbarrier_init(own_full(place), 33);
-      mbarrier_init(own_empty(place), kWarpgroup);
+      mbarrier_init(own_empty(place), 4);
     }
   }
 
@@ -107,8 +107,10 @@ struct StreamShape {
 
   // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
   __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), step / kSlots & 1); }
-  // Every lane arrives for what it has read itself: as fast as one for its warp.
-  __device__ void release_own(int step) const { mbarrier_arrive(own_empty(step)); }
+  __device__ void release_own(int step) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(own_empty(step));
+  }
   // Waits for all tiles below `number`, which are within reach: a lane for each.
   __device__ void wait_below(int number, StreamReader& reader) const {
     if (number <= reader.ready) return;
@@ -124,8 +126,10 @@ struct StreamShape {
     while (reader.released < number) {
       const int end = min(number, reach(reader));
       wait_below(end, reader);
-#pragma unroll 1
-      for (; reader.released < end; ++reader.released) mbarrier_arrive(empty(reader.released));
+      __syncwarp();  // a lane arrives for all that have read its tile
+      const int tile = reader.released + static_cast<int>(threadIdx.x) % 32;
+      if (tile < end) mbarrier_arrive(empty(tile));
+      reader.released = end;
     }
   }
   // Tiles from here on come only after this warp has released others.
