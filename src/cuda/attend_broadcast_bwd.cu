@@ -124,7 +124,7 @@ void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
 }
 
 template void broadcast_gradients(const BackwardArgs<float>&, cudaStream_t);
-template void broadcast_gradients(const BackwardArgs<__nv_bfloat16>&, cudaStream_t);
-template void broadcast_gradients(const BackwardArgs<__half>&, cudaStream_t);
+template void broadcast_gradients(const BackwardArgs<Bf16>&, cudaStream_t);
+template void broadcast_gradients(const BackwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

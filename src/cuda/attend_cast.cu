@@ -235,7 +235,7 @@ class CastPass : public Pass {
   // kernels.
   void choose_kernels(const CastShape& shape, CastBackward& pass) const {
     const auto aligned = [](const TensorView& rows) {
-      return !rows.present() || tensor4<const __half>(rows).aligned;
+      return !rows.present() || tensor4<const F16>(rows).aligned;
     };
     if (call_.inputs.q.dtype == DType::f32 || shape.laplace) return;
     if (!pass.grad_out.present() || !on_hopper()) return;

@@ -288,8 +288,8 @@ void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   template void centroid_key_gradients(const BackwardArgs<T>&, cudaStream_t); \
   template void centroid_mean_gradients(const BackwardArgs<T>&, cudaStream_t);
 COTERIE_INSTANTIATE(float)
-COTERIE_INSTANTIATE(__nv_bfloat16)
-COTERIE_INSTANTIATE(__half)
+COTERIE_INSTANTIATE(Bf16)
+COTERIE_INSTANTIATE(F16)
 #undef COTERIE_INSTANTIATE
 
 }  // namespace coterie::cuda

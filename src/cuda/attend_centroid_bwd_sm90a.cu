@@ -130,7 +130,7 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
                args);
 }
 
-template void centroid_gradients_sm90a(const BackwardArgs<__nv_bfloat16>&, cudaStream_t);
-template void centroid_gradients_sm90a(const BackwardArgs<__half>&, cudaStream_t);
+template void centroid_gradients_sm90a(const BackwardArgs<Bf16>&, cudaStream_t);
+template void centroid_gradients_sm90a(const BackwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -214,7 +214,7 @@ void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream) {
   return launch<T, 64, 2>(args, stream);
 }
 
-template void attend_chunks_sm90a(const AttendArgs<__nv_bfloat16>&, cudaStream_t);
-template void attend_chunks_sm90a(const AttendArgs<__half>&, cudaStream_t);
+template void attend_chunks_sm90a(const AttendArgs<Bf16>&, cudaStream_t);
+template void attend_chunks_sm90a(const AttendArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -317,9 +317,9 @@ void improved_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const M
   launch<T, 64, 2>(args, teams, to, stream);
 }
 
-template void improved_sm90a(const SelectArgs<__nv_bfloat16>&, const SelectTeams&,
-                             const MeanOutputs<__nv_bfloat16>*, cudaStream_t);
-template void improved_sm90a(const SelectArgs<__half>&, const SelectTeams&,
-                             const MeanOutputs<__half>*, cudaStream_t);
+template void improved_sm90a(const SelectArgs<Bf16>&, const SelectTeams&, const MeanOutputs<Bf16>*,
+                             cudaStream_t);
+template void improved_sm90a(const SelectArgs<F16>&, const SelectTeams&, const MeanOutputs<F16>*,
+                             cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -204,7 +204,7 @@ void centroid_key_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stre
   });
 }
 
-template void centroid_key_gradients_sm90a(const BackwardArgs<__nv_bfloat16>&, cudaStream_t);
-template void centroid_key_gradients_sm90a(const BackwardArgs<__half>&, cudaStream_t);
+template void centroid_key_gradients_sm90a(const BackwardArgs<Bf16>&, cudaStream_t);
+template void centroid_key_gradients_sm90a(const BackwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -34,7 +34,7 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
   args.weight = gradients.weight;
   args.lse = gradients.lse;
   args.delta = gradients.delta;
-  args.weight_scale = std::is_same_v<T, __half> && !args.problem.laplace ? 256.0f : 1.0f;
+  args.weight_scale = std::is_same_v<T, F16> && !args.problem.laplace ? 256.0f : 1.0f;
   return args;
 }
 

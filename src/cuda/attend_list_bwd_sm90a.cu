@@ -132,10 +132,10 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
 #define COTERIE_INSTANTIATE(T, width)                                              \
   template void launch_lists_sm90a<T, width>(const ListBackwardArgs<T>&, ListForm, \
                                              const ListKernels&, cudaStream_t)
-COTERIE_INSTANTIATE(__nv_bfloat16, 64);
-COTERIE_INSTANTIATE(__nv_bfloat16, 128);
-COTERIE_INSTANTIATE(__half, 64);
-COTERIE_INSTANTIATE(__half, 128);
+COTERIE_INSTANTIATE(Bf16, 64);
+COTERIE_INSTANTIATE(Bf16, 128);
+COTERIE_INSTANTIATE(F16, 64);
+COTERIE_INSTANTIATE(F16, 128);
 #undef COTERIE_INSTANTIATE
 
 }  // namespace coterie::cuda

@@ -205,8 +205,8 @@ bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
 }
 
 template bool list_forward_sm90a(const AttentionCall&, const ListPlan&,
-                                 const ListForwardArgs<__nv_bfloat16>&, cudaStream_t);
-template bool list_forward_sm90a(const AttentionCall&, const ListPlan&,
-                                 const ListForwardArgs<__half>&, cudaStream_t);
+                                 const ListForwardArgs<Bf16>&, cudaStream_t);
+template bool list_forward_sm90a(const AttentionCall&, const ListPlan&, const ListForwardArgs<F16>&,
+                                 cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -162,7 +162,7 @@ void cast_clusters_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream) {
     launch_clusters<T, 64>(args, stream);
 }
 
-template void cast_clusters_sm90a(const MixBackwardArgs<__nv_bfloat16>&, cudaStream_t);
-template void cast_clusters_sm90a(const MixBackwardArgs<__half>&, cudaStream_t);
+template void cast_clusters_sm90a(const MixBackwardArgs<Bf16>&, cudaStream_t);
+template void cast_clusters_sm90a(const MixBackwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -241,7 +241,7 @@ void cast_tokens_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream) {
     launch_tokens<T, 64>(args, stream);
 }
 
-template void cast_tokens_sm90a(const MixBackwardArgs<__nv_bfloat16>&, cudaStream_t);
-template void cast_tokens_sm90a(const MixBackwardArgs<__half>&, cudaStream_t);
+template void cast_tokens_sm90a(const MixBackwardArgs<Bf16>&, cudaStream_t);
+template void cast_tokens_sm90a(const MixBackwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -125,9 +125,9 @@ void mix_sm90a(MixArgs<T> args, cudaStream_t stream) {
     launch<T, 64>(args, stream);
 }
 
-template bool mix_suits_sm90a(const MixArgs<__nv_bfloat16>&);
-template bool mix_suits_sm90a(const MixArgs<__half>&);
-template void mix_sm90a(MixArgs<__nv_bfloat16>, cudaStream_t);
-template void mix_sm90a(MixArgs<__half>, cudaStream_t);
+template bool mix_suits_sm90a(const MixArgs<Bf16>&);
+template bool mix_suits_sm90a(const MixArgs<F16>&);
+template void mix_sm90a(MixArgs<Bf16>, cudaStream_t);
+template void mix_sm90a(MixArgs<F16>, cudaStream_t);
 
 }  // namespace coterie::cuda

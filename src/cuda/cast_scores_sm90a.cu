@@ -315,9 +315,9 @@ void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first
     launch<T, 64>(args, heads, table, stream);
 }
 
-template void scores_sm90a<__nv_bfloat16>(const CastScores&, const AttentionCall&, int, int, void*,
-                                          cudaStream_t);
-template void scores_sm90a<__half>(const CastScores&, const AttentionCall&, int, int, void*,
-                                   cudaStream_t);
+template void scores_sm90a<Bf16>(const CastScores&, const AttentionCall&, int, int, void*,
+                                 cudaStream_t);
+template void scores_sm90a<F16>(const CastScores&, const AttentionCall&, int, int, void*,
+                                cudaStream_t);
 
 }  // namespace coterie::cuda

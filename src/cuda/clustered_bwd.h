@@ -86,7 +86,7 @@ struct BackwardArgs {
   Tensor4<T> dq, dk, dv;  // data is null when absent
 };
 
-// The stages, in order. Each is instantiated for float, __nv_bfloat16 and __half. The first one
+// The stages, in order. Each is instantiated for float, Bf16 and F16. The first one
 // waits for all that was launched before it, then lets the next one start: those behind it may read
 // inputs and saved tensors before they wait (device/early.cuh).
 

@@ -251,8 +251,8 @@ void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t
 
 #define COTERIE_INSTANTIATE(T) template void fold_slots(const BackwardArgs<T>&, bool, cudaStream_t);
 COTERIE_INSTANTIATE(float)
-COTERIE_INSTANTIATE(__nv_bfloat16)
-COTERIE_INSTANTIATE(__half)
+COTERIE_INSTANTIATE(Bf16)
+COTERIE_INSTANTIATE(F16)
 #undef COTERIE_INSTANTIATE
 
 }  // namespace coterie::cuda

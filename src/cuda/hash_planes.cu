@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) isotropic_planes_kernel(HashShape ar
   if (element < total) {
     const double value =
         normal({args.shape.seed, RandomUse::hash_plane, 0}, static_cast<std::uint64_t>(element));
-    args.planes[element] = __bfloat162float(__float2bfloat16_rn(static_cast<float>(value)));
+    args.planes[element] = to_float(from_float<Bf16>(static_cast<float>(value)));
   } else if (element < total + args.bits) {
     const auto r = static_cast<std::uint64_t>(element - total);
     args.thresholds[r] =

@@ -111,7 +111,7 @@ bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape) {
   const TensorView& q = call.inputs.q;
   return q.dtype != DType::f32 && call.Dk <= kWidth && shape.clusters <= kClusters &&
          (shape.problems() >= kFewProblems || shape.rows <= kFewRows) && shape.rows < kMostRows &&
-         tensor4<const __half>(q).aligned && tensor4<const __half>(call.k).aligned && on_hopper();
+         tensor4<const F16>(q).aligned && tensor4<const F16>(call.k).aligned && on_hopper();
 }
 
 KeyKMeansBuffers::KeyKMeansBuffers(Arena& arena, const AttentionCall& call,
@@ -150,9 +150,9 @@ void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
                              stream, args);
   };
   if (call.inputs.q.dtype == DType::bf16)
-    launch(TypeTag<__nv_bfloat16>{});
+    launch(TypeTag<Bf16>{});
   else
-    launch(TypeTag<__half>{});
+    launch(TypeTag<F16>{});
 }
 
 }  // namespace coterie::cuda

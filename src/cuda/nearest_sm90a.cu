@@ -42,11 +42,11 @@ __device__ void stage_table(const NearestArgs<T>& args, int problem, std::uint32
     store_shared16(band.chunk(column, first + 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
   }
   for (int i = threadIdx.x; i < args.columns; i += kThreads) {
-    __nv_bfloat16 part[3];
+    Bf16 part[3];
     split_factor(args.table.bias[start + min(i, args.table.padded - 1)], part);
     const std::uint32_t to = bias + i / 8 * (8 * kBiasBytes) + i % 8 * 16;
-    store_shared16(to, make_uint4(pack2<__nv_bfloat16>(to_float(part[0]), to_float(part[1])),
-                                  pack2<__nv_bfloat16>(to_float(part[2]), 1.0f), 0, 0));
+    store_shared16(to, make_uint4(pack2<Bf16>(to_float(part[0]), to_float(part[1])),
+                                  pack2<Bf16>(to_float(part[2]), 1.0f), 0, 0));
     store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
   }
   fence_async_proxy();
@@ -66,8 +66,8 @@ struct GroupScores {
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      shift[side] = lane == 0   ? pack2<__nv_bfloat16>(1.0f, 1.0f)
-                    : lane == 1 ? pack2<__nv_bfloat16>(1.0f, offset[side])
+      shift[side] = lane == 0   ? pack2<Bf16>(1.0f, 1.0f)
+                    : lane == 1 ? pack2<Bf16>(1.0f, offset[side])
                                 : 0;
       shift[2 + side] = 0;
     }
@@ -86,7 +86,7 @@ struct GroupScores {
         wgmma<T, 1, 0>(d, rows.a[0][step], b);
     }
     // Last: what K pushes out of the sum is lost once.
-    wgmma<__nv_bfloat16, 1, 0>(d, shift, descriptor_behind(bias, column * kBiasBytes));
+    wgmma<Bf16, 1, 0>(d, shift, descriptor_behind(bias, column * kBiasBytes));
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(d);
@@ -185,7 +185,7 @@ bool nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream) {
   });
 }
 
-template bool nearest_sm90a(const NearestArgs<__nv_bfloat16>&, cudaStream_t);
-template bool nearest_sm90a(const NearestArgs<__half>&, cudaStream_t);
+template bool nearest_sm90a(const NearestArgs<Bf16>&, cudaStream_t);
+template bool nearest_sm90a(const NearestArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -18,14 +18,14 @@ constexpr int kThreads = 256;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     padding_kernel(const __grid_constant__ Tensor4<T> tensor, int batches, int heads,
-                   SequenceSpans spans, int items, T value) {
+                   SequenceSpans spans, int items, float value) {
   const int row = (blockIdx.x * kThreads + threadIdx.x) / 32;
   if (row >= spans.rows) return;
   for (int batch = blockIdx.y; batch < batches; batch += gridDim.y) {
     if (items > 0 && spans.item_of(batch, row, items) >= 0) continue;
     for (int head = 0; head < heads; ++head)
       for (int d = threadIdx.x % 32; d < tensor.width; d += 32)
-        tensor.rows(batch, head, row).data[d] = value;
+        tensor.rows(batch, head, row).data[d] = from_float<T>(value);
   }
 }
 
@@ -38,7 +38,7 @@ void fill(const TensorView& view, const Sequences& sequences, std::int64_t items
                   static_cast<unsigned>(std::min(batches, kMaxBlocks)));
   padding_kernel<T><<<grid, kThreads, 0, stream>>>(
       tensor4<T>(view), static_cast<int>(batches), static_cast<int>(view.size(1)),
-      sequence_spans(sequences, rows), static_cast<int>(items), static_cast<T>(value));
+      sequence_spans(sequences, rows), static_cast<int>(items), value);
   COTERIE_LAUNCH("padding");
 }
 

@@ -15,7 +15,7 @@ namespace coterie::cuda {
 
 namespace {
 
-using Element = __nv_bfloat16;
+using Element = Bf16;
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kBins = 1024;
@@ -83,7 +83,7 @@ __device__ float score_error(const ExactScores<Element, kWidth>& scores) {
 #pragma unroll
   for (int i = 0; i < Lanes::kVector; ++i) {
     scaled[i] = scores.centroid[i] * scale;
-    lost[i] = scaled[i] - __half2float(__float2half_rn(scaled[i]));
+    lost[i] = scaled[i] - to_float(from_float<F16>(scaled[i]));
   }
   const float length = sqrtf(static_cast<float>(scores.rows.width));
   return length * (1.001f * sqrtf(Lanes::dot(lost, lost)) +

@@ -159,7 +159,7 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
     if (keys) args.sides[1] = top_rows<T>(*keys, k.lists);
     args.centroids = centroids;
     args.open = open;
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    if constexpr (std::is_same_v<T, Bf16>)
       if (chosen) choose_candidates(call, args, stream);
     const std::size_t bytes = open.scratch ? 0
                                            : static_cast<std::size_t>(open.at_once) *

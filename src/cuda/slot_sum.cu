@@ -252,7 +252,7 @@ struct TokenSums {
     store<kAligned>(latest, sum);
   }
   __device__ static void add_words(const uint4& words, Values& sum) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if constexpr (std::is_same_v<T, Bf16>) {
       const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -2,9 +2,6 @@
 // What the CUDA back end supports, and tile sizes: each list stands here once.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
@@ -21,16 +18,16 @@ constexpr bool supports(DType dtype) {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
 }
 
-// Calls body(TypeTag<float | __nv_bfloat16 | __half>).
+// Calls body(TypeTag<float | Bf16 | F16>).
 template <class Body>
 decltype(auto) dispatch_element(const char* op, DType dtype, Body&& body) {
   switch (dtype) {
     case DType::f32:
       return body(TypeTag<float>{});
     case DType::bf16:
-      return body(TypeTag<__nv_bfloat16>{});
+      return body(TypeTag<Bf16>{});
     case DType::f16:
-      return body(TypeTag<__half>{});
+      return body(TypeTag<F16>{});
     default:
       fail_element(op, dtype);
   }

@@ -21,7 +21,7 @@ constexpr int kTokenTile = 64;                       // rows of a warpgroup
 constexpr int kTeamColumns = 256, kColumnStep = 64;  // centroids of a team, and at a time
 constexpr int kSampleParts = 128;                    // parts of the sample, where there are enough
 
-using CandidateElement = __nv_bfloat16;
+using CandidateElement = Bf16;
 
 struct CandidateSide {
   Tensor4<const CandidateElement> x;

@@ -39,14 +39,14 @@ __device__ __forceinline__ void stage_centroids(const CentredCentroids& centroid
     for (int step = 1; step < kChunks; step *= 2)
       most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     const float scale = centroid_scale(most);
-    const Tile<__half, 64> band{table + chunk / 2 * kTableBand};
+    const Tile<F16, 64> band{table + chunk / 2 * kTableBand};
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       uint4 words;
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         (&words.x)[k] =
-            pack2<__half>(value[8 * k + 2 * pair] * scale, value[8 * k + 2 * pair + 1] * scale);
+            pack2<F16>(value[8 * k + 2 * pair] * scale, value[8 * k + 2 * pair + 1] * scale);
       store_shared16(band.chunk(column, chunk % 2 * 4 + pair), words);
     }
   }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void stage_centroids(const CentredCentroids& centroid
 template <int kChunks>
 struct TokenRows {
   RowWords<CandidateElement, kChunks> words[2];
-  RowFragments<__half, kChunks, 1> rows;
+  RowFragments<F16, kChunks, 1> rows;
 
   // row_of(i), i < 16, is a row, or negative. Rows are aligned.
   template <class RowOf>
@@ -79,11 +79,11 @@ struct TokenRows {
       unpack(words[side], x);
       const RowStatistics own = statistics_of<kChunks>(x, width);
       const float shift = -own.mean * own.inverse;
-      RowWords<__half, kChunks> y;
+      RowWords<F16, kChunks> y;
 #pragma unroll
       for (int i = 0; i < 4 * kChunks; ++i)
-        (&y.word[i / 4].x)[i % 4] = pack2<__half>(fmaf(x[2 * i], own.inverse, shift),
-                                                  fmaf(x[2 * i + 1], own.inverse, shift));
+        (&y.word[i / 4].x)[i % 4] =
+            pack2<F16>(fmaf(x[2 * i], own.inverse, shift), fmaf(x[2 * i + 1], own.inverse, shift));
       rows.set(side, y, zero);
       put(side, own);
     }
@@ -96,9 +96,9 @@ struct TokenRows {
     for (int step = 0; step < 2 * kChunks; ++step) {
       const std::uint64_t b = descriptor_behind(table, step / 4 * kTableBand + step % 4 * 32);
       if (step == 0)
-        wgmma<__half, 0, 0>(d, rows.a[0][step], b);
+        wgmma<F16, 0, 0>(d, rows.a[0][step], b);
       else
-        wgmma<__half, 1, 0>(d, rows.a[0][step], b);
+        wgmma<F16, 1, 0>(d, rows.a[0][step], b);
     }
     wgmma_commit();
   }

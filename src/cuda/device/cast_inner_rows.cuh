@@ -37,7 +37,7 @@ __device__ __forceinline__ void wgmma_narrow(float (&d)[4], std::uint64_t a, std
                " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, %6, 0;"                  \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
                : "l"(a), "l"(b), "n"(kTransposed))
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+  if constexpr (std::is_same_v<T, Bf16>)
     COTERIE_NARROW("bf16");
   else
     COTERIE_NARROW("f16");
@@ -188,9 +188,9 @@ void launch_inner(const char* name, const CastShape& shape, const AttentionCall&
                  InnerMemory<T>::kBytes, stream, args);
   };
   if (call.inputs.q.dtype == DType::bf16)
-    launch(__nv_bfloat16{});
+    launch(Bf16{});
   else
-    launch(__half{});
+    launch(F16{});
 }
 
 }  // namespace coterie::cuda

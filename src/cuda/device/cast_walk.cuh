@@ -75,7 +75,7 @@ __device__ __forceinline__ void settle(Sum<kWidth>& sum) {
 template <class T>
 __device__ __forceinline__ void wgmma_from(float (&d)[32], const std::uint32_t (&a)[4],
                                            std::uint64_t b, int add) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+  if constexpr (std::is_same_v<T, Bf16>)
     COTERIE_ADD("bf16");
   else
     COTERIE_ADD("f16");

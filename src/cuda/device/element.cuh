@@ -1,17 +1,29 @@
 // SPDX-License-Identifier: MIT
-// The three element types under one set of conversions.
+// The three element types under one set of conversions. cuda_bf16.h and cuda_fp16.h have them too,
+// and ten thousand lines more, which would be read five times for every file of kernels.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+
+#include "core/types.h"
 
 namespace coterie::cuda {
 
 __device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(Bf16 value) {
+  float wide;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.f32.bf16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+#else
+  asm("mov.b32 %0, {0, %1};" : "=f"(wide) : "h"(value.bits));
+#endif
+  return wide;
+}
+__device__ __forceinline__ float to_float(F16 value) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+}
 
 template <class T>
 __device__ __forceinline__ T from_float(float value);
@@ -20,25 +32,29 @@ __device__ __forceinline__ float from_float<float>(float value) {
   return value;
 }
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
+__device__ __forceinline__ Bf16 from_float<Bf16>(float value) {
+  Bf16 rounded;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded.bits) : "f"(value));
+  return rounded;
 }
 template <>
-__device__ __forceinline__ __half from_float<__half>(float value) {
-  return __float2half_rn(value);
+__device__ __forceinline__ F16 from_float<F16>(float value) {
+  F16 rounded;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded.bits) : "f"(value));
+  return rounded;
 }
 
 // Two 16-bit elements in one register, `low` in the lower half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2(float low, float high);
 template <>
-__device__ __forceinline__ std::uint32_t pack2<__nv_bfloat16>(float low, float high) {
+__device__ __forceinline__ std::uint32_t pack2<Bf16>(float low, float high) {
   std::uint32_t word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
   return word;
 }
 template <>
-__device__ __forceinline__ std::uint32_t pack2<__half>(float low, float high) {
+__device__ __forceinline__ std::uint32_t pack2<F16>(float low, float high) {
   std::uint32_t word;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
   return word;

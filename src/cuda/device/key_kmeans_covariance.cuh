@@ -173,7 +173,7 @@ struct KeyCovariance : KeyProblem<T> {
     const bool keep = team.rank == 0 && head % args.shape.group == 0;
     float* kept = args.covariance +
                   static_cast<std::int64_t>(args.shape.key_problem(problem)) * kWidth * kWidth;
-    const Tile<__nv_bfloat16, kWidth> high{shared_address(memory.metric[0])},
+    const Tile<Bf16, kWidth> high{shared_address(memory.metric[0])},
         low{shared_address(memory.metric[1])};
 #pragma unroll 1
     for (int i = threadIdx.x; i < kWidth * kWidth / 2; i += kThreads) {
@@ -194,9 +194,8 @@ struct KeyCovariance : KeyProblem<T> {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
   }
   __device__ static void split_pair(float a, float b, std::uint32_t& high, std::uint32_t& low) {
-    high = pack2<__nv_bfloat16>(a, b);
-    low = pack2<__nv_bfloat16>(a - __uint_as_float(high << 16),
-                               b - __uint_as_float(high & 0xffff0000u));
+    high = pack2<Bf16>(a, b);
+    low = pack2<Bf16>(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
   }
 
   // The first centroids to shared memory, by the last two warpgroups; the first of them is the

@@ -113,11 +113,11 @@ struct KeyMetric : KeyCovariance<T> {
     for (int step = 0; step < kWidth / 16; ++step) {
       const std::uint64_t right = descriptor_behind(metric, step * 32);
       if (step == 0)
-        wgmma<__nv_bfloat16, 0, 0>(weighed, low[step], right);
+        wgmma<Bf16, 0, 0>(weighed, low[step], right);
       else
-        wgmma<__nv_bfloat16, 1, 0>(weighed, low[step], right);
-      wgmma<__nv_bfloat16, 1, 0>(weighed, high[step], descriptor_behind(right, kTileBytes));
-      wgmma<__nv_bfloat16, 1, 0>(weighed, high[step], right);
+        wgmma<Bf16, 1, 0>(weighed, low[step], right);
+      wgmma<Bf16, 1, 0>(weighed, high[step], descriptor_behind(right, kTileBytes));
+      wgmma<Bf16, 1, 0>(weighed, high[step], right);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -168,10 +168,10 @@ struct KeyMetric : KeyCovariance<T> {
     return pair;
   }
   __device__ static void write_bias(std::uint32_t to, float bias) {
-    __nv_bfloat16 part[3];
+    Bf16 part[3];
     split_factor(bias, part);
-    store_shared16(to, make_uint4(pack2<__nv_bfloat16>(to_float(part[0]), to_float(part[1])),
-                                  pack2<__nv_bfloat16>(to_float(part[2]), 1.0f), 0, 0));
+    store_shared16(to, make_uint4(pack2<Bf16>(to_float(part[0]), to_float(part[1])),
+                                  pack2<Bf16>(to_float(part[2]), 1.0f), 0, 0));
     store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
   }
   // Absolute values as integers have the same order, with NaN above all: it

@@ -15,13 +15,12 @@ namespace coterie::cuda {
 namespace key_kmeans_detail {
 
 // 1 where two pairs of numbers are equal, else 0.
-__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b,
-                                                     __nv_bfloat16) {
+__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, Bf16) {
   std::uint32_t ones;
   asm("set.eq.bf16x2.bf16x2 %0, %1, %2;" : "=r"(ones) : "r"(a), "r"(b));
   return ones;
 }
-__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, __half) {
+__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, F16) {
   std::uint32_t ones;
   asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(ones) : "r"(a), "r"(b));
   return ones;
@@ -33,13 +32,12 @@ constexpr std::uint32_t kNumber = 0x4000, kNobody = 0x5000;
 
 // The bits of infinity.
 template <class T>
-constexpr std::uint32_t kInfinity = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
+constexpr std::uint32_t kInfinity = std::is_same_v<T, F16> ? 0x7c00u : 0x7f80u;
 
 // The bits of the larger absolute value of two numbers, as a float.
 template <class T>
 __device__ __forceinline__ float magnitude(std::uint32_t bits) {
-  if constexpr (std::is_same_v<T, __half>)
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  if constexpr (std::is_same_v<T, F16>) return to_float(F16{static_cast<std::uint16_t>(bits)});
   return __uint_as_float(bits << 16);
 }
 
@@ -137,7 +135,7 @@ struct KeyRows : KeyMetric<T> {
 #pragma unroll
       for (int step = 1; step < 4; ++step) wgmma<T, 1, 0>(d, a[step], table[step]);
       // Last: what K pushes out of the sum is lost once.
-      wgmma<__nv_bfloat16, 1, 0>(d, shift, bias);
+      wgmma<Bf16, 1, 0>(d, shift, bias);
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         table[step] = descriptor_behind(table[step], kStep * 128);

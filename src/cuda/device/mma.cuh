@@ -169,10 +169,8 @@ template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const std::uint32_t (&a)[4],
                                              const std::uint32_t* b, const float (&c)[4]);
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4],
-                                                            const std::uint32_t (&a)[4],
-                                                            const std::uint32_t* b,
-                                                            const float (&c)[4]) {
+__device__ __forceinline__ void mma_m16n8k16<Bf16>(float (&d)[4], const std::uint32_t (&a)[4],
+                                                   const std::uint32_t* b, const float (&c)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"
@@ -181,8 +179,8 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4],
         "f"(c[2]), "f"(c[3]));
 }
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const std::uint32_t (&a)[4],
-                                                     const std::uint32_t* b, const float (&c)[4]) {
+__device__ __forceinline__ void mma_m16n8k16<F16>(float (&d)[4], const std::uint32_t (&a)[4],
+                                                  const std::uint32_t* b, const float (&c)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"

@@ -9,8 +9,8 @@
 
 namespace coterie::cuda {
 
-using ScanElement = __nv_bfloat16;
-using ScanHalf = __half;
+using ScanElement = Bf16;
+using ScanHalf = F16;
 
 // Warpgroups of a block, as many as have registers enough for rows of 32 * kChunks elements.
 template <int kChunks>
@@ -108,7 +108,7 @@ __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t 
       for (int j = 0; j < 16; ++j) {
         word[j] = pack2<ScanHalf>(value[2 * j], value[2 * j + 1]);
 #pragma unroll
-        for (int k = 2 * j; k < 2 * j + 2; ++k) value[k] -= __half2float(__float2half_rn(value[k]));
+        for (int k = 2 * j; k < 2 * j + 2; ++k) value[k] -= to_float(from_float<F16>(value[k]));
       }
       const Tile<ScanHalf, 64> band{to + chunk / 2 * table.columns * 128};
 #pragma unroll

@@ -178,7 +178,6 @@ __device__ __forceinline__ float centroid_scale(float most) {
 }
 
 // Lists that candidates decide; the others go to args.open. bf16 rows only. routing_choose.cu
-void choose_candidates(const AttentionCall& call, const TopArgs<__nv_bfloat16>& args,
-                       cudaStream_t stream);
+void choose_candidates(const AttentionCall& call, const TopArgs<Bf16>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda

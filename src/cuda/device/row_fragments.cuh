@@ -20,14 +20,14 @@ namespace coterie::cuda {
 
 // The 16-bit type in which T is multiplied.
 template <class T>
-using Factor = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
+using Factor = std::conditional_t<sizeof(T) == 2, T, Bf16>;
 
 // d = a b + c for 16 rows, 8 columns, 16 depths.
 template <class T>
 __device__ __forceinline__ void multiply_tile(float (&d)[4], const std::uint32_t (&a)[4],
                                               std::uint32_t b0, std::uint32_t b1,
                                               const float (&c)[4]) {
-  if constexpr (std::is_same_v<T, __half>)
+  if constexpr (std::is_same_v<T, F16>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -92,7 +92,7 @@ struct RowWords {
       }
     if constexpr (std::is_same_v<T, float>) return __uint_as_float(most);
     const auto bits = static_cast<unsigned short>(max(most & 0xffffu, most >> 16));
-    if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(bits));
+    if constexpr (std::is_same_v<T, F16>) return to_float(F16{bits});
     return __uint_as_float(static_cast<std::uint32_t>(bits) << 16);
   }
 };
@@ -152,13 +152,12 @@ struct RowFragments {
           a[0][step][slot] = (&row.word[chunk].x)[pair] ^ zero;
         } else {
           const uint4& words = row.word[2 * chunk + pair / 2];
-          __nv_bfloat16 low[kParts], high[kParts];
+          Bf16 low[kParts], high[kParts];
           split_factor(__uint_as_float(pair % 2 ? words.z : words.x), low);
           split_factor(__uint_as_float(pair % 2 ? words.w : words.y), high);
 #pragma unroll
           for (int p = 0; p < kParts; ++p)
-            a[p][step][slot] = __bfloat16_as_ushort(low[p]) |
-                               static_cast<std::uint32_t>(__bfloat16_as_ushort(high[p])) << 16;
+            a[p][step][slot] = low[p].bits | static_cast<std::uint32_t>(high[p].bits) << 16;
         }
       }
   }

@@ -23,8 +23,8 @@ __device__ __forceinline__ void unpack(const RowWords<T, kChunks>& row, float (&
     const std::uint32_t word = (&row.word[i / kVector].x)[i % kVector * sizeof(T) / 4];
     if constexpr (std::is_same_v<T, float>)
       x[i] = __uint_as_float(word);
-    else if constexpr (std::is_same_v<T, __half>)
-      x[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(word >> i % 2 * 16)));
+    else if constexpr (std::is_same_v<T, F16>)
+      x[i] = to_float(F16{static_cast<std::uint16_t>(word >> i % 2 * 16)});
     else
       x[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
   }

@@ -6,12 +6,10 @@
 // d[4 j + e] is column 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "core/types.h"
 #include "cuda/device/wgmma_operands.cuh"
 
 namespace coterie::cuda {
@@ -89,14 +87,14 @@ __device__ __forceinline__ void fence_async_proxy() {
                ", {%64,%65,%66,%67}, %68, p, 1, 1, %69;}"                                          \
                : COTERIE_WGMMA_OUT64(io)                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed))
-#define COTERIE_WGMMA(operands)                                \
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && kAdd == 1) \
-    operands("bf16", "+", "1");                                \
-  else if constexpr (std::is_same_v<T, __nv_bfloat16>)         \
-    operands("bf16", "=", "0");                                \
-  else if constexpr (kAdd == 1)                                \
-    operands("f16", "+", "1");                                 \
-  else                                                         \
+#define COTERIE_WGMMA(operands)                       \
+  if constexpr (std::is_same_v<T, Bf16> && kAdd == 1) \
+    operands("bf16", "+", "1");                       \
+  else if constexpr (std::is_same_v<T, Bf16>)         \
+    operands("bf16", "=", "0");                       \
+  else if constexpr (kAdd == 1)                       \
+    operands("f16", "+", "1");                        \
+  else                                                \
     operands("f16", "=", "0")
 
 // d = a b (kAdd 0) or d += a b (kAdd 1), 64 x 16 by 16 x 64. b: with kTransposed 0 its 64 columns

@@ -3,12 +3,10 @@
 // columns.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "core/types.h"
 #include "cuda/device/wgmma_operands.cuh"
 
 namespace coterie::cuda {
@@ -25,7 +23,7 @@ namespace coterie::cuda {
   template <class T>                                                               \
   __device__ __forceinline__ void wgmma_columns(float(&d)[count], std::uint64_t a, \
                                                 std::uint64_t b, int add) {        \
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)                                \
+    if constexpr (std::is_same_v<T, Bf16>)                                         \
       COTERIE_PRODUCT(columns, "bf16", names, outputs, a_name, b_name, add_name);  \
     else                                                                           \
       COTERIE_PRODUCT(columns, "f16", names, outputs, a_name, b_name, add_name);   \

@@ -2,12 +2,10 @@
 // A warpgroup product (wgmma.cuh) of a transposed left factor in shared memory.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "core/types.h"
 #include "cuda/device/wgmma_operands.cuh"
 
 namespace coterie::cuda {
@@ -20,7 +18,7 @@ namespace coterie::cuda {
                : "l"(a), "l"(b))
 template <class T>
 __device__ __forceinline__ void wgmma_transposed(float (&d)[32], std::uint64_t a, std::uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+  if constexpr (std::is_same_v<T, Bf16>)
     COTERIE_TRANSPOSED("bf16");
   else
     COTERIE_TRANSPOSED("f16");
