@@ -74,7 +74,7 @@ MEASURED = [
         False,
         1024,
         "i-clustered(clusters=256)",
-        0.14,
+        0.17,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -82,7 +82,7 @@ MEASURED = [
         False,
         2048,
         "i-clustered(clusters=256)",
-        0.34,
+        0.41,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -90,7 +90,7 @@ MEASURED = [
         False,
         4096,
         "i-clustered(clusters=256)",
-        2.21,
+        2.51,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -98,7 +98,7 @@ MEASURED = [
         False,
         8192,
         "i-clustered(clusters=256)",
-        2.93,
+        3.26,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -106,7 +106,7 @@ MEASURED = [
         False,
         16384,
         "i-clustered(clusters=256)",
-        14.99,
+        15.89,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -114,7 +114,7 @@ MEASURED = [
         False,
         65536,
         "i-clustered(clusters=256)",
-        89.85,
+        91.95,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -122,7 +122,7 @@ MEASURED = [
         False,
         262144,
         "i-clustered(clusters=256)",
-        268.17,
+        279.07,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -130,7 +130,7 @@ MEASURED = [
         True,
         4096,
         "routing(clusters=16,window=256)",
-        1.98,
+        2.06,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -138,7 +138,7 @@ MEASURED = [
         True,
         16384,
         "routing(clusters=64,window=256)",
-        6.43,
+        6.66,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -146,7 +146,7 @@ MEASURED = [
         True,
         65536,
         "routing(clusters=256,window=256)",
-        27.0,
+        27.45,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
 ]
