@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/device/list_stream_load.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
 
@@ -28,7 +29,6 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
     shape.wait_below(min(min(end, tile + kChunk), Shape::reach(reader)), reader);
     fence_async_proxy();
   };
-  const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
   using Ring = RingTile<T, kDim>;
   constexpr int kTensor = Shape::kTensorBytes / 16;
   const std::uint32_t ring = uniform(shape.base / 16 | 1 << 16);

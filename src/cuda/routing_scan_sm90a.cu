@@ -61,7 +61,7 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
   ahead.load(first);
   if (threadIdx.x % kWarpgroup == 0) open.count = 0;
   group_sync();
-  const int rounds = uniform((range.end - range.begin + kRound - 1) / kRound);
+  const int rounds = uniform_trips((range.end - range.begin + kRound - 1) / kRound);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     float x[2][8 * kChunks];
@@ -96,7 +96,7 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
     const bool last = round + 1 == rounds;
     if (!last && (round + 1) % kOpenRounds != 0) continue;
     group_sync();
-    int total = uniform(open.count);
+    int total = uniform_trips(open.count);
     group_sync();
     while (total >= kScanRows || (total > 0 && last)) {
       const int count = min(total, kScanRows);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/device/team.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/routing.h"
 
@@ -45,11 +46,6 @@ struct CandidateArgs {
   __host__ __device__ int cells() const { return teams.size * kCandidateWarps * warp_cells; }
 };
 
-// The same number, which the compiler then knows to be the same in all lanes.
-__device__ __forceinline__ int uniform(int number) {
-  return static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(number)));
-}
-
 // One head of a batch entry, and kTeamColumns of its centroids.
 struct CandidateProblem {
   const CandidateSide& side;
@@ -66,7 +62,7 @@ struct CandidateProblem {
     const int problem = all - (all >= args.sides[0].problems ? args.sides[0].problems : 0);
     const int batch = problem / side.heads;
     head = problem % side.heads;
-    length = uniform(side.spans.span(batch).length);
+    length = uniform_trips(side.spans.span(batch).length);
     rows = side.x.rows(batch, head, 0);
     stats = side.stats + static_cast<std::int64_t>(problem) * side.spans.rows;
     list = static_cast<std::int64_t>(problem) * args.centroids.clusters + column;
@@ -102,7 +98,8 @@ struct OwnTiles {
   int group, groups;
 
   __device__ explicit OwnTiles(const Team& team)
-      : group(team.rank * kCandidateGroups + uniform(static_cast<int>(threadIdx.x) / kWarpgroup)),
+      : group(team.rank * kCandidateGroups +
+              uniform_trips(static_cast<int>(threadIdx.x) / kWarpgroup)),
         groups(team.size * kCandidateGroups) {}
 };
 

@@ -7,6 +7,7 @@
 
 #include "coterie/random.h"
 #include "cuda/device/nearest.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/key_kmeans.h"
 
@@ -71,8 +72,7 @@ __device__ __forceinline__ Value afresh(Value value) {
   return value;
 }
 
-// A value that all lanes share, in a uniform register.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+using cuda::uniform;  // beside the one below
 __device__ __forceinline__ ItemSpan uniform(const ItemSpan& span) {
   return {uniform(span.batch), uniform(span.begin), uniform(span.length)};
 }

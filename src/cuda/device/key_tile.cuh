@@ -9,12 +9,10 @@
 #include "cuda/device/bands.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/store.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 
-// What all lanes of a warp have, so that the compiler sees it: descriptors that are computed from
-// it stay in uniform registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 // A matrix from a row on.
 template <class Matrix>
 __device__ __forceinline__ Matrix uniform_rows(const Matrix& matrix, int row) {

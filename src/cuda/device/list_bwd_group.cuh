@@ -5,11 +5,9 @@
 
 #include "cuda/device/list_bwd_stream.cuh"
 #include "cuda/device/row_chunk.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
-
-// A value that all lanes hold, in a way that the compiler knows it.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // Calls start with 0 .. 3. Products of different accumulators take turns, as those of one wait for
 // each other.

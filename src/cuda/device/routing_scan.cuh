@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/device/nearest.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/routing.h"
 
@@ -44,10 +45,6 @@ __device__ __forceinline__ int group_count(bool yes) {
                : "memory");
   return count;
 }
-
-// A number that is the same in all lanes. The assembler then knows it: where loops depend on such
-// numbers alone it keeps descriptors in uniform registers.
-__device__ __forceinline__ int uniform(int number) { return __reduce_max_sync(~0u, number); }
 
 // What the rows of a block's problem are measured with.
 struct ScanTable {
