@@ -29,23 +29,42 @@ void allow_shared_memory(Kernel* kernel, std::size_t bytes) {
              "raising the shared memory of a kernel");
 }
 
-// Launches a kernel that may start while the one ahead of it in the stream ends. Its first
-// statement must be await_previous() (device/await.cuh).
+struct LaunchMode {
+  bool early;     // may start while the kernel ahead of it in the stream ends
+  bool together;  // cooperative: all blocks are on the device at a time
+};
+
 template <class... Parameters, class... Arguments>
-void launch_early(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
-                  std::size_t shared, cudaStream_t stream, const Arguments&... arguments) {
+void launch_kernel(const char* name, LaunchMode mode, void (*kernel)(Parameters...), dim3 grid,
+                   int threads, std::size_t shared, cudaStream_t stream,
+                   const Arguments&... arguments) {
   allow_shared_memory(kernel, shared);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  if (mode.early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (mode.together) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
+// For kernels that wait for those ahead of them by themselves (device/await.cuh). Every block has
+// to wait, at its end at the latest: whoever waits for this kernel relies on all before it as well.
+template <class... Parameters, class... Arguments>
+void launch_early(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
+                  std::size_t shared, cudaStream_t stream, const Arguments&... arguments) {
+  launch_kernel(name, {true, false}, kernel, grid, threads, shared, stream, arguments...);
 }
 
 // Multiprocessors of the current device.

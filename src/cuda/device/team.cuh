@@ -121,36 +121,19 @@ __device__ inline void fill_padding(const ClusterShape& shape, const Team& team,
 }
 
 template <class... Parameters, class... Arguments>
-void launch_team_kernel(void (*kernel)(Parameters...), bool early, int blocks, int threads,
-                        std::size_t shared, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = early ? 2 : 1;
-  allow_shared_memory(kernel, shared);
-  COTERIE_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
-template <class... Parameters, class... Arguments>
 void launch_cooperative(void (*kernel)(Parameters...), int blocks, int threads, std::size_t shared,
                         cudaStream_t stream, const Arguments&... arguments) {
-  launch_team_kernel(kernel, false, blocks, threads, shared, stream, arguments...);
+  launch_kernel("launching a kernel of teams", {false, true}, kernel,
+                dim3(static_cast<unsigned>(blocks)), threads, shared, stream, arguments...);
 }
 
-// As launch_early: the kernel's first statement must be await_previous().
+// As launch_early: the kernel waits for those ahead of it by itself.
 template <class... Parameters, class... Arguments>
 void launch_cooperative_early(void (*kernel)(Parameters...), int blocks, int threads,
                               std::size_t shared, cudaStream_t stream,
                               const Arguments&... arguments) {
-  launch_team_kernel(kernel, true, blocks, threads, shared, stream, arguments...);
+  launch_kernel("launching a kernel of teams", {true, true}, kernel,
+                dim3(static_cast<unsigned>(blocks)), threads, shared, stream, arguments...);
 }
 
 }  // namespace coterie::cuda
