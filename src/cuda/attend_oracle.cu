@@ -5,6 +5,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/device/oracle.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/launch.h"
 #include "cuda/oracle.h"
 #include "cuda/refusal.h"
@@ -33,9 +34,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     query.multiply(query.k, x, p);
     for (int slot = lane; slot < query.count; slot += 32)
       largest = fmaxf(largest, p[slot] * args.scale);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    largest = warp_max(largest);
     for (int slot = lane; slot < query.count; slot += 32) {
       p[slot] = expf(p[slot] * args.scale - largest);
       total += p[slot];

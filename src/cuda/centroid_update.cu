@@ -5,6 +5,7 @@
 
 #include "core/arena.h"
 #include "cuda/device/row_lanes.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/entry.h"
 #include "cuda/launch.h"
 #include "cuda/refusal.h"
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(32)
     take_mean(Tokens<T> tokens, const double* partials, int count, float* loss) {
   double sum = 0;
   for (int i = threadIdx.x; i < count; i += 32) sum += partials[i];
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  sum = warp_sum(sum);
   const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
   if (threadIdx.x == 0) *loss = elements > 0 ? static_cast<float>(sum / elements) : 0.0f;
 }

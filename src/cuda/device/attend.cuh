@@ -8,6 +8,7 @@
 #include "cuda/device/centroid.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/team.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -96,8 +97,7 @@ __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item,
   const PartialRow own = row_of(lane);
   float shift = own.shift;
   for (int part = lane + 32; part < parts; part += 32) shift = fmaxf(shift, row_of(part).shift);
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) shift = fmaxf(shift, __shfl_xor_sync(~0u, shift, i));
+  shift = warp_max(shift);
   float sum = 0.0f, listed = 0.0f, total[kMaxHeadDim / 32] = {};
   for (int base = 0; base < parts; base += 32) {
     const PartialRow partial = base == 0 ? own : row_of(base + lane);
@@ -123,11 +123,8 @@ __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item,
         }
       }
   }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    sum += __shfl_xor_sync(~0u, sum, i);
-    listed += __shfl_xor_sync(~0u, listed, i);
-  }
+  sum = warp_sum(sum);
+  listed = warp_sum(listed);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (lane == 0) {
     args.lse[row] = row_lse(shift, sum);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/device/routing_top.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 
@@ -90,13 +91,7 @@ __device__ __forceinline__ int find_digit(const int* bins, int& rank) {
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) sum += bins[top - i];
-  int before = sum;  // entries in this lane's digits and above
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, before, step);
-    if (lane >= step) before += other;
-  }
-  before -= sum;
+  const int before = warp_inclusive_scan(sum) - sum;  // entries in digits above this lane's
   const int owner = __ffs(__ballot_sync(~0u, before + sum >= rank)) - 1;
   int digit = 0, left = 0;
   if (lane == owner) {

@@ -3,10 +3,26 @@
 
 namespace coterie::cuda {
 
-// The sum over the lanes of a warp, in all of them.
-__device__ __forceinline__ float warp_sum(float value) {
+// The sum and the largest of the lanes' values, in all lanes of a warp.
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+}
+
+// The sum of the values of this lane and those before it.
+__device__ __forceinline__ int warp_inclusive_scan(int value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (static_cast<int>(threadIdx.x) % 32 >= step) value += other;
+  }
   return value;
 }
 
