@@ -9,9 +9,9 @@
 #include <cstdint>
 
 #include "cuda/cast.h"
+#include "cuda/device/block_scan.cuh"
 #include "cuda/device/candidates.cuh"
 #include "cuda/device/cast.cuh"
-#include "cuda/device/group.cuh"
 
 namespace coterie::cuda {
 

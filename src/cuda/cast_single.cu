@@ -7,6 +7,7 @@
 // sides rank pairs by one order, so where this ends is unique and the result above. Blocks work in
 // teams, one per list of members.
 #include "cuda/cast_select.h"
+#include "cuda/device/group.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {

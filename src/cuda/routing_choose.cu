@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT
-// Members from candidates (routing_candidates.cu). Rounded scores tell most candidates apart from
-// the cut; those that are too close to it are scored exactly.
+// Members from candidates (routing_candidates_sm90a.cu). Rounded scores tell most candidates apart
+// from the cut; those that are too close to it are scored exactly.
 //
 // A rounded score is off by at most e: |y|_2 <= sqrt(Dk) times what rounding did to the centroid,
 // and 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the exact score's
 // own rounding, for rows whose mean is at most 64 times their deviation.
 #include "cuda/device/await.cuh"
-#include "cuda/device/group.cuh"
+#include "cuda/device/block_scan.cuh"
 #include "cuda/device/routing_top.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -181,12 +182,7 @@ __device__ __forceinline__ int gather(const CandidateLists& lists, std::int64_t 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int count = lane < lists.parts ? lists.count[number * lists.parts + lane] : 0;
   if (__any_sync(~0u, count > lists.capacity)) return -1;
-  int behind = count;  // the end of part `lane`
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, behind, step);
-    if (lane >= step) behind += other;
-  }
+  const int behind = warp_inclusive_scan(count);            // the end of part `lane`
   const int shares = max(1, kWarps / max(lists.parts, 1));  // warps of a part
   for (int unit = warp; unit < lists.parts * shares; unit += kWarps) {
     const int part = unit / shares, own = __shfl_sync(~0u, count, part);

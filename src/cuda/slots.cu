@@ -6,7 +6,8 @@
 #include <algorithm>
 
 #include "core/items.h"
-#include "cuda/device/group.cuh"
+#include "cuda/device/block_scan.cuh"
+#include "cuda/device/team.cuh"
 
 namespace coterie::cuda {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "cuda/clustered_bwd.h"
-#include "cuda/device/group.cuh"
+#include "cuda/device/block_scan.cuh"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT
 // Stable counting sort of one problem's rows by cluster, by a team of blocks.
+//
+// Warps count the clusters of neighbouring parts of the rows; the blocks' counts meet in global
+// memory, which tells where each block's, and so each warp's, members of a cluster go.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/device/block_scan.cuh"
 #include "cuda/device/team.cuh"
 
 namespace coterie::cuda {
@@ -15,7 +19,7 @@ struct GroupLists {
   int clusters;
 };
 
-// Shared memory for group_rows: one counter a cluster, for as many warps as fit well.
+// Shared memory of BlockCounts: one counter a cluster, for as many warps as fit well.
 inline std::size_t group_shared_bytes(int clusters, int warps) {
   const std::size_t one = static_cast<std::size_t>(clusters) * sizeof(std::int32_t);
   return one * std::clamp<std::size_t>(96 * 1024 / one, 1, static_cast<std::size_t>(warps));
@@ -27,57 +31,6 @@ __device__ inline std::int32_t* histograms_of(std::int32_t* histograms, const Te
                                               const Team& team, int turn, int clusters) {
   return histograms +
          static_cast<std::int64_t>(turn * teams.count + team.number) * team.size * clusters;
-}
-
-// Sum of `value` over the threads before this one; `carry` is added, and becomes the next carry.
-__device__ inline int block_exclusive_scan(int value, int& carry) {
-  __shared__ int warp_sums[32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0, total = 0;
-  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
-    before += w < warp ? warp_sums[w] : 0;
-    total += warp_sums[w];
-  }
-  __syncthreads();
-  const int result = carry + before + sum - value;
-  carry += total;
-  return result;
-}
-
-// Turns the warps' counts into the slots where their first members go; writes the offsets.
-__device__ inline void scan_counts(const Team& team, const GroupLists& lists, int warps,
-                                   std::int32_t* counts) {
-  const int clusters = lists.clusters;
-  int carry = 0;
-  for (int first = 0; first < clusters; first += blockDim.x) {
-    const int c = first + threadIdx.x;
-    int total = 0, before = 0;
-    if (c < clusters)
-#pragma unroll 8
-      for (int rank = 0; rank < team.size; ++rank) {
-        const int members = lists.histograms[static_cast<std::int64_t>(rank) * clusters + c];
-        before += rank < team.rank ? members : 0;
-        total += members;
-      }
-    const int start = block_exclusive_scan(total, carry);
-    if (c >= clusters) continue;
-    if (team.rank == 0) lists.offsets[c] = start;
-    int slot = start + before;
-    for (int w = 0; w < warps; ++w) {
-      const int members = counts[w * clusters + c];
-      counts[w * clusters + c] = slot;
-      slot += members;
-    }
-  }
-  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[clusters] = carry;
 }
 
 // Labels of rows first + 32 i + lane, -1 from `end` on; several loads on their way at a time.
@@ -109,56 +62,115 @@ __device__ __forceinline__ void find_alike(const int (&label)[kLabelBatch], int 
     }
 }
 
-// Rows of the range to their slots, in order; `slots` are this warp's.
-__device__ inline void fill_order(const GroupLists& lists, const RowRange& range,
-                                  std::int32_t* slots) {
-  const int lane = threadIdx.x % 32, bits = 32 - __clz(lists.clusters - 1);
-  for (int first = range.begin; first < range.end; first += 32 * kLabelBatch) {
-    int label[kLabelBatch];
-    unsigned alike[kLabelBatch];
-    load_labels(lists.labels, first, range.end, label);
-    find_alike(label, bits, alike);
+// Members of the clusters among some rows of a block, warp by warp; later where the next ones go.
+struct BlockCounts {
+  const std::int32_t* labels;
+  int clusters, warps;   // warps that have counters
+  std::int32_t* counts;  // (warps, clusters)
+
+  // `shared` has room for `words` >= clusters.
+  __device__ BlockCounts(const GroupLists& lists, std::int32_t* shared, int words)
+      : labels(lists.labels),
+        clusters(lists.clusters),
+        warps(min(static_cast<int>(blockDim.x) / 32, words / lists.clusters)),
+        counts(shared) {}
+
+  // This warp's part of the rows.
+  __device__ RowRange own(const RowRange& rows) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int each = ((rows.end - rows.begin + warps - 1) / warps + 31) / 32 * 32;
+    const int begin = min(rows.begin + warp * each, rows.end);
+    return {begin, warp < warps ? min(begin + each, rows.end) : begin};
+  }
+  __device__ void count(const RowRange& rows) const {
+    __syncthreads();  // whoever used the memory before
+    for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    const RowRange mine = own(rows);
+    std::int32_t* count = counts + threadIdx.x / 32 * clusters;
+    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
+      int label[kLabelBatch];
+      load_labels(labels, first, mine.end, label);
 #pragma unroll
-    for (int i = 0; i < kLabelBatch; ++i) {
-      const int before = __popc(alike[i] & ((1u << lane) - 1));
-      const int slot = label[i] >= 0 ? slots[label[i]] : 0;
-      __syncwarp();
-      if (label[i] >= 0 && before == 0) slots[label[i]] = slot + __popc(alike[i]);
-      __syncwarp();
-      if (label[i] >= 0) lists.order[slot + before] = first + 32 * i + lane;
+      for (int i = 0; i < kLabelBatch; ++i)
+        if (label[i] >= 0) atomicAdd(&count[label[i]], 1);
+    }
+    __syncthreads();
+  }
+  __device__ int total(int cluster) const {
+    int members = 0;
+    for (int w = 0; w < warps; ++w) members += counts[w * clusters + cluster];
+    return members;
+  }
+  // From counts to places: the cluster's first member of this block goes to `slot`.
+  __device__ void place(int cluster, int slot) const {
+    for (int w = 0; w < warps; ++w) {
+      const int members = counts[w * clusters + cluster];
+      counts[w * clusters + cluster] = slot;
+      slot += members;
     }
   }
+  // write(slot, row) for the rows, whose clusters were placed; in order.
+  template <class Write>
+  __device__ void fill(const RowRange& rows, const Write& write) const {
+    const RowRange mine = own(rows);
+    const int lane = threadIdx.x % 32, bits = 32 - __clz(clusters - 1);
+    std::int32_t* slots = counts + threadIdx.x / 32 * clusters;
+    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
+      int label[kLabelBatch];
+      unsigned alike[kLabelBatch];
+      load_labels(labels, first, mine.end, label);
+      find_alike(label, bits, alike);
+#pragma unroll
+      for (int i = 0; i < kLabelBatch; ++i) {
+        const int before = __popc(alike[i] & ((1u << lane) - 1));
+        const int slot = label[i] >= 0 ? slots[label[i]] : 0;
+        __syncwarp();
+        if (label[i] >= 0 && before == 0) slots[label[i]] = slot + __popc(alike[i]);
+        __syncwarp();
+        if (label[i] >= 0) write(slot + before, first + 32 * i + lane);
+      }
+    }
+  }
+};
+
+// From the counts of all blocks of the team: writes the offsets, and calls start(cluster, slot)
+// with the place of this block's first member of each cluster, by one thread each.
+template <class Start>
+__device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLists& lists,
+                            const Start& start) {
+  const int clusters = lists.clusters;
+  for (int c = threadIdx.x; c < clusters; c += blockDim.x)
+    lists.histograms[static_cast<std::int64_t>(team.rank) * clusters + c] = counts.total(c);
+  team.sync();
+  int carry = 0;
+  for (int first = 0; first < clusters; first += blockDim.x) {
+    const int c = first + static_cast<int>(threadIdx.x);
+    int total = 0, before = 0;
+    if (c < clusters)
+#pragma unroll 8
+      for (int rank = 0; rank < team.size; ++rank) {
+        const int members = lists.histograms[static_cast<std::int64_t>(rank) * clusters + c];
+        before += rank < team.rank ? members : 0;
+        total += members;
+      }
+    const int slot = block_exclusive_scan(total, carry);
+    if (c >= clusters) continue;
+    if (team.rank == 0) lists.offsets[c] = slot;
+    start(c, slot + before);
+  }
+  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[clusters] = carry;
+  __syncthreads();
 }
 
 // order and offsets of a problem; `range` is this block's share of its rows, `shared` room for
 // `shared_words` >= clusters. Labels of the range were written by this block.
 __device__ inline void group_rows(Team& team, const RowRange& range, const GroupLists& lists,
                                   std::int32_t* shared, int shared_words) {
-  const int clusters = lists.clusters, warp = threadIdx.x / 32;
-  const int warps = min(static_cast<int>(blockDim.x) / 32, shared_words / clusters);
-  const int each = ((range.end - range.begin + warps - 1) / warps + 31) / 32 * 32;
-  const int begin = min(range.begin + warp * each, range.end);
-  const RowRange mine{begin, warp < warps ? min(begin + each, range.end) : begin};
-  __syncthreads();  // whoever used `shared` before
-  for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) shared[i] = 0;
-  __syncthreads();
-  for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
-    int label[kLabelBatch];
-    load_labels(lists.labels, first, mine.end, label);
-#pragma unroll
-    for (int i = 0; i < kLabelBatch; ++i)
-      if (label[i] >= 0) atomicAdd(&shared[warp * clusters + label[i]], 1);
-  }
-  __syncthreads();
-  for (int c = threadIdx.x; c < clusters; c += blockDim.x) {
-    int members = 0;
-    for (int w = 0; w < warps; ++w) members += shared[w * clusters + c];
-    lists.histograms[static_cast<std::int64_t>(team.rank) * clusters + c] = members;
-  }
-  team.sync();
-  scan_counts(team, lists, warps, shared);
-  __syncthreads();
-  fill_order(lists, mine, shared + warp * clusters);
+  const BlockCounts counts(lists, shared, shared_words);
+  counts.count(range);
+  find_starts(team, counts, lists, [&](int c, int slot) { counts.place(c, slot); });
+  counts.fill(range, [&](int slot, int row) { lists.order[slot] = row; });
 }
 
 }  // namespace coterie::cuda

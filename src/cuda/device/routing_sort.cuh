@@ -44,130 +44,46 @@ struct SortProblems {
   RoutingRuns runs, copy;
 };
 
-// A block's part of a problem, by all its threads.
-struct PairSort {
-  const std::int32_t* labels;
-  int clusters, warps;    // warps that sort
-  std::int32_t* starts;   // (clusters), see starts_of
-  std::int32_t* counts;   // (warps, clusters)
-  std::uint16_t* sorted;  // (kSortPairs): numbers in the chunk
+// Sorts the pairs of a chunk in shared memory, by all threads of a block; their counts are there.
+__device__ inline void sort_chunk(const BlockCounts& counts, const RowRange& chunk,
+                                  std::uint16_t* sorted) {
+  int carry = 0;
+  for (int first = 0; first < counts.clusters; first += blockDim.x) {
+    const int c = first + static_cast<int>(threadIdx.x);
+    const int slot = block_exclusive_scan(c < counts.clusters ? counts.total(c) : 0, carry);
+    if (c < counts.clusters) counts.place(c, slot);
+  }
+  __syncthreads();
+  counts.fill(chunk, [&](int slot, int pair) {
+    sorted[slot] = static_cast<std::uint16_t>(pair - chunk.begin);
+  });
+  __syncthreads();
+}
 
-  __device__ PairSort(const std::int32_t* all, int number, std::int32_t* places,
-                      std::int32_t* shared, int words)
-      : labels(all), clusters(number), starts(places), counts(shared) {
-    words -= kSortPairs / 2;
-    warps = min(static_cast<int>(blockDim.x) / 32, words / clusters);
-    sorted = reinterpret_cast<std::uint16_t*>(shared + words);
-  }
-
-  // This warp's part of a chunk.
-  __device__ RowRange own(const RowRange& chunk) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int each = ((chunk.end - chunk.begin + warps - 1) / warps + 31) / 32 * 32;
-    const int begin = min(chunk.begin + warp * each, chunk.end);
-    return {begin, warp < warps ? min(begin + each, chunk.end) : begin};
-  }
-  __device__ void count(const RowRange& chunk) const {
-    __syncthreads();
-    for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) counts[i] = 0;
-    __syncthreads();
-    const RowRange mine = own(chunk);
-    std::int32_t* count = counts + threadIdx.x / 32 * clusters;
-    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
-      int label[kLabelBatch];
-      load_labels(labels, first, mine.end, label);
-#pragma unroll
-      for (int i = 0; i < kLabelBatch; ++i)
-        if (label[i] >= 0) atomicAdd(&count[label[i]], 1);
-    }
-    __syncthreads();
-  }
-  __device__ int total(int cluster) const {
-    int members = 0;
-    for (int w = 0; w < warps; ++w) members += counts[w * clusters + cluster];
-    return members;
-  }
-  // Where the block's pairs go, and the offsets of the problem.
-  __device__ void find_starts(const Team& team, const std::int32_t* histograms,
-                              std::int32_t* offsets) const {
-    int carry = 0;
-    for (int first = 0; first < clusters; first += blockDim.x) {
-      const int c = first + static_cast<int>(threadIdx.x);
-      int all = 0, before = 0;
-      if (c < clusters)
-#pragma unroll 8
-        for (int rank = 0; rank < team.size; ++rank) {
-          const int members = histograms[static_cast<std::int64_t>(rank) * clusters + c];
-          before += rank < team.rank ? members : 0;
-          all += members;
-        }
-      const int start = block_exclusive_scan(all, carry);
-      if (c >= clusters) continue;
-      starts[c] = start + before;
-      if (team.rank == 0) offsets[c] = start;
-    }
-    if (team.rank == 0 && threadIdx.x == 0) offsets[clusters] = carry;
-  }
-  // Sorts a chunk whose counts are there.
-  __device__ void sort(const RowRange& chunk) const {
-    int carry = 0;
-    for (int first = 0; first < clusters; first += blockDim.x) {
-      const int c = first + static_cast<int>(threadIdx.x);
-      int slot = block_exclusive_scan(c < clusters ? total(c) : 0, carry);
-      if (c >= clusters) continue;
-      for (int w = 0; w < warps; ++w) {
-        const int members = counts[w * clusters + c];
-        counts[w * clusters + c] = slot;
-        slot += members;
-      }
-    }
-    __syncthreads();
-    const RowRange mine = own(chunk);
-    const int lane = threadIdx.x % 32, bits = 32 - __clz(clusters - 1);
-    std::int32_t* slots = counts + threadIdx.x / 32 * clusters;
-    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
-      int label[kLabelBatch];
-      unsigned alike[kLabelBatch];
-      load_labels(labels, first, mine.end, label);
-      find_alike(label, bits, alike);
-#pragma unroll
-      for (int i = 0; i < kLabelBatch; ++i) {
-        const int before = __popc(alike[i] & ((1u << lane) - 1));
-        const int slot = label[i] >= 0 ? slots[label[i]] : 0;
-        __syncwarp();
-        if (label[i] >= 0 && before == 0) slots[label[i]] = slot + __popc(alike[i]);
-        if (label[i] >= 0)
-          sorted[slot + before] = static_cast<std::uint16_t>(first - chunk.begin + 32 * i + lane);
-        __syncwarp();
-      }
-    }
-    __syncthreads();
-  }
-  // write(place, pair) for the pairs of a sorted chunk. Lanes know a cluster each, and write the
-  // pairs of one after the other together.
-  template <class Write>
-  __device__ void store(const RowRange& chunk, const Write& write) const {
-    const int lane = threadIdx.x % 32, all = blockDim.x / 32;
-    const std::int32_t* ends = counts + (warps - 1) * clusters;
-    const int each = (clusters + all - 1) / all, first = static_cast<int>(threadIdx.x) / 32 * each;
-    const int stop = min(first + each, clusters);
-    for (int base = first; base < stop; base += 32) {
-      const int c = base + lane;
-      const int begin = c > 0 && c < stop ? ends[c - 1] : 0, end = c < stop ? ends[c] : 0;
-      const int start = c < stop ? starts[c] : 0;
-      if (c < stop) starts[c] = start + end - begin;
-      for (int k = 0; k < min(32, stop - base); ++k) {
-        const int from = __shfl_sync(~0u, begin, k), to = __shfl_sync(~0u, end, k);
-        const int place = __shfl_sync(~0u, start, k) - from;
-        for (int i = from + lane; i < to; i += 32) write(place + i, chunk.begin + sorted[i]);
-      }
+// write(place, pair) for the pairs of a sorted chunk; `starts` are where the clusters' next ones
+// go. Lanes know a cluster each, and write the pairs of one after the other together.
+template <class Write>
+__device__ void store_chunk(const BlockCounts& counts, const RowRange& chunk,
+                            const std::uint16_t* sorted, std::int32_t* starts, const Write& write) {
+  const int lane = threadIdx.x % 32, all = blockDim.x / 32, clusters = counts.clusters;
+  const std::int32_t* ends = counts.counts + (counts.warps - 1) * clusters;
+  const int each = (clusters + all - 1) / all, first = static_cast<int>(threadIdx.x) / 32 * each;
+  const int stop = min(first + each, clusters);
+  for (int base = first; base < stop; base += 32) {
+    const int c = base + lane;
+    const int begin = c > 0 && c < stop ? ends[c - 1] : 0, end = c < stop ? ends[c] : 0;
+    const int start = c < stop ? starts[c] : 0;
+    if (c < stop) starts[c] = start + end - begin;
+    for (int k = 0; k < min(32, stop - base); ++k) {
+      const int from = __shfl_sync(~0u, begin, k), to = __shfl_sync(~0u, end, k);
+      const int place = __shfl_sync(~0u, start, k) - from;
+      for (int i = from + lane; i < to; i += 32) write(place + i, chunk.begin + sorted[i]);
     }
   }
-};
+}
 
 // By all threads of the team's blocks; the clusters of this block's share of the rows were written
-// by this block, or before. `shared` has sort_shared_bytes,
-// the numbers are sort_numbers.
+// by this block, or before. `shared` has sort_shared_bytes, the numbers are sort_numbers.
 __device__ inline void sort_problem(const SortProblems& side, int number, Team& team,
                                     std::int32_t* histograms, std::int32_t* starts,
                                     std::int32_t* shared, int shared_words) {
@@ -176,37 +92,35 @@ __device__ inline void sort_problem(const SortProblems& side, int number, Team& 
   const int threads = static_cast<int>(blockDim.x), clusters = shape.clusters;
   const ItemSpan span = shape.q.span(item);
   const std::int64_t start = shape.start(span, head) * m;
-  const std::int64_t lists = static_cast<std::int64_t>(number) * (clusters + 1);
+  const std::int64_t first_list = static_cast<std::int64_t>(number) * (clusters + 1);
   const RowRange range = team.share(span.length * m);
-  const PairSort pairs(side.clusters + start, clusters, starts, shared, shared_words);
-  std::int32_t *order = side.runs.order + start, *offsets = side.runs.offsets + lists;
+  const GroupLists lists{side.clusters + start, side.runs.order + start,
+                         side.runs.offsets + first_list, histograms, clusters};
   std::int32_t* copy = side.copy.order ? side.copy.order + start : nullptr;
-  pairs.count(range);
-  for (int c = threadIdx.x; c < clusters; c += threads)
-    histograms[static_cast<std::int64_t>(team.rank) * clusters + c] = pairs.total(c);
-  team.sync();
-  pairs.find_starts(team, histograms, offsets);
+  shared_words -= kSortPairs / 2;
+  auto* sorted = reinterpret_cast<std::uint16_t*>(shared + shared_words);
+  const BlockCounts counts(lists, shared, shared_words);
+  counts.count(range);
+  find_starts(team, counts, lists, [&](int c, int slot) { starts[c] = slot; });
   for (int first = range.begin; first < range.end; first += kSortPairs) {
     const RowRange chunk{first, min(first + kSortPairs, range.end)};
-    if (range.end - range.begin > kSortPairs) pairs.count(chunk);
-    pairs.sort(chunk);
-    pairs.store(chunk, [&](int place, int pair) {
+    if (range.end - range.begin > kSortPairs) counts.count(chunk);
+    sort_chunk(counts, chunk, sorted);
+    store_chunk(counts, chunk, sorted, starts, [&](int place, int pair) {
       const int row = m > 1 ? pair / m : pair;
-      order[place] = row;
+      lists.order[place] = row;
       if (copy) copy[place] = row;
     });
   }
   if (!shape.q.cu_seqlens || item + 1 == shape.items)
     for (int i = span.length * m + team.rank * threads + threadIdx.x;
          i < (shape.rows - span.begin) * m; i += team.size * threads) {
-      order[i] = -1;
+      lists.order[i] = -1;
       if (copy) copy[i] = -1;
     }
-  if (copy && team.rank == 0) {
-    __syncthreads();
+  if (copy && team.rank == 0)
     for (int c = threadIdx.x; c <= clusters; c += threads)
-      side.copy.offsets[lists + c] = offsets[c];
-  }
+      side.copy.offsets[first_list + c] = lists.offsets[c];
 }
 
 }  // namespace coterie::cuda
