@@ -243,21 +243,12 @@ void launch_select(const OracleArgs<T>& args, int blocks, cudaStream_t stream) {
   COTERIE_LAUNCH("oracle_select");
 }
 
-// Tiles of the queries, kRows each.
-KeyChunks query_chunks(const AttentionCall& call) {
-  const bool packed = call.inputs.q_sequences.cu_seqlens.present();
-  KeyChunks tiles{kRows, 0, static_cast<int>(call.num_items()), 0};
-  tiles.per_item = packed ? 0 : tiles.count(static_cast<int>(call.N));
-  tiles.slots =
-      packed ? static_cast<int>(call.N / kRows) + tiles.items : tiles.items * tiles.per_item;
-  return tiles;
-}
-
 }  // namespace
 
 void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorView& top_keys,
                    Arena& arena, cudaStream_t stream) {
-  const KeyChunks tiles = query_chunks(call);
+  const KeyChunks tiles = row_tiles(sequence_spans(call.inputs.q_sequences, call.N),
+                                    static_cast<int>(call.num_items()), kRows);
   const int resident = dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     return dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       return kBlocks<typename decltype(tag)::type, decltype(dim)::value> * multiprocessors();

@@ -82,15 +82,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-KeyChunks chunks_of(const AttentionCall& call, int size) {
-  const bool packed = call.inputs.q_sequences.cu_seqlens.present();
-  KeyChunks chunks{size, 0, static_cast<int>(call.num_items()), 0};
-  chunks.per_item = packed ? 0 : std::max(chunks.count(static_cast<int>(call.N)), 1);
-  chunks.slots =
-      packed ? static_cast<int>(call.N) / size + chunks.items : chunks.items * chunks.per_item;
-  return chunks;
-}
-
 }  // namespace
 
 LshLists::LshLists(Arena& arena, const LshParams& params, const AttentionCall& call)
@@ -165,7 +156,7 @@ void find_lsh_lists(const AttentionCall& call, const LshLists& lists, const Tens
     });
   });
   ListArgs args{spans,
-                chunks_of(call, lists.chunk),
+                row_tiles(spans, static_cast<int>(call.num_items()), lists.chunk),
                 static_cast<int>(call.H),
                 lists.rounds,
                 call.causal,

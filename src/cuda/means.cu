@@ -167,9 +167,7 @@ ClusterSums make_cluster_sums(Arena& arena, const ClusterShape& shape, const Ten
   args.sums = sums;
   args.width = static_cast<int>(x.size(3));
   const int chunk = shape.rows <= 8192 ? 32 : shape.rows <= 131072 ? 128 : 512;
-  const int per_item = shape.q.cu_seqlens ? 0 : (shape.rows + chunk - 1) / chunk;
-  args.tiles = {chunk, per_item, shape.items,
-                per_item > 0 ? shape.items * per_item : shape.rows / chunk + shape.items};
+  args.tiles = row_tiles(shape.q, shape.items, chunk);
   args.partials =
       arena.take<float>(static_cast<std::int64_t>(shape.heads) * args.tiles.slots * 2 * args.width);
   return args;

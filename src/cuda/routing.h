@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Stages of routing attention on the GPU (mechanisms.md 10, 15.1). Every stage launches on
+// Stages of routing attention on the GPU (docs/mechanisms.md: routing). Every stage launches on
 // `stream`; those that take an arena launch nothing when it only counts.
 #pragma once
 
@@ -28,13 +28,6 @@ struct RoutingSide {
 };
 RoutingSide query_side(const AttentionCall& call, std::int64_t clusters);
 RoutingSide key_side(const AttentionCall& call, std::int64_t clusters);
-
-// The rows of items cut in tiles, of which some are empty. A tile belongs to one item.
-inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
-  const int per_item = (spans.rows + rows - 1) / rows;
-  if (spans.cu_seqlens) return {rows, 0, items, items > 0 ? items + spans.rows / rows : 0};
-  return {rows, per_item, items, items * per_item};
-}
 
 // Mean and 1 / sqrt(variance + 1e-6) of every row, zeros in padding; the same bits for a row
 // wherever it stands. `keys` is null where keys are the queries. routing_rows.cu

@@ -30,14 +30,9 @@ __device__ __forceinline__ float cast_weight(const CastShape& shape, float logit
   return shape.laplace ? laplace(logit) : exp2_approximate((logit - lse) * kLog2e);
 }
 
-// Tiles of `rows` tokens, one per thread block, numbered without a list (splits.cuh).
+// Tiles of `rows` tokens, one per thread block.
 inline KeyChunks token_tiles(const CastShape& shape, int rows) {
-  KeyChunks tiles;
-  tiles.chunk = rows;
-  tiles.items = shape.items;
-  tiles.per_item = shape.tokens.cu_seqlens ? 0 : tiles.count(shape.N);
-  tiles.slots = tiles.per_item == 0 ? shape.N / rows + shape.items : shape.items * tiles.per_item;
-  return tiles;
+  return row_tiles(shape.tokens, shape.items, rows);
 }
 
 // Dense rows (count, width) as the loaders take them.

@@ -57,11 +57,17 @@ struct KeyChunks {
   }
 };
 
+// Tiles of `rows` rows, each of one item.
+inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
+  const int per_item = (spans.rows + rows - 1) / rows;
+  if (spans.cu_seqlens) return {rows, 0, items, items > 0 ? items + spans.rows / rows : 0};
+  return {rows, per_item, items, items * per_item};
+}
+
 // Cuts the keys so that `rows` row tiles per item keep `blocks` resident thread blocks busy: the
 // least time of waves x (keys of a chunk + a block's overhead, in keys).
 inline KeyChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::int64_t blocks) {
   constexpr std::int64_t kStep = 128, kOverhead = 256, kMost = 256;
-  const bool packed = call.inputs.k_sequences.cu_seqlens.present();
   const std::int64_t keys = std::max<std::int64_t>(call.S, 1),
                      tiles = std::max<std::int64_t>(rows * call.B, 1);
   const std::int64_t most = std::min((keys + kStep - 1) / kStep, kMost);
@@ -76,13 +82,8 @@ inline KeyChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::i
       least = time;
     }
   }
-  KeyChunks chunks;
-  chunks.chunk = static_cast<int>(best);
-  chunks.items = static_cast<int>(call.num_items());
-  chunks.per_item = packed ? 0 : chunks.count(static_cast<int>(keys));
-  chunks.slots =
-      packed ? static_cast<int>(keys / best) + chunks.items : chunks.items * chunks.per_item;
-  return chunks;
+  return row_tiles(sequence_spans(call.inputs.k_sequences, keys),
+                   static_cast<int>(call.num_items()), static_cast<int>(best));
 }
 
 }  // namespace coterie::cuda
