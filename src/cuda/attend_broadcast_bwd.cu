@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // What a cluster's mean adds to dq of its members, in the backward pass (clustered_bwd.h).
 #include "cuda/clustered_bwd.h"
-#include "cuda/device/early.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/element.cuh"
 #include "cuda/device/row_chunk.cuh"
 #include "cuda/launch.h"

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     clear(dk[d]);
     clear(dv[d]);
   }
-  const float scale = shape.scale * kLog2E;
+  const float scale = shape.scale * kLog2e;
 #pragma unroll 1
   for (int first = 0; first < rows.count; first += S::kStep) {
     cp_async_wait<0>();
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   Accumulator dmean[S::kDepths][S::kBlocks];
 #pragma unroll
   for (int d = 0; d < S::kDepths; ++d) clear(dmean[d]);
-  const float scale = shape.scale * kLog2E;
+  const float scale = shape.scale * kLog2e;
 #pragma unroll 1
   for (int first = begin; first < end; first += S::kStep) {
     cp_async_wait<0>();

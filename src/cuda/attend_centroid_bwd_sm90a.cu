@@ -9,8 +9,8 @@
 // so that scores are computed once, and dmean of the range stays in registers. The third one also
 // loads keys and values, a step ahead.
 #include "cuda/clustered_bwd.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/centroid_gradient.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/device/wgmma_transposed.cuh"
 #include "cuda/launch.h"
 
@@ -22,7 +22,7 @@ template <class T>
 __device__ __forceinline__ void walk_keys(const CentroidBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
-  const float scale = block.args.shape.scale * kLog2E;
+  const float scale = block.args.shape.scale * kLog2e;
   KeyTile<T, 64> keys;
   int number = 0;  // of the buffer of dS, counted over all of them
 #pragma unroll 1

@@ -11,7 +11,7 @@
 //
 // The attention meets all keys, because top keys are not known before its end; they are taken out
 // of its sums again (device/improved.cuh).
-#include "cuda/device/early.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/improved.cuh"
 #include "cuda/device/key_part.cuh"
 #include "cuda/device/key_pipeline.cuh"

@@ -5,8 +5,8 @@
 // their key head; a third one loads keys and values into three places. Up to 512 centroids (rows
 // of 128 elements: 256) stay in shared memory, more are loaded in halves, one ahead.
 #include "cuda/clustered_bwd.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/copy_word.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/device/key_tile.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -131,7 +131,7 @@ __device__ __forceinline__ void walk_keys(const Block<T, kWidth>& block) {
   Rows<T> dv = args.dv.rows(span.batch, block.key_head, span.begin);
   if (!args.dk.data) dk.data = nullptr;
   if (!args.dv.data) dv.data = nullptr;
-  const float scale = args.shape.scale * kLog2E;
+  const float scale = args.shape.scale * kLog2e;
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = (block.numbers() + 1) / 2;  // of both warpgroups: they load centroids together
   KeyTile<T, kWidth> keys;

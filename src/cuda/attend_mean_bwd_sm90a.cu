@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto first = [&](int t) { return keys.begin + t * 64; };
   pipeline.start(first, keys.end);
 
-  const float scale = args.shape.scale * kLog2E;
+  const float scale = args.shape.scale * kLog2e;
   float s[2][32], ds[32];
   std::uint32_t factor[4][4];
   // Keys t, whose scores are there; computes those of the next ones. Only sums are on their way

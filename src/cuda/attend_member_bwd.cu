@@ -13,8 +13,8 @@
 // are made of (device/cluster_row.cuh). For clusters of several units that is a second launch.
 #include <algorithm>
 
+#include "cuda/device/await.cuh"
 #include "cuda/device/cluster_row.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/device/member_products.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -45,7 +45,7 @@ struct MemberTile {
       const int r = static_cast<int>(threadIdx.x) / 32 * 16 + 8 * side + threadIdx.x % 32 / 4;
       const int member = block.numbers(first)[r];
       // +inf, which makes weights 0, for rows without keys.
-      lse[side] = block.lse(first)[r] * kLog2E;
+      lse[side] = block.lse(first)[r] * kLog2e;
       if (member < 0 || lse[side] == -INFINITY) lse[side] = INFINITY;
       seen[side] = block.visible(member, num_keys);
     }
@@ -56,7 +56,7 @@ struct MemberTile {
       Accumulator p[2], d[2];
       weights(p, d, block.rows(first, 0), block.rows(first, 1), block.slots(tile, 0),
               block.slots(tile, 1), static_cast<int>(threadIdx.x) / 32 * 16, 0, lse, left,
-              shape.scale * kLog2E);
+              shape.scale * kLog2e);
       if (i < tiles) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {

@@ -8,7 +8,7 @@
 // query, and nothing else.
 #include "cuda/clustered.h"
 #include "cuda/device/ascending.cuh"
-#include "cuda/device/early.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/load.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/softmax.cuh"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // What cast_mix_bwd.cu computes by warpgroup products, for 16-bit types and softmax (see
 // device/cast_walk.cuh).
+#include "cuda/device/await.cuh"
 #include "cuda/device/cast_walk.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {

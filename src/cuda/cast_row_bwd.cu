@@ -5,7 +5,7 @@
 
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
-#include "cuda/device/early.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -112,8 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     pass.dsummary[place + d] = value;
     dot = fmaf(value, pass.saved.summary[place + d], dot);
   }
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) dot += __shfl_xor_sync(~0u, dot, lane);
+  dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0) pass.summary_dots[number] = dot;
 }
 

@@ -9,7 +9,6 @@
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/block_pair.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/device/wgmma_columns.cuh"
 #include "cuda/launch.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // The summaries of CAST's clusters: a cluster's is the attention of its surrogate over its members.
 #include "cuda/cast.h"
+#include "cuda/device/await.cuh"
 #include "cuda/device/cast_rows.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 

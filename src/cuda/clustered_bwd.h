@@ -28,8 +28,6 @@
 
 namespace coterie::cuda {
 
-constexpr float kLog2E = 1.44269504088896f;
-
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
@@ -50,12 +48,7 @@ struct BackwardShape {
   float unscale;      // 1 / (gradient_scale weight_scale)
   ItemSpans spans;
 
-  // Tiles of `size` keys over all items.
-  KeyChunks key_tiles(int size) const {
-    const int per_item = (S + size - 1) / size;
-    if (spans.k.cu_seqlens) return {size, 0, items, items + S / size};
-    return {size, per_item, items, items * per_item};
-  }
+  KeyChunks key_tiles(int size) const { return row_tiles(spans.k, items, size); }
 };
 
 // The saved tensors. A "row" is a cluster of an (item, head): row = (item * H + head) * C +
@@ -88,7 +81,7 @@ struct BackwardArgs {
 
 // The stages, in order. Each is instantiated for float, Bf16 and F16. The first one
 // waits for all that was launched before it, then lets the next one start: those behind it may read
-// inputs and saved tensors before they wait (device/early.cuh).
+// inputs and saved tensors before they wait (device/await.cuh).
 
 // slots, dq as far as the top keys go, mean, dout, row_lse, row_delta and top_dmean.
 // attend_member_bwd.cu

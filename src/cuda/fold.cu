@@ -4,7 +4,7 @@
 // sorts what it finds by key, then by head and cluster. Groups of its lanes add up equal shares
 // of that, however often a key is listed; keys on the border of shares go through shared memory.
 #include "cuda/clustered_bwd.h"
-#include "cuda/device/early.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/element.cuh"
 #include "cuda/device/fold_entries.cuh"
 #include "cuda/device/row_chunk.cuh"

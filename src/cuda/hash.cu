@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
-// Hash codes: bit r of query q is [p_r . q > t_r] (mechanisms.md 5.2 step 1, 16).
-#include "cuda/device/early.cuh"
+// Hash codes: bit r of query q is [p_r . q > t_r] (docs/mechanisms.md: hamming, hamming-keys).
+#include "cuda/device/await.cuh"
 #include "cuda/device/hash.cuh"
 #include "cuda/device/row_fragments.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/hash.h"
 #include "cuda/tuning.h"
 
@@ -58,11 +59,8 @@ __device__ void stage_planes(const HashShape& args, int problem, int length, flo
     // A power of two brings planes into the range of fp16; signs do not change.
     float scale = 1.0f;
     if (by_keys) {
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-        projection += __shfl_xor_sync(0xffffffffu, projection, step);
-      }
+      largest = warp_max(largest);
+      projection = warp_sum(projection);
       const std::uint32_t exponent = __float_as_uint(largest) >> 23;
       if (exponent > 0 && exponent < 254) scale = __uint_as_float((254 - exponent) << 23);
     }

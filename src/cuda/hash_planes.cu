@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Planes of hash codes (hash.cu): normal numbers, or sums of key differences with thresholds at the
 // mean query.
-#include "cuda/device/early.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/hash.cuh"
 #include "cuda/device/normal.cuh"
 #include "cuda/device/row_sums.cuh"

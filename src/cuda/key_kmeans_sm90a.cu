@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "cuda/device/await.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/device/key_kmeans_rows.cuh"
 #include "cuda/hopper.h"
 #include "cuda/tuning.h"

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/device/early.cuh"
+#include "cuda/device/await.cuh"
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/device/splits.cuh"
 #include "cuda/launch.h"
@@ -287,20 +287,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   await_writes();  // whoever waits for this kernel waits for the one ahead
 }
 
-KeyChunks token_tiles(const TokenSlots& tokens, int chunk) {
-  KeyChunks tiles;
-  tiles.chunk = chunk;
-  tiles.items = tokens.items;
-  tiles.per_item = tokens.spans.cu_seqlens ? 0 : tiles.count(tokens.spans.rows);
-  tiles.slots = tiles.per_item == 0 ? tokens.spans.rows / chunk + tokens.items
-                                    : tokens.items * tiles.per_item;
-  return tiles;
-}
-
 template <class T>
 SumArgs<T> sum_args(const SlotSum& sum, int chunk) {
   return {sum.tokens,
-          token_tiles(sum.tokens, chunk),
+          row_tiles(sum.tokens.spans, sum.tokens.items, chunk),
           static_cast<const T*>(sum.values),
           static_cast<int>(sum.to.size(1)),
           static_cast<int>(sum.value_heads),
@@ -334,7 +324,7 @@ void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, bool
         heads += static_cast<unsigned>(args.heads);
         blocks = std::max(blocks, static_cast<unsigned>(args.tiles.slots));
       }
-      if (heads > 0)
+      if (heads > 0 && blocks > 0)
         launch_early("slot sums", sum_kernel<T, kWidth>, dim3(blocks, heads), kThreads, 0, stream,
                      set);
     });

@@ -5,8 +5,7 @@
 #include <algorithm>
 
 #include "cuda/device/await.cuh"
-#include "cuda/device/early.cuh"
-#include "cuda/device/group.cuh"
+#include "cuda/device/block_scan.cuh"
 #include "cuda/launch.h"
 #include "cuda/refusal.h"
 #include "cuda/slots.h"

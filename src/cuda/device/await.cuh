@@ -4,13 +4,24 @@
 
 namespace coterie::cuda {
 
-// All that earlier kernels of the stream wrote is there, and may be overwritten. By all threads of
-// the kernel, before anything else. The next kernel may take its place from here on.
-__device__ __forceinline__ void await_previous() {
+// The next kernel may take its place from here on: once all blocks came here or ended, it starts.
+__device__ __forceinline__ void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// All that earlier kernels of the stream wrote is there, and may be overwritten. By all threads.
+__device__ __forceinline__ void await_writes() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Both, for kernels that have nothing to do before they wait: their first statement.
+__device__ __forceinline__ void await_previous() {
+  release_next();
+  await_writes();
 }
 
 }  // namespace coterie::cuda

@@ -5,7 +5,6 @@
 
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_inner.cuh"
-#include "cuda/device/early.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {

@@ -98,7 +98,7 @@ struct ClusterRow {
 
   __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps>& b, float mean_lse)
       : block(b), sums(MemberSums<T, kWidth, kWarps>::of(b)) {
-    lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2E - block.args.shape.weight_bits;
+    lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2e - block.args.shape.weight_bits;
     if (block.args.shape.mass_grad)
       for (const float part : sums.dmass) dmass += part;
     dmass *= block.args.shape.gradient_scale;
@@ -148,7 +148,7 @@ struct ClusterRow {
       const int left[2] = {num_keys - tile * kSlotTile, 0};
       Accumulator p[1], d[1];
       weights(p, d, block.rows(0, 0), block.rows(0, 1), block.slots(tile, 0), block.slots(tile, 1),
-              0, slot, lses, left, shape.scale * kLog2E);
+              0, slot, lses, left, shape.scale * kLog2e);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         float& a = p[0][j / 4][j % 4];
