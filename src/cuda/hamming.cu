@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// k-means of 64-bit codes in Hamming distance (mechanisms.md 5.2 step 2, 16), all iterations and
+// k-means of 64-bit codes in Hamming distance (docs/mechanisms.md: clustered), all iterations and
 // the counting sort in one kernel. A team of blocks works on one (item, head).
 //
 // Update: only codes that changed their cluster vote. A block counts changes of its rows in shared

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The metric of the keys' covariance (mechanisms.md 16) and centroids prepared for it.
+// The metric of the keys' covariance (docs/mechanisms.md: clustering by keys) and centroids
+// prepared for it.
 //
 // With S the covariance and r a fixed query, argmax_c x.S mu_c - mu_c.S mu_c / 2 is argmax_c of
 // x.m_c + b_c with m_c = S (mu_c - r) and b_c = -(mu_c + r).m_c / 2: what all clusters share is

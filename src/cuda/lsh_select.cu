@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Hash buckets of LSH attention and the order of tokens by them. The bucket of a token in a round
-// is the arg-max of [x R ; -x R] for a random rotation R (mechanisms.md 9): a product with the
-// columns of all rounds, in parts (device/row_fragments.cuh) that keep the digits of fp32, of which
-// only the largest and the smallest entry are kept.
+// is the arg-max of [x R ; -x R] for a random rotation R (docs/mechanisms.md: lsh): a product with
+// the columns of all rounds, in parts (device/row_fragments.cuh) that keep the digits of fp32, of
+// which only the largest and the smallest entry are kept.
 #include <algorithm>
 
 #include "cuda/device/normal.cuh"

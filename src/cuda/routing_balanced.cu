@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Balanced membership (mechanisms.md 10.8): of all pairs (row, cluster) by descending score, ties
-// by lower row, then lower cluster, each is accepted while its row and a place of its cluster are
-// free.
+// Balanced membership (docs/mechanisms.md: routing): of all pairs (row, cluster) by descending
+// score, ties by lower row, then lower cluster, each is accepted while its row and a place of its
+// cluster are free.
 //
 // Computed by deferred acceptance: rows without a cluster apply to the best one that would take
 // them, clusters keep their best applicants. A full cluster takes only rows that beat its worst,
