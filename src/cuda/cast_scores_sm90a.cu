@@ -6,37 +6,20 @@
 // surrogates: each fetches half of them for both.
 #include <algorithm>
 
-#include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
-#include "cuda/device/block_pair.cuh"
-#include "cuda/device/wgmma.cuh"
-#include "cuda/device/wgmma_columns.cuh"
+#include "cuda/device/cast_scores.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
 
-constexpr int kRows = 64;
-constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;  // one more loads
-constexpr int kDepth = 64;  // elements of a row that are multiplied at a time: 128 bytes
-
 template <int kClusters>
 constexpr unsigned kBlocks = kClusters == 64 ? 2 : 1;  // on a multiprocessor
-
-template <class T>
-struct ScoreArgs {
-  CastScores scores;
-  KeyChunks tiles;
-  int first_head;
-  unsigned slots, units;  // tiles of a list head, in all
-  Tensor4<const T> q, k;
-  const T* surrogates;  // (H, chunks, kClusters, 64), rows permuted as in tiles
-};
 
 template <class T, int kClusters>
 __global__ void surrogate_tiles_kernel(const float* from, T* to, int clusters, int width) {
   await_previous();
-  const int chunks = (width + kDepth - 1) / kDepth;
+  const int chunks = (width + kScoreDepth - 1) / kScoreDepth;
   const int number = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);  // of 8 elements
   const int piece = number % 8, row = number / 8 % kClusters;
   const int chunk = number / 8 / kClusters % chunks, head = number / 8 / kClusters / chunks;
@@ -46,7 +29,7 @@ __global__ void surrogate_tiles_kernel(const float* from, T* to, int clusters, i
   } eight;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int column = chunk * kDepth + piece * 8 + i;
+    const int column = chunk * kScoreDepth + piece * 8 + i;
     const bool there = row < clusters && column < width;
     eight.elements[i] = from_float<T>(
         there ? from[(static_cast<std::int64_t>(head) * clusters + row) * width + column] : 0.0f);
@@ -54,211 +37,8 @@ __global__ void surrogate_tiles_kernel(const float* from, T* to, int clusters, i
   reinterpret_cast<uint4*>(to)[number - piece + (piece ^ row % 8)] = eight.words;
 }
 
-template <int kClusters>
-struct ScoreStages {
-  static constexpr int kStages = 4;                                  // as many as warps that load
-  static constexpr int kGroup = 64 * 128, kTable = kClusters * 128;  // bytes
-  static constexpr int kStage = kGroups * kGroup + kTable;
-  static constexpr int kBytes = kStages * kStage + kStages * 16;
-
-  std::uint32_t base;
-
-  // Rows of a warpgroup: 8 queries, the keys of the same tokens, and so on.
-  __device__ std::uint32_t tokens(unsigned step, int group) const {
-    return base + step % kStages * kStage + group * kGroup;
-  }
-  __device__ std::uint32_t table(unsigned step) const { return tokens(step, kGroups); }
-  __device__ std::uint32_t full(unsigned step) const {
-    return base + kStages * kStage + step % kStages * 16;
-  }
-  __device__ std::uint32_t free(unsigned step) const { return full(step) + 8; }
-  __device__ static int phase(unsigned step) { return step / kStages & 1; }
-  __device__ void init() const {
-    if (threadIdx.x < kStages) {
-      mbarrier_init(full(threadIdx.x), 32 + 1);
-      mbarrier_init(free(threadIdx.x), kPair * kGroups * kWarpgroup / 32);
-    }
-  }
-};
-
-// 64 tokens of an item for a list head.
-struct ScoreTile {
-  KeyChunk tokens;
-  int list_head;
-
-  template <class T>
-  __device__ ScoreTile(const ScoreArgs<T>& args, unsigned number)
-      : tokens(args.tiles.find(args.scores.shape.tokens,
-                               min(static_cast<int>(number % args.slots), args.tiles.slots - 1))),
-        list_head(args.first_head + static_cast<int>(number / args.slots)) {
-    if (static_cast<int>(number % args.slots) >= args.tiles.slots) tokens.end = tokens.begin;
-  }
-};
-
 template <class T, int kClusters>
-struct ScoreBlock {
-  using Stages = ScoreStages<kClusters>;
-  using Sums = float[kClusters / 2];
-  const ScoreArgs<T>& args;
-  Stages stages;
-  int chunks;
-  unsigned steps;  // of a tile
-
-  __device__ ScoreBlock(const ScoreArgs<T>& all, std::uint32_t base)
-      : args(all), stages{base}, chunks((all.scores.shape.D + kDepth - 1) / kDepth) {
-    steps = chunks * (all.scores.shape.list_heads == 1 ? all.scores.shape.H : 1);
-  }
-
-  // By a warp: queries (side 0) or keys of the tile's tokens, to the rows of the warpgroups that
-  // have them.
-  __device__ void load_side(unsigned step, int side, const Rows<const T>& rows, int column,
-                            const KeyChunk& tokens) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32, own = column + lane % 8 * 8;
-    const int count = own < rows.width ? tokens.end - tokens.begin - lane / 8 : 0;
-    const std::uint32_t even =
-        Tile<T, 64>{stages.tokens(step, 0)}.chunk(lane / 8, lane % 8) + side * (8 * 128);
-    const std::uint32_t odd = even ^ 64;  // four rows further
-    const T* from = rows.row(tokens.begin + lane / 8) + own;
-    const auto copy = [&](const auto& one) {
-#pragma unroll
-      for (int i = 0; i < kRows; i += 4) {
-        // Eight tokens of a side are 8 rows, then come 8 of the other.
-        one((i % 8 == 0 ? even : odd) + i / 32 * Stages::kGroup + (i % 32 / 8 * 16 + i % 8) * 128,
-            from, i < count);
-        from += 4 * rows.pitch;
-      }
-    };
-    if (rows.aligned)
-      copy([&](std::uint32_t to, const T* source, bool there) {
-        cp_async16(to, source, there ? 16 : 0);
-      });
-    else
-      copy([&](std::uint32_t to, const T* source, bool there) {
-        store_shared16(to,
-                       there ? load_chunk(source - own, own, rows.width) : make_uint4(0, 0, 0, 0));
-      });
-  }
-
-  // By the last warpgroup: the steps of the block's tiles, a warp for each stage.
-  __device__ void load() const {
-    const CastShape& shape = args.scores.shape;
-    const bool aligned = args.q.aligned && args.k.aligned;
-    const int half = static_cast<int>(pair_rank()) * (Stages::kTable / kPair);
-    const unsigned tiles = (args.units - blockIdx.x + gridDim.x - 1) / gridDim.x;
-    for (unsigned number = threadIdx.x % kWarpgroup / 32; number < tiles * steps;
-         number += Stages::kStages) {
-      const ScoreTile tile(args, blockIdx.x + number / steps * gridDim.x);
-      const ItemSpan& span = tile.tokens.keys;
-      const int step = static_cast<int>(number % steps), head = tile.list_head + step / chunks;
-      const int column = step % chunks * kDepth;
-      if (number >= Stages::kStages) mbarrier_wait(stages.free(number), Stages::phase(number) ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        expect_bytes(stages.full(number), Stages::kTable);
-        copy_to_pair(
-            stages.table(number) + half,
-            reinterpret_cast<const unsigned char*>(args.surrogates) +
-                (static_cast<std::int64_t>(tile.list_head) * chunks + step) * Stages::kTable + half,
-            Stages::kTable / kPair, stages.full(number));
-      }
-      load_side(number, 0, args.q.rows(span.batch, head, span.begin), column, tile.tokens);
-      load_side(number, 1, args.k.rows(span.batch, head / shape.group, span.begin), column,
-                tile.tokens);
-      if (aligned) {
-        arrive_after_copies(stages.full(number));
-      } else {
-        cp_async_wait<0>();  // one of them may be aligned
-        fence_async_proxy();
-        mbarrier_arrive(stages.full(number));
-      }
-    }
-  }
-
-  // By a warpgroup that multiplies: its 32 tokens of the block's tiles.
-  __device__ void work(int group) const {
-    unsigned number = 0;
-    for (unsigned unit = blockIdx.x; unit < args.units; unit += gridDim.x, number += steps) {
-      Sums sums = {};
-      multiply(sums, number, group);
-      write(sums, ScoreTile(args, unit), group);
-    }
-  }
-  __device__ __forceinline__ void multiply(Sums& sums, unsigned first, int group) const {
-    for (unsigned step = 0; step < steps; ++step) {
-      const unsigned number = first + step;
-      mbarrier_wait(stages.full(number), Stages::phase(number));
-      fence_async_proxy();
-      const std::uint64_t a = matrix_descriptor(stages.tokens(number, group));
-      const std::uint64_t b = matrix_descriptor(stages.table(number));
-      wgmma_fence();
-#pragma unroll
-      for (int depth = 0; depth < 4; ++depth)
-        wgmma_columns<T>(sums, descriptor_behind(a, depth * 32), descriptor_behind(b, depth * 32),
-                         step > 0 || depth > 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (step > 0) release(number - 1);
-    }
-    wgmma_wait<0>();
-    release(first + steps - 1);
-    wgmma_settle(sums);
-  }
-  __device__ void release(unsigned number) const {
-    if (threadIdx.x % 32 < kPair) pair_arrive(stages.free(number), threadIdx.x % 32);
-  }
-
-  // Affinities of a thread's token with a quarter of the clusters, by queries and by keys, become
-  // scores: the softmaxes and their mix.
-  __device__ __forceinline__ void write(Sums& sums, const ScoreTile& tile, int group) const {
-    const CastScores& scores = args.scores;
-    const int lane = static_cast<int>(threadIdx.x) % 32, clusters = scores.shape.clusters;
-    const int token = tile.tokens.begin + group * 32 +
-                      static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 8 + lane / 4;
-    const bool there = token < tile.tokens.end, all = clusters == kClusters;
-    if (!all) {
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kClusters / 2; ++i)
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= clusters) sums[i] = -INFINITY;
-    }
-    const float gate = there ? scores.shape.gates(tile.tokens.keys)[token] : 0.0f;
-    float factors[2];
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
-#pragma unroll
-      for (int i = 0; i < kClusters / 4; ++i)
-        top[i % 4] = fmaxf(top[i % 4], sums[i / 2 * 4 + 2 * side + i % 2]);
-      const float shift = quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * -kLog2e;
-#pragma unroll
-      for (int i = 0; i < kClusters / 4; ++i) {
-        float& value = sums[i / 2 * 4 + 2 * side + i % 2];
-        value = exp2_approximate(fmaf(value, kLog2e, shift));
-        sum[i % 4] += value;
-      }
-      factors[side] =
-          gate_sigmoid(side == 0 ? gate : -gate) / quad_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    }
-    if (!there) return;
-    const bool bad = isnan(factors[0] + factors[1]);
-    const std::int64_t pitch = scores.rows();
-    const std::int64_t first =
-        static_cast<std::int64_t>(tile.list_head * scores.blocks - scores.first_unit) *
-            kUnitClusters +
-        lane % 4 * 2;
-    float* to = scores.affinities + first * pitch +
-                static_cast<std::int64_t>(tile.tokens.keys.batch) * scores.shape.N +
-                tile.tokens.keys.begin + token;
-#pragma unroll
-    for (int i = 0; i < kClusters / 4; ++i, to += i % 2 ? pitch : 7 * pitch) {
-      const float* two = sums + i / 2 * 4 + i % 2;
-      const float score = fmaf(two[0], factors[0], two[2] * factors[1]);
-      if (all || i / 2 * 8 + lane % 4 * 2 + i % 2 < clusters) *to = bad ? -INFINITY : score;
-    }
-  }
-};
-
-template <class T, int kClusters>
-__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kBlocks<kClusters>)
+__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kScoreThreads, kBlocks<kClusters>)
     scores_sm90a_kernel(const __grid_constant__ ScoreArgs<T> args) {
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -267,7 +47,7 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, kBlock
   pair_start();
   await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (group == kGroups)
+  if (group == kScoreGroups)
     block.load();
   else
     block.work(group);
@@ -280,7 +60,7 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
   args.surrogates = static_cast<const T*>(table);
   args.units = args.slots * static_cast<unsigned>(heads);
   constexpr int kEach = 256;
-  const int chunks = (shape.D + kDepth - 1) / kDepth;
+  const int chunks = (shape.D + kScoreDepth - 1) / kScoreDepth;
   if (args.first_head == 0)
     launch_early("cast surrogates", surrogate_tiles_kernel<T, kClusters>,
                  dim3(static_cast<unsigned>(shape.H * chunks * kClusters * 8 / kEach)), kEach, 0,
@@ -289,7 +69,7 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
       "cast scores", scores_sm90a_kernel<T, kClusters>,
       dim3(std::min(args.units,
                     kBlocks<kClusters> * static_cast<unsigned>(multiprocessors()) / kPair * kPair)),
-      kThreads, ScoreStages<kClusters>::kBytes, stream, args);
+      kScoreThreads, ScoreStages<kClusters>::kBytes, stream, args);
 }
 
 }  // namespace
@@ -297,7 +77,7 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
 template <class T>
 void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
                   void* table, cudaStream_t stream) {
-  const KeyChunks tiles = token_tiles(scores.shape, kRows);
+  const KeyChunks tiles = token_tiles(scores.shape, kScoreRows);
   const ScoreArgs<T> args{scores,
                           tiles,
                           first_head,

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/device/await.cuh"
+#include "cuda/device/cast_affinities.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -14,145 +15,8 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kTokens = 128, kThreads = 256, kStages = 3;
-constexpr int kHalf = 64;  // clusters of a warp, over which it sums up
-
-// Elements of a row that are multiplied at a time: 128 bytes.
 template <class T>
-constexpr int kDepth = 128 / static_cast<int>(sizeof(T));
-
-template <class T>
-struct AffinityArgs {
-  CastScores scores;
-  KeyChunks tiles;
-  unsigned units;
-  Tensor4<const T> q, k;
-  const T* surrogates;  // (H, C, D)
-  float2* partials;     // (2 units, 2, B, N): largest affinity and sum of exponentials, or null
-  bool keep;            // affinities
-};
-
-// The tiles of one step in shared memory.
-template <class T>
-struct AffinityStage {
-  using Shape = Tile<T, kDepth<T>>;
-  static constexpr int kTileBytes = kTokens * Shape::kRowBytes;
-  static constexpr int kBytes = 3 * kTileBytes;
-  std::uint32_t base;
-
-  __device__ Shape tokens(int side) const { return {base + side * kTileBytes}; }
-  __device__ Shape clusters() const { return {base + 2 * kTileBytes}; }
-};
-static_assert(kTokens == kUnitClusters, "tiles of one size");
-
-template <class T>
-struct AffinityBlock {
-  const AffinityArgs<T>& args;
-  KeyChunk tile;
-  int unit, list_head, first;  // first cluster
-
-  __device__ int steps() const {
-    const int heads = args.scores.shape.list_heads == 1 ? args.scores.shape.H : 1;
-    return heads * chunks();
-  }
-  __device__ int chunks() const { return (args.scores.shape.D + kDepth<T> - 1) / kDepth<T>; }
-
-  __device__ void load(const AffinityStage<T>& stage, int step) const {
-    const CastShape& shape = args.scores.shape;
-    const int head = list_head + step / chunks(), column = step % chunks() * kDepth<T>;
-    const auto part = [&](Rows<const T> rows) {
-      rows.data += column;
-      rows.width -= column;
-      return rows;
-    };
-    const int count = tile.end - tile.begin;
-    load_tile<kTokens, kThreads>(stage.tokens(0),
-                                 part(args.q.rows(tile.keys.batch, head, tile.keys.begin)),
-                                 tile.begin, count);
-    load_tile<kTokens, kThreads>(
-        stage.tokens(1), part(args.k.rows(tile.keys.batch, head / shape.group, tile.keys.begin)),
-        tile.begin, count);
-    const T* table = args.surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D;
-    load_tile<kUnitClusters, kThreads>(stage.clusters(), part(dense_rows(table, shape.D)), first,
-                                       shape.clusters - first);
-  }
-};
-
-// Adds the products of a step: 32 tokens and 64 clusters of a warp, for queries and keys.
-template <class T>
-__device__ __forceinline__ void add_step(Accumulator (&sums)[2][2][4],
-                                         const AffinityStage<T>& stage, int row, int column) {
-#pragma unroll
-  for (int depth = 0; depth < kDepth<T>; depth += 16) {
-    FragmentA<T> a[2][2];
-#pragma unroll
-    for (int side = 0; side < 2; ++side)
-#pragma unroll
-      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tokens(side), row + 16 * m, depth);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      FragmentB<T> b;
-      load_b(b, stage.clusters(), column + 16 * n, depth);
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int m = 0; m < 2; ++m) multiply_add(sums[side][m][n], a[side][m], b);
-    }
-  }
-}
-
-// Largest affinity and sum of exponentials of a row that four lanes share, of clusters below `end`.
-__device__ __forceinline__ float2 row_partial(const Accumulator (&sums)[4], int half_row,
-                                              int column, int end) {
-  float largest = -INFINITY, sum = 0.0f;
-  const auto visit = [&](const auto& body) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (column + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 < end)
-        body(sums[i / 4][i / 2 % 2][2 * half_row + i % 2]);
-  };
-  visit([&](float value) { largest = fmaxf(largest, value); });
-  largest = quad_max(largest);
-  visit([&](float value) { sum += expf(value - largest); });
-  return make_float2(largest, quad_sum(sum));
-}
-
-template <class T>
-__device__ __forceinline__ void write_affinities(const AffinityBlock<T>& block,
-                                                 const Accumulator (&sums)[2][2][4], int row,
-                                                 int column) {
-  const CastScores& scores = block.args.scores;
-  const int lane = threadIdx.x % 32, end = scores.shape.clusters - block.first;
-  const int own = column + lane % 4 * 2;
-  const std::int64_t first =
-      static_cast<std::int64_t>(block.tile.keys.batch) * scores.shape.N + block.tile.keys.begin;
-#pragma unroll
-  for (int side = 0; side < 2; ++side)
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = block.tile.begin + row + 16 * m + 8 * half + lane / 4;
-        const bool there = token < block.tile.end;
-        if (block.args.partials) {
-          const float2 partial = row_partial(sums[side][m], half, own, end);
-          const int part = (2 * block.unit + column / kHalf) * 2 + side;
-          if (there && lane % 4 == 0)
-            block.args.partials[part * scores.rows() + first + token] = partial;
-        }
-        if (!block.args.keep || !there) continue;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const int c = own + i / 4 * 16 + i / 2 % 2 * 8 + i % 2;
-          if (c < end)
-            scores.affinity(block.unit, side, c)[first + token] =
-                sums[side][m][i / 4][i / 2 % 2][2 * half + i % 2];
-        }
-      }
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kAffinityThreads, 1)
     affinity_kernel(const __grid_constant__ AffinityArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
@@ -164,20 +28,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   block.list_head = block.unit / args.scores.blocks;
   block.first = block.unit % args.scores.blocks * kUnitClusters;
   const auto stage = [&](int step) {
-    return AffinityStage<T>{shared_address(memory) + step % kStages * AffinityStage<T>::kBytes};
+    return AffinityStage<T>{shared_address(memory) +
+                            step % kAffinityStages * AffinityStage<T>::kBytes};
   };
-  const int warp = threadIdx.x / 32, row = warp / 2 * 32, column = warp % 2 * kHalf;
+  const int warp = threadIdx.x / 32, row = warp / 2 * 32, column = warp % 2 * kAffinityHalf;
   const int steps = block.steps();
   Accumulator sums[2][2][4] = {};
 #pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) {
+  for (int step = 0; step < kAffinityStages - 1; ++step) {
     if (step < steps) block.load(stage(step), step);
     cp_async_commit();
   }
   for (int step = 0; step < steps; ++step) {
-    cp_async_wait<kStages - 2>();
+    cp_async_wait<kAffinityStages - 2>();
     __syncthreads();
-    if (step + kStages - 1 < steps) block.load(stage(step + kStages - 1), step + kStages - 1);
+    if (step + kAffinityStages - 1 < steps)
+      block.load(stage(step + kAffinityStages - 1), step + kAffinityStages - 1);
     cp_async_commit();
     add_step(sums, stage(step), row, column);
   }
@@ -198,7 +64,7 @@ __global__ void norms_kernel(CastScores scores, const float2* partials, float2* 
     norms[number] = make_float2(open, 1.0f - open);
     return;
   }
-  const int halves = (shape.clusters + kHalf - 1) / kHalf;
+  const int halves = (shape.clusters + kAffinityHalf - 1) / kAffinityHalf;
   float lse[2];
   for (int side = 0; side < 2; ++side) {
     const float2* part = partials + (list_head * scores.blocks * 4 + side) * rows + position;
@@ -257,7 +123,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const SingleBuffers buffers(single ? arena : none, shape);
   if (!affinities || rows == 0 || shape.items == 0) return;
   CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
-  const KeyChunks tiles = token_tiles(shape, kTokens);
+  const KeyChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
@@ -277,7 +143,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
                                  keep};
       launch_early("cast affinities", affinity_kernel<T>,
                    dim3(static_cast<unsigned>(units) * static_cast<unsigned>(tiles.slots)),
-                   kThreads, kStages * AffinityStage<T>::kBytes, stream, args);
+                   kAffinityThreads, kAffinityStages * AffinityStage<T>::kBytes, stream, args);
     });
   };
   const bool once = !plan.scored && plan.stored == plan.units;

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: MIT
+// Forward pass of attention over lists by mma.sync: the tiles of a block and the queries of a warp
+// (attend_list_fwd.cu).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/attend_tiles.cuh"
+#include "cuda/device/list_forward.cuh"
+#include "cuda/device/list_rows.cuh"
+#include "cuda/device/load.cuh"
+#include "cuda/device/query_fragments.cuh"
+#include "cuda/device/store.cuh"
+
+namespace coterie::cuda {
+
+constexpr int kForwardThreads = 128, kForwardRowBits = 7, kForwardRows = 1 << kForwardRowBits,
+              kForwardKeys = 64;
+
+template <class T, int kDim>
+struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
+  using AttendTiles<T, kDim, kForwardRows, kForwardKeys>::AttendTiles;
+
+  // Ranks from `begin` on of the key list.
+  __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v,
+                       const SlotList& list, int begin) const {
+    const int left = list.count - begin;
+    load_tile<kForwardKeys, kForwardThreads>(this->keys(stage), k, begin, left,
+                                             list.index_at(begin));
+    load_tile<kForwardKeys, kForwardThreads>(this->values(stage), v, begin, left,
+                                             list.index_at(begin));
+    cp_async_commit();
+  }
+
+  // Scores of scales below 0 are those of the negated rows. By all threads, between barriers.
+  __device__ void negate_queries() const {
+    constexpr std::uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
+    for (int word = threadIdx.x; word < this->kQueryBytes / 4; word += kForwardThreads) {
+      const std::uint32_t at = this->queries.base + 4 * word;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(load_shared32(at) ^ kSigns) : "memory");
+    }
+  }
+};
+
+// A warp's 32 queries: 2 x 16, of which a lane holds [m][half].
+template <class T, int kDim>
+struct ForwardRows {
+  static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
+
+  QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
+  RankRange range[2][2];
+  RankRange seen, shared;  // by any, and by all of the warp's queries
+  QueryFacts facts[2][2];
+  RowSoftmax softmax[2][2];
+  Accumulator out[2][kDim / 32][2] = {};
+
+  // Row of the tile.
+  __device__ static int row(int m, int half) {
+    return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m + 8 * half +
+           static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+
+  // Queries from rank `first` on; those beyond the last repeat it.
+  __device__ void start(const ListProblem& problem, const ListPair& pair, int head, int first) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int rank = min(first + row(m, half), pair.q.count - 1);
+        range[m][half] = problem.range(pair, rank);
+        softmax[m][half] = {kLowestShift, 0.0f};
+        facts[m][half].load(problem, pair, head, rank);
+      }
+    seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
+    shared = {__shfl_sync(~0u, range[1][1].low, 31), __shfl_sync(~0u, range[0][0].high, 0)};
+  }
+
+  // -inf for what is out of sight of keys begin .. begin + 16 kBlock - 1.
+  __device__ void mask(Accumulator (&s)[kBlock][2], int begin) const {
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      const int m = i / 8 % 2, half = i / 2 % 2;
+      const int key = begin + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      if (key < range[m][half].low || key >= range[m][half].high)
+        s[i / 16][m][i / 4 % 2][i % 4] = -INFINITY;
+    }
+  }
+
+  __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
+                                const KeyFacts<kForwardKeys>& keys, int column) const {
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      const int m = i / 8 % 2, half = i / 2 % 2;
+      const int key = column + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      float& score = s[i / 16][m][i / 4 % 2][i % 4];
+      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys, key);
+    }
+  }
+
+  // New shifts for the rows that need one. A row looks at its own scores only.
+  __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent, float inverse) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i)
+          top = fmaxf(top, s[i / 4][m][i / 2 % 2][2 * half + i % 2]);
+        top = quad_max(top);
+        if (!(top > softmax[m][half].limit(inverse))) continue;
+        const float factor = softmax[m][half].raise(top, exponent);
+#pragma unroll
+        for (int i = 0; i < kDim / 4; ++i)
+          out[m][i / 8][i / 4 % 2][i / 2 % 2][2 * half + i % 2] *= factor;
+      }
+  }
+
+  __device__ void weigh(Accumulator (&s)[kBlock][2], float exponent) {
+    const float inverse = 1.0f / exponent;
+    bool above = false;
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i)
+      above |=
+          s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] > softmax[i / 8 % 2][i / 2 % 2].limit(inverse);
+    if (__any_sync(~0u, above)) rescale(s, exponent, inverse);
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+      score = softmax[i / 8 % 2][i / 2 % 2].weight(score, exponent);
+    }
+  }
+
+  // Keys column .. column + 16 kBlock - 1 of the tile that starts at rank `begin`.
+  __device__ void attend(const ListProblem& problem, const Tile<T, kDim>& keys,
+                         const Tile<T, kDim>& values, const KeyFacts<kForwardKeys>& key_facts,
+                         int begin, int column, float scale) {
+    const int first = begin + column;
+    if (first >= seen.high || first + 16 * kBlock <= seen.low) return;
+    Accumulator s[kBlock][2];
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
+    if (first < shared.low || first + 16 * kBlock > shared.high) mask(s, first);
+    finish_scores(problem, s, key_facts, column);
+    if (problem.laplace) {
+#pragma unroll
+      for (int i = 0; i < 16 * kBlock; ++i) {
+        float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+        score = laplace(score * scale);
+      }
+    } else {
+      weigh(s, scale * kLog2e);
+    }
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) {
+      FragmentA<T> p[2];
+      to_fragment(p[0], s[b][0]);
+      to_fragment(p[1], s[b][1]);
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) {
+        FragmentB<T> v;
+        load_b_transposed(v, values, 16 * d, column + 16 * b);
+        multiply_add(out[0][d / 2][d % 2], p[0], v);
+        multiply_add(out[1][d / 2][d % 2], p[1], v);
+      }
+    }
+  }
+
+  __device__ void write(const ListForwardArgs<T>& args, const ListPair& pair, int head, int first) {
+    const ListProblem& problem = args.problem;
+    Rows<T> rows = args.out.rows(pair.q_span.batch, head, pair.q_span.begin);
+    if (args.slot_rows)
+      rows = {args.slot_rows, problem.width, problem.width, problem.width * sizeof(T) % 16 == 0};
+    const std::int64_t base =
+        args.slot_rows ? 0 : ListProblem::row_base(problem.q, pair.q_span, head);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int rank = first + row(m, half);
+        const bool there = rank < pair.q.count;
+        const std::int64_t to = !there           ? 0
+                                : args.slot_rows ? pair.q.slot_of(rank)
+                                                 : pair.q.row(rank);
+        if (!problem.laplace) {
+          const float sum = quad_sum(softmax[m][half].sum);
+          if (there && args.lse && threadIdx.x % 4 == 0)
+            args.lse[base + to] = row_lse(softmax[m][half].shift, sum);
+          const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+          for (int i = 0; i < kDim / 4; ++i)
+            out[m][i / 8][i / 4 % 2][i / 2 % 2][2 * half + i % 2] *= factor;
+        }
+#pragma unroll
+        for (int d = 0; d < kDim / 32; ++d) store_columns(rows, to, there, 32 * d, out[m][d], half);
+      }
+  }
+};
+
+// Members of a list end before its last slot: the log-sum-exps of empty slots.
+template <class T>
+__device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair, int first) {
+  const int rank = first + static_cast<int>(threadIdx.x);
+  if (args.problem.q.layout != ListLayout::members || !args.slot_rows || !args.lse) return;
+  if (rank >= pair.q.count && rank < args.problem.q.width)
+    args.lse[pair.q.slot_of(rank)] = -INFINITY;
+}
+
+}  // namespace coterie::cuda
