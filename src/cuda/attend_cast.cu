@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: MIT
-// CAST: the order of its stages. The attention inside clusters is that of lists (lists.h).
+// CAST: the order of its stages in the forward pass. The attention inside clusters is that of lists
+// (lists.h).
 #include <algorithm>
 
 #include "cuda/attention.h"
-#include "cuda/cast.h"
+#include "cuda/cast_pass.h"
 #include "cuda/cluster.h"
 #include "cuda/device/await.cuh"
-#include "cuda/hopper.h"
 #include "cuda/launch.h"
-#include "cuda/lists.h"
-#include "cuda/padding.h"
 #include "cuda/refusal.h"
-#include "cuda/slot_sum.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {
@@ -90,6 +87,40 @@ TensorView repeat_heads(const AttentionCall& call, const TensorView& from, Arena
   return copy;
 }
 
+}  // namespace
+
+CastInner cast_inner_lists(const CastShape& shape, const AttentionCall& call, Arena& arena,
+                           cudaStream_t stream) {
+  CastInner inner{call, {}};
+  inner.call.inputs.k_sequences = call.inputs.q_sequences;
+  if (shape.list_heads > 1 && shape.group > 1) {
+    inner.call.k = inner.call.inputs.k = repeat_heads(call, call.k, arena, stream);
+    inner.call.inputs.v = repeat_heads(call, call.inputs.v, arena, stream);
+    inner.call.key_heads = inner.call.value_heads = call.H;
+  }
+  ListSide side;
+  side.layout = ListLayout::members;
+  side.index = shape.members;
+  side.index_heads = shape.list_heads;
+  side.width = shape.width;
+  inner.plan.lists = shape.clusters;
+  inner.plan.queries = inner.plan.keys = side;
+  inner.plan.weighting = shape.laplace ? ListWeighting::laplace : ListWeighting::softmax;
+  inner.plan.scale = shape.scale;
+  return inner;
+}
+
+TokenSlots cast_token_slots(const CastShape& shape, const AttentionCall& call, Arena& arena,
+                            cudaStream_t stream) {
+  const TokenSlots slots = make_token_slots(
+      arena, call.inputs.q_sequences, call.B, call.N, shape.list_heads, shape.members,
+      static_cast<std::int64_t>(shape.clusters) * shape.width, 0, shape.clusters);
+  find_token_slots(slots, call.B, arena, stream);
+  return slots;
+}
+
+namespace {
+
 class CastPass : public Pass {
  public:
   CastPass(const CastParams& params, const AttentionCall& call) : Pass(call), params_(params) {}
@@ -110,7 +141,7 @@ class CastPass : public Pass {
     Arena select, attend, backward;
     cast_select(params_, call_, nullptr, select, nullptr);
     attend_into({}, attend, nullptr);
-    backward_into({}, {}, {}, backward, nullptr);
+    cast_backward(params_, call_, {}, {}, {}, backward, nullptr);
     return std::max({select.used(), attend.used(), backward.used()});
   }
 
@@ -128,43 +159,10 @@ class CastPass : public Pass {
   void backward(const AttentionResult& result, const TensorView& grad_out,
                 const AttentionGradients& gradients, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    backward_into(result, grad_out, gradients, arena, stream_of(workspace));
+    cast_backward(params_, call_, result, grad_out, gradients, arena, stream_of(workspace));
   }
 
  private:
-  // The attention inside clusters as one of lists. Where query heads of one key head have lists of
-  // their own, keys and values are copied for each.
-  struct Inner {
-    AttentionCall call;
-    ListPlan plan;
-  };
-  Inner inner_lists(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
-    Inner inner{call_, {}};
-    inner.call.inputs.k_sequences = call_.inputs.q_sequences;
-    if (shape.list_heads > 1 && shape.group > 1) {
-      inner.call.k = inner.call.inputs.k = repeat_heads(call_, call_.k, arena, stream);
-      inner.call.inputs.v = repeat_heads(call_, call_.inputs.v, arena, stream);
-      inner.call.key_heads = inner.call.value_heads = call_.H;
-    }
-    ListSide side;
-    side.layout = ListLayout::members;
-    side.index = shape.members;
-    side.index_heads = shape.list_heads;
-    side.width = shape.width;
-    inner.plan.lists = shape.clusters;
-    inner.plan.queries = inner.plan.keys = side;
-    inner.plan.weighting = shape.laplace ? ListWeighting::laplace : ListWeighting::softmax;
-    inner.plan.scale = shape.scale;
-    return inner;
-  }
-
-  TokenSlots token_slots(const CastShape& shape, Arena& arena, cudaStream_t stream) const {
-    const TokenSlots slots = make_token_slots(
-        arena, call_.inputs.q_sequences, call_.B, call_.N, shape.list_heads, shape.members,
-        static_cast<std::int64_t>(shape.clusters) * shape.width, 0, shape.clusters);
-    find_token_slots(slots, call_.B, arena, stream);
-    return slots;
-  }
   // Inner outputs, of the inputs' type.
   void* take_inner(const CastShape& shape, Arena& arena) const {
     const std::int64_t count = shape.slots() * shape.D;
@@ -172,7 +170,7 @@ class CastPass : public Pass {
     return arena.take<std::uint16_t>(count);
   }
 
-  // Here and below an arena that only counts launches nothing.
+  // An arena that only counts launches nothing.
   void attend_into(const AttentionResult& result, Arena& arena, cudaStream_t stream) const {
     CastForward pass{};
     pass.saved = cast_saved(params_, result.saved);
@@ -184,7 +182,7 @@ class CastPass : public Pass {
     if (call_.inputs.q.dtype != DType::f32)
       rounded = arena.take<std::uint16_t>(table * (1 + call_.num_items()));
     const bool empty = call_.N == 0;
-    if (!empty) pass.slots = token_slots(shape, arena, stream);
+    if (!empty) pass.slots = cast_token_slots(shape, call_, arena, stream);
     if (inner_out) cast_summaries(shape, call_, pass.saved, rounded, empty, stream);
     if (empty) return;
     pass.surrogates = shape.surrogates;
@@ -194,135 +192,13 @@ class CastPass : public Pass {
       pass.summaries = rounded + table;
     }
     pass.inner = inner_out;
-    const Inner inner = inner_lists(shape, arena, stream);
+    const CastInner inner = cast_inner_lists(shape, call_, arena, stream);
     if (!inner_out) return;
     ListOutputs outputs;
     outputs.slot_rows = inner_out;
     outputs.lse = pass.saved.member_lse;
     lists_forward(inner.call, inner.plan, outputs, stream);
     cast_mix(shape, call_, pass, stream);
-  }
-
-  CastBackward take_backward(const CastShape& shape, Arena& arena) const {
-    const std::int64_t slots = shape.slots(), rows = call_.B * call_.H * call_.N;
-    const std::int64_t clusters = call_.num_items() * call_.H * params_.clusters;
-    CastBackward pass{};
-    for (float** scalars :
-         {&pass.dots, &pass.excess, &pass.weights, &pass.weighted, &pass.query_factors,
-          &pass.key_factors, &pass.summary_weights, &pass.dgate_slots, &pass.shifts})
-      *scalars = arena.take<float>(slots);
-    pass.key_slot_heads = static_cast<int>(shape.list_heads > 1 ? call_.H : call_.value_heads);
-    // Rows of 16 bits are by query head.
-    const std::int64_t key_slots = std::max<std::int64_t>(pass.key_slot_heads, (call_.H + 1) / 2);
-    pass.dq_slots = arena.take<float>(slots * call_.Dk);
-    pass.dk_slots = arena.take<float>(slots / call_.H * key_slots * call_.Dk);
-    pass.dv_slots = arena.take<float>(slots / call_.H * key_slots * call_.Dv);
-    pass.facts = arena.take<float4>(rows);
-    cast_cut_tokens(shape, call_, pass);
-    pass.delta = arena.take<float>(rows);
-    pass.dgate_rows = arena.take<float>(rows);
-    pass.partials =
-        arena.take<float>(pass.chunks.slots * call_.H * params_.clusters * 2 * call_.Dk);
-    pass.member_tiles = (shape.width + 63) / 64;
-    pass.member_parts = arena.take<float>(clusters * pass.member_tiles * 2 * call_.Dk);
-    pass.key_parts = arena.take<float>(clusters * pass.member_tiles * call_.Dk);
-    pass.dsummary = arena.take<float>(clusters * call_.Dv);
-    pass.summary_dots = arena.take<float>(clusters);
-    return pass;
-  }
-
-  // Whether the gradients of the mix, or also of the attention inside clusters, take warpgroups'
-  // kernels.
-  void choose_kernels(const CastShape& shape, CastBackward& pass) const {
-    const auto aligned = [](const TensorView& rows) {
-      return !rows.present() || tensor4<const F16>(rows).aligned;
-    };
-    if (call_.inputs.q.dtype == DType::f32 || shape.laplace) return;
-    if (!pass.grad_out.present() || !on_hopper()) return;
-    const AttentionGradients& to = pass.gradients;
-    pass.hopper = aligned(call_.inputs.q) && aligned(pass.grad_out) && aligned(to.dq);
-    pass.resident = pass.hopper && shape.width <= kCastResident && shape.D <= 64 &&
-                    aligned(call_.k) && aligned(call_.inputs.v) && aligned(to.dk) && aligned(to.dv);
-    // Their loaders count bytes of rows in 32 bits.
-    const auto near = [](const TensorView& rows) { return rows.stride(2) < std::int64_t{1} << 30; };
-    pass.resident = pass.resident && near(call_.inputs.q) && near(call_.k) &&
-                    near(call_.inputs.v) && near(pass.grad_out);
-    // Sums over slots of query heads with one list for all.
-    pass.resident = pass.resident && (shape.group == 1 || shape.list_heads == 1);
-    if (pass.resident) pass.key_slot_heads = shape.H;
-  }
-
-  void backward_into(const AttentionResult& result, const TensorView& grad_out,
-                     const AttentionGradients& gradients, Arena& arena, cudaStream_t stream) const {
-    const CastSaved saved = cast_saved(params_, result.saved);
-    const CastShape shape = cast_shape(params_, call_, saved.members);
-    CastBackward pass = take_backward(shape, arena);
-    pass.saved = saved;
-    pass.grad_out = grad_out;
-    pass.gradients = gradients;
-    choose_kernels(shape, pass);
-    if (call_.N == 0) {
-      if (gradients.dcentroids.present())
-        COTERIE_CUDA(cudaMemsetAsync(
-            gradients.dcentroids.data, 0,
-            static_cast<std::size_t>(gradients.dcentroids.count()) * sizeof(float), stream));
-      return;
-    }
-    cast_prepare(shape, call_, pass, arena, stream);
-    pass.slots = token_slots(shape, arena, stream);
-    if (pass.resident) {
-      cast_inner_queries(shape, call_, pass, stream);
-      backward_mix(shape, pass, stream);
-      cast_inner_keys(shape, call_, pass, stream);
-    } else {
-      backward_lists(shape, pass, arena, stream);
-    }
-    if (!pass.dots) return;
-    const bool folds = cast_fold_heads(shape, call_, pass, stream);
-    if (pass.resident) return sum_slots(call_, slot_sums(pass), folds, stream);
-    cast_fold(shape, call_, pass, stream);
-    for (const TensorView* rows : {&gradients.dk, &gradients.dv})
-      if (rows->present()) zero_padding(*rows, call_.inputs.q_sequences, call_.num_items(), stream);
-  }
-  // Of complete slots.
-  std::vector<SlotSum> slot_sums(const CastBackward& pass) const {
-    std::vector<SlotSum> sums;
-    const auto add = [&](const void* slots, const TensorView& to, bool added) {
-      if (to.present()) sums.push_back({pass.slots, slots, call_.H, to, added});
-    };
-    add(pass.dq_slots, pass.gradients.dq, true);
-    add(pass.dk_slots, pass.gradients.dk, false);
-    add(pass.dv_slots, pass.gradients.dv, false);
-    return sums;
-  }
-
-  void backward_mix(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) const {
-    cast_facts(shape, pass, stream);
-    cast_tokens_backward(shape, call_, pass, stream);
-    cast_clusters_backward(shape, call_, pass, stream);
-    cast_totals(shape, pass, stream);
-  }
-
-  // The attention inside clusters as one of lists.
-  void backward_lists(const CastShape& shape, CastBackward& pass, Arena& arena,
-                      cudaStream_t stream) const {
-    const Inner inner = inner_lists(shape, arena, stream);
-    ListGradients lists;
-    lists.grad_out = pass.grad_out;
-    lists.lse = {pass.saved.member_lse, true};
-    pass.member_tiles = 1;
-    if (pass.dots) {
-      lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
-      cast_members_backward(shape, call_, pass, stream);
-      backward_mix(shape, pass, stream);
-      cast_summaries_backward(shape, call_, pass, stream);
-    }
-    lists.weight = {pass.weights, true};
-    lists.delta = {pass.weighted, true};
-    lists.slot_dq = static_cast<float*>(pass.dq_slots);
-    lists.slot_dk = static_cast<float*>(pass.dk_slots);
-    lists.slot_dv = static_cast<float*>(pass.dv_slots);
-    lists_backward(inner.call, inner.plan, lists, arena, stream);
   }
 
   const CastParams& params_;
