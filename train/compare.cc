@@ -177,7 +177,7 @@ std::vector<ComparedRun> compare(const std::vector<PlannedRun>& plan, const Trai
       const TrainResult result = train(planned.config, *task, resume, hooks);
       if (result.reason == "interrupted") return runs;
     }
-    runs.push_back({planned, read_run(planned.config.out).value(), found.finished});
+    runs.push_back({planned, read_run(planned.config.out).value()});
     done(runs.back());
   }
   return runs;

@@ -25,7 +25,6 @@ std::vector<PlannedRun> comparison_plan(const std::string& out);
 struct ComparedRun {
   PlannedRun plan;
   RunLog log;
-  bool reused = false;  // was there, finished, with the same config
 };
 
 // Trains what is not there yet, in order; runs that were broken off go on from their last
