@@ -14,8 +14,6 @@ namespace {
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kPassing = 2048;     // keys that have room; as many are the sample
 constexpr int kMostWanted = 1024;  // of the quick way
-// Threads that look for a key among all, and their number of keys.
-constexpr int kSeekers = 256, kSeekerWarps = kSeekers / 32, kEach = kPassing / kSeekers;
 
 struct TopMemory {
   union {
@@ -23,41 +21,30 @@ struct TopMemory {
     CandidateKey keys[kPassing];  // of the sample, then of what passes
   };
   int chosen[kMostWanted];
-  CandidateKey found;
   int count, taken;  // of what passes, of the chosen
-  int warps[kWarps], seekers[2][kSeekerWarps];
+  int warps[kWarps];
 };
 
 // A key that at least `least` and at most `most` of memory.keys[0, count) are not below; all of
 // them are distinct, and at least so many are not below `low`. By all threads of a block.
 __device__ CandidateKey find_key(int count, CandidateKey low, int least, int most,
                                  TopMemory& memory) {
-  if (threadIdx.x < kSeekers) {
-    CandidateKey keys[kEach], high = candidate_key(INFINITY, 0) + 1;
+  constexpr int kEach = kPassing / kThreads;  // keys of a thread
+  CandidateKey keys[kEach], high = candidate_key(INFINITY, 0) + 1;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int place = i * kSeekers + static_cast<int>(threadIdx.x);
-      keys[i] = place < count ? memory.keys[place] : 0;
-    }
-    for (int turn = 0;; turn ^= 1) {
-      const CandidateKey middle = low + (high - low) / 2;
-      int above = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) above += keys[i] >= middle;
-      above = __reduce_add_sync(~0u, above);
-      if (threadIdx.x % 32 == 0) memory.seekers[turn][threadIdx.x / 32] = above;
-      asm volatile("bar.sync 1, %0;" ::"n"(kSeekers) : "memory");
-      above = 0;
-#pragma unroll
-      for (int w = 0; w < kSeekerWarps; ++w) above += memory.seekers[turn][w];
-      low = above >= least ? middle : low;
-      high = above >= least ? high : middle;
-      if ((above >= least && above <= most) || high - low <= 1) break;
-    }
-    if (threadIdx.x == 0) memory.found = low;
+  for (int i = 0; i < kEach; ++i) {
+    const int place = i * kThreads + static_cast<int>(threadIdx.x);
+    keys[i] = place < count ? memory.keys[place] : 0;
   }
-  __syncthreads();
-  return memory.found;
+  while (high - low > 1) {
+    const CandidateKey middle = low + (high - low) / 2;
+    int above = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) above += __syncthreads_count(keys[i] >= middle);
+    (above >= least ? low : high) = middle;
+    if (above >= least && above <= most) break;
+  }
+  return low;
 }
 
 // Keys of tokens that are not below a bound which all of the `wanted` best pass, to memory.keys;

@@ -18,6 +18,12 @@ struct OpenRows {
   float bound[kMostOpen];  // the limit below the best one
   float scale[kMostOpen];
   int count;
+  std::uint64_t barrier;
+
+  // By one thread, before the block meets.
+  __device__ void init() { mbarrier_init(shared_address(&barrier), kWarpgroup); }
+  // All threads of the warpgroup wait for each other.
+  __device__ void sync() { mbarrier_sync(shared_address(&barrier)); }
 };
 
 // Pairs (row, centroid) of a warp whose sums are wanted, and the best of its 16 rows.
@@ -123,8 +129,11 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
     for (int i = 0; i < 8 * kChunks; ++i) x[i] *= scale[side];
     products.set(side, x);
   }
+  bool known = true;  // the limits of all 64
+  for (int at = lane; at < count; at += 32) known &= list.limit[total - count + at] > -INFINITY;
+  known = __all_sync(~0u, known);
   if (lane < 16) open.best[lane] = 0;
-  group_sync();  // all have read the list
+  list.sync();  // all have read the list
   if (threadIdx.x % kWarpgroup == 0) list.count = total - count;
   // Visits the scores of kScanStep centroids at a time.
   const auto sweep = [&](const auto& visit) {
@@ -140,8 +149,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
       visit(d, column);
     }
   };
-  const bool known = limit[0] > -INFINITY && limit[1] > -INFINITY;
-  if (group_count(!known) > 0 && table.usable) {
+  if (!known && table.usable) {
     float most[2] = {-INFINITY, -INFINITY};
     sweep([&](const float(&d)[kScanStep / 2], int column) {
       const int last = table.clusters - column - lane % 4 * 2;
@@ -188,7 +196,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
     if (lane % 4 == side && row[side] >= 0)
       labels[row[side]] =
           static_cast<std::int32_t>(~static_cast<std::uint32_t>(open.best[lane / 4 + 8 * side]));
-  group_sync();
+  list.sync();
 }
 
 }  // namespace coterie::cuda

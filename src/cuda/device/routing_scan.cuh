@@ -33,18 +33,6 @@ constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
 __device__ __forceinline__ int group_number() {
   return static_cast<int>(threadIdx.x / unsigned{kWarpgroup});
 }
-__device__ __forceinline__ void group_sync() {
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group_number()) : "memory");
-}
-// How many threads of the warpgroup say yes.
-__device__ __forceinline__ int group_count(bool yes) {
-  int count;
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; bar.red.popc.u32 %0, %1, 128, p;}"
-               : "=r"(count)
-               : "r"(1 + group_number()), "r"(static_cast<int>(yes))
-               : "memory");
-  return count;
-}
 
 // What the rows of a block's problem are measured with.
 struct ScanTable {
