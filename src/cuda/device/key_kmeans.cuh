@@ -44,14 +44,12 @@ struct KeyKMeansArgs {
 // Shared memory of a block, at a multiple of 1024 bytes.
 struct Memory {
   unsigned char ring[kSlots * kSlotBytes];   // rows; before them keys and centroids
-  unsigned char table[kTableBytes];          // m_c, and biases in bf16 parts
+  unsigned char table[kTableBytes];          // m_c, and biases in bf16 parts; before, key products
   unsigned char metric[2][kTileBytes];       // the covariance in bf16: high parts, low parts
   std::uint32_t lists[kWarps][kRound + 16];  // rows of a warp's clusters
   std::uint8_t labels[kSlots][kRound];       // of row r at r % 32 * 8 + r / 32
   float column_sums[4][kWidth], squares[4];  // of the keys, by warps
-  alignas(16) float mean[kWidth];
-  float metric_scale;
-  alignas(16) float reference[kWidth];  // the fixed query
+  alignas(16) float reference[kWidth];       // the fixed query
   uint2 bounds[kWarps];
   std::int32_t numbers[kSamples];       // rows of the sampled keys
   std::int32_t initial[kClusters + 1];  // rows of the first centroids; places of the clusters

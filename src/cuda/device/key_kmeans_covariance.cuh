@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT
-// The start of the one-kernel k-means (key_kmeans_sm90a.cu): the first centroids,
-// and the keys' covariance. Every block computes it for itself: that takes less
-// time than blocks need to tell each other. Of its warpgroups the first
-// multiplies the keys, the second adds them up, and the others fetch the first
-// centroids.
+// The start of the one-kernel k-means (key_kmeans_sm90a.cu): the first centroids, and the keys'
+// covariance. Every block computes it for itself: that takes less time than blocks need to tell
+// each other. Of its warpgroups the first multiplies the keys, the second adds them up, and the
+// others fetch the first centroids.
 #pragma once
 
 #include "cuda/device/key_kmeans.cuh"
@@ -30,20 +29,20 @@ struct KeyCovariance : KeyProblem<T> {
   using Base::team;
   using Base::warp;
 
-  // One half of the warps finds the rows of the first centroids, the other one
-  // starts to load the sampled keys, zeros behind them: 64 a warp.
-  __device__ __forceinline__ void choose_rows(const ItemSpan& keys, int samples) const {
+  // The row of a first centroid; by one half of the warps.
+  __device__ __forceinline__ void choose_row() const {
+    const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
+                              static_cast<std::uint32_t>(problem)};
+    const int place = warp * 32 + own_lane(), c = min(place, args.shape.clusters - 1);
+    const auto row = static_cast<std::int32_t>(random_permutation(
+        stream, static_cast<std::uint32_t>(c), static_cast<std::uint32_t>(span.length)));
+    memory.initial[place] = row;
+    prefetch(rows.row(row));
+  }
+
+  // Starts to load the sampled keys, zeros behind them, by the other half: 64 a warp.
+  __device__ __forceinline__ void load_keys(const ItemSpan& keys, int samples) const {
     const int lane = own_lane(), first = (warp - kWarps / 2) * 64;
-    if (warp < kWarps / 2) {
-      const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
-                                static_cast<std::uint32_t>(problem)};
-      const int c = min(warp * 32 + lane, args.shape.clusters - 1);
-      const auto row = static_cast<int>(random_permutation(
-          stream, static_cast<std::uint32_t>(c), static_cast<std::uint32_t>(span.length)));
-      memory.initial[warp * 32 + lane] = row;
-      prefetch(rows.row(row));
-      return;
-    }
     const Rows<const T> from =
         aligned_rows(args.k.rows(keys.batch, head / args.shape.group, keys.begin));
     const Tile<T, kWidth> tile{this->slot(first / kRound)};
@@ -68,9 +67,8 @@ struct KeyCovariance : KeyProblem<T> {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
   }
 
-  // Sums of the keys' elements, by the second warpgroup: their means, and a power of two by which
-  // the mean variance comes near 1. It changes no label, and keeps the table in the range of fp16.
-  __device__ __forceinline__ void key_means(int samples) const {
+  // Sums of the keys' elements and of their squares, by the second warpgroup.
+  __device__ __forceinline__ void add_keys() const {
     const int lane = own_lane(), first = warp % 4 * 4 + lane / 8, chunk = lane % 8;
     float sums[8] = {}, square = 0.0f;
 #pragma unroll 1
@@ -97,32 +95,6 @@ struct KeyCovariance : KeyProblem<T> {
     }
     square = warp_sum(square);
     if (lane == 0) memory.squares[warp % 4] = square;
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
-    if (warp % 4 == 0) {
-      const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
-      float total = 0.0f, trace = 0.0f;
-#pragma unroll
-      for (int part = 0; part < 4; ++part) total += memory.squares[part];
-#pragma unroll
-      for (int d = lane; d < kWidth; d += 32) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int part = 0; part < 4; ++part) sum += memory.column_sums[part][d];
-        const float mean = divide(sum, count, inverse);
-        memory.mean[d] = mean;
-        trace = fmaf(mean, -mean, trace);
-      }
-      trace = warp_sum(trace) + divide(total, count, inverse);
-      const std::uint32_t exponent = __float_as_uint(trace / static_cast<float>(args.width)) >> 23;
-      if (lane == 0)
-        memory.metric_scale =
-            exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
-    }
-    sync_means();
-  }
-  // Of the first two warpgroups.
-  __device__ static void sync_means() {
-    asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroups), "n"(2 * kWarpgroup) : "memory");
   }
   __device__ static void load_shared16(std::uint32_t (&words)[4], std::uint32_t from) {
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -131,10 +103,9 @@ struct KeyCovariance : KeyProblem<T> {
                  : "memory");
   }
 
-  // Where the sums of products of elements stand, in place of the keys. Rows change banks.
+  // Where the sums of products of elements stand, in place of the table. Rows change banks.
   __device__ float* product(int row, int column) const {
-    return reinterpret_cast<float*>(memory.ring + this->place(0) * kSlotBytes) + row * kWidth +
-           (column ^ (row & 3) * 8);
+    return reinterpret_cast<float*>(memory.table) + row * kWidth + (column ^ (row & 3) * 8);
   }
   // Sums of products, by the first warpgroup.
   __device__ __forceinline__ void multiply_keys() const {
@@ -155,7 +126,6 @@ struct KeyCovariance : KeyProblem<T> {
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(sum);
-    sync_means();
     const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kWidth / 8; ++n)
@@ -165,11 +135,29 @@ struct KeyCovariance : KeyProblem<T> {
                sum[4 * n + 2 * side + 1]);
   }
 
+  // A power of two by which the mean variance comes near 1. It changes no label, and keeps the
+  // table in the range of fp16. `mean` is that of a lane's two columns.
+  __device__ __forceinline__ float metric_scale(const float2& mean, float squares) const {
+    const float trace = squares - warp_sum(fmaf(mean.x, mean.x, mean.y * mean.y));
+    const std::uint32_t exponent = __float_as_uint(trace / static_cast<float>(args.width)) >> 23;
+    return exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+  }
+
   // S2 / n - mean mean^T, scaled, as right factor of the products, in two bf16 parts. By all
-  // threads in a loop: instructions that run once are slower than the barrier.
+  // threads in a loop: instructions that run once are slower than the barrier. Every warp has all
+  // means, two a lane.
   __device__ __forceinline__ void covariance(int samples) const {
     const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
-    const float scale = memory.metric_scale;
+    float2 mean = make_float2(0.0f, 0.0f);
+    float squares = 0.0f;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const auto sums = reinterpret_cast<const float2*>(memory.column_sums[part])[own_lane()];
+      mean = make_float2(mean.x + sums.x, mean.y + sums.y);
+      squares += memory.squares[part];
+    }
+    mean = make_float2(divide(mean.x, count, inverse), divide(mean.y, count, inverse));
+    const float scale = metric_scale(mean, divide(squares, count, inverse));
     const bool keep = team.rank == 0 && head % args.shape.group == 0;
     float* kept = args.covariance +
                   static_cast<std::int64_t>(args.shape.key_problem(problem)) * kWidth * kWidth;
@@ -178,10 +166,10 @@ struct KeyCovariance : KeyProblem<T> {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kWidth * kWidth / 2; i += kThreads) {
       const int row = i / (kWidth / 2), column = i % (kWidth / 2) * 2;
-      const float2 sum = *reinterpret_cast<const float2*>(product(row, column)),
-                   mean = *reinterpret_cast<const float2*>(&memory.mean[column]);
-      const float x = divide(sum.x, count, inverse) - memory.mean[row] * mean.x;
-      const float y = divide(sum.y, count, inverse) - memory.mean[row] * mean.y;
+      const float2 sum = *reinterpret_cast<const float2*>(product(row, column));
+      const float other = __shfl_sync(~0u, row % 2 ? mean.y : mean.x, row / 2);
+      const float x = divide(sum.x, count, inverse) - other * mean.x;
+      const float y = divide(sum.y, count, inverse) - other * mean.y;
       if (keep) store2(kept + row * kWidth + column, x, y);
       std::uint32_t words[2];
       split_pair(x * scale, y * scale, words[0], words[1]);
@@ -238,14 +226,17 @@ struct KeyCovariance : KeyProblem<T> {
     const int next = this->range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
     if (next < this->range.end) prefetch(rows.row(next));
     if (threadIdx.x == 0) memory.share = this->find_share();
-    choose_rows(keys, samples);
+    if (warp < kWarps / 2)
+      choose_row();
+    else
+      load_keys(keys, samples);
     cp_async_wait<0>();
     fence_async_proxy();
     __syncthreads();
     if (group == 0)
       multiply_keys();
     else if (group == 1)
-      key_means(samples);
+      add_keys();
     else
       stage_initial();
     __syncthreads();

@@ -70,17 +70,17 @@ struct KeyRows : KeyMetric<T> {
   }
   __device__ int phase(int round) const { return static_cast<unsigned>(done + round) / kSlots & 1; }
 
-  // Starts to load this warpgroup's rows of a round, zeros behind the last one.
+  // Starts to load this warp's 16 rows of a round, zeros behind the last one.
   __device__ __forceinline__ void load(int round) const {
-    const int lane = own_lane(), r = warp % 4 * 4 + lane / 8, chunk = lane % 8;
+    const int lane = own_lane(), r = warp % 4 * 16 + lane / 8, chunk = lane % 8;
     const int count = left(round) - group * 64;
     if (round < rounds) {
       const Tile<T, 64> tile{slot(round) + group * kTileBytes};
       const std::int64_t first = range.begin + round * kRound + group * 64;
       const T* from = rows.data + first * rows.pitch + (r * rows.pitch + chunk * 8);
 #pragma unroll
-      for (int step = 0; step < 64; step += 16)
-        cp_async16(tile.chunk(r, chunk) + step * 128, from + step * rows.pitch,
+      for (int step = 0; step < 16; step += 4)
+        cp_async16(tile.chunk(r + step, chunk), from + step * rows.pitch,
                    chunk * 8 < args.width && r + step < count ? 16 : 0);
     }
     cp_async_commit();
@@ -301,7 +301,7 @@ struct KeyRows : KeyMetric<T> {
     for (int round = 0; round <= rounds; ++round) {
       if (round < rounds) {
         cp_async_wait<1>();
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
+        __syncwarp();
         label(round, bounds, last);
         if (done + round >= 2) mbarrier_wait(free(round + 2), phase(round - 2));
         load(round + 2);
