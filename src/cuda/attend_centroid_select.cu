@@ -224,7 +224,7 @@ SelectTeams select_teams(const AttentionCall& call, const CentroidBlocks& blocks
   teams.problems = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
   std::int64_t least = 0;
   for (int size = kSelectParts; size > 0; size /= 2) {
-    const int count = std::max(1, std::min(teams.problems, blocks.resident / size));
+    const int count = max(1, min(teams.problems, blocks.resident / size));
     const std::int64_t time = (teams.problems + count - 1) / count * (call.S / size + kOverhead);
     if (least > 0 && time >= least) continue;
     least = time;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Backward pass of clustered and improved clustered attention (clustered_bwd.h): memory, and the
 // order of the stages.
-#include <algorithm>
 #include <cmath>
 
 #include "cuda/clustered_bwd.h"
@@ -54,8 +53,8 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.clusters = static_cast<int>(sizes.clusters);
   shape.topk = static_cast<int>(sizes.topk);
   shape.units = {shape.items, shape.H, shape.clusters, shape.N,
-                 static_cast<int>(std::max<std::int64_t>(call.B * call.N - 1, 0) >> kUnitBits)};
-  shape.pitch = dispatch_head_dim(call.op, std::max(call.Dk, call.Dv),
+                 static_cast<int>(max(call.B * call.N - 1, std::int64_t{0}) >> kUnitBits)};
+  shape.pitch = dispatch_head_dim(call.op, max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
   shape.sm90a = on_hopper() && call.inputs.q.dtype != DType::f32;
   // Centroids of a block and blocks at a time of the kernels that sum over keys.
@@ -71,9 +70,9 @@ BackwardShape backward_shape(const AttentionCall& call, const ClusteredSizes& si
   shape.gradient_scale = shape.weight_scale = 1.0f;
   if (call.inputs.q.dtype == DType::f16) {
     // Sums over a cluster grow with its size; weights shrink with the number of keys.
-    const double members = static_cast<double>(call.N) /
-                           static_cast<double>(std::max<std::int64_t>(sizes.clusters, 1));
-    shape.gradient_scale = std::exp2(-std::ceil(std::log2(std::max(members, 1.0))));
+    const double members =
+        static_cast<double>(call.N) / static_cast<double>(max(sizes.clusters, std::int64_t{1}));
+    shape.gradient_scale = std::exp2(-std::ceil(std::log2(max(members, 1.0))));
     shape.weight_scale = 256.0f;
   }
   shape.weight_bits = std::log2(shape.weight_scale);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Backward pass of attention of lists over lists (lists.h): kernels of device/list_bwd.cuh, by
 // mma.sync here, by warpgroup products in attend_list_bwd_sm90a.cu.
-#include <algorithm>
 #include <type_traits>
 
 #include "cuda/device/list_bwd_products.cuh"

@@ -2,8 +2,6 @@
 // Backward pass of attention of lists over lists (attend_list_bwd.cu) by warpgroup products. Rows
 // of up to 64 elements are streamed through shared memory by warps of their own
 // (device/list_bwd_stream.cuh); wider ones take the kernels of device/list_bwd.cuh.
-#include <algorithm>
-
 #include "cuda/device/list_bwd_keys.cuh"
 #include "cuda/device/list_bwd_queries.cuh"
 #include "cuda/device/list_bwd_wgmma.cuh"
@@ -79,9 +77,9 @@ std::int64_t span_tiles(const ListProblem& problem, const SlotSide& other) {
   if (other.layout == ListLayout::members) ranks = other.width;
   const std::int64_t window = problem.window;
   if (problem.rule == ListRule::sliding || problem.rule == ListRule::ends)
-    ranks = std::min(ranks, kStreamRows + window);
+    ranks = min(ranks, kStreamRows + window);
   if (problem.rule == ListRule::blocked)
-    ranks = std::min(ranks, kStreamRows + window * (1 + problem.before + problem.after));
+    ranks = min(ranks, kStreamRows + window * (1 + problem.before + problem.after));
   return (ranks + kStreamRows - 1) / kStreamRows;
 }
 

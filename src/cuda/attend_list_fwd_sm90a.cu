@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of attention over lists on Hopper: a stream of steps (list_stream.cuh) whose owned
 // rows are queries, with outputs in registers.
-#include <algorithm>
-
 #include "cuda/device/list_stream_load.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/hopper.h"
@@ -148,10 +146,9 @@ std::int64_t span_tiles(const AttentionCall& call, const ListPlan& plan) {
   if (plan.keys.layout == ListLayout::residues) keys = (call.S + plan.lists - 1) / plan.lists;
   if (plan.keys.layout == ListLayout::members) keys = plan.keys.width;
   if (plan.ranges.rule == ListRule::sliding || plan.ranges.rule == ListRule::ends)
-    keys = std::min(keys, kTile + plan.ranges.window);
+    keys = min(keys, kTile + plan.ranges.window);
   if (plan.ranges.rule == ListRule::blocked)
-    keys =
-        std::min(keys, kTile + plan.ranges.window * (1 + plan.ranges.before + plan.ranges.after));
+    keys = min(keys, kTile + plan.ranges.window * (1 + plan.ranges.before + plan.ranges.after));
   return (keys + kTile - 1) / kTile;
 }
 

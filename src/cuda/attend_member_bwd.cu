@@ -11,8 +11,6 @@
 //
 // Where the unit is the whole cluster, the block has all that the operands of the centroid kernels
 // are made of (device/cluster_row.cuh). For clusters of several units that is a second launch.
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/cluster_row.cuh"
 #include "cuda/device/member_products.cuh"
@@ -200,7 +198,7 @@ template <class T>
 void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   const auto heads = static_cast<unsigned>(shape.H);
-  const int tiles = std::max((shape.topk + kSlotTile - 1) / kSlotTile, 1);
+  const int tiles = max((shape.topk + kSlotTile - 1) / kSlotTile, 1);
   const auto launch = [&](auto width, auto warps) {
     constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
     using S = MemberShape<T, kWidth, kWarps>;

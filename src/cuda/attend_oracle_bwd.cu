@@ -5,8 +5,6 @@
 // A warp per query computes dq and leaves p, ds and the key of every (query, slot). These entries
 // are sorted by tile of keys, stably; a block then owns a tile and adds them up in that order,
 // which is that of query heads, queries and slots.
-#include <algorithm>
-
 #include "cuda/device/oracle.cuh"
 #include "cuda/group.h"
 #include "cuda/launch.h"
@@ -247,7 +245,7 @@ void oracle_backward(const AttentionCall& call, std::int64_t topk, const OracleB
                      Arena& arena, cudaStream_t stream) {
   const std::int64_t entries = call.B * call.H * call.N * topk;
   OracleScratch scratch;
-  scratch.num_tiles = std::max<std::int64_t>((call.S + kTileKeys - 1) / kTileKeys, 1);
+  scratch.num_tiles = max((call.S + kTileKeys - 1) / kTileKeys, std::int64_t{1});
   scratch.entries = arena.take<Entry>(entries);
   scratch.tiles = arena.take<std::int32_t>(entries);
   scratch.order = arena.take<std::int32_t>(entries);

@@ -9,8 +9,6 @@
 // Floors only decide how much work is done, never what is selected; both walks compute a score by
 // the same instructions, hence with the same bits. Blocks take tiles of queries in turn, so that
 // lists exist for the resident blocks only.
-#include <algorithm>
-
 #include "cuda/device/load.cuh"
 #include "cuda/device/oracle_lists.cuh"
 #include "cuda/device/query_fragments.cuh"
@@ -254,7 +252,7 @@ void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorVie
       return kBlocks<typename decltype(tag)::type, decltype(dim)::value> * multiprocessors();
     });
   });
-  const int blocks = static_cast<int>(std::min<std::int64_t>(tiles.slots * call.H, resident));
+  const int blocks = static_cast<int>(min(tiles.slots * call.H, std::int64_t{resident}));
   const int capacity = oracle_capacity(static_cast<int>(topk));
   CandidateKey* candidates = arena.take<CandidateKey>(
       static_cast<std::int64_t>(blocks) * kRows * kOracleLists * capacity + 1);

@@ -5,8 +5,6 @@
 // softmax's before these are multiplied with the summaries, and multiply the inner outputs.
 #include "cuda/cast_mix.h"
 
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_tokens.cuh"
 #include "cuda/launch.h"
@@ -98,7 +96,7 @@ void launch(const MixArgs<T>& args, cudaStream_t stream) {
   const std::int64_t units = static_cast<std::int64_t>(args.tiles.slots) * args.shape.H;
   const std::int64_t most = (units + groups - 1) / groups;
   launch_early("cast mix", mix_sm90a_kernel<T, kDim>,
-               static_cast<unsigned>(std::min<std::int64_t>(multiprocessors(), most)),
+               static_cast<unsigned>(min(std::int64_t{multiprocessors()}, most)),
                groups * kWarpgroup, Memory::bytes(tiles, groups), stream, args);
 }
 

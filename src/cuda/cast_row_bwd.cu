@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 // What the backward pass of CAST has of rows in scalars, and its gradients of gates and surrogates.
 // All sums run in a fixed order.
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/device/warp.cuh"
@@ -170,9 +168,9 @@ void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackwar
     }
     if (!pass.gates) return;
     launch_early("cast prepare", prepare_kernel<T>,
-                 dim3(blocks_of(std::max(rows, shape.items * table), kThreads)), kThreads, 0,
-                 stream, shape, pass.gates, static_cast<const float*>(pass.saved.summary),
-                 surrogates, summaries);
+                 dim3(blocks_of(max(rows, shape.items * table), kThreads)), kThreads, 0, stream,
+                 shape, pass.gates, static_cast<const float*>(pass.saved.summary), surrogates,
+                 summaries);
   });
 }
 
@@ -195,7 +193,7 @@ bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const Ca
                      cudaStream_t stream) {
   const AttentionGradients& to = pass.gradients;
   const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
-  const int lanes = std::min(power_of_two(shape.H), 32);
+  const int lanes = min(power_of_two(shape.H), 32);
   const unsigned gates = to.dgate.present() ? blocks_of(call.B * call.N * lanes, kThreads) : 0;
   const unsigned surrogates = to.dcentroids.present() ? blocks_of(count, kThreads) : 0;
   if (gates + surrogates > 0)

@@ -4,8 +4,6 @@
 // while a third one loads. Queries and keys of a token are rows of one product such that a thread
 // gets both, and only the mix of their softmaxes is written. Two blocks side by side share the
 // surrogates: each fetches half of them for both.
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_scores.cuh"
 #include "cuda/launch.h"
@@ -65,11 +63,10 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
     launch_early("cast surrogates", surrogate_tiles_kernel<T, kClusters>,
                  dim3(static_cast<unsigned>(shape.H * chunks * kClusters * 8 / kEach)), kEach, 0,
                  stream, shape.surrogates, static_cast<T*>(table), shape.clusters, shape.D);
-  launch_early(
-      "cast scores", scores_sm90a_kernel<T, kClusters>,
-      dim3(std::min(args.units,
-                    kBlocks<kClusters> * static_cast<unsigned>(multiprocessors()) / kPair * kPair)),
-      kScoreThreads, ScoreStages<kClusters>::kBytes, stream, args);
+  launch_early("cast scores", scores_sm90a_kernel<T, kClusters>,
+               dim3(min(args.units, kBlocks<kClusters> * static_cast<unsigned>(multiprocessors()) /
+                                        kPair * kPair)),
+               kScoreThreads, ScoreStages<kClusters>::kBytes, stream, args);
 }
 
 }  // namespace

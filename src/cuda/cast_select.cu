@@ -4,8 +4,6 @@
 // when not for all, the softmax's normalisers are found in a pass of their own.
 #include "cuda/cast_select.h"
 
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_affinities.cuh"
 #include "cuda/hopper.h"
@@ -91,11 +89,11 @@ struct SelectPlan {
         units(blocks * shape.list_heads) {
     // As much memory as the inner outputs will take, or as the queries.
     const std::int64_t unit = sides() * kUnitClusters * call.B * call.N;
-    const std::int64_t room = std::max(shape.slots(), call.B * call.H * call.N) * call.Dk /
-                              std::max(unit, std::int64_t{1});
-    stored = static_cast<int>(std::clamp<std::int64_t>(room, 1, units));
+    const std::int64_t room =
+        max(shape.slots(), call.B * call.H * call.N) * call.Dk / max(unit, std::int64_t{1});
+    stored = static_cast<int>(min(max(room, std::int64_t{1}), std::int64_t{units}));
     // A list head's clusters must be there together.
-    if (scored || params.mode == CastMode::single) stored = std::max(stored / blocks, 1) * blocks;
+    if (scored || params.mode == CastMode::single) stored = max(stored / blocks, 1) * blocks;
   }
   int sides() const { return scored ? 1 : 2; }
 };
@@ -155,7 +153,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
         dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
         kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
   for (int first = 0; first < plan.units; first += plan.stored) {
-    const int units = std::min(plan.stored, plan.units - first);
+    const int units = min(plan.stored, plan.units - first);
     if (!once) multiply(first, units, true, false);
     scores.first_unit = first;
     if (single)

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The centroids of routing on the GPU: their moving average and the commitment loss. Neighbouring
 // lanes normalise a row; sums run in an order that is given by the rows alone.
-#include <algorithm>
-
 #include "core/arena.h"
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/device/warp.cuh"
@@ -228,7 +226,8 @@ __global__ void __launch_bounds__(kThreads)
 
 int token_blocks(const TensorView& x) {
   const std::int64_t rows = x.size(0) * x.size(1) * x.size(2);
-  return static_cast<int>(std::clamp<std::int64_t>((rows + kWarps - 1) / kWarps, 1, kPartials));
+  return static_cast<int>(
+      min(max((rows + kWarps - 1) / kWarps, std::int64_t{1}), std::int64_t{kPartials}));
 }
 
 }  // namespace

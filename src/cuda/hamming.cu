@@ -177,7 +177,7 @@ int num_segments(const ClusterShape& shape, const Teams& teams) {
 }
 
 int staged_columns(const ClusterShape& shape) {
-  return std::min(kMostColumns, padded_columns(shape.clusters));
+  return min(kMostColumns, padded_columns(shape.clusters));
 }
 
 bool votes_fit(const ClusterShape& shape) {
@@ -189,7 +189,7 @@ template <bool kShared>
 void launch(HammingArgs args, cudaStream_t stream) {
   const std::size_t sort = group_shared_bytes(args.shape.clusters, kWarps);  // in the same memory
   std::size_t bytes =
-      (std::max(sort, Stage::bytes(args.columns, args.shape.clusters, kShared)) + 15) / 16 * 16;
+      (max(sort, Stage::bytes(args.columns, args.shape.clusters, kShared)) + 15) / 16 * 16;
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   const int rows = block_rows(args.shape, args.teams);
   if (bytes + static_cast<std::size_t>(rows) * kRowBytes <= kSharedBytes) {

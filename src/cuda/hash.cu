@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
 
 // Rows of a partial sum of queries: about 1024 blocks in all, whatever the device.
 int split_rows(const ClusterShape& shape) {
-  const int splits = std::clamp(1024 / std::max(1, shape.problems()), 1, 128);
-  return std::max(1024, (shape.rows + splits - 1) / splits);
+  const int splits = min(max(1024 / max(1, shape.problems()), 1), 128);
+  return max(1024, (shape.rows + splits - 1) / splits);
 }
 
 HashShape hash_shape(const ClusteringParams& params, const AttentionCall& call,
@@ -192,8 +192,8 @@ HashShape hash_shape(const ClusteringParams& params, const AttentionCall& call,
 template <class T, int kChunks>
 void hash_rows_of(const AttentionCall& call, HashShape args, cudaStream_t stream) {
   const int problems = args.shape.problems(), rows = kWarps * 16 * HashParts<T, kChunks>::kMTiles;
-  args.blocks = std::clamp(HashParts<T, kChunks>::kBlocks * multiprocessors() / problems, 1,
-                           std::max(1, (args.shape.rows + rows - 1) / rows));
+  args.blocks = min(max(HashParts<T, kChunks>::kBlocks * multiprocessors() / problems, 1),
+                    max(1, (args.shape.rows + rows - 1) / rows));
   const std::size_t table = kPlanes * 32 * kChunks * 2 * HashParts<T, kChunks>::kPlane;
   const std::size_t shared =
       kPlanes * 4 + table + static_cast<std::size_t>(args.bits) * args.width * 4;

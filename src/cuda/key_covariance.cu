@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kWidth>
 void launch_covariance(const CovarianceArgs& args, const TensorView& k, cudaStream_t stream) {
   const std::size_t tile = sizeof(T) * kBatch<T> * kWidth;
-  const std::size_t shared = std::max(tile, sizeof(float) * kWarps * (kSlab + 1) * kWidth);
+  const std::size_t shared = max(tile, sizeof(float) * kWarps * (kSlab + 1) * kWidth);
   const int blocks = args.shape.key_problems() * (kWidth / kSlab);
   launch_early("key_covariance", key_covariance_kernel<T, kWidth>, static_cast<unsigned>(blocks),
                kThreads, shared, stream, args, tensor4<const T>(k));

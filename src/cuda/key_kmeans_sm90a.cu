@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 // A team of blocks takes one problem; each block takes a part of its rows, and in the steps by
 // centroids a part of these. What blocks tell each other goes through global memory.
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/key_kmeans_rows.cuh"
 #include "cuda/hopper.h"
@@ -98,9 +96,9 @@ __global__ void start_teams_kernel(ZeroedWords words) {
 }
 
 Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {
-  const int size = std::min(
-      make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr).size, kMostParts);
-  return {std::min(shape.problems(), multiprocessors() / size), size, arrivals};
+  const int size =
+      min(make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr).size, kMostParts);
+  return {min(shape.problems(), multiprocessors() / size), size, arrivals};
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include <algorithm>
 #include <climits>
 
 #include "cuda/device/row_lanes.cuh"
@@ -86,8 +85,8 @@ __global__ void __launch_bounds__(kThreads)
 
 LshLists::LshLists(Arena& arena, const LshParams& params, const AttentionCall& call)
     : rounds(static_cast<int>(params.rounds)),
-      chunk(static_cast<int>(
-          std::clamp<std::int64_t>(params.chunk, 1, std::max<std::int64_t>(call.N, 1)))),
+      chunk(
+          static_cast<int>(min(max(params.chunk, std::int64_t{1}), max(call.N, std::int64_t{1})))),
       merges(params.combine == LshCombine::lse),
       wraps(merges && call.N > params.chunk),
       round_weight(merges ? 1.0f : 1.0f / static_cast<float>(params.rounds)) {

@@ -3,8 +3,6 @@
 // is the arg-max of [x R ; -x R] for a random rotation R (docs/mechanisms.md: lsh): a product with
 // the columns of all rounds, in parts (device/row_fragments.cuh) that keep the digits of fp32, of
 // which only the largest and the smallest entry are kept.
-#include <algorithm>
-
 #include "cuda/device/normal.cuh"
 #include "cuda/device/row_fragments.cuh"
 #include "cuda/group.h"
@@ -136,8 +134,8 @@ void hash_rows(const AttentionCall& call, HashArgs args, cudaStream_t stream) {
       <<<static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0, stream>>>(args);
   COTERIE_LAUNCH("lsh_rotations");
   const int rows = kWarps * HashShape<T, kChunks>::kRows, problems = args.shape.problems();
-  args.blocks = std::clamp(4 * multiprocessors() / problems, 1,
-                           std::max(1, (args.shape.rows + rows - 1) / rows));
+  args.blocks =
+      min(max(4 * multiprocessors() / problems, 1), max(1, (args.shape.rows + rows - 1) / rows));
   lsh_hash_kernel<T, kChunks>
       <<<static_cast<unsigned>(args.blocks * problems), kThreads, 0, stream>>>(
           args, tensor4<const T>(call.inputs.q));

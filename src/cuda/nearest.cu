@@ -150,9 +150,9 @@ __global__ void __launch_bounds__(kThreads, 1) nearest_kernel(NearestArgs<T> arg
 template <class T, int kChunks>
 void launch(NearestArgs<T> args, cudaStream_t stream) {
   constexpr int kColumnBytes = kChunks * 64 * NearestParts<T>::kParts + 8;
-  args.columns = std::min({args.table.padded, kMostColumns, kTableBytes / kColumnBytes / 16 * 16});
-  const std::size_t bytes = std::max(static_cast<std::size_t>(args.columns) * kColumnBytes,
-                                     group_shared_bytes(args.shape.clusters, kWarps));
+  args.columns = min(min(args.table.padded, kMostColumns), kTableBytes / kColumnBytes / 16 * 16);
+  const std::size_t bytes = max(static_cast<std::size_t>(args.columns) * kColumnBytes,
+                                group_shared_bytes(args.shape.clusters, kWarps));
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   launch_cooperative_early(nearest_kernel<T, kChunks>, args.teams.blocks(), kThreads, bytes, stream,
                            args);

@@ -169,7 +169,7 @@ bool launch(NearestArgs<T> args, cudaStream_t stream) {
   const int table = args.columns * (kBands<kChunks> * 128 + kBiasBytes);
   if (args.columns > kMostColumns || table > kTableBytes) return false;
   const std::size_t bytes =
-      std::max(static_cast<std::size_t>(table), group_shared_bytes(args.shape.clusters, kWarps));
+      max(static_cast<std::size_t>(table), group_shared_bytes(args.shape.clusters, kWarps));
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   launch_cooperative_early(nearest_sm90a_kernel<T, kChunks>, args.teams.blocks(), kThreads, bytes,
                            stream, args);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include "cuda/padding.h"
 
-#include <algorithm>
-
 #include "cuda/device/element.cuh"
 #include "cuda/device/problem.cuh"
 #include "cuda/launch.h"
@@ -35,7 +33,7 @@ void fill(const TensorView& view, const Sequences& sequences, std::int64_t items
   const std::int64_t batches = view.size(0), rows = view.size(2);
   if (!ragged(sequences) || view.count() == 0) return;
   const dim3 grid(static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)),
-                  static_cast<unsigned>(std::min(batches, kMaxBlocks)));
+                  static_cast<unsigned>(min(batches, kMaxBlocks)));
   padding_kernel<T><<<grid, kThreads, 0, stream>>>(
       tensor4<T>(view), static_cast<int>(batches), static_cast<int>(view.size(1)),
       sequence_spans(sequences, rows), static_cast<int>(items), value);

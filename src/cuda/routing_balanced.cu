@@ -256,8 +256,8 @@ void select_balanced(const AttentionCall& call, const RoutingSide& side,
                                  static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
                                  stream));
     const std::size_t bytes =
-        std::max(group_shared_bytes(shape.clusters, kWarps),
-                 sizeof(float4) * static_cast<std::size_t>(kWarps * centroids.pitch));
+        max(group_shared_bytes(shape.clusters, kWarps),
+            sizeof(float4) * static_cast<std::size_t>(kWarps * centroids.pitch));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
     launch_cooperative(balanced_kernel<T>, args.teams.blocks(), kThreads, bytes, stream, args);
   });

@@ -178,9 +178,9 @@ void find_candidates(const AttentionCall& call, const CentredCentroids& centroid
   int problems = 0;
   for (const CandidateRun* run : {&queries, &keys})
     if (run->wanted) problems += run->side.shape.problems();
-  const auto rows = static_cast<int>(std::max(call.N, call.S));
+  const auto rows = static_cast<int>(max(call.N, call.S));
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
-  args.teams.size = std::min(args.teams.size, kMostTeam);
+  args.teams.size = min(args.teams.size, kMostTeam);
   args.warp_cells = 8;
   while (args.warp_cells > 1 && args.cells() > kSampleParts) args.warp_cells /= 2;
   for (CandidateRun* run : {&queries, &keys})

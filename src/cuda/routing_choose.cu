@@ -270,9 +270,9 @@ void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
   ChooseSizes sizes{};
   for (const TopRows<Element>& side : args.sides) {
     if (side.lists == 0) continue;
-    sizes.capacity = std::max(sizes.capacity, side.candidates.parts * side.candidates.capacity);
-    sizes.width = std::max(sizes.width, side.width);
-    sizes.vectors = std::max(sizes.vectors, (std::min(side.shape.rows, kChunkRows) + 127) / 128);
+    sizes.capacity = max(sizes.capacity, side.candidates.parts * side.candidates.capacity);
+    sizes.width = max(sizes.width, side.width);
+    sizes.vectors = max(sizes.vectors, (min(side.shape.rows, kChunkRows) + 127) / 128);
   }
   dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
     launch_early("choose_candidates", choose_kernel<decltype(dim)::value>,

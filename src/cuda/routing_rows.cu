@@ -134,7 +134,7 @@ RoutingSide key_side(const AttentionCall& call, std::int64_t clusters) {
 
 void row_statistics(const AttentionCall& call, const RoutingSide& queries, const RoutingSide* keys,
                     cudaStream_t stream) {
-  const std::int64_t rows = std::max(call.N, keys ? call.S : 0);
+  const std::int64_t rows = max(call.N, keys ? call.S : 0);
   const std::int64_t heads = call.H + (keys ? call.key_heads : 0);
   if (call.B * rows == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {

@@ -181,7 +181,7 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
     if (!sort) continue;
     const ClusterShape& shape = sort->side.shape;
     args.sides[sort == keys] = {shape, sort->clusters, sort->per_row, sort->runs, sort->copy};
-    rows = std::max(rows, shape.rows * sort->per_row);
+    rows = max(rows, shape.rows * sort->per_row);
     problems += shape.problems();
     clear_without_items(shape, sort->side.count() * sort->per_row,
                         {sort->runs.order, sort->copy.order}, stream);
@@ -196,7 +196,7 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
 }
 
 RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall& call)
-    : per_row(static_cast<int>(std::min(params.queries_in, params.clusters))) {
+    : per_row(static_cast<int>(min(params.queries_in, params.clusters))) {
   const std::int64_t rows = call.B * call.H * call.N;
   if (!params.include_self && params.self != SelfAttention::demote) return;
   own_row = arena.take<std::uint8_t>(rows);
@@ -213,7 +213,7 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
   args.heads = static_cast<int>(call.H);
   args.group = static_cast<int>(call.H / call.key_heads);
   args.clusters = static_cast<int>(params.clusters);
-  args.window = static_cast<int>(std::min(params.window, call.N + call.S));
+  args.window = static_cast<int>(min(params.window, call.N + call.S));
   args.per_row = ends.per_row;
   args.q = queries;
   args.k = keys;

@@ -194,7 +194,7 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                                 tensor4<const ScanElement>(scan->side.rows),
                                 scan->labels,
                                 scan->side.stats};
-    rows = std::max(rows, shape.rows);
+    rows = max(rows, shape.rows);
     problems += shape.problems();
     const std::int64_t count = scan->side.count();
     clear_without_items(shape, count, {scan->labels, scan->runs.order, scan->copy.order}, stream);
@@ -213,8 +213,8 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
     const int part = args.columns * kScanBands<kChunks> * 128;
     args.low_part = 2 * part <= kTableBytes ? part : 0;
     const std::size_t bytes =
-        std::max(static_cast<std::size_t>(part + args.low_part),
-                 sort_shared_bytes(centroids.clusters, kScanThreads<kChunks> / 32));
+        max(static_cast<std::size_t>(part + args.low_part),
+            sort_shared_bytes(centroids.clusters, kScanThreads<kChunks> / 32));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
     launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(),
                              kScanThreads<kChunks>, bytes, stream, args);

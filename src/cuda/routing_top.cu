@@ -2,8 +2,6 @@
 // Routing's members: the rows with the largest scores of every centroid, ties by lower row, listed
 // in ascending order. Candidates decide most lists of long bf16 sequences; of the others, and of
 // all lists of other calls, teams of blocks score all rows.
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/routing_chunk.cuh"
 #include "cuda/launch.h"
@@ -109,8 +107,8 @@ OpenLists take_open(Arena& arena, bool chosen, int rows, int problems, int clust
   const int blocks = multiprocessors(), lists = problems * clusters;
   open.teams = {lists, 1, nullptr};
   if (chosen) {
-    const int size = std::clamp((rows + kTeamRows - 1) / kTeamRows, 1, std::min(blocks, 16));
-    open.teams = {std::max(1, std::min(lists, blocks / size)), size, nullptr};
+    const int size = min(max((rows + kTeamRows - 1) / kTeamRows, 1), min(blocks, 16));
+    open.teams = {max(1, min(lists, blocks / size)), size, nullptr};
     open.words.count = 1 + problems + open.teams.count;
     open.words.data = arena.take<unsigned>(open.words.count);
     open.teams.arrivals = open.words.data + 1 + problems;
@@ -121,14 +119,14 @@ OpenLists take_open(Arena& arena, bool chosen, int rows, int problems, int clust
         arena.take<std::int32_t>(2 * kChunkLists * static_cast<std::int64_t>(open.teams.blocks()));
   }
   open.room = ((rows + open.teams.size - 1) / open.teams.size + 63) / 64 * 64;
-  const int most = chosen ? kChunkLists : std::clamp(lists / (2 * blocks), 1, kChunkLists);
-  open.at_once = std::clamp(kRoom / (open.room + kPadding), 1, most);
+  const int most = chosen ? kChunkLists : min(max(lists / (2 * blocks), 1), kChunkLists);
+  open.at_once = min(max(kRoom / (open.room + kPadding), 1), most);
   if (open.teams.size == 1)
     open.teams.count = problems * ((clusters + open.at_once - 1) / open.at_once);
   if (open.room + kPadding <= kRoom) return open;
   if (open.teams.size == 1)
     open.teams.count = static_cast<int>(
-        std::clamp<std::int64_t>(kScratch / open.room, 1, std::min(lists, 2 * blocks)));
+        min(max(kScratch / open.room, std::int64_t{1}), std::int64_t{min(lists, 2 * blocks)}));
   open.scratch =
       arena.take<float>(static_cast<std::int64_t>(open.teams.blocks()) * (open.room + kPadding));
   return open;
@@ -144,7 +142,7 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
   };
   CandidateRun q = run(queries), k = keys ? run(*keys) : CandidateRun{};
   const bool chosen = q.wanted || k.wanted, launches = queries.members.present();
-  const int rows = std::max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
+  const int rows = max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
   dispatch_element(call.op, queries.side.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int problems = queries.side.shape.problems() + (keys ? keys->side.shape.problems() : 0);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include "cuda/slot_sum.h"
 
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/token_sums.cuh"
 #include "cuda/launch.h"
@@ -68,7 +66,7 @@ void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, bool
         SumArgs<T>& args = set.sum[count++];
         args = sum_args<T>(sum, chunk);
         heads += static_cast<unsigned>(args.heads);
-        blocks = std::max(blocks, static_cast<unsigned>(args.tiles.slots));
+        blocks = max(blocks, static_cast<unsigned>(args.tiles.slots));
       }
       if (heads > 0 && blocks > 0)
         launch_early("slot sums", sum_kernel<T, kWidth>, dim3(blocks, heads), kSumThreads, 0,

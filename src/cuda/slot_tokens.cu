@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include "cuda/slot_tokens.h"
 
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/token_list.cuh"
 #include "cuda/launch.h"
@@ -229,7 +227,7 @@ void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>
       if (like.count() == 0) continue;
       set.gradient[count++] = gradient_args<T>(call, gradient, static_cast<int>(like.size(1)));
       heads += like.size(1);
-      rows = std::max(rows, like.size(2));
+      rows = max(rows, like.size(2));
     }
     if (heads == 0) return;
     constexpr int kWidth = decltype(width)::value;

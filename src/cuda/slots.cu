@@ -3,8 +3,6 @@
 // in the order in which they come, and sort every token's.
 #include "cuda/slots.h"
 
-#include <algorithm>
-
 #include "core/items.h"
 #include "cuda/device/block_scan.cuh"
 #include "cuda/device/team.cuh"
@@ -208,7 +206,7 @@ void find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& are
     to.turn = arena.take<std::int32_t>(slot_count(side, batches));
     to.listed = arena.take<std::int32_t>(slot_count(side, batches));
     problems += side.items * side.heads;
-    rows = std::max(rows, side.spans.rows);
+    rows = max(rows, side.spans.rows);
   };
   add(tokens, args.sides[0]);
   if (second) add(*second, args.sides[1]);

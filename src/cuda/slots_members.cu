@@ -2,8 +2,6 @@
 // The slots of every token of lists that ascend. A block takes a range of tokens, which is a piece
 // of every list: a first kernel finds where the pieces begin. Groups of lanes take neighbouring
 // lists, count their tokens in shared memory, and know then where each of their slots goes.
-#include <algorithm>
-
 #include "cuda/device/await.cuh"
 #include "cuda/device/block_scan.cuh"
 #include "cuda/launch.h"
@@ -169,7 +167,7 @@ bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena
                             (second ? static_cast<std::int64_t>(second->items) * second->heads : 0);
   if (tokens.lists == 0 || tokens.spans.cu_seqlens || most > kMaxBlocks) return false;
   MemberSlotArgs args{};
-  const int rows = std::max(tokens.spans.rows, second ? second->spans.rows : 0);
+  const int rows = max(tokens.spans.rows, second ? second->spans.rows : 0);
   args.ranges = (rows + kRange - 1) / kRange;
   std::int64_t block = 0;
   const auto add = [&](const TokenSlots& side, MemberSlots& to) {
@@ -178,7 +176,7 @@ bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena
     to.problems = side.items * side.heads;
     to.bounds = arena.take<std::int32_t>(static_cast<std::int64_t>(to.problems) *
                                          (args.ranges + 1) * side.lists);
-    block = std::max(block, side.block);
+    block = max(block, side.block);
   };
   add(tokens, args.sides[0]);
   if (second) add(*second, args.sides[1]);

@@ -31,7 +31,7 @@ struct MixMemory {
     return tiles * (2 * kTile + 8) + groups * kGroup + kPointers;
   }
   // How many warpgroups have room.
-  static int groups(int tiles) { return std::min((227 * 1024 - bytes(tiles, 0)) / kGroup, kMost); }
+  static int groups(int tiles) { return min((227 * 1024 - bytes(tiles, 0)) / kGroup, kMost); }
 
   std::uint32_t base, group, own;  // of the block, of the warpgroup, of the warp
   int tiles;

@@ -182,7 +182,8 @@ void launch_inner(const char* name, const CastShape& shape, const AttentionCall&
                             tensor4<const T>(call.k),
                             tensor4<const T>(call.inputs.v),
                             tensor4<const T>(pass.grad_out)};
-    const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(clusters, multiprocessors())));
+    const dim3 grid(
+        static_cast<unsigned>(min(std::int64_t{clusters}, std::int64_t{multiprocessors()})));
     launch_early(name, inner_kernel<T, Part>, grid, InnerMemory<T>::kThreads,
                  InnerMemory<T>::kBytes, stream, args);
   };

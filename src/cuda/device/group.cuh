@@ -22,7 +22,7 @@ struct GroupLists {
 // Shared memory of BlockCounts: one counter a cluster, for as many warps as fit well.
 inline std::size_t group_shared_bytes(int clusters, int warps) {
   const std::size_t one = static_cast<std::size_t>(clusters) * sizeof(std::int32_t);
-  return one * std::clamp<std::size_t>(96 * 1024 / one, 1, static_cast<std::size_t>(warps));
+  return one * min(max(96 * 1024 / one, std::size_t{1}), static_cast<std::size_t>(warps));
 }
 
 // The team's part of (2, blocks, clusters) histograms. Problems use the two sets in turn: a fast

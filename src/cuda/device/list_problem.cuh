@@ -2,7 +2,6 @@
 // A list plan (lists.h) as kernels see it: which keys a query sees, and what a score is made of.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -164,7 +163,7 @@ inline ListProblem list_problem(const AttentionCall& call, const ListPlan& plan)
   // Larger numbers see no more, even with half a window.
   const std::int64_t most = 2 * (call.N * plan.queries.per_row + call.S) + 1;
   const auto clipped = [&](std::int64_t value) {
-    return static_cast<int>(std::min({value, most, std::int64_t{0x7fffffff}}));
+    return static_cast<int>(min(min(value, most), std::int64_t{0x7fffffff}));
   };
   problem.window = clipped(plan.ranges.window);
   problem.before = clipped(plan.ranges.before);

@@ -220,7 +220,7 @@ inline ListTiles list_tiles(const SlotSide& side, int bits) {
     tiles.total = static_cast<int>(items * lists * tiles.per_list);
   } else {
     const std::int64_t unit = (residues ? lists : 1) << bits;
-    tiles.unit = static_cast<int>(std::min<std::int64_t>(unit, rows + 1));
+    tiles.unit = static_cast<int>(min(unit, rows + 1));
     tiles.total = static_cast<int>(items * lists + lists * (rows / tiles.unit));
   }
   return tiles;

@@ -3,7 +3,6 @@
 // the device only; slots numbers them without a scan, so that partial results have a place each.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/call.h"
@@ -68,13 +67,13 @@ inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
 // least time of waves x (keys of a chunk + a block's overhead, in keys).
 inline KeyChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::int64_t blocks) {
   constexpr std::int64_t kStep = 128, kOverhead = 256, kMost = 256;
-  const std::int64_t keys = std::max<std::int64_t>(call.S, 1),
-                     tiles = std::max<std::int64_t>(rows * call.B, 1);
-  const std::int64_t most = std::min((keys + kStep - 1) / kStep, kMost);
+  const std::int64_t keys = max(call.S, std::int64_t{1}),
+                     tiles = max(rows * call.B, std::int64_t{1});
+  const std::int64_t most = min((keys + kStep - 1) / kStep, kMost);
   std::int64_t best = 0, least = 0;
   for (std::int64_t splits = 1; splits <= most; ++splits) {
     const std::int64_t waves = (tiles * splits + blocks - 1) / blocks;
-    splits = std::clamp(waves * blocks / tiles, splits, most);  // as many as fit into the waves
+    splits = min(max(waves * blocks / tiles, splits), most);  // as many as fit into the waves
     const std::int64_t length = ((keys + splits - 1) / splits + kStep - 1) / kStep * kStep;
     const std::int64_t time = (tiles * splits + blocks - 1) / blocks * (length + kOverhead);
     if (best == 0 || time < least) {

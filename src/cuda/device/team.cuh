@@ -4,7 +4,6 @@
 // are launched cooperatively.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/call.h"
@@ -52,9 +51,9 @@ struct Teams {
 
 // For `blocks` resident blocks and problems of up to `rows` rows.
 inline Teams make_teams(int problems, int rows, int blocks, unsigned* arrivals) {
-  const int most = std::max(1, (rows + 63) / 64);
-  const int size = std::clamp(blocks / std::max(1, problems), 1, most);
-  return {std::max(1, std::min(problems, blocks / size)), size, arrivals};
+  const int most = max(1, (rows + 63) / 64);
+  const int size = min(max(blocks / max(1, problems), 1), most);
+  return {max(1, min(problems, blocks / size)), size, arrivals};
 }
 
 struct RowRange {
