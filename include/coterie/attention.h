@@ -18,6 +18,7 @@
 
 #include "coterie/inputs.h"
 #include "coterie/mechanism.h"
+#include "coterie/result.h"
 #include "coterie/tensor.h"
 
 namespace coterie {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// What goes into an attention call and comes out of it; coterie/attention.h has the calls.
+// What goes into an attention call, and gradients with respect to it; coterie/result.h has what
+// comes out, coterie/attention.h the calls.
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "coterie/view.h"
 
@@ -34,12 +34,6 @@ struct AttentionInputs {
   double scale = 0.0;      // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
   bool causal = false;
   std::uint64_t seed = 0;
-};
-
-// Outputs of a forward pass: `out` (B, H, N, Dv) of q's type, `saved` as attention_saved lists.
-struct AttentionResult {
-  TensorView out;
-  std::vector<TensorView> saved;
 };
 
 // Gradients; each view is written in full, absent ones are not computed. Shapes and types as the

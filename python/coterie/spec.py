@@ -21,7 +21,7 @@ _MASKED = ("full", "local", "strided", "oracle-top")
 
 @dataclass(frozen=True)
 class Group:
-    """Heads of a layer that share a mechanism; parameters as in ``include/coterie/mechanism.h``."""
+    """Heads of a layer that share a mechanism; parameters as in ``include/coterie/params.h``."""
 
     name: str
     text: str  # the spec of this group alone, without its number of heads

@@ -3,9 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
-#include "core/items.h"
+#include "core/item.h"
 #include "coterie/inputs.h"
 
 namespace coterie {
@@ -14,7 +13,7 @@ struct AttentionCall {
   const char* op = "";  // the mechanism's name, for messages
   AttentionInputs inputs;
   Device device = Device::cpu;
-  std::vector<Item> items;  // on the CPU; a GPU reads lengths itself, so there it is empty
+  ItemList items;  // on the CPU; a GPU reads lengths itself, so there it is empty
   std::int64_t item_total = 0;
   TensorView k;  // inputs.k, or inputs.q where queries and keys are shared
   std::int64_t B = 0, H = 0, N = 0, S = 0, Dk = 0, Dv = 0;

@@ -1,10 +1,23 @@
 // SPDX-License-Identifier: MIT
 #include "core/items.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "core/check.h"
 #include "coterie/tensor.h"
 
 namespace coterie {
+
+ItemList::ItemList(const Item* items, std::int64_t count)
+    : data_(new Item[static_cast<std::size_t>(count)]), count_(count) {
+  std::copy_n(items, count, data_);
+}
+
+void ItemList::swap(ItemList& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(count_, other.count_);
+}
 
 std::int64_t item_count(const Sequences& sequences, std::int64_t batches) {
   return sequences.cu_seqlens.present() ? sequences.cu_seqlens.size(0) - 1 : batches;

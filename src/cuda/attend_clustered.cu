@@ -6,6 +6,7 @@
 #include "cuda/attention.h"
 #include "cuda/cluster.h"
 #include "cuda/clustered.h"
+#include "cuda/clustered_saved.h"
 #include "cuda/launch.h"
 #include "cuda/means.h"
 #include "cuda/refusal.h"

@@ -11,7 +11,8 @@
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/inputs.h"
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
+#include "coterie/result.h"
 
 namespace coterie::cuda {
 

@@ -9,12 +9,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/inputs.h"
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
 #include "cuda/device/problem.cuh"
 #include "cuda/device/splits.cuh"
 #include "cuda/slots.h"
@@ -59,7 +58,6 @@ struct CastSaved {
   std::int32_t* members = nullptr;
   float *member_lse = nullptr, *summary = nullptr, *summary_lse = nullptr, *combine_lse = nullptr;
 };
-CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& saved);
 
 // Fills members. Scratch memory comes from the arena, here and below; with one that only counts
 // nothing is launched. cast_select.cu

@@ -4,10 +4,16 @@
 
 #include <cuda_runtime.h>
 
+#include <vector>
+
+#include "coterie/result.h"
 #include "cuda/cast.h"
 #include "cuda/lists.h"
 
 namespace coterie::cuda {
+
+// attend_cast.cu
+CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& saved);
 
 // With an arena that only counts these launch nothing.
 

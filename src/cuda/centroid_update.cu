@@ -2,6 +2,7 @@
 // The centroids of routing on the GPU: their moving average and the commitment loss. Neighbouring
 // lanes normalise a row; sums run in an order that is given by the rows alone.
 #include "core/arena.h"
+#include "core/item.h"
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/entry.h"

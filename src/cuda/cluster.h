@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Clusters of queries on the GPU, by any of the three clusterings (see coterie/mechanism.h).
+// Clusters of queries on the GPU, by any of the three clusterings (see coterie/params.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/call.h"
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
 #include "cuda/device/zero.cuh"
 
 namespace coterie::cuda {

@@ -5,12 +5,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/inputs.h"
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
 
 namespace coterie::cuda {
 
@@ -31,11 +30,6 @@ struct ClusteredTensors {
   std::int64_t clusters() const { return offsets.size(2) - 1; }
   std::int64_t topk() const { return top_keys.present() ? top_keys.size(3) : 0; }
 };
-
-ClusteredTensors clustered_tensors(const ClusteredParams& params,
-                                   const std::vector<TensorView>& saved);
-ClusteredTensors clustered_tensors(const ImprovedClusteredParams& params,
-                                   const std::vector<TensorView>& saved);
 
 // Sizes that decide how much memory a call takes.
 struct ClusteredSizes {

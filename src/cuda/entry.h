@@ -11,6 +11,7 @@
 #include "coterie/cluster.h"
 #include "coterie/inputs.h"
 #include "coterie/mechanism.h"
+#include "coterie/result.h"
 #include "coterie/runtime.h"
 
 namespace coterie::cuda {

@@ -13,7 +13,7 @@
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/inputs.h"
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
 #include "cuda/lists.h"
 
 namespace coterie::cuda {

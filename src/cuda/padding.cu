@@ -4,7 +4,6 @@
 #include "cuda/device/element.cuh"
 #include "cuda/device/problem.cuh"
 #include "cuda/launch.h"
-#include "cuda/refusal.h"
 #include "cuda/tuning.h"
 
 namespace coterie::cuda {

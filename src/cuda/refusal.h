@@ -15,12 +15,6 @@ inline std::string refuse_more_than(std::int64_t most, const char* what, std::in
          std::to_string(got);
 }
 
-// Rows of a sequence times the 32 lanes or vectors of a row are counted in 32 bits.
-constexpr std::int64_t kMaxRows = (std::int64_t{1} << 26) - 1;
-constexpr std::int64_t kMaxSlots = std::int64_t{1} << 30;  // as are the slots of a head's lists
-constexpr std::int64_t kMaxLists = std::int64_t{1} << 30;  // and all lists, with their tiles
-constexpr std::int64_t kMaxBlocks = 65535;                 // along y and z of a grid
-
 inline std::string refuse_batches(std::int64_t batches) {
   return refuse_more_than(kMaxBlocks, "batch entries", batches);
 }

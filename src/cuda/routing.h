@@ -9,7 +9,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
 #include "cuda/device/splits.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/device/zero.cuh"

@@ -3,7 +3,7 @@
 // in the order in which they come, and sort every token's.
 #include "cuda/slots.h"
 
-#include "core/items.h"
+#include "core/item.h"
 #include "cuda/device/block_scan.cuh"
 #include "cuda/device/team.cuh"
 

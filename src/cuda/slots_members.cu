@@ -5,8 +5,8 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/block_scan.cuh"
 #include "cuda/launch.h"
-#include "cuda/refusal.h"
 #include "cuda/slots.h"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 

@@ -13,6 +13,11 @@ namespace coterie::cuda {
 
 constexpr int kMaxHeadDim = 128;
 constexpr int kMaxTopKeys = 128;
+// Rows of a sequence times the 32 lanes or vectors of a row are counted in 32 bits.
+constexpr std::int64_t kMaxRows = (std::int64_t{1} << 26) - 1;
+constexpr std::int64_t kMaxSlots = std::int64_t{1} << 30;  // as are the slots of a head's lists
+constexpr std::int64_t kMaxLists = std::int64_t{1} << 30;  // and all lists, with their tiles
+constexpr std::int64_t kMaxBlocks = 65535;                 // along y and z of a grid
 
 constexpr bool supports(DType dtype) {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "core/check.h"
+#include "core/items.h"
 
 namespace coterie::ops {
 
@@ -91,7 +92,10 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
       if (ints->present()) check_device(op, "lengths and cu_seqlens", *ints, q.device);
   call.device = q.device;
   call.item_total = item_count(inputs.q_sequences, call.B);
-  if (call.device == Device::cpu) call.items = make_items(op, call.inputs);
+  if (call.device == Device::cpu) {
+    const std::vector<Item> items = make_items(op, call.inputs);
+    call.items = ItemList(items.data(), static_cast<std::int64_t>(items.size()));
+  }
   check_counts(call);
   return call;
 }

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "core/dispatch.h"
+#include "core/items.h"
 #include "coterie/cluster.h"
 #include "coterie/hash.h"
 #include "cpu/hamming.h"

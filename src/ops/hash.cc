@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "core/dispatch.h"
+#include "core/items.h"
 #include "core/parallel.h"
 #include "cpu/hash.h"
 #include "cpu/rows.h"

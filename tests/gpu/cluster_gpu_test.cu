@@ -14,6 +14,7 @@
 
 #include "core/arena.h"
 #include "core/half.h"
+#include "core/items.h"
 #include "core/parallel.h"
 #include "coterie/cluster.h"
 #include "coterie/group.h"

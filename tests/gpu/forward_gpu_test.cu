@@ -19,6 +19,7 @@
 #include "coterie/attention.h"
 #include "coterie/runtime.h"
 #include "cuda/clustered.h"
+#include "cuda/clustered_saved.h"
 #include "cuda/hopper.h"
 #include "cuda/means.h"
 #include "device_tensor.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "coterie/mechanism.h"
+#include "coterie/params.h"
 #include "cuda/device/team.cuh"
 #include "cuda/device/zero.cuh"
 
