@@ -120,8 +120,8 @@ struct ClusterMembers {
           }
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
-            const Floats query = to_floats<T, kDim>(words[0][i]),
-                         gradient = to_floats<T, kDim>(words[1][i]);
+            const Floats query = Layout::to_floats(words[0][i]),
+                         gradient = Layout::to_floats(words[1][i]);
             const float product = lanes.dot(surrogate, query);
             const float dalpha = lanes.dot(summary, gradient);
             if (tokens[i] < 0) continue;
@@ -170,9 +170,9 @@ struct ClusterMembers {
           }
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
-            const Floats key = to_floats<T, kDim>(words[0][i]);
+            const Floats key = Layout::to_floats(words[0][i]);
             const float product = lanes.dot(surrogate, key);
-            const float dbeta = lanes.dot(dsummary, to_floats<T, kDim>(words[1][i]));
+            const float dbeta = lanes.dot(dsummary, Layout::to_floats(words[1][i]));
             if (tokens[i] < 0) continue;
             const float factor = shape.scale * gate[i].x;
             const float logit = factor * product;

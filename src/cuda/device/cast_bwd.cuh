@@ -30,14 +30,6 @@ __device__ __forceinline__ uint4 fetch(const Rows<const T>& rows, int row, int c
   }
   return words;
 }
-template <class T, int kDim>
-__device__ __forceinline__ typename CastLanes<T, kDim>::Floats to_floats(const uint4& words) {
-  const T* elements = reinterpret_cast<const T*>(&words);
-  typename CastLanes<T, kDim>::Floats floats;
-#pragma unroll
-  for (int i = 0; i < CastLanes<T, kDim>::kVector; ++i) floats.value[i] = to_float(elements[i]);
-  return floats;
-}
 
 template <class T>
 struct MixBackwardArgs {

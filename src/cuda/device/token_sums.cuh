@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/row_chunk.cuh"
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/device/splits.cuh"
 #include "cuda/slots.h"
@@ -171,15 +172,10 @@ struct TokenSums {
 #pragma unroll
     for (int d = 0; d < Lanes::kVector; ++d) scaled[d] = sum[d] * factor;
     if constexpr (kAligned) {
-      union {
-        uint4 words;
-        T elements[Lanes::kVector];
-      } chunk;
-#pragma unroll
-      for (int d = 0; d < Lanes::kVector; ++d) chunk.elements[d] = from_float<T>(scaled[d]);
       char* to = reinterpret_cast<char*>(rows.data + Lanes::column());
       if (Lanes::column() < rows.width)
-        *reinterpret_cast<uint4*>(to + static_cast<std::uint64_t>(token) * pitch) = chunk.words;
+        *reinterpret_cast<uint4*>(to + static_cast<std::uint64_t>(token) * pitch) =
+            pack_chunk<T>(scaled);
     } else {
       Lanes::store(rows, token, scaled);
     }
