@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Keys of an item cut in chunks, one per thread block. The number of chunks of an item is known on
-// the device only; slots numbers them without a scan, so that partial results have a place each.
+// Keys of an item cut in chunks, one per thread block; rows of queries and tokens likewise. The
+// number of chunks of an item is known on the device only; slots number them without a scan, so
+// that partial results have a place each.
 #pragma once
 
 #include <cstdint>
