@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Every stage of clustering on the GPU against the CPU, then times. Needs a GPU; plain program:
-//   cluster_gpu_test [check|small|time|once]...
-// `check` without arguments; `small` is for compute-sanitizer, `once` for ncu.
+// Every stage of clustering on the GPU against the CPU. Needs a GPU; plain program:
+//   cluster_gpu_test [check|small]
+// `check` without arguments; `small` is for compute-sanitizer.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -30,8 +29,9 @@
 #include "cuda/means.h"
 #include "cuda/nearest.h"
 #include "ops/call.h"
+#include "tests/gpu/cluster_setup.h"
 
-namespace coterie {
+namespace coterie::gpu_test {
 namespace {
 
 int failures = 0;
@@ -41,180 +41,6 @@ void expect(bool good, const std::string& what) {
   ++failures;
   if (failures < 60) std::printf("FAIL %s\n", what.c_str());
 }
-
-// Device memory with guard bytes of a poison pattern.
-class DeviceTensor {
- public:
-  DeviceTensor() = default;
-  DeviceTensor(DType dtype, std::vector<std::int64_t> sizes) : host_(dtype, std::move(sizes)) {
-    bytes_ = static_cast<std::size_t>(host_.view().count() * dtype_bytes(dtype));
-    COTERIE_CUDA(cudaMalloc(&data_, bytes_ + 64));
-    poison();
-  }
-  DeviceTensor(const DeviceTensor&) = delete;
-  DeviceTensor& operator=(const DeviceTensor&) = delete;
-  ~DeviceTensor() { cudaFree(data_); }
-
-  void poison() { COTERIE_CUDA(cudaMemset(data_, 0xcd, bytes_ + 64)); }
-  void upload() {
-    COTERIE_CUDA(cudaMemcpy(data_, host_.view().data, bytes_, cudaMemcpyHostToDevice));
-  }
-  HostTensor& download() {
-    COTERIE_CUDA(cudaMemcpy(host_.view().data, data_, bytes_, cudaMemcpyDeviceToHost));
-    return host_;
-  }
-  HostTensor& host() { return host_; }
-  TensorView view() const {
-    TensorView view = host_.view();
-    view.data = data_;
-    view.device = Device::cuda;
-    return view;
-  }
-
- private:
-  HostTensor host_;
-  void* data_ = nullptr;
-  std::size_t bytes_ = 0;
-};
-
-struct Case {
-  std::string name;
-  std::int64_t B = 1, H = 2, Hkv = 2, N = 129, S = 129, D = 64;
-  DType dtype = DType::bf16;
-  std::int64_t clusters = 16, iterations = kAutomatic;
-  std::vector<int> q_lengths, k_lengths, q_seqlens, k_seqlens;
-  bool rows_first = false;  // (B, N, H, D) in memory
-  double offset = 0.5;      // of all queries and keys
-  int modes = 40;           // of the mixture the data are drawn from
-  double noise = 0.6;       // around a mode
-};
-
-double cheap_normal(std::uint64_t index) {
-  std::uint64_t z = index * 0x9E3779B97F4A7C15ull + 0x1234567ull;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  z ^= z >> 31;
-  double sum = 0;
-  for (int i = 0; i < 4; ++i) sum += static_cast<double>((z >> (16 * i)) & 0xffff) / 65536.0 - 0.5;
-  return sum * 1.7320508;
-}
-
-// A tensor (B, H, N, D) on both sides.
-struct Input {
-  DeviceTensor memory;
-  bool rows_first;
-
-  Input(const Case& c, std::int64_t heads, std::int64_t rows, std::int64_t width,
-        std::uint64_t salt)
-      : memory(c.dtype, c.rows_first ? std::vector<std::int64_t>{c.B, rows, heads, width}
-                                     : std::vector<std::int64_t>{c.B, heads, rows, width}),
-        rows_first(c.rows_first) {
-    std::vector<double> middle;
-    for (std::int64_t d = 0; d < width; ++d)
-      middle.push_back(c.offset * std::sin(static_cast<double>(d)));
-    void* data = memory.host().view().data;
-    parallel_for(c.B * heads * rows, [&](std::int64_t i, int) {
-      const auto row = static_cast<std::uint64_t>(i);
-      const std::uint64_t mode = (row * 2654435761u + salt) % static_cast<std::uint64_t>(c.modes);
-      for (std::int64_t d = 0; d < width; ++d) {
-        const auto column = static_cast<std::uint64_t>(d);
-        const double value = middle[static_cast<std::size_t>(d)] +
-                             cheap_normal((mode << 20) + column + 99) +
-                             c.noise * cheap_normal((row << 8) + column + (salt << 40));
-        const std::int64_t at = i * width + d;
-        if (c.dtype == DType::f32) static_cast<float*>(data)[at] = static_cast<float>(value);
-        if (c.dtype == DType::bf16)
-          static_cast<Bf16*>(data)[at] = to_bf16(static_cast<float>(value));
-        if (c.dtype == DType::f16) static_cast<F16*>(data)[at] = to_f16(static_cast<float>(value));
-      }
-    });
-    memory.upload();
-  }
-  TensorView host() {
-    return rows_first ? memory.host().view().transposed(1, 2) : memory.host().view();
-  }
-  TensorView device() const { return rows_first ? memory.view().transposed(1, 2) : memory.view(); }
-};
-
-struct Ints {
-  DeviceTensor memory;
-  explicit Ints(const std::vector<int>& values)
-      : memory(DType::i32, {static_cast<std::int64_t>(values.size())}) {
-    std::copy(values.begin(), values.end(), memory.host().data<std::int32_t>());
-    memory.upload();
-  }
-};
-
-// Inputs of a case on both sides, outputs on the device.
-struct Setup {
-  Case c;
-  Input q, k, v;
-  Ints q_lengths, k_lengths, q_seqlens, k_seqlens;
-  AttentionInputs host, device;
-
-  explicit Setup(const Case& which)
-      : c(which),
-        q(c, c.H, c.N, c.D, 1),
-        k(c, c.Hkv, c.S, c.D, 2),
-        v(c, c.Hkv, c.S, 1, 3),
-        q_lengths(c.q_lengths),
-        k_lengths(c.k_lengths),
-        q_seqlens(c.q_seqlens),
-        k_seqlens(c.k_seqlens) {
-    host.q = q.host();
-    host.k = k.host();
-    host.v = v.host();
-    device.q = q.device();
-    device.k = k.device();
-    device.v = v.device();
-    host.seed = device.seed = 77;
-    const auto give = [](Ints& ints, TensorView& on_host, TensorView& on_device) {
-      if (ints.memory.host().view().size(0) == 0) return;
-      on_host = ints.memory.host();
-      on_device = ints.memory.view();
-    };
-    give(q_lengths, host.q_sequences.lengths, device.q_sequences.lengths);
-    give(k_lengths, host.k_sequences.lengths, device.k_sequences.lengths);
-    give(q_seqlens, host.q_sequences.cu_seqlens, device.q_sequences.cu_seqlens);
-    give(k_seqlens, host.k_sequences.cu_seqlens, device.k_sequences.cu_seqlens);
-  }
-
-  ClusteringParams params(Clustering method) const {
-    ClusteringParams p;
-    p.clusters = c.clusters;
-    p.method = method;
-    p.iterations = c.iterations;
-    if (p.iterations == kAutomatic)
-      p.iterations = method == Clustering::keys ? 1 : method == Clustering::hamming_keys ? 3 : 10;
-    return p;
-  }
-  AttentionCall call(const ClusteringParams& p, const AttentionInputs& inputs) const {
-    ClusteredParams mechanism;
-    mechanism.clustering = p;
-    return ops::make_call(mechanism, inputs);
-  }
-  std::vector<Span> spans() const { return make_spans("test", host.q_sequences, c.B, c.N); }
-  std::vector<Span> key_spans() const { return make_spans("test", host.k_sequences, c.B, c.S); }
-};
-
-struct Outputs {
-  DeviceTensor labels, order, offsets;
-  Outputs(const Case& c, std::int64_t items)
-      : labels(DType::i32, {c.B, c.H, c.N}),
-        order(DType::i32, {c.B, c.H, c.N}),
-        offsets(DType::i32, {items, c.H, c.clusters + 1}) {}
-};
-
-struct Scratch {
-  void* data = nullptr;
-  std::int64_t bytes;
-  explicit Scratch(std::int64_t size) : bytes(size) {
-    COTERIE_CUDA(cudaMalloc(&data, static_cast<std::size_t>(size) + 64));
-    COTERIE_CUDA(cudaMemset(data, 0xcd, static_cast<std::size_t>(size) + 64));
-  }
-  ~Scratch() { cudaFree(data); }
-  Workspace workspace() const { return {data, bytes, nullptr}; }
-};
 
 std::string title(const Setup& s, Clustering method, const char* what) {
   const char* names[] = {"keys", "hamming-keys", "hamming"};
@@ -520,7 +346,7 @@ void check_means(const Setup& s) {
   Outputs out(s.c, items);
   run_clusters(s, p, out, scratch);
   HostTensor& labels = out.labels.download();
-  DeviceTensor means(DType::f32, {items, s.c.H, s.c.clusters, s.c.D}),
+  TwinTensor means(DType::f32, {items, s.c.H, s.c.clusters, s.c.D}),
       sums(DType::f32, {items, s.c.H, s.c.clusters, s.c.D});
   Arena counter;
   cuda::centroid_means(call, {}, {}, {}, counter, nullptr);
@@ -562,7 +388,7 @@ void check_means(const Setup& s) {
     }
   expect(worst < 1e-5,
          title(s, Clustering::keys, "sums and means") + " error " + std::to_string(worst));
-  DeviceTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}),
+  TwinTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}),
       offsets(DType::i32, {items, s.c.H, s.c.clusters + 1});
   const cuda::ClusterShape shape = cuda::cluster_shape(call, s.c.clusters);
   const cuda::GroupRun run{static_cast<const std::int32_t*>(out.labels.view().data),
@@ -623,73 +449,75 @@ void check_repeats(const Setup& s, Clustering method, int repeats) {
   cudaStreamDestroy(stream);
 }
 
-std::vector<Case> small_cases() {
-  std::vector<Case> cases;
-  const auto add = [&](const char* name, const std::function<void(Case&)>& change) {
+struct Cases {
+  std::vector<Case> all;
+
+  template <class Change>
+  void add(const char* name, const Change& change) {
     Case c;
     c.name = name;
     change(c);
-    cases.push_back(c);
-  };
-  add("one row", [](Case& c) { c.N = 1; });
-  add("31 rows, 1 cluster", [](Case& c) { c.N = 31, c.clusters = 1; });
-  add("129 rows", [](Case&) {});
-  add("more clusters than rows", [](Case& c) { c.N = 31, c.clusters = 100; });
-  add("as many clusters as rows", [](Case& c) { c.N = 64, c.clusters = 64; });
-  add("padded, empty item, other keys", [](Case& c) {
+    all.push_back(c);
+  }
+};
+
+std::vector<Case> small_cases() {
+  Cases cases;
+  cases.add("one row", [](Case& c) { c.N = 1; });
+  cases.add("31 rows, 1 cluster", [](Case& c) { c.N = 31, c.clusters = 1; });
+  cases.add("129 rows", [](Case&) {});
+  cases.add("more clusters than rows", [](Case& c) { c.N = 31, c.clusters = 100; });
+  cases.add("as many clusters as rows", [](Case& c) { c.N = 64, c.clusters = 64; });
+  cases.add("padded, empty item, other keys", [](Case& c) {
     c.B = 4, c.N = 300, c.S = 170, c.q_lengths = {300, 0, 17, 131}, c.k_lengths = {170, 5, 0, 100},
     c.clusters = 20;
   });
-  add("no keys", [](Case& c) { c.N = 100, c.S = 0; });
-  add("packed, groups of 2", [](Case& c) {
+  cases.add("no keys", [](Case& c) { c.N = 100, c.S = 0; });
+  cases.add("packed, groups of 2", [](Case& c) {
     c.H = 4, c.N = 700, c.S = 500, c.q_seqlens = {0, 250, 250, 259, 690},
     c.k_seqlens = {0, 200, 230, 260, 500}, c.clusters = 24;
   });
-  add("fp32, width 40, rows first", [](Case& c) {
+  cases.add("fp32, width 40, rows first", [](Case& c) {
     c.dtype = DType::f32, c.D = 40, c.N = c.S = 333, c.rows_first = true, c.Hkv = 1;
   });
-  add("fp16, width 7", [](Case& c) { c.dtype = DType::f16, c.D = 7, c.N = c.S = 333; });
-  add("bf16, width 1", [](Case& c) { c.D = 1, c.N = c.S = 200; });
-  add("bf16, width 96", [](Case& c) { c.D = 96, c.N = c.S = 500, c.clusters = 33; });
-  add("fp16, width 128", [](Case& c) {
+  cases.add("fp16, width 7", [](Case& c) { c.dtype = DType::f16, c.D = 7, c.N = c.S = 333; });
+  cases.add("bf16, width 1", [](Case& c) { c.D = 1, c.N = c.S = 200; });
+  cases.add("bf16, width 96", [](Case& c) { c.D = 96, c.N = c.S = 500, c.clusters = 33; });
+  cases.add("fp16, width 128", [](Case& c) {
     c.dtype = DType::f16, c.D = 128, c.N = c.S = 500, c.clusters = 33, c.iterations = 2;
   });
-  add("fp32, width 128",
-      [](Case& c) { c.dtype = DType::f32, c.D = 128, c.N = c.S = 500, c.clusters = 33; });
-  add("equal keys and queries",
-      [](Case& c) { c.modes = 1, c.noise = 0, c.N = c.S = 200, c.D = 32; });
-  return cases;
+  cases.add("fp32, width 128",
+            [](Case& c) { c.dtype = DType::f32, c.D = 128, c.N = c.S = 500, c.clusters = 33; });
+  cases.add("equal keys and queries",
+            [](Case& c) { c.modes = 1, c.noise = 0, c.N = c.S = 200, c.D = 32; });
+  return cases.all;
 }
 
 std::vector<Case> large_cases() {
-  std::vector<Case> cases;
-  const auto add = [&](const char* name, const std::function<void(Case&)>& change) {
-    Case c;
-    c.name = name;
-    change(c);
-    cases.push_back(c);
-  };
-  add("1000 rows, 100 clusters", [](Case& c) { c.N = c.S = 1000, c.clusters = 100; });
-  add("many short problems", [](Case& c) {
+  Cases cases;
+  cases.add("1000 rows, 100 clusters", [](Case& c) { c.N = c.S = 1000, c.clusters = 100; });
+  cases.add("many short problems", [](Case& c) {
     c.B = 40, c.H = 8, c.Hkv = 2, c.N = c.S = 400, c.clusters = 50, c.dtype = DType::f16;
   });
-  add("5000 rows, 1500 clusters", [](Case& c) { c.N = c.S = 5000, c.clusters = 1500; });
-  add("5000 rows, 2100 clusters fp32",
-      [](Case& c) { c.N = c.S = 5000, c.clusters = 2100, c.dtype = DType::f32; });
-  add("9000 rows, 4500 clusters",
-      [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 9000, c.clusters = 4500, c.iterations = 2; });
-  add("65536 rows, 256 clusters", [](Case& c) { c.N = c.S = 65536, c.clusters = 256; });
-  add("65536 rows fp32",
-      [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f32; });
-  add("65536 rows fp16, far from zero", [](Case& c) {
+  cases.add("5000 rows, 1500 clusters", [](Case& c) { c.N = c.S = 5000, c.clusters = 1500; });
+  cases.add("5000 rows, 2100 clusters fp32",
+            [](Case& c) { c.N = c.S = 5000, c.clusters = 2100, c.dtype = DType::f32; });
+  cases.add("9000 rows, 4500 clusters", [](Case& c) {
+    c.H = c.Hkv = 1, c.N = c.S = 9000, c.clusters = 4500, c.iterations = 2;
+  });
+  cases.add("65536 rows, 256 clusters", [](Case& c) { c.N = c.S = 65536, c.clusters = 256; });
+  cases.add("65536 rows fp32", [](Case& c) {
+    c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f32;
+  });
+  cases.add("65536 rows fp16, far from zero", [](Case& c) {
     c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f16, c.offset = 8;
   });
-  add("65536 rows, far from zero",
-      [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.offset = 8; });
-  add("70000 rows, a block each", [](Case& c) {
+  cases.add("65536 rows, far from zero",
+            [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.offset = 8; });
+  cases.add("70000 rows, a block each", [](Case& c) {
     c.H = 67, c.Hkv = 1, c.N = 70000, c.S = 1000, c.D = 8, c.clusters = 40, c.iterations = 2;
   });
-  return cases;
+  return cases.all;
 }
 
 void check_case(const Case& c, bool repeats) {
@@ -703,175 +531,11 @@ void check_case(const Case& c, bool repeats) {
       check_repeats(s, method, 20);
 }
 
-__global__ void spin_kernel(float* out, int rounds) {
-  float value = static_cast<float>(threadIdx.x);
-  for (int i = 0; i < rounds; ++i) value = fmaf(value, 0.999f, 0.5f);
-  if (value == 12345.0f) *out = value;
-}
-
-// Keeps the GPU busy until its clocks are up.
-void spin_up() {
-  for (int i = 0; i < 40; ++i) spin_kernel<<<1056, 256>>>(nullptr, 200000);
-  COTERIE_CUDA(cudaDeviceSynchronize());
-}
-
-// Median milliseconds of `body`, after warming up.
-double median_ms(const std::function<void()>& body, int repeats = 30) {
-  cudaEvent_t begin, end;
-  COTERIE_CUDA(cudaEventCreate(&begin));
-  COTERIE_CUDA(cudaEventCreate(&end));
-  spin_kernel<<<1056, 256>>>(nullptr, 400000);
-  for (int i = 0; i < 5; ++i) body();
-  std::vector<float> times;
-  for (int i = 0; i < repeats; ++i) {
-    COTERIE_CUDA(cudaEventRecord(begin));
-    body();
-    COTERIE_CUDA(cudaEventRecord(end));
-    COTERIE_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    COTERIE_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    times.push_back(ms);
-  }
-  std::sort(times.begin(), times.end());
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  return times[times.size() / 2];
-}
-
-double graph_ms(const std::function<void(cudaStream_t)>& body) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  COTERIE_CUDA(cudaStreamCreate(&stream));
-  COTERIE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  body(stream);
-  COTERIE_CUDA(cudaStreamEndCapture(stream, &graph));
-  COTERIE_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-  const double ms = median_ms([&] { COTERIE_CUDA(cudaGraphLaunch(exec, nullptr)); });
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return ms;
-}
-
-void time_stages(std::int64_t N, std::int64_t D, std::int64_t clusters, DType dtype) {
-  Case c;
-  c.H = c.Hkv = 16;
-  c.N = c.S = N;
-  c.D = D;
-  c.clusters = clusters;
-  c.dtype = dtype;
-  c.modes = 1000000007;  // no structure: the worst case
-  const Setup s(c);
-  Outputs out(c, 1);
-  spin_up();
-  std::printf("N=%lld D=%lld C=%lld %s, ms:", static_cast<long long>(N), static_cast<long long>(D),
-              static_cast<long long>(clusters), dtype_name(dtype));
-  for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming}) {
-    const ClusteringParams p = s.params(method);
-    const AttentionCall call = s.call(p, s.device);
-    Scratch scratch(cuda::cluster_workspace_bytes(p, call));
-    const auto all = [&](cudaStream_t stream) {
-      cuda::cluster_queries(p, call, out.labels.view(), out.order.view(), out.offsets.view(),
-                            scratch.data, stream);
-    };
-    const char* names[] = {"keys", "hamming-keys", "hamming"};
-    std::printf("\n  %-13s total %.4f graph %.4f workspace %.1f MB |",
-                names[static_cast<int>(method)], median_ms([&] { all(nullptr); }), graph_ms(all),
-                static_cast<double>(scratch.bytes) / 1e6);
-    auto* labels = static_cast<std::int32_t*>(out.labels.view().data);
-    auto* order = static_cast<std::int32_t*>(out.order.view().data);
-    auto* offsets = static_cast<std::int32_t*>(out.offsets.view().data);
-    const cuda::ClusterShape shape = cuda::cluster_shape(call, clusters);
-    Arena arena("time", scratch.workspace(), 0);
-    if (method == Clustering::keys) {
-      const cuda::KeyMetricBuffers metric(arena, call, clusters);
-      const cuda::NearestBuffers nearest(arena, shape, p.iterations + 1);
-      const cuda::ClusterSums sums =
-          cuda::make_cluster_sums(arena, shape, call.inputs.q, order, offsets, metric.centroids);
-      const cuda::ZeroedWords zeroed{nearest.zeroed, nearest.passes * nearest.teams};
-      std::printf(" empty %.4f", median_ms([&] { spin_kernel<<<132, 256>>>(nullptr, 1); }));
-      const double metric_ms =
-          median_ms([&] { cuda::key_covariance(call, metric, zeroed, nullptr); });
-      std::printf(" covariance %.4f", metric_ms);
-      std::printf(" start %.4f",
-                  median_ms([&] { cuda::weigh_centroids(call, sums, true, metric, nullptr); }));
-      std::printf(" nearest+sort %.4f", median_ms([&] {
-                    COTERIE_CUDA(cudaMemsetAsync(
-                        nearest.zeroed, 0, static_cast<std::size_t>(zeroed.count) * 4, nullptr));
-                    cuda::nearest_clusters(call, shape, metric.table, nearest,
-                                           {0, labels, order, offsets}, nullptr);
-                  }));
-      std::printf(" sums %.4f", median_ms([&] {
-                    cuda::sum_cluster_tiles(call.op, sums, call.inputs.q, nullptr);
-                  }));
-      std::printf(" weigh %.4f",
-                  median_ms([&] { cuda::weigh_centroids(call, sums, false, metric, nullptr); }));
-      DeviceTensor means(DType::f32, {1, c.H, clusters, D});
-      Arena counter;
-      cuda::centroid_means(call, {}, {}, {}, counter, nullptr);
-      Scratch more(counter.used());
-      std::printf(" means %.4f", median_ms([&] {
-                    Arena pieces("time", more.workspace(), 0);
-                    cuda::centroid_means(call, out.order.view(), out.offsets.view(), means.view(),
-                                         pieces, nullptr);
-                  }));
-      Arena group_count;
-      cuda::group_by_label(shape, {labels, order, offsets}, group_count, nullptr);
-      Scratch group_memory(group_count.used());
-      std::printf(" sort %.4f", median_ms([&] {
-                    Arena pieces("time", group_memory.workspace(), 0);
-                    cuda::group_by_label(shape, {labels, order, offsets}, pieces, nullptr);
-                  }));
-    } else {
-      const cuda::HashBuffers hash(arena, p, call);
-      const cuda::HammingBuffers buffers(arena, shape, static_cast<int>(p.iterations));
-      const cuda::ZeroedWords zeroed{buffers.zeroed, buffers.zeroed_count};
-      std::printf(" planes+codes %.4f",
-                  median_ms([&] { cuda::hash_queries(p, call, hash, zeroed, nullptr); }));
-      for (int iterations : {0, 1, 3, 10})
-        std::printf(
-            " kmeans(%d)+sort %.4f", iterations, median_ms([&] {
-              if (iterations > p.iterations) return;
-              COTERIE_CUDA(cudaMemsetAsync(buffers.zeroed, 0,
-                                           static_cast<std::size_t>(zeroed.count) * 4, nullptr));
-              cuda::hamming_kmeans(
-                  shape, {iterations, static_cast<int>(p.bits), hash.codes, labels, order, offsets},
-                  buffers, nullptr);
-            }));
-    }
-  }
-  std::printf("\n");
-}
-
-// Each clustering and the means, twice.
-void run_once(std::int64_t N) {
-  Case c;
-  c.H = c.Hkv = 16;
-  c.N = c.S = N;
-  c.clusters = 256;
-  c.modes = 1000000007;
-  const Setup s(c);
-  Outputs out(c, 1);
-  DeviceTensor means(DType::f32, {1, c.H, c.clusters, c.D});
-  for (int i = 0; i < 2; ++i)
-    for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming}) {
-      const ClusteringParams p = s.params(method);
-      Scratch scratch(cuda::cluster_workspace_bytes(p, s.call(p, s.device)));
-      run_clusters(s, p, out, scratch);
-      if (method != Clustering::keys) continue;
-      Arena arena("once", scratch.workspace(), 0);
-      cuda::centroid_means(s.call(p, s.device), out.order.view(), out.offsets.view(), means.view(),
-                           arena, nullptr);
-    }
-  COTERIE_CUDA(cudaDeviceSynchronize());
-}
-
 }  // namespace
-}  // namespace coterie
+}  // namespace coterie::gpu_test
 
 int main(int argc, char** argv) {
-  using namespace coterie;
+  using namespace coterie::gpu_test;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
@@ -886,14 +550,6 @@ int main(int argc, char** argv) {
     if (what == "check")
       for (const Case& c : large_cases())
         check_case(c, c.name == "65536 rows, 256 clusters" || c.name == "many short problems");
-    if (what == "once")
-      for (std::int64_t N : {4096, 65536}) run_once(N);
-    if (what == "time") {
-      for (std::int64_t N : {4096, 16384, 65536, 1048576}) time_stages(N, 64, 256, DType::bf16);
-      time_stages(65536, 128, 256, DType::bf16);
-      time_stages(65536, 64, 1024, DType::bf16);
-      time_stages(65536, 64, 256, DType::f32);
-    }
   }
   std::printf("%s, %d failures\n", failures == 0 ? "PASS" : "FAILED", failures);
   return failures == 0 ? 0 : 1;

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: MIT
 // The attention stages of clustered and improved clustered attention on the GPU against the CPU in
 // f64, given the CPU's clusters: cluster means, top keys, centroid attention, outputs. Then bit
-// equality of repeated runs, graph capture, and with --time the times of the stages.
-#include <cuda_bf16.h>
-
+// equality of repeated runs and graph capture.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -500,166 +497,6 @@ void run_all(bool quick) {
 
 // ---- times ----
 
-__global__ void fill_kernel(__nv_bfloat16* to, std::int64_t count, unsigned seed) {
-  const std::int64_t first = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x;
-  for (std::int64_t i = first; i < count; i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
-    unsigned long long x = static_cast<unsigned long long>(i) * 0x9e3779b97f4a7c15ull + seed;
-    x ^= x >> 32;
-    x *= 0xd6e8feb86659fd93ull;
-    x ^= x >> 32;
-    x *= 0xd6e8feb86659fd93ull;
-    x ^= x >> 32;
-    const float u = (static_cast<unsigned>(x) + 1.0f) * 2.3283064e-10f;
-    const float v = static_cast<unsigned>(x >> 32) * 1.4629181e-9f;
-    to[i] = __float2bfloat16(sqrtf(-2.0f * logf(fmaxf(u, 1e-20f))) * cosf(v));
-  }
-}
-
-float median_ms(cudaStream_t stream, const std::function<void()>& body) {
-  cudaEvent_t begin, end;
-  COTERIE_CUDA(cudaEventCreate(&begin));
-  COTERIE_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int run = 0; run < 24; ++run) {
-    COTERIE_CUDA(cudaEventRecord(begin, stream));
-    body();
-    COTERIE_CUDA(cudaEventRecord(end, stream));
-    COTERIE_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    COTERIE_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (run >= 4) times.push_back(ms);
-  }
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
-// The body in a graph, five times over: no launch overhead.
-float graph_ms(cudaStream_t stream, const std::function<void()>& body) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  COTERIE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < 5; ++i) body();
-  COTERIE_CUDA(cudaStreamEndCapture(stream, &graph));
-  COTERIE_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  const float ms =
-      median_ms(stream, [&] { COTERIE_CUDA(cudaGraphLaunch(executable, stream)); }) / 5;
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  return ms;
-}
-
-void time_size(std::int64_t N, std::int64_t D, std::int64_t C, std::int64_t k, bool once = false) {
-  const std::int64_t H = 16;
-  AttentionInputs inputs;
-  std::vector<DeviceTensor> memory;
-  unsigned seed = 1;
-  for (TensorView* view : {&inputs.q, &inputs.k, &inputs.v}) {
-    memory.emplace_back(TensorLayout{"x", DType::bf16, {1, H, N, D}});
-    *view = memory.back().view();
-    fill_kernel<<<1024, 256>>>(static_cast<__nv_bfloat16*>(view->data), H * N * D, seed++);
-  }
-  ImprovedClusteredParams params;
-  params.clustering.clusters = C;
-  params.topk = k;
-  const Mechanism mechanism = params;
-  std::vector<std::int32_t> labels(static_cast<std::size_t>(H * N)), order(labels.size()),
-      offsets(static_cast<std::size_t>(H * (C + 1)));
-  std::mt19937 engine(3);
-  for (std::int64_t h = 0; h < H; ++h) {
-    std::vector<std::vector<std::int32_t>> members(static_cast<std::size_t>(C));
-    for (std::int64_t n = 0; n < N; ++n) {
-      labels[static_cast<std::size_t>(h * N + n)] =
-          static_cast<std::int32_t>(engine() % static_cast<unsigned>(C));
-      members[static_cast<std::size_t>(labels[static_cast<std::size_t>(h * N + n)])].push_back(
-          static_cast<std::int32_t>(n));
-    }
-    std::int32_t at = 0;
-    for (std::int64_t c = 0; c < C; ++c) {
-      offsets[static_cast<std::size_t>(h * (C + 1) + c)] = at;
-      for (const std::int32_t n : members[static_cast<std::size_t>(c)])
-        order[static_cast<std::size_t>(h * N + at++)] = n;
-    }
-    offsets[static_cast<std::size_t>(h * (C + 1) + C)] = at;
-  }
-  std::vector<DeviceTensor> saved;
-  AttentionResult result;
-  for (const TensorLayout& layout : attention_saved(mechanism, inputs).tensors) {
-    saved.emplace_back(layout);
-    result.saved.push_back(saved.back().view());
-  }
-  const std::vector<std::int32_t>* const lists[] = {&labels, &order, &offsets};
-  for (int i = 0; i < 3; ++i)
-    COTERIE_CUDA(cudaMemcpy(result.saved[static_cast<std::size_t>(i)].data, lists[i]->data(),
-                            lists[i]->size() * 4, cudaMemcpyHostToDevice));
-  DeviceTensor out(TensorLayout{"out", DType::bf16, {1, H, N, D}});
-  result.out = out.view();
-  const DeviceMemory workspace(attention_workspace_bytes(mechanism, inputs));
-  cudaStream_t stream = nullptr;
-  COTERIE_CUDA(cudaStreamCreate(&stream));
-  const Workspace ws{workspace.data(), workspace.bytes(), stream};
-
-  const AttentionCall call = make_call("i-clustered", inputs);
-  const cuda::ClusteredSizes sizes{C, k};
-  const cuda::ClusteredTensors tensors = cuda::clustered_tensors(params, result.saved);
-  const auto means = [&] {
-    Arena arena("test", ws, 0);
-    cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream);
-  };
-  const auto zeroed = [&](Arena& arena, std::int64_t count) {
-    auto* words = arena.take<unsigned>(count);
-    COTERIE_CUDA(
-        cudaMemsetAsync(words, 0, static_cast<std::size_t>(count) * sizeof(unsigned), stream));
-    return words;
-  };
-  const auto select = [&] {
-    Arena arena("test", ws, 0);
-    unsigned* arrivals = zeroed(arena, cuda::select_arrivals(call, sizes));
-    cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream);
-  };
-  const auto attend = [&] {
-    Arena arena("test", ws, 0);
-    unsigned* arrivals = zeroed(arena, cuda::centroid_arrivals(call, sizes));
-    cuda::centroid_forward(call, sizes, tensors, arrivals, arena, stream);
-  };
-  const auto top = [&] { cuda::topk_forward(call, sizes, tensors, result.out, stream); };
-  cuda::ClusteredTensors plain_tensors = tensors;
-  plain_tensors.top_keys = plain_tensors.mass = TensorView();
-  const auto attend_plain = [&] {
-    Arena arena("test", ws, 0);
-    unsigned* arrivals = zeroed(arena, cuda::centroid_arrivals(call, {C, 0}));
-    cuda::centroid_forward(call, {C, 0}, plain_tensors, arrivals, arena, stream);
-  };
-  const auto broadcast = [&] { cuda::broadcast_forward(call, plain_tensors, result.out, stream); };
-  means();
-  select();
-  attend();
-  if (once) top();
-  COTERIE_CUDA(cudaDeviceSynchronize());
-  if (once) return;
-  struct Stage {
-    const char* name;
-    std::function<void()> body;
-  };
-  const std::vector<Stage> stages = {{"means", means},
-                                     {"select (A)", select},
-                                     {"attend (B)", attend},
-                                     {"top-k", top},
-                                     {"attend plain", attend_plain},
-                                     {"broadcast", broadcast},
-                                     {"A + B + top-k", [&] {
-                                        select();
-                                        attend();
-                                        top();
-                                      }}};
-  std::printf("N %ld D %ld C %ld k %ld, workspace %.1f MB: us by events / in a graph\n",
-              static_cast<long>(N), static_cast<long>(D), static_cast<long>(C),
-              static_cast<long>(k), static_cast<double>(workspace.bytes()) * 1e-6);
-  for (const Stage& stage : stages)
-    std::printf("  %-14s %8.1f %8.1f\n", stage.name, 1e3 * median_ms(stream, stage.body),
-                1e3 * graph_ms(stream, stage.body));
-  std::fflush(stdout);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -667,22 +504,10 @@ int main(int argc, char** argv) {
     std::printf("no GPU\n");
     return 0;
   }
-  bool quick = false, time = false, once = false;
-  for (int i = 1; i < argc; ++i) {
-    quick = quick || std::strcmp(argv[i], "--quick") == 0;
-    time = time || std::strcmp(argv[i], "--time") == 0;
-    once = once || std::strcmp(argv[i], "--once") == 0;
-  }
+  bool quick = false;
+  for (int i = 1; i < argc; ++i) quick = quick || std::strcmp(argv[i], "--quick") == 0;
   try {
-    if (once) {  // every kernel once, for a profiler
-      time_size(65536, 64, 256, 32, true);
-      return 0;
-    }
-    if (!time) run_all(quick);
-    if (time)
-      for (const std::int64_t N : {4096, 16384, 65536}) time_size(N, 64, 256, 32);
-    if (time) time_size(65536, 128, 256, 32);
-    if (time) time_size(65536, 64, 1024, 64);
+    run_all(quick);
   } catch (const std::exception& error) {
     std::printf("FAIL %s\n", error.what());
     return 1;
