@@ -17,6 +17,7 @@ struct StepRun {
   int heads, of_head;  // all steps, and those of a head
   int count;           // of a block, at most
   bool rounds;         // three steps walk over their tiles together
+  bool by_work;        // WorkCut says which
 
   // Number `place` of a block's, -1 if there is none. In rounds blocks take three at a time, forth
   // and back, those of the longest ranges first where ranges grow or shrink along a list.
@@ -43,12 +44,18 @@ __global__ void __launch_bounds__(BackwardShape<kForm, kKeys>::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const BackwardShape<kForm, kKeys> shape(memory);
   shape.init();
+  static_assert(kCutBytes <= BackwardShape<kForm, kKeys>::kPlanAt, "room to measure lists");
+  const ListProblem& problem = args.problem;
+  const bool by_work = kForm != ListForm::plain && run.by_work;
+  WorkCut<kKeys> cut(problem, memory);
+  const int count = by_work ? cut.take() : run.count;
   const auto make = [&](int place, StreamStep& step) {
-    const int number = run.number(place, kKeys);
-    if (number >= 0) make_step<T, kKeys>(args, tiles, number, step);
+    const StepPlace at =
+        by_work ? cut.find(place)
+                : numbered_step(kKeys ? problem.k : problem.q, tiles, run.number(place, kKeys));
+    make_step<T, kKeys>(args, at, step);
   };
-  const StreamPlan plan =
-      plan_steps(shape, run.count, run.rounds, kKeys ? args.problem.group : 1, make);
+  const StreamPlan plan = plan_steps(shape, count, run.rounds, kKeys ? problem.group : 1, make);
   if (threadIdx.x >= shape.kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     const ListLoader<T, kForm, kKeys> loader{args, shape};
@@ -90,7 +97,7 @@ void launch_stream(const ListBackwardArgs<T>& args, cudaStream_t stream) {
   const SlotSide& side = kKeys ? problem.k : problem.q;
   const ListTiles tiles = list_tiles(side, kStreamBits);
   if (tiles.total == 0) return;
-  StepRun run{side.heads, tiles.total, 0, false};
+  StepRun run{side.heads, tiles.total, 0, false, false};
   // Steps at work share a ring that holds what they meet, and some tiles on their way.
   run.rounds = span_tiles(problem, kKeys ? problem.q : problem.k) + 2 > Shape::kRing ||
                (kKeys && problem.group > 1);
@@ -100,9 +107,12 @@ void launch_stream(const ListBackwardArgs<T>& args, cudaStream_t stream) {
   const int waves = split(units, multiprocessors() * (kStreamPlan / unit));
   const int of_block = split(units, multiprocessors() * waves);
   run.count = of_block * unit;
+  const int most = min(multiprocessors() * waves, units);
+  run.by_work = cut_by_work(kForm, problem, side, units, most, run.rounds);
+  const int blocks = run.by_work ? most : split(units, of_block);
   launch_early("list_stream_kernel", list_stream_kernel<T, kForm, kKeys>,
-               dim3(static_cast<unsigned>(split(units, of_block))), Shape::kThreads, Shape::kBytes,
-               stream, args, tiles, run);
+               dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kBytes, stream, args,
+               tiles, run);
 }
 
 template <class T, ListForm kForm>

@@ -121,14 +121,20 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
 template <class T, int kDim, ListForm kForm>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
-                              bool rounds) {
+                              bool rounds, bool unequal) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
   shape.init();
+  static_assert(kCutBytes <= ForwardShape<kDim, kForm>::kPlanAt, "room to measure lists");
+  const bool by_work = kForm != ListForm::plain && unequal;
+  WorkCut<false> cut(args.problem, memory);
   const int begin = blockIdx.x * units;
-  const int count = min(units, args.tiles.total * args.problem.q.heads - begin);
+  const int count =
+      by_work ? cut.take() : min(units, args.tiles.total * args.problem.q.heads - begin);
   const StreamPlan plan = plan_steps(shape, count, rounds, 1, [&](int place, StreamStep& step) {
-    make_query_step(args, begin + place, step);
+    const StepPlace at =
+        by_work ? cut.find(place) : numbered_step(args.problem.q, args.tiles, begin + place);
+    make_query_step(args, at, step);
   });
   if (threadIdx.x >= kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim>));
@@ -174,8 +180,10 @@ void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stre
   allow_shared_memory(kernel, Shape::kBytes);
   // Three steps at work and one on its way share a ring that holds what they meet.
   const bool rounds = span + 3 > Shape::kRing;
-  kernel<<<(total + units - 1) / units, Shape::kThreads, Shape::kBytes, stream>>>(args, units,
-                                                                                  rounds);
+  const int most = min(places * waves, total);
+  const bool by_work = cut_by_work(kForm, args.problem, args.problem.q, total, most, rounds);
+  const int blocks = by_work ? most : (total + units - 1) / units;
+  kernel<<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args, units, rounds, by_work);
   COTERIE_LAUNCH("list_forward_sm90a");
 }
 

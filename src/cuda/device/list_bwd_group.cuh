@@ -92,75 +92,90 @@ __device__ __forceinline__ void store16(void* to, const std::uint32_t (&word)[4]
                : "memory");
 }
 
-// Sums of owned rows times a factor, to rows of a tensor or to slots, both aligned.
-template <class T>
-__device__ __forceinline__ void store_owned(const float (&sum)[32], float factor,
-                                            const ListSums<T>& to, const StreamStep& step,
-                                            const int* rows, int slot_step, int width) {
-  if (!to.wanted()) return;
-  const int lane = static_cast<int>(threadIdx.x) % 4;
-  const Rows<T> out = to.rows_of({step.batch, step.own_begin, 0}, step.head, width);
+// A lane has elements of two owned rows. What becomes of sums at the end of a step is done for one
+// row after the other, by the same instructions: those of the row at work are i with i % 4 < 2. In
+// so much code that runs once a step, it is its length that counts.
+template <class Finish>
+__device__ __forceinline__ void for_sides(const Finish& finish) {
+#pragma unroll 1
+  for (int side = 0; side < 2; ++side) finish(side);
+}
+__device__ __forceinline__ void next_side(float (&sum)[32]) {
 #pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const int own = group_row(side);
-    const bool there = own < step.rows;
-    const std::int64_t row =
-        to.rows.data ? rows[own] : step.own_slot + static_cast<std::int64_t>(own) * slot_step;
-    if (to.rows.data || to.rounded) {
-      T* row_of = out.row(there ? row : 0) + 8 * lane;
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        std::uint32_t word[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int i = 16 * part + 4 * n + 2 * side;
-          word[n] = pack2<T>(sum[i] * factor, sum[i + 1] * factor);
-        }
-        transpose_quad(word);
-        if (there && 32 * part + 8 * lane < width) store16(row_of + 32 * part, word);
-      }
-    } else if (there) {
-      float* slot_of = static_cast<float*>(to.slots) + row * width + 2 * lane;
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (8 * j + 2 * lane < width)
-          store2(slot_of + 8 * j, sum[4 * j + 2 * side] * factor,
-                 sum[4 * j + 2 * side + 1] * factor);
-    }
+  for (int i = 0; i < 32; i += 4) {
+    sum[i] = sum[i + 2];
+    sum[i + 1] = sum[i + 3];
   }
 }
 
-// As denormalise of list_bwd_block.cuh, with y = inverse (x - mean) multiplied out; the means are
-// those of the rows. Rows and sums are 0 beyond their width.
+// Sums of owned row `own` times a factor, to a row of a tensor or to a slot, both aligned.
+template <class T>
+__device__ __forceinline__ void store_owned(const float (&sum)[32], float factor,
+                                            const ListSums<T>& to, const StreamStep& step, int own,
+                                            const int* rows, int slot_step, int width) {
+  if (!to.wanted()) return;
+  const int lane = static_cast<int>(threadIdx.x) % 4;
+  const bool there = own < step.rows;
+  const std::int64_t row =
+      to.rows.data ? rows[own] : step.own_slot + static_cast<std::int64_t>(own) * slot_step;
+  if (to.rows.data || to.rounded) {
+    const Rows<T> out = to.rows_of({step.batch, step.own_begin, 0}, step.head, width);
+    T* row_of = out.row(there ? row : 0) + 8 * lane;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      std::uint32_t word[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = 16 * part + 4 * n;
+        word[n] = pack2<T>(sum[i] * factor, sum[i + 1] * factor);
+      }
+      transpose_quad(word);
+      if (there && 32 * part + 8 * lane < width) store16(row_of + 32 * part, word);
+    }
+  } else if (there) {
+    float* slot_of = static_cast<float*>(to.slots) + row * width + 2 * lane;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (8 * j + 2 * lane < width)
+        store2(slot_of + 8 * j, sum[4 * j] * factor, sum[4 * j + 1] * factor);
+  }
+}
+
+// As denormalise of list_bwd_block.cuh, with y = inverse (x - mean) multiplied out, of owned row
+// `own`, whose mean is given: the upper one of a lane's rows, or with kSide = 1 the lower. Rows and
+// sums are 0 beyond their width. Returns g . y.
+template <int kSide, class T>
+__device__ __forceinline__ float denormalise(float (&sum)[32], const Tile<T, 64>& rows, int own,
+                                             const RowStatistics& stats, int width) {
+  float total = 0.0f, along = 0.0f;
+  float2 x[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int column = j * 8 + static_cast<int>(threadIdx.x) % 4 * 2, i = 4 * j + 2 * kSide;
+    x[j] = unpack2<T>(load_shared32(rows.address(own, column)));
+    total += sum[i] + sum[i + 1];
+    along = fmaf(sum[i + 1], x[j].y, fmaf(sum[i], x[j].x, along));
+  }
+  const float share = 1.0f / static_cast<float>(width), mean = stats.mean, inverse = stats.inverse;
+  total = quad_sum(total);
+  const float product = fmaf(-mean, total, quad_sum(along)) * inverse;
+  const float slope = product * share * inverse * inverse;
+  const float shift = fmaf(slope, mean, -total * share * inverse);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int i = 4 * j + 2 * kSide;
+    sum[i] = fmaf(-slope, x[j].x, fmaf(sum[i], inverse, shift));
+    sum[i + 1] = fmaf(-slope, x[j].y, fmaf(sum[i + 1], inverse, shift));
+  }
+  return product;
+}
+// The same of both rows of a lane.
 template <class T>
 __device__ __forceinline__ void denormalise(float (&sum)[32], const Tile<T, 64>& rows,
                                             const RowStatistics (&stats)[2], int width,
                                             float (&product)[2]) {
-  float total[2] = {0.0f, 0.0f}, along[2] = {0.0f, 0.0f};
-  float2 x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int column = i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, side = i % 2;
-    x[i] = unpack2<T>(load_shared32(rows.address(group_row(side), column)));
-    total[side] += sum[2 * i] + sum[2 * i + 1];
-    along[side] = fmaf(sum[2 * i + 1], x[i].y, fmaf(sum[2 * i], x[i].x, along[side]));
-  }
-  const float share = 1.0f / static_cast<float>(width);
-  float slope[2], shift[2];
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const float mean = stats[side].mean, inverse = stats[side].inverse;
-    total[side] = quad_sum(total[side]);
-    product[side] = fmaf(-mean, total[side], quad_sum(along[side])) * inverse;
-    slope[side] = product[side] * share * inverse * inverse;
-    shift[side] = fmaf(slope[side], mean, -total[side] * share * inverse);
-  }
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const int side = i / 2 % 2;
-    const float element = i % 2 ? x[i / 2].y : x[i / 2].x;
-    sum[i] = fmaf(-slope[side], element, fmaf(sum[i], stats[side].inverse, shift[side]));
-  }
+  product[0] = denormalise<0>(sum, rows, group_row(0), stats[0], width);
+  product[1] = denormalise<1>(sum, rows, group_row(1), stats[1], width);
 }
 
 // A warp's way along the tiles of the ring, as StreamReader, one tile after the other: so that all

@@ -195,18 +195,19 @@ __device__ void key_steps(const ListBackwardArgs<T>& args, const BackwardShape<k
     }
     factors.keep(dk[0]);
     const float factor = 1.0f / args.weight_scale;
-    if constexpr (kForm != ListForm::plain) {
-      if (args.normalise) {
-        float product[2];
-        const auto& record = shape.owned(number);
-        const RowStatistics stats[2] = {record.stats[group_row(0)], record.stats[group_row(1)]};
-        denormalise(dk, Tile<T, 64>{shape.own(number, 0)}, stats, problem.width, product);
-      }
-    }
     const int* rows = shape.owned_rows(number);
-    store_owned(dk, (problem.head_scale ? 1.0f : problem.scale) * factor, args.dk, step, rows,
-                slot_step, problem.width);
-    store_owned(dv, factor, args.dv, step, rows, slot_step, problem.width);
+    for_sides([&](int side) {
+      const int own = group_row(side);
+      if constexpr (kForm != ListForm::plain)
+        if (args.normalise)
+          denormalise<0>(dk, Tile<T, 64>{shape.own(number, 0)}, own, shape.owned(number).stats[own],
+                         problem.width);
+      store_owned(dk, (problem.head_scale ? 1.0f : problem.scale) * factor, args.dk, step, own,
+                  rows, slot_step, problem.width);
+      store_owned(dv, factor, args.dv, step, own, rows, slot_step, problem.width);
+      next_side(dk);
+      next_side(dv);
+    });
     if (!early) shape.release_own(number);
   }
   walk.release_below(plan.tiles);

@@ -223,38 +223,35 @@ __device__ void query_steps(const ListBackwardArgs<T>& args,
       }
     }
     factors.keep(rests[0]);
-    float rest[2] = {rests[0] + rests[1], rests[2] + rests[3]};
     const std::int64_t row_base =
         ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head);
     const int* rows = shape.owned_rows(number);
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int row = group_row(side);
-      rest[side] = quad_sum(rest[side]) * unscaled;
-      if (args.delta_out && threadIdx.x % 4 == 0 && row < step.rows)
+    const float factor = scale.score * unscaled;
+    for_sides([&](int side) {
+      const int own = group_row(side);
+      const bool writes = threadIdx.x % 4 == 0 && own < step.rows;
+      const float rest = quad_sum(side == 0 ? rests[0] + rests[1] : rests[2] + rests[3]) * unscaled;
+      if (args.delta_out && writes)
         args.delta_out[args.delta_out_by_slot
-                           ? step.own_slot + static_cast<std::int64_t>(row) * slot_step
-                           : row_base + rows[row]] = query.delta[side] + rest[side];
-    }
-    if (wanted) {
+                           ? step.own_slot + static_cast<std::int64_t>(own) * slot_step
+                           : row_base + rows[own]] =
+            (side == 0 ? query.delta[0] : query.delta[1]) + rest;
+      if (!wanted) return;
       if (guess) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) dq[i] = fmaf(-rest[i / 2 % 2], weighted[i], dq[i]);
+        for (int i = 0; i < 32; i += i % 4 == 0 ? 1 : 3) dq[i] = fmaf(-rest, weighted[i], dq[i]);
+        next_side(weighted);
       }
-      const float factor = scale.score * unscaled;
       if constexpr (kForm != ListForm::plain) {
         if (args.normalise) {
-          float product[2];
-          const RowStatistics stats[2] = {record.stats[group_row(0)], record.stats[group_row(1)]};
-          denormalise(dq, Tile<T, 64>{shape.own(number, 0)}, stats, problem.width, product);
-#pragma unroll
-          for (int side = 0; side < 2; ++side)
-            if (args.dq_products && threadIdx.x % 4 == 0 && group_row(side) < step.rows)
-              args.dq_products[row_base + rows[group_row(side)]] = product[side] * factor;
+          const float product = denormalise<0>(dq, Tile<T, 64>{shape.own(number, 0)}, own,
+                                               record.stats[own], problem.width);
+          if (args.dq_products && writes) args.dq_products[row_base + rows[own]] = product * factor;
         }
       }
-      store_owned(dq, factor, args.dq, step, rows, slot_step, problem.width);
-    }
+      store_owned(dq, factor, args.dq, step, own, rows, slot_step, problem.width);
+      next_side(dq);
+    });
     if (!early) shape.release_own(number);
   }
   walk.release_below(plan.tiles);

@@ -10,7 +10,7 @@
 #include "cuda/device/bands.cuh"
 #include "cuda/device/list_bwd_block.cuh"
 #include "cuda/device/list_bwd_ranges.cuh"
-#include "cuda/device/list_stream.cuh"
+#include "cuda/device/list_cut.cuh"
 
 namespace coterie::cuda {
 
@@ -40,6 +40,8 @@ constexpr int kQueryBytes = sizeof(QueryRecord<kForm>) / kStreamRows;
 
 // kKeys: keys are owned.
 constexpr int kBackwardGroups = 2;
+// Short code: what all warps run in turn is more than the instruction caches hold.
+constexpr int kCopyUnroll = 2;
 template <ListForm kForm, bool kKeys>
 using BackwardStream =
     StreamShape<kBackwardGroups, 64, 2, kForm == ListForm::plain && !kKeys ? 9 : 8, 4,
@@ -86,15 +88,14 @@ __device__ __forceinline__ std::int64_t head_slots(const SlotSide& side) {
 // Owned keys are counted by those that are there: more change nothing, as they are not stored.
 constexpr int kAnyKeys = 0x3fffffff;
 
-// Finds step `number` of a side, head by head; `rows` is 0 where there is none.
+// `rows` is 0 where there is no step.
 template <class T, bool kKeys>
-__device__ void make_step(const ListBackwardArgs<T>& args, const ListTiles& tiles, int number,
-                          StreamStep& step) {
+__device__ void make_step(const ListBackwardArgs<T>& args, const StepPlace& at, StreamStep& step) {
   const ListProblem& problem = args.problem;
   const SlotSide& own_side = kKeys ? problem.k : problem.q;
   const SlotSide& other_side = kKeys ? problem.q : problem.k;
-  const int head = number / tiles.total;
-  const ListTile tile = tiles.find<true>(own_side, head, number - head * tiles.total);
+  const int head = at.head;
+  const ListTile& tile = at.tile;
   if (tile.first == kNoRank) return;
   const ListPair pair =
       problem.pair<true>(tile.item, kKeys ? head * problem.group : head, tile.list);
@@ -138,7 +139,7 @@ struct ListLoader {
     const ListProblem& problem = args.problem;
     const Rows<const T> rows[2] = {args.q.rows(step.batch, head, begin),
                                    args.g.rows(step.batch, head, begin)};
-    load_list_rows<64>(to, rows, row);
+    load_list_rows<64, kCopyUnroll>(to, rows, row);
     const std::int64_t base = ListProblem::row_base(problem.q, {step.batch, begin, 0}, head);
     const int slot_step = problem.q.index ? 1 : problem.q.lists;
 #pragma unroll 1
@@ -174,7 +175,7 @@ struct ListLoader {
     const int key_head = head / problem.group;
     const Rows<const T> rows[2] = {args.k.rows(step.batch, key_head, begin),
                                    args.v.rows(step.batch, head / problem.value_group, begin)};
-    load_list_rows<64>(to, rows, row);
+    load_list_rows<64, kCopyUnroll>(to, rows, row);
     if constexpr (kForm != ListForm::plain) {
       const std::int64_t base = ListProblem::row_base(problem.k, {step.batch, begin, 0}, key_head);
 #pragma unroll

@@ -33,8 +33,9 @@ __device__ __forceinline__ T* row_at(T* base, int number, std::uint32_t pitch) {
 }
 
 // Copies 64 rows of an item, as list_rows left them, of one or more tensors into tiles; zeros for
-// rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart.
-template <int kDim, class T, int kTensors>
+// rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart. kUnroll: turns
+// of the loop, four rows each, that stand one behind the other in the code.
+template <int kDim, int kUnroll = kStreamRows / 4, class T, int kTensors>
 __device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensors],
                                                const Rows<const T> (&rows)[kTensors],
                                                const int (&row)[2]) {
@@ -48,15 +49,15 @@ __device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensor
     pitch[x] = static_cast<std::uint32_t>(rows[x].pitch * 2);
     even[x] = to[x] + r * 128 + ((chunk ^ r) << 4);
   }
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < kStreamRows / 4; ++i) {
-    const int number = __shfl_sync(~0u, row[i / 8], i % 8 * 4 + r);
+    const int number = __shfl_sync(~0u, i < 8 ? row[0] : row[1], i % 8 * 4 + r);
     const int valid = max(number, 0);
 #pragma unroll
     for (int x = 0; x < kTensors; ++x) {
       const unsigned char* source = row_at(from[x], valid, pitch[x]);
       // Chunks of every second four rows are permuted differently.
-      const std::uint32_t target = (i % 2 == 0 ? even[x] : even[x] ^ 64) + i * 512;
+      const std::uint32_t target = (even[x] ^ i % 2 * 64) + i * 512;
       cp_async16(target, source, number >= 0 && inside ? 16 : 0);
 #pragma unroll
       for (int band = 1; band < kDim / 64; ++band) {

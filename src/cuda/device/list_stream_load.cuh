@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/list_cut.cuh"
 #include "cuda/device/list_stream_rows.cuh"
 
 namespace coterie::cuda {
@@ -35,13 +36,12 @@ struct ForwardShape : ForwardStream<kDim, kForm> {
   }
 };
 
-// Step `number` of the tiles of all heads.
 template <class T>
-__device__ void make_query_step(const ListForwardArgs<T>& args, int number, StreamStep& step) {
+__device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace& at,
+                                StreamStep& step) {
   const ListProblem& problem = args.problem;
-  const ListTiles& tiles = args.tiles;
-  const int head = number / tiles.total;
-  const ListTile tile = tiles.find<true>(problem.q, head, number - head * tiles.total);
+  const int head = at.head;
+  const ListTile& tile = at.tile;
   if (tile.first == kNoRank) return;
   const ListPair pair = problem.pair<true>(tile.item, head, tile.list);
   step.rows = min(pair.q.count - tile.first, kStreamRows);
