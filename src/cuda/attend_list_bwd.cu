@@ -112,6 +112,9 @@ void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
       zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
     const ListForm form = backward_form(plan, gradients);
     const bool hopper = takes(call, plan, args);
+    if constexpr (sizeof(T) == 2)
+      if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args))
+        return launch_whole_lists_sm90a(args, stream);
     launch(args, form, hopper, {wanted.queries, false}, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
     launch(args, form, hopper, {false, wanted.keys}, stream);

@@ -33,4 +33,11 @@ template <class T, int kWidth>
 void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
                         cudaStream_t stream);
 
+// Lists that fit a block as a whole, all gradients at once: calls that launch_lists_sm90a would
+// serve, of which this one is taken. attend_whole_list_bwd_sm90a.cu
+template <class T>
+bool takes_whole_lists(const ListBackwardArgs<T>& args);
+template <class T>
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream);
+
 }  // namespace coterie::cuda

@@ -43,6 +43,20 @@ std::vector<Case> long_cases() {
       "B2 H4:2 N3000 D64 causal padded bf16 mixture");
   add("routing_paper_wide", "routing(clusters=16,window=256,causal=paper)",
       "B1 H3 N3000 D128 causal f16");
+  // Lists that fit a block, of all lengths of their tiles.
+  add("routing_paper_2", "routing(clusters=40,window=2,causal=paper)",
+      "B1 H3 N900 D64 causal bf16");
+  add("routing_paper_63", "routing(clusters=9,window=63,causal=paper)",
+      "B2 H3 N1100 D64 causal padded f16 mixture");
+  add("routing_paper_64", "routing(clusters=10,window=64,causal=paper)",
+      "B1 H2 N900 D48 causal bf16 mixture");
+  add("routing_paper_65", "routing(clusters=12,window=65,causal=paper)",
+      "B1 H3 N2900 D64 causal packed bf16 mixture");
+  add("routing_paper_255", "routing(clusters=5,window=255,causal=paper)",
+      "B1 H3 N1300 D64 causal f16 mixture");
+  add("routing_paper_256", "routing(clusters=150,window=256,causal=paper)",
+      "B1 H2 N2300 D64 causal bf16 mixture");
+  add("routing_both_ways_192", "routing(clusters=10,window=192)", "B2 H3 N1500 D40 padded f16");
   add("routing_both_ways", "routing(clusters=16,window=256)", "B1 H4 N2300 D64 bf16 mixture");
   add("cast", "cast(clusters=16,size=256)", "B1 H12 N3000 D64 bf16");
   add("cast_single", "cast(clusters=12,size=256,mode=single)", "B2 H3 N2900 D64 bf16");

@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: MIT
+// The computing warpgroups of the backward pass of whole lists (whole_list.cuh).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/list_stream_rows.cuh"
+#include "cuda/device/wgmma_narrow.cuh"
+#include "cuda/device/wgmma_transposed.cuh"
+#include "cuda/device/whole_list_weights.cuh"
+
+namespace coterie::cuda {
+
+// Both computing warpgroups meet.
+__device__ __forceinline__ void sync_both(int barrier) {
+  asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive_both(int barrier) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
+}
+
+// A warpgroup has key tiles `group` and 3 - group: those that more queries see first.
+template <class T>
+struct WholeGroup {
+  const ListBackwardArgs<T>& args;
+  const WholeShape& shape;
+  int group;  // 0 or 1
+  float dk[2][32], dv[2][32];
+
+  __device__ WholeGroup(const ListBackwardArgs<T>& list_args, const WholeShape& block)
+      : args(list_args), shape(block), group(uniform(static_cast<int>(threadIdx.x) / kWarpgroup)) {}
+
+  __device__ int tile_of(int x) const { return x == 0 ? group : 3 - group; }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) dk[i / 32][i % 32] = dv[i / 32][i % 32] = 0.0f;
+  }
+
+  // Scores and products with output gradients of 32 queries and the keys of one or two tiles.
+  template <int kCount>
+  __device__ void multiply(float (&s)[2][16], float (&d)[2][16], int place, int key_place,
+                           int half) const {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int x = 0; x < kCount; ++x) {
+        const auto key = [&](int tensor) {
+          return Bands<T, 64, 64>{shape.keys(key_place, tensor, tile_of(x))}.by_columns(0, k);
+        };
+        const auto query = [&](int tensor) {
+          return Bands<T, 64, 64>{shape.queries(place, tensor)}.by_columns(half * kStepQueries, k);
+        };
+        if (k == 0) {
+          wgmma_narrow<T, 0>(s[x], key(0), query(0));
+          wgmma_narrow<T, 0>(d[x], key(1), query(1));
+        } else {
+          wgmma_narrow<T, 1>(s[x], key(0), query(0));
+          wgmma_narrow<T, 1>(d[x], key(1), query(1));
+        }
+      }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) {
+      wgmma_settle(s[x]);
+      wgmma_settle(d[x]);
+    }
+  }
+
+  // delta of 8 queries, over all keys of the list.
+  __device__ void exchange(float (&sum)[8], const WholeQueries& facts, int half) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float* parts = shape.parts(half);
+    parts[threadIdx.x / 32 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = reduce_columns(sum);
+    sync_both(3);
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < 8; ++warp) total += parts[warp * 32 + lane];
+    total *= facts.gradient[half * kStepQueries + lane].y;
+    if constexpr (std::is_same_v<T, F16>) total *= exp2f(-scale_bits<T>());
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      sum[i] = __shfl_sync(~0u, total, 8 * (i / 2) + lane % 4 * 2 + i % 2);
+  }
+
+  template <int kCount>
+  __device__ void add(const std::uint32_t (&p)[2][2][4], const std::uint32_t (&ds)[2][2][4],
+                      int place, int half) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int x = 0; x < kCount; ++x) {
+        const auto rows = [&](int tensor) {
+          return Bands<T, 64, 64>{shape.queries(place, tensor)}.by_rows(
+              half * kStepQueries + 16 * k, 0);
+        };
+        wgmma<T, 1, 1>(dv[x], p[x][k], rows(1));
+        wgmma<T, 1, 1>(dk[x], ds[x][k], rows(0));
+      }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) {
+      wgmma_settle(dv[x]);
+      wgmma_settle(dk[x]);
+    }
+  }
+
+  // 32 queries. `count`: tiles of this warpgroup that they see.
+  __device__ void step(int count, int place, int key_place, int half) {
+    const WholeQueries& facts = shape.query_facts(place);
+    float sum[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+    if (count == 0) {
+      exchange(sum, facts, half);
+      return;
+    }
+    float s[2][16], d[2][16];
+    if (count > 1)
+      multiply<2>(s, d, place, key_place, half);
+    else
+      multiply<1>(s, d, place, key_place, half);
+    const auto own_key = [&](int x, RowStatistics(&key)[2]) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        key[side] = shape.key_stats(key_place)[tile_of(x) * kStreamRows + group_row(side)];
+        key[side].mean *= -key[side].inverse * static_cast<float>(args.problem.width);
+      }
+    };
+    const auto weigh_tile = [&](int x) {
+      RowStatistics key[2];
+      own_key(x, key);
+      const int rank = tile_of(x) * kStreamRows + group_row(0);
+      const int last = tile_of(x) * kStreamRows + (group_row(0) & ~15) + 15;
+      if (facts.limits[half * kStepQueries / 2].end[0] > last)
+        weigh<false>(s[x], d[x], sum, facts, half, key, rank);
+      else
+        weigh<true>(s[x], d[x], sum, facts, half, key, rank);
+    };
+    weigh_tile(0);
+    if (count > 1) weigh_tile(1);
+    exchange(sum, facts, half);
+    std::uint32_t p[2][2][4], ds[2][2][4];
+    const auto differentiate_tile = [&](int x) {
+      RowStatistics key[2];
+      own_key(x, key);
+      differentiate<T>(s[x], d[x], sum, facts, half, key, shape.slopes(tile_of(x)), p[x], ds[x]);
+    };
+    differentiate_tile(0);
+    if (count > 1) {
+      differentiate_tile(1);
+      add<2>(p, ds, place, half);
+    } else {
+      add<1>(p, ds, place, half);
+    }
+  }
+
+  // Rows of sums times a factor, to slots from `slot` on; `count` of them are there. Rounded ones
+  // go through `stage`, a tile of which a warp uses its own 16 rows, and leave as whole rows.
+  __device__ void store(const float (&sum)[32], float factor, const ListSums<T>& to,
+                        std::int64_t slot, int count, std::uint32_t stage) const {
+    if (!to.wanted()) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
+    if (to.rounded) {
+      const std::uint32_t at = stage + matrix_lane();
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        std::uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          word[i] = pack2<T>(sum[8 * d + 2 * i] * factor, sum[8 * d + 2 * i + 1] * factor);
+        asm volatile(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at ^ d * 32),
+            "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+            : "memory");
+      }
+      __syncwarp();
+      const std::uint32_t from = stage + row_lane();
+      const int row = (group_row(0) & ~15) + lane / 8;
+      T* target = static_cast<T*>(to.slots) + (slot + row) * width + lane % 8 * 8;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint4 word;
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "r"((from ^ i % 2 * 64) + 512 * i)
+                     : "memory");
+        if (row + 4 * i < count && lane % 8 * 8 < width) store_global(target + 4 * i * width, word);
+      }
+      __syncwarp();
+    } else {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int row = group_row(side);
+        if (row >= count) continue;
+        float* row_of = static_cast<float*>(to.slots) + (slot + row) * width + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (8 * j + lane % 4 * 2 < width)
+            store2(row_of + 8 * j, sum[4 * j + 2 * side] * factor,
+                   sum[4 * j + 2 * side + 1] * factor);
+      }
+    }
+  }
+
+  // Back through the normalisation of rows in shared memory.
+  template <class Stats>
+  __device__ void carry_back(float (&sum)[32], std::uint32_t rows, const Stats& stats_of) const {
+    if (!args.normalise) return;
+    float product[2];
+    const RowStatistics both[2] = {stats_of(group_row(0)), stats_of(group_row(1))};
+    denormalise(sum, Tile<T, 64>{rows}, both, args.problem.width, product);
+  }
+
+  // dq of 64 queries, from the derivatives of `tiles` tiles of keys.
+  __device__ void query_gradients(const WholeList& list, int tile, int tiles, int place,
+                                  int key_place, float factor) const {
+    float dq[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dq[i] = 0.0f;
+    if (tiles > 0) {
+      wgmma_fence();
+#pragma unroll 1
+      for (int x = 0; x < tiles; ++x) {
+        const Bands<T, 64, 64> slopes{shape.slopes(x)}, keys{shape.keys(key_place, 0, x)};
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          wgmma_transposed<T>(dq, slopes.by_rows(16 * k, 0), keys.by_rows(16 * k, 0));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_settle(dq);
+    }
+    const WholeQueries& facts = shape.query_facts(place);
+    carry_back(dq, shape.queries(place, 0), [&](int row) {
+      return RowStatistics{facts.score[row].x, facts.gradient[row].x};
+    });
+    store(dq, factor, args.dq, list.q_slot + tile * kStreamRows, list.queries - tile * kStreamRows,
+          shape.queries(place, 1));
+  }
+  __device__ void key_gradients(const WholeList& list, int key_place, float factor,
+                                float unscaled) {
+    sync_group();  // values are done with: their places are free
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int first = tile_of(x) * kStreamRows;
+      if (first >= list.keys) continue;
+      carry_back(dk[x], shape.keys(key_place, 0, tile_of(x)),
+                 [&](int row) { return shape.key_stats(key_place)[first + row]; });
+      const std::uint32_t stage = shape.keys(key_place, 1, tile_of(x));
+      store(dk[x], factor, args.dk, list.k_slot + first, list.keys - first, stage);
+      store(dv[x], unscaled, args.dv, list.k_slot + first, list.keys - first, stage);
+    }
+  }
+};
+
+template <class T>
+__device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape& shape, int lists) {
+  WholeGroup<T> own(args, shape);
+  const float unscaled = exp2f(-scale_bits<T>());
+  const auto release = [&](std::uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+  };
+  int turn = 0, tile_turn = 0;  // lists and tiles of queries so far
+#pragma unroll 1
+  for (; static_cast<int>(blockIdx.x + turn * gridDim.x) < lists; ++turn) {
+    const int key_place = turn % kKeyPlaces;
+    mbarrier_wait(shape.keys_full(key_place), turn / kKeyPlaces & 1);
+    const WholeList& list = shape.list(key_place);
+    own.clear();
+#pragma unroll 1
+    for (int tile = 0; tile * kStreamRows < uniform(list.queries); ++tile, ++tile_turn) {
+      const int place = tile_turn % kQueryPlaces;
+      const int tiles = uniform(list.key_tiles[tile]);
+      mbarrier_wait(shape.queries_full(place), tile_turn / kQueryPlaces & 1);
+      fence_async_proxy();
+      // The warpgroup that has less to do with these queries.
+      const bool mine = own.group == (tile == 0 || tile == 3);
+      if (tiles > 0) {
+        const int count = (own.group < tiles) + (3 - own.group < tiles);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) own.step(count, place, key_place, half);
+        fence_async_proxy();
+        if (mine)
+          sync_both(4);
+        else
+          arrive_both(4);
+      }
+      if (mine) own.query_gradients(list, tile, tiles, place, key_place, list.score * unscaled);
+      release(shape.queries_empty(place));
+    }
+    own.key_gradients(list, key_place, list.score * unscaled, unscaled);
+    release(shape.keys_empty(key_place));
+  }
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: MIT
+// Weights of 32 queries and 64 keys and their derivatives, in the registers of a warpgroup whose
+// rows are the keys (whole_list.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/list_bwd_group.cuh"
+#include "cuda/device/whole_list.cuh"
+
+namespace coterie::cuda {
+
+constexpr int kStepQueries = 32;
+
+// 16 bytes of shared memory. The assembler keeps no copies of them in registers, and reads them
+// where they are used: there are none to spare.
+template <class Value>
+__device__ __forceinline__ Value read_again(const Value* at) {
+  static_assert(sizeof(Value) == 16, "four words");
+  union {
+    std::uint32_t word[4];
+    Value value;
+  } all;
+  asm volatile("ld.volatile.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(all.word[0]), "=r"(all.word[1]), "=r"(all.word[2]), "=r"(all.word[3])
+               : "r"(shared_address(at))
+               : "memory");
+  return all.value;
+}
+
+// Scores become weights; sums of weights times products are added to those of 8 queries.
+template <bool kMasked>
+__device__ __forceinline__ void weigh(float (&s)[16], const float (&d)[16], float (&sum)[8],
+                                      const WholeQueries& facts, int half,
+                                      const RowStatistics (&key)[2], int rank) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const QueryLimits limits =
+        read_again(facts.limits + half * kStepQueries / 2 + 4 * j + threadIdx.x % 4);
+    const float4 query =
+        read_again(reinterpret_cast<const float4*>(facts.score + half * kStepQueries) + 4 * j +
+                   threadIdx.x % 4);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float factor = c ? query.w : query.y;
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        float& x = s[4 * j + 2 * side + c];
+        x = fmaf(x, key[side].inverse, key[side].mean * (c ? query.z : query.x));
+        x = exp2_approximate(fmaf(x, factor, -limits.shift[c]));
+        if (kMasked && rank + 8 * side >= limits.end[c]) x = 0.0f;
+        sum[2 * j + c] = fmaf(x, d[4 * j + 2 * side + c], sum[2 * j + c]);
+      }
+    }
+  }
+}
+
+// Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
+__device__ __forceinline__ float reduce_columns(const float (&sum)[8]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float kept = lane & 16 ? sum[i + 4] : sum[i], sent = lane & 16 ? sum[i] : sum[i + 4];
+    four[i] = kept + __shfl_xor_sync(~0u, sent, 16);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float kept = lane & 8 ? four[i + 2] : four[i], sent = lane & 8 ? four[i] : four[i + 2];
+    two[i] = kept + __shfl_xor_sync(~0u, sent, 8);
+  }
+  const float kept = lane & 4 ? two[1] : two[0], sent = lane & 4 ? two[0] : two[1];
+  return kept + __shfl_xor_sync(~0u, sent, 4);
+}
+
+// Weights and their derivatives as left factors; the latter for dq to shared memory as well.
+template <class T>
+__device__ __forceinline__ void differentiate(float (&s)[16], float (&d)[16],
+                                              const float (&delta)[8], const WholeQueries& facts,
+                                              int half, const RowStatistics (&key)[2],
+                                              std::uint32_t slopes, std::uint32_t (&p)[2][4],
+                                              std::uint32_t (&ds)[2][4]) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    std::uint32_t out[4];
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int j = 2 * k + part;
+      const float4 query =
+          read_again(reinterpret_cast<const float4*>(facts.gradient + half * kStepQueries) + 4 * j +
+                     threadIdx.x % 4);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int i = 4 * j + 2 * side;
+        float slope[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          slope[c] = s[i + c] * fmaf(d[i + c], c ? query.w : query.y, -delta[2 * j + c]);
+        }
+        const int word = 2 * part + side;
+        p[k][word] = pack2<T>(s[i] * query.y, s[i + 1] * query.w);
+        ds[k][word] = pack2<T>(slope[0] * query.x, slope[1] * query.z);
+        out[word] = pack2<T>(slope[0] * key[side].inverse, slope[1] * key[side].inverse);
+      }
+    }
+    const int lane = static_cast<int>(threadIdx.x) % 32, chunk = 4 * half + 2 * k + lane / 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     slopes + (threadIdx.x % kWarpgroup / 32 * 16 + lane % 16) * 128 +
+                     ((chunk ^ lane % 8) << 4)),
+                 "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3])
+                 : "memory");
+  }
+}
+
+}  // namespace coterie::cuda
