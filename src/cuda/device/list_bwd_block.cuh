@@ -84,28 +84,36 @@ template <class P>
 __device__ __forceinline__ void denormalise(typename P::Sums& sum, const typename P::Matrix& rows,
                                             const RowStatistics (&stats)[2], int width,
                                             float (&product)[2]) {
-  float mean[2] = {0.0f, 0.0f};
+  float mean[2] = {0.0f, 0.0f}, share[2];
   product[0] = product[1] = 0.0f;
-  const auto normalised = [&](int i) {
-    const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2, side = i / 2 % 2;
-    if (column >= width) return 0.0f;
-    return (P::element(rows, lane_row(side), column) - stats[side].mean) * stats[side].inverse;
+  const auto normalised = [&](int i) {  // i is even: columns i and i + 1 of those a lane holds
+    const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, side = i / 2 % 2;
+    float2 y = P::pair(rows, lane_row(side), column);
+    y.x = column < width ? (y.x - stats[side].mean) * stats[side].inverse : 0.0f;
+    y.y = column + 1 < width ? (y.y - stats[side].mean) * stats[side].inverse : 0.0f;
+    return y;
   };
 #pragma unroll
-  for (int i = 0; i < P::kWidth / 2; ++i) {
-    mean[i / 2 % 2] += sum[i];
-    product[i / 2 % 2] = fmaf(sum[i], normalised(i), product[i / 2 % 2]);
+  for (int i = 0; i < P::kWidth / 2; i += 2) {
+    const float2 y = normalised(i);
+    float &m = mean[i / 2 % 2], &p = product[i / 2 % 2];
+    m += sum[i];
+    m += sum[i + 1];
+    p = fmaf(sum[i], y.x, p);
+    p = fmaf(sum[i + 1], y.y, p);
   }
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     mean[side] = quad_sum(mean[side]) / static_cast<float>(width);
     product[side] = quad_sum(product[side]);
+    share[side] = product[side] / static_cast<float>(width);
   }
 #pragma unroll
-  for (int i = 0; i < P::kWidth / 2; ++i) {
+  for (int i = 0; i < P::kWidth / 2; i += 2) {
     const int side = i / 2 % 2;
-    sum[i] = (sum[i] - mean[side] - normalised(i) * product[side] / static_cast<float>(width)) *
-             stats[side].inverse;
+    const float2 y = normalised(i);
+    sum[i] = (sum[i] - mean[side] - y.x * share[side]) * stats[side].inverse;
+    sum[i + 1] = (sum[i + 1] - mean[side] - y.y * share[side]) * stats[side].inverse;
   }
 }
 

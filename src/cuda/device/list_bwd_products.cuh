@@ -11,24 +11,26 @@
 
 namespace coterie::cuda {
 
-// An element in shared memory.
+// Two neighbouring elements in shared memory, the first in an even column.
 template <class T>
-__device__ __forceinline__ float load_element(std::uint32_t address) {
-  if constexpr (sizeof(T) == 4) return __uint_as_float(load_shared32(address));
-  union {
-    std::uint16_t bits;
-    T value;
-  } element;
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(element.bits) : "r"(address) : "memory");
-  return to_float(element.value);
+__device__ __forceinline__ float2 load_pair(std::uint32_t address) {
+  if constexpr (sizeof(T) == 4) {
+    std::uint32_t low, high;
+    load_shared64(low, high, address);
+    return make_float2(__uint_as_float(low), __uint_as_float(high));
+  } else {
+    const std::uint32_t word = load_shared32(address);
+    return make_float2(to_float(T{static_cast<std::uint16_t>(word)}),
+                       to_float(T{static_cast<std::uint16_t>(word >> 16)}));
+  }
 }
 
 template <class Type, int kRowWidth>
 struct WarpProducts {
   using T = Type;
   static constexpr int kWidth = kRowWidth;
-  static constexpr int kColumns = 32;
-  static constexpr int kUnit = 16;  // rows that are in step
+  static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as registers hold
+  static constexpr int kUnit = 16;                           // rows that are in step
   static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));
   // Blocks on a multiprocessor.
   static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;
@@ -82,9 +84,9 @@ struct WarpProducts {
     to_fragment(factor, part(s, n));
   }
 
-  // An element of a matrix.
-  __device__ static float element(const Matrix& matrix, int row, int column) {
-    return load_element<T>(matrix.address(row, column));
+  // An element of a matrix in an even column, and the next.
+  __device__ static float2 pair(const Matrix& matrix, int row, int column) {
+    return load_pair<T>(matrix.address(row, column));
   }
 
   __device__ static void fence() {}

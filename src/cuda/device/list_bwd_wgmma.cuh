@@ -76,10 +76,10 @@ struct GroupProducts {
     to_fragment(factor, *reinterpret_cast<Accumulator*>(s + 8 * part));
   }
 
-  // An element of a matrix.
-  __device__ static float element(const Matrix& matrix, int row, int column) {
+  // An element of a matrix in an even column, and the next.
+  __device__ static float2 pair(const Matrix& matrix, int row, int column) {
     const Tile<T, 64> tile{matrix.base + column / 64 * Matrix::kBandBytes};
-    return load_element<T>(tile.address(row, column % 64));
+    return load_pair<T>(tile.address(row, column % 64));
   }
 
   // Before products of what registers or this thread's copies hold.

@@ -42,8 +42,9 @@ struct SlotSide {
   ListLayout layout;
   const std::int32_t *index, *offsets;
   int items, heads, index_heads, lists, per_row, width;
+  int heads_of_index;  // heads that share the lists of an index head
 
-  __device__ int index_head(int head) const { return head / (heads / index_heads); }
+  __device__ int index_head(int head) const { return head / heads_of_index; }
 
   // Entries of a list that are filled. By all lanes of a warp, or by a thread alone.
   template <bool kAlone = false>
@@ -51,6 +52,7 @@ struct SlotSide {
     if (width == 0 || members[width - 1] >= 0) return width;
     constexpr int kProbes = kAlone ? 8 : 32;
     int count = 0;  // the first -1 is in [count, count + left)
+#pragma unroll 1
     for (int left = width; left > 0;) {
       const int step = (left + kProbes - 1) / kProbes;
       int reached = 0;
@@ -112,6 +114,7 @@ inline SlotSide slot_side(const AttentionCall& call, const ListPlan& plan, bool 
   slots.items = static_cast<int>(call.num_items());
   slots.heads = static_cast<int>(keys ? call.key_heads : call.H);
   slots.index_heads = side.index ? side.index_heads : slots.heads;
+  slots.heads_of_index = slots.heads / slots.index_heads;
   slots.lists = static_cast<int>(plan.lists);
   slots.per_row = side.per_row;
   slots.width = static_cast<int>(side.width);
