@@ -42,6 +42,8 @@ __global__ void __launch_bounds__(kForwardThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ KeyFacts<kForwardKeys> facts[2];
+  __shared__ RankRange ranges[kForwardRows];
+  __shared__ QueryFacts query_facts[kForwardRows];
   const ForwardTiles<T, kDim> tiles(memory);
   const ListProblem& problem = args.problem;
   const int head = blockIdx.y;
@@ -60,8 +62,13 @@ __global__ void __launch_bounds__(kForwardThreads)
       pair.k.rows(args.k.rows(pair.k_span.batch, head / problem.group, pair.k_span.begin));
   const Rows<const T> v =
       pair.k.rows(args.v.rows(pair.k_span.batch, head / problem.value_group, pair.k_span.begin));
-  const int begin = problem.range(pair, tile.first).low / kForwardKeys * kForwardKeys;
-  const int end = problem.range(pair, min(tile.first + kForwardRows, pair.q.count) - 1).high;
+  // A thread looks up one query; those beyond the last repeat it.
+  const int own = min(tile.first + static_cast<int>(threadIdx.x), pair.q.count - 1);
+  ranges[threadIdx.x] = problem.range(pair, own);
+  query_facts[threadIdx.x].load(problem, pair, head, own);
+  __syncthreads();
+  const int begin = ranges[0].low / kForwardKeys * kForwardKeys;
+  const int end = ranges[kForwardRows - 1].high;
   const auto load_keys = [&](int stage, int from) {
     tiles.load(stage, k, v, pair.k, from);
     facts[stage].load(problem, pair, head, from);
@@ -69,7 +76,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   load_keys(0, begin);
 
   ForwardRows<T, kDim> rows;
-  rows.start(problem, pair, head, tile.first);
+  rows.start(ranges, query_facts);
   const float scale = problem.score_scale(head);
   cp_async_wait<0>();
   __syncthreads();

@@ -60,16 +60,16 @@ struct ForwardRows {
            static_cast<int>(threadIdx.x) % 32 / 4;
   }
 
-  // Queries from rank `first` on; those beyond the last repeat it.
-  __device__ void start(const ListProblem& problem, const ListPair& pair, int head, int first) {
+  // From what is known of the block's queries.
+  __device__ void start(const RankRange (&ranges)[kForwardRows],
+                        const QueryFacts (&known)[kForwardRows]) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int rank = min(first + row(m, half), pair.q.count - 1);
-        range[m][half] = problem.range(pair, rank);
+        range[m][half] = ranges[row(m, half)];
+        facts[m][half] = known[row(m, half)];
         softmax[m][half] = {kLowestShift, 0.0f};
-        facts[m][half].load(problem, pair, head, rank);
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
     shared = {__shfl_sync(~0u, range[1][1].low, 31), __shfl_sync(~0u, range[0][0].high, 0)};

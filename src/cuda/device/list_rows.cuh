@@ -41,10 +41,12 @@ struct KeyFacts {
 
 // What scores need to know of a query.
 struct QueryFacts {
-  float mean = 0.0f, inverse = 1.0f;  // mean times the row's width
+  float mean, inverse;  // mean times the row's width
   QueryFilter filter;
 
   __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
+    mean = 0.0f;
+    inverse = 1.0f;
     if (problem.q_stats) {
       const RowStatistics own =
           problem.q_stats[ListProblem::row_base(problem.q, pair.q_span, head) + pair.q.row(rank)];

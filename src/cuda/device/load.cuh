@@ -80,9 +80,7 @@ __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Row
     }
     return;
   }
-#pragma unroll
-  for (int step = 0; step < kRows; step += kStep) {
-    if (kRows % kStep != 0 && r + step >= kRows) break;
+  const auto copy = [&](int step) {
     bool there = inside && r + step < count;
     const T* source = from + step * rows.pitch;
     const std::uint32_t target =
@@ -93,6 +91,15 @@ __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Row
       source = rows.row(row) + column;
     }
     cp_async16(target, there ? source : rows.data, there ? 16 : 0);
+  };
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int step = 0; step < kRows; step += kStep)
+      if (kRows % kStep == 0 || r + step < kRows) copy(step);
+  } else {  // twice as many, which would be many instructions
+#pragma unroll 4
+    for (int step = 0; step < kRows; step += kStep)
+      if (kRows % kStep == 0 || r + step < kRows) copy(step);
   }
 }
 
