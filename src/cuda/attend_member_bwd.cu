@@ -91,8 +91,8 @@ struct MemberTile {
     const int r = warp_row + lane / Staging::kChunks, chunk = lane % Staging::kChunks;
     const int pitch = pitch_bytes(dq);
     const bool fast = in_vectors(dq);
-#pragma unroll
-    for (int column = 0; column < kWidth; column += 32) {
+    for_depths<T, kWidth / 32>([&](int part) {
+      const int column = 32 * part;
       Accumulator sum[2];
       multiply_keys(sum, block, warp_row, column);
 #pragma unroll
@@ -111,7 +111,7 @@ struct MemberTile {
           store_slowly(dq.row(member) + at, words, dq.width - at);
       }
       __syncwarp();
-    }
+    });
   }
 };
 

@@ -122,29 +122,39 @@ struct SlotSums {
   // Adds dSᵀ Q, Pᵀ G and the sum of the first rows of the tiles.
   __device__ void add(const Tile<T, kSlotTile>& sD, const Tile<T, kSlotTile>& sP,
                       const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG, int rows) {
-    const FragmentA<T> ones = all_ones<T>();
+    if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int r = 0; r < 16 * kWarps; r += 16) {
-      if (r >= rows) break;
-      FragmentA<T> a[2];
-      FragmentB<T> b;
-      load_a_transposed(a[0], sD, 0, r);
-      load_a_transposed(a[1], sD, 16, r);
-#pragma unroll
-      for (int d = 0; d < kColumns; ++d) {
-        load_b_transposed(b, sQ, 16 * (first() + d), r);
-        multiply_add(dk[d][0], a[0], b);
-        multiply_add(dk[d][1], a[1], b);
+      for (int r = 0; r < 16 * kWarps; r += 16) {
+        if (r >= rows) break;
+        add_rows(sD, sP, sQ, sG, r);
       }
-      load_a_transposed(a[0], sP, 0, r);
-      load_a_transposed(a[1], sP, 16, r);
+    } else {  // see for_depths
+#pragma unroll 1
+      for (int r = 0; r < rows; r += 16) add_rows(sD, sP, sQ, sG, r);
+    }
+  }
+  // The same for 16 rows from r on.
+  __device__ __forceinline__ void add_rows(const Tile<T, kSlotTile>& sD,
+                                           const Tile<T, kSlotTile>& sP, const Tile<T, kWidth>& sQ,
+                                           const Tile<T, kWidth>& sG, int r) {
+    FragmentA<T> a[2];
+    FragmentB<T> b;
+    load_a_transposed(a[0], sD, 0, r);
+    load_a_transposed(a[1], sD, 16, r);
 #pragma unroll
-      for (int d = 0; d < kColumns; ++d) {
-        load_b_transposed(b, sG, 16 * (first() + d), r);
-        multiply_add(dv[d][0], a[0], b);
-        multiply_add(dv[d][1], a[1], b);
-        multiply_add(rows_sum[d], ones, b);
-      }
+    for (int d = 0; d < kColumns; ++d) {
+      load_b_transposed(b, sQ, 16 * (first() + d), r);
+      multiply_add(dk[d][0], a[0], b);
+      multiply_add(dk[d][1], a[1], b);
+    }
+    load_a_transposed(a[0], sP, 0, r);
+    load_a_transposed(a[1], sP, 16, r);
+#pragma unroll
+    for (int d = 0; d < kColumns; ++d) {
+      load_b_transposed(b, sG, 16 * (first() + d), r);
+      multiply_add(dv[d][0], a[0], b);
+      multiply_add(dv[d][1], a[1], b);
+      multiply_add(rows_sum[d], all_ones<T>(), b);
     }
   }
   // Puts dk times `scale` and dv into two tiles of kSlotTile rows.
