@@ -92,11 +92,9 @@ struct DigitMemory {
 };
 
 // By all threads of a block: the key that exactly `wanted` of key(0), ..., key(count - 1) are not
-// below; they are distinct, and more than that. Digit by digit, until a digit is the last one or
-// one ends at most `rough` bits above: then a few more than `wanted` may not be below.
+// below; they are distinct, and more than that. Digit by digit, until one tells all of them apart.
 template <int kThreads, class Key>
-__device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMemory& memory,
-                                  int rough = 0) {
+__device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMemory& memory) {
   constexpr int kDigit = DigitMemory::kDigit, kBins = DigitMemory::kBins;
   CandidateKey prefix = 0;
   int left = wanted;
@@ -124,7 +122,7 @@ __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMe
     left = memory.left;
     const bool whole = memory.bins[memory.found] == left;
     __syncthreads();
-    if (whole || shift <= rough) return prefix;
+    if (whole || shift == 0) return prefix;
     known = shift;
   }
 }
