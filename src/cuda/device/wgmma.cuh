@@ -16,13 +16,11 @@ namespace coterie::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// A matrix of 128-byte rows: groups of 8 rows are 1024 bytes apart, and columns beyond the 64th lie
-// `leading` bytes further.
-__device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address,
-                                                           int leading = 16) {
+// A matrix of 128-byte rows: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address) {
   return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) |
-         static_cast<std::uint64_t>(leading >> 4) << 16 |
-         static_cast<std::uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+         static_cast<std::uint64_t>(16 >> 4) << 16 | static_cast<std::uint64_t>(1024 >> 4) << 32 |
+         1ull << 62;
 }
 
 // A matrix of rows of 16 elements in groups of 8 rows, 256 bytes each: the first halves of its
