@@ -20,21 +20,10 @@ struct GroupArgs {
 __global__ void __launch_bounds__(kThreads, 1) group_kernel(GroupArgs args) {
   await_previous();
   extern __shared__ std::int32_t shared[];
-  const ClusterShape& shape = args.shape;
-  Team team(args.teams);
-  int turn = 0;
-  for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
-    const int item = number / shape.heads, head = number % shape.heads;
-    const ItemSpan span = shape.q.span(item);
-    const std::int64_t start = shape.start(span, head);
-    fill_padding(shape, team, item, head, nullptr, args.run.order);
-    group_rows(
-        team, team.share(span.length),
-        {args.run.labels + start, args.run.order + start,
-         args.run.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
-         histograms_of(args.histograms, args.teams, team, turn, shape.clusters), shape.clusters},
-        shared, args.shared_words);
-  }
+  const GroupLists all{args.run.labels, args.run.order, args.run.offsets, args.histograms,
+                       args.shape.clusters};
+  group_problems(args.shape, args.teams, all, nullptr, shared, args.shared_words,
+                 [](const Team&, const TeamProblem&) {});
 }
 
 }  // namespace

@@ -127,40 +127,32 @@ template <bool kShared>
 __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs args) {
   await_previous();
   extern __shared__ uint4 shared[];
-  const ClusterShape& shape = args.shape;
   const Stage stage(shared, args, kShared);
-  Team team(args.teams);
-  int turn = 0;
-  for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
-    const int item = number / shape.heads, head = number % shape.heads;
-    const ItemSpan span = shape.q.span(item);
-    const std::int64_t start = shape.start(span, head);
-    const RowRange range = team.share(span.length);
-    const Problem problem{number,
-                          span.length,
-                          args.run.codes + start,
-                          range,
-                          args.run.codes + start + range.begin,
-                          args.run.labels + start + range.begin};
-    __syncthreads();  // the sort of the last problem used the same memory
-    if (span.length <= shape.clusters) {
-      for (int i = threadIdx.x; i < problem.rows(); i += kThreads)
-        problem.labels[i] = range.begin + i;
-    } else {
-      for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
-        stage.codes[i] = problem.codes[i];
-      cluster_codes<kShared>(args, team, problem, stage);
-      __syncthreads();
-      for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
-        problem.labels[i] = stage.labels[i];
-    }
-    fill_padding(shape, team, item, head, args.run.labels, args.run.order);
-    const GroupLists lists{
-        args.run.labels + start, args.run.order + start,
-        args.run.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
-        histograms_of(args.histograms, args.teams, team, turn, shape.clusters), shape.clusters};
-    group_rows(team, range, lists, reinterpret_cast<std::int32_t*>(shared), args.shared_words);
-  }
+  const GroupLists all{args.run.labels, args.run.order, args.run.offsets, args.histograms,
+                       args.shape.clusters};
+  group_problems(args.shape, args.teams, all, args.run.labels,
+                 reinterpret_cast<std::int32_t*>(shared), args.shared_words,
+                 [&](Team& team, const TeamProblem& own) {
+                   const RowRange& range = own.range;
+                   const Problem problem{own.number,
+                                         own.span.length,
+                                         args.run.codes + own.start,
+                                         range,
+                                         args.run.codes + own.start + range.begin,
+                                         args.run.labels + own.start + range.begin};
+                   __syncthreads();  // the sort of the last problem used the same memory
+                   if (own.span.length <= args.shape.clusters) {
+                     for (int i = threadIdx.x; i < problem.rows(); i += kThreads)
+                       problem.labels[i] = range.begin + i;
+                     return;
+                   }
+                   for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
+                     stage.codes[i] = problem.codes[i];
+                   cluster_codes<kShared>(args, team, problem, stage);
+                   __syncthreads();
+                   for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
+                     problem.labels[i] = stage.labels[i];
+                 });
 }
 
 Teams hamming_teams(const ClusterShape& shape, unsigned* arrivals) {

@@ -173,4 +173,37 @@ __device__ inline void group_rows(Team& team, const RowRange& range, const Group
   counts.fill(range, [&](int slot, int row) { lists.order[slot] = row; });
 }
 
+// A problem of a team.
+struct TeamProblem {
+  int number, item, head;
+  ItemSpan span;
+  std::int64_t start;  // of its rows in (B, heads, rows)
+  RowRange range;      // this block's share of them
+};
+
+// order and offsets of all problems, of which a block's team takes some; `all` has the tensors and
+// histograms of all. label(team, problem) labels the block's rows; `labels` are then all.labels, or
+// null where they are there already.
+template <class Label>
+__device__ __forceinline__ void group_problems(const ClusterShape& shape, const Teams& teams,
+                                               const GroupLists& all, std::int32_t* labels,
+                                               std::int32_t* shared, int shared_words,
+                                               const Label& label) {
+  Team team(teams);
+  int turn = 0;
+  for (int number = team.number; number < shape.problems(); number += teams.count, turn ^= 1) {
+    const int item = number / shape.heads, head = number % shape.heads;
+    const ItemSpan span = shape.q.span(item);
+    const TeamProblem problem{
+        number, item, head, span, shape.start(span, head), team.share(span.length)};
+    label(team, problem);
+    fill_padding(shape, team, item, head, labels, all.order);
+    const GroupLists lists{all.labels + problem.start, all.order + problem.start,
+                           all.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
+                           histograms_of(all.histograms, teams, team, turn, shape.clusters),
+                           shape.clusters};
+    group_rows(team, problem.range, lists, shared, shared_words);
+  }
+}
+
 }  // namespace coterie::cuda

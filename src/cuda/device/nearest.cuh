@@ -116,28 +116,21 @@ __device__ float2 table_bounds(const NearestArgs<T>& args, int problem) {
 template <int kThreads, class T, class Assign>
 __device__ __forceinline__ void label_problems(const NearestArgs<T>& args, std::int32_t* shared,
                                                const Assign& assign) {
-  const ClusterShape& shape = args.shape;
-  Team team(args.teams);
-  int turn = 0;
-  for (int number = team.number; number < shape.problems(); number += args.teams.count, turn ^= 1) {
-    const int item = number / shape.heads, head = number % shape.heads;
-    const ItemSpan span = shape.q.span(item);
-    const std::int64_t start = shape.start(span, head);
-    const RowRange range = team.share(span.length);
-    __syncthreads();  // the sort of the last problem used the same memory
-    if (span.length <= shape.clusters) {
-      for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
-        args.labels[start + i] = i;
-    } else {
-      assign(number, args.x.rows(span.batch, head, span.begin), range, args.labels + start);
-    }
-    fill_padding(shape, team, item, head, args.labels, args.order);
-    const GroupLists lists{args.labels + start, args.order + start,
-                           args.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
-                           histograms_of(args.histograms, args.teams, team, turn, shape.clusters),
-                           shape.clusters};
-    group_rows(team, range, lists, shared, args.shared_words);
-  }
+  const GroupLists all{args.labels, args.order, args.offsets, args.histograms, args.shape.clusters};
+  group_problems(args.shape, args.teams, all, args.labels, shared, args.shared_words,
+                 [&](const Team&, const TeamProblem& problem) {
+                   const ItemSpan& span = problem.span;
+                   const RowRange& range = problem.range;
+                   std::int32_t* labels = args.labels + problem.start;
+                   __syncthreads();  // the sort of the last problem used the same memory
+                   if (span.length <= args.shape.clusters) {
+                     for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
+                       labels[i] = i;
+                   } else {
+                     assign(problem.number, args.x.rows(span.batch, problem.head, span.begin),
+                            range, labels);
+                   }
+                 });
 }
 
 // By Hopper's warpgroup products; 16-bit types only. False, and nothing launched, when the
