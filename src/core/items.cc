@@ -32,21 +32,36 @@ std::int64_t int_at(const TensorView& ints, std::int64_t index) {
 void check_ints(const char* op, const char* name, const TensorView& ints) {
   COTERIE_CHECK(ints.dtype == DType::i32 && ints.rank == 1, op, "expected ", name,
                 " to be i32 with one dimension; got ", describe(ints));
+  COTERIE_CHECK(ints.device == Device::cpu || ints.size(0) <= 1 || ints.stride(0) == 1, op,
+                "expected contiguous ", name, " on cuda; got a stride of ", ints.stride(0));
 }
 
 }  // namespace
 
-std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
-                             std::int64_t rows) {
+void check_sequences(const char* op, const Sequences& sequences, std::int64_t batches) {
   const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;
   COTERIE_CHECK(!lengths.present() || !cu_seqlens.present(), op,
                 "expected lengths or cu_seqlens; got both");
-  std::vector<Span> spans;
   if (cu_seqlens.present()) {
     check_ints(op, "cu_seqlens", cu_seqlens);
     COTERIE_CHECK(batches == 1, op, "expected a batch of 1 with cu_seqlens; got ", batches);
-    COTERIE_CHECK(cu_seqlens.size(0) >= 1, op, "expected at least one number in cu_seqlens; got ",
+    COTERIE_CHECK(cu_seqlens.size(0) >= 2, op,
+                  "expected the begin and the end of at least one sequence in cu_seqlens; got ",
                   describe(cu_seqlens));
+  }
+  if (lengths.present()) {
+    check_ints(op, "lengths", lengths);
+    COTERIE_CHECK(lengths.size(0) == batches, op, "expected ", batches, " lengths; got ",
+                  lengths.size(0));
+  }
+}
+
+std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
+                             std::int64_t rows) {
+  check_sequences(op, sequences, batches);
+  const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;
+  std::vector<Span> spans;
+  if (cu_seqlens.present()) {
     COTERIE_CHECK(int_at(cu_seqlens, 0) == 0, op, "expected cu_seqlens to start with 0; got ",
                   int_at(cu_seqlens, 0));
     for (std::int64_t t = 0; t + 1 < cu_seqlens.size(0); ++t) {
@@ -56,11 +71,6 @@ std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::in
       spans.push_back({0, begin, end - begin});
     }
     return spans;
-  }
-  if (lengths.present()) {
-    check_ints(op, "lengths", lengths);
-    COTERIE_CHECK(lengths.size(0) == batches, op, "expected ", batches, " lengths; got ",
-                  lengths.size(0));
   }
   for (std::int64_t b = 0; b < batches; ++b) {
     const std::int64_t length = lengths.present() ? int_at(lengths, b) : rows;
@@ -76,8 +86,6 @@ std::vector<Item> make_items(const char* op, const AttentionInputs& inputs) {
   const std::vector<Span> q =
       make_spans(op, inputs.q_sequences, inputs.q.size(0), inputs.q.size(2));
   const std::vector<Span> k = make_spans(op, inputs.k_sequences, v.size(0), v.size(2));
-  COTERIE_CHECK(q.size() == k.size(), op, "expected as many key as query sequences; got ", k.size(),
-                " and ", q.size());
   std::vector<Item> items;
   for (std::size_t t = 0; t < q.size(); ++t) items.push_back({q[t], k[t]});
   return items;

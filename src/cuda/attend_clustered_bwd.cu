@@ -17,8 +17,7 @@ template <class T>
 __global__ void zero_rows_kernel(Tensor4<T> tensor, SequenceSpans spans, int items, int heads,
                                  bool all) {
   const int b = blockIdx.y;
-  const ItemSpan last =
-      items > 0 ? spans.span(spans.cu_seqlens ? items - 1 : b) : ItemSpan{b, 0, 0};
+  const ItemSpan last = spans.span(spans.cu_seqlens ? items - 1 : b);
   const int begin = all ? 0 : last.begin + last.length;
   const std::int64_t total = static_cast<std::int64_t>(spans.rows - begin) * tensor.width * heads;
   for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x; i < total;
@@ -33,7 +32,7 @@ __global__ void zero_rows_kernel(Tensor4<T> tensor, SequenceSpans spans, int ite
 template <class T>
 void zero_rows(const Tensor4<T>& tensor, const BackwardShape& shape, const SequenceSpans& spans,
                int heads, bool all, cudaStream_t stream) {
-  const bool padded = spans.lengths || spans.cu_seqlens || shape.items == 0;
+  const bool padded = spans.lengths || spans.cu_seqlens;
   if (!tensor.data || !(padded || all) || shape.B == 0) return;
   const unsigned blocks = all ? 1024 : 64;  // of a batch entry
   zero_rows_kernel<T><<<dim3(blocks, static_cast<unsigned>(shape.B)), 256, 0, stream>>>(

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row = static_cast<int>(number % spans.rows);
   const int head = static_cast<int>(number / spans.rows % H);
   const int batch = static_cast<int>(number / spans.rows / H);
-  const bool there = number < rows && items > 0 && spans.item_of(batch, row, items) >= 0;
+  const bool there = number < rows && spans.item_of(batch, row, items) >= 0;
   typename Lanes::Values x;
   Lanes::load(q.rows(there ? batch : 0, there ? head : 0, 0), row, there, x);
   const float square = Lanes::dot(x, x);

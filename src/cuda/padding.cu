@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row = (blockIdx.x * kThreads + threadIdx.x) / 32;
   if (row >= spans.rows) return;
   for (int batch = blockIdx.y; batch < batches; batch += gridDim.y) {
-    if (items > 0 && spans.item_of(batch, row, items) >= 0) continue;
+    if (spans.item_of(batch, row, items) >= 0) continue;
     for (int head = 0; head < heads; ++head)
       for (int d = threadIdx.x % 32; d < tensor.width; d += 32)
         tensor.rows(batch, head, row).data[d] = from_float<T>(value);

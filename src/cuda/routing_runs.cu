@@ -183,8 +183,6 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
     args.sides[sort == keys] = {shape, sort->clusters, sort->per_row, sort->runs, sort->copy};
     rows = max(rows, shape.rows * sort->per_row);
     problems += shape.problems();
-    clear_without_items(shape, sort->side.count() * sort->per_row,
-                        {sort->runs.order, sort->copy.order}, stream);
   }
   const int clusters = queries.side.shape.clusters;
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);

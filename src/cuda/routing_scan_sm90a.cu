@@ -196,11 +196,6 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                                 scan->side.stats};
     rows = max(rows, shape.rows);
     problems += shape.problems();
-    const std::int64_t count = scan->side.count();
-    clear_without_items(shape, count, {scan->labels, scan->runs.order, scan->copy.order}, stream);
-    if (shape.items == 0 && scan->side.stats)
-      COTERIE_CUDA(cudaMemsetAsync(
-          scan->side.stats, 0, static_cast<std::size_t>(count) * sizeof(RowStatistics), stream));
   }
   args.centroids = centroids;
   args.number_mask = ~static_cast<unsigned>(kNumbers);

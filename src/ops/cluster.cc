@@ -30,6 +30,7 @@ void check_rows_of_tokens(const char* op, const TensorView& x, const Sequences& 
     COTERIE_CHECK(!ints->present() || ints->device == x.device, op,
                   "expected lengths and cu_seqlens on the ", device_name(x.device),
                   "; got them on ", device_name(ints->device));
+  check_sequences(op, sequences, x.size(0));
 }
 
 // The same on the CPU, for what no other device does.

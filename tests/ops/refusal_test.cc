@@ -186,6 +186,24 @@ TEST(RefusalTest, OffsetsThatDoNotAscend) {
   expect_refused(packed_case(), {"cu_seqlens", "start", "0"},
                  with_offsets({1, 12, 20}, {0, 5, 20}));
   expect_refused(packed_case(), {"sequences", "2", "3"}, with_offsets({0, 12, 20}, {0, 5, 7, 20}));
+  expect_refused(packed_case(), {"cu_seqlens", "at least one sequence"}, with_offsets({0}, {0}));
+}
+
+// What is not in memory of the CPU is checked as far as shapes and types tell.
+TEST(RefusalTest, SequencesOnAGpu) {
+  const auto with = [](DType dtype, std::int64_t count, std::int64_t stride) {
+    return [=](Problem& p) {
+      TensorView& lengths = p.inputs.q_sequences.lengths;
+      lengths = other(p, dtype, {count * stride});
+      lengths.sizes[0] = count;
+      lengths.strides[0] = stride;
+      for (TensorView* view : {&p.inputs.q, &p.inputs.k, &p.inputs.v, &lengths})
+        view->device = Device::cuda;
+    };
+  };
+  expect_refused(full_case(), {"lengths", "i32", "i64"}, with(DType::i64, 2, 1));
+  expect_refused(full_case(), {"2 lengths", "3"}, with(DType::i32, 3, 1));
+  expect_refused(full_case(), {"contiguous lengths", "2"}, with(DType::i32, 2, 2));
 }
 
 TEST(RefusalTest, OffsetsOfMoreThanOneBatchEntryAndBesideLengths) {

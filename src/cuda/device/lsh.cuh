@@ -39,8 +39,7 @@ struct LshToken {
   ItemSpan span;
 
   __device__ LshToken(const LshTokens& tokens, int b, int h, int r)
-      : batch(b), head(h), row(r), item(-1), span{} {
-    if (tokens.items > 0) item = tokens.spans.item_of(batch, row, tokens.items);
+      : batch(b), head(h), row(r), item(tokens.spans.item_of(b, r, tokens.items)), span{} {
     if (item >= 0) span = tokens.spans.span(item);
   }
   __device__ LshPlaces places(const LshTokens& tokens, int round) const {

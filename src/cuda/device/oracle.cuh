@@ -40,7 +40,7 @@ struct OracleQuery {
     head = static_cast<int>(number / args.N % args.H);
     batch = static_cast<int>(number / args.N / args.H);
     top = args.top_keys + number * args.topk;
-    const int item = args.items > 0 ? args.spans.q.item_of(batch, row, args.items) : -1;
+    const int item = args.spans.q.item_of(batch, row, args.items);
     if (item < 0) return;
     const int lane = threadIdx.x % 32;
     for (int slot = lane; slot - lane < args.topk; slot += 32)

@@ -4,8 +4,6 @@
 // the runs from there: stores of single words to places far apart take several times as long.
 #pragma once
 
-#include <initializer_list>
-
 #include "cuda/device/group.cuh"
 #include "cuda/routing.h"
 
@@ -24,16 +22,6 @@ inline std::int64_t sort_numbers(const Teams& teams, int clusters) {
 __device__ inline std::int32_t* starts_of(std::int32_t* numbers, const Teams& teams, int clusters) {
   return numbers +
          (2 * static_cast<std::int64_t>(teams.count) * teams.size + blockIdx.x) * clusters;
-}
-
-// Sets numbers by row to -1 where all rows are padding; null ones are left out.
-inline void clear_without_items(const ClusterShape& shape, std::int64_t count,
-                                std::initializer_list<std::int32_t*> numbers, cudaStream_t stream) {
-  if (shape.items > 0) return;
-  for (std::int32_t* each : numbers)
-    if (each)
-      COTERIE_CUDA(cudaMemsetAsync(each, 0xff,
-                                   static_cast<std::size_t>(count) * sizeof(std::int32_t), stream));
 }
 
 // The problems of one side, and where their runs go.

@@ -60,7 +60,7 @@ struct KeyChunks {
 // Tiles of `rows` rows, each of one item.
 inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
   const int per_item = (spans.rows + rows - 1) / rows;
-  if (spans.cu_seqlens) return {rows, 0, items, items > 0 ? items + spans.rows / rows : 0};
+  if (spans.cu_seqlens) return {rows, 0, items, items + spans.rows / rows};
   return {rows, per_item, items, items * per_item};
 }
 
