@@ -46,15 +46,18 @@ __device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T
                                       const std::int32_t* top, int topk) {
   constexpr int kChunks = Tile<T, kDim>::kChunks;
   static_assert(kTopKeys * kChunks % kBlockThreads == 0, "lanes stay together for the shuffles");
+  constexpr int kSteps = kTopKeys * kChunks / kBlockThreads;
+  // All at once where it matters: others would be many instructions.
+  constexpr int kUnrolled = !kAligned ? 1 : sizeof(T) == 4 ? 4 : kSteps;
   const int lane = threadIdx.x % 32;
   int count = 0;
 #pragma unroll 1
   for (int first = 0; first < topk; first += kTopKeys) {
     const int own = first + lane < topk ? top[first + lane] : -1;
     count += __popc(__ballot_sync(~0u, own >= 0));
-#pragma unroll
-    for (int step = 0; step < kTopKeys * kChunks; step += kBlockThreads) {
-      const int number = step + static_cast<int>(threadIdx.x);
+#pragma unroll kUnrolled
+    for (int step = 0; step < kSteps; ++step) {
+      const int number = step * kBlockThreads + static_cast<int>(threadIdx.x);
       const int r = number / kChunks, chunk = number % kChunks;
       const int column = chunk * Tile<T, kDim>::kVector, row = __shfl_sync(~0u, own, r);
       const bool there = row >= 0 && column < k.width;
