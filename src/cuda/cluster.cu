@@ -34,7 +34,7 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
                  buffers, stream);
 }
 
-// One launch where key_kmeans serves, and a short one before it. Else 3, and 3 more for each
+// One launch where key_kmeans serves. Else 3, and 3 more for each
 // iteration: sums of clusters, centroids, labels.
 void key_metric_clusters(const ClusteringParams& params, const AttentionCall& call,
                          const Outputs& out, Arena& arena, cudaStream_t stream) {

@@ -22,8 +22,7 @@ struct KeyKMeansBuffers {
   unsigned char* tables = nullptr;  // of centroids, for each team
   std::int32_t* counts = nullptr;   // (blocks, 256)
   std::int32_t* ranks = nullptr;    // (B, H, N): of a row among those of its block and cluster
-  unsigned* arrivals = nullptr;     // `teams` words
-  std::int64_t teams = 0;
+  unsigned* arrivals = nullptr;     // a word for each team
 
   KeyKMeansBuffers(Arena& arena, const AttentionCall& call, const ClusterShape& shape);
 };

@@ -27,14 +27,13 @@ struct KeyKMeans : KeyRows<T> {
   using Base::team;
 
   // Returns the rounds so far.
-  __device__ int run() {
+  __device__ int run(FirstMeeting& meeting) {
     fill_padding(args.shape, team, item, head, args.run.labels, args.run.order);
     if (span.length <= args.shape.clusters) {
       this->run_single();
       return done;
     }
-    this->make_metric();
-    await_writes();
+    this->make_metric(meeting);
     this->load(0);
     this->load(1);
 #pragma unroll 1
@@ -71,28 +70,20 @@ struct KeyKMeans : KeyRows<T> {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_kmeans_kernel(const __grid_constant__ KeyKMeansArgs<T> args) {
-  release_next();
-  args.run.zeroed.zero();
   extern __shared__ __align__(1024) unsigned char shared[];
   Memory& memory = *reinterpret_cast<Memory*>(shared);
   if (threadIdx.x < kSlots) {
     mbarrier_init(shared_address(memory.ready + threadIdx.x), kThreads);
     mbarrier_init(shared_address(memory.free + threadIdx.x), kThreads);
   }
-  __syncthreads();
   Team team(args.teams);
+  await_writes();
+  release_next();  // not before: the next kernel takes the call's inputs for ready
+  args.run.zeroed.zero();
+  FirstMeeting meeting(team);
   int done = 0;
   for (int number = team.number; number < args.shape.problems(); number += args.teams.count)
-    done = KeyKMeans<T>(args, memory, team, number, done).run();
-  await_writes();
-}
-
-// Barriers of the teams start from zero. Nothing before has still to be waited for when the k-means
-// starts, but this: it may read its inputs at once.
-__global__ void start_teams_kernel(ZeroedWords words) {
-  await_writes();
-  release_next();
-  words.zero();
+    done = KeyKMeans<T>(args, memory, team, number, done).run(meeting);
 }
 
 Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {
@@ -113,21 +104,18 @@ bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape) {
 
 KeyKMeansBuffers::KeyKMeansBuffers(Arena& arena, const AttentionCall& call,
                                    const ClusterShape& shape) {
-  const Teams sizes = kmeans_teams(shape, nullptr);
-  teams = sizes.count;
-  const std::int64_t parts = static_cast<std::int64_t>(sizes.blocks()) * kClusters;
+  const Teams teams = kmeans_teams(shape, nullptr);
+  const std::int64_t parts = static_cast<std::int64_t>(teams.blocks()) * kClusters;
   sums = arena.take<float>(parts * kWidth);
   counts = arena.take<std::int32_t>(parts);
   ranks = arena.take<std::int32_t>(call.B * call.H * call.N);
-  tables = arena.take<unsigned char>(teams * kSharedTableBytes);
-  arrivals = arena.take<unsigned>(teams);
+  tables = arena.take<unsigned char>(static_cast<std::int64_t>(teams.count) * kSharedTableBytes);
+  arrivals = arena.take<unsigned>(teams.count);
 }
 
 void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
                 const KeyMetricBuffers& metric, const KeyKMeansBuffers& buffers,
                 const KeyKMeansRun& run, cudaStream_t stream) {
-  launch_early("start_teams", start_teams_kernel, 1, 128, 0, stream,
-               ZeroedWords{buffers.arrivals, buffers.teams});
   const auto launch = [&](auto tag) {
     using T = typename decltype(tag)::type;
     const KeyKMeansArgs<T> args{shape,

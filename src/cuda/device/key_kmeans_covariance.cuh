@@ -220,7 +220,7 @@ struct KeyCovariance : KeyProblem<T> {
     }
   }
 
-  __device__ __forceinline__ void make_metric() const {
+  __device__ __forceinline__ void make_metric(FirstMeeting& meeting) const {
     const ItemSpan keys = uniform(args.shape.k.span(item));
     const int samples = min(keys.length, 8 * args.width);
     const int next = this->range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
@@ -239,7 +239,7 @@ struct KeyCovariance : KeyProblem<T> {
       add_keys();
     else
       stage_initial();
-    __syncthreads();
+    meeting.wait();
     covariance(samples);
     __syncthreads();
   }
