@@ -10,14 +10,42 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kTile = kStreamRows, kGroups = kForwardGroups;
-template <int kDim>
-constexpr int kProducerRegisters = kDim == 64 ? 80 : 56;
-template <int kDim>
-constexpr int kConsumerRegisters = kDim == 64 ? 144 : 152;
+template <int kDim, bool kFold>
+constexpr int kProducerRegisters = kDim == 64 && !kFold ? 80 : 56;
+template <int kDim, bool kFold>
+constexpr int kConsumerRegisters = kDim == 64 && !kFold ? 144 : 152;
 
-template <class T, int kDim, ListForm kForm>
+// The first and the last tile of a step, of which no query sees the same column: they are weighed
+// as one. s: scores of the first, and afterwards of the second tile.
+template <class T, class Rows>
+__device__ void attend_ends(Rows& rows, const StepQueries<T, 64>& queries,
+                            const QueryTileFacts& facts, float (&s)[32], int begin, int distance,
+                            const RingTile<T, 64>& first, const RingTile<T, 64>& second,
+                            const RingTile<T, 64>& last) {
+  float far[32];
+  wgmma_fence();
+  queries.scores(far, last);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_settle(far);
+  rows.fold(s, far, begin, distance, facts);
+  std::uint32_t p[4][4], p_far[4][4];
+  rows.weigh_first(s, p);
+  rows.split(p, p_far, begin, facts);
+  wgmma_fence();
+  last.values().template add_products<0>(rows.out, p_far);
+  first.values().template add_products<1>(rows.out, p);
+  queries.scores(s, second);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_settle(s);
+  rows.settle();
+}
+
+// With kFold, steps of more than `fold` tiles weigh their first and last tile as one.
+template <class T, int kDim, ListForm kForm, bool kFold>
 __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim, kForm>& shape,
-                        const StreamPlan& plan) {
+                        const StreamPlan& plan, int fold) {
   using Shape = ForwardShape<kDim, kForm>;
   constexpr int kChunk = Shape::kRing / 2;  // tiles that are waited for at a time
   const ListProblem& problem = args.problem;
@@ -30,6 +58,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
   using Ring = RingTile<T, kDim>;
   constexpr int kTensor = Shape::kTensorBytes / 16;
   const std::uint32_t ring = uniform(shape.base / 16 | 1 << 16);
+  const std::uint32_t wrap = ring + Shape::kRing * 2 * kTensor;
   bool started = false;  // the first scores of a step are there
   StepQueries<T, kDim> queries;
   float s[32];
@@ -60,33 +89,59 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
     }
     GroupRows<T, kDim, kForm> rows;
     rows.start(shape.queries(number));
+    if (!kFold || first == end) rows.clear();
     started = false;
     if (first < end) {
       std::uint32_t p[4][4];
-      int tile = first, begin = uniform(step.low);
+      int tile = first, stop = end, begin = uniform(step.low);
+      if constexpr (kFold) {
+        const QueryTileFacts& facts = shape.queries(number);
+        // Later queries have no say in the order in which an earlier one's weights are summed.
+        if (end - first > fold && facts.facts[0].range.high <= begin + fold * kTile + 1) {
+          shape.release_below(first, reader);
+          await(end - kChunk, end);
+          const std::uint32_t second = keys + 2 * kTensor == wrap ? ring : keys + 2 * kTensor;
+          const std::uint32_t last = uniform(ring + (end - 1) % Shape::kRing * (2 * kTensor));
+          attend_ends<T>(rows, queries, facts, s, begin, fold * kTile, Ring{keys}, Ring{second},
+                         Ring{last});
+          ++tile;
+          --stop;
+          begin += kTile;
+          keys = second;
+        } else {
+          rows.clear();
+        }
+      }
 #pragma unroll 1
       for (;;) {
+        if constexpr (kFold) keys = uniform_trips(keys);
         rows.finish(problem, s, shape.keys(tile % Shape::kRing));
-        rows.attend(s, begin, shape.queries(number), p);
-        if (++tile == end) break;
+        rows.prepare(s, begin, shape.queries(number));
+        if constexpr (kFold) {  // seldom too large there: less code, if a longer way
+          if (rows.overflows(s, p)) continue;
+        } else {
+          while (rows.overflows(s, p)) continue;
+        }
+        if (++tile == stop) break;
         begin += kTile;
         if (tile >= reader.ready) {
           shape.release_below(min(tile - 1, keep), reader);
           await(tile, end);
         }
-        const Ring values{keys + kTensor};
+        const Ring values = Ring{keys}.values();
         keys += 2 * kTensor;
-        if (keys == ring + Shape::kRing * 2 * kTensor) keys = ring;
+        if (keys == wrap) keys = ring;
         // Products begin and end in one step: the assembler does them one by one otherwise.
         wgmma_fence();
-        values.add_products(rows.out, p);
+        values.template add_products<1>(rows.out, p);
         queries.scores(s, Ring{keys});
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_settle(s);
         rows.settle();
       }
-      const Ring values{keys + kTensor};
+      if constexpr (kFold) keys = uniform_trips(keys);
+      const Ring values = Ring{keys}.values();
       // The first scores of the next step, where its first tile, and those that are loaded before
       // its queries, come by themselves.
       if (Shape::kSlots > kGroups && after_tiles > 0 &&
@@ -96,7 +151,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
         queries.load(shape.own(after, 0), shape.queries(after).facts[0].exponent < 0.0f);
         await(keep, keep + after_tiles);
         wgmma_fence();
-        values.add_products(rows.out, p);
+        values.template add_products<1>(rows.out, p);
         queries.scores(s, Ring{ring + keep % Shape::kRing * (2 * kTensor)});
         wgmma_commit();
         wgmma_wait<0>();
@@ -104,7 +159,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
         rows.settle();
       } else {
         wgmma_fence();
-        values.add_products(rows.out, p);
+        values.template add_products<1>(rows.out, p);
         wgmma_commit();
         wgmma_wait<0>();
         rows.settle();
@@ -118,10 +173,10 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
   shape.release_below(plan.tiles, reader);
 }
 
-template <class T, int kDim, ListForm kForm>
+template <class T, int kDim, ListForm kForm, bool kFold>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
-                              bool rounds, bool unequal) {
+                              bool rounds, bool unequal, int fold) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
   shape.init();
@@ -137,11 +192,11 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     make_query_step(args, at, step);
   });
   if (threadIdx.x >= kGroups * kWarpgroup) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim>));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim, kFold>));
     load_query_steps<T, kDim, kForm>(args, shape, plan, rounds);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters<kDim>));
-    consume<T, kDim, kForm>(args, shape, plan);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters<kDim, kFold>));
+    consume<T, kDim, kForm, kFold>(args, shape, plan, fold);
   }
 }
 
@@ -170,20 +225,29 @@ bool takes(const AttentionCall& call, const ListPlan& plan, const ListForwardArg
          (args.slot_rows || near(args.out));
 }
 
-template <class T, int kDim, ListForm kForm>
-void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stream) {
+// Tiles of a sliding window, where steps may weigh the tile in which windows begin and the one in
+// which they end as one: those of a step stand in the ring together. 0: they may not.
+int fold_tiles(const ListRanges& ranges) {
+  constexpr int kMost = kForwardRing<64, ListForm::plain> - 4;
+  if (ranges.rule != ListRule::sliding || ranges.window <= kTile || ranges.window > kMost * kTile)
+    return 0;
+  return static_cast<int>((ranges.window + kTile - 1) / kTile);
+}
+
+template <class T, int kDim, ListForm kForm, bool kFold = false>
+void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stream, int fold = 0) {
   using Shape = ForwardShape<kDim, kForm>;
   const int total = args.tiles.total * args.problem.q.heads, places = multiprocessors();
   const int waves = (total + places * kStreamPlan - 1) / (places * kStreamPlan);
   const int units = (total + places * waves - 1) / (places * waves);
-  const auto kernel = list_forward_sm90a_kernel<T, kDim, kForm>;
+  const auto kernel = list_forward_sm90a_kernel<T, kDim, kForm, kFold>;
   allow_shared_memory(kernel, Shape::kBytes);
   // Three steps at work and one on its way share a ring that holds what they meet.
   const bool rounds = span + 3 > Shape::kRing;
   const int most = min(places * waves, total);
   const bool by_work = cut_by_work(kForm, args.problem, args.problem.q, total, most, rounds);
   const int blocks = by_work ? most : (total + units - 1) / units;
-  kernel<<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args, units, rounds, by_work);
+  kernel<<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args, units, rounds, by_work, fold);
   COTERIE_LAUNCH("list_forward_sm90a");
 }
 
@@ -198,7 +262,10 @@ bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
   if (static_cast<std::int64_t>(args.tiles.total) * args.problem.q.heads >= 1ll << 30) return false;
   const std::int64_t span = span_tiles(call, plan);
   const bool plain = list_form(plan) == ListForm::plain;
-  if (call.Dk <= 64 && plain)
+  const int fold = fold_tiles(plan.ranges);
+  if (call.Dk <= 64 && plain && fold > 0)
+    launch<T, 64, ListForm::plain, true>(args, span, stream, fold);
+  else if (call.Dk <= 64 && plain)
     launch<T, 64, ListForm::plain>(args, span, stream);
   else if (call.Dk <= 64)
     launch<T, 64, ListForm::normalised>(args, span, stream);

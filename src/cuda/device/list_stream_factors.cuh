@@ -29,13 +29,20 @@ struct RingTile {
   __device__ std::uint64_t by_columns(int d) const { return at(d / 4 * kBand + d % 4 * 2); }
   __device__ std::uint64_t by_rows(int k, int band) const { return at(k * 128 + band * kBand); }
 
-  // Starts out += p times the values of this tile.
+  // The values beside a tile of keys.
+  __device__ RingTile values() const { return {low + kDim / 64 * kBand}; }
+
+  // Starts out = (kAdd 0) or += (1) p times the values of this tile.
+  template <int kAdd>
   __device__ void add_products(float (&out)[kDim / 64][32], const std::uint32_t (&p)[4][4]) const {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int band = 0; band < kDim / 64; ++band)
-        wgmma<T, 1, 1>(out[band], p[k], by_rows(k, band));
+        if (kAdd == 0 && k == 0)
+          wgmma<T, 0, 1>(out[band], p[k], by_rows(k, band));
+        else
+          wgmma<T, 1, 1>(out[band], p[k], by_rows(k, band));
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include "cuda/device/list_forward.cuh"
 #include "cuda/device/list_rows.cuh"
+#include "cuda/device/list_stream_columns.cuh"
 #include "cuda/device/list_stream_factors.cuh"
 
 namespace coterie::cuda {
@@ -74,6 +75,8 @@ struct GroupRows {
     const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
     const RankRange first = tile.facts[warp].range, last = tile.facts[warp + 15].range;
     shared = {last.low, first.high};
+  }
+  __device__ void clear() {
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
   }
@@ -101,23 +104,12 @@ struct GroupRows {
     }
   }
 
-  // Of this thread's 16 columns 8 j + 2 (l%4) + {0, 1}, in order: a bit for each below `column`.
-  __device__ static std::uint32_t columns_below(int column) {
-    const int own = min(max(column - static_cast<int>(threadIdx.x) % 4 * 2, 0), kStreamRows);
-    return (1u << (own / 8 * 2 + min(own % 8, 2))) - 1;
-  }
   // -inf for what is out of sight of the keys from rank `begin` on.
   __device__ static void mask(float (&s)[32], int begin, const QueryTileFacts& tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RankRange range = tile.facts[group_row(half)].range;
-      const std::uint32_t seen =
-          columns_below(range.high - begin) & ~columns_below(range.low - begin);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float& score = s[i / 2 * 4 + 2 * half + i % 2];
-        score = seen >> i & 1 ? score : -INFINITY;
-      }
+      mask_columns(s, half, columns_from(range.low - begin) & ~columns_from(range.high - begin));
     }
   }
 
@@ -170,27 +162,70 @@ struct GroupRows {
     }
   }
 
-  // Scores of the 64 keys from rank `begin` on become weights. The first keys that a row sees set
-  // its shift; later ones raise it only where weights become large, which their sums tell.
-  __device__ void attend(float (&s)[32], int begin, const QueryTileFacts& tile,
-                         std::uint32_t (&p)[4][4]) {
-    constexpr float kLarge = 1024.0f;
+  // Before scores of the 64 keys from rank `begin` on are weighed; once more does no harm. The
+  // first keys that a row sees set its shift.
+  __device__ void prepare(float (&s)[32], int begin, const QueryTileFacts& tile) {
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
     if (cut) mask(s, begin, tile);
     if (opening) {
       if (__any_sync(~0u, fresh(0) || fresh(1))) begin_rows(s);
       opening = cut;
     }
+  }
+  // Scores become weights. True: some are large, which their sums tell; shifts were raised, and the
+  // scores are to be weighed again.
+  __device__ bool overflows(const float (&s)[32], std::uint32_t (&p)[4][4]) {
+    constexpr float kLarge = 1024.0f;
     float sum[2];
-#pragma unroll 1
-    for (;;) {
-      weigh(s, p, sum);
-      if (!__any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge)) break;
+    weigh(s, p, sum);
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge)) {
       const bool due[2] = {quad_max(sum[0]) > kLarge, quad_max(sum[1]) > kLarge};
       raise(s, due);
+      return true;
     }
     softmax[0].sum += sum[0];
     softmax[1].sum += sum[1];
+    return false;
+  }
+
+  // Scores of the keys from rank `begin` on and of those `distance` further, of which no row sees
+  // the same column, become those of one tile, the first of the step.
+  __device__ void fold(float (&s)[32], const float (&far)[32], int begin, int distance,
+                       const QueryTileFacts& tile) {
+    bool full = true;  // every column is seen, of one or the other
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RankRange range = tile.facts[group_row(half)].range;
+      replace_columns(s, far, half, columns_from(range.low - begin));
+      full = full && range.high >= begin + kStreamRows &&
+             range.high - max(range.low, begin) >= distance;
+    }
+    opening = !__all_sync(~0u, full);
+    if (opening) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const RankRange range = tile.facts[group_row(half)].range;
+        const std::uint32_t near = columns_from(range.low - begin);
+        mask_columns(s, half,
+                     (near & ~columns_from(range.high - begin)) |
+                         (~near & ~columns_from(range.high - begin - distance)));
+      }
+    }
+    begin_rows(s);
+  }
+  // Scores of the tile that set the shifts become weights: none is above 1.
+  __device__ void weigh_first(const float (&s)[32], std::uint32_t (&p)[4][4]) {
+    float sum[2];
+    weigh(s, p, sum);
+    softmax[0].sum = sum[0];
+    softmax[1].sum = sum[1];
+  }
+  // Weights of the keys further away, of a folded tile, go to `far`.
+  __device__ static void split(std::uint32_t (&p)[4][4], std::uint32_t (&far)[4][4], int begin,
+                               const QueryTileFacts& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      split_columns(p, far, half, columns_below(tile.facts[group_row(half)].range.low - begin));
   }
 
   __device__ void settle() {
