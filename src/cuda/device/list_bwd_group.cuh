@@ -93,11 +93,13 @@ __device__ __forceinline__ void store16(void* to, const std::uint32_t (&word)[4]
 }
 
 // A lane has elements of two owned rows. What becomes of sums at the end of a step is done for one
-// row after the other, by the same instructions: those of the row at work are i with i % 4 < 2. In
-// so much code that runs once a step, it is its length that counts.
-template <class Finish>
+// row after the other: those of the row at work are i with i % 4 < 2. The same instructions do both
+// where they are many, in the way back through the normalisation: what runs once a step takes as
+// long as its code.
+template <ListForm kForm, class Finish>
 __device__ __forceinline__ void for_sides(const Finish& finish) {
-#pragma unroll 1
+  constexpr int kTurns = kForm == ListForm::plain ? 2 : 1;
+#pragma unroll kTurns
   for (int side = 0; side < 2; ++side) finish(side);
 }
 __device__ __forceinline__ void next_side(float (&sum)[32]) {

@@ -196,7 +196,7 @@ __device__ void key_steps(const ListBackwardArgs<T>& args, const BackwardShape<k
     factors.keep(dk[0]);
     const float factor = 1.0f / args.weight_scale;
     const int* rows = shape.owned_rows(number);
-    for_sides([&](int side) {
+    for_sides<kForm>([&](int side) {
       const int own = group_row(side);
       if constexpr (kForm != ListForm::plain)
         if (args.normalise)

@@ -227,7 +227,7 @@ __device__ void query_steps(const ListBackwardArgs<T>& args,
         ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head);
     const int* rows = shape.owned_rows(number);
     const float factor = scale.score * unscaled;
-    for_sides([&](int side) {
+    for_sides<kForm>([&](int side) {
       const int own = group_row(side);
       const bool writes = threadIdx.x % 4 == 0 && own < step.rows;
       const float rest = quad_sum(side == 0 ? rests[0] + rests[1] : rests[2] + rests[3]) * unscaled;

@@ -41,7 +41,8 @@ constexpr int kQueryBytes = sizeof(QueryRecord<kForm>) / kStreamRows;
 // kKeys: keys are owned.
 constexpr int kBackwardGroups = 2;
 // Short code: what all warps run in turn is more than the instruction caches hold.
-constexpr int kCopyUnroll = 2;
+template <ListForm kForm>
+constexpr int kCopyUnroll = kForm == ListForm::plain ? 2 : 1;
 template <ListForm kForm, bool kKeys>
 using BackwardStream =
     StreamShape<kBackwardGroups, 64, 2, kForm == ListForm::plain && !kKeys ? 9 : 8, 4,
@@ -139,7 +140,7 @@ struct ListLoader {
     const ListProblem& problem = args.problem;
     const Rows<const T> rows[2] = {args.q.rows(step.batch, head, begin),
                                    args.g.rows(step.batch, head, begin)};
-    load_list_rows<64, kCopyUnroll>(to, rows, row);
+    load_list_rows<64, kCopyUnroll<kForm>>(to, rows, row);
     const std::int64_t base = ListProblem::row_base(problem.q, {step.batch, begin, 0}, head);
     const int slot_step = problem.q.index ? 1 : problem.q.lists;
 #pragma unroll 1
@@ -175,7 +176,7 @@ struct ListLoader {
     const int key_head = head / problem.group;
     const Rows<const T> rows[2] = {args.k.rows(step.batch, key_head, begin),
                                    args.v.rows(step.batch, head / problem.value_group, begin)};
-    load_list_rows<64, kCopyUnroll>(to, rows, row);
+    load_list_rows<64, kCopyUnroll<kForm>>(to, rows, row);
     if constexpr (kForm != ListForm::plain) {
       const std::int64_t base = ListProblem::row_base(problem.k, {step.batch, begin, 0}, key_head);
 #pragma unroll

@@ -68,12 +68,12 @@ __device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensor
     }
   }
 }
-template <int kDim, class T>
+template <int kDim, int kUnroll = kStreamRows / 4, class T>
 __device__ __forceinline__ void load_list_rows(std::uint32_t to, const Rows<const T>& rows,
                                                const int (&row)[2]) {
   const std::uint32_t tiles[1] = {to};
   const Rows<const T> tensors[1] = {rows};
-  load_list_rows<kDim>(tiles, tensors, row);
+  load_list_rows<kDim, kUnroll>(tiles, tensors, row);
 }
 
 // 4 or 8 bytes, or zeros.

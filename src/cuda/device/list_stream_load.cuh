@@ -17,6 +17,10 @@ constexpr int kForwardRing = kDim == 128                ? 5
                              : kForm == ListForm::plain ? 10
                                                         : 9;
 
+// Of the loops that copy rows: the longer code of statistics must fit into the instruction caches.
+template <int kDim, ListForm kForm>
+constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kStreamRows / 4;
+
 template <int kDim, ListForm kForm>
 using ForwardStream =
     StreamShape<kForwardGroups, kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
@@ -131,8 +135,8 @@ __device__ void load_query_steps(const ListForwardArgs<T>& args,
       stats[1] = problem.q_stats[base + max(row[1], 0)];
     }
     ready();
-    load_list_rows<kDim>(shape.own(number, 0), args.q.rows(step.batch, step.head, step.own_begin),
-                         row);
+    load_list_rows<kDim, kLoadUnroll<kDim, kForm>>(
+        shape.own(number, 0), args.q.rows(step.batch, step.head, step.own_begin), row);
     QueryTileFacts& tile = shape.queries(number);
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
@@ -172,7 +176,7 @@ __device__ void load_query_steps(const ListForwardArgs<T>& args,
     const std::uint32_t tiles[2] = {shape.tile(number, 0), shape.tile(number, 1)};
     const Rows<const T> rows[2] = {args.k.rows(step.batch, key_head, step.other_begin),
                                    args.v.rows(step.batch, value_head, step.other_begin)};
-    load_list_rows<kDim>(tiles, rows, row);
+    load_list_rows<kDim, kLoadUnroll<kDim, kForm>>(tiles, rows, row);
     if constexpr (kForm == ListForm::normalised) {
       if (!problem.k_stats) return;
       const RowStatistics* stats =

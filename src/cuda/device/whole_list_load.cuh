@@ -38,7 +38,7 @@ struct WholeLoader {
                        const int (&row)[2], int tile) const {
     const int r = lane / 8, chunk = lane % 8;
     const bool inside = chunk * 8 < rows[0].width;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < 4; ++i) {
       const int number = __shfl_sync(~0u, tile < 2 ? row[0] : row[1], tile % 2 * 16 + 4 * i + r);
       const int at = (warp * 16 + 4 * i + r) * 128 + ((chunk ^ (4 * i + r) % 8) << 4);

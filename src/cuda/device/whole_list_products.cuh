@@ -20,6 +20,14 @@ __device__ __forceinline__ void arrive_both(int barrier) {
   asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
 }
 
+// This thread's number, as if it could change: what follows from it is computed where it is used,
+// for want of registers.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // A warpgroup has key tiles `group` and 3 - group: those that more queries see first.
 template <class T>
 struct WholeGroup {
@@ -125,18 +133,19 @@ struct WholeGroup {
       multiply<2>(s, d, place, key_place, half);
     else
       multiply<1>(s, d, place, key_place, half);
-    const auto own_key = [&](int x, RowStatistics(&key)[2]) {
+    const auto own_key = [&](int x, int row, RowStatistics(&key)[2]) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        key[side] = shape.key_stats(key_place)[tile_of(x) * kStreamRows + group_row(side)];
+        key[side] = shape.key_stats(key_place)[tile_of(x) * kStreamRows + row + 8 * side];
         key[side].mean *= -key[side].inverse * static_cast<float>(args.problem.width);
       }
     };
     const auto weigh_tile = [&](int x) {
+      const int thread = thread_again(), row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
       RowStatistics key[2];
-      own_key(x, key);
-      const int rank = tile_of(x) * kStreamRows + group_row(0);
-      const int last = tile_of(x) * kStreamRows + (group_row(0) & ~15) + 15;
+      own_key(x, row, key);
+      const int rank = tile_of(x) * kStreamRows + row;
+      const int last = tile_of(x) * kStreamRows + (row & ~15) + 15;
       if (facts.limits[half * kStepQueries / 2].end[0] > last)
         weigh<false>(s[x], d[x], sum, facts, half, key, rank);
       else
@@ -147,9 +156,11 @@ struct WholeGroup {
     exchange(sum, facts, half);
     std::uint32_t p[2][2][4], ds[2][2][4];
     const auto differentiate_tile = [&](int x) {
+      const int thread = thread_again(), row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
       RowStatistics key[2];
-      own_key(x, key);
-      differentiate<T>(s[x], d[x], sum, facts, half, key, shape.slopes(tile_of(x)), p[x], ds[x]);
+      own_key(x, row, key);
+      differentiate<T>(s[x], d[x], sum, facts, half, key, thread, shape.slopes(tile_of(x)), p[x],
+                       ds[x]);
     };
     differentiate_tile(0);
     if (count > 1) {
@@ -165,9 +176,10 @@ struct WholeGroup {
   __device__ void store(const float (&sum)[32], float factor, const ListSums<T>& to,
                         std::int64_t slot, int count, std::uint32_t stage) const {
     if (!to.wanted()) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
+    const int thread = thread_again(), lane = thread % 32, width = args.problem.width;
+    const int warp_row = thread % kWarpgroup / 32 * 16;
     if (to.rounded) {
-      const std::uint32_t at = stage + matrix_lane();
+      const std::uint32_t at = stage + (warp_row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
         std::uint32_t word[4];
@@ -180,8 +192,8 @@ struct WholeGroup {
             : "memory");
       }
       __syncwarp();
-      const std::uint32_t from = stage + row_lane();
-      const int row = (group_row(0) & ~15) + lane / 8;
+      const int row = warp_row + lane / 8;
+      const std::uint32_t from = stage + row * 128 + ((lane % 8 ^ lane / 8) << 4);
       T* target = static_cast<T*>(to.slots) + (slot + row) * width + lane % 8 * 8;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -196,7 +208,7 @@ struct WholeGroup {
     } else {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int row = group_row(side);
+        const int row = warp_row + 8 * side + lane / 4;
         if (row >= count) continue;
         float* row_of = static_cast<float*>(to.slots) + (slot + row) * width + lane % 4 * 2;
 #pragma unroll

@@ -77,7 +77,7 @@ __device__ __forceinline__ float reduce_columns(const float (&sum)[8]) {
 template <class T>
 __device__ __forceinline__ void differentiate(float (&s)[16], float (&d)[16],
                                               const float (&delta)[8], const WholeQueries& facts,
-                                              int half, const RowStatistics (&key)[2],
+                                              int half, const RowStatistics (&key)[2], int thread,
                                               std::uint32_t slopes, std::uint32_t (&p)[2][4],
                                               std::uint32_t (&ds)[2][4]) {
 #pragma unroll
@@ -103,12 +103,12 @@ __device__ __forceinline__ void differentiate(float (&s)[16], float (&d)[16],
         out[word] = pack2<T>(slope[0] * key[side].inverse, slope[1] * key[side].inverse);
       }
     }
-    const int lane = static_cast<int>(threadIdx.x) % 32, chunk = 4 * half + 2 * k + lane / 16;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     slopes + (threadIdx.x % kWarpgroup / 32 * 16 + lane % 16) * 128 +
-                     ((chunk ^ lane % 8) << 4)),
-                 "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3])
-                 : "memory");
+    const int lane = thread % 32, chunk = 4 * half + 2 * k + lane / 16;
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+            slopes + (thread % kWarpgroup / 32 * 16 + lane % 16) * 128 + ((chunk ^ lane % 8) << 4)),
+        "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3])
+        : "memory");
   }
 }
 
