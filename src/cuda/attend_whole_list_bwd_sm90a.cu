@@ -33,8 +33,10 @@ __global__ void __launch_bounds__(WholeShape::kThreads, 1)
 template <class T>
 bool takes_whole_lists(const ListBackwardArgs<T>& args) {
   const ListProblem& problem = args.problem;
+  // One tile alone keeps a block less busy than a stream of them.
   const auto short_lists = [](const SlotSide& side) {
-    return side.layout == ListLayout::members && side.width <= kWholeRanks;
+    return side.layout == ListLayout::members && side.width > kStreamRows &&
+           side.width <= kWholeRanks;
   };
   const bool from_first = problem.rule == ListRule::all || problem.rule == ListRule::causal ||
                           (problem.rule == ListRule::ends && problem.window >= problem.k.width);

@@ -47,9 +47,9 @@ std::vector<Case> long_cases() {
   // Lists that fit a block, of all lengths of their tiles.
   add("routing_paper_2", "routing(clusters=40,window=2,causal=paper)",
       "B1 H3 N900 D64 causal bf16");
-  add("routing_paper_63", "routing(clusters=9,window=63,causal=paper)",
+  add("routing_paper_100", "routing(clusters=9,window=100,causal=paper)",
       "B2 H3 N1100 D64 causal padded f16 mixture");
-  add("routing_paper_64", "routing(clusters=10,window=64,causal=paper)",
+  add("routing_paper_128", "routing(clusters=10,window=128,causal=paper)",
       "B1 H2 N900 D48 causal bf16 mixture");
   add("routing_paper_65", "routing(clusters=12,window=65,causal=paper)",
       "B1 H3 N2900 D64 causal packed bf16 mixture");

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/device/list_stream_rows.cuh"
 #include "cuda/device/wgmma_narrow.cuh"
 #include "cuda/device/wgmma_transposed.cuh"
+#include "cuda/device/whole_list_rows.cuh"
 #include "cuda/device/whole_list_weights.cuh"
 
 namespace coterie::cuda {
@@ -18,14 +18,6 @@ __device__ __forceinline__ void sync_both(int barrier) {
 }
 __device__ __forceinline__ void arrive_both(int barrier) {
   asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
-}
-
-// This thread's number, as if it could change: what follows from it is computed where it is used,
-// for want of registers.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
 }
 
 // A warpgroup has key tiles `group` and 3 - group: those that more queries see first.
@@ -171,64 +163,6 @@ struct WholeGroup {
     }
   }
 
-  // Rows of sums times a factor, to slots from `slot` on; `count` of them are there. Rounded ones
-  // go through `stage`, a tile of which a warp uses its own 16 rows, and leave as whole rows.
-  __device__ void store(const float (&sum)[32], float factor, const ListSums<T>& to,
-                        std::int64_t slot, int count, std::uint32_t stage) const {
-    if (!to.wanted()) return;
-    const int thread = thread_again(), lane = thread % 32, width = args.problem.width;
-    const int warp_row = thread % kWarpgroup / 32 * 16;
-    if (to.rounded) {
-      const std::uint32_t at = stage + (warp_row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-#pragma unroll
-      for (int d = 0; d < 4; ++d) {
-        std::uint32_t word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          word[i] = pack2<T>(sum[8 * d + 2 * i] * factor, sum[8 * d + 2 * i + 1] * factor);
-        asm volatile(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at ^ d * 32),
-            "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-            : "memory");
-      }
-      __syncwarp();
-      const int row = warp_row + lane / 8;
-      const std::uint32_t from = stage + row * 128 + ((lane % 8 ^ lane / 8) << 4);
-      T* target = static_cast<T*>(to.slots) + (slot + row) * width + lane % 8 * 8;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint4 word;
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                     : "r"((from ^ i % 2 * 64) + 512 * i)
-                     : "memory");
-        if (row + 4 * i < count && lane % 8 * 8 < width) store_global(target + 4 * i * width, word);
-      }
-      __syncwarp();
-    } else {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int row = warp_row + 8 * side + lane / 4;
-        if (row >= count) continue;
-        float* row_of = static_cast<float*>(to.slots) + (slot + row) * width + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (8 * j + lane % 4 * 2 < width)
-            store2(row_of + 8 * j, sum[4 * j + 2 * side] * factor,
-                   sum[4 * j + 2 * side + 1] * factor);
-      }
-    }
-  }
-
-  // Back through the normalisation of rows in shared memory.
-  template <class Stats>
-  __device__ void carry_back(float (&sum)[32], std::uint32_t rows, const Stats& stats_of) const {
-    if (!args.normalise) return;
-    float product[2];
-    const RowStatistics both[2] = {stats_of(group_row(0)), stats_of(group_row(1))};
-    denormalise(sum, Tile<T, 64>{rows}, both, args.problem.width, product);
-  }
-
   // dq of 64 queries, from the derivatives of `tiles` tiles of keys.
   __device__ void query_gradients(const WholeList& list, int tile, int tiles, int place,
                                   int key_place, float factor) const {
@@ -249,11 +183,12 @@ struct WholeGroup {
       wgmma_settle(dq);
     }
     const WholeQueries& facts = shape.query_facts(place);
-    carry_back(dq, shape.queries(place, 0), [&](int row) {
-      return RowStatistics{facts.score[row].x, facts.gradient[row].x};
-    });
-    store(dq, factor, args.dq, list.q_slot + tile * kStreamRows, list.queries - tile * kStreamRows,
-          shape.queries(place, 1));
+    if (args.normalise)
+      carry_back<T>(dq, shape.queries(place, 0), args.problem.width, [&](int row) {
+        return RowStatistics{facts.score[row].x, facts.gradient[row].x};
+      });
+    store_rows(dq, factor, args.problem.width, args.dq, list.q_slot + tile * kStreamRows,
+               list.queries - tile * kStreamRows, shape.queries(place, 1));
   }
   __device__ void key_gradients(const WholeList& list, int key_place, float factor,
                                 float unscaled) {
@@ -262,11 +197,14 @@ struct WholeGroup {
     for (int x = 0; x < 2; ++x) {
       const int first = tile_of(x) * kStreamRows;
       if (first >= list.keys) continue;
-      carry_back(dk[x], shape.keys(key_place, 0, tile_of(x)),
-                 [&](int row) { return shape.key_stats(key_place)[first + row]; });
+      if (args.normalise)
+        carry_back<T>(dk[x], shape.keys(key_place, 0, tile_of(x)), args.problem.width,
+                      [&](int row) { return shape.key_stats(key_place)[first + row]; });
       const std::uint32_t stage = shape.keys(key_place, 1, tile_of(x));
-      store(dk[x], factor, args.dk, list.k_slot + first, list.keys - first, stage);
-      store(dv[x], unscaled, args.dv, list.k_slot + first, list.keys - first, stage);
+      store_rows(dk[x], factor, args.problem.width, args.dk, list.k_slot + first, list.keys - first,
+                 stage);
+      store_rows(dv[x], unscaled, args.problem.width, args.dv, list.k_slot + first,
+                 list.keys - first, stage);
     }
   }
 };
