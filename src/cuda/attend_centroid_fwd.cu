@@ -4,9 +4,9 @@
 //
 // Blocks take 128 means and one chunk of the keys; a second kernel adds the chunks in order.
 #include "cuda/clustered.h"
-#include "cuda/device/attend.cuh"
 #include "cuda/device/attend_tiles.cuh"
 #include "cuda/device/await.cuh"
+#include "cuda/device/centroid_attend.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 

@@ -3,8 +3,8 @@
 // means and 64 keys at a time; the output of one tile and the scores of the next are computed
 // together. Where all blocks are on the GPU at a time, those of a mean combine their chunks
 // themselves.
-#include "cuda/device/attend.cuh"
 #include "cuda/device/await.cuh"
+#include "cuda/device/centroid_attend.cuh"
 #include "cuda/device/key_pipeline.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/launch.h"

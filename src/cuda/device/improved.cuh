@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/device/attend.cuh"
+#include "cuda/device/centroid_attend.cuh"
 #include "cuda/device/merge.cuh"
 #include "cuda/device/select.cuh"
 

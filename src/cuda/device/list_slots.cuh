@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/device/problem.cuh"
-#include "cuda/device/units.cuh"
+#include "cuda/device/query_tiles.cuh"
 #include "cuda/lists.h"
 
 namespace coterie::cuda {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cuda/device/attend.cuh"
+#include "cuda/device/centroid_attend.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/wgmma.cuh"
 
