@@ -22,7 +22,7 @@ struct TopMemory {
   };
   int chosen[kMostWanted];
   int count, taken;  // of what passes, of the chosen
-  int warps[kWarps];
+  int warps[2][kWarps];
 };
 
 // A key that at least `least` and at most `most` of memory.keys[0, count) are not below; all of
@@ -36,14 +36,18 @@ __device__ CandidateKey find_key(int count, CandidateKey low, int least, int mos
     const int place = i * kThreads + static_cast<int>(threadIdx.x);
     keys[i] = place < count ? memory.keys[place] : 0;
   }
-  while (high - low > 1) {
+  for (int turn = 0; high - low > 1; turn ^= 1) {
     const CandidateKey middle = low + (high - low) / 2;
     int above = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) above += __syncthreads_count(keys[i] >= middle);
+    for (int i = 0; i < kEach; ++i) above += __popc(__ballot_sync(~0u, keys[i] >= middle));
+    if (threadIdx.x % 32 == 0) memory.warps[turn][threadIdx.x / 32] = above;
+    __syncthreads();
+    above = __reduce_add_sync(~0u, memory.warps[turn][threadIdx.x % 32]);
     (above >= least ? low : high) = middle;
     if (above >= least && above <= most) break;
   }
+  __syncthreads();  // the next search begins with the same counts
   return low;
 }
 
@@ -133,12 +137,12 @@ __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, 
       votes[j] = __ballot_sync(~0u, token < tokens && row.key(token) >= last);
       count += __popc(votes[j]);
     }
-    if (lane == 0) memory.warps[warp] = count;
+    if (lane == 0) memory.warps[0][warp] = count;
     __syncthreads();
     int place = written;
     for (int w = 0; w < kWarps; ++w) {
-      place += w < warp ? memory.warps[w] : 0;
-      written += memory.warps[w];
+      place += w < warp ? memory.warps[0][w] : 0;
+      written += memory.warps[0][w];
     }
     __syncthreads();
 #pragma unroll

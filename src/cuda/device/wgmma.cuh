@@ -140,15 +140,16 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity)
       "r"(parity)
       : "memory");
 }
-// All threads that the barrier counts wait for each other. In place of bar.sync for a part of a
-// block: racecheck loses count of those where other threads do not meet as often.
+// Whole warps, all that the barrier counts, wait for each other. In place of bar.sync for a part of
+// a block, of which racecheck loses count where the block meets later on.
 __device__ __forceinline__ void mbarrier_sync(std::uint32_t barrier) {
   asm volatile(
       "{.reg .pred p; .reg .b64 state;\n"
       "mbarrier.arrive.shared::cta.b64 state, [%0];\n"
       "again:\n"
       "mbarrier.try_wait.shared::cta.b64 p, [%0], state;\n"
-      "@!p bra again;}" ::"r"(barrier)
+      "vote.sync.all.pred p, p, 0xffffffff;\n"
+      "@!p bra.uni again;}" ::"r"(barrier)
       : "memory");
 }
 
