@@ -11,7 +11,8 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
+// A search meets at a barrier for every halving: the fewer warps, the sooner.
+constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kPassing = 2048;     // keys that have room; as many are the sample
 constexpr int kMostWanted = 1024;  // of the quick way
 
@@ -30,6 +31,7 @@ struct TopMemory {
 __device__ CandidateKey find_key(int count, CandidateKey low, int least, int most,
                                  TopMemory& memory) {
   constexpr int kEach = kPassing / kThreads;  // keys of a thread
+  const int lane = threadIdx.x % 32;
   CandidateKey keys[kEach], high = candidate_key(INFINITY, 0) + 1;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -40,10 +42,11 @@ __device__ CandidateKey find_key(int count, CandidateKey low, int least, int mos
     const CandidateKey middle = low + (high - low) / 2;
     int above = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) above += __popc(__ballot_sync(~0u, keys[i] >= middle));
-    if (threadIdx.x % 32 == 0) memory.warps[turn][threadIdx.x / 32] = above;
+    for (int i = 0; i < kEach; ++i) above += keys[i] >= middle;
+    above = __reduce_add_sync(~0u, above);
+    if (lane == 0) memory.warps[turn][threadIdx.x / 32] = above;
     __syncthreads();
-    above = __reduce_add_sync(~0u, memory.warps[turn][threadIdx.x % 32]);
+    above = __reduce_add_sync(~0u, lane < kWarps ? memory.warps[turn][lane] : 0);
     (above >= least ? low : high) = middle;
     if (above >= least && above <= most) break;
   }
@@ -56,7 +59,7 @@ __device__ CandidateKey find_key(int count, CandidateKey low, int least, int mos
 template <bool kScored>
 __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemory& memory) {
   constexpr int kSampled = kPassing / kThreads;  // of a thread
-  constexpr int kBatch = kScored ? 16 : 4;       // scores of a thread on their way at a time
+  constexpr int kBatch = kScored ? 16 : 8;       // scores of a thread on their way at a time
   const auto sampled = [&](int i) {
     return static_cast<int>((static_cast<std::int64_t>(i) * kThreads + threadIdx.x) * tokens /
                             kPassing);
