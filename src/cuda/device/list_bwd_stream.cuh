@@ -166,7 +166,7 @@ struct ListLoader {
       }
       if constexpr (kForm != ListForm::plain) {
         value(record.weight[place], args.weight, 1.0f);
-        load_stats(record.stats[place], problem.q_stats, by_row, there);
+        copy_statistics(record.stats[place], problem.q_stats, by_row, there);
       }
     }
   }
@@ -181,17 +181,9 @@ struct ListLoader {
       const std::int64_t base = ListProblem::row_base(problem.k, {step.batch, begin, 0}, key_head);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        load_stats(record.stats[threadIdx.x % 32 + 32 * half], problem.k_stats,
-                   base + max(row[half], 0), row[half] >= 0);
+        copy_statistics(record.stats[threadIdx.x % 32 + 32 * half], problem.k_stats,
+                        base + max(row[half], 0), row[half] >= 0);
     }
-  }
-  __device__ static void load_stats(RowStatistics& to, const RowStatistics* stats, std::int64_t row,
-                                    bool there) {
-    if (stats)
-      cp_async_value(reinterpret_cast<float2*>(&to), reinterpret_cast<const float2*>(stats + row),
-                     there);
-    else
-      to = kNoStatistics;
   }
 
   template <class Ready>

@@ -84,6 +84,16 @@ __device__ __forceinline__ void cp_async_value(Value* to, const Value* from, boo
                : "memory");
 }
 
+// Statistics of a row, zeros if it is not there; none: those that change nothing.
+__device__ __forceinline__ void copy_statistics(RowStatistics& to, const RowStatistics* stats,
+                                                std::int64_t row, bool there) {
+  if (stats)
+    cp_async_value(reinterpret_cast<float2*>(&to), reinterpret_cast<const float2*>(stats + row),
+                   there);
+  else
+    to = kNoStatistics;
+}
+
 // The 33 arrivals of a warp that fills a tile: of each lane when its copies are there, and one for
 // what the lanes stored themselves.
 __device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {

@@ -48,14 +48,6 @@ struct WholeLoader {
                    number >= 0 && inside ? 16 : 0);
     }
   }
-  __device__ static void copy_stats(RowStatistics& to, const RowStatistics* stats, std::int64_t row,
-                                    bool there) {
-    if (stats)
-      cp_async_value(reinterpret_cast<float2*>(&to), reinterpret_cast<const float2*>(stats + row),
-                     there);
-    else
-      to = kNoStatistics;
-  }
 
   __device__ void keys(const ListPair& pair, int head, int place) const {
     const ListProblem& problem = args.problem;
@@ -72,8 +64,8 @@ struct WholeLoader {
       copy(to, rows, row, tile);
       const int own = own_row(row, tile);
       if (lane < 16)
-        copy_stats(shape.key_stats(place)[rank_of(tile)], problem.k_stats, base + max(own, 0),
-                   own >= 0);
+        copy_statistics(shape.key_stats(place)[rank_of(tile)], problem.k_stats, base + max(own, 0),
+                        own >= 0);
     }
   }
 
