@@ -36,29 +36,9 @@ void check_ints(const char* op, const char* name, const TensorView& ints) {
                 "expected contiguous ", name, " on cuda; got a stride of ", ints.stride(0));
 }
 
-}  // namespace
-
-void check_sequences(const char* op, const Sequences& sequences, std::int64_t batches) {
-  const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;
-  COTERIE_CHECK(!lengths.present() || !cu_seqlens.present(), op,
-                "expected lengths or cu_seqlens; got both");
-  if (cu_seqlens.present()) {
-    check_ints(op, "cu_seqlens", cu_seqlens);
-    COTERIE_CHECK(batches == 1, op, "expected a batch of 1 with cu_seqlens; got ", batches);
-    COTERIE_CHECK(cu_seqlens.size(0) >= 2, op,
-                  "expected the begin and the end of at least one sequence in cu_seqlens; got ",
-                  describe(cu_seqlens));
-  }
-  if (lengths.present()) {
-    check_ints(op, "lengths", lengths);
-    COTERIE_CHECK(lengths.size(0) == batches, op, "expected ", batches, " lengths; got ",
-                  lengths.size(0));
-  }
-}
-
-std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
+// Of sequences that were checked; checks the numbers in them.
+std::vector<Span> read_spans(const char* op, const Sequences& sequences, std::int64_t batches,
                              std::int64_t rows) {
-  check_sequences(op, sequences, batches);
   const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;
   std::vector<Span> spans;
   if (cu_seqlens.present()) {
@@ -81,11 +61,46 @@ std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::in
   return spans;
 }
 
+}  // namespace
+
+void check_sequences(const char* op, const Sequences& sequences, std::int64_t batches) {
+  const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;
+  COTERIE_CHECK(!lengths.present() || !cu_seqlens.present(), op,
+                "expected lengths or cu_seqlens; got both");
+  if (cu_seqlens.present()) {
+    check_ints(op, "cu_seqlens", cu_seqlens);
+    COTERIE_CHECK(batches == 1, op, "expected a batch of 1 with cu_seqlens; got ", batches);
+    COTERIE_CHECK(cu_seqlens.size(0) >= 2, op,
+                  "expected the begin and the end of at least one sequence in cu_seqlens; got ",
+                  describe(cu_seqlens));
+  }
+  if (lengths.present()) {
+    check_ints(op, "lengths", lengths);
+    COTERIE_CHECK(lengths.size(0) == batches, op, "expected ", batches, " lengths; got ",
+                  lengths.size(0));
+  }
+}
+
+void check_items(const char* op, const AttentionInputs& inputs) {
+  check_sequences(op, inputs.q_sequences, inputs.q.size(0));
+  check_sequences(op, inputs.k_sequences, inputs.v.size(0));
+  const std::int64_t q = item_count(inputs.q_sequences, inputs.q.size(0));
+  const std::int64_t k = item_count(inputs.k_sequences, inputs.v.size(0));
+  COTERIE_CHECK(q == k, op, "expected as many key as query sequences; got ", k, " and ", q);
+}
+
+std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
+                             std::int64_t rows) {
+  check_sequences(op, sequences, batches);
+  return read_spans(op, sequences, batches, rows);
+}
+
 std::vector<Item> make_items(const char* op, const AttentionInputs& inputs) {
   const TensorView& v = inputs.v;
+  check_items(op, inputs);
   const std::vector<Span> q =
-      make_spans(op, inputs.q_sequences, inputs.q.size(0), inputs.q.size(2));
-  const std::vector<Span> k = make_spans(op, inputs.k_sequences, v.size(0), v.size(2));
+      read_spans(op, inputs.q_sequences, inputs.q.size(0), inputs.q.size(2));
+  const std::vector<Span> k = read_spans(op, inputs.k_sequences, v.size(0), v.size(2));
   std::vector<Item> items;
   for (std::size_t t = 0; t < q.size(); ++t) items.push_back({q[t], k[t]});
   return items;

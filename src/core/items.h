@@ -13,11 +13,14 @@ namespace coterie {
 // Checks what is known of sequences without reading them: types, shapes, how many there are.
 void check_sequences(const char* op, const Sequences& sequences, std::int64_t batches);
 
+// The same for a call's queries and keys, and that they agree in number.
+void check_items(const char* op, const AttentionInputs& inputs);
+
 // The items of a tensor with `batches` entries of `rows` rows; checks lengths and offsets.
 std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,
                              std::int64_t rows);
 
-// Query and key rows of each item of a call, which has as many of both.
+// Query and key rows of each item of a call; checks them.
 std::vector<Item> make_items(const char* op, const AttentionInputs& inputs);
 
 }  // namespace coterie

@@ -90,17 +90,14 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
   for (const Sequences* sequences : {&inputs.q_sequences, &inputs.k_sequences})
     for (const TensorView* ints : {&sequences->lengths, &sequences->cu_seqlens})
       if (ints->present()) check_device(op, "lengths and cu_seqlens", *ints, q.device);
-  check_sequences(op, inputs.q_sequences, call.B);
-  check_sequences(op, inputs.k_sequences, call.B);
   call.device = q.device;
-  call.item_total = item_count(inputs.q_sequences, call.B);
-  const std::int64_t key_items = item_count(inputs.k_sequences, call.B);
-  COTERIE_CHECK(key_items == call.item_total, op, "expected as many key as query sequences; got ",
-                key_items, " and ", call.item_total);
   if (call.device == Device::cpu) {
     const std::vector<Item> items = make_items(op, call.inputs);
     call.items = ItemList(items.data(), static_cast<std::int64_t>(items.size()));
+  } else {
+    check_items(op, call.inputs);
   }
+  call.item_total = item_count(inputs.q_sequences, call.B);
   check_counts(call);
   return call;
 }

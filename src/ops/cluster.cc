@@ -30,7 +30,6 @@ void check_rows_of_tokens(const char* op, const TensorView& x, const Sequences& 
     COTERIE_CHECK(!ints->present() || ints->device == x.device, op,
                   "expected lengths and cu_seqlens on the ", device_name(x.device),
                   "; got them on ", device_name(ints->device));
-  check_sequences(op, sequences, x.size(0));
 }
 
 // The same on the CPU, for what no other device does.
@@ -45,6 +44,7 @@ std::vector<Span> check_tokens_anywhere(const char* op, const TensorView& x,
                                         const Sequences& sequences) {
   if (x.device == Device::cpu) return check_tokens(op, x, sequences);
   check_rows_of_tokens(op, x, sequences);
+  check_sequences(op, sequences, x.size(0));
   const std::string refusal = cuda::refuse_tokens(x);
   COTERIE_CHECK(refusal.empty(), op, "expected tensors on the cpu; got tensors on cuda, and ",
                 refusal);
