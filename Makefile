@@ -12,7 +12,7 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu wheel test-python install clean
+.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu wheel test-python install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -65,6 +65,11 @@ test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
 	cmake --preset cuda
 	cmake --build --preset cuda
 	ctest --preset cuda -L gpu --output-on-failure
+
+sanitize-gpu: test-gpu  ## the tests of CUDA kernels under compute-sanitizer's memcheck and racecheck (an hour)
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 build/cuda/bin/test_gpu \
+	    --gtest_filter='-*RepeatsItsBits*:*Graph*' || exit 1; done
 
 cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)
 	cmake --workflow --preset cuda

@@ -1,58 +1,25 @@
 // SPDX-License-Identifier: MIT
 // The CUDA backward pass of clustered and i-clustered attention against the CPU's, for the same
-// inputs, selection and saved tensors. A plain program: 0 when all is well. With "small" it runs
-// few small cases, for compute-sanitizer.
+// inputs, selection and saved tensors.
 #include <cuda_runtime.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
-#include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "coterie/attention.h"
 #include "coterie/random.h"
+#include "coterie/runtime.h"
 #include "cuda/clustered.h"
 #include "ops/call.h"
+#include "tests/gpu/device_tensor.h"
 
+namespace coterie::gpu_test {
 namespace {
-
-using namespace coterie;
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
-
-// Device memory with a guard behind it, filled with NaN.
-class DeviceMemory {
- public:
-  explicit DeviceMemory(std::int64_t bytes) : bytes_(bytes) {
-    check(cudaMalloc(&data_, static_cast<std::size_t>(bytes) + kGuard));
-    poison();
-  }
-  DeviceMemory(DeviceMemory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
-    other.data_ = nullptr;
-  }
-  ~DeviceMemory() {
-    if (data_) cudaFree(data_);
-  }
-  void poison() { check(cudaMemset(data_, 0xFF, static_cast<std::size_t>(bytes_) + kGuard)); }
-  bool intact() const {
-    std::vector<unsigned char> guard(kGuard);
-    check(cudaMemcpy(guard.data(), static_cast<char*>(data_) + bytes_, kGuard,
-                     cudaMemcpyDeviceToHost));
-    return std::all_of(guard.begin(), guard.end(), [](unsigned char c) { return c == 0xFF; });
-  }
-  void* data() const { return data_; }
-  std::int64_t bytes() const { return bytes_; }
-
- private:
-  static constexpr std::size_t kGuard = 256;
-  void* data_ = nullptr;
-  std::int64_t bytes_;
-};
 
 enum class Lengths { full, padded, packed };
 
@@ -224,8 +191,8 @@ struct Problem {
     memory.emplace_back(dense.count() * dtype_bytes(dense.dtype));
     view.data = memory.back().data();
     view.device = Device::cuda;
-    check(cudaMemcpy(view.data, dense.data, static_cast<std::size_t>(memory.back().bytes()),
-                     cudaMemcpyHostToDevice));
+    COTERIE_CUDA(cudaMemcpy(view.data, dense.data, static_cast<std::size_t>(memory.back().bytes()),
+                            cudaMemcpyHostToDevice));
     return view;
   }
   TensorView upload_rows(std::vector<std::int64_t> sizes, const std::vector<double>& data) {
@@ -310,7 +277,7 @@ DeviceCall prepare(Problem& p) {
 std::vector<unsigned char> bytes_of(const TensorView& view) {
   std::vector<unsigned char> bytes(
       static_cast<std::size_t>(view.count() * dtype_bytes(view.dtype)));
-  check(cudaMemcpy(bytes.data(), view.data, bytes.size(), cudaMemcpyDeviceToHost));
+  COTERIE_CUDA(cudaMemcpy(bytes.data(), view.data, bytes.size(), cudaMemcpyDeviceToHost));
   return bytes;
 }
 std::vector<double> download(const TensorView& view) {
@@ -355,133 +322,148 @@ bool same(const TensorView& view, const std::vector<unsigned char>& before) {
   return !view.present() || bytes_of(view) == before;
 }
 
-bool run_case(const Case& c, DType dtype, int repeats) {
-  Problem problem(c, dtype);
-  DeviceCall device = prepare(problem);
-  const DeviceMemory workspace(device.workspace_bytes());
-  cudaStream_t stream;
-  check(cudaStreamCreate(&stream));
-  device.run(workspace, stream);
-  check(cudaStreamSynchronize(stream));
+struct Run {
+  Problem problem;
+  DeviceCall device;
+  DeviceMemory workspace;
+  cudaStream_t stream = nullptr;
+
+  Run(const Case& c, DType dtype)
+      : problem(c, dtype), device(prepare(problem)), workspace(device.workspace_bytes()) {
+    COTERIE_CUDA(cudaStreamCreate(&stream));
+    again();
+  }
+  ~Run() { cudaStreamDestroy(stream); }
+  void again() {
+    device.run(workspace, stream);
+    COTERIE_CUDA(cudaStreamSynchronize(stream));
+  }
+};
+
+void expect_agreement(const Case& c, DType dtype) {
+  const Run run(c, dtype);
   std::printf("%-34s %-4s", c.name, dtype_name(dtype));
-  const AttentionGradients& d = device.pass.gradients;
+  const AttentionGradients& d = run.device.pass.gradients;
   // Errors of the logits grow with them.
   const double allowed = tolerance(dtype) * static_cast<double>(c.sharpness);
-  bool good = compare("dq", d.dq, problem.expected[0], allowed);
-  good &= compare("dk", d.dk, problem.expected[1], allowed);
-  good &= compare("dv", d.dv, problem.expected[2], allowed);
-  for (const DeviceMemory& memory : device.memory) good &= memory.intact();
-  good &= workspace.intact();
-  if (repeats > 0) {
-    std::vector<std::vector<unsigned char>> first;
-    for (const TensorView* view : {&d.dq, &d.dk, &d.dv}) first.push_back(bytes_of(*view));
-    cudaGraph_t graph;
-    cudaGraphExec_t replay;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    device.run(workspace, stream);
-    check(cudaStreamEndCapture(stream, &graph));
-    check(cudaGraphInstantiate(&replay, graph, 0));
-    int equal = 0;
-    for (int i = 0; i < repeats; ++i) {
-      for (DeviceMemory& memory : device.memory) memory.poison();
-      if (i % 2)
-        check(cudaGraphLaunch(replay, stream));
-      else
-        device.run(workspace, stream);
-      check(cudaStreamSynchronize(stream));
-      equal += same(d.dq, first[0]) && same(d.dk, first[1]) && same(d.dv, first[2]);
+  EXPECT_TRUE(compare("dq", d.dq, run.problem.expected[0], allowed));
+  EXPECT_TRUE(compare("dk", d.dk, run.problem.expected[1], allowed));
+  EXPECT_TRUE(compare("dv", d.dv, run.problem.expected[2], allowed));
+  std::printf("\n");
+  for (const DeviceMemory& memory : run.device.memory) EXPECT_TRUE(memory.intact());
+  EXPECT_TRUE(run.workspace.intact());
+}
+
+// The same bits in repeated runs, every second one as a graph.
+void expect_repeats(const Case& c, DType dtype, int repeats) {
+  Run run(c, dtype);
+  const AttentionGradients& d = run.device.pass.gradients;
+  std::vector<std::vector<unsigned char>> first;
+  for (const TensorView* view : {&d.dq, &d.dk, &d.dv}) first.push_back(bytes_of(*view));
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  COTERIE_CUDA(cudaStreamBeginCapture(run.stream, cudaStreamCaptureModeGlobal));
+  run.device.run(run.workspace, run.stream);
+  COTERIE_CUDA(cudaStreamEndCapture(run.stream, &graph));
+  COTERIE_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  int equal = 0;
+  for (int i = 0; i < repeats; ++i) {
+    for (const DeviceMemory& memory : run.device.memory) memory.poison();
+    if (i % 2) {
+      COTERIE_CUDA(cudaGraphLaunch(replay, run.stream));
+      COTERIE_CUDA(cudaStreamSynchronize(run.stream));
+    } else {
+      run.again();
     }
-    std::printf("  %d of %d runs equal", equal, repeats);
-    good &= equal == repeats;
-    check(cudaGraphExecDestroy(replay));
-    check(cudaGraphDestroy(graph));
+    equal += same(d.dq, first[0]) && same(d.dk, first[1]) && same(d.dv, first[2]);
   }
-  std::printf("  %s\n", good ? "ok" : "FAILED");
-  check(cudaStreamDestroy(stream));
-  return good;
+  EXPECT_EQ(equal, repeats);
+  COTERIE_CUDA(cudaGraphExecDestroy(replay));
+  COTERIE_CUDA(cudaGraphDestroy(graph));
 }
 
 const Lengths kFull = Lengths::full, kPadded = Lengths::padded, kPacked = Lengths::packed;
 
-std::vector<Case> small_cases() {
-  return {
-      {"i 129 x 77, C 7, k 32", 1, 2, 2, 129, 77, 64, 7, 32},
-      {"i 200 x 150, C 300, k 40, D 128", 1, 2, 1, 200, 150, 128, 300, 40, kPacked},
-      {"i 90 x 130, C 9, k 5, D 40", 3, 4, 2, 90, 130, 40, 9, 5, kPadded, true, false, true},
-      {"plain 129 x 300, C 20, D 96", 1, 4, 1, 129, 300, 96, 20, 0},
-  };
+const Case kCases[] = {
+    {"i_129_x_77_C_7_k_32", 1, 2, 2, 129, 77, 64, 7, 32},
+    {"i_200_x_150_C_300_k_40_D_128", 1, 2, 1, 200, 150, 128, 300, 40, kPacked},
+    {"i_90_x_130_C_9_k_5_D_40", 3, 4, 2, 90, 130, 40, 9, 5, kPadded, true, false, true},
+    {"plain_129_x_300_C_20_D_96", 1, 4, 1, 129, 300, 96, 20, 0},
+    {"i_N_1", 1, 2, 2, 1, 1, 64, 4, 32},
+    {"i_N_31_C_above_N", 2, 3, 3, 31, 31, 64, 50, 32},
+    {"i_1000_C_16_k_32", 1, 4, 4, 1000, 1000, 64, 16, 32},
+    {"i_1000_C_16_k_32_no_mass_grad", 1, 4, 4, 1000, 1000, 64, 16, 32, kFull, false},
+    {"i_1000_x_640_C_16_k_1", 1, 2, 2, 1000, 640, 64, 16, 1},
+    {"i_640_x_1000_C_33_k_128", 1, 2, 2, 640, 1000, 64, 33, 128},
+    {"i_640_x_1000_C_33_k_128_D_128", 1, 2, 2, 640, 1000, 128, 33, 128},
+    {"i_300_C_10_k_33_D_32", 2, 2, 2, 300, 300, 32, 10, 33},
+    {"i_300_C_10_k_32_D_96", 2, 2, 2, 300, 300, 96, 10, 32},
+    {"i_300_C_10_k_20_D_40_by_token", 2, 2, 2, 300, 300, 40, 10, 20, kFull, true, false, true},
+    {"i_300_C_10_k_20_D_33", 1, 2, 2, 300, 300, 33, 10, 20},
+    {"i_all_equal_queries", 1, 2, 2, 500, 400, 64, 8, 32, kFull, true, true},
+    {"i_one_cluster_of_3000", 1, 2, 2, 3000, 700, 64, 1, 32},
+    {"i_equal_2500_C_5", 1, 1, 1, 2500, 600, 64, 5, 64, kFull, true, true},
+    {"i_padded_with_an_empty_item", 3, 2, 2, 200, 260, 64, 12, 32, kPadded},
+    {"i_packed_with_empty_items", 1, 2, 2, 900, 1100, 64, 12, 32, kPacked},
+    {"i_GQA_4_2", 2, 4, 2, 333, 444, 64, 20, 32},
+    {"i_GQA_4_1_packed_by_token", 1, 4, 1, 900, 700, 64, 20, 16, kPacked, true, false, true},
+    {"i_GQA_4_1_C_100_D_128", 1, 4, 1, 700, 900, 128, 100, 32},
+    {"i_GQA_4_1_C_150", 1, 4, 1, 700, 900, 64, 150, 32},
+    {"i_C_1100", 1, 2, 2, 1500, 800, 64, 1100, 32},
+    {"i_sharp_k_32", 1, 2, 2, 1000, 1000, 64, 32, 32, kFull, true, false, false, "qkv", 6},
+    {"i_k_above_S", 1, 2, 2, 100, 20, 64, 6, 32},
+    {"i_dq_only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "q"},
+    {"i_dk_only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "k"},
+    {"i_dv_only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "v"},
+    {"plain_1000_C_16", 1, 4, 4, 1000, 1000, 64, 16, 0},
+    {"plain_GQA_4_2_padded", 3, 4, 2, 333, 444, 32, 20, 0, kPadded},
+    {"plain_packed_D_128", 1, 2, 1, 900, 700, 128, 40, 0, kPacked},
+    {"plain_C_above_N_D_33", 1, 2, 2, 31, 50, 33, 40, 0},
+    {"plain_dq_only", 1, 2, 2, 300, 300, 64, 10, 0, kFull, true, false, false, "q"},
+};
+
+using Parameter = std::tuple<Case, DType>;
+std::string name_of(const ::testing::TestParamInfo<Parameter>& test) {
+  return std::string(std::get<Case>(test.param).name) + "_" +
+         dtype_name(std::get<DType>(test.param));
 }
 
-std::vector<Case> cases() {
-  std::vector<Case> all = small_cases();
-  const std::vector<Case> more = {
-      {"i N 1", 1, 2, 2, 1, 1, 64, 4, 32},
-      {"i N 31, C > N", 2, 3, 3, 31, 31, 64, 50, 32},
-      {"i 1000, C 16, k 32", 1, 4, 4, 1000, 1000, 64, 16, 32},
-      {"i 1000, C 16, k 32, no mass_grad", 1, 4, 4, 1000, 1000, 64, 16, 32, kFull, false},
-      {"i 1000 x 640, C 16, k 1", 1, 2, 2, 1000, 640, 64, 16, 1},
-      {"i 640 x 1000, C 33, k 128", 1, 2, 2, 640, 1000, 64, 33, 128},
-      {"i 640 x 1000, C 33, k 128, D 128", 1, 2, 2, 640, 1000, 128, 33, 128},
-      {"i 300, C 10, k 33, D 32", 2, 2, 2, 300, 300, 32, 10, 33},
-      {"i 300, C 10, k 32, D 96", 2, 2, 2, 300, 300, 96, 10, 32},
-      {"i 300, C 10, k 20, D 40 by token", 2, 2, 2, 300, 300, 40, 10, 20, kFull, true, false, true},
-      {"i 300, C 10, k 20, D 33", 1, 2, 2, 300, 300, 33, 10, 20},
-      {"i all equal queries", 1, 2, 2, 500, 400, 64, 8, 32, kFull, true, true},
-      {"i one cluster of 3000", 1, 2, 2, 3000, 700, 64, 1, 32},
-      {"i equal 2500, C 5", 1, 1, 1, 2500, 600, 64, 5, 64, kFull, true, true},
-      {"i padded with an empty item", 3, 2, 2, 200, 260, 64, 12, 32, kPadded},
-      {"i packed with empty items", 1, 2, 2, 900, 1100, 64, 12, 32, kPacked},
-      {"i GQA 4:2", 2, 4, 2, 333, 444, 64, 20, 32},
-      {"i GQA 4:1 packed by token", 1, 4, 1, 900, 700, 64, 20, 16, kPacked, true, false, true},
-      {"i GQA 4:1, C 100, D 128", 1, 4, 1, 700, 900, 128, 100, 32},
-      {"i GQA 4:1, C 150", 1, 4, 1, 700, 900, 64, 150, 32},
-      {"i C 1100", 1, 2, 2, 1500, 800, 64, 1100, 32},
-      {"i sharp, k 32", 1, 2, 2, 1000, 1000, 64, 32, 32, kFull, true, false, false, "qkv", 6},
-      {"i k above S", 1, 2, 2, 100, 20, 64, 6, 32},
-      {"i dq only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "q"},
-      {"i dk only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "k"},
-      {"i dv only", 1, 2, 2, 300, 300, 64, 10, 32, kFull, true, false, false, "v"},
-      {"plain 1000, C 16", 1, 4, 4, 1000, 1000, 64, 16, 0},
-      {"plain GQA 4:2 padded", 3, 4, 2, 333, 444, 32, 20, 0, kPadded},
-      {"plain packed, D 128", 1, 2, 1, 900, 700, 128, 40, 0, kPacked},
-      {"plain C > N, D 33", 1, 2, 2, 31, 50, 33, 40, 0},
-      {"plain dq only", 1, 2, 2, 300, 300, 64, 10, 0, kFull, true, false, false, "q"},
-  };
-  all.insert(all.end(), more.begin(), more.end());
-  return all;
+class BackwardGpuTest : public ::testing::TestWithParam<Parameter> {};
+
+TEST_P(BackwardGpuTest, AgreesWithTheCpu) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  expect_agreement(std::get<Case>(GetParam()), std::get<DType>(GetParam()));
 }
 
-int run(const std::string& mode) {
-  int failures = 0, runs = 0;
-  for (const Case& c : mode == "small" ? small_cases() : cases())
-    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
-      if (mode == "small" && dtype == DType::f16) continue;
-      failures += !run_case(c, dtype, mode == "small" ? 0 : 4);
-      ++runs;
-    }
-  if (mode != "small") {
-    const Case repeated{"i 4096, C 64, GQA 4:2", 2, 4, 2, 4096, 4096, 64, 64, 32};
-    failures += !run_case(repeated, DType::bf16, 100);
-    const Case large{"i 5000 x 6000, C 256, k 64, D 128", 1, 2, 1, 5000, 6000, 128, 256, 64};
-    failures += !run_case(large, DType::bf16, 100);
-    runs += 2;
-  }
-  std::printf("%d of %d cases failed\n", failures, runs);
-  return failures > 0;
+TEST_P(BackwardGpuTest, RepeatsItsBits) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  expect_repeats(std::get<Case>(GetParam()), std::get<DType>(GetParam()), 4);
 }
+
+class BackwardRepeatsGpuTest : public ::testing::TestWithParam<Parameter> {};
+
+TEST_P(BackwardRepeatsGpuTest, RepeatsItsBits) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  expect_repeats(std::get<Case>(GetParam()), std::get<DType>(GetParam()), 100);
+}
+
+const Case kRepeated[] = {
+    {"i_4096_C_64_GQA_4_2", 2, 4, 2, 4096, 4096, 64, 64, 32},
+    {"i_5000_x_6000_C_256_k_64_D_128", 1, 2, 1, 5000, 6000, 128, 256, 64},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cases, BackwardGpuTest,
+                         ::testing::Combine(::testing::ValuesIn(kCases),
+                                            ::testing::Values(DType::bf16, DType::f16, DType::f32)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Large, BackwardGpuTest,
+                         ::testing::Combine(::testing::ValuesIn(kRepeated),
+                                            ::testing::Values(DType::bf16)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Cases, BackwardRepeatsGpuTest,
+                         ::testing::Combine(::testing::ValuesIn(kRepeated),
+                                            ::testing::Values(DType::bf16)),
+                         name_of);
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::printf("no GPU\n");
-    return 0;
-  }
-  try {
-    return run(argc > 1 ? argv[1] : "");
-  } catch (const std::exception& error) {
-    std::printf("stopped: %s\n", error.what());
-    return 2;
-  }
-}
+}  // namespace coterie::gpu_test

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Every stage of clustering on the GPU against the CPU. Needs a GPU; plain program:
-//   cluster_gpu_test [check|small]
-// `check` without arguments; `small` is for compute-sanitizer.
+// Every stage of clustering on the GPU against the CPU.
 #include <cuda_runtime.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +18,7 @@
 #include "coterie/group.h"
 #include "coterie/hash.h"
 #include "coterie/random.h"
+#include "coterie/runtime.h"
 #include "cuda/cluster.h"
 #include "cuda/cluster_sums.h"
 #include "cuda/group.h"
@@ -34,15 +34,7 @@
 namespace coterie::gpu_test {
 namespace {
 
-int failures = 0;
-
-void expect(bool good, const std::string& what) {
-  if (good) return;
-  ++failures;
-  if (failures < 60) std::printf("FAIL %s\n", what.c_str());
-}
-
-std::string title(const Setup& s, Clustering method, const char* what) {
+std::string title(const ClusterSetup& s, Clustering method, const char* what) {
   const char* names[] = {"keys", "hamming-keys", "hamming"};
   return s.c.name + " " + names[static_cast<int>(method)] + ": " + what;
 }
@@ -79,7 +71,8 @@ bool equal_bytes(const HostTensor& a, const HostTensor& b) {
                      static_cast<std::size_t>(a.view().count()) * sizeof(T)) == 0;
 }
 
-void run_clusters(const Setup& s, const ClusteringParams& p, Outputs& out, Scratch& scratch) {
+void run_clusters(const ClusterSetup& s, const ClusteringParams& p, Outputs& out,
+                  Scratch& scratch) {
   const AttentionCall call = s.call(p, s.device);
   cuda::cluster_queries(p, call, out.labels.view(), out.order.view(), out.offsets.view(),
                         scratch.data, nullptr);
@@ -87,7 +80,7 @@ void run_clusters(const Setup& s, const ClusteringParams& p, Outputs& out, Scrat
 }
 
 // order and offsets are those of the labels; padding is -1.
-void check_groups(const Setup& s, Clustering method, Outputs& out) {
+void check_groups(const ClusterSetup& s, Clustering method, Outputs& out) {
   HostTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}), offsets(out.offsets.host());
   HostTensor& labels = out.labels.download();
   std::vector<char> valid(static_cast<std::size_t>(labels.view().count()), 0);
@@ -100,15 +93,16 @@ void check_groups(const Setup& s, Clustering method, Outputs& out) {
     const int label = labels.data<std::int32_t>()[i];
     in_range = in_range && (valid[i] ? label >= 0 && label < s.c.clusters : label == -1);
   }
-  expect(in_range, title(s, method, "labels in range, -1 in padding"));
+  EXPECT_TRUE(in_range) << title(s, method, "labels in range, -1 in padding");
   if (!in_range) return;
   group_by_cluster(labels, s.host.q_sequences, {order, {}, offsets});
-  expect(equal_bytes<std::int32_t>(order, out.order.download()), title(s, method, "order"));
-  expect(equal_bytes<std::int32_t>(offsets, out.offsets.download()), title(s, method, "offsets"));
+  EXPECT_TRUE(equal_bytes<std::int32_t>(order, out.order.download())) << title(s, method, "order");
+  EXPECT_TRUE(equal_bytes<std::int32_t>(offsets, out.offsets.download()))
+      << title(s, method, "offsets");
 }
 
 // Codes against the CPU's; returns the GPU's for the k-means.
-HostTensor check_codes(const Setup& s, const ClusteringParams& p, Scratch& scratch) {
+HostTensor check_codes(const ClusterSetup& s, const ClusteringParams& p, Scratch& scratch) {
   const AttentionCall call = s.call(p, s.device);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
   Arena arena("test", scratch.workspace(), 0);
@@ -131,7 +125,7 @@ HostTensor check_codes(const Setup& s, const ClusteringParams& p, Scratch& scrat
     key_difference_planes(s.host, planes, thresholds);
   else
     isotropic_planes(s.host.seed, p.hash_bias, planes, thresholds);
-  expect(equal_bytes<float>(planes, device_planes), title(s, p.method, "planes"));
+  EXPECT_TRUE(equal_bytes<float>(planes, device_planes)) << title(s, p.method, "planes");
   hash_codes(s.host.q, s.host.q_sequences, planes, thresholds, wanted);
   const std::vector<Span> spans = s.spans();
   std::int64_t different = 0, wrong = 0;
@@ -162,15 +156,14 @@ HostTensor check_codes(const Setup& s, const ClusteringParams& p, Scratch& scrat
           wrong += std::abs(projection) > 1e-5 * std::sqrt(size * length) + 1e-6 * std::abs(t);
         }
       }
-  expect(wrong == 0, title(s, p.method, "codes") + ", wrong bits " + std::to_string(wrong) +
-                         " of different " + std::to_string(different));
+  EXPECT_EQ(wrong, 0) << title(s, p.method, "codes") << ", wrong bits of different " << different;
   if (different > 0)
     std::printf("  %s: %lld bits differ near zero\n", title(s, p.method, "codes").c_str(),
                 static_cast<long long>(different));
   return codes;
 }
 
-void check_hamming(const Setup& s, Clustering method) {
+void check_hamming(const ClusterSetup& s, Clustering method) {
   const ClusteringParams p = s.params(method);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
   Scratch scratch(cuda::cluster_workspace_bytes(p, s.call(p, s.device)));
@@ -188,12 +181,11 @@ void check_hamming(const Setup& s, Clustering method) {
   std::int64_t different = 0;
   for (std::int64_t i = 0; i < labels.view().count(); ++i)
     different += labels.data<std::int32_t>()[i] != out.labels.host().data<std::int32_t>()[i];
-  expect(different == 0,
-         title(s, method, "labels given the codes") + ", different " + std::to_string(different));
+  EXPECT_EQ(different, 0) << title(s, method, "labels given the codes");
 }
 
 // Labels against exact scores with the GPU's centroids and covariance, and those two by themselves.
-void check_keys(const Setup& s) {
+void check_keys(const ClusterSetup& s) {
   ClusteringParams p = s.params(Clustering::keys);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size()), C = s.c.clusters;
   const std::size_t D = static_cast<std::size_t>(s.c.D);
@@ -320,11 +312,10 @@ void check_keys(const Setup& s) {
         wrong += score[best] - score[got] > room;
       }
     }
-  expect(covariance_error < (s.c.dtype == DType::f32 ? 4e-6 : 2e-5),
-         title(s, Clustering::keys, "covariance") + " error " + std::to_string(covariance_error));
-  expect(mean_error < 2e-5,
-         title(s, Clustering::keys, "centroids") + " error " + std::to_string(mean_error));
-  expect(wrong == 0, title(s, Clustering::keys, "labels") + " wrong " + std::to_string(wrong));
+  EXPECT_LT(covariance_error, s.c.dtype == DType::f32 ? 4e-6 : 2e-5)
+      << title(s, Clustering::keys, "covariance");
+  EXPECT_LT(mean_error, 2e-5) << title(s, Clustering::keys, "centroids");
+  EXPECT_EQ(wrong, 0) << title(s, Clustering::keys, "labels");
   HostTensor cpu(DType::i32, {s.c.B, s.c.H, s.c.N});
   HostTensor memory(DType::u8, {cluster_queries_workspace_bytes(p, s.host)});
   cluster_queries(p, s.host, cpu, {memory.view().data, memory.view().count()});
@@ -337,7 +328,7 @@ void check_keys(const Setup& s) {
 }
 
 // Means and sums by the labels of the last clustering, and the sort by itself.
-void check_means(const Setup& s) {
+void check_means(const ClusterSetup& s) {
   const ClusteringParams p = s.params(Clustering::keys);
   const AttentionCall call = s.call(p, s.device);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
@@ -386,8 +377,7 @@ void check_means(const Setup& s) {
                                     (size[e] + 1e-30));
       }
     }
-  expect(worst < 1e-5,
-         title(s, Clustering::keys, "sums and means") + " error " + std::to_string(worst));
+  EXPECT_LT(worst, 1e-5) << title(s, Clustering::keys, "sums and means");
   TwinTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}),
       offsets(DType::i32, {items, s.c.H, s.c.clusters + 1});
   const cuda::ClusterShape shape = cuda::cluster_shape(call, s.c.clusters);
@@ -399,13 +389,13 @@ void check_means(const Setup& s) {
   Scratch group_memory(group_count.used());
   Arena group_arena("test", group_memory.workspace(), 0);
   cuda::group_by_label(shape, run, group_arena, nullptr);
-  expect(equal_bytes<std::int32_t>(order.download(), out.order.download()) &&
-             equal_bytes<std::int32_t>(offsets.download(), out.offsets.download()),
-         title(s, Clustering::keys, "the sort by itself"));
+  EXPECT_TRUE(equal_bytes<std::int32_t>(order.download(), out.order.download()) &&
+              equal_bytes<std::int32_t>(offsets.download(), out.offsets.download()))
+      << title(s, Clustering::keys, "the sort by itself");
 }
 
 // The same bits again and again, also as a graph.
-void check_repeats(const Setup& s, Clustering method, int repeats) {
+void check_repeats(const ClusterSetup& s, Clustering method, int repeats) {
   const ClusteringParams p = s.params(method);
   const AttentionCall call = s.call(p, s.device);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
@@ -428,7 +418,7 @@ void check_repeats(const Setup& s, Clustering method, int repeats) {
     run_clusters(s, p, again, scratch);
     different += !same();
   }
-  expect(different == 0, title(s, method, "repeats differ") + " " + std::to_string(different));
+  EXPECT_EQ(different, 0) << title(s, method, "repeats");
   cudaStream_t stream;
   cudaGraph_t graph;
   cudaGraphExec_t exec;
@@ -442,7 +432,7 @@ void check_repeats(const Setup& s, Clustering method, int repeats) {
     again.labels.poison();
     COTERIE_CUDA(cudaGraphLaunch(exec, stream));
     COTERIE_CUDA(cudaStreamSynchronize(stream));
-    expect(same(), title(s, method, "graph replay"));
+    EXPECT_TRUE(same()) << title(s, method, "graph replay");
   }
   cudaGraphExecDestroy(exec);
   cudaGraphDestroy(graph);
@@ -461,96 +451,80 @@ struct Cases {
   }
 };
 
-std::vector<Case> small_cases() {
+std::vector<Case> cluster_cases() {
   Cases cases;
-  cases.add("one row", [](Case& c) { c.N = 1; });
-  cases.add("31 rows, 1 cluster", [](Case& c) { c.N = 31, c.clusters = 1; });
-  cases.add("129 rows", [](Case&) {});
-  cases.add("more clusters than rows", [](Case& c) { c.N = 31, c.clusters = 100; });
-  cases.add("as many clusters as rows", [](Case& c) { c.N = 64, c.clusters = 64; });
-  cases.add("padded, empty item, other keys", [](Case& c) {
+  cases.add("one_row", [](Case& c) { c.N = 1; });
+  cases.add("31_rows_1_cluster", [](Case& c) { c.N = 31, c.clusters = 1; });
+  cases.add("129_rows", [](Case&) {});
+  cases.add("more_clusters_than_rows", [](Case& c) { c.N = 31, c.clusters = 100; });
+  cases.add("as_many_clusters_as_rows", [](Case& c) { c.N = 64, c.clusters = 64; });
+  cases.add("padded_empty_item_other_keys", [](Case& c) {
     c.B = 4, c.N = 300, c.S = 170, c.q_lengths = {300, 0, 17, 131}, c.k_lengths = {170, 5, 0, 100},
     c.clusters = 20;
   });
-  cases.add("no keys", [](Case& c) { c.N = 100, c.S = 0; });
-  cases.add("packed, groups of 2", [](Case& c) {
+  cases.add("no_keys", [](Case& c) { c.N = 100, c.S = 0; });
+  cases.add("packed_groups_of_2", [](Case& c) {
     c.H = 4, c.N = 700, c.S = 500, c.q_seqlens = {0, 250, 250, 259, 690},
     c.k_seqlens = {0, 200, 230, 260, 500}, c.clusters = 24;
   });
-  cases.add("fp32, width 40, rows first", [](Case& c) {
+  cases.add("fp32_width_40_rows_first", [](Case& c) {
     c.dtype = DType::f32, c.D = 40, c.N = c.S = 333, c.rows_first = true, c.Hkv = 1;
   });
-  cases.add("fp16, width 7", [](Case& c) { c.dtype = DType::f16, c.D = 7, c.N = c.S = 333; });
-  cases.add("bf16, width 1", [](Case& c) { c.D = 1, c.N = c.S = 200; });
-  cases.add("bf16, width 96", [](Case& c) { c.D = 96, c.N = c.S = 500, c.clusters = 33; });
-  cases.add("fp16, width 128", [](Case& c) {
+  cases.add("fp16_width_7", [](Case& c) { c.dtype = DType::f16, c.D = 7, c.N = c.S = 333; });
+  cases.add("bf16_width_1", [](Case& c) { c.D = 1, c.N = c.S = 200; });
+  cases.add("bf16_width_96", [](Case& c) { c.D = 96, c.N = c.S = 500, c.clusters = 33; });
+  cases.add("fp16_width_128", [](Case& c) {
     c.dtype = DType::f16, c.D = 128, c.N = c.S = 500, c.clusters = 33, c.iterations = 2;
   });
-  cases.add("fp32, width 128",
+  cases.add("fp32_width_128",
             [](Case& c) { c.dtype = DType::f32, c.D = 128, c.N = c.S = 500, c.clusters = 33; });
-  cases.add("equal keys and queries",
+  cases.add("equal_keys_and_queries",
             [](Case& c) { c.modes = 1, c.noise = 0, c.N = c.S = 200, c.D = 32; });
-  return cases.all;
-}
-
-std::vector<Case> large_cases() {
-  Cases cases;
-  cases.add("1000 rows, 100 clusters", [](Case& c) { c.N = c.S = 1000, c.clusters = 100; });
-  cases.add("many short problems", [](Case& c) {
+  cases.add("1000_rows_100_clusters", [](Case& c) { c.N = c.S = 1000, c.clusters = 100; });
+  cases.add("many_short_problems", [](Case& c) {
     c.B = 40, c.H = 8, c.Hkv = 2, c.N = c.S = 400, c.clusters = 50, c.dtype = DType::f16;
   });
-  cases.add("5000 rows, 1500 clusters", [](Case& c) { c.N = c.S = 5000, c.clusters = 1500; });
-  cases.add("5000 rows, 2100 clusters fp32",
+  cases.add("5000_rows_1500_clusters", [](Case& c) { c.N = c.S = 5000, c.clusters = 1500; });
+  cases.add("5000_rows_2100_clusters_fp32",
             [](Case& c) { c.N = c.S = 5000, c.clusters = 2100, c.dtype = DType::f32; });
-  cases.add("9000 rows, 4500 clusters", [](Case& c) {
+  cases.add("9000_rows_4500_clusters", [](Case& c) {
     c.H = c.Hkv = 1, c.N = c.S = 9000, c.clusters = 4500, c.iterations = 2;
   });
-  cases.add("65536 rows, 256 clusters", [](Case& c) { c.N = c.S = 65536, c.clusters = 256; });
-  cases.add("65536 rows fp32", [](Case& c) {
+  cases.add("65536_rows_256_clusters", [](Case& c) { c.N = c.S = 65536, c.clusters = 256; });
+  cases.add("65536_rows_fp32", [](Case& c) {
     c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f32;
   });
-  cases.add("65536 rows fp16, far from zero", [](Case& c) {
+  cases.add("65536_rows_fp16_far_from_zero", [](Case& c) {
     c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.dtype = DType::f16, c.offset = 8;
   });
-  cases.add("65536 rows, far from zero",
+  cases.add("65536_rows_far_from_zero",
             [](Case& c) { c.H = c.Hkv = 1, c.N = c.S = 65536, c.clusters = 256, c.offset = 8; });
-  cases.add("70000 rows, a block each", [](Case& c) {
+  cases.add("70000_rows_a_block_each", [](Case& c) {
     c.H = 67, c.Hkv = 1, c.N = 70000, c.S = 1000, c.D = 8, c.clusters = 40, c.iterations = 2;
   });
   return cases.all;
 }
 
-void check_case(const Case& c, bool repeats) {
-  const Setup s(c);
+class ClusterGpuTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(ClusterGpuTest, AgreesWithTheCpu) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const ClusterSetup s(GetParam());
   check_hamming(s, Clustering::hamming);
   check_hamming(s, Clustering::hamming_keys);
   check_keys(s);
   check_means(s);
-  if (repeats)
-    for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming})
-      check_repeats(s, method, 20);
 }
+
+TEST_P(ClusterGpuTest, RepeatsItsBits) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const ClusterSetup s(GetParam());
+  for (Clustering method : {Clustering::keys, Clustering::hamming_keys, Clustering::hamming})
+    check_repeats(s, method, 20);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, ClusterGpuTest, ::testing::ValuesIn(cluster_cases()),
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace coterie::gpu_test
-
-int main(int argc, char** argv) {
-  using namespace coterie::gpu_test;
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::printf("no GPU\n");
-    return 0;
-  }
-  std::vector<std::string> wanted(argv + 1, argv + argc);
-  if (wanted.empty()) wanted = {"check"};
-  for (const std::string& what : wanted) {
-    if (what == "small" || what == "check")
-      for (const Case& c : small_cases()) check_case(c, what == "check" && c.name == "129 rows");
-    if (what == "check")
-      for (const Case& c : large_cases())
-        check_case(c, c.name == "65536 rows, 256 clusters" || c.name == "many short problems");
-  }
-  std::printf("%s, %d failures\n", failures == 0 ? "PASS" : "FAILED", failures);
-  return failures == 0 ? 0 : 1;
-}

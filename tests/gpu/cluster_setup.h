@@ -121,13 +121,13 @@ struct Ints {
 };
 
 // Inputs of a case on both sides, outputs on the device.
-struct Setup {
+struct ClusterSetup {
   Case c;
   Input q, k, v;
   Ints q_lengths, k_lengths, q_seqlens, k_seqlens;
   AttentionInputs host, device;
 
-  explicit Setup(const Case& which)
+  explicit ClusterSetup(const Case& which)
       : c(which),
         q(c, c.H, c.N, c.D, 1),
         k(c, c.Hkv, c.S, c.D, 2),

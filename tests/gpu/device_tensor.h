@@ -13,23 +13,32 @@
 
 namespace coterie::gpu_test {
 
-// Bytes of device memory, filled with 0xff: NaN in every floating type, -1 in integers.
+// Bytes of device memory with a guard behind them, filled with 0xff: NaN in every floating type, -1
+// in integers.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
   explicit DeviceMemory(std::int64_t bytes) : bytes_(bytes) {
     void* data = nullptr;
-    COTERIE_CUDA(cudaMalloc(&data, static_cast<std::size_t>(bytes > 0 ? bytes : 1)));
+    COTERIE_CUDA(cudaMalloc(&data, static_cast<std::size_t>(bytes) + kGuard));
     memory_.reset(data, [](void* p) { cudaFree(p); });
-    poison();
+    COTERIE_CUDA(cudaMemset(data, 0xff, static_cast<std::size_t>(bytes) + kGuard));
   }
   void poison(int byte = 0xff) const {
     COTERIE_CUDA(cudaMemset(memory_.get(), byte, static_cast<std::size_t>(bytes_)));
+  }
+  // Whether nobody wrote behind the end.
+  bool intact() const {
+    std::vector<unsigned char> guard(kGuard);
+    COTERIE_CUDA(cudaMemcpy(guard.data(), static_cast<char*>(data()) + bytes_, kGuard,
+                            cudaMemcpyDeviceToHost));
+    return guard == std::vector<unsigned char>(kGuard, 0xff);
   }
   void* data() const { return memory_.get(); }
   std::int64_t bytes() const { return bytes_; }
 
  private:
+  static constexpr std::size_t kGuard = 256;
   std::shared_ptr<void> memory_;
   std::int64_t bytes_ = 0;
 };

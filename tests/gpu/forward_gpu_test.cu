@@ -2,10 +2,11 @@
 // The attention stages of clustered and improved clustered attention on the GPU against the CPU in
 // f64, given the CPU's clusters: cluster means, top keys, centroid attention, outputs. Then bit
 // equality of repeated runs and graph capture.
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,7 +20,7 @@
 #include "cuda/clustered_saved.h"
 #include "cuda/hopper.h"
 #include "cuda/means.h"
-#include "device_tensor.h"
+#include "tests/gpu/device_tensor.h"
 
 namespace coterie::gpu_test {
 namespace {
@@ -196,15 +197,6 @@ struct Gpu {
   Workspace ws(cudaStream_t stream) const { return {workspace.data(), workspace.bytes(), stream}; }
 };
 
-int failures = 0, checks = 0;
-
-void check(bool good, const std::string& where, const std::string& what) {
-  ++checks;
-  if (good) return;
-  ++failures;
-  if (failures < 60) std::printf("FAIL %s: %s\n", where.c_str(), what.c_str());
-}
-
 struct Tolerance {
   double relative, absolute;
 };
@@ -237,7 +229,7 @@ double compare(const std::string& where, const DeviceTensor& gpu, const HostTens
   std::snprintf(text, sizeof text, "relative error %.3g (allowed %.3g), largest %.3g%s%s", relative,
                 allowed, worst, finite ? "" : ", NaN or misplaced infinity",
                 shapes ? "" : ", shape");
-  check(good, where, text);
+  EXPECT_TRUE(good) << where << ": " << text;
   return relative;
 }
 
@@ -329,19 +321,17 @@ void check_top_keys(const Case& c, const Gpu& gpu, const HostResult& want) {
       last = key;
       least = std::min(least, score(key));
     }
-    check(good, c.name, "top keys of row " + std::to_string(row) + " are not a valid list");
+    EXPECT_TRUE(good) << "top keys of row " << row << " are not a valid list";
     ++rows;
     same += equal;
     if (!good || equal || expected == 0) continue;
     for (std::int64_t key = 0; key < length; ++key) scores.push_back(score(key));
     std::sort(scores.begin(), scores.end(), std::greater<>());
     for (const double s : scores) magnitude = std::max(magnitude, std::abs(s));
-    check(least >= scores[static_cast<std::size_t>(expected - 1)] - 2e-6 * magnitude - 1e-9, c.name,
-          "top keys of row " + std::to_string(row) + " miss a better key");
+    EXPECT_GE(least, scores[static_cast<std::size_t>(expected - 1)] - 2e-6 * magnitude - 1e-9)
+        << "top keys of row " << row << " miss a better key";
   }
-  check(same * 50 >= rows * 49, c.name,
-        "only " + std::to_string(same) + " of " + std::to_string(rows) +
-            " rows have the CPU's top keys");
+  EXPECT_GE(same * 50, rows * 49) << "rows with the CPU's top keys: " << same << " of " << rows;
 }
 
 Mechanism improved(const Case& c) {
@@ -356,7 +346,11 @@ Mechanism plain(const Case& c) {
   return params;
 }
 
-void run_case(const Case& c) {
+class ForwardGpuTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(ForwardGpuTest, AgreesWithTheCpu) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const Case& c = GetParam();
   const Tolerance allowed = tolerance(c.dtype);
   std::string line;
   for (const Mechanism& mechanism : {improved(c), plain(c)}) {
@@ -391,13 +385,12 @@ void run_case(const Case& c) {
     gpu.workspace.poison();
     run_select(gpu, c.clusters, std::min(c.topk, c.S), nullptr, true);
     COTERIE_CUDA(cudaDeviceSynchronize());
-    check(gpu.saved[3].bytes() == keys, c.name, "the attention changes the top keys");
+    EXPECT_EQ(gpu.saved[3].bytes(), keys) << "the attention changes the top keys";
     for (std::size_t i = 5; i < 8; ++i)
       compare(where + "in one, " + gpu.names[i], gpu.saved[i], want.saved[i],
               i == 5 ? allowed.absolute : 2 * allowed.relative);
   }
   std::printf("%-22s%s\n", c.name, line.c_str());
-  std::fflush(stdout);
 }
 
 // Means, selection and attention of one call on a stream.
@@ -412,7 +405,11 @@ std::vector<std::vector<std::uint8_t>> all_bytes(const Gpu& gpu) {
   return copies;
 }
 
-void run_repeats(const Case& c) {
+class ForwardRepeatsGpuTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(ForwardRepeatsGpuTest, RepeatsItsBits) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const Case& c = GetParam();
   const Mechanism mechanism = improved(c);
   const HostResult want = oracle(mechanism, c);
   Gpu gpu(mechanism, c, &want);
@@ -427,7 +424,7 @@ void run_repeats(const Case& c) {
     run_stages(mechanism, gpu, c, stream);
     COTERIE_CUDA(cudaStreamSynchronize(stream));
     if (run == 0) first = all_bytes(gpu);
-    check(all_bytes(gpu) == first, c.name, "run " + std::to_string(run) + " has other bits");
+    EXPECT_EQ(all_bytes(gpu), first) << "run " << run << " has other bits";
   }
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
@@ -439,8 +436,7 @@ void run_repeats(const Case& c) {
   COTERIE_CUDA(cudaDeviceSynchronize());
   COTERIE_CUDA(cudaGraphLaunch(executable, stream));
   COTERIE_CUDA(cudaStreamSynchronize(stream));
-  check(all_bytes(gpu) == first, c.name, "a captured graph has other bits");
-  std::printf("%-22s 20 runs and a graph compared\n", c.name);
+  EXPECT_EQ(all_bytes(gpu), first) << "a captured graph has other bits";
 }
 
 const Case kCases[] = {
@@ -485,37 +481,17 @@ const Case kCases[] = {
     {"long_lists", DType::bf16, 1, 16, 4, 400, 5000, 64, 256, 100},
 };
 
-void run_all(bool quick) {
-  for (const Case& c : kCases)
-    if (!quick || c.N * c.S <= 700 * 1000) run_case(c);
-  if (quick) return;
-  run_repeats({"repeats", DType::bf16, 1, 4, 2, 4000, 9000, 64, 140, 32});
-  run_repeats({"repeats_packed", DType::f16, 1, 4, 2, 4000, 9000, 128, 60, 32, Batch::packed});
-  run_repeats({"repeats_heads", DType::bf16, 3, 8, 4, 1000, 1500, 64, 140, 32});
-  run_repeats({"repeats_f32", DType::f32, 1, 2, 2, 3000, 3000, 64, 60, 32});
-}
+const Case kRepeated[] = {
+    {"heads", DType::bf16, 1, 4, 2, 4000, 9000, 64, 140, 32},
+    {"packed", DType::f16, 1, 4, 2, 4000, 9000, 128, 60, 32, Batch::packed},
+    {"batches", DType::bf16, 3, 8, 4, 1000, 1500, 64, 140, 32},
+    {"f32", DType::f32, 1, 2, 2, 3000, 3000, 64, 60, 32},
+};
 
-// ---- times ----
+INSTANTIATE_TEST_SUITE_P(Cases, ForwardGpuTest, ::testing::ValuesIn(kCases),
+                         [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(Cases, ForwardRepeatsGpuTest, ::testing::ValuesIn(kRepeated),
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  if (!coterie::cuda_available()) {
-    std::printf("no GPU\n");
-    return 0;
-  }
-  bool quick = false;
-  for (int i = 1; i < argc; ++i) quick = quick || std::strcmp(argv[i], "--quick") == 0;
-  try {
-    run_all(quick);
-  } catch (const std::exception& error) {
-    std::printf("FAIL %s\n", error.what());
-    return 1;
-  }
-  std::printf("%d checks, %d failures\n", checks, failures);
-  return failures == 0 ? 0 : 1;
-}
-
 }  // namespace coterie::gpu_test
-
-int main(int argc, char** argv) { return coterie::gpu_test::main(argc, argv); }

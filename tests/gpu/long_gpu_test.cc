@@ -130,7 +130,15 @@ TEST_P(LongGpuTest, AgreesWithTheCpu) {
   expect_near("dv", run.dv, host.gradients.dv, bound);
   expect_near("dcentroids", run.dcentroids, host.gradients.dcentroids, bound);
   expect_near("dgate", run.dgate, host.gradients.dgate, bound);
+}
 
+TEST_P(LongGpuTest, RepeatsItsBits) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const Problem problem = cases::make_problem(GetParam(), 1);
+  gpu_test::DeviceRun run(problem);
+  run.forward();
+  run.backward();
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const std::vector<std::uint8_t> bits = run.bits();
   for (int repeat = 0; repeat < 3; ++repeat) {
     run.forward();
