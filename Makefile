@@ -66,9 +66,11 @@ test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
 	cmake --build --preset cuda
 	ctest --preset cuda -L gpu --output-on-failure
 
-sanitize-gpu: test-gpu  ## the tests of CUDA kernels under compute-sanitizer's memcheck and racecheck (an hour)
+sanitize-gpu: setup  ## the tests of CUDA kernels under compute-sanitizer's memcheck and racecheck
+	cmake --preset racecheck
+	cmake --build --preset racecheck
 	for tool in memcheck racecheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 build/cuda/bin/test_gpu \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 build/racecheck/bin/test_gpu \
 	    --gtest_filter='-*RepeatsItsBits*:*Graph*' || exit 1; done
 
 cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)

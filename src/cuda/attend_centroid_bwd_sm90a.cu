@@ -39,8 +39,7 @@ __device__ __forceinline__ void walk_keys(const CentroidBlock<T>& block) {
                block.lse() + row, block.delta() + row, scale, block.task().keys.end - first);
       if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
       block.store_scores(group, number % 2, keys.ds_factor);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(block.full(group, number % 2));
+      mbarrier_arrive_warp(block.full(group, number % 2));
     }
     keys.finish();
     keys.store(block.args.shape, block.task().dk, block.task().dv, first,
@@ -80,7 +79,7 @@ __device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_settle(sum[tile]);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(block.free(group, tile % 2));
+        mbarrier_arrive_warp(block.free(group, tile % 2));
       }
       ++number;
       if (tile == 0) block.publish_keys(step + 1);
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(kCentroidThreads, 1)
   const CentroidBlock<T> block(args, memory);
   if (threadIdx.x == 0) block.task() = CentroidTask<T>(args);
   if (threadIdx.x < 10)
-    mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32);
+    mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32 * kWarpArrivals);
   __syncthreads();
   if (block.task().keys.begin >= block.task().keys.end) return await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;

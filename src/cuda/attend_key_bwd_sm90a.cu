@@ -26,13 +26,8 @@ struct Shape {
   static constexpr int kKeys = 2 * Centroids::kBytes;
   static constexpr int kStats = kKeys + kPlaces * 2 * Keys::kBytes;
   static constexpr int kBarriers = kStats + 2 * kRows * 4;
-  static constexpr int kSharedBytes = kBarriers + 2 * kPlaces * 8;
+  static constexpr int kSharedBytes = kBarriers + (2 * kPlaces + 1) * 8;
 };
-
-// The two computing warpgroups wait for each other.
-__device__ __forceinline__ void sync_computing() {
-  asm volatile("bar.sync 3, %0;" ::"n"(kKeyThreads) : "memory");
-}
 
 // What a block works on, and its shared memory. 64 keys have a number; warpgroup g has those with
 // number % 2 = g.
@@ -72,6 +67,10 @@ struct Block {
     return mean.base + S::kBarriers + number % kPlaces * 8;
   }
   __device__ std::uint32_t free(int number) const { return full(number) + kPlaces * 8; }
+  // Where the two computing warpgroups wait for each other.
+  __device__ PartBarrier<kKeyThreads> computing() const {
+    return {3, mean.base + S::kBarriers + 2 * kPlaces * 8};
+  }
 
   // kLoaded centroids from `from` on, into rows from `row` on, by the computing warpgroups. Rows
   // beyond the last get weights exp2(0) = 1, but their mean and dout are zero.
@@ -93,7 +92,7 @@ struct Block {
   __device__ void await_centroids() const {
     cp_async_wait<0>();
     fence_async_proxy();
-    sync_computing();
+    computing().sync();
   }
 
   // By the third warpgroup: all keys of the block, as places become free.
@@ -110,8 +109,7 @@ struct Block {
       cp_async_commit();
       cp_async_wait<0>();
       fence_async_proxy();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(full(number));
+      mbarrier_arrive_warp(full(number));
     }
   }
 };
@@ -162,7 +160,7 @@ __device__ __forceinline__ void walk_keys(const Block<T, kWidth>& block) {
                  block.lse + row, block.delta + row, scale, count);
     }
     keys.finish();
-    if (there && threadIdx.x % 32 == 0) mbarrier_arrive(block.free(number));
+    if (there) mbarrier_arrive_warp(block.free(number));
     if (there) keys.store(args.shape, dk, dv, first, count);
   }
   cp_async_wait<0>();
@@ -175,9 +173,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const Block<T, kWidth> block(args, memory);
   if (threadIdx.x < kPlaces) {
-    mbarrier_init(block.full(static_cast<int>(threadIdx.x)), kWarpgroup / 32);
-    mbarrier_init(block.free(static_cast<int>(threadIdx.x)), kWarpgroup / 32);
+    mbarrier_init(block.full(static_cast<int>(threadIdx.x)), kWarpgroup / 32 * kWarpArrivals);
+    mbarrier_init(block.free(static_cast<int>(threadIdx.x)), kWarpgroup / 32 * kWarpArrivals);
   }
+  if (threadIdx.x == 0) block.computing().init();
   __syncthreads();
   await_writes();
   if (block.keys.begin >= block.keys.end) return;

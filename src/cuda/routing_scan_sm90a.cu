@@ -60,7 +60,7 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
   RowsAhead<kChunks> ahead(rows, range.end);
   ahead.load(first);
   if (threadIdx.x % kWarpgroup == 0) open.count = 0;
-  open.sync();
+  open.meeting().sync();
   const int rounds = uniform_trips((range.end - range.begin + kRound - 1) / kRound);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
@@ -95,9 +95,9 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table,
     first += kRound;
     const bool last = round + 1 == rounds;
     if (!last && (round + 1) % kOpenRounds != 0) continue;
-    open.sync();
+    open.meeting().sync();
     int total = uniform_trips(open.count);
-    open.sync();
+    open.meeting().sync();
     while (total >= kScanRows || (total > 0 && last)) {
       const int count = min(total, kScanRows);
       resolve_rows<kChunks>(table, rows, open, total, count, shared.pairs[warp], labels);
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ScanShared shared;
-  if (threadIdx.x < kScanGroups<kChunks>) shared.open[threadIdx.x].init();
+  if (threadIdx.x < kScanGroups<kChunks>) shared.open[threadIdx.x].meeting().init();
   Team team(args.teams);
   const int queries = args.sides[0].sort.shape.problems();
   const int problems = queries + args.sides[1].sort.shape.problems();

@@ -102,8 +102,9 @@ struct InnerMemory {
   // By one thread; all threads of the block wait for it.
   __device__ void start() const {
     for (int i = 0; i < kRing + kOwn; ++i) {
-      mbarrier_init(ring_full(i), 33);  // lanes' copies, and one for what a warp writes itself
-      mbarrier_init(ring_empty(i), i < kRing ? 4 * kGroups : 4);
+      // Lanes' copies, and what a warp writes itself.
+      mbarrier_init(ring_full(i), 32 + kWarpArrivals);
+      mbarrier_init(ring_empty(i), (i < kRing ? 4 * kGroups : 4) * kWarpArrivals);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -175,8 +176,7 @@ __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
   const int tiles = args.tiles(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const auto publish = [&](std::uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+    mbarrier_arrive_warp(barrier);
   };
   // Of a cluster: its first own tile, its tiles of the ring, the rest of its own.
   const auto load = [&](int number, int i) {
@@ -212,7 +212,6 @@ __device__ __forceinline__ void for_own_tiles(const InnerArgs<T>& args,
   using M = InnerMemory<T>;
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int tiles = args.tiles(), total = (end - begin) * tiles;
-  const bool first_lane = threadIdx.x % 32 == 0;
   struct Cursor {  // a tile of the ring
     int number = 0, place = 0, phase = 0;
     __device__ void step() {
@@ -237,14 +236,12 @@ __device__ __forceinline__ void for_own_tiles(const InnerArgs<T>& args,
     wait_below(ring + tiles);
     fence_async_proxy();
     body(ring, tile, place);
-    __syncwarp();
-    if (first_lane) mbarrier_arrive(memory.own_empty(place));
+    mbarrier_arrive_warp(memory.own_empty(place));
     for (tile += M::kGroups; tile >= tiles; tile -= tiles) ring += tiles;
     if (ring >= total) break;
     wait_below(ring);
 #pragma unroll 1
-    for (; given.number < ring; given.step())
-      if (first_lane) mbarrier_arrive(memory.ring_empty(given.place));
+    for (; given.number < ring; given.step()) mbarrier_arrive_warp(memory.ring_empty(given.place));
   }
 }
 

@@ -128,8 +128,7 @@ struct CentroidBlock {
   __device__ void publish_keys(int number) const {
     cp_async_wait<0>();
     fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(loaded(number));
+    mbarrier_arrive_warp(loaded(number));
   }
 
   // dS of this warpgroup to a buffer.

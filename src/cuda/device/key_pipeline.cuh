@@ -75,7 +75,8 @@ struct KeyPipeline {
   // By all threads, before a __syncthreads.
   __device__ void init() const {
     if (threadIdx.x < 2 * kStages)
-      mbarrier_init(full(0) + threadIdx.x * 8, threadIdx.x < kStages ? kLoaders : kWarps);
+      mbarrier_init(full(0) + threadIdx.x * 8,
+                    (threadIdx.x < kStages ? kLoaders : kWarps) * kWarpArrivals);
   }
 
   // After a __syncthreads behind the last tile; init may follow.
@@ -121,9 +122,10 @@ struct KeyPipeline {
   __device__ void publish_first() const {
     cp_async_wait<kPending>();
     fence_async_proxy();
-    __syncwarp();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane < min(kReady, total) && warp / kLoaders == lane % kTurns) mbarrier_arrive(full(lane));
+    const int part = static_cast<int>(threadIdx.x) / 32 / kLoaders;
+#pragma unroll
+    for (int tile = 0; tile < kReady; ++tile)
+      if (tile < total && tile % kTurns == part) mbarrier_arrive_warp(full(tile));
   }
   // Keeps the tiles coming, at the start of the work on tile `number`.
   template <class First>
@@ -136,14 +138,11 @@ struct KeyPipeline {
     if (!loads(number)) return;
     cp_async_wait<kPending>();
     fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0 && number < total) mbarrier_arrive(full(number));
+    if (number < total) mbarrier_arrive_warp(full(number));
   }
   __device__ void wait(int number) const { mbarrier_wait(full(number), number / kStages & 1); }
   // This warp has read the tile.
-  __device__ void release(int number) const {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(free(number));
-  }
+  __device__ void release(int number) const { mbarrier_arrive_warp(free(number)); }
 };
 
 // The means of a block's warpgroups, 64 each, as left factors: rounded, in shared memory.

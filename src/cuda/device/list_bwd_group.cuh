@@ -202,9 +202,7 @@ struct TileWalk {
     while (released < number) {
       const int end = min(number, released + Shape::kRing);
       wait_below(end);
-      __syncwarp();
-      const int tile = released + static_cast<int>(threadIdx.x) % 32;
-      if (tile < end) mbarrier_arrive(shape.empty(tile));
+      mbarrier_arrive_warp(released, end, [&](int tile) { return shape.empty(tile); });
       released = end;
     }
   }

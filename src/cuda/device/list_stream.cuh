@@ -91,12 +91,12 @@ struct StreamShape {
   __device__ void init() const {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kRing) {
-      mbarrier_init(full(place), 33);
-      mbarrier_init(empty(place), kGroups * 4);
+      mbarrier_init(full(place), 32 + kWarpArrivals);
+      mbarrier_init(empty(place), kGroups * 4 * kWarpArrivals);
     }
     if (place < kSlots) {
-      mbarrier_init(own_full(place), 33);
-      mbarrier_init(own_empty(place), 4);
+      mbarrier_init(own_full(place), 32 + kWarpArrivals);
+      mbarrier_init(own_empty(place), 4 * kWarpArrivals);
     }
   }
 
@@ -107,16 +107,12 @@ struct StreamShape {
 
   // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
   __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), step / kSlots & 1); }
-  __device__ void release_own(int step) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(own_empty(step));
-  }
+  __device__ void release_own(int step) const { mbarrier_arrive_warp(own_empty(step)); }
   // Waits for all tiles below `number`, which are within reach: a lane for each.
   __device__ void wait_below(int number, StreamReader& reader) const {
     if (number <= reader.ready) return;
-    const int tile = reader.ready + static_cast<int>(threadIdx.x) % 32;
-    if (tile < number) mbarrier_wait(full(tile), tile / kRing & 1);
-    __syncwarp();
+    const auto wait = [&](int tile) { mbarrier_wait(full(tile), tile / kRing & 1); };
+    mbarrier_wait_warp(reader.ready, number, wait);
     reader.ready = number;
   }
   // This warp is done with all tiles below `number`. Warps release every tile, used or not, once
@@ -126,9 +122,7 @@ struct StreamShape {
     while (reader.released < number) {
       const int end = min(number, reach(reader));
       wait_below(end, reader);
-      __syncwarp();  // a lane arrives for all that have read its tile
-      const int tile = reader.released + static_cast<int>(threadIdx.x) % 32;
-      if (tile < end) mbarrier_arrive(empty(tile));
+      mbarrier_arrive_warp(reader.released, end, [&](int tile) { return empty(tile); });
       reader.released = end;
     }
   }

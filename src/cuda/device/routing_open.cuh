@@ -20,10 +20,10 @@ struct OpenRows {
   int count;
   std::uint64_t barrier;
 
-  // By one thread, before the block meets.
-  __device__ void init() { mbarrier_init(shared_address(&barrier), kWarpgroup); }
   // All threads of the warpgroup wait for each other.
-  __device__ void sync() { mbarrier_sync(shared_address(&barrier)); }
+  __device__ PartBarrier<kWarpgroup> meeting() const {
+    return {static_cast<int>(threadIdx.x) / kWarpgroup + 1, shared_address(&barrier)};
+  }
 };
 
 // Pairs (row, centroid) of a warp whose sums are wanted, and the best of its 16 rows.
@@ -133,7 +133,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
   for (int at = lane; at < count; at += 32) known &= list.limit[total - count + at] > -INFINITY;
   known = __all_sync(~0u, known);
   if (lane < 16) open.best[lane] = 0;
-  list.sync();  // all have read the list
+  list.meeting().sync();  // all have read the list
   if (threadIdx.x % kWarpgroup == 0) list.count = total - count;
   // Visits the scores of kScanStep centroids at a time.
   const auto sweep = [&](const auto& visit) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
     if (lane % 4 == side && row[side] >= 0)
       labels[row[side]] =
           static_cast<std::int32_t>(~static_cast<std::uint32_t>(open.best[lane / 4 + 8 * side]));
-  list.sync();
+  list.meeting().sync();
 }
 
 }  // namespace coterie::cuda

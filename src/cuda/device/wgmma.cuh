@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "core/types.h"
+#include "cuda/device/mbarrier.cuh"
 #include "cuda/device/wgmma_operands.cuh"
 
 namespace coterie::cuda {
@@ -119,38 +120,5 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const std::uint32_t (&a)[4
 #undef COTERIE_WGMMA_SHARED
 #undef COTERIE_WGMMA_WIDE
 #undef COTERIE_WGMMA
-
-// Barriers in shared memory that count arrivals and flip a phase.
-__device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void mbarrier_invalidate(std::uint32_t barrier) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Waits for the end of the phase of the given parity; phases are numbered from 0.
-__device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again;}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-// Whole warps, all that the barrier counts, wait for each other. In place of bar.sync for a part of
-// a block, of which racecheck loses count where the block meets later on.
-__device__ __forceinline__ void mbarrier_sync(std::uint32_t barrier) {
-  asm volatile(
-      "{.reg .pred p; .reg .b64 state;\n"
-      "mbarrier.arrive.shared::cta.b64 state, [%0];\n"
-      "again:\n"
-      "mbarrier.try_wait.shared::cta.b64 p, [%0], state;\n"
-      "vote.sync.all.pred p, p, 0xffffffff;\n"
-      "@!p bra.uni again;}" ::"r"(barrier)
-      : "memory");
-}
 
 }  // namespace coterie::cuda

@@ -52,7 +52,7 @@ struct WholeShape {
       kKeyFactsAt + kKeyPlaces * kWholeRanks * static_cast<int>(sizeof(RowStatistics));
   static constexpr int kListsAt = kPartsAt + 2 * 8 * 32 * 4;
   static constexpr int kBarriersAt = kListsAt + kKeyPlaces * static_cast<int>(sizeof(WholeList));
-  static constexpr int kBytes = kBarriersAt + 2 * (kQueryPlaces + kKeyPlaces) * 8;
+  static constexpr int kBytes = kBarriersAt + 2 * (kQueryPlaces + kKeyPlaces + 1) * 8;
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
   std::uint32_t base;
@@ -89,16 +89,23 @@ struct WholeShape {
     return base + kBarriersAt + (2 * kQueryPlaces + place) * 8;
   }
   __device__ std::uint32_t keys_empty(int place) const { return keys_full(place) + kKeyPlaces * 8; }
+  // Both computing warpgroups meet: parts of delta are there, and slopes.
+  __device__ PartBarrier<2 * kWarpgroup> deltas() const { return {3, keys_empty(kKeyPlaces)}; }
+  __device__ PartBarrier<2 * kWarpgroup> slopes_there() const { return {4, deltas().memory + 8}; }
 
   __device__ void init() const {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kQueryPlaces) {
-      mbarrier_init(queries_full(place), 4 * 33);
-      mbarrier_init(queries_empty(place), 8);
+      mbarrier_init(queries_full(place), 4 * (32 + kWarpArrivals));
+      mbarrier_init(queries_empty(place), 8 * kWarpArrivals);
     }
     if (place < kKeyPlaces) {
-      mbarrier_init(keys_full(place), 4 * 33);
-      mbarrier_init(keys_empty(place), 8);
+      mbarrier_init(keys_full(place), 4 * (32 + kWarpArrivals));
+      mbarrier_init(keys_empty(place), 8 * kWarpArrivals);
+    }
+    if (place == 0) {
+      deltas().init();
+      slopes_there().init();
     }
     __syncthreads();
   }

@@ -12,14 +12,6 @@
 
 namespace coterie::cuda {
 
-// Both computing warpgroups meet.
-__device__ __forceinline__ void sync_both(int barrier) {
-  asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void arrive_both(int barrier) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
-}
-
 // A warpgroup has key tiles `group` and 3 - group: those that more queries see first.
 template <class T>
 struct WholeGroup {
@@ -75,7 +67,7 @@ struct WholeGroup {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float* parts = shape.parts(half);
     parts[threadIdx.x / 32 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = reduce_columns(sum);
-    sync_both(3);
+    shape.deltas().sync();
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < 8; ++warp) total += parts[warp * 32 + lane];
@@ -213,10 +205,6 @@ template <class T>
 __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape& shape, int lists) {
   WholeGroup<T> own(args, shape);
   const float unscaled = exp2f(-scale_bits<T>());
-  const auto release = [&](std::uint32_t barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-  };
   int turn = 0, tile_turn = 0;  // lists and tiles of queries so far
 #pragma unroll 1
   for (; static_cast<int>(blockIdx.x + turn * gridDim.x) < lists; ++turn) {
@@ -238,15 +226,15 @@ __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape&
         for (int half = 0; half < 2; ++half) own.step(count, place, key_place, half);
         fence_async_proxy();
         if (mine)
-          sync_both(4);
+          shape.slopes_there().sync();
         else
-          arrive_both(4);
+          shape.slopes_there().arrive();
       }
       if (mine) own.query_gradients(list, tile, tiles, place, key_place, list.score * unscaled);
-      release(shape.queries_empty(place));
+      mbarrier_arrive_warp(shape.queries_empty(place));
     }
     own.key_gradients(list, key_place, list.score * unscaled, unscaled);
-    release(shape.keys_empty(key_place));
+    mbarrier_arrive_warp(shape.keys_empty(key_place));
   }
 }
 

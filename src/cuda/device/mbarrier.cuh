@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT
+// Barriers in shared memory that count arrivals and flip a phase, and barriers for a part of a
+// block.
+#pragma once
+
+#include <cstdint>
+
+namespace coterie::cuda {
+
+// One lane arrives for its warp, and parts of a block meet at the hardware's named barriers:
+// racecheck follows neither. With COTERIE_RACECHECK every lane arrives and waits at barriers in
+// shared memory; who waits for whom, and where, is the same.
+#ifdef COTERIE_RACECHECK
+constexpr bool kRacecheck = true;
+#else
+constexpr bool kRacecheck = false;
+#endif
+constexpr int kWarpArrivals = kRacecheck ? 32 : 1;  // of mbarrier_arrive_warp
+
+__device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_invalidate(std::uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// What the lanes of this warp did comes before what follows the barrier.
+__device__ __forceinline__ void mbarrier_arrive_warp(std::uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 < kWarpArrivals) mbarrier_arrive(barrier);
+}
+// The same for barriers first .. end - 1, at most 32: at(i) is one's address.
+template <class At>
+__device__ __forceinline__ void mbarrier_arrive_warp(int first, int end, const At& at) {
+  __syncwarp();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (kRacecheck) {
+    for (int i = first; i < end; ++i) mbarrier_arrive(at(i));
+  } else {
+    if (first + lane < end) mbarrier_arrive(at(first + lane));
+  }
+}
+// Waits for barriers first .. end - 1, at most 32: wait(i) for one.
+template <class Wait>
+__device__ __forceinline__ void mbarrier_wait_warp(int first, int end, const Wait& wait) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (kRacecheck) {
+    for (int i = first; i < end; ++i) wait(i);
+  } else {
+    if (first + lane < end) wait(first + lane);
+  }
+  __syncwarp();
+}
+// Waits for the end of the phase of the given parity; phases are numbered from 0.
+__device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// kThreads of a block, whole warps, that wait for each other. `number`, 1 to 15, is the block's
+// own; `memory` are 8 bytes of its shared memory.
+template <int kThreads>
+struct PartBarrier {
+  int number;
+  std::uint32_t memory;
+
+  // By one thread, before the block meets.
+  __device__ void init() const {
+    if constexpr (kRacecheck) mbarrier_init(memory, kThreads);
+  }
+  __device__ __forceinline__ void sync() const {
+    if constexpr (kRacecheck)
+      asm volatile(
+          "{.reg .pred p; .reg .b64 state;\n"
+          "mbarrier.arrive.shared::cta.b64 state, [%0];\n"
+          "again:\n"
+          "mbarrier.try_wait.shared::cta.b64 p, [%0], state;\n"
+          "vote.sync.all.pred p, p, 0xffffffff;\n"
+          "@!p bra.uni again;}" ::"r"(memory)
+          : "memory");
+    else
+      asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+  }
+  // Counts for the others' sync, and goes on.
+  __device__ __forceinline__ void arrive() const {
+    if constexpr (kRacecheck)
+      mbarrier_arrive(memory);
+    else
+      asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+  }
+};
+
+}  // namespace coterie::cuda
