@@ -100,18 +100,7 @@ struct AttendRows {
     if (__any_sync(~0u, above)) rescale(s, exponent);
     weigh(s, column, masks, exponent);
 #pragma unroll
-    for (int b = 0; b < kBlock; ++b) {
-      FragmentA<T> p[2];
-      to_fragment(p[0], s[b][0]);
-      to_fragment(p[1], s[b][1]);
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
-        FragmentB<T> v;
-        load_b_transposed(v, values, 16 * d, column + 16 * b);
-        multiply_add(out[0][d], p[0], v);
-        multiply_add(out[1][d], p[1], v);
-      }
-    }
+    for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
   }
 };
 

@@ -5,6 +5,7 @@
 // A block owns some clusters and walks a part of the tokens; parts are added in cast_fold.cu.
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_bwd.cuh"
+#include "cuda/device/query_fragments.cuh"
 #include "cuda/device/store.cuh"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
@@ -38,37 +39,6 @@ struct ClusterMemory {
   }
   __device__ TokenFacts* facts(int step) const {
     return reinterpret_cast<TokenFacts*>(memory + kTiles) + step % 2 * kTokens<T>;
-  }
-};
-
-// A warp's 16 clusters as left factors, in registers where they fit.
-template <class T, int kDim>
-struct ClusterRows {
-  static constexpr bool kHeld = sizeof(T) == 2 && kDim <= 64;
-  Tile<T, kDim> rows;
-  FragmentA<T> held[kHeld ? kDim / 16 : 1];
-
-  __device__ void hold(const Tile<T, kDim>& from) {
-    rows = from;
-    if constexpr (kHeld)
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) load_a(held[d], rows, 0, 16 * d);
-  }
-  // With 16 tokens.
-  __device__ __forceinline__ void products(Accumulator& acc, const Tile<T, kDim>& tokens,
-                                           int first) const {
-    if constexpr (sizeof(T) == 4) clear(acc);
-    for_depths<T, kDim / 16>([&](int d) {
-      FragmentA<T> own;
-      FragmentB<T> b;
-      if constexpr (!kHeld) load_a(own, rows, 0, 16 * d);
-      load_b(b, tokens, first, 16 * d);
-      const FragmentA<T>& a = kHeld ? held[kHeld ? d : 0] : own;
-      if (sizeof(T) == 2 && d == 0)
-        multiply(acc, a, b);
-      else
-        multiply_add(acc, a, b);
-    });
   }
 };
 
@@ -121,7 +91,8 @@ __global__ void __launch_bounds__(kThreads)
     present[side] =
         c < shape.clusters && (shape.laplace || args.summary_lse(part.item, head)[c] > -INFINITY);
   }
-  ClusterRows<T, kDim> own[2];
+  // The warp's clusters, in registers where they fit.
+  QueryFragments<T, kDim, sizeof(T) == 2 && kDim <= 64, 1> own[2];
   Accumulator dsurrogate[kDim / 16] = {}, dsummary[kDim / 16] = {};
   const int steps = (part.end - part.begin + kTokens<T> - 1) / kTokens<T>;
   for (int step = 0; step < steps; ++step) {
@@ -130,24 +101,24 @@ __global__ void __launch_bounds__(kThreads)
     if (step + 1 < steps) load_tokens(args, memory, part, head, step + 1);
     if (step == 0)
 #pragma unroll
-      for (int which = 0; which < 2; ++which) own[which].hold(memory.clusters(which).below(row));
+      for (int which = 0; which < 2; ++which) own[which].load(memory.clusters(which), row);
     const TokenFacts* facts = memory.facts(step);
 #pragma unroll sizeof(T) == 2 ? kTokens < T> / 16 : 1
     for (int n = 0; n < kTokens<T> / 16; ++n) {
-      Accumulator s, d;
-      own[0].products(s, memory.tokens(step, 0), 16 * n);
-      own[1].products(d, memory.tokens(step, 1), 16 * n);
+      Accumulator s[1], d[1];
+      own[0].scores(s, memory.tokens(step, 0), 16 * n);
+      own[1].scores(d, memory.tokens(step, 1), 16 * n);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const TokenFacts& token = facts[16 * n + i / 4 * 8 + lane % 4 * 2 + i % 2];
-        float &p = s[i / 4][i % 4], &ds = d[i / 4][i % 4];
+        float &p = s[0][i / 4][i % 4], &ds = d[0][i / 4][i % 4];
         const MixWeight weight(shape, present[i / 2 % 2] ? p * token.factor : -INFINITY, token.lse);
         p = weight.value;
         ds = weight.slope * (ds - token.delta) * token.factor;
       }
       FragmentA<T> weights, dlogits;
-      to_fragment(weights, s);
-      to_fragment(dlogits, d);
+      to_fragment(weights, s[0]);
+      to_fragment(dlogits, d[0]);
 #pragma unroll
       for (int c = 0; c < kDim / 16; ++c) {
         FragmentB<T> q, g;

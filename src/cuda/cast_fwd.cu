@@ -97,22 +97,13 @@ __device__ __forceinline__ void mix_summaries(Mix& mix, const float* summary_lse
       if (!shape.laplace) softmax.raise(s, out);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        FragmentA<T> p[kM];
+        if (!shape.laplace)
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          if (!shape.laplace)
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-              s[n][m][i / 4][i % 4] = softmax.weight(m, i / 2 % 2, s[n][m][i / 4][i % 4]);
-          to_fragment(p[m], s[n][m]);
-        }
-#pragma unroll
-        for (int d = 0; d < kDim / 16; ++d) {
-          FragmentB<T> v;
-          load_b_transposed(v, mix.stage(step, 1), 16 * d, first + 16 * n);
-#pragma unroll
-          for (int m = 0; m < kM; ++m) multiply_add(out[m][d], p[m], v);
-        }
+          for (int i = 0; i < 8 * kM; ++i) {
+            float& value = s[n][i / 8][i / 4 % 2][i % 4];
+            value = softmax.weight(i / 8, i / 2 % 2, value);
+          }
+        add_values(out, s[n], mix.stage(step, 1), first + 16 * n);
       }
     }
   }

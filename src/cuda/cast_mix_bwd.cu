@@ -99,26 +99,15 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   Accumulator sum[kM][kDim / 16] = {};
   for_clusters(mix, args.summary_lse(tile.item, mix.head),
                [&](int step, int column, Accumulator(&s)[kM], const Accumulator(&d)[kM]) {
-                 FragmentA<T> ds[kM];
 #pragma unroll
-                 for (int m = 0; m < kM; ++m) {
-#pragma unroll
-                   for (int i = 0; i < 8; ++i) {
-                     const int row = mix.row(m, i / 2 % 2);
-                     float& value = s[m][i / 4][i % 4];
-                     const float lse = shape.laplace ? 0.0f : mix.fact(1, row);
-                     const float delta = shape.laplace ? 0.0f : mix.fact(2, row);
-                     value = MixWeight(shape, value, lse).slope * (d[m][i / 4][i % 4] - delta);
-                   }
-                   to_fragment(ds[m], s[m]);
+                 for (int i = 0; i < 8 * kM; ++i) {
+                   const int m = i / 8, row = mix.row(m, i / 2 % 2);
+                   float& value = s[m][i / 4 % 2][i % 4];
+                   const float lse = shape.laplace ? 0.0f : mix.fact(1, row);
+                   const float delta = shape.laplace ? 0.0f : mix.fact(2, row);
+                   value = MixWeight(shape, value, lse).slope * (d[m][i / 4 % 2][i % 4] - delta);
                  }
-#pragma unroll
-                 for (int n = 0; n < kDim / 16; ++n) {
-                   FragmentB<T> k;
-                   load_b_transposed(k, mix.stage(step, 0), 16 * n, column);
-#pragma unroll
-                   for (int m = 0; m < kM; ++m) multiply_add(sum[m][n], ds[m], k);
-                 }
+                 add_values(sum, s, mix.stage(step, 0), column);
                });
   mix.spread(sum);
   const CastLanes<T, kDim> lanes;

@@ -8,6 +8,7 @@
 
 #include "cuda/device/cast.cuh"
 #include "cuda/device/cast_rows.cuh"
+#include "cuda/device/query_fragments.cuh"
 
 namespace coterie::cuda {
 
@@ -36,7 +37,7 @@ struct MixTile {
   KeyChunk tile;
   int head, warp_row, lane;
   Rows<const T> keys, values;  // surrogates and summaries
-  FragmentA<T> held[kSides][kM][kHeld ? kDim / 16 : 1];
+  QueryFragments<T, kDim, kHeld, kM> held[kSides];
 
   __device__ MixTile(const CastShape& cast, unsigned char* shared, const KeyChunk& tokens,
                      const T* surrogates, const T* summaries)
@@ -93,17 +94,6 @@ struct MixTile {
   __device__ float gate(int row) const { return shape.gates(tile.keys)[token(row)]; }
   __device__ float factor(float gate) const { return shape.scale * gate_factor(shape, gate); }
 
-  // Before the first step's products.
-  __device__ void hold() {
-    if constexpr (kHeld)
-#pragma unroll
-      for (int side = 0; side < kSides; ++side)
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-          for (int d = 0; d < kDim / 16; ++d)
-            load_a(held[side][m][d], tokens(side), warp_row + 16 * m, 16 * d);
-  }
   // Waits for the clusters of a step and sends for the next; in the first, takes what the rows are
   // multiplied by.
   __device__ void begin(int step, float (&factor)[kM][2]) {
@@ -111,7 +101,8 @@ struct MixTile {
     __syncthreads();
     if (step + 1 < steps()) load_clusters(step + 1);
     if (step > 0) return;
-    hold();
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) held[side].load(tokens(side), warp_row);
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) factor[i / 2][i % 2] = fact(0, row(i / 2, i % 2));
   }
@@ -119,23 +110,7 @@ struct MixTile {
   // gradients with summaries (side 1).
   __device__ __forceinline__ void products(Accumulator (&acc)[kM], int side, int step,
                                            int column) const {
-    if constexpr (sizeof(T) == 4)
-#pragma unroll
-      for (int m = 0; m < kM; ++m) clear(acc[m]);
-    for_depths<T, kDim / 16>([&](int d) {
-      FragmentB<T> b;
-      load_b(b, stage(step, side), column, 16 * d);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        FragmentA<T> own;
-        if constexpr (!kHeld) load_a(own, tokens(side), warp_row + 16 * m, 16 * d);
-        const FragmentA<T>& a = kHeld ? held[side][m][kHeld ? d : 0] : own;
-        if (sizeof(T) == 2 && d == 0)
-          multiply(acc[m], a, b);
-        else
-          multiply_add(acc[m], a, b);
-      }
-    });
+    held[side].scores(acc, stage(step, side), column);
   }
 
   // The sums of a warp's rows from accumulators to row_floats, once all warps are here.

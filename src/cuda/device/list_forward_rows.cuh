@@ -52,7 +52,7 @@ struct ForwardRows {
   RankRange seen, shared;  // by any, and by all of the warp's queries
   QueryFacts facts[2][2];
   RowSoftmax softmax[2][2];
-  Accumulator out[2][kDim / 32][2] = {};
+  Accumulator out[2][kDim / 16] = {};
 
   // Row of the tile.
   __device__ static int row(int m, int half) {
@@ -111,8 +111,7 @@ struct ForwardRows {
         if (!(top > softmax[m][half].limit(inverse))) continue;
         const float factor = softmax[m][half].raise(top, exponent);
 #pragma unroll
-        for (int i = 0; i < kDim / 4; ++i)
-          out[m][i / 8][i / 4 % 2][i / 2 % 2][2 * half + i % 2] *= factor;
+        for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
       }
   }
 
@@ -152,18 +151,7 @@ struct ForwardRows {
       weigh(s, scale * kLog2e);
     }
 #pragma unroll
-    for (int b = 0; b < kBlock; ++b) {
-      FragmentA<T> p[2];
-      to_fragment(p[0], s[b][0]);
-      to_fragment(p[1], s[b][1]);
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
-        FragmentB<T> v;
-        load_b_transposed(v, values, 16 * d, column + 16 * b);
-        multiply_add(out[0][d / 2][d % 2], p[0], v);
-        multiply_add(out[1][d / 2][d % 2], p[1], v);
-      }
-    }
+    for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
   }
 
   __device__ void write(const ListForwardArgs<T>& args, const ListPair& pair, int head, int first) {
@@ -188,11 +176,11 @@ struct ForwardRows {
             args.lse[base + to] = row_lse(softmax[m][half].shift, sum);
           const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
-          for (int i = 0; i < kDim / 4; ++i)
-            out[m][i / 8][i / 4 % 2][i / 2 % 2][2 * half + i % 2] *= factor;
+          for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
         }
 #pragma unroll
-        for (int d = 0; d < kDim / 32; ++d) store_columns(rows, to, there, 32 * d, out[m][d], half);
+        for (int d = 0; d < kDim / 16; d += 2)
+          store_columns(rows, to, there, 16 * d, out[m] + d, half);
       }
   }
 };

@@ -1,38 +1,39 @@
 // SPDX-License-Identifier: MIT
-// Rows of a warp as left factors of products with keys.
+// Rows of a warp as left factors of products: with keys, and their weights with values.
 #pragma once
 
 #include "cuda/device/mma.cuh"
 
 namespace coterie::cuda {
 
-// 32 rows, in registers where they fit, to be multiplied with 16 keys at a time.
-template <class T, int kDim, bool kResident>
+// kBlocks times 16 rows, in registers where they fit, to be multiplied with 16 keys at a time.
+template <class T, int kDim, bool kResident, int kBlocks = 2>
 struct QueryFragments {
-  FragmentA<T> q[2][kResident ? kDim / 16 : 1];
+  FragmentA<T> q[kBlocks][kResident ? kDim / 16 : 1];
   Tile<T, kDim> tile;  // its rows, if they do not fit
 
   __device__ void load(const Tile<T, kDim>& from, int row) {
     tile = from.below(row);
     if constexpr (kResident)
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
         for (int d = 0; d < kDim / 16; ++d) load_a(q[m][d], tile, 16 * m, 16 * d);
   }
 
-  __device__ void scores(Accumulator (&s)[2], const Tile<T, kDim>& keys, int column) {
-    if constexpr (sizeof(T) == 4) {
-      clear(s[0]);
-      clear(s[1]);
-    }
+  __device__ __forceinline__ void scores(Accumulator (&s)[kBlocks], const Tile<T, kDim>& keys,
+                                         int column) const {
+    if constexpr (sizeof(T) == 4)
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) clear(s[m]);
     for_depths<T, kDim / 16>([&](int d) {
       FragmentB<T> k;
       load_b(k, keys, column, 16 * d);
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        FragmentA<T>& a = q[m][kResident ? d : 0];
-        if constexpr (!kResident) load_a(a, tile, 16 * m, 16 * d);
+      for (int m = 0; m < kBlocks; ++m) {
+        FragmentA<T> own;
+        if constexpr (!kResident) load_a(own, tile, 16 * m, 16 * d);
+        const FragmentA<T>& a = kResident ? q[m][kResident ? d : 0] : own;
         if (sizeof(T) == 2 && d == 0)
           multiply(s[m], a, k);
         else
@@ -41,5 +42,22 @@ struct QueryFragments {
     });
   }
 };
+
+// out += weights of 16 keys times their rows of `values`, from `row` on: P V.
+template <class T, int kDim, int kBlocks>
+__device__ __forceinline__ void add_values(Accumulator (&out)[kBlocks][kDim / 16],
+                                           const Accumulator (&weights)[kBlocks],
+                                           const Tile<T, kDim>& values, int row) {
+  FragmentA<T> p[kBlocks];
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) to_fragment(p[m], weights[m]);
+#pragma unroll
+  for (int d = 0; d < kDim / 16; ++d) {
+    FragmentB<T> v;
+    load_b_transposed(v, values, 16 * d, row);
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) multiply_add(out[m][d], p[m], v);
+  }
+}
 
 }  // namespace coterie::cuda

@@ -33,7 +33,7 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
 // (side 1) of two neighbouring accumulators. All lanes of the warp call; `there` lanes write.
 template <class T>
 __device__ __forceinline__ void store_columns(const Rows<T>& rows, std::int64_t row, bool there,
-                                              int column, const Accumulator (&acc)[2], int side) {
+                                              int column, const Accumulator* acc, int side) {
   const int lane = threadIdx.x % 4;
   T* to = rows.row(there ? row : 0);
   if constexpr (sizeof(T) == 2) {
