@@ -125,6 +125,7 @@ struct ExactScores {
         const int i = first + j * (kStep / kRows);
         row[j] = i < count ? row_of(i) : -1;
       }
+      __syncwarp();  // put may overwrite what row_of reads
       if (rows.aligned)  // one branch around all loads, so that they are on their way together
         load_rows<true>(row, words);
       else
