@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: MIT
 // The best tokens of every cluster of CAST: by score, then lower index. A block per cluster. The
 // scores of some tokens give a bound that a few times as many pass as are wanted; those that pass
-// are kept in shared memory, then in registers, where the last of the best is found by halving.
-// When too few or too many pass, or more are wanted than there is room for, digits are counted over
-// all tokens.
+// are kept in shared memory, then in registers, where the last of the best is found by halving the
+// range of their scores. When too few or too many pass, or more are wanted than there is room for,
+// digits are counted over all tokens.
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/tile.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
 
-// A search meets at a barrier for every halving: the fewer warps, the sooner.
 constexpr int kThreads = 512, kWarps = kThreads / 32;
+// A search meets at a barrier for every halving: the fewer warps, the sooner.
+constexpr int kSearch = 256, kSearchWarps = kSearch / 32;
 constexpr int kPassing = 2048;     // keys that have room; as many are the sample
 constexpr int kMostWanted = 1024;  // of the quick way
 
@@ -23,35 +26,98 @@ struct TopMemory {
   };
   int chosen[kMostWanted];
   int count, taken;  // of what passes, of the chosen
-  int warps[2][kWarps];
+  int warps[kWarps];
+  std::uint32_t least[2][kSearchWarps], most[2][kSearchWarps];
+  CandidateKey found;
+  std::uint64_t barrier;  // of the threads that search
+
+  __device__ PartBarrier<kSearch> searchers() { return {1, shared_address(&barrier)}; }
 };
 
-// A key that at least `least` and at most `most` of memory.keys[0, count) are not below; all of
-// them are distinct, and at least so many are not below `low`. By all threads of a block.
-__device__ CandidateKey find_key(int count, CandidateKey low, int least, int most,
-                                 TopMemory& memory) {
-  constexpr int kEach = kPassing / kThreads;  // keys of a thread
-  const int lane = threadIdx.x % 32;
-  CandidateKey keys[kEach], high = candidate_key(INFINITY, 0) + 1;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int place = i * kThreads + static_cast<int>(threadIdx.x);
-    keys[i] = place < count ? memory.keys[place] : 0;
+// A search by kSearch threads, each of which knows some of the words.
+struct WordSearch {
+  static constexpr int kEach = kPassing / kSearch;
+  TopMemory& memory;
+  int turn = 0;
+
+  // The least of all threads' first values and the largest of their second ones, or the sum of
+  // those; in turns, so that the next may follow at once.
+  template <bool kSum>
+  __device__ __forceinline__ void meet(std::uint32_t& least, std::uint32_t& most) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto reduce = [&](std::uint32_t value) {
+      return kSum ? __reduce_add_sync(~0u, value) : __reduce_max_sync(~0u, value);
+    };
+    if (!kSum) least = __reduce_min_sync(~0u, least);
+    most = reduce(most);
+    if (lane == 0) {
+      if (!kSum) memory.least[turn][warp] = least;
+      memory.most[turn][warp] = most;
+    }
+    memory.searchers().sync();
+    if (!kSum) least = __reduce_min_sync(~0u, memory.least[turn][lane % kSearchWarps]);
+    most = reduce(kSum && lane >= kSearchWarps ? 0 : memory.most[turn][lane % kSearchWarps]);
+    turn ^= 1;
   }
-  for (int turn = 0; high - low > 1; turn ^= 1) {
-    const CandidateKey middle = low + (high - low) / 2;
-    int above = 0;
+
+  // The largest word that at least `wanted` are not below, or one that no more than `enough` are
+  // not below. Of all `count` words; zeros are none. Counts those that are not below the result,
+  // and, where these are more than enough, how many are above it.
+  __device__ std::uint32_t find(const std::uint32_t (&words)[kEach], int wanted, int enough,
+                                int& count, int& above) {
+    std::uint32_t low = ~0u, high = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) above += keys[i] >= middle;
-    above = __reduce_add_sync(~0u, above);
-    if (lane == 0) memory.warps[turn][threadIdx.x / 32] = above;
-    __syncthreads();
-    above = __reduce_add_sync(~0u, lane < kWarps ? memory.warps[turn][lane] : 0);
-    (above >= least ? low : high) = middle;
-    if (above >= least && above <= most) break;
+    for (int i = 0; i < kEach; ++i) {
+      low = min(low, words[i] - 1);  // none is the last one to be chosen
+      high = max(high, words[i]);
+    }
+    meet<false>(low, high);
+    ++low;
+    ++high;
+    above = 0;
+    while (high - low > 1 && count > enough) {
+      const std::uint32_t middle = low + (high - low) / 2;
+      std::uint32_t unused = 0, here = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) here += words[i] >= middle;
+      meet<true>(unused, here);
+      const bool passed = static_cast<int>(here) >= wanted;
+      (passed ? low : high) = middle;
+      (passed ? count : above) = static_cast<int>(here);
+    }
+    return low;
   }
-  __syncthreads();  // the next search begins with the same counts
-  return low;
+};
+
+// A key that at least `wanted` and at most `enough` of memory.keys[0, count) are not below; all of
+// them are distinct, and at least so many. By all threads of a block.
+__device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& memory) {
+  if (threadIdx.x < kSearch) {
+    constexpr int kEach = WordSearch::kEach;
+    std::uint32_t scores[kEach], indices[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int place = i * kSearch + static_cast<int>(threadIdx.x);
+      const CandidateKey key = place < count ? memory.keys[place] : 0;
+      scores[i] = static_cast<std::uint32_t>(key >> 32);
+      indices[i] = static_cast<std::uint32_t>(key);
+    }
+    WordSearch search{memory};
+    int above;
+    const std::uint32_t score = search.find(scores, wanted, enough, count, above);
+    std::uint32_t index = 0;
+    if (count > enough) {  // equal scores
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (scores[i] != score) indices[i] = 0;
+      const int taken = above;
+      count -= taken;
+      index = search.find(indices, wanted - taken, enough - taken, count, above);
+    }
+    if (threadIdx.x == 0) memory.found = static_cast<CandidateKey>(score) << 32 | index;
+  }
+  __syncthreads();
+  return memory.found;
 }
 
 // Keys of tokens that are not below a bound which all of the `wanted` best pass, to memory.keys;
@@ -74,7 +140,7 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
   const float share = static_cast<float>(wanted) * kPassing / static_cast<float>(tokens);
   const int rank = static_cast<int>(share + 4.0f * sqrtf(share) + 4.0f);
   if (rank >= kPassing) return -1;
-  const float bound = score_of(find_key(kPassing, 1, rank, rank + rank / 4, memory));
+  const float bound = score_of(find_key(kPassing, rank, rank + rank / 4, memory));
   // From the end, which was written last and may still be in the cache.
   constexpr int kStep = kBatch * kThreads;
   for (int begin = (tokens - 1) / kStep * kStep; begin >= 0; begin -= kStep) {
@@ -104,7 +170,7 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
 
 // Writes the `wanted` best of memory.keys[0, count), ascending by token.
 __device__ void list_best(int count, int wanted, TopMemory& memory, std::int32_t* list) {
-  const CandidateKey last = find_key(count, 1, wanted, wanted, memory);
+  const CandidateKey last = find_key(count, wanted, wanted, memory);
   for (int i = threadIdx.x; i < count; i += kThreads)
     if (memory.keys[i] >= last)
       memory.chosen[atomicAdd(&memory.taken, 1)] = index_of(memory.keys[i]);
@@ -140,12 +206,12 @@ __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, 
       votes[j] = __ballot_sync(~0u, token < tokens && row.key(token) >= last);
       count += __popc(votes[j]);
     }
-    if (lane == 0) memory.warps[0][warp] = count;
+    if (lane == 0) memory.warps[warp] = count;
     __syncthreads();
     int place = written;
     for (int w = 0; w < kWarps; ++w) {
-      place += w < warp ? memory.warps[0][w] : 0;
-      written += memory.warps[0][w];
+      place += w < warp ? memory.warps[w] : 0;
+      written += memory.warps[w];
     }
     __syncthreads();
 #pragma unroll
@@ -178,7 +244,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < wanted; i += kThreads) list[i] = i < tokens ? i : -1;
     return;
   }
-  if (threadIdx.x == 0) memory.count = memory.taken = 0;
+  if (threadIdx.x == 0) {
+    memory.count = memory.taken = 0;
+    memory.searchers().init();
+  }
   const ScoreRow row(scores, span, list_head, cluster);
   if (wanted <= kMostWanted) {
     const int passing =
