@@ -80,16 +80,27 @@ ListSums<T> sums_of(const TensorView& rows, void* slots, bool rounded) {
   return sums;
 }
 
+ClearedSpans cleared_spans(const TensorView (&tensors)[ClearedSpans::kMost]) {
+  ClearedSpans spans{};
+  for (int i = 0; i < ClearedSpans::kMost; ++i) {
+    const TensorView& tensor = tensors[i];
+    if (!tensor.present()) continue;
+    spans.data[i] = static_cast<uint4*>(tensor.data);
+    spans.vectors[i] = tensor.count() * static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) / 16;
+  }
+  return spans;
+}
+
 }  // namespace
 
-void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
                     Arena& arena, cudaStream_t stream) {
   const bool recompute = plan.weighting == ListWeighting::softmax && !gradients.delta.data;
   const std::int64_t values =
       gradients.lse.by_slot ? list_query_slots(call, plan) : call.B * call.H * call.N;
   float* delta = arena.take<float>(recompute ? values : 0);
-  if (!delta) return;  // the arena only counts
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+  if (!delta) return false;  // the arena only counts
+  return dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
     args.dq = sums_of<T>(gradients.dq, gradients.slot_dq, gradients.slots_rounded);
@@ -113,11 +124,14 @@ void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
     const ListForm form = backward_form(plan, gradients);
     const bool hopper = takes(call, plan, args);
     if constexpr (sizeof(T) == 2)
-      if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args))
-        return launch_whole_lists_sm90a(args, stream);
+      if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args)) {
+        launch_whole_lists_sm90a(args, cleared_spans(gradients.cleared), stream);
+        return true;
+      }
     launch(args, form, hopper, {wanted.queries, false}, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
     launch(args, form, hopper, {false, wanted.keys}, stream);
+    return false;
   });
 }
 

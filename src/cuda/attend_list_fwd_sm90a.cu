@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of attention over lists on Hopper: a stream of steps (list_stream.cuh) whose owned
 // rows are queries, with outputs in registers.
+#include "cuda/device/await.cuh"
 #include "cuda/device/list_stream_load.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/hopper.h"
@@ -177,6 +178,7 @@ template <class T, int kDim, ListForm kForm, bool kFold>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
                               bool rounds, bool unequal, int fold) {
+  await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
   shape.init();
@@ -240,15 +242,14 @@ void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stre
   const int total = args.tiles.total * args.problem.q.heads, places = multiprocessors();
   const int waves = (total + places * kStreamPlan - 1) / (places * kStreamPlan);
   const int units = (total + places * waves - 1) / (places * waves);
-  const auto kernel = list_forward_sm90a_kernel<T, kDim, kForm, kFold>;
-  allow_shared_memory(kernel, Shape::kBytes);
   // Three steps at work and one on its way share a ring that holds what they meet.
   const bool rounds = span + 3 > Shape::kRing;
   const int most = min(places * waves, total);
   const bool by_work = cut_by_work(kForm, args.problem, args.problem.q, total, most, rounds);
   const int blocks = by_work ? most : (total + units - 1) / units;
-  kernel<<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args, units, rounds, by_work, fold);
-  COTERIE_LAUNCH("list_forward_sm90a");
+  launch_early("list_forward_sm90a", list_forward_sm90a_kernel<T, kDim, kForm, kFold>,
+               dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kBytes, stream, args,
+               units, rounds, by_work, fold);
 }
 
 }  // namespace

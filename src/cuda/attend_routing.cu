@@ -8,18 +8,19 @@
 
 namespace coterie::cuda {
 
-ListPlan RoutingPass::list_plan(PassKind kind, const NormalisedSides& sides, const RoutingSaved& at,
-                                const float* head_scale, const TokenSlots* tokens, Arena& arena,
-                                cudaStream_t stream, RunEnds& ends) const {
+ListPlan RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
+                                const RoutingSaved& at, const float* head_scale,
+                                const TokenSlots* tokens, Arena& arena, cudaStream_t stream,
+                                RunEnds& ends) const {
   ListPlan plan = make_plan(sides, head_scale);
   if (strict_)
-    plan_runs(kind, at, tokens, arena, stream, plan, ends);
+    plan_runs(ends_there, at, tokens, arena, stream, plan, ends);
   else
-    plan_members(kind, at, arena, stream, plan);
+    find_member_ends(plan_members(ends_there, at, arena, plan), stream);
   return plan;
 }
 
-void RoutingPass::plan_runs(PassKind kind, const RoutingSaved& at, const TokenSlots* tokens,
+void RoutingPass::plan_runs(bool ends_there, const RoutingSaved& at, const TokenSlots* tokens,
                             Arena& arena, cudaStream_t stream, ListPlan& plan,
                             RunEnds& ends) const {
   plan.queries.layout = plan.keys.layout = ListLayout::runs;
@@ -35,14 +36,14 @@ void RoutingPass::plan_runs(PassKind kind, const RoutingSaved& at, const TokenSl
   plan.ranges.ends = ints(at.ends);
   ends = RunEnds(arena, params_, call_);
   if (demotes()) plan.filters.drop_own = ends.own_row;
-  if (kind == PassKind::forward) ends.ends = ints(at.ends);
+  if (!ends_there) ends.ends = ints(at.ends);
   if (at.counting || (!ends.ends && !ends.own_row)) return;
   find_run_ends(params_, call_, {ints(at.q_order), ints(at.q_offsets)},
                 {ints(at.k_order), ints(at.k_offsets)}, tokens, ends, stream);
 }
 
-void RoutingPass::plan_members(PassKind kind, const RoutingSaved& at, Arena& arena,
-                               cudaStream_t stream, ListPlan& plan) const {
+MemberEnds RoutingPass::plan_members(bool ends_there, const RoutingSaved& at, Arena& arena,
+                                     ListPlan& plan) const {
   plan.queries.layout = plan.keys.layout = ListLayout::members;
   plan.queries.index = ints(at.q_members);
   plan.queries.width = width(call_.N);
@@ -59,8 +60,9 @@ void RoutingPass::plan_members(PassKind kind, const RoutingSaved& at, Arena& are
     plan.filters.drop_own = flags;
     plan.filters.drop_by_slot = true;
   }
-  find_member_ends(call_, at.q_members, at.k_members,
-                   kind == PassKind::forward ? ints(at.ends) : nullptr, flags, stream);
+  if (at.counting) return {};
+  return member_ends(call_, at.q_members, at.k_members, ends_there ? nullptr : ints(at.ends),
+                     flags);
 }
 
 OwnKeys RoutingPass::own_keys(const NormalisedSides& sides, const RunEnds& ends,
@@ -95,7 +97,7 @@ void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream)
   if (!params_.share_qk) clear_slots(at.k_slots);
 }
 
-void RoutingPass::attend_lists(const AttentionResult& result, Arena& arena,
+void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
                                cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(result.saved);
   const NormalisedSides sides = saved_sides(at);
@@ -104,16 +106,23 @@ void RoutingPass::attend_lists(const AttentionResult& result, Arena& arena,
   if (!at.counting) clear_empty_slots(at, stream);
   if (slots_are_rows()) {
     const ListPlan plan =
-        list_plan(PassKind::forward, sides, at, head_scale, nullptr, arena, stream, ends);
+        list_plan(ends_there, sides, at, head_scale, nullptr, arena, stream, ends);
     if (!at.counting) lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
     return;
   }
   const TokenSlots tokens = query_tokens(at, arena);
   const bool both = !strict_ && !params_.share_qk;  // those of keys are for the backward pass
   const TokenSlots keys = both ? key_tokens(at, arena) : tokens;
-  find_token_slots(tokens, call_.B, arena, stream, both ? &keys : nullptr);
-  const ListPlan plan =
-      list_plan(PassKind::forward, sides, at, head_scale, &tokens, arena, stream, ends);
+  ListPlan plan = make_plan(sides, head_scale);
+  BesideSlots beside;
+  if (!strict_) beside.ends = plan_members(ends_there, at, arena, plan);
+  if (!strict_ && whole_vectors(result.out)) beside.empty = result.out;
+  const bool done =
+      find_token_slots(tokens, call_.B, arena, stream, both ? &keys : nullptr, beside);
+  if (strict_)
+    plan_runs(ends_there, at, &tokens, arena, stream, plan, ends);
+  else if (!done)
+    find_member_ends(beside.ends, stream);
   void* slot_out =
       arena.take<std::byte>(query_slots() * call_.Dv * dtype_bytes(call_.inputs.q.dtype));
   float* slot_lse = strict_ ? arena.take<float>(query_slots()) : floats(at.member_lse);
@@ -126,7 +135,8 @@ void RoutingPass::attend_lists(const AttentionResult& result, Arena& arena,
     merge_slots(call_, {tokens, slot_out}, slot_lse, own_keys(sides, ends, head_scale), result.out,
                 floats(at.lse), stream);
   else
-    combine_slots(call_, {tokens, slot_out}, slot_weight(), result.out, floats(at.weights), stream);
+    combine_slots(call_, {tokens, slot_out, done && beside.empty.present()}, slot_weight(),
+                  result.out, floats(at.weights), stream);
 }
 
 std::unique_ptr<Pass> make_pass(const RoutingParams& params, const AttentionCall& call) {

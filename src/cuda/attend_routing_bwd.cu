@@ -4,6 +4,21 @@
 
 namespace coterie::cuda {
 
+namespace {
+
+constexpr std::int64_t kClearedClusters = 32;  // from here on most tokens are in none as a rule
+
+// Whether memory of a tensor has no gaps, in whatever order its dimensions are.
+bool dense(const TensorView& tensor) {
+  std::int64_t covered = 1;
+  for (int step = 0; step < tensor.rank; ++step)
+    for (int dim = 0; dim < tensor.rank; ++dim)
+      if (tensor.size(dim) > 1 && tensor.stride(dim) == covered) covered *= tensor.size(dim);
+  return covered == tensor.count();
+}
+
+}  // namespace
+
 void RoutingPass::backward(const AttentionResult& result, const TensorView& grad_out,
                            const AttentionGradients& gradients, const Workspace& workspace) const {
   Arena arena = take_workspace(workspace);
@@ -51,8 +66,7 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
   else if (single && !value_rows)
     find_token_slots(values, call_.B, arena, stream);
   RunEnds ends;
-  const ListPlan plan =
-      list_plan(PassKind::backward, sides, at, head_scale, &queries, arena, stream, ends);
+  const ListPlan plan = list_plan(true, sides, at, head_scale, &queries, arena, stream, ends);
   OwnKeys own = own_keys(sides, ends, head_scale);
 
   ListGradients lists;
@@ -91,10 +105,18 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
     lists.dv = pass.gradients.dv;
   else if (pass.wanted.dv)
     lists.slot_dv = take_slots(key_slots(), call_.Dv);
-  lists_backward(call_, plan, lists, arena, stream);
+  SlotRows dq{queries, lists.slot_dq}, dk{keys, lists.slot_dk}, dv{values, lists.slot_dv};
+  const TensorView all[] = {pass.gradients.dq, pass.gradients.dk, pass.gradients.dv};
+  if (rounded && params_.clusters >= kClearedClusters)
+    for (int i = 0; i < 3; ++i)
+      if (whole_vectors(all[i]) && dense(all[i])) lists.cleared[i] = all[i];
+  if (lists_backward(call_, plan, lists, arena, stream)) {
+    dq.zeroed = lists.cleared[0].present();
+    dk.zeroed = lists.cleared[1].present();
+    dv.zeroed = lists.cleared[2].present();
+  }
   if (at.counting) return;
-  write_gradients(sides, pass, rounded, {queries, lists.slot_dq}, {keys, lists.slot_dk},
-                  {values, lists.slot_dv}, own, products, stream);
+  write_gradients(sides, pass, rounded, dq, dk, dv, own, products, stream);
   if (pass.gradients.dlogit_scale.present())
     logit_scale_gradient(call_, products, head_scale, pass.gradients.dlogit_scale, stream);
 }

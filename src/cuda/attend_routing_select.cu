@@ -9,11 +9,13 @@ void RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<T
   const RoutingSaved at = tensors_of(saved);
   const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
   const ZeroedWords counters = team_counters(arena, call_);
+  if (strict_ && scans()) {
+    scan(sides, centroids, at, counters.data, arena, stream);
+    return;
+  }
   if (centroids.rows) centre_centroids(call_, centroids, counters, stream);
   if (!strict_)
     select_members(sides, centroids, at, counters.data, arena, stream);
-  else if (scans())
-    scan(sides, centroids, at, counters.data, arena, stream);
   else
     sum_and_sort(sides, centroids, at, counters.data, arena, stream);
 }
@@ -24,6 +26,7 @@ void RoutingPass::scan(const NormalisedSides& sides, const CentredCentroids& cen
   ScanSide q{sides.q, ints(at.q_labels), {ints(at.q_order), ints(at.q_offsets)}, {}};
   const ScanSide k{sides.k, ints(at.k_labels), {ints(at.k_order), ints(at.k_offsets)}, {}};
   if (params_.share_qk) q.copy = k.runs;
+  if (scan_has_ends()) q.ends = ints(at.ends);
   nearest_scan(call_, centroids, q, params_.share_qk ? nullptr : &k, arrivals, arena, stream);
 }
 

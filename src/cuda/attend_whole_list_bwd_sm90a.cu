@@ -14,14 +14,15 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 template <class T>
 __global__ void __launch_bounds__(WholeShape::kThreads, 1)
-    whole_list_kernel(const __grid_constant__ ListBackwardArgs<T> args, const int lists) {
+    whole_list_kernel(const __grid_constant__ ListBackwardArgs<T> args,
+                      const __grid_constant__ ClearedSpans cleared, const int lists) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   const WholeShape shape(memory);
   shape.init();
   if (threadIdx.x >= 2 * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    load_lists<T>(args, shape, lists);
+    load_lists<T>(args, cleared, shape, lists);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     compute_lists<T>(args, shape, lists);
@@ -46,18 +47,20 @@ bool takes_whole_lists(const ListBackwardArgs<T>& args) {
 }
 
 template <class T>
-void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream) {
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
+                              cudaStream_t stream) {
   const SlotSide& queries = args.problem.q;
   const int lists = queries.items * queries.lists * queries.heads;
   if (lists == 0) return;
   launch_early("whole_list_kernel", whole_list_kernel<T>,
                dim3(static_cast<unsigned>(min(lists, multiprocessors()))), WholeShape::kThreads,
-               WholeShape::kBytes, stream, args, lists);
+               WholeShape::kBytes, stream, args, cleared, lists);
 }
 
-#define COTERIE_INSTANTIATE(T)                                    \
-  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&); \
-  template void launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, cudaStream_t)
+#define COTERIE_INSTANTIATE(T)                                                               \
+  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&);                            \
+  template void launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, const ClearedSpans&, \
+                                            cudaStream_t)
 COTERIE_INSTANTIATE(Bf16);
 COTERIE_INSTANTIATE(F16);
 #undef COTERIE_INSTANTIATE

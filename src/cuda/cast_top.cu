@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: MIT
 // The best tokens of every cluster of CAST: by score, then lower index. A block per cluster. The
 // scores of some tokens give a bound that a few times as many pass as are wanted; those that pass
-// are kept in shared memory, then in registers, where the last of the best is found by halving the
-// range of their scores. When too few or too many pass, or more are wanted than there is room for,
+// are kept in shared memory, then in registers, where the last of the best is found by counting in
+// bins. When too few or too many pass, or more are wanted than there is room for,
 // digits are counted over all tokens.
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/tile.cuh"
+#include "cuda/device/word_search.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-// A search meets at a barrier for every halving: the fewer warps, the sooner.
-constexpr int kSearch = 256, kSearchWarps = kSearch / 32;
 constexpr int kPassing = 2048;     // keys that have room; as many are the sample
 constexpr int kMostWanted = 1024;  // of the quick way
 
@@ -24,76 +20,18 @@ struct TopMemory {
     DigitMemory digits;
     CandidateKey keys[kPassing];  // of the sample, then of what passes
   };
-  int chosen[kMostWanted];
+  alignas(16) int chosen[kMostWanted];
   int count, taken;  // of what passes, of the chosen
-  int warps[kWarps];
-  std::uint32_t least[2][kSearchWarps], most[2][kSearchWarps];
+  int warps[32];
   CandidateKey found;
-  std::uint64_t barrier;  // of the threads that search
-
-  __device__ PartBarrier<kSearch> searchers() { return {1, shared_address(&barrier)}; }
-};
-
-// A search by kSearch threads, each of which knows some of the words.
-struct WordSearch {
-  static constexpr int kEach = kPassing / kSearch;
-  TopMemory& memory;
-  int turn = 0;
-
-  // The least of all threads' first values and the largest of their second ones, or the sum of
-  // those; in turns, so that the next may follow at once.
-  template <bool kSum>
-  __device__ __forceinline__ void meet(std::uint32_t& least, std::uint32_t& most) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto reduce = [&](std::uint32_t value) {
-      return kSum ? __reduce_add_sync(~0u, value) : __reduce_max_sync(~0u, value);
-    };
-    if (!kSum) least = __reduce_min_sync(~0u, least);
-    most = reduce(most);
-    if (lane == 0) {
-      if (!kSum) memory.least[turn][warp] = least;
-      memory.most[turn][warp] = most;
-    }
-    memory.searchers().sync();
-    if (!kSum) least = __reduce_min_sync(~0u, memory.least[turn][lane % kSearchWarps]);
-    most = reduce(kSum && lane >= kSearchWarps ? 0 : memory.most[turn][lane % kSearchWarps]);
-    turn ^= 1;
-  }
-
-  // The largest word that at least `wanted` are not below, or one that no more than `enough` are
-  // not below. Of all `count` words; zeros are none. Counts those that are not below the result,
-  // and, where these are more than enough, how many are above it.
-  __device__ std::uint32_t find(const std::uint32_t (&words)[kEach], int wanted, int enough,
-                                int& count, int& above) {
-    std::uint32_t low = ~0u, high = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      low = min(low, words[i] - 1);  // none is the last one to be chosen
-      high = max(high, words[i]);
-    }
-    meet<false>(low, high);
-    ++low;
-    ++high;
-    above = 0;
-    while (high - low > 1 && count > enough) {
-      const std::uint32_t middle = low + (high - low) / 2;
-      std::uint32_t unused = 0, here = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) here += words[i] >= middle;
-      meet<true>(unused, here);
-      const bool passed = static_cast<int>(here) >= wanted;
-      (passed ? low : high) = middle;
-      (passed ? count : above) = static_cast<int>(here);
-    }
-    return low;
-  }
+  SearchMemory search;
 };
 
 // A key that at least `wanted` and at most `enough` of memory.keys[0, count) are not below; all of
 // them are distinct, and at least so many. By all threads of a block.
 __device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& memory) {
   if (threadIdx.x < kSearch) {
-    constexpr int kEach = WordSearch::kEach;
+    constexpr int kEach = kPassing / kSearch;
     std::uint32_t scores[kEach], indices[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -102,7 +40,7 @@ __device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& m
       scores[i] = static_cast<std::uint32_t>(key >> 32);
       indices[i] = static_cast<std::uint32_t>(key);
     }
-    WordSearch search{memory};
+    WordSearch<kEach> search{memory.search};
     int above;
     const std::uint32_t score = search.find(scores, wanted, enough, count, above);
     std::uint32_t index = 0;
@@ -122,7 +60,7 @@ __device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& m
 
 // Keys of tokens that are not below a bound which all of the `wanted` best pass, to memory.keys;
 // their number, or -1 if they were too few or have no room. Their order is any.
-template <bool kScored>
+template <bool kScored, int kThreads>
 __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemory& memory) {
   constexpr int kSampled = kPassing / kThreads;  // of a thread
   constexpr int kBatch = kScored ? 16 : 8;       // scores of a thread on their way at a time
@@ -169,20 +107,25 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
 }
 
 // Writes the `wanted` best of memory.keys[0, count), ascending by token.
+template <int kThreads>
 __device__ void list_best(int count, int wanted, TopMemory& memory, std::int32_t* list) {
   const CandidateKey last = find_key(count, wanted, wanted, memory);
   for (int i = threadIdx.x; i < count; i += kThreads)
     if (memory.keys[i] >= last)
       memory.chosen[atomicAdd(&memory.taken, 1)] = index_of(memory.keys[i]);
+  if (threadIdx.x < (4 - wanted % 4) % 4) memory.chosen[wanted + threadIdx.x] = INT32_MAX;
   __syncthreads();
-  // Four neighbouring threads look for the place of one token.
+  // Four neighbouring threads look for the place of one token, at four others at a time.
   constexpr int kTogether = 4;
+  const int groups = (wanted + 3) / 4;
   for (int i = threadIdx.x / kTogether; i < wanted; i += kThreads / kTogether) {
     const int token = memory.chosen[i];
     int place = 0;
-#pragma unroll 16
-    for (int j = threadIdx.x % kTogether; j < wanted; j += kTogether)
-      place += memory.chosen[j] < token;
+#pragma unroll 4
+    for (int j = threadIdx.x % kTogether; j < groups; j += kTogether) {
+      const int4 others = reinterpret_cast<const int4*>(memory.chosen)[j];
+      place += (others.x < token) + (others.y < token) + (others.z < token) + (others.w < token);
+    }
     const unsigned together = 0xfu << (threadIdx.x & 28u);
     place += __shfl_xor_sync(together, place, 1);
     place += __shfl_xor_sync(together, place, 2);
@@ -191,6 +134,7 @@ __device__ void list_best(int count, int wanted, TopMemory& memory, std::int32_t
 }
 
 // Writes the tokens whose keys are not below `last`, ascending.
+template <int kThreads>
 __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, TopMemory& memory,
                             std::int32_t* list) {
   constexpr int kBatch = 8;  // tokens of a thread at a time
@@ -209,7 +153,7 @@ __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, 
     if (lane == 0) memory.warps[warp] = count;
     __syncthreads();
     int place = written;
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < kThreads / 32; ++w) {
       place += w < warp ? memory.warps[w] : 0;
       written += memory.warps[w];
     }
@@ -223,7 +167,7 @@ __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, 
   }
 }
 
-template <bool kScored>
+template <bool kScored, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     top_kernel(const __grid_constant__ CastScores scores, int units, std::int32_t* members) {
   await_previous();
@@ -246,31 +190,41 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x == 0) {
     memory.count = memory.taken = 0;
-    memory.searchers().init();
+    memory.search.init();
   }
   const ScoreRow row(scores, span, list_head, cluster);
   if (wanted <= kMostWanted) {
     const int passing =
-        tokens > kPassing ? find_passing<kScored>(row, tokens, wanted, memory) : tokens;
+        tokens > kPassing ? find_passing<kScored, kThreads>(row, tokens, wanted, memory) : tokens;
     if (tokens <= kPassing) {
       for (int i = threadIdx.x; i < tokens; i += kThreads) memory.keys[i] = row.key(i);
       __syncthreads();
     }
-    if (passing >= 0) return list_best(passing, wanted, memory, list);
+    if (passing >= 0) return list_best<kThreads>(passing, wanted, memory, list);
     __syncthreads();  // the keys' memory is that of the digits
   }
   const CandidateKey last =
       find_last<kThreads>([&](int token) { return row.key(token); }, tokens, wanted, memory.digits);
-  list_tokens(row, tokens, last, memory, list);
+  list_tokens<kThreads>(row, tokens, last, memory, list);
 }
 
 }  // namespace
 
 void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaStream_t stream) {
-  launch_early("cast top", scores.norms ? top_kernel<false> : top_kernel<true>,
-               dim3(static_cast<unsigned>(units * kUnitClusters) *
-                    static_cast<unsigned>(scores.shape.items)),
-               kThreads, 0, stream, scores, units, members);
+  const CastShape& shape = scores.shape;
+  const auto launch = [&](auto kernel, int threads) {
+    launch_early(
+        "cast top", kernel,
+        dim3(static_cast<unsigned>(units * kUnitClusters) * static_cast<unsigned>(shape.items)),
+        threads, 0, stream, scores, units, members);
+  };
+  // Where every cluster has a multiprocessor to itself, its tokens are read sooner by more threads.
+  if (scores.norms)
+    launch(top_kernel<false, 512>, 512);
+  else if (shape.problems() * shape.clusters <= multiprocessors())
+    launch(top_kernel<true, 1024>, 1024);
+  else
+    launch(top_kernel<true, 512>, 512);
 }
 
 }  // namespace coterie::cuda

@@ -2,6 +2,7 @@
 // Launches of the kernels of device/list_bwd.cuh, for the files that instantiate them.
 #pragma once
 
+#include "cuda/device/cleared.cuh"
 #include "cuda/device/list_bwd.cuh"
 #include "cuda/launch.h"
 
@@ -38,6 +39,7 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
 template <class T>
 bool takes_whole_lists(const ListBackwardArgs<T>& args);
 template <class T>
-void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream);
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
+                              cudaStream_t stream);
 
 }  // namespace coterie::cuda

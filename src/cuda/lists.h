@@ -136,12 +136,15 @@ struct ListGradients {
   // are not written.
   void *slot_dq = nullptr, *slot_dk = nullptr, *slot_dv = nullptr;
   bool slots_rounded = false;
+  // Dense tensors that may become 0 on the way (lists_backward says so), which costs next to
+  // nothing there.
+  TensorView cleared[3];
 };
 
 // Gradients with respect to q and k as the scores see them: with statistics those of the normalised
-// rows, up to a constant per row, which the way back through the normalisation takes out.
-// attend_list_bwd.cu
-void lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+// rows, up to a constant per row, which the way back through the normalisation takes out. Whether
+// `cleared` are 0. attend_list_bwd.cu
+bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
                     Arena& arena, cudaStream_t stream);
 
 // delta[query slot] = sum over the keys in sight of exp(score - lse) gradient . v, times weight:

@@ -85,13 +85,18 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
 
 // The first cluster of bf16 rows by tensor cores, which leave few rows and centroids to sum, and
 // the statistics of these rows and their runs where they are wanted. For Hopper, and as many
-// clusters as shared memory holds. `keys` may be null. routing_scan_sm90a.cu
+// clusters as shared memory holds. Centres the centroids itself. `keys` may be null.
+// routing_scan_sm90a.cu
 struct ScanSide {
   RoutingSide side;        // its statistics are written where there is room
   std::int32_t* labels;    // (B, heads, rows)
   RoutingRuns runs, copy;  // optional
+  // Optional, of queries where scan_finds_ends, if both sides have runs: see RunEnds.
+  std::int32_t* ends = nullptr;
 };
 bool scan_fits(const AttentionCall& call, std::int64_t clusters);
+bool scan_finds_ends(const AttentionCall& call);
+// The counters need not be zero.
 void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                   const ScanSide& queries, const ScanSide* keys, unsigned* arrivals, Arena& arena,
                   cudaStream_t stream);
@@ -154,11 +159,9 @@ void select_balanced(const AttentionCall& call, const RoutingSide& side,
                      const CentredCentroids& centroids, const TensorView& members, Arena& arena,
                      cudaStream_t stream);
 
-// What follows from member lists, by query slot: ends (of the causal form with separate keys) are
-// the keys of the list that are not after the query; bit 0 of a flag, where wanted, says that a
-// query sees more than one key. Both may be null. routing_members.cu
-void find_member_ends(const AttentionCall& call, const TensorView& q_members,
-                      const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags,
-                      cudaStream_t stream);
+// Of member lists (slots.h), by a kernel of its own. routing_members.cu
+MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
+                       const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags);
+void find_member_ends(const MemberEnds& ends, cudaStream_t stream);
 
 }  // namespace coterie::cuda

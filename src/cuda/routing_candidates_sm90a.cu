@@ -21,6 +21,7 @@ namespace {
 constexpr int kCandidateRoom = 4;  // for candidates, times the wanted rows
 constexpr int kPartRoom = 32;      // more, where blocks share a list
 constexpr int kLeastWidth = 32, kMostWidth = 1024;
+constexpr int kMostRows = 1 << (32 - CandidateHits::kColumnBits);
 constexpr int kMostTeam = 16;
 
 // All rows against the team's centroids.
@@ -41,7 +42,6 @@ __device__ __forceinline__ void find_hits(const CandidateArgs& args,
     });
   };
   load(own.group);
-  int first = 0, column = 0;  // of the hits that are not collected
 #pragma unroll 1
   for (int tile = own.group; tile < tiles; tile += own.groups) {
     const int row = tile * kTokenTile + place;
@@ -54,24 +54,21 @@ __device__ __forceinline__ void find_hits(const CandidateArgs& args,
 #pragma unroll 1
     for (int c = 0; c < steps; ++c) {
       float d[32];
-      tokens.start(descriptor_behind(table, c * kColumnStep * 128), d);
-      if (c % CandidateHits::kPushes == 0) {
-        hits.collect(target, first, column);  // while the products are made
-        first = row, column = c * kColumnStep;
-      }
+      hits.begin(d, c * kColumnStep);
+      tokens.template start<1>(descriptor_behind(table, c * kColumnStep * 128), d);
+      while (hits.count >= 32) hits.flush(target);  // while the products are made
       tokens.finish(d);
-      hits.push(d, c * kColumnStep, c % CandidateHits::kPushes);
+      hits.push(d, row, c * kColumnStep);
     }
   }
-  hits.collect(target, first, column);
-  hits.flush(target);
+  while (hits.count > 0) hits.flush(target);
 }
 
 template <int kChunks>
 struct CandidateMemory {
   static constexpr int kHits = kTeamColumns * kChunks * 64;
   static constexpr int kLimits = kHits + kCandidateWarps * CandidateHits::kWarpBytes;
-  static constexpr int kCounts = kLimits + kTeamColumns * 4;
+  static constexpr int kCounts = kLimits + kTeamColumns * 8;
   static constexpr int kTarget = kCounts + kTeamColumns * 4;
   static constexpr int kBytes = kTarget + static_cast<int>(sizeof(HitTarget));
 };
@@ -88,7 +85,7 @@ __global__ void __launch_bounds__(kCandidateThreads, 1)
   auto* counts = reinterpret_cast<int*>(memory + Memory::kCounts);
   auto& target = *reinterpret_cast<HitTarget*>(memory + Memory::kTarget);
   const int thread = static_cast<int>(threadIdx.x);
-  const std::uint64_t table = matrix_descriptor(base);
+  const std::uint64_t table = matrix_descriptor(uniform(static_cast<int>(base)));
   Team team(args.teams);
   args.zeroed.zero();
   const int problems = (args.sides[0].problems + args.sides[1].problems) * args.passes;
@@ -165,7 +162,8 @@ bool candidates_pay(const RoutingSide& side, std::int64_t width) {
   rows.data = nullptr;  // memory for the lists must not depend on where rows are
   return tensor4<const CandidateElement>(rows).aligned && side.rows.dtype == DType::bf16 &&
          !side.shape.q.cu_seqlens && width >= kLeastWidth && width <= kMostWidth &&
-         side.shape.rows >= kLeastCandidateRows * width && on_hopper();
+         side.shape.rows >= kLeastCandidateRows * width && side.shape.rows < kMostRows &&
+         on_hopper();
 }
 
 void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
@@ -187,8 +185,8 @@ void find_candidates(const AttentionCall& call, const CentredCentroids& centroid
     if (run->wanted) take_lists(*run, args.teams.size, arena);
   args.sides[0] = candidate_side(queries.wanted ? queries : keys);
   if (queries.wanted && keys.wanted) args.sides[1] = candidate_side(keys);
-  args.maxima = arena.take<float>(static_cast<std::int64_t>(problems) * args.passes * args.cells() *
-                                  kTeamColumns);
+  args.maxima = arena.take<std::uint32_t>(static_cast<std::int64_t>(problems) * args.passes *
+                                          args.cells() * (kTeamColumns / 2));
   if (!args.maxima || problems == 0) return;
   if (!args.sides[0].x.aligned || (args.sides[1].problems && !args.sides[1].x.aligned))
     return leave_open(call, queries, keys, zeroed, stream);

@@ -22,39 +22,43 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kBins = 1024;
 constexpr int kChunkRows = 64 * 1024;  // rows that are sorted at a time, a bit each
 
+struct ChooseSizes {
+  int capacity, width;
+  int vectors;  // of 128 rows, a bit each; a power of two
+
+  // Of the two parts of memory that are used for several things.
+  __host__ __device__ int first_bytes() const {
+    return max(max(kBins * 4, (capacity + 1) * 8), vectors * 16);
+  }
+  __host__ __device__ int second_bytes() const { return max(capacity * 8, vectors * 8); }
+  std::size_t bytes() const {
+    return static_cast<std::size_t>(first_bytes() + second_bytes() + width * 4);
+  }
+};
+
 // Shared memory of a block, for lists of up to `capacity` candidates.
 struct ChooseMemory {
   // One after the other: bins [kBins] of the scores, keys [capacity] of close candidates, a bit for
-  // every row, as 4 * `vectors` words.
-  unsigned char* shared;
-  float* score;          // [capacity] of all candidates, less the threshold
+  // every row; scores and rows of all candidates, numbers of rows for every word of bits.
+  unsigned char *first, *second;
   std::int32_t* row;     // [capacity]
   std::int32_t* chosen;  // [width]
   int vectors;
 
-  __device__ ChooseMemory(unsigned char* memory, int bytes, int capacity, int bit_vectors)
-      : shared(memory),
-        score(reinterpret_cast<float*>(memory + bytes)),
-        row(reinterpret_cast<std::int32_t*>(score + capacity)),
-        chosen(row + capacity),
-        vectors(bit_vectors) {}
+  __device__ ChooseMemory(unsigned char* memory, const ChooseSizes& sizes)
+      : first(memory),
+        second(memory + sizes.first_bytes()),
+        row(reinterpret_cast<std::int32_t*>(second) + sizes.capacity),
+        chosen(reinterpret_cast<std::int32_t*>(second + sizes.second_bytes())),
+        vectors(sizes.vectors) {}
 
-  __device__ int* bins() const { return reinterpret_cast<int*>(shared); }
-  __device__ CandidateKey* keys() const { return reinterpret_cast<CandidateKey*>(shared); }
-  __device__ uint4* bits() const { return reinterpret_cast<uint4*>(shared); }
-};
-
-struct ChooseSizes {
-  int capacity, width, vectors;
-
-  // Of the memory that is used for several things.
-  __host__ __device__ int shared_bytes() const {
-    const int bins = kBins * 4, keys = capacity * 8, bits = vectors * 16;
-    return bins > keys ? (bins > bits ? bins : bits) : (keys > bits ? keys : bits);
-  }
-  std::size_t bytes() const {
-    return static_cast<std::size_t>(shared_bytes() + capacity * 8 + width * 4);
-  }
+  __device__ int* bins() const { return reinterpret_cast<int*>(first); }
+  __device__ CandidateKey* keys() const { return reinterpret_cast<CandidateKey*>(first); }
+  __device__ uint4* bits() const { return reinterpret_cast<uint4*>(first); }
+  // Of all candidates, less the threshold.
+  __device__ float* score() const { return reinterpret_cast<float*>(second); }
+  // Rows of a thread's words before each of them.
+  __device__ std::uint16_t* before() const { return reinterpret_cast<std::uint16_t*>(second); }
 };
 
 // The largest `value` of the block; not negative.
@@ -101,10 +105,11 @@ __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted,
   int* bins = memory.bins();
   constexpr int kEach = kBins / kThreads;
   const float factor = most > 0.0f ? static_cast<float>(kBins) / most : 0.0f;
-  for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
+  for (int i = threadIdx.x; i < kBins / 4; i += kThreads)
+    reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads)
-    atomicAdd(&bins[kBins - 1 - min(static_cast<int>(memory.score[i] * factor), kBins - 1)], 1);
+    atomicAdd(&bins[kBins - 1 - min(static_cast<int>(memory.score()[i] * factor), kBins - 1)], 1);
   __syncthreads();
   int each[kEach], sum = 0, carry = 0;  // largest scores first
 #pragma unroll
@@ -121,56 +126,41 @@ __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted,
   return {bin * width * (1.0f - 0x1p-20f), (bin + 1.0f) * width * (1.0f + 0x1p-20f)};
 }
 
-// Rows of a chunk before each 128 of them, where the candidates' scores stood.
-__device__ __forceinline__ std::uint16_t* rows_before(const ChooseMemory& memory) {
-  return reinterpret_cast<std::uint16_t*>(memory.score);
-}
-
 // Writes `count` distinct rows in ascending order: a bit for each row, chunk by chunk, and every
 // row counts those before it.
 __device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
                                 std::int32_t* members) {
+  __shared__ int starts[kThreads];  // rows before the words of a thread
   auto* words = reinterpret_cast<std::uint32_t*>(memory.bits());
-  std::uint16_t* before = rows_before(memory);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int each = max(memory.vectors / kThreads, 1), each_bits = 31 - __clz(each);
   int place = 0;
   for (int first = 0; first < rows; first += kChunkRows) {
-    const int start = place;
     __syncthreads();
-    for (int i = threadIdx.x; i < memory.vectors; i += kThreads)
+    for (int i = thread; i < memory.vectors; i += kThreads)
       memory.bits()[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kThreads) {
+    for (int i = thread; i < count; i += kThreads) {
       const int row = memory.chosen[i] - first;
       if (row >= 0 && row < kChunkRows) atomicOr(&words[row / 32], 1u << row % 32);
     }
     __syncthreads();
-    const int each = (memory.vectors + kThreads - 1) / kThreads;
-    const int begin = min(static_cast<int>(threadIdx.x) * each, memory.vectors);
-    const int end = min(begin + each, memory.vectors);
-    const auto rows_of = [&](int i) {
-      const uint4 four = memory.bits()[i];
-      return __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
-    };
     int mine = 0;
-    for (int i = begin; i < end; ++i) mine += rows_of(i);
-    int at = block_exclusive_scan(mine, place) - start;
-    for (int i = begin; i < end; ++i) {
-      before[i] = static_cast<std::uint16_t>(at);
-      at += rows_of(i);
+    for (int i = thread * each; i < min((thread + 1) * each, memory.vectors); ++i) {
+      const uint4 four = memory.bits()[i];
+      const unsigned second = mine + __popc(four.x), third = second + __popc(four.y),
+                     fourth = third + __popc(four.z);
+      reinterpret_cast<uint2*>(memory.before())[i] =
+          make_uint2(mine | second << 16, third | fourth << 16);
+      mine = static_cast<int>(fourth) + __popc(four.w);
     }
+    starts[thread] = block_exclusive_scan(mine, place);
     __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int row = memory.chosen[i] - first;
+    for (int i = thread; i < count; i += kThreads) {
+      const int row = memory.chosen[i] - first, word = row / 32;
       if (row < 0 || row >= kChunkRows) continue;
-      const uint4 four = memory.bits()[row / 128];
-      int rank = start + before[row / 128];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int left = row % 128 - 32 * j;  // bits of this word that are before the row's
-        const std::uint32_t mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
-        rank += __popc((&four.x)[j] & mask);
-      }
-      members[rank] = first + row;
+      members[starts[word >> (2 + each_bits)] + memory.before()[word] +
+              __popc(words[word] & ((1u << row % 32) - 1))] = first + row;
     }
   }
 }
@@ -184,15 +174,26 @@ __device__ __forceinline__ int gather(const CandidateLists& lists, std::int64_t 
   if (__any_sync(~0u, count > lists.capacity)) return -1;
   const int behind = warp_inclusive_scan(count);            // the end of part `lane`
   const int shares = max(1, kWarps / max(lists.parts, 1));  // warps of a part
+  constexpr int kAhead = 4;                                 // entries of a lane on their way
+#pragma unroll 1
   for (int unit = warp; unit < lists.parts * shares; unit += kWarps) {
     const int part = unit / shares, own = __shfl_sync(~0u, count, part);
     const int first = __shfl_sync(~0u, behind, part) - own;
     const uint2* entries = lists.entries + (number * lists.parts + part) * lists.capacity;
-    for (int i = unit % shares * 32 + lane; i < own; i += 32 * shares) {
-      const uint2 entry = entries[i];
-      memory.score[first + i] = __uint_as_float(entry.x);
-      memory.row[first + i] = static_cast<std::int32_t>(entry.y);
-      most = fmaxf(most, __uint_as_float(entry.x));
+#pragma unroll 1
+    for (int base = unit % shares * 32 + lane; base < own; base += 32 * kAhead * shares) {
+      uint2 entry[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j)
+        if (base + 32 * j * shares < own) entry[j] = entries[base + 32 * j * shares];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = base + 32 * j * shares;
+        if (i >= own) continue;
+        memory.score()[first + i] = __uint_as_float(entry[j].x);
+        memory.row[first + i] = static_cast<std::int32_t>(entry[j].y);
+        most = fmaxf(most, __uint_as_float(entry[j].x));
+      }
     }
   }
   return __shfl_sync(~0u, behind, 31);
@@ -218,7 +219,7 @@ __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& lis
   const unsigned before = (1u << lane) - 1;
   for (int base = static_cast<int>(threadIdx.x) - lane; base < count; base += kThreads) {
     const int i = base + lane;
-    const float score = i < count ? memory.score[i] : -1.0f;
+    const float score = i < count ? memory.score()[i] : -1.0f;
     const unsigned in = __ballot_sync(~0u, score > high);
     const unsigned near = __ballot_sync(~0u, score >= low) & ~in;
     int place = lane == 0 ? atomicAdd(&places, __popc(in) | __popc(near) << 16) : 0;
@@ -229,6 +230,7 @@ __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& lis
   }
   __syncthreads();
   const int total = places >> 16, first = places & 0xffff;
+  if (threadIdx.x == 0) keys[total] = 0;  // pairs are compared
   scores.template compute<kThreads>(
       total, [&](int i) { return static_cast<int>(keys[i]); },
       [&](int i, int row, float score) { keys[i] = candidate_key(score, row); });
@@ -236,8 +238,12 @@ __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& lis
   for (int i = threadIdx.x; i < total; i += kThreads) {
     const CandidateKey key = keys[i];
     int place = first;
-#pragma unroll 4
-    for (int j = 0; j < total; ++j) place += keys[j] > key;
+#pragma unroll 2
+    for (int j = 0; j < total; j += 2) {
+      const auto two = reinterpret_cast<const ulonglong2*>(keys)[j / 2];
+      count_greater(place, two.x, key);
+      count_greater(place, two.y, key);
+    }
     if (place < wanted) memory.chosen[place] = index_of(key);
   }
   __syncthreads();
@@ -253,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   extern __shared__ __align__(16) unsigned char shared[];
   const TopList<Element> list(args, static_cast<int>(blockIdx.x));
   if (list.write_ends()) return;
-  const ChooseMemory memory(shared, sizes.shared_bytes(), sizes.capacity, sizes.vectors);
+  const ChooseMemory memory(shared, sizes);
   if (choose<kWidth>(args, list, memory) || threadIdx.x != 0) return;
   const int clusters = list.side.shape.clusters;
   const unsigned problem = blockIdx.x / clusters, cluster = blockIdx.x % clusters;
@@ -267,12 +273,12 @@ __global__ void __launch_bounds__(kThreads, 8)
 
 void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
                        cudaStream_t stream) {
-  ChooseSizes sizes{};
+  ChooseSizes sizes{0, 0, 1};
   for (const TopRows<Element>& side : args.sides) {
     if (side.lists == 0) continue;
     sizes.capacity = max(sizes.capacity, side.candidates.parts * side.candidates.capacity);
     sizes.width = max(sizes.width, side.width);
-    sizes.vectors = max(sizes.vectors, (min(side.shape.rows, kChunkRows) + 127) / 128);
+    while (sizes.vectors * 128 < min(side.shape.rows, kChunkRows)) sizes.vectors *= 2;
   }
   dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
     launch_early("choose_candidates", choose_kernel<decltype(dim)::value>,

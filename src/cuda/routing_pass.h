@@ -100,7 +100,7 @@ class RoutingPass : public Pass {
   std::int64_t workspace_bytes() const override {
     Arena select, attend, backward;
     select_lists(own_sides(select), {}, select, nullptr);
-    attend_lists({}, attend, nullptr);
+    attend_lists({}, false, attend, nullptr);
     Gradients all;
     all.wanted = {true, true, true};
     backward_lists(all, backward, nullptr);
@@ -116,7 +116,7 @@ class RoutingPass : public Pass {
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
     statistics(saved_sides(tensors_of(result.saved)), stream_of(workspace));
     Arena arena = take_workspace(workspace);
-    attend_lists(result, arena, stream_of(workspace));
+    attend_lists(result, false, arena, stream_of(workspace));
   }
 
   // One computation of the rows' statistics serves both.
@@ -125,7 +125,7 @@ class RoutingPass : public Pass {
     Arena scratch = arena;  // the selection's memory is free again afterwards
     select_lists(saved_sides(tensors_of(result.saved)), result.saved, scratch,
                  stream_of(workspace));
-    attend_lists(result, arena, stream_of(workspace));
+    attend_lists(result, scan_has_ends(), arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -177,6 +177,11 @@ class RoutingPass : public Pass {
   bool scans() const {
     return call_.inputs.q.dtype == DType::bf16 && per_row_ == 1 && on_hopper() &&
            scan_fits(call_, params_.clusters);
+  }
+  // Whether a forward pass has its ends from there.
+  bool scan_has_ends() const {
+    return strict_ && scans() && !params_.share_qk && !params_.include_self && !demotes() &&
+           scan_finds_ends(call_);
   }
   // Also the statistics of the sides, if they have room for them.
   void select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
@@ -255,19 +260,20 @@ class RoutingPass : public Pass {
   }
 
   void clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const;
-  // The lists of the call. Launches what ranges and filters need, of which the ends are there in
-  // the backward pass; `tokens` are the queries'.
-  enum class PassKind : std::uint8_t { forward, backward };
-  ListPlan list_plan(PassKind kind, const NormalisedSides& sides, const RoutingSaved& at,
+  // The lists of the call. Launches what ranges and filters need; ends may be there already.
+  // `tokens` are the queries'.
+  ListPlan list_plan(bool ends_there, const NormalisedSides& sides, const RoutingSaved& at,
                      const float* head_scale, const TokenSlots* tokens, Arena& arena,
                      cudaStream_t stream, RunEnds& ends) const;
-  void plan_runs(PassKind kind, const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
+  void plan_runs(bool ends_there, const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
                  cudaStream_t stream, ListPlan& plan, RunEnds& ends) const;
-  void plan_members(PassKind kind, const RoutingSaved& at, Arena& arena, cudaStream_t stream,
-                    ListPlan& plan) const;
+  // Returns what is to be found yet.
+  MemberEnds plan_members(bool ends_there, const RoutingSaved& at, Arena& arena,
+                          ListPlan& plan) const;
   OwnKeys own_keys(const NormalisedSides& sides, const RunEnds& ends,
                    const float* head_scale) const;
-  void attend_lists(const AttentionResult& result, Arena& arena, cudaStream_t stream) const;
+  void attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
+                    cudaStream_t stream) const;
   // Deltas and the weights of own keys, where queries have several parts.
   void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListPlan& plan,
                    const TensorView& grad_out, Arena& arena, cudaStream_t stream,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Statistics of rows and centred centroids.
 #include "cuda/device/await.cuh"
+#include "cuda/device/centre.cuh"
 #include "cuda/device/row_statistics.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/launch.h"
 #include "cuda/routing.h"
 #include "cuda/tuning.h"
@@ -80,32 +80,28 @@ StatisticsSide<T> statistics_side(const RoutingSide& side) {
           side.stats};
 }
 
-// A warp per centroid.
+// kChunks lanes a centroid.
+template <int kChunks>
 __global__ void __launch_bounds__(kThreads)
     centre_kernel(const float* centroids, int heads, int width, CentredCentroids centred,
                   ZeroedWords zeroed) {
   await_previous();
   zeroed.zero();
-  const int clusters = centred.clusters, pitch = centred.pitch;
-  const int row =
-      static_cast<int>(blockIdx.x) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (row >= heads * clusters) return;
-  const float* from = centroids + static_cast<std::int64_t>(row) * width;
-  float* to = centred.rows + static_cast<std::int64_t>(row) * pitch;
+  const int clusters = centred.clusters, pitch = centred.pitch, rows = heads * clusters;
+  const int row = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / kChunks;
+  const int chunk = static_cast<int>(threadIdx.x) % kChunks;
+  float value[32];
+  const float squares = centre_part<kChunks>(
+      centroids + static_cast<std::int64_t>(min(row, rows - 1)) * width, width, chunk, value);
+  if (row >= rows) return;
+  store_part(centred.rows + static_cast<std::int64_t>(row) * pitch, chunk, value);
+  if (chunk == 0) centred.norms[row] = sqrtf(squares);
+  if (!centred.columns) return;
   float* column = centred.columns + static_cast<std::int64_t>(row / clusters) * pitch * clusters +
                   row % clusters;
-  float sum = 0.0f, squares = 0.0f;
-  for (int d = lane; d < width; d += 32) sum += from[d];
-  const float mean = warp_sum(sum) / static_cast<float>(width);
-  for (int d = lane; d < pitch; d += 32) {
-    const float value = d < width ? from[d] - mean : 0.0f;
-    squares = fmaf(value, value, squares);
-    to[d] = value;
-    if (centred.columns) column[static_cast<std::int64_t>(d) * clusters] = value;
-  }
-  squares = warp_sum(squares);
-  if (lane == 0) centred.norms[row] = sqrtf(squares);
+#pragma unroll
+  for (int i = 0; i < 32; ++i)
+    column[static_cast<std::int64_t>(32 * chunk + i) * clusters] = value[i];
 }
 
 RoutingSide make_side(const TensorView& rows, const AttentionCall& call, const Sequences& sequences,
@@ -171,11 +167,14 @@ ZeroedWords team_counters(Arena& arena, const AttentionCall& call) {
 
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,
                       const ZeroedWords& zeroed, cudaStream_t stream) {
-  constexpr int kRows = kThreads / 32;
-  const auto rows = static_cast<unsigned>(call.value_heads * centroids.clusters);
-  launch_early("centre_centroids", centre_kernel, dim3((rows + kRows - 1) / kRows), kThreads, 0,
-               stream, static_cast<const float*>(call.inputs.centroids.data),
-               static_cast<int>(call.value_heads), static_cast<int>(call.Dk), centroids, zeroed);
+  const std::int64_t rows = call.value_heads * centroids.clusters;
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+    constexpr int kChunks = decltype(width)::value / 32, kRows = kThreads / kChunks;
+    launch_early("centre_centroids", centre_kernel<kChunks>,
+                 dim3(static_cast<unsigned>((rows + kRows - 1) / kRows)), kThreads, 0, stream,
+                 static_cast<const float*>(call.inputs.centroids.data),
+                 static_cast<int>(call.value_heads), static_cast<int>(call.Dk), centroids, zeroed);
+  });
 }
 
 }  // namespace coterie::cuda

@@ -41,6 +41,7 @@ SumArgs<T> sum_args(const SlotSum& sum, int chunk) {
           tensor4<T>(sum.to),
           sum.added ? 2 : static_cast<int>(sum.value_heads / sum.to.size(1)),
           sum.added,
+          sum.zeroed,
           sum.mean,
           sum.eps,
           sum.weights};

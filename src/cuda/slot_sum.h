@@ -17,6 +17,7 @@ struct SlotSum {
   std::int64_t value_heads = 0;  // so many times those of `to`, which neighbours add up to
   TensorView to;                 // (B, heads, rows, width); zeros in padding, unless added
   bool added = false;            // to what is there already; then there are as many heads
+  bool zeroed = false;           // rows of tokens without slots are 0 already
   // Sums are divided by the number of slots + eps; optional (B, heads, rows): the factors.
   bool mean = false;
   float eps = 0.0f;

@@ -202,6 +202,7 @@ dim3 token_grid(std::int64_t batches, std::int64_t heads, std::int64_t rows) {
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
                    const TensorView& out, float* weights, cudaStream_t stream) {
   SlotSum sum{slots.tokens, slots.values, call.H, out};
+  sum.zeroed = slots.zeroed;
   sum.mean = weight.mean;
   sum.eps = weight.eps;
   sum.weights = weights;
@@ -212,9 +213,11 @@ void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>
                      bool rounded, cudaStream_t stream) {
   if (rounded) {
     std::vector<SlotSum> sums;
-    for (const TokenGradient& gradient : gradients)
+    for (const TokenGradient& gradient : gradients) {
       sums.push_back({gradient.first.tokens, gradient.first.values, gradient.gradient.size(1),
                       gradient.gradient});
+      sums.back().zeroed = gradient.first.zeroed;
+    }
     sum_slots(call, sums, false, stream);
     return;
   }

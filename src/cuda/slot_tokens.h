@@ -17,6 +17,7 @@ namespace coterie::cuda {
 struct SlotRows {
   TokenSlots tokens;
   const void* values = nullptr;  // (slots, width); null: none
+  bool zeroed = false;           // what tokens without slots add up to is 0 already
 };
 
 // A token's factor of the rows of its slots: 1 / (their number + eps), or 1.

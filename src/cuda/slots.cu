@@ -196,9 +196,9 @@ TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64
   return tokens;
 }
 
-void find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
-                      cudaStream_t stream, const TokenSlots* second) {
-  if (find_member_slots(tokens, second, arena, stream)) return;
+bool find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
+                      cudaStream_t stream, const TokenSlots* second, const BesideSlots& beside) {
+  if (find_member_slots(tokens, second, beside, arena, stream)) return true;
   SlotArgs args{};
   int problems = 0, rows = 0;
   const auto add = [&](const TokenSlots& side, SlotSideArgs& to) {
@@ -213,11 +213,12 @@ void find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& are
   args.teams = make_teams(problems, rows, multiprocessors(), nullptr);
   args.sums = arena.take<std::int32_t>(2 * args.teams.blocks());
   args.teams.arrivals = arena.take<unsigned>(args.teams.count);
-  if (!args.sums || problems == 0) return;
+  if (!args.sums || problems == 0) return false;
   COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,
                                static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
                                stream));
   launch_cooperative(token_slots_kernel, args.teams.blocks(), kThreads, 0, stream, args);
+  return false;
 }
 
 }  // namespace coterie::cuda

@@ -44,14 +44,37 @@ TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64
 TokenSlots make_single_slots(const Sequences& sequences, std::int64_t batches, std::int64_t rows,
                              std::int64_t heads, const std::int32_t* index);
 
+// What follows from member lists, by query slot: ends (of the causal form with separate keys) are
+// the keys of the list that are not after the query; bit 0 of a flag says that a query sees more
+// than one key. Both may be null. routing_members.cu, device/member_ends.cuh
+struct MemberEnds {
+  ItemSpans spans;
+  bool causal;
+  int items, heads, group, clusters, q_width, k_width;
+  const std::int32_t *q_members, *k_members;
+  std::int32_t* ends;
+  std::uint8_t* flags;
+
+  bool wanted() const { return ends || flags; }
+};
+
+// What may be done along with finding the slots.
+struct BesideSlots {
+  MemberEnds ends{};  // of the first side
+  TensorView empty;   // (B, heads, rows, width): rows of its tokens without slots become 0; vectors
+};
+// Whether rows are whole vectors of 16 bytes.
+bool whole_vectors(const TensorView& rows);
+
 // Fills first, count and slots, of two sides where there is a second one; with an arena that only
-// counts nothing is launched.
-void find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
-                      cudaStream_t stream, const TokenSlots* second = nullptr);
+// counts nothing is launched. Whether what was asked for beside that is done.
+bool find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
+                      cudaStream_t stream, const TokenSlots* second = nullptr,
+                      const BesideSlots& beside = {});
 
 // The part of it that lists which ascend take, of sequences that are not packed; whether it did.
 // slots_members.cu
-bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena& arena,
-                       cudaStream_t stream);
+bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second,
+                       const BesideSlots& beside, Arena& arena, cudaStream_t stream);
 
 }  // namespace coterie::cuda

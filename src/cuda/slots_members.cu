@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT
 // The slots of every token of lists that ascend. A block takes a range of tokens, which is a piece
-// of every list: a first kernel finds where the pieces begin. Groups of lanes take neighbouring
-// lists, count their tokens in shared memory, and know then where each of their slots goes.
+// of every list: a first kernel finds where the pieces begin, and what queries see of their lists.
+// Groups of lanes take neighbouring lists, count their tokens in shared memory, and know then where
+// each of their slots goes.
 #include "cuda/device/await.cuh"
 #include "cuda/device/block_scan.cuh"
+#include "cuda/device/member_ends.cuh"
 #include "cuda/launch.h"
 #include "cuda/slots.h"
 #include "cuda/tuning.h"
@@ -12,19 +14,39 @@ namespace coterie::cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kEach = 8, kRange = kThreads * kEach;  // tokens of a block
+constexpr int kThreads = 256, kEach = 8;
+constexpr int kMostRange = kThreads * kEach;  // tokens of a block
 constexpr int kLanes = 16, kGroups = kThreads / kLanes;
-constexpr int kBatch = 8;  // lists of a group on their way at a time
+constexpr int kBatch = 8;  // pieces of lists, kLanes slots each, of a group on their way at a time
+
+// Rows of bytes, whole vectors of 16.
+struct EmptyRows {
+  char* data;
+  std::int64_t batch, head, row;  // strides
+  int vectors;                    // of a row; 0: there are none
+
+  explicit EmptyRows(const TensorView& rows) : EmptyRows() {
+    if (!rows.present()) return;
+    const auto bytes = static_cast<std::int64_t>(dtype_bytes(rows.dtype));
+    *this = {static_cast<char*>(rows.data), rows.stride(0) * bytes, rows.stride(1) * bytes,
+             rows.stride(2) * bytes, static_cast<int>(rows.size(3) * bytes / 16)};
+  }
+  EmptyRows() = default;
+  EmptyRows(char* at, std::int64_t b, std::int64_t h, std::int64_t r, int words)
+      : data(at), batch(b), head(h), row(r), vectors(words) {}
+};
 
 struct MemberSlots {
   TokenSlots tokens;
   int width, problems;
   std::int32_t* bounds;  // (problems, ranges + 1, lists): the first place of a list's piece
+  EmptyRows empty;
 };
 
 struct MemberSlotArgs {
   MemberSlots sides[2];
-  int ranges;
+  int range_bits, ranges;
+  MemberEnds ends;  // of the first side
 };
 
 // Item and head of one side.
@@ -58,14 +80,17 @@ __global__ void __launch_bounds__(kThreads)
   const int width = problem.side.width, list = slot / width, place = slot % width;
   const std::int32_t* index = problem.side.tokens.index + problem.start + slot;
   const auto range_of = [&](int token) {
-    return token >= 0 && token < problem.length ? token / kRange : args.ranges;
+    return token >= 0 && token < problem.length ? token >> args.range_bits : args.ranges;
   };
-  const int own = range_of(index[0]);
+  const int token = index[0], own = range_of(token);
   for (int range = place > 0 ? range_of(index[-1]) + 1 : 0; range <= own; ++range)
     problem.bounds(args, range)[list] = place;
   if (place + 1 == width)
     for (int range = own + 1; range <= args.ranges; ++range)
       problem.bounds(args, range)[list] = width;
+  if (static_cast<int>(blockIdx.y) < args.ends.items * args.ends.heads)
+    write_member_end(args.ends, problem.number / problem.side.tokens.heads, problem.head, slot,
+                     token);
 }
 
 // Calls visit(slot, token) for the block's pieces of this group's lists, list by list.
@@ -78,29 +103,50 @@ __device__ __forceinline__ void for_pieces(const MemberProblem& problem, const s
   const int share = (lists + kGroups - 1) / kGroups;
   const int first = static_cast<int>(threadIdx.x) / kLanes * share;
   const int last = min(first + share, lists);
+  // Where a group has few lists their pieces are long: several parts of them in a batch.
+  const int parts = share == 1 ? kBatch : share == 2 ? kBatch / 2 : share <= 4 ? kBatch / 4 : 1;
+  const int part_bits = 31 - __clz(parts);
   const std::int32_t* index = problem.side.tokens.index + problem.start;
   for (int chunk = first; chunk < last; chunk += kLanes) {  // a lane knows the piece of one list
     const int begin = chunk + lane < last ? begins[chunk + lane] : 0;
     const int end = chunk + lane < last ? ends[chunk + lane] : 0;
-    for (int base = 0; base < min(last - chunk, kLanes); base += kBatch) {
-      int place[kBatch], token[kBatch];
+    for (int base = 0; base < min(last - chunk, kLanes); base += kBatch >> part_bits) {
+      int slot[kBatch], token[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        place[j] = __shfl_sync(lanes, begin, base + j, kLanes) + lane;
-        const bool there = place[j] < __shfl_sync(lanes, end, base + j, kLanes);
-        const std::int64_t row = static_cast<std::int64_t>(chunk + base + j) * width;
-        token[j] = there ? index[row + place[j]] : -1;
+        const int list = base + (j >> part_bits), skipped = (j & parts - 1) * kLanes;
+        const int place = __shfl_sync(lanes, begin, list, kLanes) + lane + skipped;
+        const bool there = place < __shfl_sync(lanes, end, list, kLanes);
+        slot[j] = (chunk + list) * width + place;
+        token[j] = there ? index[slot[j]] : -1;
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const std::int64_t row = static_cast<std::int64_t>(chunk + base + j) * width;
-        if (token[j] >= 0) visit(static_cast<int>(row + place[j]), token[j]);
-        const int stop = __shfl_sync(lanes, end, base + j, kLanes);
-        for (int next = place[j] + kLanes; next < stop; next += kLanes)
-          visit(static_cast<int>(row + next), index[row + next]);
+        if (token[j] >= 0) visit(slot[j], token[j]);
+        if ((j + 1 & parts - 1) == 0) {  // the list's last part of the batch
+          const int list = base + (j >> part_bits);
+          const int stop = (chunk + list) * width + __shfl_sync(lanes, end, list, kLanes);
+#pragma unroll 1
+          for (int next = slot[j] + kLanes; next < stop; next += kLanes) visit(next, index[next]);
+        }
         __syncwarp(lanes);
       }
     }
+  }
+}
+
+// Rows of the block's tokens without slots; firsts[token] is where those of a token are listed.
+__device__ __forceinline__ void clear_rows(const EmptyRows& rows, const MemberProblem& problem,
+                                           int first_token, int count, const int* firsts) {
+  constexpr int kRowLanes = 8;
+  char* first = rows.data + problem.span.batch * rows.batch + problem.head * rows.head +
+                (problem.span.begin + first_token) * rows.row;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) / kRowLanes; i < count; i += kThreads / kRowLanes) {
+    if (firsts[i] != firsts[i + 1]) continue;
+    auto* row = reinterpret_cast<uint4*>(first + i * rows.row);
+    for (int j = lane; j < rows.vectors; j += kRowLanes) __stcs(row + j, make_uint4(0, 0, 0, 0));
   }
 }
 
@@ -110,48 +156,51 @@ __global__ void __launch_bounds__(kThreads, 3)
   await_writes();
   release_next();                    // kernels that need no slots run beside this one
   extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
-  __shared__ int firsts[kRange + 1];
+  __shared__ int firsts[kMostRange + 1];
   const MemberProblem problem(args, static_cast<int>(blockIdx.y));
-  const int range = static_cast<int>(blockIdx.x), first_token = range * kRange;
+  const int tokens_of_block = 1 << args.range_bits, owners = tokens_of_block / kEach;
+  const int range = static_cast<int>(blockIdx.x), first_token = range << args.range_bits;
+  const int thread = static_cast<int>(threadIdx.x);
   const TokenSlots& tokens = problem.side.tokens;
   const std::int64_t row = tokens.row(problem.span, problem.head, first_token);
-  for (int i = max(problem.length - first_token, 0) + static_cast<int>(threadIdx.x);
-       i < min(kRange, tokens.spans.rows - first_token); i += kThreads)  // padding
-    tokens.first[row + i] = tokens.count[row + i] = 0;
-  if (first_token >= problem.length) return;
+  const int count = min(tokens_of_block, tokens.spans.rows - first_token);
   const std::int32_t *begins = problem.bounds(args, range), *ends = begins + tokens.lists;
-  for (int i = threadIdx.x; i < kGroups * kThreads; i += kThreads)
-    shared[i] = make_uint4(0, 0, 0, 0);
+  for (int i = thread; i < kGroups * owners; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
   int base = 0, before = 0;  // slots of tokens before the range
-  for (int c = threadIdx.x; c < tokens.lists; c += kThreads) before += begins[c];
+  for (int c = thread; c < tokens.lists; c += kThreads) before += begins[c];
   block_exclusive_scan(before, base);  // also waits for the zeros
-  auto* counts =
-      reinterpret_cast<std::uint16_t*>(shared) + static_cast<int>(threadIdx.x) / kLanes * kRange;
+  auto* counts = reinterpret_cast<std::uint16_t*>(shared) + (thread / kLanes << args.range_bits);
   for_pieces(problem, begins, ends, [&](int, int token) { ++counts[token - first_token]; });
   __syncthreads();
   uint4 total = make_uint4(0, 0, 0, 0);  // of this thread's 8 tokens; becomes where groups begin
+  if (thread < owners)
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const uint4 own = shared[group * kThreads + static_cast<int>(threadIdx.x)];
-    shared[group * kThreads + static_cast<int>(threadIdx.x)] = total;
-    total.x += own.x, total.y += own.y, total.z += own.z, total.w += own.w;
-  }
+    for (int group = 0; group < kGroups; ++group) {
+      const uint4 own = shared[group * owners + thread];
+      shared[group * owners + thread] = total;
+      total.x += own.x, total.y += own.y, total.z += own.z, total.w += own.w;
+    }
   int each[kEach], sum = 0, carry = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i)
     sum += each[i] = static_cast<int>((&total.x)[i / 2] >> (i % 2 * 16) & 0xffffu);
-  int place = block_exclusive_scan(sum, carry);
+  int place = base + block_exclusive_scan(sum, carry);
+  if (thread < owners) {
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    firsts[static_cast<int>(threadIdx.x) * kEach + i] = base + place;
-    place += each[i];
+    for (int i = 0; i < kEach; ++i) {
+      firsts[thread * kEach + i] = place;
+      place += each[i];
+    }
+    if (thread == owners - 1) firsts[tokens_of_block] = place;
   }
-  if (threadIdx.x == kThreads - 1) firsts[kRange] = base + place;
   __syncthreads();
-  for (int i = threadIdx.x; i < min(kRange, problem.length - first_token); i += kThreads) {
-    tokens.first[row + i] = firsts[i];
-    tokens.count[row + i] = firsts[i + 1] - firsts[i];
+  for (int i = thread; i < count; i += kThreads) {
+    const bool there = first_token + i < problem.length;  // else padding
+    tokens.first[row + i] = there ? firsts[i] : 0;
+    tokens.count[row + i] = there ? firsts[i + 1] - firsts[i] : 0;
   }
+  if (problem.side.empty.vectors > 0)
+    clear_rows(problem.side.empty, problem, first_token, count, firsts);
   std::int32_t* out = tokens.slots + problem.start;
   for_pieces(problem, begins, ends, [&](int slot, int token) {
     const int own = token - first_token;
@@ -159,16 +208,31 @@ __global__ void __launch_bounds__(kThreads, 3)
   });
 }
 
+// Of few tokens where there are few blocks, so that lists share pieces of more lanes.
+int range_bits(std::int64_t tokens) {
+  int bits = 9;
+  while (1 << bits < kMostRange && tokens >> bits > 4 * multiprocessors()) ++bits;
+  return bits;
+}
+
 }  // namespace
 
-bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena& arena,
-                       cudaStream_t stream) {
+bool whole_vectors(const TensorView& rows) {
+  const auto bytes = static_cast<std::int64_t>(dtype_bytes(rows.dtype));
+  bool whole = rows.present() && reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) whole = whole && rows.stride(dim) * bytes % 16 == 0;
+  return whole && rows.size(3) * bytes % 16 == 0;
+}
+
+bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second,
+                       const BesideSlots& beside, Arena& arena, cudaStream_t stream) {
   const std::int64_t most = static_cast<std::int64_t>(tokens.items) * tokens.heads +
                             (second ? static_cast<std::int64_t>(second->items) * second->heads : 0);
   if (tokens.lists == 0 || tokens.spans.cu_seqlens || most > kMaxBlocks) return false;
   MemberSlotArgs args{};
   const int rows = max(tokens.spans.rows, second ? second->spans.rows : 0);
-  args.ranges = (rows + kRange - 1) / kRange;
+  args.range_bits = range_bits(most * rows);
+  args.ranges = (rows + (1 << args.range_bits) - 1) >> args.range_bits;
   std::int64_t block = 0;
   const auto add = [&](const TokenSlots& side, MemberSlots& to) {
     to.tokens = side;
@@ -182,13 +246,16 @@ bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, Arena
   if (second) add(*second, args.sides[1]);
   const int problems = args.sides[0].problems + args.sides[1].problems;
   if (!args.sides[0].bounds || problems == 0 || block == 0 || rows == 0) return true;
+  if (beside.ends.wanted()) args.ends = beside.ends;
+  args.sides[0].empty = EmptyRows(beside.empty);
   launch_early("member_bounds", member_bounds_kernel,
                dim3(static_cast<unsigned>((block + kThreads - 1) / kThreads),
                     static_cast<unsigned>(problems)),
                kThreads, 0, stream, args);
   launch_early("member_slots", member_slots_kernel,
                dim3(static_cast<unsigned>(args.ranges), static_cast<unsigned>(problems)), kThreads,
-               static_cast<std::size_t>(kGroups) * kThreads * sizeof(uint4), stream, args);
+               (static_cast<std::size_t>(kGroups) * sizeof(std::uint16_t)) << args.range_bits,
+               stream, args);
   return true;
 }
 

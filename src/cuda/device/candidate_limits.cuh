@@ -6,7 +6,24 @@
 
 namespace coterie::cuda {
 
-// The largest scores of parts of the sample.
+// Two half-precision numbers at a time.
+__device__ __forceinline__ std::uint32_t max_halves(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t most;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+constexpr std::uint32_t kLeastHalves = 0xfc00fc00u;  // -infinity
+
+// Unsigned integers in the order of half-precision numbers, and back.
+__device__ __forceinline__ std::uint32_t ordered_half(std::uint32_t bits) {
+  return bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
+}
+__device__ __forceinline__ float from_ordered_half(std::uint32_t value) {
+  const std::uint32_t bits = value & 0x8000u ? value & 0x7fffu : ~value & 0xffffu;
+  return to_float(F16{static_cast<unsigned short>(bits)});
+}
+
+// The largest scores of parts of the sample, in half precision: thresholds need no more.
 template <int kChunks>
 __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
                                             const CandidateProblem& problem, const Sample& sample,
@@ -14,11 +31,11 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
   constexpr int kMost = kTeamColumns / kColumnStep;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const OwnTiles own(team);
-  float most[kMost][16];
+  std::uint32_t most[kMost][8];  // of neighbouring centroids
 #pragma unroll
   for (int c = 0; c < kMost; ++c)
 #pragma unroll
-    for (int i = 0; i < 16; ++i) most[c][i] = -INFINITY;
+    for (int i = 0; i < 8; ++i) most[c][i] = kLeastHalves;
   const int each = 8 / args.warp_cells;  // rows l / 4 of a cell
   const int first_cell = (team.rank * kCandidateWarps + warp) * args.warp_cells;
   const int tiles = (sample.rows + own.groups * kTokenTile - 1) / (own.groups * kTokenTile);
@@ -38,31 +55,31 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
     for (int c = 0; c < kMost; ++c) {
       if (c >= steps) break;
       float d[32];
-      tokens.start(descriptor_behind(table, c * kColumnStep * 128), d);
+      tokens.template start<0>(descriptor_behind(table, c * kColumnStep * 128), d);
       tokens.finish(d);
 #pragma unroll
-      for (int i = 0; i < 16; ++i)
-        most[c][i] = fmaxf(most[c][i], fmaxf(d[i / 2 * 4 + i % 2], d[i / 2 * 4 + i % 2 + 2]));
+      for (int i = 0; i < 8; ++i)
+        most[c][i] = max_halves(most[c][i], pack2<F16>(fmaxf(d[4 * i], d[4 * i + 2]),
+                                                       fmaxf(d[4 * i + 1], d[4 * i + 3])));
     }
   }
   for (int step = 4; step < 32 / args.warp_cells; step *= 2)
 #pragma unroll
     for (int c = 0; c < kMost; ++c)
 #pragma unroll
-      for (int i = 0; i < 16; ++i)
-        most[c][i] = fmaxf(most[c][i], __shfl_xor_sync(~0u, most[c][i], step));
+      for (int i = 0; i < 8; ++i)
+        most[c][i] = max_halves(most[c][i], __shfl_xor_sync(~0u, most[c][i], step));
   if (lane / 4 % each != 0) return;
   const int cell = first_cell + lane / 4 / each;
-  float* to = args.maxima +
-              (static_cast<std::int64_t>(problem.number) * args.cells() + cell) * kTeamColumns +
-              lane % 4 * 2;
+  std::uint32_t* to =
+      args.maxima +
+      (static_cast<std::int64_t>(problem.number) * args.cells() + cell) * (kTeamColumns / 2) +
+      lane % 4;
 #pragma unroll
   for (int c = 0; c < kMost; ++c)
 #pragma unroll
-    for (int i = 0; i < 16; i += 2)
-      if (c < steps)
-        *reinterpret_cast<float2*>(to + c * kColumnStep + i * 4) =
-            make_float2(most[c][i], most[c][i + 1]);
+    for (int i = 0; i < 8; ++i)
+      if (c < steps) to[c * (kColumnStep / 2) + i * 4] = most[c][i];
 }
 
 // Of the parts of the sample those whose largest score is not below a threshold, if it leaves the
@@ -80,36 +97,38 @@ __device__ __forceinline__ int wanted_parts(const CandidateArgs& args,
 }
 
 // Thresholds of the team's centroids, four at a time: keys that as many of the parts' maxima as
-// wanted are not below, to their upper bits.
+// wanted are not below. limits: the negative ones of two neighbours, twice.
 __device__ __forceinline__ void find_limits(const CandidateArgs& args,
                                             const CandidateProblem& problem, int sampled,
                                             int columns, float* limits) {
   constexpr int kAtOnce = 4, kEach = kSampleParts / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32, cells = args.cells();
   const int rank = sampled > 0 ? wanted_parts(args, problem, sampled) : 0;
-  const float* maxima =
-      args.maxima + static_cast<std::int64_t>(problem.number) * cells * kTeamColumns;
+  const std::uint32_t* maxima =
+      args.maxima + static_cast<std::int64_t>(problem.number) * cells * (kTeamColumns / 2);
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) / 32 * kAtOnce; first < columns;
        first += kCandidateWarps * kAtOnce) {
     std::uint32_t key[kAtOnce][kEach] = {}, found[kAtOnce] = {};
     for (int base = 0; base < (sampled > 0 ? cells : 0); base += kSampleParts) {
-      float4 most[kEach];
+      uint2 most[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int cell = base + 32 * i + lane;
-        most[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        most[i] = make_uint2(kLeastHalves, kLeastHalves);
         if (cell < cells)
-          most[i] = __ldcg(reinterpret_cast<const float4*>(
-              maxima + static_cast<std::int64_t>(cell) * kTeamColumns + first));
+          most[i] = __ldcg(reinterpret_cast<const uint2*>(
+              maxima + static_cast<std::int64_t>(cell) * (kTeamColumns / 2) + first / 2));
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
 #pragma unroll
-        for (int c = 0; c < kAtOnce; ++c) key[c][i] = max(key[c][i], ordered((&most[i].x)[c]));
+        for (int c = 0; c < kAtOnce; ++c)
+          key[c][i] =
+              max(key[c][i], ordered_half((c / 2 ? most[i].y : most[i].x) >> c % 2 * 16 & 0xffffu));
     }
 #pragma unroll 1
-    for (int bit = 31; bit >= 11; --bit)
+    for (int bit = 15; bit >= 0; --bit)
 #pragma unroll
       for (int c = 0; c < kAtOnce; ++c) {
         const std::uint32_t probe = found[c] | 1u << bit;
@@ -122,7 +141,9 @@ __device__ __forceinline__ void find_limits(const CandidateArgs& args,
       const std::uint32_t own =
           lane & 2 ? (lane & 1 ? found[3] : found[2]) : (lane & 1 ? found[1] : found[0]);
       const bool there = sampled > 0 && problem.column + first + lane < args.centroids.clusters;
-      limits[first + lane] = there ? from_ordered(own) : INFINITY;
+      const float limit = there ? -from_ordered_half(own) : -INFINITY;
+      float* to = limits + (first + lane) / 2 * 4 + lane % 2;
+      to[0] = to[2] = limit;
     }
   }
 }

@@ -38,10 +38,10 @@ struct CandidateArgs {
   CentredCentroids centroids;
   ZeroedWords zeroed;
   Teams teams;
-  int passes;      // over the rows, for kTeamColumns centroids each
-  int warp_cells;  // parts of the sample that a warp tells apart: 1, 2, 4 or 8
-  float* maxima;   // (problems, passes, cells, kTeamColumns)
-  unsigned zero;   // 0, unknown to the compiler: see RowFragments
+  int passes;             // over the rows, for kTeamColumns centroids each
+  int warp_cells;         // parts of the sample that a warp tells apart: 1, 2, 4 or 8
+  std::uint32_t* maxima;  // (problems, passes, cells, kTeamColumns / 2): of two centroids each
+  unsigned zero;          // 0, unknown to the compiler: see RowFragments
 
   __host__ __device__ int cells() const { return teams.size * kCandidateWarps * warp_cells; }
 };

@@ -89,14 +89,15 @@ struct TokenRows {
     }
   }
 
-  // Starts on the scores of kColumnStep centroids.
+  // Starts on the scores of kColumnStep centroids; kAdd 1: they are added to what d has.
+  template <int kAdd>
   __device__ __forceinline__ void start(std::uint64_t table, float (&d)[32]) const {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 2 * kChunks; ++step) {
       const std::uint64_t b = descriptor_behind(table, step / 4 * kTableBand + step % 4 * 32);
       if (step == 0)
-        wgmma<F16, 0, 0>(d, rows.a[0][step], b);
+        wgmma<F16, kAdd, 0>(d, rows.a[0][step], b);
       else
         wgmma<F16, 1, 0>(d, rows.a[0][step], b);
     }

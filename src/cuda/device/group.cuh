@@ -69,11 +69,15 @@ struct BlockCounts {
   std::int32_t* counts;  // (warps, clusters)
 
   // `shared` has room for `words` >= clusters.
-  __device__ BlockCounts(const GroupLists& lists, std::int32_t* shared, int words)
-      : labels(lists.labels),
-        clusters(lists.clusters),
-        warps(min(static_cast<int>(blockDim.x) / 32, words / lists.clusters)),
+  __device__ BlockCounts(const std::int32_t* of, int clusters_, std::int32_t* shared, int words)
+      : labels(of),
+        clusters(clusters_),
+        warps(min(static_cast<int>(blockDim.x) / 32, words / clusters_)),
         counts(shared) {}
+
+  // Those of this warp, and of the last one that has any.
+  __device__ std::int32_t* own_counts() const { return counts + threadIdx.x / 32 * clusters; }
+  __device__ std::int32_t* last_counts() const { return counts + (warps - 1) * clusters; }
 
   // This warp's part of the rows.
   __device__ RowRange own(const RowRange& rows) const {
@@ -82,12 +86,15 @@ struct BlockCounts {
     const int begin = min(rows.begin + warp * each, rows.end);
     return {begin, warp < warps ? min(begin + each, rows.end) : begin};
   }
-  __device__ void count(const RowRange& rows) const {
+  __device__ void clear() const {
     __syncthreads();  // whoever used the memory before
     for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) counts[i] = 0;
     __syncthreads();
+  }
+  __device__ void count(const RowRange& rows) const {
+    clear();
     const RowRange mine = own(rows);
-    std::int32_t* count = counts + threadIdx.x / 32 * clusters;
+    std::int32_t* count = own_counts();
     for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
       int label[kLabelBatch];
       load_labels(labels, first, mine.end, label);
@@ -115,7 +122,7 @@ struct BlockCounts {
   __device__ void fill(const RowRange& rows, const Write& write) const {
     const RowRange mine = own(rows);
     const int lane = threadIdx.x % 32, bits = 32 - __clz(clusters - 1);
-    std::int32_t* slots = counts + threadIdx.x / 32 * clusters;
+    std::int32_t* slots = own_counts();
     for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
       int label[kLabelBatch];
       unsigned alike[kLabelBatch];
@@ -134,14 +141,15 @@ struct BlockCounts {
   }
 };
 
-// From the counts of all blocks of the team: writes the offsets, and calls start(cluster, slot)
-// with the place of this block's first member of each cluster, by one thread each.
-template <class Start>
-__device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLists& lists,
-                            const Start& start) {
-  const int clusters = lists.clusters;
+// From the counts of all blocks of the team, which meet here: calls visit(cluster, slot, before)
+// with the place of the cluster's first member, and how many members are of blocks before this one,
+// by one thread each. Returns how many there are in all.
+template <class Visit>
+__device__ int share_counts(Team& team, const BlockCounts& counts, std::int32_t* histograms,
+                            const Visit& visit) {
+  const int clusters = counts.clusters;
   for (int c = threadIdx.x; c < clusters; c += blockDim.x)
-    lists.histograms[static_cast<std::int64_t>(team.rank) * clusters + c] = counts.total(c);
+    histograms[static_cast<std::int64_t>(team.rank) * clusters + c] = counts.total(c);
   team.sync();
   int carry = 0;
   for (int first = 0; first < clusters; first += blockDim.x) {
@@ -150,16 +158,26 @@ __device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLi
     if (c < clusters)
 #pragma unroll 8
       for (int rank = 0; rank < team.size; ++rank) {
-        const int members = lists.histograms[static_cast<std::int64_t>(rank) * clusters + c];
+        const int members = histograms[static_cast<std::int64_t>(rank) * clusters + c];
         before += rank < team.rank ? members : 0;
         total += members;
       }
     const int slot = block_exclusive_scan(total, carry);
-    if (c >= clusters) continue;
+    if (c < clusters) visit(c, slot, before);
+  }
+  return carry;
+}
+
+// Writes the offsets, and calls start(cluster, slot) with the place of this block's first member of
+// each cluster, by one thread each.
+template <class Start>
+__device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLists& lists,
+                            const Start& start) {
+  const int all = share_counts(team, counts, lists.histograms, [&](int c, int slot, int before) {
     if (team.rank == 0) lists.offsets[c] = slot;
     start(c, slot + before);
-  }
-  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[clusters] = carry;
+  });
+  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[lists.clusters] = all;
   __syncthreads();
 }
 
@@ -167,7 +185,7 @@ __device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLi
 // `shared_words` >= clusters. Labels of the range were written by this block.
 __device__ inline void group_rows(Team& team, const RowRange& range, const GroupLists& lists,
                                   std::int32_t* shared, int shared_words) {
-  const BlockCounts counts(lists, shared, shared_words);
+  const BlockCounts counts(lists.labels, lists.clusters, shared, shared_words);
   counts.count(range);
   find_starts(team, counts, lists, [&](int c, int slot) { counts.place(c, slot); });
   counts.fill(range, [&](int slot, int row) { lists.order[slot] = row; });

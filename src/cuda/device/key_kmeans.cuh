@@ -3,12 +3,10 @@
 // team's blocks share: means of the blocks' sums, and places of the clusters' rows.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
-#include <utility>
 
 #include "coterie/random.h"
+#include "cuda/device/first_meeting.cuh"
 #include "cuda/device/nearest.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
@@ -90,32 +88,6 @@ __device__ __forceinline__ Rows<const T> aligned_rows(Rows<const T> rows) {
   rows.aligned = true;
   return rows;
 }
-
-// Counters of the teams start from zero: before the blocks of a team meet for the first time, all
-// of the grid do, at the barrier that every cooperative launch has. In two steps, so that nobody
-// waits; each is a __syncthreads() besides.
-class FirstMeeting {
- public:
-  __device__ explicit FirstMeeting(const Team& team) : ahead_(team.size > 1) {
-    if (ahead_) {
-      if (team.rank == 0 && threadIdx.x == 0) *team.arrivals = 0;
-      token_ = cooperative_groups::this_grid().barrier_arrive();
-    } else {
-      __syncthreads();
-    }
-  }
-  __device__ void wait() {
-    if (ahead_)
-      cooperative_groups::this_grid().barrier_wait(std::move(token_));
-    else
-      __syncthreads();
-    ahead_ = false;
-  }
-
- private:
-  bool ahead_;
-  cooperative_groups::grid_group::arrival_token token_{};
-};
 
 // One problem of a team.
 template <class T>

@@ -11,11 +11,28 @@ namespace coterie::cuda {
 constexpr int kOpenRounds = 4;  // tiles between looks at the list
 constexpr int kMostOpen = (kOpenRounds + 1) * kScanRows;
 
+// The rows that a block works on, of one side or two: in shared memory, since there are too few
+// registers. Rows of the second side have numbers from kSecondSide on.
+constexpr int kSecondSide = 1 << 30;
+struct ScanSides {
+  Rows<const ScanElement> rows;  // but for their data
+  const ScanElement* data[2];
+  std::int32_t* labels[2];
+  RowStatistics* stats[2];  // null: not wanted
+
+  __device__ Rows<const ScanElement> of(int side) const {
+    return {data[side], rows.pitch, rows.width, rows.aligned};
+  }
+  // For a row by its number.
+  __device__ Rows<const ScanElement> at(int row) const { return of(row / kSecondSide); }
+  __device__ static int index(int row) { return row % kSecondSide; }
+};
+
 // Rows of a warpgroup that are open, up to 63 of them after a look.
 struct OpenRows {
-  std::int32_t row[kMostOpen];
-  float limit[kMostOpen];  // scores that are not below it count; -inf: not known
-  float bound[kMostOpen];  // the limit below the best one
+  std::int32_t row[kMostOpen];  // their numbers
+  float limit[kMostOpen];       // scores that are not below it count; -inf: not known
+  float bound[kMostOpen];       // the limit below the best one
   float scale[kMostOpen];
   int count;
   std::uint64_t barrier;
@@ -73,8 +90,7 @@ __device__ __forceinline__ unsigned long long exact_key(float score, int cluster
 // Sums of the warp's last pairs, a lane each, to the best of their rows. A pair's row is one of
 // this warp's 16: own_rows[side] of lane 4 i for i + 8 side.
 __device__ __forceinline__ void sum_pairs(OpenPairs& open, int first, int count,
-                                          const int (&own_rows)[2],
-                                          const Rows<const ScanElement>& rows,
+                                          const int (&own_rows)[2], const ScanSides& sides,
                                           const ScanTable& table) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   __syncwarp();
@@ -83,7 +99,8 @@ __device__ __forceinline__ void sum_pairs(OpenPairs& open, int first, int count,
   const int low = __shfl_sync(~0u, own_rows[0], own % 8 * 4),
             high = __shfl_sync(~0u, own_rows[1], own % 8 * 4);
   if (lane < count) {
-    const int row = own < 8 ? low : high;
+    const int number = own < 8 ? low : high, row = ScanSides::index(number);
+    const Rows<const ScanElement> rows = sides.at(number);
     const float* centroid = table.centroids + static_cast<std::int64_t>(cluster) * table.pitch;
     const float score = rows.aligned ? exact_score<4, true>(rows, row, centroid)
                                      : exact_score<1, false>(rows, row, centroid);
@@ -94,10 +111,9 @@ __device__ __forceinline__ void sum_pairs(OpenPairs& open, int first, int count,
 
 // Labels of up to 64 open rows: the warpgroup's last `count` of `total`.
 template <int kChunks>
-__device__ __forceinline__ void resolve_rows(const ScanTable& table,
-                                             const Rows<const ScanElement>& rows, OpenRows& list,
-                                             int total, int count, OpenPairs& open,
-                                             std::int32_t* labels) {
+__device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanSides& sides,
+                                             OpenRows& list, int total, int count,
+                                             OpenPairs& open) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int place = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
   RowProducts<kChunks> products;
@@ -115,9 +131,10 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
   const auto load = [&](auto aligned) {
 #pragma unroll
     for (int side = 0; side < 2; ++side)
-      words[side].template load<decltype(aligned)::value>(rows, row[side], row[side] >= 0);
+      words[side].template load<decltype(aligned)::value>(
+          sides.at(max(row[side], 0)), ScanSides::index(row[side]), row[side] >= 0);
   };
-  if (rows.aligned)  // one branch around all loads, so that they are on their way together
+  if (sides.rows.aligned)  // one branch around all loads, so that they are on their way together
     load(std::true_type{});
   else
     load(std::false_type{});
@@ -186,15 +203,15 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table,
         near[side] &= near[side] - 1;
         if (pairs < 32) continue;
         pairs -= 32;
-        sum_pairs(open, pairs, 32, row, rows, table);
+        sum_pairs(open, pairs, 32, row, sides, table);
       }
     }
   });
-  sum_pairs(open, 0, pairs, row, rows, table);
+  sum_pairs(open, 0, pairs, row, sides, table);
 #pragma unroll
   for (int side = 0; side < 2; ++side)
     if (lane % 4 == side && row[side] >= 0)
-      labels[row[side]] =
+      sides.labels[row[side] / kSecondSide][ScanSides::index(row[side])] =
           static_cast<std::int32_t>(~static_cast<std::uint32_t>(open.best[lane / 4 + 8 * side]));
   list.meeting().sync();
 }

@@ -39,6 +39,7 @@ struct ScanTable {
   std::uint64_t descriptor;
   int low_part;  // bytes behind it are what rounding took from the centroids; 0: nowhere
   int columns, clusters, pitch;
+  int halves;              // twice the steps over the columns
   const float* centroids;  // (clusters, pitch)
   bool usable;             // scores are finite, and not too small to scale
   float norm, slack;       // scaled: the largest |m|, and the error bound over |x|
@@ -126,7 +127,8 @@ struct ScoreGrid {
   std::int32_t first = 0, second = 0;  // of rows; lower bits are the number
   std::int32_t block[8] = {};
 
-  __device__ __forceinline__ void add(const float (&d)[kScanStep / 2], int side, int step) {
+  // `number` is twice that of the step.
+  __device__ __forceinline__ void add(const float (&d)[kScanStep / 2], int side, int number) {
     const auto at = [&](int j, int odd) { return __float_as_int(d[4 * j + 2 * side + odd]); };
     std::int32_t most[2];
 #pragma unroll
@@ -134,7 +136,7 @@ struct ScoreGrid {
       most[odd] = __vimax3_s32(at(0, odd), at(1, odd), at(2, odd));
       most[odd] = __vimax3_s32(most[odd], at(3, odd), at(4, odd));
       most[odd] = __vimax3_s32(most[odd], at(5, odd), at(6, odd));
-      most[odd] = (max(most[odd], at(7, odd)) & ~kNumbers) | (2 * step + odd);
+      most[odd] = (max(most[odd], at(7, odd)) & ~kNumbers) | (number + odd);
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) block[j] = __vimax3_s32(block[j], at(j, 0), at(j, 1));
@@ -210,18 +212,23 @@ struct RowProducts {
   template <int kParts>
   __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
                                         std::uint32_t& low) const {
+    constexpr int kBands = kScanBands<kChunks>;
     wgmma_fence();
-    const std::uint64_t first = table.descriptor >> 32 << 32 | low;
 #pragma unroll
-    for (int step = 0; step < 2 * kChunks * kParts; ++step) {
-      const int depth = step % (2 * kChunks);
-      const std::uint64_t b =
-          descriptor_behind(first, (step < 2 * kChunks ? 0 : table.low_part) +
-                                       depth / 4 * table.columns * 128 + depth % 4 * 32);
-      if (step == 0)
-        wgmma<ScanHalf, 0, 0>(d, rows.a[0][depth], b);
-      else
-        wgmma<ScanHalf, 1, 0>(d, rows.a[0][depth], b);
+    for (int band = 0; band < kBands * kParts; ++band) {
+      // Known to be the same for a warp, it stays in uniform registers.
+      const std::uint32_t at =
+          static_cast<std::uint32_t>(static_cast<int>(low) + (band / kBands * table.low_part >> 4) +
+                                     band % kBands * table.columns * 8);
+      const std::uint64_t first = table.descriptor >> 32 << 32 | at;
+#pragma unroll
+      for (int depth = 0; depth < 4; ++depth) {
+        const auto& a = rows.a[0][band % kBands * 4 + depth];
+        if (band == 0 && depth == 0)
+          wgmma<ScanHalf, 0, 0>(d, a, descriptor_behind(first, depth * 32));
+        else
+          wgmma<ScanHalf, 1, 0>(d, a, descriptor_behind(first, depth * 32));
+      }
     }
     wgmma_commit();
     low += kScanStep * 128 / 16;
@@ -242,16 +249,15 @@ struct RowProducts {
   template <int kParts>
   __device__ __forceinline__ void find(const ScanTable& table, ScoreGrid (&grid)[2]) const {
     std::uint32_t low = first_columns(table);
-    const int steps = table.columns / kScanStep;
-    int step = 0;
+    int number = 0;
 #pragma unroll 1
     do {
       float d[kScanStep / 2];
       start<kParts>(d, table, low);
       finish(d);
-      grid[0].add(d, 0, step);
-      grid[1].add(d, 1, step);
-    } while (++step < steps);
+      grid[0].add(d, 0, number);
+      grid[1].add(d, 1, number);
+    } while ((number += 2) < table.halves);
   }
 };
 

@@ -32,9 +32,8 @@ struct SortProblems {
   RoutingRuns runs, copy;
 };
 
-// Sorts the pairs of a chunk in shared memory, by all threads of a block; their counts are there.
-__device__ inline void sort_chunk(const BlockCounts& counts, const RowRange& chunk,
-                                  std::uint16_t* sorted) {
+// From counts to places in the order of a chunk, by all threads of a block.
+__device__ inline void place_clusters(const BlockCounts& counts) {
   int carry = 0;
   for (int first = 0; first < counts.clusters; first += blockDim.x) {
     const int c = first + static_cast<int>(threadIdx.x);
@@ -42,6 +41,12 @@ __device__ inline void sort_chunk(const BlockCounts& counts, const RowRange& chu
     if (c < counts.clusters) counts.place(c, slot);
   }
   __syncthreads();
+}
+
+// Sorts the pairs of a chunk in shared memory, by all threads of a block; their counts are there.
+__device__ inline void sort_chunk(const BlockCounts& counts, const RowRange& chunk,
+                                  std::uint16_t* sorted) {
+  place_clusters(counts);
   counts.fill(chunk, [&](int slot, int pair) {
     sorted[slot] = static_cast<std::uint16_t>(pair - chunk.begin);
   });
@@ -54,7 +59,7 @@ template <class Write>
 __device__ void store_chunk(const BlockCounts& counts, const RowRange& chunk,
                             const std::uint16_t* sorted, std::int32_t* starts, const Write& write) {
   const int lane = threadIdx.x % 32, all = blockDim.x / 32, clusters = counts.clusters;
-  const std::int32_t* ends = counts.counts + (counts.warps - 1) * clusters;
+  const std::int32_t* ends = counts.last_counts();
   const int each = (clusters + all - 1) / all, first = static_cast<int>(threadIdx.x) / 32 * each;
   const int stop = min(first + each, clusters);
   for (int base = first; base < stop; base += 32) {
@@ -87,7 +92,7 @@ __device__ inline void sort_problem(const SortProblems& side, int number, Team& 
   std::int32_t* copy = side.copy.order ? side.copy.order + start : nullptr;
   shared_words -= kSortPairs / 2;
   auto* sorted = reinterpret_cast<std::uint16_t*>(shared + shared_words);
-  const BlockCounts counts(lists, shared, shared_words);
+  const BlockCounts counts(lists.labels, clusters, shared, shared_words);
   counts.count(range);
   find_starts(team, counts, lists, [&](int c, int slot) { starts[c] = slot; });
   for (int first = range.begin; first < range.end; first += kSortPairs) {

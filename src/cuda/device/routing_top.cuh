@@ -76,6 +76,7 @@ struct TopList {
   __device__ bool write_ends() const {
     const bool all = span.length <= side.width;
     const int first = all ? 0 : wanted;
+#pragma unroll 1
     for (int i = first + static_cast<int>(threadIdx.x); i < side.width;
          i += static_cast<int>(blockDim.x))
       members[i] = i < wanted ? i : -1;
@@ -125,7 +126,7 @@ struct ExactScores {
         const int i = first + j * (kStep / kRows);
         row[j] = i < count ? row_of(i) : -1;
       }
-      __syncwarp();  // put may overwrite what row_of reads
+      __syncwarp();      // put may overwrite what row_of reads
       if (rows.aligned)  // one branch around all loads, so that they are on their way together
         load_rows<true>(row, words);
       else

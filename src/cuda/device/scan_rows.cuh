@@ -11,16 +11,15 @@ namespace coterie::cuda {
 // Rows of a tile that are on their way: this lane's parts of rows l/4 and l/4 + 8 of the warp's 16.
 template <int kChunks>
 struct RowsAhead {
-  const Rows<const ScanElement>& rows;
   int end;
   bool full;  // rows of 32 * kChunks elements that can be read by 16 bytes
   RowTile<ScanElement, kChunks, 1> tile;
 
-  __device__ RowsAhead(const Rows<const ScanElement>& all, int last)
-      : rows(all), end(last), full(in_vectors(all) && all.width == 32 * kChunks) {}
+  __device__ RowsAhead(const Rows<const ScanElement>& rows, int last)
+      : end(last), full(in_vectors(rows) && rows.width == 32 * kChunks) {}
 
   // Rows first .. first + 15; what becomes of those from `end` on does not matter.
-  __device__ __forceinline__ void load(int first) {
+  __device__ __forceinline__ void load(const Rows<const ScanElement>& rows, int first) {
     if (!full) {
       tile.load(rows, first, end);
       return;

@@ -31,7 +31,7 @@ struct SumArgs {
   int heads, value_heads;
   Tensor4<T> to;
   int parts;  // rows that one slot stands for: of several heads, or what is there and its own
-  bool added, mean;
+  bool added, zeroed, mean;
   float eps;
   float* weights;
 
@@ -108,7 +108,7 @@ struct TokenSums {
       shared.firsts[i] = i < tokens ? args.tokens.first[row + i] : end;
     __syncthreads();
     const Values zero = {};
-    if (!args.added)
+    if (!args.added && !args.zeroed)
 #pragma unroll 2
       for (int i = threadIdx.x / Lanes::kLanes; i < count; i += kGroups)
         if (slots_of(i) == 0) Lanes::store(rows, i, zero);

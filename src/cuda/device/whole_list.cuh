@@ -32,13 +32,13 @@ struct WholeList {
 };
 // 64 queries, beside their rows and output gradients.
 struct alignas(16) QueryLimits {
-  float shift[2];  // of logits in base 2
+  float shift[2];  // of logits in base 2; weights have that of the output gradient in them
   int end[2];      // of the ranks in sight; those beyond the list have that of its last one
 };
 struct WholeQueries {
   QueryLimits limits[kStreamRows / 2];  // of neighbours
   float2 score[kStreamRows];            // mean of the row and factor of its scores, in base 2
-  float2 gradient[kStreamRows];         // inverse of the row, factor of its output gradient
+  float2 gradient[kStreamRows];         // inverse of the row, what makes a weighted sum its mean
 };
 
 struct WholeShape {

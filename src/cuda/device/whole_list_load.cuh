@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/cleared.cuh"
 #include "cuda/device/whole_list.cuh"
 
 namespace coterie::cuda {
@@ -86,11 +87,10 @@ struct WholeLoader {
       own = {INFINITY, {0.0f, 0.0f}, {0.0f, 0.0f}, 0};
       if (pair.q.count > 0) own.end = problem.range(pair, rank).high;
       if (!there) continue;
-      const float lse = value(args.lse);
-      if (lse != -INFINITY) own.shift = fmaf(lse, kLog2e, -scale_bits<T>());
-      own.gradient.y = 1.0f;
+      const float lse = value(args.lse), weight = args.weight.data ? value(args.weight) : 1.0f;
+      if (lse != -INFINITY) own.shift = fmaf(lse, kLog2e, -scale_bits<T>() - log2f(weight));
+      own.gradient.y = weight > 0.0f ? exp2f(-scale_bits<T>()) / weight : 0.0f;
       RowStatistics stats = kNoStatistics;
-      if (args.weight.data) own.gradient.y = value(args.weight);
       if (problem.q_stats) stats = problem.q_stats[by_row];
       own.score = make_float2(stats.mean, stats.inverse * score * kLog2e);
       own.gradient.x = stats.inverse;
@@ -131,7 +131,8 @@ struct WholeLoader {
 
 // Lists of a block, one after the other.
 template <class T>
-__device__ void load_lists(const ListBackwardArgs<T>& args, const WholeShape& shape, int lists) {
+__device__ void load_lists(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
+                           const WholeShape& shape, int lists) {
   const ListProblem& problem = args.problem;
   const WholeLoader<T> loader{args, shape, static_cast<int>(threadIdx.x) % kWarpgroup / 32,
                               static_cast<int>(threadIdx.x) % 32};
@@ -147,6 +148,7 @@ __device__ void load_lists(const ListBackwardArgs<T>& args, const WholeShape& sh
     if (threadIdx.x % kWarpgroup == 0) loader.describe(pair, score, shape.list(key_place));
     loader.keys(pair, head, key_place);
     arrive_filled(shape.keys_full(key_place));
+    cleared.clear(number, lists, static_cast<int>(threadIdx.x) % kWarpgroup, kWarpgroup);
     key_phase ^= key_place;
     key_place ^= 1;
     int row[2];

@@ -30,93 +30,78 @@ struct WholeGroup {
     for (int i = 0; i < 64; ++i) dk[i / 32][i % 32] = dv[i / 32][i % 32] = 0.0f;
   }
 
-  // Scores and products with output gradients of 32 queries and the keys of one or two tiles.
+  // Products of 32 queries and the keys of one or two tiles start: tensor 0 for scores.
   template <int kCount>
-  __device__ void multiply(float (&s)[2][16], float (&d)[2][16], int place, int key_place,
-                           int half) const {
-    wgmma_fence();
+  __device__ void start(float (&to)[2][16], int tensor, int place, int key_place, int half) const {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int x = 0; x < kCount; ++x) {
-        const auto key = [&](int tensor) {
-          return Bands<T, 64, 64>{shape.keys(key_place, tensor, tile_of(x))}.by_columns(0, k);
-        };
-        const auto query = [&](int tensor) {
-          return Bands<T, 64, 64>{shape.queries(place, tensor)}.by_columns(half * kStepQueries, k);
-        };
-        if (k == 0) {
-          wgmma_narrow<T, 0>(s[x], key(0), query(0));
-          wgmma_narrow<T, 0>(d[x], key(1), query(1));
-        } else {
-          wgmma_narrow<T, 1>(s[x], key(0), query(0));
-          wgmma_narrow<T, 1>(d[x], key(1), query(1));
-        }
+        const std::uint64_t key =
+            Bands<T, 64, 64>{shape.keys(key_place, tensor, tile_of(x))}.by_columns(0, k);
+        const std::uint64_t query =
+            Bands<T, 64, 64>{shape.queries(place, tensor)}.by_columns(half * kStepQueries, k);
+        if (k == 0)
+          wgmma_narrow<T, 0>(to[x], key, query);
+        else
+          wgmma_narrow<T, 1>(to[x], key, query);
       }
-    wgmma_commit();
-    wgmma_wait<0>();
+  }
+  // Sums of rows of queries, or of their output gradients, start.
+  template <int kCount>
+  __device__ void start_sums(float (&to)[2][32], const std::uint32_t (&factor)[2][2][4], int tensor,
+                             int place, int half) {
 #pragma unroll
-    for (int x = 0; x < kCount; ++x) {
-      wgmma_settle(s[x]);
-      wgmma_settle(d[x]);
-    }
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int x = 0; x < kCount; ++x)
+        wgmma<T, 1, 1>(to[x], factor[x][k],
+                       Bands<T, 64, 64>{shape.queries(place, tensor)}.by_rows(
+                           half * kStepQueries + 16 * k, 0));
+  }
+  template <int kCount, int kSize>
+  __device__ static void settle(float (&all)[2][kSize]) {
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) wgmma_settle(all[x]);
   }
 
-  // delta of 8 queries, over all keys of the list.
-  __device__ void exchange(float (&sum)[8], const WholeQueries& facts, int half) const {
+  // Sums of products over all keys of the list, of 8 queries: in two steps.
+  __device__ void post(const float (&sum)[8], int half) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    float* parts = shape.parts(half);
-    parts[threadIdx.x / 32 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = reduce_columns(sum);
+    shape.parts(half)[threadIdx.x / 32 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] =
+        reduce_columns(sum);
+  }
+  __device__ void collect(float (&sum)[8], const WholeQueries& facts, int half) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float* parts = shape.parts(half);
     shape.deltas().sync();
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < 8; ++warp) total += parts[warp * 32 + lane];
     total *= facts.gradient[half * kStepQueries + lane].y;
-    if constexpr (std::is_same_v<T, F16>) total *= exp2f(-scale_bits<T>());
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       sum[i] = __shfl_sync(~0u, total, 8 * (i / 2) + lane % 4 * 2 + i % 2);
   }
 
-  template <int kCount>
-  __device__ void add(const std::uint32_t (&p)[2][2][4], const std::uint32_t (&ds)[2][2][4],
-                      int place, int half) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int x = 0; x < kCount; ++x) {
-        const auto rows = [&](int tensor) {
-          return Bands<T, 64, 64>{shape.queries(place, tensor)}.by_rows(
-              half * kStepQueries + 16 * k, 0);
-        };
-        wgmma<T, 1, 1>(dv[x], p[x][k], rows(1));
-        wgmma<T, 1, 1>(dk[x], ds[x][k], rows(0));
-      }
-    wgmma_commit();
-    wgmma_wait<0>();
-#pragma unroll
-    for (int x = 0; x < kCount; ++x) {
-      wgmma_settle(dv[x]);
-      wgmma_settle(dk[x]);
-    }
+  // 32 queries that see no key of this warpgroup.
+  __device__ void pass(int place, int half) const {
+    float sum[8] = {};
+    post(sum, half);
+    collect(sum, shape.query_facts(place), half);
   }
-
-  // 32 queries. `count`: tiles of this warpgroup that they see.
-  __device__ void step(int count, int place, int key_place, int half) {
+  // 32 queries and kCount tiles of this warpgroup. dv is on its way while deltas are exchanged.
+  template <int kCount>
+  __device__ void step(int place, int key_place, int half) {
     const WholeQueries& facts = shape.query_facts(place);
-    float sum[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
-    if (count == 0) {
-      exchange(sum, facts, half);
-      return;
-    }
     float s[2][16], d[2][16];
-    if (count > 1)
-      multiply<2>(s, d, place, key_place, half);
-    else
-      multiply<1>(s, d, place, key_place, half);
+    wgmma_fence();
+    start<kCount>(s, 0, place, key_place, half);
+    wgmma_commit();
+    start<kCount>(d, 1, place, key_place, half);
+    wgmma_commit();
+    wgmma_wait<1>();
+    settle<kCount>(s);
     const auto own_key = [&](int x, int row, RowStatistics(&key)[2]) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
@@ -124,35 +109,45 @@ struct WholeGroup {
         key[side].mean *= -key[side].inverse * static_cast<float>(args.problem.width);
       }
     };
-    const auto weigh_tile = [&](int x) {
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) {
       const int thread = thread_again(), row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
       RowStatistics key[2];
       own_key(x, row, key);
       const int rank = tile_of(x) * kStreamRows + row;
       const int last = tile_of(x) * kStreamRows + (row & ~15) + 15;
       if (facts.limits[half * kStepQueries / 2].end[0] > last)
-        weigh<false>(s[x], d[x], sum, facts, half, key, rank);
+        weigh<false>(s[x], facts, half, key, rank);
       else
-        weigh<true>(s[x], d[x], sum, facts, half, key, rank);
-    };
-    weigh_tile(0);
-    if (count > 1) weigh_tile(1);
-    exchange(sum, facts, half);
+        weigh<true>(s[x], facts, half, key, rank);
+    }
+    wgmma_wait<0>();
+    settle<kCount>(d);
+    float sum[8] = {};
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) add_products(sum, s[x], d[x]);
+    post(sum, half);
     std::uint32_t p[2][2][4], ds[2][2][4];
-    const auto differentiate_tile = [&](int x) {
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) pack_weights<T>(p[x], s[x]);
+    wgmma_fence();
+    start_sums<kCount>(dv, p, 1, place, half);
+    wgmma_commit();
+    collect(sum, facts, half);
+#pragma unroll
+    for (int x = 0; x < kCount; ++x) {
       const int thread = thread_again(), row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
       RowStatistics key[2];
       own_key(x, row, key);
-      differentiate<T>(s[x], d[x], sum, facts, half, key, thread, shape.slopes(tile_of(x)), p[x],
-                       ds[x]);
-    };
-    differentiate_tile(0);
-    if (count > 1) {
-      differentiate_tile(1);
-      add<2>(p, ds, place, half);
-    } else {
-      add<1>(p, ds, place, half);
+      differentiate<T>(p[x], d[x], sum, facts, half, key, thread, shape.slopes(tile_of(x)), ds[x]);
     }
+    wgmma_wait<0>();
+    settle<kCount>(dv);
+    wgmma_fence();
+    start_sums<kCount>(dk, ds, 0, place, half);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle<kCount>(dk);
   }
 
   // dq of 64 queries, from the derivatives of `tiles` tiles of keys.
@@ -223,7 +218,14 @@ __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape&
       if (tiles > 0) {
         const int count = (own.group < tiles) + (3 - own.group < tiles);
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half) own.step(count, place, key_place, half);
+        for (int half = 0; half < 2; ++half) {
+          if (count == 2)
+            own.template step<2>(place, key_place, half);
+          else if (count == 1)
+            own.template step<1>(place, key_place, half);
+          else
+            own.pass(place, half);
+        }
         fence_async_proxy();
         if (mine)
           shape.slopes_there().sync();

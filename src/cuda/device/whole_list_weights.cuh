@@ -28,10 +28,9 @@ __device__ __forceinline__ Value read_again(const Value* at) {
   return all.value;
 }
 
-// Scores become weights; sums of weights times products are added to those of 8 queries.
+// Scores become weights.
 template <bool kMasked>
-__device__ __forceinline__ void weigh(float (&s)[16], const float (&d)[16], float (&sum)[8],
-                                      const WholeQueries& facts, int half,
+__device__ __forceinline__ void weigh(float (&s)[16], const WholeQueries& facts, int half,
                                       const RowStatistics (&key)[2], int rank) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -42,17 +41,27 @@ __device__ __forceinline__ void weigh(float (&s)[16], const float (&d)[16], floa
                    threadIdx.x % 4);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float factor = c ? query.w : query.y;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         float& x = s[4 * j + 2 * side + c];
         x = fmaf(x, key[side].inverse, key[side].mean * (c ? query.z : query.x));
-        x = exp2_approximate(fmaf(x, factor, -limits.shift[c]));
+        x = exp2_approximate(fmaf(x, c ? query.w : query.y, -limits.shift[c]));
         if (kMasked && rank + 8 * side >= limits.end[c]) x = 0.0f;
-        sum[2 * j + c] = fmaf(x, d[4 * j + 2 * side + c], sum[2 * j + c]);
       }
     }
   }
+}
+// Sums of weights times products are added to those of 8 queries.
+__device__ __forceinline__ void add_products(float (&sum)[8], const float (&s)[16],
+                                             const float (&d)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) sum[i / 4 * 2 + i % 2] = fmaf(s[i], d[i], sum[i / 4 * 2 + i % 2]);
+}
+// Weights as left factor.
+template <class T>
+__device__ __forceinline__ void pack_weights(std::uint32_t (&p)[2][4], const float (&s)[16]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
 }
 
 // Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
@@ -73,13 +82,12 @@ __device__ __forceinline__ float reduce_columns(const float (&sum)[8]) {
   return kept + __shfl_xor_sync(~0u, sent, 4);
 }
 
-// Weights and their derivatives as left factors; the latter for dq to shared memory as well.
+// Derivatives as left factor; for dq to shared memory as well.
 template <class T>
-__device__ __forceinline__ void differentiate(float (&s)[16], float (&d)[16],
+__device__ __forceinline__ void differentiate(const std::uint32_t (&p)[2][4], const float (&d)[16],
                                               const float (&delta)[8], const WholeQueries& facts,
                                               int half, const RowStatistics (&key)[2], int thread,
-                                              std::uint32_t slopes, std::uint32_t (&p)[2][4],
-                                              std::uint32_t (&ds)[2][4]) {
+                                              std::uint32_t slopes, std::uint32_t (&ds)[2][4]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     std::uint32_t out[4];
@@ -91,16 +99,12 @@ __device__ __forceinline__ void differentiate(float (&s)[16], float (&d)[16],
                      threadIdx.x % 4);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int i = 4 * j + 2 * side;
-        float slope[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          slope[c] = s[i + c] * fmaf(d[i + c], c ? query.w : query.y, -delta[2 * j + c]);
-        }
-        const int word = 2 * part + side;
-        p[k][word] = pack2<T>(s[i] * query.y, s[i + 1] * query.w);
-        ds[k][word] = pack2<T>(slope[0] * query.x, slope[1] * query.z);
-        out[word] = pack2<T>(slope[0] * key[side].inverse, slope[1] * key[side].inverse);
+        const int i = 4 * j + 2 * side, word = 2 * part + side;
+        const float2 weight = unpack2<T>(p[k][word]);
+        const float first = weight.x * (d[i] - delta[2 * j]);
+        const float second = weight.y * (d[i + 1] - delta[2 * j + 1]);
+        ds[k][word] = pack2<T>(first * query.x, second * query.z);
+        out[word] = pack2<T>(first * key[side].inverse, second * key[side].inverse);
       }
     }
     const int lane = thread % 32, chunk = 4 * half + 2 * k + lane / 16;
