@@ -58,16 +58,11 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   fetch(0);
   cp_async_wait<1>();
   __syncthreads();
-  OwnedRows<T, kWidth> rK{sK, warp * 16 * S::kBlocks}, rV{sV, warp * 16 * S::kBlocks};
-  rK.load();
-  rV.load();
+  OwnedRows<T, kWidth> rK, rV;
+  rK.load(sK, warp * 16 * S::kBlocks);
+  rV.load(sV, warp * 16 * S::kBlocks);
 
-  Accumulator dk[S::kDepths][S::kBlocks], dv[S::kDepths][S::kBlocks];
-#pragma unroll
-  for (int d = 0; d < S::kDepths; ++d) {
-    clear(dk[d]);
-    clear(dv[d]);
-  }
+  Accumulator dk[S::kBlocks][S::kDepths] = {}, dv[S::kBlocks][S::kDepths] = {};
   const float scale = shape.scale * kLog2e;
 #pragma unroll 1
   for (int first = 0; first < rows.count; first += S::kStep) {
@@ -81,37 +76,16 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
 #pragma unroll 1
     for (int c = 0; c < S::kStep; c += 16) {
       Accumulator s[S::kBlocks], ds[S::kBlocks];
-      clear(s);
-      clear(ds);
-      for_depths<T, S::kDepths>([&](int d) {
-        FragmentB<T> b;
-        load_b(b, sMean, c, 16 * d);
-        rK.multiply(s, d, b);
-        load_b(b, sDout, c, 16 * d);
-        rV.multiply(ds, d, b);
-      });
+      rK.scores(s, sMean, c);
+      rV.scores(ds, sDout, c);
       differentiate_columns<T>(s, ds, lse + c, lse + S::kStep + c, scale);
-      FragmentA<T> p[S::kBlocks], dp[S::kBlocks];
-#pragma unroll
-      for (int m = 0; m < S::kBlocks; ++m) {
-        to_fragment(p[m], s[m]);
-        to_fragment(dp[m], ds[m]);
-      }
-#pragma unroll
-      for (int d = 0; d < S::kDepths; ++d) {
-        FragmentB<T> b;
-        load_b_transposed(b, sDout, 16 * d, c);
-#pragma unroll
-        for (int m = 0; m < S::kBlocks; ++m) multiply_add(dv[d][m], p[m], b);
-        load_b_transposed(b, sMean, 16 * d, c);
-#pragma unroll
-        for (int m = 0; m < S::kBlocks; ++m) multiply_add(dk[d][m], dp[m], b);
-      }
+      add_values(dv, s, sDout, c);
+      add_values(dk, ds, sMean, c);
     }
   }
 
   const float dv_scale = 1.0f / (shape.weight_scale * shape.gradient_scale);
-  const auto store = [&](const Tensor4<T>& tensor, Accumulator(&acc)[S::kDepths][S::kBlocks],
+  const auto store = [&](const Tensor4<T>& tensor, const Accumulator(&acc)[S::kBlocks][S::kDepths],
                          float factor) {
     if (!tensor.data) return;
     const Rows<T> out = tensor.rows(keys.keys.batch, key_head, keys.keys.begin + keys.begin);
@@ -122,7 +96,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
         Accumulator pair[2];
 #pragma unroll
         for (int i = 0; i < 16; ++i)
-          pair[i / 8][i / 4 % 2][i % 4] = acc[d + i / 8][m][i / 4 % 2][i % 4] * factor;
+          pair[i / 8][i / 4 % 2][i % 4] = acc[m][d + i / 8][i / 4 % 2][i % 4] * factor;
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
           const int row = 16 * (S::kBlocks * warp + m) + 8 * side + threadIdx.x % 32 / 4;
@@ -172,9 +146,9 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   fetch(begin);
   cp_async_wait<1>();
   __syncthreads();
-  OwnedRows<T, kWidth> rMean{sMean, warp * 16 * S::kBlocks}, rDout{sDout, warp * 16 * S::kBlocks};
-  rMean.load();
-  rDout.load();
+  OwnedRows<T, kWidth> rMean, rDout;
+  rMean.load(sMean, warp * 16 * S::kBlocks);
+  rDout.load(sDout, warp * 16 * S::kBlocks);
 
   float lse[S::kBlocks][2], delta[S::kBlocks][2];
 #pragma unroll
@@ -185,9 +159,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
       lse[m][side] = r < total ? args.scratch.row_lse[rows.first + r] : INFINITY;
       delta[m][side] = r < total ? args.scratch.row_delta[rows.first + r] : 0.0f;
     }
-  Accumulator dmean[S::kDepths][S::kBlocks];
-#pragma unroll
-  for (int d = 0; d < S::kDepths; ++d) clear(dmean[d]);
+  Accumulator dmean[S::kBlocks][S::kDepths] = {};
   const float scale = shape.scale * kLog2e;
 #pragma unroll 1
   for (int first = begin; first < end; first += S::kStep) {
@@ -200,18 +172,10 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
 #pragma unroll 1
     for (int j = 0; j < S::kStep; j += 16) {
       Accumulator s[S::kBlocks], ds[S::kBlocks];
-      clear(s);
-      clear(ds);
-      for_depths<T, S::kDepths>([&](int d) {
-        FragmentB<T> b;
-        load_b(b, sK, j, 16 * d);
-        rMean.multiply(s, d, b);
-        load_b(b, sV, j, 16 * d);
-        rDout.multiply(ds, d, b);
-      });
-      FragmentA<T> dp[S::kBlocks];
+      rMean.scores(s, sK, j);
+      rDout.scores(ds, sV, j);
 #pragma unroll
-      for (int m = 0; m < S::kBlocks; ++m) {
+      for (int m = 0; m < S::kBlocks; ++m)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           // Keys beyond the end: exp2 of -lse could overflow, and inf times a zero key is NaN.
@@ -221,15 +185,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
               (x - delta[m][side]);
           if (key >= end) x = 0.0f;
         }
-        to_fragment(dp[m], ds[m]);
-      }
-#pragma unroll
-      for (int d = 0; d < S::kDepths; ++d) {
-        FragmentB<T> b;
-        load_b_transposed(b, sK, 16 * d, j);
-#pragma unroll
-        for (int m = 0; m < S::kBlocks; ++m) multiply_add(dmean[d][m], dp[m], b);
-      }
+      add_values(dmean, ds, sK, j);
     }
   }
 
@@ -248,7 +204,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
         for (int half = 0; half < 2; ++half)
           store2(
               out + static_cast<std::int64_t>(r) * shape.pitch + 16 * d + 8 * half + lane % 4 * 2,
-              dmean[d][m][half][2 * side] * factor, dmean[d][m][half][2 * side + 1] * factor);
+              dmean[m][d][half][2 * side] * factor, dmean[m][d][half][2 * side + 1] * factor);
     }
 }
 

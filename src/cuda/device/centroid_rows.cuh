@@ -6,7 +6,7 @@
 
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/load.cuh"
-#include "cuda/device/mma.cuh"
+#include "cuda/device/query_fragments.cuh"
 #include "cuda/device/softmax.cuh"
 
 namespace coterie::cuda {
@@ -30,38 +30,9 @@ struct CentroidShape {
   static constexpr int kMinBlocks = kWarps == 4 && kHalf ? 2 : 1;
 };
 
-// The rows a warp owns as left factors of products over the head dim: in registers when they fit.
 template <class T, int kWidth>
-struct OwnedRows {
-  using S = CentroidShape<T, kWidth>;
-  Tile<T, kWidth> tile;
-  int first;  // of the warp's rows in the tile
-  FragmentA<T> fragment[S::kHalf ? S::kBlocks : 1][S::kHalf ? S::kDepths : 1];
-
-  __device__ void load() {
-    if constexpr (S::kHalf)
-      for (int m = 0; m < S::kBlocks; ++m)
-        for (int d = 0; d < S::kDepths; ++d) load_a(fragment[m][d], tile, first + 16 * m, 16 * d);
-  }
-  // acc[m] += rows of block m times fragment b of depth d.
-  __device__ void multiply(Accumulator (&acc)[S::kBlocks], int d, const FragmentB<T>& b) const {
-    if constexpr (S::kHalf) {
-      for (int m = 0; m < S::kBlocks; ++m) multiply_add(acc[m], fragment[m][d], b);
-    } else {
-      FragmentA<T> a;
-      load_a(a, tile, first, 16 * d);
-      multiply_add(acc[0], a, b);
-    }
-  }
-};
-
-template <int kCount>
-__device__ __forceinline__ void clear(Accumulator (&acc)[kCount]) {
-#pragma unroll
-  for (int m = 0; m < kCount; ++m)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) acc[m][i / 4][i % 4] = 0.0f;
-}
+using OwnedRows =
+    QueryFragments<T, kWidth, CentroidShape<T, kWidth>::kHalf, CentroidShape<T, kWidth>::kBlocks>;
 
 // The stacked centroids of the query heads of one key head.
 struct StackedRows {
