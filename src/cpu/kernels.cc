@@ -83,48 +83,42 @@ void store_as(const Rows& rows, int64_t first, int64_t count, T factor, const T*
   }
 }
 
+// Calls use(Element{}) with the type of the rows' elements.
+template <class Use>
+void by_element(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::f32:
+      return use(float{});
+    case DType::f64:
+      return use(double{});
+    case DType::bf16:
+      return use(Bf16{});
+    default:
+      return use(F16{});
+  }
+}
+
 template <class T>
 void load(const Rows& rows, int64_t first, int64_t count, T factor, T* tile, int64_t tile_row) {
-  switch (rows.dtype) {
-    case DType::f32:
-      return load_as<T, float>(rows, first, count, factor, tile, tile_row);
-    case DType::f64:
-      return load_as<T, double>(rows, first, count, factor, tile, tile_row);
-    case DType::bf16:
-      return load_as<T, Bf16>(rows, first, count, factor, tile, tile_row);
-    default:
-      return load_as<T, F16>(rows, first, count, factor, tile, tile_row);
-  }
+  by_element(rows.dtype, [&](auto element) {
+    load_as<T, decltype(element)>(rows, first, count, factor, tile, tile_row);
+  });
 }
 
 template <class T>
 void load_transposed(const Rows& rows, int64_t first, int64_t count, T factor, T* tile,
                      int64_t tile_row) {
-  switch (rows.dtype) {
-    case DType::f32:
-      return load_transposed_as<T, float>(rows, first, count, factor, tile, tile_row);
-    case DType::f64:
-      return load_transposed_as<T, double>(rows, first, count, factor, tile, tile_row);
-    case DType::bf16:
-      return load_transposed_as<T, Bf16>(rows, first, count, factor, tile, tile_row);
-    default:
-      return load_transposed_as<T, F16>(rows, first, count, factor, tile, tile_row);
-  }
+  by_element(rows.dtype, [&](auto element) {
+    load_transposed_as<T, decltype(element)>(rows, first, count, factor, tile, tile_row);
+  });
 }
 
 template <class T>
 void store(const Rows& rows, int64_t first, int64_t count, T factor, const T* tile,
            int64_t tile_row) {
-  switch (rows.dtype) {
-    case DType::f32:
-      return store_as<T, float>(rows, first, count, factor, tile, tile_row);
-    case DType::f64:
-      return store_as<T, double>(rows, first, count, factor, tile, tile_row);
-    case DType::bf16:
-      return store_as<T, Bf16>(rows, first, count, factor, tile, tile_row);
-    default:
-      return store_as<T, F16>(rows, first, count, factor, tile, tile_row);
-  }
+  by_element(rows.dtype, [&](auto element) {
+    store_as<T, decltype(element)>(rows, first, count, factor, tile, tile_row);
+  });
 }
 
 template <class T>
