@@ -139,10 +139,8 @@ void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOu
                                   outputs.lse};
     if constexpr (sizeof(T) == 2)
       if (list_forward_sm90a(call, plan, args, stream)) return;
-    if (call.Dk <= 64)  // instances take long to compile: rows are padded to 64 or 128 elements
-      launch<T, 64>(args, stream);
-    else
-      launch<T, 128>(args, stream);
+    dispatch_head_dim(call.op, call.Dk,
+                      [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
   });
 }
 

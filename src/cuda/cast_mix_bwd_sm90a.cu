@@ -4,6 +4,7 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_walk.cuh"
 #include "cuda/launch.h"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 namespace {
@@ -235,10 +236,8 @@ void launch_tokens(const MixBackwardArgs<T>& args, cudaStream_t stream) {
 template <class T>
 void cast_tokens_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream) {
   if (args.pass.parts.slots == 0) return;
-  if (args.shape.D > 64)
-    launch_tokens<T, 128>(args, stream);
-  else
-    launch_tokens<T, 64>(args, stream);
+  dispatch_head_dim("cast", args.shape.D,
+                    [&](auto width) { launch_tokens<T, decltype(width)::value>(args, stream); });
 }
 
 template void cast_tokens_sm90a(const MixBackwardArgs<Bf16>&, cudaStream_t);

@@ -8,6 +8,7 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/cast_tokens.cuh"
 #include "cuda/launch.h"
+#include "cuda/tuning.h"
 
 namespace coterie::cuda {
 namespace {
@@ -117,10 +118,8 @@ template <class T>
 void mix_sm90a(MixArgs<T> args, cudaStream_t stream) {
   args.tiles = token_tiles(args.shape, kMixRows);
   if (args.tiles.slots == 0) return;
-  if (args.shape.D > 64)
-    launch<T, 128>(args, stream);
-  else
-    launch<T, 64>(args, stream);
+  dispatch_head_dim("cast", args.shape.D,
+                    [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
 }
 
 template bool mix_suits_sm90a(const MixArgs<Bf16>&);
