@@ -258,13 +258,12 @@ struct ImprovedProblem {
     sampled.publish_first();
     __syncthreads();  // the means of all threads are there
     sample(team, span, part, means, sampled);
-    team.arrive();
     Tiles keys{tiles, {}, part.tiles()};
     keys.rows[0] = k;
     if constexpr (kAttend)
       keys.rows[1] = to.v.rows(span.batch, head / args.queries.group, span.begin);
     keys.init();
-    __syncthreads();
+    team.arrive();  // a barrier of the block, too
     keys.begin([&](int t) { return part.key(t); }, part.end);
     team.wait();
     find_thresholds(team);

@@ -128,6 +128,11 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
         launch_whole_lists_sm90a(args, cleared_spans(gradients.cleared), stream);
         return true;
       }
+    if constexpr (sizeof(T) == 2)
+      if (hopper && form == ListForm::plain && wanted.keys && takes_windows(args)) {
+        launch_windows_sm90a(args, stream);
+        return false;
+      }
     launch(args, form, hopper, {wanted.queries, false}, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
     launch(args, form, hopper, {false, wanted.keys}, stream);

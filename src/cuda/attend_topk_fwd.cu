@@ -6,6 +6,8 @@
 // shared memory once; each warp then streams 16 queries at a time through its registers and writes
 // each output to its query's place. Causal: attention over those top keys that are not after the
 // query, and nothing else.
+#include <climits>
+
 #include "cuda/clustered.h"
 #include "cuda/device/ascending.cuh"
 #include "cuda/device/await.cuh"
@@ -22,8 +24,8 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kWarpBits = 6;       // of a warp
-constexpr int kSmallCluster = 96;  // mean size up to which one warp takes a tile
+constexpr int kTileBits[] = {5, 8};  // queries of a tile of one warp, of four: powers of two
+constexpr int kSmallCluster = 96;    // mean size up to which one warp takes a tile
 
 template <class T>
 struct TopArgs {
@@ -34,11 +36,45 @@ struct TopArgs {
   const std::int32_t *order, *offsets, *top_keys;
   const float *mass, *bottom;  // null: 1 and 0
   float* lse;
-  int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kTopKeys
+  int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kTopKeys, not 0
   float exponent;                 // scale log2(e)
   bool causal;                    // keys after a query are out of its sight
   bool clusters_ready;            // before the kernel that may still run ends
 };
+
+// log(2^shift * sum) by few instructions, -inf where nothing was added up.
+__device__ __forceinline__ float quick_lse(float shift, float sum) {
+  float digits;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(digits) : "f"(sum));
+  return (shift + digits) * 0.6931471805599453f;
+}
+
+// store_columns for aligned rows of 16-bit elements; a row below 0 is none.
+template <class T>
+__device__ __forceinline__ void store_aligned(const Rows<T>& out, int row, int column,
+                                              const Accumulator (&pair)[2], int half) {
+  std::uint32_t word[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+    word[n] = pack2<T>(pair[n / 2][n % 2][2 * half], pair[n / 2][n % 2][2 * half + 1]);
+  transpose_quad(word);
+  const int first = column + 8 * (static_cast<int>(threadIdx.x) % 4);
+  if (row >= 0 && first < out.width)
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(out.row(row) + first), "r"(word[0]),
+                 "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+
+// The same for any rows.
+template <class T>
+__device__ __forceinline__ void store_slowly(const Rows<T>& out, int row, int column,
+                                             const Accumulator (&pair)[2], int half) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (const int d = column + i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+        row >= 0 && d < out.width)
+      out.row(row)[d] = from_float<T>(pair[i / 4][i / 2 % 2][2 * half + i % 2]);
+}
 
 // The outputs of 16 queries, mass * out / sum + bottom, to their places, and their log-sum-exps.
 // bottom has kDim elements.
@@ -51,13 +87,11 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = quad_sum(rows.sum[half]);
-    factor[half] = sum == 0.0f ? 0.0f : mass / sum;
-    if (lane % 4 == 0 && queries.rows[half] >= 0)
-      lse[queries.rows[half]] = row_lse(rows.shift[half], sum);
+    factor[half] = sum == 0.0f ? 0.0f : __fdividef(mass, sum);
+    const float own = quick_lse(rows.shift[half], sum);
+    if (lane % 4 == 0 && queries.rows[half] >= 0) lse[queries.rows[half]] = own;
   }
-#pragma unroll
-  for (int column = 0; column < kDim; column += 32) {
-    Accumulator pair[2];
+  const auto mix = [&](Accumulator(&pair)[2], int column) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float2 add = *reinterpret_cast<const float2*>(bottom + column + 8 * n + lane % 4 * 2);
@@ -66,10 +100,28 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
         pair[n / 2][n % 2][i] =
             fmaf(rows.out[column / 16 + n / 2][n % 2][i], factor[i / 2], i % 2 ? add.y : add.x);
     }
+  };
+  const auto for_columns = [&](const auto& store) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      store_columns(out, queries.rows[half], queries.rows[half] >= 0, column, pair, half);
-  }
+    for (int column = 0; column < kDim; column += 32) {
+      Accumulator pair[2];
+      mix(pair, column);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) store(queries.rows[half], column, pair, half);
+    }
+  };
+  if constexpr (sizeof(T) == 4)
+    for_columns([&](int row, int column, const Accumulator(&pair)[2], int half) {
+      store_columns(out, row, row >= 0, column, pair, half);
+    });
+  else if (out.aligned)  // one branch around all: registers are few
+    for_columns([&](int row, int column, const Accumulator(&pair)[2], int half) {
+      store_aligned(out, row, column, pair, half);
+    });
+  else
+    for_columns([&](int row, int column, const Accumulator(&pair)[2], int half) {
+      store_slowly(out, row, column, pair, half);
+    });
 }
 
 // As many warps on a multiprocessor as registers allow.
@@ -90,13 +142,13 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     await_writes();
     return;
   }
-  // What depends on the tile only is on its way before anything is waited for.
   const std::int64_t line = static_cast<std::int64_t>(tile.span.batch) * args.H + head;
   const std::int32_t* order = args.order + line * args.N + tile.span.begin + tile.first;
   const auto number = [&](int group, int half) {
     const int r = 16 * group + 8 * half + lane / 4;
     return r < tile.count ? order[r] : -1;
   };
+  await_writes();
   QueryRows<T, kDim> next;
   int after[2];  // numbers of the queries after the next
 #pragma unroll
@@ -104,7 +156,6 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     next.rows[half] = number(warp, half);
     after[half] = number(warp + kWarps, half);
   }
-  await_writes();
   const std::int64_t problem = static_cast<std::int64_t>(tile.item) * args.H + head;
   const std::int64_t cluster_row = problem * args.tiles.clusters + tile.cluster;
   const float mass = args.mass ? args.mass[cluster_row] : 1.0f;
@@ -123,7 +174,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   const Rows<const T> v = args.v.rows(span.batch, head / args.group, span.begin);
   const std::int32_t* top = args.top_keys + cluster_row * args.topk;
   // One branch around all copies, so that they are on their way together.
-  const int count = k.aligned && v.aligned
+  const int count = k.aligned && v.aligned && max(k.pitch, v.pitch) <= UINT_MAX
                         ? gather<true, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk)
                         : gather<false, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk);
   cp_async_commit();
@@ -141,21 +192,32 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 #pragma unroll 1
   for (int group = warp; 16 * group < tile.count; group += kWarps) {
     const QueryRows<T, kDim> queries = next;
+    if (16 * (group + kWarps) < tile.count) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      next.rows[half] = after[half];
-      after[half] = number(group + 2 * kWarps, half);
+      for (int half = 0; half < 2; ++half) {
+        next.rows[half] = after[half];
+        after[half] = number(group + 2 * kWarps, half);
+      }
+      next.load(q);
     }
-    next.load(q);
     TopRows<T, kDim> rows;
     int seen[2] = {count, count};
     if (args.causal)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
-    for (int first = 0; first < count; first += kTopKeys) {
+    int first = 0;
+    if constexpr (sizeof(T) == 2) {
+      rows.template attend<true>(queries, keys, values, seen, args.exponent);
+      first = kTopKeys;
+    } else {  // short code
+      rows.clear();
+    }
+#pragma unroll 1
+    for (; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
-      rows.attend(queries, keys.below(first), values.below(first), left, args.exponent, first == 0);
+      rows.template attend<false>(queries, keys.below(first), values.below(first), left,
+                                  args.exponent);
     }
     write_rows(queries, rows, out, lse, mass, bottom);
   }
@@ -200,13 +262,13 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.group = static_cast<int>(call.H / call.value_heads);
     args.N = static_cast<int>(call.N);
     args.topk = static_cast<int>(sizes.topk);
-    args.padded = (args.topk + kTopKeys - 1) / kTopKeys * kTopKeys;
+    args.padded = (max(args.topk, 1) + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
     args.clusters_ready = after_select;
     // A warp alone where clusters are small: it waits for nobody.
     const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
-    args.tiles = query_tiles(call, sizes.clusters, warps == 1 ? kWarpBits : kWarpBits + 2);
+    args.tiles = query_tiles(call, sizes.clusters, kTileBits[warps > 1]);
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
       warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);

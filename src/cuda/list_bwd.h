@@ -42,4 +42,11 @@ template <class T>
 void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
                               cudaStream_t stream);
 
+// Windows along all rows of an item, all gradients at once: plain calls that launch_lists_sm90a
+// would serve, of which this one is taken. attend_window_bwd_sm90a.cu
+template <class T>
+bool takes_windows(const ListBackwardArgs<T>& args);
+template <class T>
+void launch_windows_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream);
+
 }  // namespace coterie::cuda

@@ -80,28 +80,32 @@ StatisticsSide<T> statistics_side(const RoutingSide& side) {
           side.stats};
 }
 
-// kChunks lanes a centroid.
-template <int kChunks>
+// A warp per centroid.
 __global__ void __launch_bounds__(kThreads)
     centre_kernel(const float* centroids, int heads, int width, CentredCentroids centred,
                   ZeroedWords zeroed) {
   await_previous();
   zeroed.zero();
-  const int clusters = centred.clusters, pitch = centred.pitch, rows = heads * clusters;
-  const int row = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / kChunks;
-  const int chunk = static_cast<int>(threadIdx.x) % kChunks;
-  float value[32];
-  const float squares = centre_part<kChunks>(
-      centroids + static_cast<std::int64_t>(min(row, rows - 1)) * width, width, chunk, value);
-  if (row >= rows) return;
-  store_part(centred.rows + static_cast<std::int64_t>(row) * pitch, chunk, value);
-  if (chunk == 0) centred.norms[row] = sqrtf(squares);
-  if (!centred.columns) return;
+  const int clusters = centred.clusters, pitch = centred.pitch;
+  const int row =
+      static_cast<int>(blockIdx.x) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (row >= heads * clusters) return;
+  const float* from = centroids + static_cast<std::int64_t>(row) * width;
+  float* to = centred.rows + static_cast<std::int64_t>(row) * pitch;
   float* column = centred.columns + static_cast<std::int64_t>(row / clusters) * pitch * clusters +
                   row % clusters;
+  float value[kMaxHeadDim / 32];
+  load_centroid(from, width, value);
+  const float norm = centre_centroid(width, value);
 #pragma unroll
-  for (int i = 0; i < 32; ++i)
-    column[static_cast<std::int64_t>(32 * chunk + i) * clusters] = value[i];
+  for (int i = 0; i < kMaxHeadDim / 32; ++i) {
+    const int d = lane + 32 * i;
+    if (d >= pitch) break;
+    to[d] = value[i];
+    if (centred.columns) column[static_cast<std::int64_t>(d) * clusters] = value[i];
+  }
+  if (lane == 0) centred.norms[row] = norm;
 }
 
 RoutingSide make_side(const TensorView& rows, const AttentionCall& call, const Sequences& sequences,
@@ -167,14 +171,11 @@ ZeroedWords team_counters(Arena& arena, const AttentionCall& call) {
 
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,
                       const ZeroedWords& zeroed, cudaStream_t stream) {
-  const std::int64_t rows = call.value_heads * centroids.clusters;
-  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
-    constexpr int kChunks = decltype(width)::value / 32, kRows = kThreads / kChunks;
-    launch_early("centre_centroids", centre_kernel<kChunks>,
-                 dim3(static_cast<unsigned>((rows + kRows - 1) / kRows)), kThreads, 0, stream,
-                 static_cast<const float*>(call.inputs.centroids.data),
-                 static_cast<int>(call.value_heads), static_cast<int>(call.Dk), centroids, zeroed);
-  });
+  constexpr int kRows = kThreads / 32;
+  const auto rows = static_cast<unsigned>(call.value_heads * centroids.clusters);
+  launch_early("centre_centroids", centre_kernel, dim3((rows + kRows - 1) / kRows), kThreads, 0,
+               stream, static_cast<const float*>(call.inputs.centroids.data),
+               static_cast<int>(call.value_heads), static_cast<int>(call.Dk), centroids, zeroed);
 }
 
 }  // namespace coterie::cuda

@@ -28,6 +28,12 @@ std::vector<Case> long_cases() {
   add("local_packed", "local(window=100)", "B1 H4 N3000 D48 causal packed bf16");
   add("local_padded", "local(window=300)", "B3 H4:2 N1900 D64 causal padded bnhd bf16");
   add("local_cross", "local(window=256)", "B2 H3 N1000 S1043 D64 causal bf16");
+  // Windows that one kernel walks along.
+  add("local_walk_packed", "local(window=256)", "B1 H4 N3000 D48 causal packed bf16");
+  add("local_walk_padded", "local(window=224)", "B5 H3 N900 D64 causal padded bnhd f16");
+  add("local_walk_packed_both_ways", "local(window=255)", "B1 H3 N2100 D64 packed bf16");
+  add("local_walk_padded_both_ways", "local(window=193)", "B3 H2 N1500 D40 padded bf16");
+  add("local_walk_fewer_keys", "local(window=256)", "B2 H3 N1343 S900 D64 causal f16");
   add("local_long_window", "local(window=1500)", "B1 H3 N2500 D64 causal bf16");
   add("strided_long", "strided(stride=2)", "B1 H3 N2500 D64 bf16");
   add("strided", "strided(stride=16)", "B1 H4 N2500 D64 causal bf16");

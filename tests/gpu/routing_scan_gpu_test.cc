@@ -24,6 +24,7 @@ struct Form {
   std::int64_t clusters, dim;
   bool packed;
   double common = 0;  // part of all centroids, of either sign in turn: scores that are all below 0
+  std::int64_t key_heads = 1;  // of two
 };
 
 // Elements with large means, zeros, infinities and NaN among them.
@@ -37,10 +38,11 @@ double row_value(double unit, std::int64_t i, std::int64_t dim) {
   return row % 7 == 1 ? unit + 4 : unit;
 }
 
-// What attention_select saves, for rows of a type; values are those of bf16.
+// What integers are saved, for rows of a type; values are those of bf16.
 std::vector<HostTensor> select_runs(DType dtype, const Form& form) {
-  HostTensor q(DType::bf16, {1, 2, kRows, form.dim}), k(DType::bf16, {1, 1, kRows, form.dim});
-  HostTensor centroids(DType::f32, {1, form.clusters, form.dim}), offsets(DType::i32, {4});
+  const std::int64_t heads = form.key_heads;
+  HostTensor q(DType::bf16, {1, 2, kRows, form.dim}), k(DType::bf16, {1, heads, kRows, form.dim});
+  HostTensor centroids(DType::f32, {heads, form.clusters, form.dim}), offsets(DType::i32, {4});
   const RandomStream stream{11, RandomUse::data, 0};
   const auto unit = [&](std::int64_t i, int word) {
     return random_unit(stream.at(static_cast<std::uint64_t>(i)).word[word]) - 0.5;
@@ -51,7 +53,7 @@ std::vector<HostTensor> select_runs(DType dtype, const Form& form) {
     return unit(i / form.dim % 3 == 2 ? i - form.dim : i, 1) + (i % 2 ? form.common : -form.common);
   });
   fill(offsets, [](std::int64_t i) { return i * 299; });
-  HostTensor typed_q(dtype, {1, 2, kRows, form.dim}), typed_k(dtype, {1, 1, kRows, form.dim});
+  HostTensor typed_q(dtype, {1, 2, kRows, form.dim}), typed_k(dtype, {1, heads, kRows, form.dim});
   write_values(typed_q, read_values(q));
   write_values(typed_k, read_values(k));
   const DeviceTensor device_q(typed_q.view()), device_k(typed_k.view()),
@@ -72,7 +74,12 @@ std::vector<HostTensor> select_runs(DType dtype, const Form& form) {
     saved.push_back(memory.back().view());
   }
   const DeviceMemory workspace(attention_workspace_bytes(mechanism, inputs));
-  attention_select(mechanism, inputs, saved, {workspace.data(), workspace.bytes(), nullptr});
+  const Workspace memory_of_calls{workspace.data(), workspace.bytes(), nullptr};
+  const DeviceTensor out({"out", dtype, {1, 2, kRows, form.dim}});
+  if (form.key_heads == 1)
+    attention_select(mechanism, inputs, saved, memory_of_calls);
+  else
+    attention_forward(mechanism, inputs, {out.view(), saved}, memory_of_calls);
   std::vector<HostTensor> results;
   for (const DeviceTensor& tensor : memory)
     if (tensor.view().dtype == DType::i32) results.push_back(tensor.download());
@@ -87,6 +94,19 @@ TEST(RoutingScanGpuTest, TakesTheClustersOfSumsInFp32) {
     const auto plain = select_runs(DType::f32, form), found = select_runs(DType::bf16, form);
     ASSERT_EQ(plain.size(), found.size());
     for (std::size_t i = 0; i < plain.size(); ++i)
+      EXPECT_EQ(read_values(plain[i]), read_values(found[i]))
+          << form.clusters << " clusters, " << form.dim << " elements, tensor " << i;
+  }
+}
+
+// Queries and keys of as many heads are sorted together, which counts the keys that queries see.
+TEST(RoutingScanGpuTest, CountsTheKeysThatAreInSight) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  for (const Form& form : {Form{7, 64, false, 0, 2}, Form{300, 40, false, 0.25, 2},
+                           Form{1, 128, false, 0, 2}, Form{64, 37, false, 0, 2}}) {
+    const auto plain = select_runs(DType::f32, form), found = select_runs(DType::bf16, form);
+    ASSERT_EQ(plain.size(), found.size());
+    for (std::size_t i = 0; i < plain.size(); ++i)  // ends among them
       EXPECT_EQ(read_values(plain[i]), read_values(found[i]))
           << form.clusters << " clusters, " << form.dim << " elements, tensor " << i;
   }

@@ -83,24 +83,55 @@ struct ListedValues {
   }
 };
 
-// Adds the partial results of a row in order, takes its `count` top keys out again and writes the
-// results. Two rows of a warp side by side; overwrites the scores of the keys.
+// Adds the partial results of a row in order, two rows of a warp side by side. First of all: no
+// step before it has loads that these could be on their way with.
+template <class T>
+__device__ __forceinline__ void add_parts(const MeanOutputs<T>& to, const SelectRow& row,
+                                          const RowParts& parts, MergeMemory& memory) {
+  const int lane = row_lane();
+  PartialRow own{-INFINITY, 0.0f, 0.0f, 0.0f};
+  if (row.members && lane < parts.parts) own = to.rows[parts.first + lane * parts.step];
+#pragma unroll 1
+  for (int column = 4 * lane; column < to.pitch; column += 4 * kRowLanes) {
+    const float* outs = to.outs + parts.first * to.pitch + column;
+    float4 values[kSelectParts], total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int p = 0; p < kSelectParts; ++p)  // all on their way together
+      values[p] =
+          *reinterpret_cast<const float4*>(outs + min(p, parts.parts - 1) * parts.step * to.pitch);
+    float shift = row_max(own.shift);
+    if (shift == -INFINITY) shift = 0.0f;  // no keys at all
+    const float factor = exp2_approximate(own.shift - shift), sum = row_sum(factor * own.sum);
+#pragma unroll
+    for (int p = 0; p < kSelectParts; ++p) {
+      const float weight = __shfl_sync(~0u, factor, p, kRowLanes);
+      if (p >= parts.parts) continue;
+      total.x = fmaf(weight, values[p].x, total.x);
+      total.y = fmaf(weight, values[p].y, total.y);
+      total.z = fmaf(weight, values[p].z, total.z);
+      total.w = fmaf(weight, values[p].w, total.w);
+    }
+    *reinterpret_cast<float4*>(memory.total + column) = total;
+    if (lane == 0) memory.shift = shift, memory.sum = sum;
+  }
+  __syncwarp();
+}
+
+// Takes a row's `count` top keys out of the sums again and writes the results. Two rows of a warp
+// side by side; overwrites the scores of the keys.
 //
 // The products had every key's weight rounded to T. What is taken out is rounded in the same way,
 // and shifts are whole numbers, so that nothing but the rounding of sums is left of a top key.
 template <class T>
 __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const MeanOutputs<T>& to,
-                                              const SelectRow& row, const RowParts& parts,
-                                              const PartialRow& own, int count,
+                                              const SelectRow& row, int count,
                                               MergeMemory& memory) {
-  constexpr int kColumns = ListedValues<T>::kColumns, kTogether = 4;
+  constexpr int kColumns = ListedValues<T>::kColumns;
   const CentroidQueries& queries = args.queries;
   const int lane = row_lane(), most = pair_max(count);
   const std::int64_t number = row.number(queries);
   const ItemSpan span = queries.spans.k.span(row.item);
-  float shift = row_max(own.shift);
-  if (shift == -INFINITY) shift = 0.0f;  // no keys at all
-  const float factor = exp2_approximate(own.shift - shift);
+  const float shift = memory.shift, sum = memory.sum, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   float listed = 0.0f;
   for (int i = lane; i < count; i += kRowLanes) {
     const float weight = exp2_approximate(fmaf(memory.score[i], queries.exponent, -shift));
@@ -109,7 +140,6 @@ __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const M
   }
   if (count == 0 && lane == 0) memory.index[0] = ~0u;
   __syncwarp();
-  const float sum = row_sum(factor * own.sum), inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   listed = row_sum(listed);
   if (lane == 0 && row.there) {
     to.lse[number] = row_lse(shift, sum);
@@ -121,26 +151,11 @@ __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const M
 #pragma unroll 1
   for (int begin = 0; begin < to.width; begin += 64) {
     const int column = begin + ListedValues<T>::column();
-    const float* outs = to.outs + parts.first * to.pitch + column;
-    float total[kColumns] = {}, top[kColumns];
-#pragma unroll 1
-    for (int p = 0; p < parts.parts; p += kTogether) {
-      float4 values[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        values[i] = *reinterpret_cast<const float4*>(outs + max(min(p + i, parts.parts - 1), 0) *
-                                                                parts.step * to.pitch);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const float weight = __shfl_sync(~0u, factor, p + i, kRowLanes);
-        if (p + i >= parts.parts) continue;
-#pragma unroll
-        for (int e = 0; e < kColumns; ++e) total[e] = fmaf(weight, (&values[i].x)[e], total[e]);
-      }
-    }
+    float top[kColumns];
     ListedValues<T> values;
     values.add(v, memory.index, memory.score, count, most, begin);
     values.total(top);
+    const float* total = memory.total + column;
     float* out = to.out + number * to.width + column;
 #pragma unroll
     for (int e = 0; e < kColumns; ++e)
@@ -155,13 +170,10 @@ template <bool kAttend, class T>
 __device__ __forceinline__ void finish_rows(const SelectArgs<T>& args, const MeanOutputs<T>& to,
                                             const SelectRow& row, const RowLists& lists,
                                             const RowParts& parts, MergeMemory* pair) {
-  PartialRow own{-INFINITY, 0.0f, 0.0f, 0.0f};
-  if constexpr (kAttend)
-    if (const int p = row_lane(); row.members && p < parts.parts)
-      own = to.rows[parts.first + p * parts.step];
+  MergeMemory& memory = pair[threadIdx.x / kRowLanes % 2];
+  if constexpr (kAttend) add_parts(to, row, parts, memory);
   const int count = merge_lists(args, row, lists, pair);
-  if constexpr (kAttend)
-    write_outputs(args, to, row, parts, own, count, pair[threadIdx.x / kRowLanes % 2]);
+  if constexpr (kAttend) write_outputs(args, to, row, count, memory);
   __syncwarp();
 }
 

@@ -49,7 +49,7 @@ struct Memory {
   unsigned char metric[2][kTileBytes];       // the covariance in bf16: high parts, low parts
   std::uint32_t lists[kWarps][kRound + 16];  // rows of a warp's clusters
   std::uint8_t labels[kSlots][kRound];       // of row r at r % 32 * 8 + r / 32
-  float column_sums[4][kWidth], squares[4];  // of the keys, by warps
+  float column_sums[4][kWidth];              // of the keys, by warps
   alignas(16) float reference[kWidth];       // the fixed query
   uint2 bounds[kWarps];
   std::int32_t numbers[kSamples];       // rows of the sampled keys

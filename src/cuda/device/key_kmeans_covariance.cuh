@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/device/key_kmeans.cuh"
+#include "cuda/device/mma.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma_transposed.cuh"
 
@@ -33,7 +34,8 @@ struct KeyCovariance : KeyProblem<T> {
   __device__ __forceinline__ void choose_row() const {
     const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
                               static_cast<std::uint32_t>(problem)};
-    const int place = warp * 32 + own_lane(), c = min(place, args.shape.clusters - 1);
+    const int place = (warp - kWarps / 2) * 32 + own_lane(),
+              c = min(place, args.shape.clusters - 1);
     const auto row = static_cast<std::int32_t>(random_permutation(
         stream, static_cast<std::uint32_t>(c), static_cast<std::uint32_t>(span.length)));
     memory.initial[place] = row;
@@ -42,7 +44,7 @@ struct KeyCovariance : KeyProblem<T> {
 
   // Starts to load the sampled keys, zeros behind them, by the other half: 64 a warp.
   __device__ __forceinline__ void load_keys(const ItemSpan& keys, int samples) const {
-    const int lane = own_lane(), first = (warp - kWarps / 2) * 64;
+    const int lane = own_lane(), first = warp * 64;
     const Rows<const T> from =
         aligned_rows(args.k.rows(keys.batch, head / args.shape.group, keys.begin));
     const Tile<T, kWidth> tile{this->slot(first / kRound)};
@@ -67,40 +69,26 @@ struct KeyCovariance : KeyProblem<T> {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
   }
 
-  // Sums of the keys' elements and of their squares, by the second warpgroup.
+  // Sums of the keys' elements, by the second warpgroup: ones times the keys, 128 of them a warp.
   __device__ __forceinline__ void add_keys() const {
-    const int lane = own_lane(), first = warp % 4 * 4 + lane / 8, chunk = lane % 8;
-    float sums[8] = {}, square = 0.0f;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const Tile<T, kWidth> tile{this->slot(half)};
-      const std::uint32_t from = tile.chunk(first, chunk);  // the same permutation in all steps
-#pragma unroll 4
-      for (int step = 0; step < kRound; step += 16) {
-        std::uint32_t words[4];
-        load_shared16(words, from + step * 128);
+    const int lane = own_lane(), own = warp % 4;
+    const Tile<T, kWidth> tile{this->slot(own / 2)};
+    const std::uint32_t one = pack2<T>(1.0f, 1.0f), ones[4] = {one, one, one, one};
+    float sums[kWidth / 8][4] = {};
+#pragma unroll 2
+    for (int first = own % 2 * 128; first < own % 2 * 128 + 128; first += 16) {
+      std::uint32_t keys[kWidth / 16][4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float value = to_float(reinterpret_cast<const T*>(words)[i]);
-          sums[i] += value;
-          square = fmaf(value, value, square);
-        }
-      }
-    }
+      for (int n = 0; n < kWidth / 16; ++n)
+        ldmatrix_x4_trans(keys[n], tile.chunk(first + lane % 16, 2 * n + lane / 16));
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      sums[i] += __shfl_xor_sync(~0u, sums[i], 8);
-      sums[i] += __shfl_xor_sync(~0u, sums[i], 16);
-      if (lane < 8) memory.column_sums[warp % 4][chunk * 8 + i] = sums[i];
+      for (int n = 0; n < kWidth / 8; ++n)
+        mma_m16n8k16<T>(sums[n], ones, keys[n / 2] + n % 2 * 2, sums[n]);
     }
-    square = warp_sum(square);
-    if (lane == 0) memory.squares[warp % 4] = square;
-  }
-  __device__ static void load_shared16(std::uint32_t (&words)[4], std::uint32_t from) {
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(from)
-                 : "memory");
+    if (lane >= 4) return;  // all rows of the product are the same
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; ++n)
+      store2(&memory.column_sums[own][8 * n + 2 * lane], sums[n][0], sums[n][1]);
   }
 
   // Where the sums of products of elements stand, in place of the table. Rows change banks.
@@ -136,9 +124,9 @@ struct KeyCovariance : KeyProblem<T> {
   }
 
   // A power of two by which the mean variance comes near 1. It changes no label, and keeps the
-  // table in the range of fp16. `mean` is that of a lane's two columns.
-  __device__ __forceinline__ float metric_scale(const float2& mean, float squares) const {
-    const float trace = squares - warp_sum(fmaf(mean.x, mean.x, mean.y * mean.y));
+  // table in the range of fp16. Of a lane's two columns: their means, and those of their squares.
+  __device__ __forceinline__ float metric_scale(const float2& mean, const float2& square) const {
+    const float trace = warp_sum((square.x - mean.x * mean.x) + (square.y - mean.y * mean.y));
     const std::uint32_t exponent = __float_as_uint(trace / static_cast<float>(args.width)) >> 23;
     return exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
   }
@@ -149,15 +137,15 @@ struct KeyCovariance : KeyProblem<T> {
   __device__ __forceinline__ void covariance(int samples) const {
     const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
     float2 mean = make_float2(0.0f, 0.0f);
-    float squares = 0.0f;
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const auto sums = reinterpret_cast<const float2*>(memory.column_sums[part])[own_lane()];
       mean = make_float2(mean.x + sums.x, mean.y + sums.y);
-      squares += memory.squares[part];
     }
     mean = make_float2(divide(mean.x, count, inverse), divide(mean.y, count, inverse));
-    const float scale = metric_scale(mean, divide(squares, count, inverse));
+    const auto square = [&](int d) { return divide(*product(d, d), count, inverse); };
+    const int own = 2 * own_lane();
+    const float scale = metric_scale(mean, make_float2(square(own), square(own + 1)));
     const bool keep = team.rank == 0 && head % args.shape.group == 0;
     float* kept = args.covariance +
                   static_cast<std::int64_t>(args.shape.key_problem(problem)) * kWidth * kWidth;
@@ -226,10 +214,10 @@ struct KeyCovariance : KeyProblem<T> {
     const int next = this->range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
     if (next < this->range.end) prefetch(rows.row(next));
     if (threadIdx.x == 0) memory.share = this->find_share();
-    if (warp < kWarps / 2)
-      choose_row();
-    else
+    if (warp < kWarps / 2)  // the first one still meets the other blocks
       load_keys(keys, samples);
+    else
+      choose_row();
     cp_async_wait<0>();
     fence_async_proxy();
     __syncthreads();

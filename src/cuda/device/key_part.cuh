@@ -21,20 +21,23 @@ struct KeyPart {
       apart;  // tiles sampled in a segment, their and the segments' distance
 
   __device__ KeyPart(int keys, const Team& team) {
-    const int own = (keys + kPartKeys * team.size - 1) / (kPartKeys * team.size);
+    const int bits = __ffs(team.size) - 1;  // the size is a power of two
+    const int own = static_cast<int>(
+        (static_cast<unsigned>(keys) + (kPartKeys << bits) - 1) / kPartKeys >> bits);
     const auto clamped = [&](std::int64_t part) {
       return static_cast<int>(min(part * own * kPartKeys, static_cast<std::int64_t>(keys)));
     };
     begin = clamped(team.rank);
     end = clamped(team.rank + 1);
-    segments = kSelectParts / team.size;
-    apart = (end - begin) / kPartKeys / segments;
+    segments = kSelectParts >> bits;
+    apart = (end - begin) / kPartKeys * team.size / kSelectParts;
     each = min(apart, max(apart / kSampleShare, kLeastSample / kPartKeys));
     stride = apart / max(each, 1);
   }
   __device__ int tiles() const { return (end - begin + kPartKeys - 1) / kPartKeys; }
   __device__ int key(int tile) const { return begin + tile * kPartKeys; }
   __device__ int sample_key(int tile) const {
+    if (segments == 1) return key(tile * stride);
     return key(tile / max(each, 1) * apart + tile % max(each, 1) * stride);
   }
 };

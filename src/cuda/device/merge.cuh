@@ -36,7 +36,9 @@ struct alignas(16) MergeMemory {
   std::uint32_t index[kMaxTopKeys + 4];  // complements: the larger, the lower the index
   float score[kMaxTopKeys];              // of the rounded mean
   float rounded[kMaxFresh];              // the scores that fresh ones had
-  float apart[8];                        // rows of a warp begin in different banks
+  float total[128];                      // output of the softmax over all keys, before the division
+  float shift, sum;                      // of that softmax
+  float apart[6];                        // rows of a warp begin in different banks
 };
 
 static_assert(sizeof(MergeMemory) % 128 == 32, "different banks");

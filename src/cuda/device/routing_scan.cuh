@@ -216,7 +216,6 @@ struct RowProducts {
     wgmma_fence();
 #pragma unroll
     for (int band = 0; band < kBands * kParts; ++band) {
-      // Known to be the same for a warp, it stays in uniform registers.
       const std::uint32_t at =
           static_cast<std::uint32_t>(static_cast<int>(low) + (band / kBands * table.low_part >> 4) +
                                      band % kBands * table.columns * 8);

@@ -38,8 +38,9 @@ struct KeyTile {
   }
 };
 
-// Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kTopKeys;
-// returns how many there are. By all threads; the caller commits, waits and synchronises.
+// Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kTopKeys,
+// which is not 0; returns how many there are. Where kAligned, pitches have 32 bits: an address is
+// one instruction then. By all threads; the caller commits, waits and synchronises.
 template <bool kAligned, class T, int kDim, int kBlockThreads>
 __device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
                                       const Rows<const T>& k, const Rows<const T>& v,
@@ -52,7 +53,7 @@ __device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T
   const int lane = threadIdx.x % 32;
   int count = 0;
 #pragma unroll 1
-  for (int first = 0; first < topk; first += kTopKeys) {
+  for (int first = 0; first == 0 || first < topk; first += kTopKeys) {
     const int own = first + lane < topk ? top[first + lane] : -1;
     count += __popc(__ballot_sync(~0u, own >= 0));
 #pragma unroll kUnrolled
@@ -61,11 +62,12 @@ __device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T
       const int r = number / kChunks, chunk = number % kChunks;
       const int column = chunk * Tile<T, kDim>::kVector, row = __shfl_sync(~0u, own, r);
       const bool there = row >= 0 && column < k.width;
+      const auto place = static_cast<std::uint64_t>(max(row, 0));
       const std::uint32_t to_k = keys.chunk(first + r, chunk),
                           to_v = values.chunk(first + r, chunk);
       if constexpr (kAligned) {
-        cp_async16(to_k, there ? k.row(row) + column : k.data, there ? 16 : 0);
-        cp_async16(to_v, there ? v.row(row) + column : v.data, there ? 16 : 0);
+        cp_async16(to_k, k.data + column + place * static_cast<unsigned>(k.pitch), there ? 16 : 0);
+        cp_async16(to_v, v.data + column + place * static_cast<unsigned>(v.pitch), there ? 16 : 0);
       } else {
         const uint4 zero = make_uint4(0, 0, 0, 0);
         store_shared16(to_k, there ? load_chunk(k.row(row), column, k.width) : zero);
@@ -156,50 +158,62 @@ __device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uin
 // Attention of 16 queries of a warp over the cluster's top keys.
 template <class T, int kDim>
 struct TopRows {
-  Accumulator out[kDim / 16] = {};
-  float shift[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  Accumulator out[kDim / 16];
+  float shift[2], sum[2];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) out[i / 8][i / 4 % 2][i % 4] = 0.0f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) shift[half] = -INFINITY, sum[half] = 0.0f;
+  }
 
   // The weights of kTopKeys keys, of which the lane's two rows see the first left[], from their
-  // scores. `start`: they are the first ones.
-  __device__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent, bool start) {
-    float largest[2] = {shift[0], shift[1]};
+  // scores. kStart: they are the first ones.
+  template <bool kStart>
+  __device__ __forceinline__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) s[i / 8][i / 4 % 2][i % 4] *= exponent;
-    if (__any_sync(~0u, min(left[0], left[1]) < kTopKeys))
+    if (__any_sync(~0u, min(left[0], left[1]) < kTopKeys)) {
+      __syncwarp();  // keeps the compiler from doing this where all are seen
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
         if (key >= left[i / 2 % 2]) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
       }
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i / 8][i / 4 % 2][i % 4]);
-    float factor[2];
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      largest[half] = quad_max(largest[half]);
-      if (largest[half] == -INFINITY) largest[half] = 0.0f;
-      factor[half] = exp2_approximate(shift[half] - largest[half]);
-      shift[half] = largest[half];
-    }
-    if (!start)
+      float four[4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        sum[half] *= factor[half];
+      for (int i = 0; i < 4; ++i)
+        four[i] = fmaxf(s[i / 2][i % 2][2 * half], s[i / 2][i % 2][2 * half + 1]);
+      float largest = quad_max(fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3])));
+      if (!kStart) largest = fmaxf(largest, shift[half]);
+      if (largest == -INFINITY) largest = 0.0f;
+      if (!kStart) {
+        const float factor = exp2_approximate(shift[half] - largest);
+        sum[half] *= factor;
 #pragma unroll
-        for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor[half];
+        for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
       }
+      shift[half] = largest;
+      float part[4] = {};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& score = s[i / 8][i / 4 % 2][i % 4];
-      score = exp2_approximate(score - shift[i / 2 % 2]);
-      sum[i / 2 % 2] += score;
+      for (int i = 0; i < 8; ++i) {
+        float& score = s[i / 4][i / 2 % 2][2 * half + i % 2];
+        score = exp2_approximate(score - largest);
+        part[i % 4] += score;
+      }
+      const float total = (part[0] + part[1]) + (part[2] + part[3]);
+      sum[half] = kStart ? total : sum[half] + total;
     }
   }
 
-  __device__ void attend(const QueryRows<T, kDim>& queries, const KeyTile<T, kDim>& keys,
-                         const Tile<T, kDim>& values, const int (&left)[2], float exponent,
-                         bool start) {
+  template <bool kStart>
+  __device__ __forceinline__ void attend(const QueryRows<T, kDim>& queries,
+                                         const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
+                                         const int (&left)[2], float exponent) {
     constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
     const int lane = threadIdx.x % 32;
     Accumulator s[2];
@@ -218,7 +232,7 @@ struct TopRows {
             multiply_add(s[b], queries.fragment(i, step), k);
         }
       }
-    weigh(s, left, exponent, start);
+    weigh<kStart>(s, left, exponent);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       FragmentA<T> p;
@@ -227,7 +241,10 @@ struct TopRows {
       for (int d = 0; d < kDim / 16; ++d) {
         FragmentB<T> v;
         load_b_transposed(v, values, 16 * d, 16 * b);
-        multiply_add(out[d], p, v);
+        if (kStart && b == 0)
+          multiply(out[d], p, v);
+        else
+          multiply_add(out[d], p, v);
       }
     }
   }
