@@ -113,17 +113,6 @@ Case small(const char* name, const char* spec) {
           .dtype = DType::f64};
 }
 
-Case cross(Case c, std::int64_t queries, std::int64_t keys) {
-  c.N = queries;
-  c.S = keys;
-  return c;
-}
-
-Case causal(Case c) {
-  c.causal = true;
-  return c;
-}
-
 Case masked(Case c) {
   c.mask = true;
   return c;

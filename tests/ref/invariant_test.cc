@@ -28,15 +28,7 @@ Case base(const char* spec) {
 }
 
 Case base(const char* spec, std::int64_t queries, std::int64_t keys) {
-  Case c = base(spec);
-  c.N = queries;
-  c.S = keys;
-  return c;
-}
-
-Case causal(Case c) {
-  c.causal = true;
-  return c;
+  return cross(base(spec), queries, keys);
 }
 
 // The same inputs with another mechanism.

@@ -27,11 +27,6 @@ Case one_head(const char* spec, std::int64_t queries, std::int64_t keys) {
           .dtype = DType::f64};
 }
 
-Case causal(Case c) {
-  c.causal = true;
-  return c;
-}
-
 // Keys with weight, per query.
 Sets keys_of(const Selected& selected, std::int64_t queries, std::int64_t keys) {
   const std::vector<double> weights = selected.weights();

@@ -41,6 +41,17 @@ inline void allocate_saved(Selected& selected) {
   for (const HostTensor& tensor : selected.storage) selected.saved.push_back(tensor);
 }
 
+// Other forms of a case.
+inline cases::Case causal(cases::Case c) {
+  c.causal = true;
+  return c;
+}
+inline cases::Case cross(cases::Case c, std::int64_t queries, std::int64_t keys) {
+  c.N = queries;
+  c.S = keys;
+  return c;
+}
+
 inline Selected make_selected(const cases::Case& c, std::uint64_t seed = 1) {
   Selected selected;
   selected.problem = cases::make_problem(c, seed);
