@@ -6,18 +6,18 @@
 #include "cuda/device/await.cuh"
 #include "cuda/device/centroid_attend.cuh"
 #include "cuda/device/key_pipeline.cuh"
+#include "cuda/device/mean_rows.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
 
-// Two rows of a thread, and the state of their softmax.
+// Rows of which top keys are known, and left out of the sums.
 template <class T, int kDim>
-struct GroupRows {
+struct AttendRows : MeanSums<T, kDim> {
   RowSoftmax softmax[2];
   float mass[2] = {};
-  float out[kDim / 64][32] = {};
 
   __device__ void rescale(const float (&s)[32], float exponent) {
 #pragma unroll
@@ -27,8 +27,7 @@ struct GroupRows {
       for (int i = 0; i < 16; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
       const float factor = softmax[half].raise(quad_max(top), exponent);
       mass[half] *= factor;
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+      this->scale(half, factor);
     }
   }
 
@@ -50,39 +49,12 @@ struct GroupRows {
     }
   }
 
-  // Starts out += P V.
-  __device__ void add_products(const std::uint32_t (&p)[4][4], std::uint32_t values) {
-    const std::uint64_t first = matrix_descriptor(values);
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int band = 0; band < kDim / 64; ++band)
-        wgmma<T, 1, 1>(out[band], p[k],
-                       descriptor_behind(first, band * (64 * 128) + k * (16 * 128)));
-  }
-  __device__ void settle() {
-#pragma unroll
-    for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
+  __device__ void write(const AttendArgs<T>& args, std::int64_t row, int rows) const {
+    this->write_sums(args.rows, args.outs, args.pitch, row, rows,
+                     {{softmax[0].shift, softmax[0].sum, mass[0], 0.0f},
+                      {softmax[1].shift, softmax[1].sum, mass[1], 0.0f}});
   }
 };
-
-template <class T, int kDim>
-__device__ void write_partial(const AttendArgs<T>& args, std::int64_t row, int rows,
-                              const GroupRows<T, kDim>& state) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(state.softmax[half].sum), mass = quad_sum(state.mass[half]);
-    if (8 * half >= rows) continue;
-    if (lane % 4 == 0) args.rows[row + 8 * half] = {state.softmax[half].shift, sum, mass, 0.0f};
-    float* out = args.outs + (row + 8 * half) * args.pitch + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < kDim / 8; ++j) {
-      const float* pair = state.out[j / 8] + j % 8 * 4 + 2 * half;
-      store2(out + 8 * j, pair[0], pair[1]);
-    }
-  }
-}
 
 // Partial results of one chunk.
 template <class T, int kDim, int kGroups>
@@ -117,7 +89,7 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     bits[0] = __shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2);
     bits[1] = __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2);
   };
-  GroupRows<T, kDim> rows;
+  AttendRows<T, kDim> rows;
   float s[32];
   std::uint32_t p[4][4];
   pipeline.wait(0);
@@ -144,8 +116,7 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     for (int i = 0; i < 32; ++i) above |= s[i] > limits[i / 2 % 2];
     if (__any_sync(~0u, above)) rows.rescale(s, queries.exponent);
     rows.weigh(s, bits, queries.exponent);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
+    pack_factor<T>(p, s);
     // Products begin and end in one step: the assembler does them one by one otherwise. After the
     // last tile its scores are computed again, for nothing, which saves a branch here.
     const int next = min(t + 1, pipeline.total - 1);
@@ -162,7 +133,7 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     pipeline.release(t);
   }
   const int row = warp_row + lane / 4;
-  write_partial(args, queries.row(block.slot, block.head, row), queries.clusters - row, rows);
+  rows.write(args, queries.row(block.slot, block.head, row), queries.clusters - row);
 }
 
 template <class T, int kDim, int kGroups>

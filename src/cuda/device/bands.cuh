@@ -51,6 +51,17 @@ __device__ __forceinline__ void row_products(float (&d)[32], const Bands<T, kWid
     wgmma<T, 1, 0>(d, a.by_columns(row_a, depth), b.by_columns(row_b, depth));
 }
 
+// The same with the left rows in registers.
+template <class T, int kWidth, int kRows>
+__device__ __forceinline__ void row_products(float (&d)[32],
+                                             const std::uint32_t (&a)[kWidth / 16][4],
+                                             const Bands<T, kWidth, kRows>& b, int row) {
+  wgmma<T, 0, 0>(d, a[0], b.by_columns(row, 0));
+#pragma unroll
+  for (int depth = 1; depth < kWidth / 16; ++depth)
+    wgmma<T, 1, 0>(d, a[depth], b.by_columns(row, depth));
+}
+
 // d += a times 64 rows of b.
 template <class T, int kWidth, int kRows>
 __device__ __forceinline__ void add_products(float (&d)[kWidth / 64][32],

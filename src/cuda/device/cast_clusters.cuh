@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/bands.cuh"
 #include "cuda/device/cast_gather.cuh"
 #include "cuda/device/cast_rows.cuh"
 
@@ -58,25 +59,11 @@ struct MixClusters {
   }
   // Starts s = Q Sᵀ.
   __device__ void scores(float (&s)[32], int tile) const {
-    const std::uint64_t b = matrix_descriptor(memory.clusters(tile, 0));
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      const int behind = d / 4 * Memory::kBand + d % 4 * 32;
-      if (d == 0)
-        wgmma<T, 0, 0>(s, q[d], b);
-      else
-        wgmma<T, 1, 0>(s, q[d], descriptor_behind(b, behind));
-    }
+    row_products(s, q, Bands<T, kDim, kMixRows>{memory.clusters(tile, 0)}, 0);
   }
   // Starts out += P R.
   __device__ void add_products(const std::uint32_t (&p)[4][4], int tile) {
-    const std::uint64_t first = matrix_descriptor(memory.clusters(tile, 1));
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int band = 0; band < kDim / 64; ++band)
-        wgmma<T, 1, 1>(out[band], p[k],
-                       descriptor_behind(first, band * Memory::kBand + k * (16 * 128)));
+    cuda::add_products(out, p, Bands<T, kDim, kMixRows>{memory.clusters(tile, 1)}, 0);
   }
   __device__ void raise(const float (&s)[32]) {
     float factors[2];

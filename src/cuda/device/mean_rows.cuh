@@ -1,22 +1,62 @@
 // SPDX-License-Identifier: MIT
 // Attention of a warpgroup's 64 means over tiles of 64 keys: two rows of a thread, and the state of
-// their softmax. Shifts are whole numbers: weights that were rounded under another shift differ by
-// a power of two and nothing else.
+// their softmax.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/device/bands.cuh"
 #include "cuda/device/centroid_attend.cuh"
 #include "cuda/device/softmax.cuh"
-#include "cuda/device/wgmma.cuh"
 
 namespace coterie::cuda {
 
+// What is summed up: weights times values.
 template <class T, int kDim>
-struct MeanRows {
-  float shift[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {}, mass[2] = {};  // of this lane's weights, and of those moved to the mass
+struct MeanSums {
   float out[kDim / 64][32] = {};
+
+  // A row's, under another shift.
+  __device__ void scale(int half, float factor) {
+#pragma unroll
+    for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+  }
+  // Starts out += P V.
+  __device__ void add_products(const std::uint32_t (&p)[4][4], std::uint32_t values) {
+    cuda::add_products(out, p, Bands<T, kDim, 64>{values}, 0);
+  }
+  __device__ void settle() {
+#pragma unroll
+    for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
+  }
+  // To places row and row + 8 of the partial results, as far as there are `rows` of them. `sum` and
+  // `mass` are those of this lane.
+  __device__ void write_sums(PartialRow* to, float* outs, int pitch, std::int64_t row, int rows,
+                             const PartialRow (&lane_rows)[2]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      PartialRow partial = lane_rows[half];
+      partial.sum = quad_sum(partial.sum);
+      partial.mass = quad_sum(partial.mass);
+      if (8 * half >= rows) continue;
+      if (lane % 4 == 0) to[row + 8 * half] = partial;
+      float* place = outs + (row + 8 * half) * pitch + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        const float* pair = out[j / 8] + j % 8 * 4 + 2 * half;
+        store2(place + 8 * j, pair[0], pair[1]);
+      }
+    }
+  }
+};
+
+// Shifts are whole numbers: weights that were rounded under another shift differ by a power of two
+// and nothing else.
+template <class T, int kDim>
+struct MeanRows : MeanSums<T, kDim> {
+  float shift[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {};  // of this lane's weights
 
   // The largest of each four scores that belong to 16 keys, of both rows.
   __device__ static void largest(const float (&s)[32], float (&fours)[2][4]) {
@@ -39,9 +79,7 @@ struct MeanRows {
       if (shift[half] == -INFINITY) shift[half] = 0.0f;
       const float factor = exp2_approximate(old - shift[half]);
       sum[half] *= factor;
-      mass[half] *= factor;
-#pragma unroll
-      for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+      this->scale(half, factor);
     }
   }
 
@@ -60,36 +98,9 @@ struct MeanRows {
     }
   }
 
-  // Starts out += P V.
-  __device__ void add_products(const std::uint32_t (&p)[4][4], std::uint32_t values) {
-    const std::uint64_t first = matrix_descriptor(values);
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int band = 0; band < kDim / 64; ++band)
-        wgmma<T, 1, 1>(out[band], p[k],
-                       descriptor_behind(first, band * (64 * 128) + k * (16 * 128)));
-  }
-  __device__ void settle() {
-#pragma unroll
-    for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
-  }
-
-  // To places row and row + 8 of the partial results, as far as there are `rows` of them.
   __device__ void write(PartialRow* to, float* outs, int pitch, std::int64_t row, int rows) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float all = quad_sum(sum[half]), listed = quad_sum(mass[half]);
-      if (8 * half >= rows) continue;
-      if (lane % 4 == 0) to[row + 8 * half] = {shift[half], all, listed, 0.0f};
-      float* place = outs + (row + 8 * half) * pitch + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const float* pair = out[j / 8] + j % 8 * 4 + 2 * half;
-        *reinterpret_cast<float2*>(place + 8 * j) = make_float2(pair[0], pair[1]);
-      }
-    }
+    this->write_sums(to, outs, pitch, row, rows,
+                     {{shift[0], sum[0], 0.0f, 0.0f}, {shift[1], sum[1], 0.0f, 0.0f}});
   }
 };
 
