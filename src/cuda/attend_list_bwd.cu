@@ -80,17 +80,6 @@ ListSums<T> sums_of(const TensorView& rows, void* slots, bool rounded) {
   return sums;
 }
 
-ClearedSpans cleared_spans(const TensorView (&tensors)[ClearedSpans::kMost]) {
-  ClearedSpans spans{};
-  for (int i = 0; i < ClearedSpans::kMost; ++i) {
-    const TensorView& tensor = tensors[i];
-    if (!tensor.present()) continue;
-    spans.data[i] = static_cast<uint4*>(tensor.data);
-    spans.vectors[i] = tensor.count() * static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) / 16;
-  }
-  return spans;
-}
-
 }  // namespace
 
 bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
@@ -125,7 +114,7 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
     const bool hopper = takes(call, plan, args);
     if constexpr (sizeof(T) == 2)
       if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args)) {
-        launch_whole_lists_sm90a(args, cleared_spans(gradients.cleared), stream);
+        launch_whole_lists_sm90a(args, gradients.cleared, stream);
         return true;
       }
     if constexpr (sizeof(T) == 2)

@@ -178,7 +178,8 @@ template <class T, int kDim, ListForm kForm, bool kFold>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
                               bool rounds, bool unequal, int fold) {
-  await_previous();
+  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
   shape.init();

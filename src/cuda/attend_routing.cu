@@ -97,8 +97,8 @@ void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream)
   if (!params_.share_qk) clear_slots(at.k_slots);
 }
 
-void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
-                               cudaStream_t stream) const {
+void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, bool cleared,
+                               Arena& arena, cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(result.saved);
   const NormalisedSides sides = saved_sides(at);
   const float* head_scale = floats(call_.inputs.logit_scale);
@@ -114,15 +114,14 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, A
   const bool both = !strict_ && !params_.share_qk;  // those of keys are for the backward pass
   const TokenSlots keys = both ? key_tokens(at, arena) : tokens;
   ListPlan plan = make_plan(sides, head_scale);
-  BesideSlots beside;
-  if (!strict_) beside.ends = plan_members(ends_there, at, arena, plan);
-  if (!strict_ && whole_vectors(result.out)) beside.empty = result.out;
+  MemberEnds member_ends{};
+  if (!strict_) member_ends = plan_members(ends_there, at, arena, plan);
   const bool done =
-      find_token_slots(tokens, call_.B, arena, stream, both ? &keys : nullptr, beside);
+      find_token_slots(tokens, call_.B, arena, stream, both ? &keys : nullptr, member_ends);
   if (strict_)
     plan_runs(ends_there, at, &tokens, arena, stream, plan, ends);
   else if (!done)
-    find_member_ends(beside.ends, stream);
+    find_member_ends(member_ends, stream);
   void* slot_out =
       arena.take<std::byte>(query_slots() * call_.Dv * dtype_bytes(call_.inputs.q.dtype));
   float* slot_lse = strict_ ? arena.take<float>(query_slots()) : floats(at.member_lse);
@@ -135,8 +134,8 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, A
     merge_slots(call_, {tokens, slot_out}, slot_lse, own_keys(sides, ends, head_scale), result.out,
                 floats(at.lse), stream);
   else
-    combine_slots(call_, {tokens, slot_out, done && beside.empty.present()}, slot_weight(),
-                  result.out, floats(at.weights), stream);
+    combine_slots(call_, {tokens, slot_out, cleared, true}, slot_weight(), result.out,
+                  floats(at.weights), stream);
 }
 
 std::unique_ptr<Pass> make_pass(const RoutingParams& params, const AttentionCall& call) {

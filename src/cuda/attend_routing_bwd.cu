@@ -1,23 +1,9 @@
 // SPDX-License-Identifier: MIT
 // Routing: gradients, from those of lists.
+#include "cuda/device/cleared.cuh"
 #include "cuda/routing_pass.h"
 
 namespace coterie::cuda {
-
-namespace {
-
-constexpr std::int64_t kClearedClusters = 32;  // from here on most tokens are in none as a rule
-
-// Whether memory of a tensor has no gaps, in whatever order its dimensions are.
-bool dense(const TensorView& tensor) {
-  std::int64_t covered = 1;
-  for (int step = 0; step < tensor.rank; ++step)
-    for (int dim = 0; dim < tensor.rank; ++dim)
-      if (tensor.size(dim) > 1 && tensor.stride(dim) == covered) covered *= tensor.size(dim);
-  return covered == tensor.count();
-}
-
-}  // namespace
 
 void RoutingPass::backward(const AttentionResult& result, const TensorView& grad_out,
                            const AttentionGradients& gradients, const Workspace& workspace) const {
@@ -107,10 +93,11 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
     lists.slot_dv = take_slots(key_slots(), call_.Dv);
   SlotRows dq{queries, lists.slot_dq}, dk{keys, lists.slot_dk}, dv{values, lists.slot_dv};
   const TensorView all[] = {pass.gradients.dq, pass.gradients.dk, pass.gradients.dv};
-  if (rounded && params_.clusters >= kClearedClusters)
+  if (rounded && mostly_empty())
     for (int i = 0; i < 3; ++i)
-      if (whole_vectors(all[i]) && dense(all[i])) lists.cleared[i] = all[i];
+      if (clearable(all[i])) lists.cleared[i] = all[i];
   if (lists_backward(call_, plan, lists, arena, stream)) {
+    dq.listed = dk.listed = dv.listed = true;
     dq.zeroed = lists.cleared[0].present();
     dk.zeroed = lists.cleared[1].present();
     dv.zeroed = lists.cleared[2].present();

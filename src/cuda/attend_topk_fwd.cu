@@ -2,10 +2,10 @@
 // Outputs of the queries of improved clustered attention.
 //
 // out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c.
-// A block takes up to 64 queries a warp of one cluster. It gathers the cluster's keys and values to
-// shared memory once; each warp then streams 16 queries at a time through its registers and writes
-// each output to its query's place. Causal: attention over those top keys that are not after the
-// query, and nothing else.
+// A block takes up to 32 or 64 queries a warp of one cluster. It gathers the cluster's keys and
+// values to shared memory once; each warp then streams 16 queries at a time through its registers
+// and writes each output to its query's place. Causal: attention over those top keys that are not
+// after the query, and nothing else.
 #include <climits>
 
 #include "cuda/clustered.h"
@@ -149,11 +149,11 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     return r < tile.count ? order[r] : -1;
   };
   await_writes();
-  QueryRows<T, kDim> next;
-  int after[2];  // numbers of the queries after the next
+  QueryRows<T, kDim> queries;
+  int after[2];  // numbers of the next queries
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    next.rows[half] = number(warp, half);
+    queries.rows[half] = number(warp, half);
     after[half] = number(warp + kWarps, half);
   }
   const std::int64_t problem = static_cast<std::int64_t>(tile.item) * args.H + head;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
                         : gather<false, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk);
   cp_async_commit();
   const Rows<const T> q = args.q.rows(tile.span.batch, head, tile.span.begin);
-  next.load(q);
+  queries.load(q);
   const Rows<T> out = args.out.rows(tile.span.batch, head, tile.span.begin);
   float* lse = args.lse + line * args.N + tile.span.begin;
 #pragma unroll
@@ -191,15 +191,6 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 
 #pragma unroll 1
   for (int group = warp; 16 * group < tile.count; group += kWarps) {
-    const QueryRows<T, kDim> queries = next;
-    if (16 * (group + kWarps) < tile.count) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        next.rows[half] = after[half];
-        after[half] = number(group + 2 * kWarps, half);
-      }
-      next.load(q);
-    }
     TopRows<T, kDim> rows;
     int seen[2] = {count, count};
     if (args.causal)
@@ -220,6 +211,13 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
                                   args.exponent);
     }
     write_rows(queries, rows, out, lse, mass, bottom);
+    if (16 * (group + kWarps) >= tile.count) break;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      queries.rows[half] = after[half];
+      after[half] = number(group + 2 * kWarps, half);
+    }
+    queries.load(q);
   }
 }
 

@@ -15,8 +15,9 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 template <class T>
 __global__ void __launch_bounds__(WholeShape::kThreads, 1)
     whole_list_kernel(const __grid_constant__ ListBackwardArgs<T> args,
-                      const __grid_constant__ ClearedSpans cleared, const int lists) {
-  await_previous();
+                      const __grid_constant__ WholeCleared cleared, const int lists) {
+  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const WholeShape shape(memory);
   shape.init();
@@ -47,19 +48,21 @@ bool takes_whole_lists(const ListBackwardArgs<T>& args) {
 }
 
 template <class T>
-void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const TensorView (&cleared)[3],
                               cudaStream_t stream) {
   const SlotSide& queries = args.problem.q;
   const int lists = queries.items * queries.lists * queries.heads;
   if (lists == 0) return;
+  WholeCleared spans;
+  for (int i = 0; i < 3; ++i) spans.tensor[i] = ClearedSpan(cleared[i], lists * kWholeTiles);
   launch_early("whole_list_kernel", whole_list_kernel<T>,
                dim3(static_cast<unsigned>(min(lists, multiprocessors()))), WholeShape::kThreads,
-               WholeShape::kBytes, stream, args, cleared, lists);
+               WholeShape::kBytes, stream, args, spans, lists);
 }
 
-#define COTERIE_INSTANTIATE(T)                                                               \
-  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&);                            \
-  template void launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, const ClearedSpans&, \
+#define COTERIE_INSTANTIATE(T)                                                                  \
+  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&);                               \
+  template void launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, const TensorView(&)[3], \
                                             cudaStream_t)
 COTERIE_INSTANTIATE(Bf16);
 COTERIE_INSTANTIATE(F16);

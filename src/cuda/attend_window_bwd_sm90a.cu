@@ -30,7 +30,7 @@ bool takes_windows(const ListBackwardArgs<T>& args) {
   };
   const std::int64_t rows = max(q.spans.rows, k.spans.rows);
   // Of shorter windows the two kernels of attend_list_bwd_sm90a.cu leave out what is not seen.
-  return problem.rule == ListRule::sliding && problem.window > kWalkWindow - kStreamRows &&
+  return problem.rule == ListRule::sliding && problem.window > kWalkWindow / 2 &&
          problem.window <= kWalkWindow && all_rows(q) && all_rows(k) && problem.group == 1 &&
          problem.value_group == 1 && problem.width <= 64 &&
          q.spans.cu_seqlens == k.spans.cu_seqlens && !args.delta.data && !args.lse.by_slot &&

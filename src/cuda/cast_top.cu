@@ -2,8 +2,8 @@
 // The best tokens of every cluster of CAST: by score, then lower index. A block per cluster. The
 // scores of some tokens give a bound that a few times as many pass as are wanted; those that pass
 // are kept in shared memory, then in registers, where the last of the best is found by counting in
-// bins. When too few or too many pass, or more are wanted than there is room for,
-// digits are counted over all tokens.
+// bins. When too few or too many pass, or more are wanted than there is room for, digits are
+// counted over all tokens.
 #include "cuda/cast_select.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/word_search.cuh"

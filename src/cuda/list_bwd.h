@@ -2,7 +2,6 @@
 // Launches of the kernels of device/list_bwd.cuh, for the files that instantiate them.
 #pragma once
 
-#include "cuda/device/cleared.cuh"
 #include "cuda/device/list_bwd.cuh"
 #include "cuda/launch.h"
 
@@ -35,11 +34,11 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
                         cudaStream_t stream);
 
 // Lists that fit a block as a whole, all gradients at once: calls that launch_lists_sm90a would
-// serve, of which this one is taken. attend_whole_list_bwd_sm90a.cu
+// serve, of which this one is taken; cleared tensors become 0. attend_whole_list_bwd_sm90a.cu
 template <class T>
 bool takes_whole_lists(const ListBackwardArgs<T>& args);
 template <class T>
-void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const TensorView (&cleared)[3],
                               cudaStream_t stream);
 
 // Windows along all rows of an item, all gradients at once: plain calls that launch_lists_sm90a

@@ -137,10 +137,11 @@ struct CandidateRun {
 // For long bf16 sequences on Hopper. routing_candidates_sm90a.cu
 bool candidates_pay(const RoutingSide& side, std::int64_t width);
 // Fills the lists of the wanted runs, and the statistics of their rows; zeroes words for later
-// kernels. arrivals are team_counters.
-void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
+// kernels, and `cleared`, which may be absent: whether it did. arrivals are team_counters.
+bool find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
                      CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
-                     unsigned* arrivals, Arena& arena, cudaStream_t stream);
+                     const TensorView& cleared, unsigned* arrivals, Arena& arena,
+                     cudaStream_t stream);
 
 // members (items, heads, C, width): the `width` best rows of every centroid, ascending, -1 beyond
 // them; and the statistics of the rows. routing_top.cu
@@ -149,10 +150,10 @@ struct TopSide {
   std::int64_t width;
   TensorView members;
 };
-// `keys` may be null.
-void select_top(const AttentionCall& call, const CentredCentroids& centroids,
-                const TopSide& queries, const TopSide* keys, unsigned* arrivals, Arena& arena,
-                cudaStream_t stream);
+// `keys` may be null. Whether `cleared`, which may be absent, has become 0 on the way.
+bool select_top(const AttentionCall& call, const CentredCentroids& centroids,
+                const TopSide& queries, const TopSide* keys, const TensorView& cleared,
+                unsigned* arrivals, Arena& arena, cudaStream_t stream);
 
 // The same for a partition of the rows into clusters of equal size. routing_balanced.cu
 void select_balanced(const AttentionCall& call, const RoutingSide& side,

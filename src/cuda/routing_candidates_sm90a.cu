@@ -51,6 +51,9 @@ __device__ __forceinline__ void find_hits(const CandidateArgs& args,
         reinterpret_cast<float2*>(problem.stats)[at] = make_float2(stats.mean, stats.inverse);
     });
     load(tile + own.groups);
+    if (problem.column == 0)
+      args.cleared.clear(problem.number / args.passes * tiles + tile,
+                         static_cast<int>(threadIdx.x) % kWarpgroup, kWarpgroup);
 #pragma unroll 1
     for (int c = 0; c < steps; ++c) {
       float d[32];
@@ -166,9 +169,10 @@ bool candidates_pay(const RoutingSide& side, std::int64_t width) {
          on_hopper();
 }
 
-void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
+bool find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
                      CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
-                     unsigned* arrivals, Arena& arena, cudaStream_t stream) {
+                     const TensorView& cleared, unsigned* arrivals, Arena& arena,
+                     cudaStream_t stream) {
   CandidateArgs args{};
   args.centroids = centroids;
   args.zeroed = zeroed;
@@ -187,14 +191,22 @@ void find_candidates(const AttentionCall& call, const CentredCentroids& centroid
   if (queries.wanted && keys.wanted) args.sides[1] = candidate_side(keys);
   args.maxima = arena.take<std::uint32_t>(static_cast<std::int64_t>(problems) * args.passes *
                                           args.cells() * (kTeamColumns / 2));
-  if (!args.maxima || problems == 0) return;
-  if (!args.sides[0].x.aligned || (args.sides[1].problems && !args.sides[1].x.aligned))
-    return leave_open(call, queries, keys, zeroed, stream);
+  if (!args.maxima || problems == 0) return false;
+  if (!args.sides[0].x.aligned || (args.sides[1].problems && !args.sides[1].x.aligned)) {
+    leave_open(call, queries, keys, zeroed, stream);
+    return false;
+  }
+  const bool clears = clearable(cleared) && call.N == call.S &&
+                      !call.inputs.q_sequences.lengths.present() &&
+                      !call.inputs.k_sequences.lengths.present();
+  if (clears)
+    args.cleared = ClearedSpan(cleared, problems * ((call.N + kTokenTile - 1) / kTokenTile));
   dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
     launch_cooperative_early(candidates_kernel<kChunks>, args.teams.blocks(), kCandidateThreads,
                              CandidateMemory<kChunks>::kBytes, stream, args);
   });
+  return clears;
 }
 
 }  // namespace coterie::cuda

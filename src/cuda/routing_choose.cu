@@ -6,7 +6,6 @@
 // and 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the exact score's
 // own rounding, for rows whose mean is at most 64 times their deviation.
 #include "cuda/device/await.cuh"
-#include "cuda/device/block_scan.cuh"
 #include "cuda/device/routing_top.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/launch.h"
@@ -18,19 +17,18 @@ namespace {
 
 using Element = Bf16;
 
-constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kBins = 1024;
+constexpr int kThreads = 32;  // of a block, and a list: a warp needs no barriers
+constexpr int kBins = 512;
 constexpr int kChunkRows = 64 * 1024;  // rows that are sorted at a time, a bit each
 
 struct ChooseSizes {
   int capacity, width;
-  int vectors;  // of 128 rows, a bit each; a power of two
+  int vectors;  // of 128 rows, a bit each
 
-  // Of the two parts of memory that are used for several things.
-  __host__ __device__ int first_bytes() const {
-    return max(max(kBins * 4, (capacity + 1) * 8), vectors * 16);
-  }
-  __host__ __device__ int second_bytes() const { return max(capacity * 8, vectors * 8); }
+  // Close candidates; lists with more of them stay open.
+  __host__ __device__ int close() const { return 256 + capacity / 8; }
+  __host__ __device__ int first_bytes() const { return max(capacity * 8, vectors * 18) + 15 & ~15; }
+  __host__ __device__ int second_bytes() const { return max(close() * 8, kBins * 4); }
   std::size_t bytes() const {
     return static_cast<std::size_t>(first_bytes() + second_bytes() + width * 4);
   }
@@ -38,40 +36,30 @@ struct ChooseSizes {
 
 // Shared memory of a block, for lists of up to `capacity` candidates.
 struct ChooseMemory {
-  // One after the other: bins [kBins] of the scores, keys [capacity] of close candidates, a bit for
-  // every row; scores and rows of all candidates, numbers of rows for every word of bits.
-  unsigned char *first, *second;
-  std::int32_t* row;     // [capacity]
+  // Scores and rows of all candidates, less the threshold; then a bit for every row, and how many
+  // are set before each 128 of them.
+  float* score;
+  std::int32_t* row;
+  uint4* bits;
+  std::uint16_t* before;
+  // Bins of the scores, then keys of close candidates.
+  int* bins;
+  CandidateKey* keys;
   std::int32_t* chosen;  // [width]
-  int vectors;
+  int vectors, close;
 
   __device__ ChooseMemory(unsigned char* memory, const ChooseSizes& sizes)
-      : first(memory),
-        second(memory + sizes.first_bytes()),
-        row(reinterpret_cast<std::int32_t*>(second) + sizes.capacity),
-        chosen(reinterpret_cast<std::int32_t*>(second + sizes.second_bytes())),
-        vectors(sizes.vectors) {}
-
-  __device__ int* bins() const { return reinterpret_cast<int*>(first); }
-  __device__ CandidateKey* keys() const { return reinterpret_cast<CandidateKey*>(first); }
-  __device__ uint4* bits() const { return reinterpret_cast<uint4*>(first); }
-  // Of all candidates, less the threshold.
-  __device__ float* score() const { return reinterpret_cast<float*>(second); }
-  // Rows of a thread's words before each of them.
-  __device__ std::uint16_t* before() const { return reinterpret_cast<std::uint16_t*>(second); }
+      : score(reinterpret_cast<float*>(memory)),
+        row(reinterpret_cast<std::int32_t*>(score + sizes.capacity)),
+        bits(reinterpret_cast<uint4*>(memory)),
+        before(reinterpret_cast<std::uint16_t*>(bits + sizes.vectors)),
+        bins(reinterpret_cast<int*>(memory + sizes.first_bytes())),
+        keys(reinterpret_cast<CandidateKey*>(bins)),
+        chosen(
+            reinterpret_cast<std::int32_t*>(memory + sizes.first_bytes() + sizes.second_bytes())),
+        vectors(sizes.vectors),
+        close(sizes.close()) {}
 };
-
-// The largest `value` of the block; not negative.
-__device__ __forceinline__ float block_max(float value) {
-  __shared__ unsigned warps[kWarps];
-  const unsigned most = __reduce_max_sync(~0u, __float_as_uint(value));
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
-  __syncthreads();
-  unsigned all = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) all = max(all, warps[w]);
-  return __uint_as_float(all);
-}
 
 // How far rounded scores of a list are off, times the centroid's scale.
 template <int kWidth>
@@ -101,27 +89,29 @@ struct Bounds {
 
 // From a histogram of the scores, all in [0, most].
 __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted, float most) {
-  __shared__ int found;
-  int* bins = memory.bins();
   constexpr int kEach = kBins / kThreads;
+  const int lane = static_cast<int>(threadIdx.x);
   const float factor = most > 0.0f ? static_cast<float>(kBins) / most : 0.0f;
-  for (int i = threadIdx.x; i < kBins / 4; i += kThreads)
-    reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kThreads)
-    atomicAdd(&bins[kBins - 1 - min(static_cast<int>(memory.score()[i] * factor), kBins - 1)], 1);
-  __syncthreads();
-  int each[kEach], sum = 0, carry = 0;  // largest scores first
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += each[i] = bins[static_cast<int>(threadIdx.x) * kEach + i];
-  int before = block_exclusive_scan(sum, carry);
+  for (int i = 0; i < kEach / 4; ++i)
+    reinterpret_cast<uint4*>(memory.bins)[i * kThreads + lane] = make_uint4(0, 0, 0, 0);
+  __syncwarp();
+#pragma unroll 4
+  for (int i = lane; i < count; i += kThreads)
+    atomicAdd(&memory.bins[kBins - 1 - min(static_cast<int>(memory.score[i] * factor), kBins - 1)],
+              1);
+  __syncwarp();
+  int each[kEach], sum = 0;  // largest scores first
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += each[i] = memory.bins[lane * kEach + i];
+  int before = warp_inclusive_scan(sum) - sum, found = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    if (before < wanted && before + each[i] >= wanted)
-      found = kBins - 1 - (static_cast<int>(threadIdx.x) * kEach + i);
+    if (before < wanted && before + each[i] >= wanted) found = kBins - 1 - (lane * kEach + i);
     before += each[i];
   }
-  __syncthreads();
+  found = __reduce_max_sync(~0u, found);  // of one lane
+  __syncwarp();
   const float width = most / static_cast<float>(kBins), bin = static_cast<float>(found);
   return {bin * width * (1.0f - 0x1p-20f), (bin + 1.0f) * width * (1.0f + 0x1p-20f)};
 }
@@ -130,131 +120,177 @@ __device__ Bounds find_bounds(const ChooseMemory& memory, int count, int wanted,
 // row counts those before it.
 __device__ void write_ascending(const ChooseMemory& memory, int count, int rows,
                                 std::int32_t* members) {
-  __shared__ int starts[kThreads];  // rows before the words of a thread
-  auto* words = reinterpret_cast<std::uint32_t*>(memory.bits());
-  const int thread = static_cast<int>(threadIdx.x);
-  const int each = max(memory.vectors / kThreads, 1), each_bits = 31 - __clz(each);
+  const int lane = static_cast<int>(threadIdx.x);
+  auto* words = reinterpret_cast<std::uint32_t*>(memory.bits);
   int place = 0;
+#pragma unroll 1
   for (int first = 0; first < rows; first += kChunkRows) {
-    __syncthreads();
-    for (int i = thread; i < memory.vectors; i += kThreads)
-      memory.bits()[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-    for (int i = thread; i < count; i += kThreads) {
+    __syncwarp();
+#pragma unroll 2
+    for (int i = lane; i < memory.vectors; i += kThreads) memory.bits[i] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < count; i += kThreads) {
       const int row = memory.chosen[i] - first;
       if (row >= 0 && row < kChunkRows) atomicOr(&words[row / 32], 1u << row % 32);
     }
-    __syncthreads();
-    int mine = 0;
-    for (int i = thread * each; i < min((thread + 1) * each, memory.vectors); ++i) {
-      const uint4 four = memory.bits()[i];
-      const unsigned second = mine + __popc(four.x), third = second + __popc(four.y),
-                     fourth = third + __popc(four.z);
-      reinterpret_cast<uint2*>(memory.before())[i] =
-          make_uint2(mine | second << 16, third | fourth << 16);
-      mine = static_cast<int>(fourth) + __popc(four.w);
+    __syncwarp();
+#pragma unroll 1
+    for (int base = 0; base < memory.vectors; base += kThreads) {
+      const int i = base + lane;
+      const uint4 four = i < memory.vectors ? memory.bits[i] : make_uint4(0, 0, 0, 0);
+      const int mine = __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+      const int behind = place + warp_inclusive_scan(mine);
+      if (i < memory.vectors) memory.before[i] = static_cast<std::uint16_t>(behind - mine);
+      place = __shfl_sync(~0u, behind, 31);
     }
-    starts[thread] = block_exclusive_scan(mine, place);
-    __syncthreads();
-    for (int i = thread; i < count; i += kThreads) {
-      const int row = memory.chosen[i] - first, word = row / 32;
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < count; i += kThreads) {
+      const int row = memory.chosen[i] - first;
       if (row < 0 || row >= kChunkRows) continue;
-      members[starts[word >> (2 + each_bits)] + memory.before()[word] +
-              __popc(words[word] & ((1u << row % 32) - 1))] = first + row;
+      const uint4 four = memory.bits[row / 128];
+      // Bits before the row's, of its word and of those before that.
+      const int word = row % 128 / 32;
+      const std::uint32_t own = word < 2    ? (word == 0 ? four.x : four.y)
+                                : word == 2 ? four.z
+                                            : four.w;
+      int rank = memory.before[row / 128] + __popc(own & ((1u << row % 32) - 1));
+      rank += word > 0 ? __popc(four.x) : 0;
+      rank += word > 1 ? __popc(four.y) : 0;
+      rank += word > 2 ? __popc(four.z) : 0;
+      members[rank] = first + row;
     }
   }
 }
 
-// The parts of a list one after the other, by all threads; returns how many rows there are, -1 when
-// a part has more than it holds.
+// The parts of a list one after the other; returns how many rows there are, -1 when a part has more
+// than it holds.
 __device__ __forceinline__ int gather(const CandidateLists& lists, std::int64_t number,
                                       const ChooseMemory& memory, float& most) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x);
   const int count = lane < lists.parts ? lists.count[number * lists.parts + lane] : 0;
   if (__any_sync(~0u, count > lists.capacity)) return -1;
-  const int behind = warp_inclusive_scan(count);            // the end of part `lane`
-  const int shares = max(1, kWarps / max(lists.parts, 1));  // warps of a part
-  constexpr int kAhead = 4;                                 // entries of a lane on their way
-#pragma unroll 1
-  for (int unit = warp; unit < lists.parts * shares; unit += kWarps) {
-    const int part = unit / shares, own = __shfl_sync(~0u, count, part);
-    const int first = __shfl_sync(~0u, behind, part) - own;
-    const uint2* entries = lists.entries + (number * lists.parts + part) * lists.capacity;
-#pragma unroll 1
-    for (int base = unit % shares * 32 + lane; base < own; base += 32 * kAhead * shares) {
-      uint2 entry[kAhead];
+  const int behind = warp_inclusive_scan(count);  // the end of part `lane`
+  // Entries of a part are stored while those of the next one are on their way.
+  constexpr int kAhead = 6;
+  uint2 entry[2][kAhead];
+  const auto part_of = [&](int part) {
+    return lists.entries + (number * lists.parts + part) * lists.capacity;
+  };
+  const auto load = [&](int part, uint2(&to)[kAhead]) {
+    const uint2* from = part_of(part);
+    const int own = __shfl_sync(~0u, count, part);
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j)
-        if (base + 32 * j * shares < own) entry[j] = entries[base + 32 * j * shares];
+    for (int j = 0; j < kAhead; ++j)
+      if (lane + kThreads * j < own) to[j] = from[lane + kThreads * j];
+  };
+  const auto store = [&](int part, const uint2(&from)[kAhead]) {
+    const int own = __shfl_sync(~0u, count, part), first = __shfl_sync(~0u, behind, part) - own;
+    const auto put = [&](int i, const uint2& one) {
+      memory.score[first + i] = __uint_as_float(one.x);
+      memory.row[first + i] = static_cast<std::int32_t>(one.y);
+      most = fmaxf(most, __uint_as_float(one.x));
+    };
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int i = base + 32 * j * shares;
-        if (i >= own) continue;
-        memory.score()[first + i] = __uint_as_float(entry[j].x);
-        memory.row[first + i] = static_cast<std::int32_t>(entry[j].y);
-        most = fmaxf(most, __uint_as_float(entry[j].x));
-      }
-    }
+    for (int j = 0; j < kAhead; ++j)
+      if (lane + kThreads * j < own) put(lane + kThreads * j, from[j]);
+#pragma unroll 1
+    for (int i = lane + kThreads * kAhead; i < own; i += kThreads) put(i, part_of(part)[i]);
+  };
+  load(0, entry[0]);
+#pragma unroll 1
+  for (int part = 0; part < lists.parts; part += 2) {
+    const bool two = part + 1 < lists.parts;
+    if (two) load(part + 1, entry[1]);
+    store(part, entry[0]);
+    if (part + 2 < lists.parts) load(part + 2, entry[0]);
+    if (two) store(part + 1, entry[1]);
   }
   return __shfl_sync(~0u, behind, 31);
+}
+
+// Candidates above the bounds are chosen, those between them become rows among the keys. Returns
+// how many there are of both.
+__device__ __forceinline__ int2 split(const ChooseMemory& memory, int count, float low,
+                                      float high) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const unsigned before = (1u << lane) - 1;
+  int2 places = {0, 0};
+#pragma unroll 1
+  for (int base = 0; base < count; base += kThreads) {
+    const int i = base + lane;
+    const float score = i < count ? memory.score[i] : -1.0f;
+    const unsigned in = __ballot_sync(~0u, score > high);
+    const unsigned near = __ballot_sync(~0u, score >= low) & ~in;
+    if (in >> lane & 1) memory.chosen[places.x + __popc(in & before)] = memory.row[i];
+    const int place = places.y + __popc(near & before);
+    if ((near >> lane & 1) && place < memory.close)
+      memory.keys[place] = static_cast<CandidateKey>(memory.row[i]);
+    places.x += __popc(in);
+    places.y += __popc(near);
+  }
+  __syncwarp();
+  return places;
+}
+
+// The best `wanted` of `total` close candidates, by their exact scores.
+template <int kWidth>
+__device__ __forceinline__ void choose_close(const ExactScores<Element, kWidth>& scores,
+                                             const ChooseMemory& memory, int total, int wanted,
+                                             std::int32_t* chosen) {
+  const int lane = static_cast<int>(threadIdx.x);
+  CandidateKey* keys = memory.keys;
+  scores.template compute<kThreads, 8>(
+      total, [&](int i) { return static_cast<int>(keys[i]); },
+      [&](int i, int row, float score) { keys[i] = candidate_key(score, row); });
+  __syncwarp();
+  CandidateKey cut = 0;
+  if (total > wanted)
+    cut = find_cut(
+        [&](const auto& visit) {
+#pragma unroll 2
+          for (int i = lane; i < total; i += kThreads) visit(keys[i]);
+        },
+        wanted, wanted);
+  int place = 0;
+#pragma unroll 1
+  for (int base = 0; base < total; base += kThreads) {
+    const CandidateKey key = base + lane < total ? keys[base + lane] : 0;
+    const bool in = base + lane < total && key >= cut;
+    const unsigned votes = __ballot_sync(~0u, in);
+    if (in) chosen[place + __popc(votes & ((1u << lane) - 1))] = index_of(key);
+    place += __popc(votes);
+  }
+  __syncwarp();
 }
 
 // Whether the candidates decide a list; if so its members are written.
 template <int kWidth>
 __device__ bool choose(const TopArgs<Element>& args, const TopList<Element>& list,
                        const ChooseMemory& memory) {
-  __shared__ int places;  // taken so far: members, and << 16 close candidates
   const int wanted = list.wanted;
-  float most = 0.0f;  // of this thread's scores
+  const ExactScores<Element, kWidth> scores(list, args.centroids.pitch);
+  float most = 0.0f;
   const int count = gather(list.side.candidates, list.number, memory, most);
   if (count < wanted) return false;
-  if (threadIdx.x == 0) places = 0;
-  const ExactScores<Element, kWidth> scores(list, args.centroids.pitch);
   const float error = score_error<kWidth>(scores);
-  const Bounds bounds = find_bounds(memory, count, wanted, block_max(most));
+  most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));  // not negative
+  __syncwarp();
+  const Bounds bounds = find_bounds(memory, count, wanted, most);
   const float low = bounds.low - 2.0f * error, high = bounds.high + 2.0f * error;
-  if (!(low > 0.0f)) return false;     // rows below the threshold may be members
-  CandidateKey* keys = memory.keys();  // of close candidates: first their rows
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const unsigned before = (1u << lane) - 1;
-  for (int base = static_cast<int>(threadIdx.x) - lane; base < count; base += kThreads) {
-    const int i = base + lane;
-    const float score = i < count ? memory.score()[i] : -1.0f;
-    const unsigned in = __ballot_sync(~0u, score > high);
-    const unsigned near = __ballot_sync(~0u, score >= low) & ~in;
-    int place = lane == 0 ? atomicAdd(&places, __popc(in) | __popc(near) << 16) : 0;
-    place = __shfl_sync(~0u, place, 0);
-    if (in >> lane & 1) memory.chosen[(place & 0xffff) + __popc(in & before)] = memory.row[i];
-    if (near >> lane & 1)
-      keys[(place >> 16) + __popc(near & before)] = static_cast<CandidateKey>(memory.row[i]);
-  }
-  __syncthreads();
-  const int total = places >> 16, first = places & 0xffff;
-  if (threadIdx.x == 0) keys[total] = 0;  // pairs are compared
-  scores.template compute<kThreads>(
-      total, [&](int i) { return static_cast<int>(keys[i]); },
-      [&](int i, int row, float score) { keys[i] = candidate_key(score, row); });
-  __syncthreads();
-  for (int i = threadIdx.x; i < total; i += kThreads) {
-    const CandidateKey key = keys[i];
-    int place = first;
-#pragma unroll 2
-    for (int j = 0; j < total; j += 2) {
-      const auto two = reinterpret_cast<const ulonglong2*>(keys)[j / 2];
-      count_greater(place, two.x, key);
-      count_greater(place, two.y, key);
-    }
-    if (place < wanted) memory.chosen[place] = index_of(key);
-  }
-  __syncthreads();
+  if (!(low > 0.0f)) return false;  // rows below the threshold may be members
+  const int2 places = split(memory, count, low, high);
+  if (places.y > memory.close) return false;
+  choose_close<kWidth>(scores, memory, places.y, wanted - places.x, memory.chosen + places.x);
   write_ascending(memory, wanted, list.span.length, list.members);
   return true;
 }
 
-// A block per list.
+// A block, of one warp, per list.
 template <int kWidth>
-__global__ void __launch_bounds__(kThreads, 8)
-    choose_kernel(const __grid_constant__ TopArgs<Element> args, ChooseSizes sizes) {
+__global__ void __launch_bounds__(kThreads, 16)
+    choose_kernel(const __grid_constant__ TopArgs<Element> args, const ChooseSizes sizes) {
   await_previous();
   extern __shared__ __align__(16) unsigned char shared[];
   const TopList<Element> list(args, static_cast<int>(blockIdx.x));
@@ -273,12 +309,12 @@ __global__ void __launch_bounds__(kThreads, 8)
 
 void choose_candidates(const AttentionCall& call, const TopArgs<Element>& args,
                        cudaStream_t stream) {
-  ChooseSizes sizes{0, 0, 1};
+  ChooseSizes sizes{};
   for (const TopRows<Element>& side : args.sides) {
     if (side.lists == 0) continue;
     sizes.capacity = max(sizes.capacity, side.candidates.parts * side.candidates.capacity);
     sizes.width = max(sizes.width, side.width);
-    while (sizes.vectors * 128 < min(side.shape.rows, kChunkRows)) sizes.vectors *= 2;
+    sizes.vectors = max(sizes.vectors, (min(side.shape.rows, kChunkRows) + 127) / 128);
   }
   dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
     launch_early("choose_candidates", choose_kernel<decltype(dim)::value>,

@@ -121,9 +121,10 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
   dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
     const int part = args.columns * kScanBands<kChunks> * 128;
-    args.low_part = 2 * part <= kTableBytes ? part : 0;
+    const int low = low_bytes<kChunks>(args.columns);
+    args.low_part = part + low <= kTableBytes ? part : 0;
     constexpr int kWarps = kScanThreads<kChunks> / 32;
-    const std::size_t bytes = max(static_cast<std::size_t>(part + args.low_part),
+    const std::size_t bytes = max(static_cast<std::size_t>(args.low_part ? part + low : part),
                                   args.ends ? twin_shared_bytes(centroids.clusters, kWarps)
                                             : sort_shared_bytes(centroids.clusters, kWarps));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));

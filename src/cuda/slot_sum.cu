@@ -15,7 +15,7 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kSumThreads, kBlocks)
     sum_kernel(const __grid_constant__ SumSet<T> set) {
   release_next();
-  if (!set.beside) await_writes();
+  if (!set.beside && !set.listed) await_writes();
   __shared__ typename TokenSums<T, kWidth>::Shared shared;
   int number = 0, head = static_cast<int>(blockIdx.y);
   while (head >= set.sum[number].heads) head -= set.sum[number++].heads;
@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(kSumThreads, kBlocks)
     const KeyChunk tile = args.tiles.find(args.tokens.spans, static_cast<int>(blockIdx.x));
     TokenSums<T, kWidth> tokens(args, tile, head, shared);
     if (args.to.aligned && args.to.row < std::int64_t{1} << 30)
-      tokens.template add<kSumBatch>();
+      tokens.template add<kSumBatch>(set.listed);
     else
-      tokens.template add<1>();
+      tokens.template add<1>(set.listed);
   }
   await_writes();  // whoever waits for this kernel waits for the one ahead
 }
@@ -61,10 +61,12 @@ void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, bool
       int chunk = kSumTokens;  // less, if the GPU were not full some times over
       while (chunk > kSumThreads && rows / chunk < 4ll * kBlocks * multiprocessors()) chunk /= 2;
       set.beside = beside;
+      set.listed = !beside;
       unsigned heads = 0, blocks = 0, count = 0;
       for (const SlotSum& sum : sums) {
         if (sum.to.count() == 0) continue;
         SumArgs<T>& args = set.sum[count++];
+        set.listed = set.listed && sum.listed;
         args = sum_args<T>(sum, chunk);
         heads += static_cast<unsigned>(args.heads);
         blocks = max(blocks, static_cast<unsigned>(args.tiles.slots));

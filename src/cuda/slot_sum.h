@@ -18,6 +18,7 @@ struct SlotSum {
   TensorView to;                 // (B, heads, rows, width); zeros in padding, unless added
   bool added = false;            // to what is there already; then there are as many heads
   bool zeroed = false;           // rows of tokens without slots are 0 already
+  bool listed = false;           // the kernel ahead had the tokens' slots before it let this start
   // Sums are divided by the number of slots + eps; optional (B, heads, rows): the factors.
   bool mean = false;
   float eps = 0.0f;

@@ -203,6 +203,7 @@ void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotW
                    const TensorView& out, float* weights, cudaStream_t stream) {
   SlotSum sum{slots.tokens, slots.values, call.H, out};
   sum.zeroed = slots.zeroed;
+  sum.listed = slots.listed;
   sum.mean = weight.mean;
   sum.eps = weight.eps;
   sum.weights = weights;
@@ -217,6 +218,7 @@ void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>
       sums.push_back({gradient.first.tokens, gradient.first.values, gradient.gradient.size(1),
                       gradient.gradient});
       sums.back().zeroed = gradient.first.zeroed;
+      sums.back().listed = gradient.first.listed;
     }
     sum_slots(call, sums, false, stream);
     return;

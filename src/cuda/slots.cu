@@ -197,8 +197,8 @@ TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64
 }
 
 bool find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
-                      cudaStream_t stream, const TokenSlots* second, const BesideSlots& beside) {
-  if (find_member_slots(tokens, second, beside, arena, stream)) return true;
+                      cudaStream_t stream, const TokenSlots* second, const MemberEnds& ends) {
+  if (find_member_slots(tokens, second, ends, arena, stream)) return true;
   SlotArgs args{};
   int problems = 0, rows = 0;
   const auto add = [&](const TokenSlots& side, SlotSideArgs& to) {

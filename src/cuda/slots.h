@@ -58,23 +58,15 @@ struct MemberEnds {
   bool wanted() const { return ends || flags; }
 };
 
-// What may be done along with finding the slots.
-struct BesideSlots {
-  MemberEnds ends{};  // of the first side
-  TensorView empty;   // (B, heads, rows, width): rows of its tokens without slots become 0; vectors
-};
-// Whether rows are whole vectors of 16 bytes.
-bool whole_vectors(const TensorView& rows);
-
 // Fills first, count and slots, of two sides where there is a second one; with an arena that only
-// counts nothing is launched. Whether what was asked for beside that is done.
+// counts nothing is launched. Whether `ends`, those of the first side, are found as well.
 bool find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
                       cudaStream_t stream, const TokenSlots* second = nullptr,
-                      const BesideSlots& beside = {});
+                      const MemberEnds& ends = {});
 
 // The part of it that lists which ascend take, of sequences that are not packed; whether it did.
 // slots_members.cu
-bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second,
-                       const BesideSlots& beside, Arena& arena, cudaStream_t stream);
+bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, const MemberEnds& ends,
+                       Arena& arena, cudaStream_t stream);
 
 }  // namespace coterie::cuda

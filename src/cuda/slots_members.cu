@@ -19,28 +19,10 @@ constexpr int kMostRange = kThreads * kEach;  // tokens of a block
 constexpr int kLanes = 16, kGroups = kThreads / kLanes;
 constexpr int kBatch = 8;  // pieces of lists, kLanes slots each, of a group on their way at a time
 
-// Rows of bytes, whole vectors of 16.
-struct EmptyRows {
-  char* data;
-  std::int64_t batch, head, row;  // strides
-  int vectors;                    // of a row; 0: there are none
-
-  explicit EmptyRows(const TensorView& rows) : EmptyRows() {
-    if (!rows.present()) return;
-    const auto bytes = static_cast<std::int64_t>(dtype_bytes(rows.dtype));
-    *this = {static_cast<char*>(rows.data), rows.stride(0) * bytes, rows.stride(1) * bytes,
-             rows.stride(2) * bytes, static_cast<int>(rows.size(3) * bytes / 16)};
-  }
-  EmptyRows() = default;
-  EmptyRows(char* at, std::int64_t b, std::int64_t h, std::int64_t r, int words)
-      : data(at), batch(b), head(h), row(r), vectors(words) {}
-};
-
 struct MemberSlots {
   TokenSlots tokens;
   int width, problems;
   std::int32_t* bounds;  // (problems, ranges + 1, lists): the first place of a list's piece
-  EmptyRows empty;
 };
 
 struct MemberSlotArgs {
@@ -135,21 +117,6 @@ __device__ __forceinline__ void for_pieces(const MemberProblem& problem, const s
   }
 }
 
-// Rows of the block's tokens without slots; firsts[token] is where those of a token are listed.
-__device__ __forceinline__ void clear_rows(const EmptyRows& rows, const MemberProblem& problem,
-                                           int first_token, int count, const int* firsts) {
-  constexpr int kRowLanes = 8;
-  char* first = rows.data + problem.span.batch * rows.batch + problem.head * rows.head +
-                (problem.span.begin + first_token) * rows.row;
-  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x) / kRowLanes; i < count; i += kThreads / kRowLanes) {
-    if (firsts[i] != firsts[i + 1]) continue;
-    auto* row = reinterpret_cast<uint4*>(first + i * rows.row);
-    for (int j = lane; j < rows.vectors; j += kRowLanes) __stcs(row + j, make_uint4(0, 0, 0, 0));
-  }
-}
-
 // Blocks (range, problem).
 __global__ void __launch_bounds__(kThreads, 3)
     member_slots_kernel(const __grid_constant__ MemberSlotArgs args) {
@@ -199,8 +166,6 @@ __global__ void __launch_bounds__(kThreads, 3)
     tokens.first[row + i] = there ? firsts[i] : 0;
     tokens.count[row + i] = there ? firsts[i + 1] - firsts[i] : 0;
   }
-  if (problem.side.empty.vectors > 0)
-    clear_rows(problem.side.empty, problem, first_token, count, firsts);
   std::int32_t* out = tokens.slots + problem.start;
   for_pieces(problem, begins, ends, [&](int slot, int token) {
     const int own = token - first_token;
@@ -217,15 +182,8 @@ int range_bits(std::int64_t tokens) {
 
 }  // namespace
 
-bool whole_vectors(const TensorView& rows) {
-  const auto bytes = static_cast<std::int64_t>(dtype_bytes(rows.dtype));
-  bool whole = rows.present() && reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
-  for (int dim = 0; dim < 3; ++dim) whole = whole && rows.stride(dim) * bytes % 16 == 0;
-  return whole && rows.size(3) * bytes % 16 == 0;
-}
-
-bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second,
-                       const BesideSlots& beside, Arena& arena, cudaStream_t stream) {
+bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, const MemberEnds& ends,
+                       Arena& arena, cudaStream_t stream) {
   const std::int64_t most = static_cast<std::int64_t>(tokens.items) * tokens.heads +
                             (second ? static_cast<std::int64_t>(second->items) * second->heads : 0);
   if (tokens.lists == 0 || tokens.spans.cu_seqlens || most > kMaxBlocks) return false;
@@ -246,8 +204,7 @@ bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second,
   if (second) add(*second, args.sides[1]);
   const int problems = args.sides[0].problems + args.sides[1].problems;
   if (!args.sides[0].bounds || problems == 0 || block == 0 || rows == 0) return true;
-  if (beside.ends.wanted()) args.ends = beside.ends;
-  args.sides[0].empty = EmptyRows(beside.empty);
+  if (ends.wanted()) args.ends = ends;
   launch_early("member_bounds", member_bounds_kernel,
                dim3(static_cast<unsigned>((block + kThreads - 1) / kThreads),
                     static_cast<unsigned>(problems)),

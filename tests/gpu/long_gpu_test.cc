@@ -34,6 +34,7 @@ std::vector<Case> long_cases() {
   add("local_walk_packed_both_ways", "local(window=255)", "B1 H3 N2100 D64 packed bf16");
   add("local_walk_padded_both_ways", "local(window=193)", "B3 H2 N1500 D40 padded bf16");
   add("local_walk_fewer_keys", "local(window=256)", "B2 H3 N1343 S900 D64 causal f16");
+  add("local_walk_half_window", "local(window=130)", "B1 H5 N1200 D64 causal bf16");
   add("local_long_window", "local(window=1500)", "B1 H3 N2500 D64 causal bf16");
   add("strided_long", "strided(stride=2)", "B1 H3 N2500 D64 bf16");
   add("strided", "strided(stride=16)", "B1 H4 N2500 D64 causal bf16");
@@ -63,6 +64,13 @@ std::vector<Case> long_cases() {
       "B1 H3 N1300 D64 causal f16 mixture");
   add("routing_paper_256", "routing(clusters=150,window=256,causal=paper)",
       "B1 H2 N2300 D64 causal bf16 mixture");
+  // Many clusters: kernels clear the rows of tokens in none of them for others.
+  add("routing_paper_cleared", "routing(clusters=48,window=80,causal=paper)",
+      "B2 H3 N1500 D64 causal bf16 mixture");
+  add("routing_paper_cleared_bnhd", "routing(clusters=40,window=90,causal=paper)",
+      "B1 H4 N1500 D64 causal bnhd bf16 mixture");
+  add("routing_paper_cleared_padded", "routing(clusters=40,window=70,causal=paper)",
+      "B2 H4 N1600 D64 causal padded gaps bf16 mixture");
   add("routing_both_ways_192", "routing(clusters=10,window=192)", "B2 H3 N1500 D40 padded f16");
   add("routing_both_ways", "routing(clusters=16,window=256)", "B1 H4 N2300 D64 bf16 mixture");
   add("cast", "cast(clusters=16,size=256)", "B1 H12 N3000 D64 bf16");

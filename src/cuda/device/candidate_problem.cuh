@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/cleared.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
@@ -37,6 +38,7 @@ struct CandidateArgs {
   CandidateSide sides[2];
   CentredCentroids centroids;
   ZeroedWords zeroed;
+  ClearedSpan cleared;  // a part for every tile of all rows
   Teams teams;
   int passes;             // over the rows, for kTeamColumns centroids each
   int warp_cells;         // parts of the sample that a warp tells apart: 1, 2, 4 or 8

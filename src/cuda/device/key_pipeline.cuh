@@ -74,9 +74,12 @@ struct KeyPipeline {
 
   // By all threads, before a __syncthreads.
   __device__ void init() const {
-    if (threadIdx.x < 2 * kStages)
-      mbarrier_init(full(0) + threadIdx.x * 8,
-                    (threadIdx.x < kStages ? kLoaders : kWarps) * kWarpArrivals);
+    if (threadIdx.x > 0) return;  // threads with addresses of their own would go one by one
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(full(stage), kLoaders * kWarpArrivals);
+      mbarrier_init(free(stage), kWarps * kWarpArrivals);
+    }
   }
 
   // After a __syncthreads behind the last tile; init may follow.

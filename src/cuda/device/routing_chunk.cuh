@@ -71,7 +71,7 @@ __device__ void score_chunk(const TopArgs<T>& args, const TopList<T>& any, const
         args.centroids.pitch, centroid[l]);
   const int lane = static_cast<int>(threadIdx.x) % Lanes::kLanes;
   const int own = (lane & 1) * 4 + (lane & 2) + (lane >> 2 & 1);
-  exact.template for_rows<kChunkThreads>(
+  exact.template for_rows<kChunkThreads, 4>(
       to.length, [&](int i) { return range.begin + i; },
       [&](int i, int row, const uint4& words, float inverse) {
         float part[kChunkLists];

@@ -159,9 +159,9 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
     for (int column = 0; column < table.columns; column += kScanStep) {
       float d[kScanStep / 2];
       if (table.low_part)
-        products.template start<2>(d, table, low);
+        products.template start<2>(d, table, column / kScanStep * 2, low);
       else
-        products.template start<1>(d, table, low);
+        products.template start<1>(d, table, column / kScanStep * 2, low);
       products.finish(d);
       visit(d, column);
     }

@@ -6,6 +6,7 @@
 #include "cuda/device/nearest.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
+#include "cuda/device/wgmma_e4m3.cuh"
 #include "cuda/routing.h"
 
 namespace coterie::cuda {
@@ -22,10 +23,14 @@ constexpr int kMostScanGroups = 4, kMostScanWarps = kMostScanGroups * kWarpgroup
 constexpr int kScanStep = 64;  // centroids at a time
 constexpr int kScanRows = 64;
 
-// Rows of lengths in [2^-2, 2^12) are f16 numbers as they are: their elements are below 2^12, and
-// what is lost of those below 2^-14 is less than 2^-22 of the length. Other rows are
-// brought to 2^kLeastPower by a power of two, and so is the longest centroid.
-constexpr int kLeastPower = -2;
+// Rows of lengths in [2, 2^8) are taken as they are: their elements fit into e4m3, and what is lost
+// there of small ones is less than 2^-7 of the length. Other rows are brought to 2 by a power of
+// two; the longest centroid is brought to 2^11, so that what rounding to f16 takes from the
+// centroids fits into e4m3, too.
+constexpr float kShortestRow = 2.0f, kLongestRow = 0x1p8f, kTableLength = 0x1p11f;
+// What products in e4m3 miss of x . rest, over |x| |rest|: half a unit of x's 4 bits, small
+// elements, and sums of 14 bits.
+constexpr float kRowLoss = 0x1p-4f + 0x1p-7f + 0x1p-7f;
 
 template <int kChunks>
 constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
@@ -45,14 +50,15 @@ struct ScanTable {
   float norm, slack;       // scaled: the largest |m|, and the error bound over |x|
 };
 
-// The power of two that brings a length to the ones that need none; 0: the length is not finite, or
-// so short that squares were lost.
-__device__ __forceinline__ float scale_of(float length) {
-  if (length >= 0x1p-2f && length < 0x1p12f) return 1.0f;
+// The power of two that brings a length to `power`, itself one, or up to twice that; 0: the length
+// is not finite, or so short that squares were lost.
+__device__ __forceinline__ float scale_to(float length, float power) {
   const std::uint32_t exponent = __float_as_uint(length) >> 23;
-  return length > 0x1p-50f && length < 0x1p100f
-             ? __uint_as_float((254 + kLeastPower - exponent) << 23)
-             : 0.0f;
+  return length > 0x1p-50f && length < 0x1p100f ? power * __uint_as_float((254 - exponent) << 23)
+                                                : 0.0f;
+}
+__device__ __forceinline__ float row_scale(float length) {
+  return length >= kShortestRow && length < kLongestRow ? 1.0f : scale_to(length, kShortestRow);
 }
 
 // The largest value of the block; NaN counts as larger than all. Synchronises the threads.
@@ -69,9 +75,22 @@ __device__ inline float block_largest(float value) {
   return value;
 }
 
-// Centroids times `scale` to shared memory, and what rounding them to f16 takes, if there is room;
-// depths in the order of RowFragments, zeros behind the last one. Returns the largest |m - table|,
-// scaled.
+// Bytes of the lower part of the table. A row of 128 bytes has that of a centroid, or of two that
+// are a step apart.
+template <int kChunks>
+constexpr int low_bytes(int columns) {
+  constexpr int kEach = 2 / kScanBands<kChunks>;  // centroids
+  return (columns + kScanStep * kEach - 1) / (kScanStep * kEach) * kScanStep * 128;
+}
+// Where that of a step stands, in 16 bytes; `number` is twice the step's.
+template <int kChunks>
+__device__ __forceinline__ int low_step(int number) {
+  return kScanBands<kChunks> == 2 ? number / 2 * 512 : number / 4 * 512 + number / 2 % 2 * 4;
+}
+
+// Centroids times `scale` to shared memory, and in e4m3 what rounding them to f16 takes, if there
+// is room; depths in the order of RowProducts, zeros behind the last one. Returns the largest |m -
+// table|, and what products miss of it, scaled.
 template <int kChunks>
 __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t memory) {
   float most = 0.0f;
@@ -103,16 +122,41 @@ __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t 
                        make_uint4(word[pair], word[4 + pair], word[8 + pair], word[12 + pair]));
     };
     store(memory);
-    if (table.low_part) store(memory + table.low_part);
+    float low_squares = 0.0f;
+    if (table.low_part) {
+      const Tile<ScanHalf, 64> low{memory + table.low_part +
+                                   16 * low_step<kChunks>(column / kScanStep * 2) / 1024 * 1024};
+      const int place = (kScanBands<kChunks> == 2 ? 0 : column / kScanStep % 2 * 4) + chunk * 2;
+      std::uint32_t word[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int at = j % 4 * 8 + j / 4 * 4;
+        word[j] = pack_e4m3(value[at], value[at + 1], value[at + 2], value[at + 3]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float part = unpack_e4m3(word[j], k);
+          low_squares = fmaf(part, part, low_squares);
+          value[at + k] -= part;
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_shared16(
+            low.chunk(column % kScanStep, place + half),
+            make_uint4(word[4 * half], word[4 * half + 1], word[4 * half + 2], word[4 * half + 3]));
+    }
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < 32; ++k) squares = fmaf(value[k], value[k], squares);
 #pragma unroll
-    for (int step = 1; step < kChunks; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-    most = fmaxf(most, squares);
+    for (int step = 1; step < kChunks; step *= 2) {
+      squares += __shfl_xor_sync(~0u, squares, step);
+      low_squares += __shfl_xor_sync(~0u, low_squares, step);
+    }
+    most = fmaxf(most, sqrtf(squares) + kRowLoss * sqrtf(low_squares));
   }
   fence_async_proxy();
-  return sqrtf(block_largest(most));
+  return block_largest(most);
 }
 
 constexpr std::int32_t kNumbers = 63;  // lower bits of a score that make room for a number
@@ -201,36 +245,46 @@ struct RowBest {
 template <int kChunks>
 struct RowProducts {
   RowFragments<ScanHalf, kChunks, 1> rows;
+  std::uint32_t low[kChunks][4];  // in e4m3: of 32 elements those of a lane's first and second four
 
   __device__ __forceinline__ void set(int side, const float (&x)[8 * kChunks]) {
 #pragma unroll
     for (int i = 0; i < 4 * kChunks; ++i)  // elements 2 i, 2 i + 1 of the lane's, see RowFragments
       rows.a[0][i / 2][i % 2 * 2 + side] = pack2<ScanHalf>(x[2 * i], x[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < 2 * kChunks; ++i)
+      low[i / 2][i % 2 * 2 + side] = pack_e4m3(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
 
-  // Starts on the scores of the kScanStep centroids that `low` says, which then says the next ones.
+  // Starts on the scores of the kScanStep centroids of the step with half this number, which are
+  // `at` in the table; `at` then says the next ones.
   template <int kParts>
   __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
-                                        std::uint32_t& low) const {
-    constexpr int kBands = kScanBands<kChunks>;
+                                        int number, std::uint32_t& at) const {
+    const auto descriptor = [&](std::uint32_t place) {
+      return table.descriptor >> 32 << 32 | place;
+    };
     wgmma_fence();
+    if constexpr (kParts == 2) {  // small numbers first: sums of e4m3 products have 14 bits
+      const std::uint32_t first = static_cast<std::uint32_t>(table.descriptor) +
+                                  (table.low_part >> 4) + low_step<kChunks>(number);
 #pragma unroll
-    for (int band = 0; band < kBands * kParts; ++band) {
-      const std::uint32_t at =
-          static_cast<std::uint32_t>(static_cast<int>(low) + (band / kBands * table.low_part >> 4) +
-                                     band % kBands * table.columns * 8);
-      const std::uint64_t first = table.descriptor >> 32 << 32 | at;
-#pragma unroll
-      for (int depth = 0; depth < 4; ++depth) {
-        const auto& a = rows.a[0][band % kBands * 4 + depth];
-        if (band == 0 && depth == 0)
-          wgmma<ScanHalf, 0, 0>(d, a, descriptor_behind(first, depth * 32));
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        if (chunk == 0)
+          wgmma_e4m3<0>(d, low[chunk], descriptor(first + 2 * chunk));
         else
-          wgmma<ScanHalf, 1, 0>(d, a, descriptor_behind(first, depth * 32));
-      }
+          wgmma_e4m3<1>(d, low[chunk], descriptor(first + 2 * chunk));
+    }
+#pragma unroll
+    for (int depth = 0; depth < 2 * kChunks; ++depth) {
+      const std::uint64_t b = descriptor(at + depth / 4 * table.columns * 8 + depth % 4 * 2);
+      if (depth == 0 && kParts == 1)
+        wgmma<ScanHalf, 0, 0>(d, rows.a[0][depth], b);
+      else
+        wgmma<ScanHalf, 1, 0>(d, rows.a[0][depth], b);
     }
     wgmma_commit();
-    low += kScanStep * 128 / 16;
+    at += kScanStep * 128 / 16;
   }
   // For the first centroids. The compiler would make it anew for every product if it knew what it
   // is.
@@ -252,7 +306,7 @@ struct RowProducts {
 #pragma unroll 1
     do {
       float d[kScanStep / 2];
-      start<kParts>(d, table, low);
+      start<kParts>(d, table, number, low);
       finish(d);
       grid[0].add(d, 0, number);
       grid[1].add(d, 1, number);

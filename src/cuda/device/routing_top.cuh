@@ -103,17 +103,20 @@ struct ExactScores {
     Lanes::load_floats(list.centroid, pitch, centroid);
   }
 
-  // put(i, row, score) for all i < count; row_of(i) is the row. By all kThreads threads.
-  template <int kThreads, class RowOf, class Put>
+  // put(i, row, score) for all i < count; row_of(i) is the row. By all kThreads threads, kRows rows
+  // of each on their way at a time.
+  template <int kThreads, int kRows, class RowOf, class Put>
   __device__ void compute(int count, const RowOf& row_of, const Put& put) const {
-    for_rows<kThreads>(count, row_of, [&](int i, int row, const uint4& words, float inverse) {
-      const float product = Lanes::sum(lane_product(words, centroid));
-      if (row >= 0 && Lanes::column() == 0) put(i, row, plain_score(product * inverse));
-    });
+    for_rows<kThreads, kRows>(count, row_of,
+                              [&](int i, int row, const uint4& words, float inverse) {
+                                const float product = Lanes::sum(lane_product(words, centroid));
+                                if (row >= 0 && Lanes::column() == 0)
+                                  put(i, row, plain_score(product * inverse));
+                              });
   }
 
   // take(i, row, this lane's elements, 1 / sigma), rows negative from `count` on.
-  template <int kThreads, class RowOf, class Take>
+  template <int kThreads, int kRows, class RowOf, class Take>
   __device__ void for_rows(int count, const RowOf& row_of, const Take& take) const {
     constexpr int kStep = kThreads / Lanes::kLanes * kRows;
     for (int base = 0; base < count; base += kStep) {
@@ -154,9 +157,7 @@ struct ExactScores {
   }
 
  private:
-  static constexpr int kRows = 4;  // on their way at a time
-
-  template <bool kAligned>
+  template <bool kAligned, int kRows>
   __device__ __forceinline__ void load_rows(const int (&row)[kRows], uint4 (&words)[kRows]) const {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {

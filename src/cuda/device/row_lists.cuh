@@ -113,8 +113,8 @@ __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least
 // The same for rows with more than kStaged candidates, straight from their lists and by the whole
 // warp. Rare, and kept out of the way.
 template <class T>
-__device__ __noinline__ int cut_long_lists(const SelectArgs<T>& args, const RowLists& own,
-                                           int count, int most, CandidateKey* own_keys) {
+__device__ __noinline__ int cut_long_lists(const SelectArgs<T>& args, RowLists own, int count,
+                                           int most, CandidateKey* own_keys) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int row = 0; row < 2; ++row) {

@@ -4,16 +4,16 @@
 //
 // A warpgroup takes 64 rows from global memory to registers and meets kScanStep centroids at a
 // time. Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and the
-// centred centroids m; each times a power of two where it must be. What rounding takes from m is
-// multiplied as well, if shared memory holds it. With m = table + rest a score and the sum in fp32
-// that decides differ by at most
-//   |x| max |rest|  +  2^-14 |x| max |m|,
-// the second part for sums on tensor cores (16 steps of 17 terms at 2^-23 each), in fp32 (128 terms
+// centred centroids m; each times a power of two. What rounding takes from m is multiplied in e4m3,
+// if shared memory holds it, which takes half the time. With m = table + low + rest a score and the
+// sum in fp32 that decides differ by at most
+//   |x| max (|rest| + kRowLoss |low|)  +  2^-15 |x| max |m|,
+// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
 // at 2^-24) and the smallest elements; half of it for 64 elements. Of the scores of a row the two
 // largest are found (ScoreGrid in device/routing_scan.cuh). A label is certain where they are
-// farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it
-// has 64, multiplies them again, and sums in fp32 for those centroids alone that are near enough to
-// the best (device/routing_open.cuh).
+// farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it has
+// 64, multiplies them again, and sums in fp32 for those centroids alone that are near enough to the
+// best (device/routing_open.cuh).
 #pragma once
 
 #include "cuda/device/centre.cuh"
@@ -139,8 +139,8 @@ __device__ __forceinline__ float centre_head(const ScanArgs& args, int head, int
                     value[i]);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (c + kWarps * i >= clusters) break;
       const float norm = centre_centroid(width, value[i]);
+      if (c + kWarps * i >= clusters) continue;
       if (!(norm <= longest) && !isnan(longest)) longest = norm;
       float* to = args.centroids.rows + (first + c + kWarps * i) * args.centroids.pitch;
 #pragma unroll
@@ -190,11 +190,11 @@ __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanPr
       0.0f};
   const float norm =
       block_largest(centre_head<kChunks>(args, own, args.sides[problem.first].x.width));
-  const float scale = scale_of(norm);
+  const float scale = scale_to(norm, kTableLength);
   const float rest = stage_table<kChunks>(columns, scale, memory);
   columns.usable = scale > 0.0f;
   columns.norm = 1.001f * norm * scale;
-  columns.slack = columns.usable ? 1.001f * rest + kChunks * 0x1p-16f * columns.norm : INFINITY;
+  columns.slack = columns.usable ? 1.001f * rest + kChunks * 0x1p-17f * columns.norm : INFINITY;
   label_rows<kChunks>(args, columns, range, problem.last - problem.first + 1, shared);
 }
 

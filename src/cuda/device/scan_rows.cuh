@@ -69,7 +69,7 @@ struct RowFacts {
     float root;
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(sums.squares));
     const float length = 1.001f * root;
-    scale = scale_of(length);
+    scale = row_scale(length);
     bound = 2.0f * length * table.slack;
     if (__any_sync(~0u, scale != 1.0f)) scale_rows(table, x, side, four);
   }

@@ -82,7 +82,7 @@ struct Team {
     __syncthreads();
     if (size == 1) return;
     expected += size;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == blockDim.x - 1)  // it waits for all stores; the first threads have work
       asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
   }
   __device__ void wait() const {

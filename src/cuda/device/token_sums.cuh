@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/await.cuh"
 #include "cuda/device/row_chunk.cuh"
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/device/splits.cuh"
@@ -46,6 +47,7 @@ struct SumSet {
   static constexpr int kMost = 3;
   SumArgs<T> sum[kMost];
   bool beside;  // the kernel ahead
+  bool listed;  // slots are there before what that writes
 };
 
 // The tokens of a block.
@@ -97,7 +99,6 @@ struct TokenSums {
     return (shared.firsts[token] - shared.firsts[0]) * args.parts;
   }
 
-  // Tokens without slots are done then.
   __device__ void find_slots() const {
     const int begin = tile.split * args.tiles.chunk, tokens = count - padding;
     const std::int64_t row = args.tokens.row(tile.keys, list_head(), begin);
@@ -107,6 +108,10 @@ struct TokenSums {
     for (int i = threadIdx.x; i <= count; i += kSumThreads)
       shared.firsts[i] = i < tokens ? args.tokens.first[row + i] : end;
     __syncthreads();
+  }
+  // Tokens without slots are done then.
+  __device__ void finish_empty() const {
+    const int begin = tile.split * args.tiles.chunk;
     const Values zero = {};
     if (!args.added && !args.zeroed)
 #pragma unroll 2
@@ -194,9 +199,10 @@ struct TokenSums {
     }
   }
 
-  // kStep rows of a group at a time; one where they are no whole vectors.
+  // kStep rows of a group at a time; one where they are no whole vectors. Waits for the kernel
+  // ahead before it reads or writes a row, if that is yet to be done.
   template <int kStep>
-  __device__ void add() {
+  __device__ void add(bool waits) {
     constexpr bool kAligned = kStep > 1;
     if (kAligned) rows.aligned = true;
     find_slots();
@@ -211,6 +217,8 @@ struct TokenSums {
     Values sum = {};
     int latest = Known::kEnds;  // of the group's rows
     Known known = find(first);
+    if (waits) await_writes();
+    finish_empty();
 #pragma unroll 1
     for (int base = first; base < first + each; base += kStep) {
       uint4 words[kStep];

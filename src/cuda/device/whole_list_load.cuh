@@ -129,9 +129,20 @@ struct WholeLoader {
   }
 };
 
+// Tensors that become 0, a part for every tile of queries.
+struct WholeCleared {
+  ClearedSpan tensor[3];
+
+  __device__ __forceinline__ void clear(int part) const {
+#pragma unroll 1
+    for (const ClearedSpan& each : tensor)
+      each.clear(part, static_cast<int>(threadIdx.x) % kWarpgroup, kWarpgroup);
+  }
+};
+
 // Lists of a block, one after the other.
 template <class T>
-__device__ void load_lists(const ListBackwardArgs<T>& args, const ClearedSpans& cleared,
+__device__ void load_lists(const ListBackwardArgs<T>& args, const WholeCleared& cleared,
                            const WholeShape& shape, int lists) {
   const ListProblem& problem = args.problem;
   const WholeLoader<T> loader{args, shape, static_cast<int>(threadIdx.x) % kWarpgroup / 32,
@@ -148,7 +159,6 @@ __device__ void load_lists(const ListBackwardArgs<T>& args, const ClearedSpans& 
     if (threadIdx.x % kWarpgroup == 0) loader.describe(pair, score, shape.list(key_place));
     loader.keys(pair, head, key_place);
     arrive_filled(shape.keys_full(key_place));
-    cleared.clear(number, lists, static_cast<int>(threadIdx.x) % kWarpgroup, kWarpgroup);
     key_phase ^= key_place;
     key_place ^= 1;
     int row[2];
@@ -156,12 +166,15 @@ __device__ void load_lists(const ListBackwardArgs<T>& args, const ClearedSpans& 
     typename WholeLoader<T>::Facts facts[2];
     loader.find_facts(facts, pair, head, row, score);
 #pragma unroll 1
-    for (int tile = 0; tile * kStreamRows < pair.q.count; ++tile) {
-      mbarrier_wait(shape.queries_empty(place), phase);
-      loader.queries(pair, head, row, facts, tile, place);
-      arrive_filled(shape.queries_full(place));
-      phase ^= place == kQueryPlaces - 1;
-      place = place == kQueryPlaces - 1 ? 0 : place + 1;
+    for (int tile = 0; tile < kWholeTiles; ++tile) {
+      if (tile * kStreamRows < pair.q.count) {
+        mbarrier_wait(shape.queries_empty(place), phase);
+        loader.queries(pair, head, row, facts, tile, place);
+        arrive_filled(shape.queries_full(place));
+        phase ^= place == kQueryPlaces - 1;
+        place = place == kQueryPlaces - 1 ? 0 : place + 1;
+      }
+      cleared.clear(number * kWholeTiles + tile);  // while these rows come
     }
   }
   asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along

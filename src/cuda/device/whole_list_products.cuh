@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/wgmma_narrow.cuh"
 #include "cuda/device/wgmma_transposed.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of windows along a list of all rows (attend_window_bwd_sm90a.cu): shared memory
+// The backward pass of windows along a list of all rows (attend_band_bwd_sm90a.cu): shared memory
 // of a block, and the part of an item that it walks along.
 //
 // Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
@@ -19,7 +19,7 @@ constexpr int kWalkWindow = kWalkGroups * kStreamRows;
 constexpr int kWalkKeys = 6, kWalkQueries = 2;  // places of tiles
 constexpr int kWalkTile = kStreamRows * 128;    // bytes of a tensor
 constexpr int kWalkHalf = 32;                   // queries of a half step
-constexpr int kPartStride = 20;  // floats: sums of a query by warp, no two lanes in a bank
+constexpr int kWalkPartStride = 20;  // floats: sums of a query by warp, no two lanes in a bank
 
 // Tiles [first, last) of an item and head that a block owns: their queries' dq, their keys' dk and
 // dv. It walks along the queries of [first, end).
@@ -29,6 +29,7 @@ struct alignas(16) WalkPart {
   int head, batch, q_begin, k_begin;
   int q_origin, k_origin;  // ranks of tile 0, may be negative
   int queries, keys;
+  const float* lse;        // of rank 0
   float exponent, factor;  // of scores, in base 2; of dq and dk
 };
 
@@ -83,6 +84,7 @@ __device__ WalkPart find_part(const ListBackwardArgs<T>& args, const WalkCut& cu
   const float score = problem.score_scale(part.head);
   part.exponent = score * kLog2e;
   part.factor = score / args.weight_scale;
+  part.lse = args.lse.data + ListProblem::row_base(problem.q, q, part.head);
   return part;
 }
 
@@ -94,8 +96,8 @@ struct WalkShape {
   static constexpr int kStageAt = kWeightsAt + (kWalkGroups + 1) * kWalkTile;
   static constexpr int kShiftsAt = kStageAt + kWalkTile;
   static constexpr int kPartsAt = kShiftsAt + kWalkQueries * kStreamRows * 4;
-  static constexpr int kPartAt = kPartsAt + 2 * kWalkHalf * kPartStride * 4;
-  static constexpr int kSourcesAt = kPartAt + 64;
+  static constexpr int kPartAt = kPartsAt + 2 * kWalkHalf * kWalkPartStride * 4;
+  static constexpr int kSourcesAt = kPartAt + 96;
   static constexpr int kBytes = kSourcesAt + 4 * 48;
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
@@ -125,7 +127,7 @@ struct WalkShape {
   __device__ WalkPart& part() const { return *reinterpret_cast<WalkPart*>(memory + kPartAt); }
   // Sums of 32 queries by warp, in turn.
   __device__ float* parts(int turn) const {
-    return reinterpret_cast<float*>(memory + kPartsAt) + turn * kWalkHalf * kPartStride;
+    return reinterpret_cast<float*>(memory + kPartsAt) + turn * kWalkHalf * kWalkPartStride;
   }
 };
 

@@ -3,6 +3,7 @@
 // four warpgroups loads one of the four tensors.
 #pragma once
 
+#include "cuda/device/row_chunk.cuh"
 #include "cuda/device/window_walk.cuh"
 
 namespace coterie::cuda {
@@ -30,17 +31,17 @@ struct alignas(16) WalkSource {
   __device__ void load(std::uint32_t to, int tile) const {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    const int row = static_cast<int>(thread % kWarpgroup / 8);
-    const int column = static_cast<int>(thread % 8 * 8);
-    const std::uint32_t at = to + row * 128 + ((thread % 8 ^ (row & 7)) << 4);
-    const int first = origin + tile * kStreamRows + row;
-    const bool inside = column < width;
-    const T* from = data + (inside ? column : 0);
+    const unsigned row = thread % kWarpgroup / 8, chunk = thread % 8;
+    const std::uint32_t at = to + row * 128 + ((chunk ^ row % 8) << 4);
+    const int first = origin + tile * kStreamRows, rank = first + static_cast<int>(row);
+    const int step = static_cast<int>(pitch) * 2, all = count;
+    const bool inside = static_cast<int>(chunk * 8) < width;
+    const T* from = data + (inside ? chunk * 8 : 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int rank = first + 16 * i;
-      const bool there = inside && static_cast<unsigned>(rank) < static_cast<unsigned>(count);
-      cp_async16(at + 2048 * i, from + (there ? rank : 0) * pitch, there ? 16 : 0);
+      const bool there =
+          static_cast<unsigned>(rank + 16 * i) < static_cast<unsigned>(all) && inside;
+      cp_async16(at + 2048 * i, row_address(from, there ? rank + 16 * i : 0, step), there ? 16 : 0);
     }
   }
 };

@@ -5,44 +5,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/device/list_bwd_group.cuh"
-#include "cuda/device/list_stream_rows.cuh"
 #include "cuda/device/wgmma_narrow.cuh"
 #include "cuda/device/window_walk_load.cuh"
+#include "cuda/device/window_walk_rows.cuh"
 #include "cuda/device/window_walk_wgmma.cuh"
 
 namespace coterie::cuda {
-
-// This thread's number, as if it could change: what follows from it is computed where it is used,
-// for want of registers.
-__device__ __forceinline__ unsigned walk_thread() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread & (kWalkGroups * kWarpgroup - 1);
-}
-
-// Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
-__device__ __forceinline__ float walk_columns(const float (&sum)[8], unsigned lane) {
-  float four[4], two[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float kept = lane & 16 ? sum[i + 4] : sum[i], sent = lane & 16 ? sum[i] : sum[i + 4];
-    four[i] = kept + __shfl_xor_sync(~0u, sent, 16);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float kept = lane & 8 ? four[i + 2] : four[i], sent = lane & 8 ? four[i] : four[i + 2];
-    two[i] = kept + __shfl_xor_sync(~0u, sent, 8);
-  }
-  const float kept = lane & 4 ? two[1] : two[0], sent = lane & 4 ? two[0] : two[1];
-  return kept + __shfl_xor_sync(~0u, sent, 4);
-}
-
-__device__ __forceinline__ void store_matrices(std::uint32_t at, const std::uint32_t (&word)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
-               "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-               : "memory");
-}
 
 template <class T>
 struct WalkGroup {
@@ -54,14 +22,10 @@ struct WalkGroup {
   __device__ WalkGroup(const ListBackwardArgs<T>& list_args, const WalkShape& block)
       : args(list_args), shape(block), group(uniform(static_cast<int>(threadIdx.x) / kWarpgroup)) {}
 
-  __device__ static int own_row(unsigned thread) {
-    return static_cast<int>(thread % kWarpgroup / 32 * 16 + thread % 32 / 4);
-  }
-
   // d = rows of a tile of keys or values times 32 queries or output gradients.
   __device__ void start(float (&to)[16], std::uint32_t rows, std::uint32_t columns,
                         int half) const {
-    const Bands<T, 64, 64> a{rows}, b{columns};
+    const WalkTile a{rows}, b{columns};
     wgmma_narrow<T, 0>(to, a.by_columns(0, 0), b.by_columns(half * kWalkHalf, 0));
 #pragma unroll
     for (int k = 1; k < 4; ++k)
@@ -76,66 +40,6 @@ struct WalkGroup {
     wgmma_settle(dv);
   }
 
-  // delta of 8 queries, over all keys.
-  __device__ void exchange(float (&sum)[8], int half, unsigned thread) const {
-    float* parts = shape.parts(half);
-    const unsigned own = thread % 32;
-    parts[(own / 8 * 8 + own % 4 * 2 + own / 4 % 2) * kPartStride + thread / 32] =
-        walk_columns(sum, own);
-    __syncthreads();
-    float total[4];
-#pragma unroll
-    for (int i = 0; i < kWalkGroups; ++i) {
-      const float4 four = *reinterpret_cast<const float4*>(parts + own * kPartStride + 4 * i);
-      total[i] = (four.x + four.y) + (four.z + four.w);
-    }
-    float all = (total[0] + total[1]) + (total[2] + total[3]);
-    if constexpr (std::is_same_v<T, F16>) all *= 1.0f / 256.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = __shfl_sync(~0u, all, 8 * (i / 2) + own % 4 * 2 + i % 2);
-  }
-
-  // Scores become weights. A lane's keys see the queries [low, low + count).
-  template <bool kMasked>
-  __device__ static void weigh(float (&s)[16], const float (&d)[16], float (&sum)[8],
-                               const float* shifts, int half, float exponent, const int (&low)[2],
-                               const int (&count)[2], unsigned thread) {
-    const int first = half * kWalkHalf + static_cast<int>(thread % 4 * 2);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 shift = *reinterpret_cast<const float2*>(shifts + first + 8 * j);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          float& x = s[4 * j + 2 * side + c];
-          x = exp2_approximate(fmaf(x, exponent, c ? -shift.y : -shift.x));
-          if (kMasked && static_cast<unsigned>(first + 8 * j + c - low[side]) >=
-                             static_cast<unsigned>(count[side]))
-            x = 0.0f;
-        }
-        sum[2 * j + c] = fmaf(s[4 * j + 2 + c], d[4 * j + 2 + c], s[4 * j + c] * d[4 * j + c]);
-      }
-    }
-  }
-  // Of 16 queries: a weight pair as it is multiplied, and its derivative.
-  __device__ static void words(std::uint32_t (&p)[4], std::uint32_t (&ds)[4], int k,
-                               const float (&s)[16], const float (&d)[16],
-                               const float (&delta)[8]) {
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const int i = 8 * k + 2 * word, column = 4 * k + word / 2 * 2;
-      p[word] = pack2<T>(s[i], s[i + 1]);
-      ds[word] = pack2<T>(s[i] * (d[i] - delta[column]), s[i + 1] * (d[i + 1] - delta[column + 1]));
-    }
-  }
-  // Where the first 16 of the half's queries go in a tile of weights or slopes; the others 32 bytes
-  // off, by exclusive or.
-  __device__ static std::uint32_t turned(int half, unsigned thread) {
-    const unsigned row = thread % kWarpgroup / 32 * 16 + thread % 16;
-    return row * 128 + ((static_cast<unsigned>(4 * half) + thread % 32 / 16 ^ thread % 8) << 4);
-  }
-
   // 32 queries and the keys of a tile, `behind` tiles behind them.
   __device__ void half_step(const WalkPart& part, int tile, int behind, int key_place,
                             int query_place, int half) const {
@@ -143,35 +47,37 @@ struct WalkGroup {
     wgmma_fence();
     start(s, shape.keys(key_place, 0), shape.queries(query_place, 0), half);
     start(d, shape.keys(key_place, 1), shape.queries(query_place, 1), half);
-    finish();
+    wgmma_commit();
+    const int window = args.problem.window, first = part.k_origin + (tile - behind) * kStreamRows;
+    const bool whole = behind * kStreamRows + kStreamRows <= window && first >= 0 &&
+                       first + kStreamRows <= part.keys;
+    const float exponent = part.exponent;
+    wgmma_wait<0>();
     wgmma_settle(s);
     wgmma_settle(d);
     const unsigned thread = walk_thread();
     float sum[8];
-    const int window = args.problem.window, first = part.k_origin + (tile - behind) * kStreamRows;
-    const bool whole = behind * kStreamRows + kStreamRows <= window && first >= 0 &&
-                       first + kStreamRows <= part.keys;
     int low[2] = {0, 0}, count[2] = {0, 0};
     if (whole) {
-      weigh<false>(s, d, sum, shape.shifts(query_place), half, part.exponent, low, count, thread);
+      weigh_window<false>(s, d, sum, shape.shifts(query_place), half, exponent, low, count, thread);
     } else {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int row = own_row(thread) + 8 * side;
+        const int row = walk_row(thread) + 8 * side;
         low[side] = row - behind * kStreamRows;
         count[side] =
             static_cast<unsigned>(first + row) < static_cast<unsigned>(part.keys) ? window : 0;
       }
-      weigh<true>(s, d, sum, shape.shifts(query_place), half, part.exponent, low, count, thread);
+      weigh_window<true>(s, d, sum, shape.shifts(query_place), half, exponent, low, count, thread);
     }
-    exchange(sum, half, thread);
-    const std::uint32_t at = turned(half, thread);
+    exchange<T>(sum, shape.parts(half), thread);
+    const std::uint32_t at = factor_place(half, thread);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       std::uint32_t p[4], ds[4];
-      words(p, ds, k, s, d, sum);
-      store_matrices(shape.weights(group) + (at ^ 32 * k), p);
-      store_matrices(shape.slopes(group) + (at ^ 32 * k), ds);
+      window_factors<T>(p, ds, k, s, d, sum);
+      store_factor(shape.weights(group) + (at ^ 32 * k), p);
+      store_factor(shape.slopes(group) + (at ^ 32 * k), ds);
     }
   }
 
@@ -213,13 +119,14 @@ struct WalkGroup {
     for (int i = 0; i < 16; ++i)
       if (newer(i)) d[i] = fresh[i];
     int none[2] = {0, 0};
-    weigh<false>(s, d, sum, shape.shifts(query_place), half, part.exponent, none, none, thread);
+    weigh_window<false>(s, d, sum, shape.shifts(query_place), half, part.exponent, none, none,
+                        thread);
     if (window < kWalkWindow || first < kWalkWindow || first + kStreamRows > part.keys) {
       // The new and the old key of a row are seen by queries less than this behind the row.
       int ends[2][2];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int row = own_row(thread) + 8 * side;
+        const int row = walk_row(thread) + 8 * side;
         const auto there = [&](int rank) {
           return static_cast<unsigned>(rank) < static_cast<unsigned>(part.keys);
         };
@@ -237,12 +144,12 @@ struct WalkGroup {
         sum[i / 4 * 2 + i % 2] = fmaf(s[i], d[i], sum[i / 4 * 2 + i % 2]);
       }
     }
-    exchange(sum, half, thread);
-    const std::uint32_t at = turned(half, thread);
+    exchange<T>(sum, shape.parts(half), thread);
+    const std::uint32_t at = factor_place(half, thread);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       std::uint32_t p[4], ds[4], new_p[4], new_ds[4];
-      words(p, ds, k, s, d, sum);
+      window_factors<T>(p, ds, k, s, d, sum);
       const auto mask_of = [&](int word) {
         const unsigned two = bits >> (8 * k + 2 * word);
         return (two & 1 ? 0xffffu : 0u) | (two & 2 ? 0xffff0000u : 0u);
@@ -255,93 +162,57 @@ struct WalkGroup {
         p[word] &= ~mask[word];
         ds[word] &= ~mask[word];
       }
-      store_matrices(shape.weights(group) + (at ^ 32 * k), p);
-      store_matrices(shape.slopes(group) + (at ^ 32 * k), ds);
-      store_matrices(shape.weights(kWalkGroups) + (at ^ 32 * k), new_p);
-      store_matrices(shape.slopes(kWalkGroups) + (at ^ 32 * k), new_ds);
+      store_factor(shape.weights(group) + (at ^ 32 * k), p);
+      store_factor(shape.slopes(group) + (at ^ 32 * k), ds);
+      store_factor(shape.weights(kWalkGroups) + (at ^ 32 * k), new_p);
+      store_factor(shape.slopes(kWalkGroups) + (at ^ 32 * k), new_ds);
     }
   }
 
   // Sums of 64 queries, from the weights and slopes in `slot`.
-  __device__ void add_sums(int slot, int query_place, int add) {
-    const Bands<T, 64, 64> weights{shape.weights(slot)}, slopes{shape.slopes(slot)};
-    const Bands<T, 64, 64> rows{shape.queries(query_place, 0)}, out{shape.queries(query_place, 1)};
-    wgmma_fence();
+  __device__ void start_sums(int slot, int query_place, int add) {
+    const WalkTile weights{shape.weights(slot)}, slopes{shape.slopes(slot)};
+    const WalkTile rows{shape.queries(query_place, 0)}, out{shape.queries(query_place, 1)};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_rows<T>(dv, weights.by_columns(0, k), out.by_rows(16 * k, 0), k > 0 ? 1 : add);
-      wgmma_rows<T>(dk, slopes.by_columns(0, k), rows.by_rows(16 * k, 0), k > 0 ? 1 : add);
+      wgmma_rows<T>(dv, weights.by_columns(0, k), out.by_rows(16 * k), k > 0 ? 1 : add);
+      wgmma_rows<T>(dk, slopes.by_columns(0, k), rows.by_rows(16 * k), k > 0 ? 1 : add);
     }
+  }
+  __device__ void add_sums(int slot, int query_place, int add) {
+    wgmma_fence();
+    start_sums(slot, query_place, add);
     finish();
     settle_sums();
   }
   // 32 columns of dq of 64 queries.
   __device__ void start_queries(float (&dq)[16], int tile, int key_place, int columns) const {
 #pragma unroll
-    for (int behind = 0; behind <= kWalkGroups; ++behind) {
-      const int slot = behind == 0 ? kWalkGroups : (tile - behind) & (kWalkGroups - 1);
-      const Bands<T, 64, 64> slopes{shape.slopes(slot)};
-      const Bands<T, 64, 64> keys{shape.keys(place_before<kWalkKeys>(key_place, behind), 0) +
-                                  64 * columns};
+    for (int slot = 0; slot <= kWalkGroups; ++slot) {
+      const int behind = slot == kWalkGroups ? 0 : (tile - slot - 1 & kWalkGroups - 1) + 1;
+      const WalkTile slopes{shape.slopes(slot)};
+      const WalkTile keys{shape.keys(place_before<kWalkKeys>(key_place, behind), 0) + 64 * columns};
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        if (behind + k == 0)
-          wgmma_narrow_transposed<T, 0>(dq, slopes.by_rows(0, 0), keys.by_rows(0, 0));
+        if (slot + k == 0)
+          wgmma_narrow_transposed<T, 0>(dq, slopes.by_rows(0), keys.by_rows(0));
         else
-          wgmma_narrow_transposed<T, 1>(dq, slopes.by_rows(16 * k, 0), keys.by_rows(16 * k, 0));
+          wgmma_narrow_transposed<T, 1>(dq, slopes.by_rows(16 * k), keys.by_rows(16 * k));
     }
   }
 
-  // 2 kCount columns of sums from column 32 `part` on, of the ranks from `first` on, leave as whole
-  // pieces of rows, through `stage`.
-  template <int kCount>
-  __device__ void store_rows(const float (&sum)[kCount], float factor, const Rows<T>& rows,
-                             int first, int count, int part, std::uint32_t stage) const {
-    constexpr unsigned kChunks = kCount / 4, kRows = 32 / kChunks;  // of a row; rows at a time
-    const unsigned thread = walk_thread(), lane = thread % 32;
-    const unsigned warp_row = thread % kWarpgroup / 32 * 16;
-    const std::uint32_t tile = stage + warp_row * 128;
-    const std::uint32_t at =
-        tile + lane % 16 * 128 + ((lane / 16 + 4 * static_cast<unsigned>(part) ^ lane % 8) << 4);
-#pragma unroll
-    for (int i = 0; i < kCount / 8; ++i) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int x = 0; x < 4; ++x)
-        word[x] = pack2<T>(sum[8 * i + 2 * x] * factor, sum[8 * i + 2 * x + 1] * factor);
-      store_matrices(at ^ i * 32, word);
-    }
-    __syncwarp();
-    const unsigned chunk = lane % kChunks + 4 * static_cast<unsigned>(part);
-    const int rank = first + static_cast<int>(warp_row + lane / kChunks);
-    T* to = rows.row(rank) + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(16 / kRows); ++i) {
-      const unsigned row = lane / kChunks + kRows * i;
-      uint4 word;
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                   : "r"(tile + row * 128 + ((chunk ^ row % 8) << 4))
-                   : "memory");
-      if (static_cast<unsigned>(rank + static_cast<int>(kRows) * i) <
-              static_cast<unsigned>(count) &&
-          static_cast<int>(chunk) * 8 < rows.width)
-        store_global(to + static_cast<int>(kRows) * i * rows.pitch, word);
-    }
-    __syncwarp();
-  }
   // The sums of a tile that no further query sees.
   __device__ void retire(const WalkPart& part, int tile, int place) const {
     if (tile < part.first || tile >= part.last) return;
     const std::uint32_t stage = shape.keys(place, 1);  // values, done with
     const int first = part.k_origin + tile * kStreamRows;
     if (args.dk.rows.data)
-      store_rows(dk, part.factor, args.dk.rows.rows(part.batch, part.head, part.k_begin), first,
-                 part.keys, 0, stage);
+      store_walk_rows<T>(dk, part.factor, args.dk.rows.rows(part.batch, part.head, part.k_begin),
+                         first, part.keys, 0, stage);
     if (args.dv.rows.data)
-      store_rows(dv, 1.0f / args.weight_scale,
-                 args.dv.rows.rows(part.batch, part.head, part.k_begin), first, part.keys, 0,
-                 stage);
+      store_walk_rows<T>(dv, 1.0f / args.weight_scale,
+                         args.dv.rows.rows(part.batch, part.head, part.k_begin), first, part.keys,
+                         0, stage);
   }
 
   // The tile's shifts from the lse that were copied, by the threads that copied them.
@@ -363,10 +234,7 @@ struct WalkGroup {
     if (static_cast<unsigned>(row) >= kStreamRows) return;
     const int rank = part.q_origin + tile * kStreamRows + row;
     const bool there = static_cast<unsigned>(rank) < static_cast<unsigned>(part.queries);
-    const std::int64_t base =
-        ListProblem::row_base(args.problem.q, {part.batch, part.q_begin, 0}, part.head);
-    cp_async_value(shape.shifts(query_place) + row, args.lse.data + base + (there ? rank : 0),
-                   there);
+    cp_async_value(shape.shifts(query_place) + row, part.lse + (there ? rank : 0), there);
   }
 
   __device__ void walk(const WalkCut& cut) {
@@ -424,16 +292,21 @@ struct WalkGroup {
         if (behind == 0) {
           add_sums(group, query, 1);
           retire(part, tile - kWalkGroups, place_before<kWalkKeys>(key, kWalkGroups));
-        } else if (behind != 2 && tile < part.last && args.dq.rows.data) {
+        }
+        if (behind % 2 == 1 && tile < part.last && args.dq.rows.data) {
           float dq[16];
           wgmma_fence();
           start_queries(dq, tile, key, behind / 2);
+          start_sums(group, query, 1);
           finish();
+          settle_sums();
           wgmma_settle(dq);
-          store_rows(dq, part.factor, args.dq.rows.rows(part.batch, part.head, part.q_begin),
-                     part.q_origin + tile * kStreamRows, part.queries, behind / 2, shape.stage());
+          store_walk_rows<T>(
+              dq, part.factor, args.dq.rows.rows(part.batch, part.head, part.q_begin),
+              part.q_origin + tile * kStreamRows, part.queries, behind / 2, shape.stage());
+        } else {
+          add_sums(behind == 0 ? kWalkGroups : group, query, behind);
         }
-        add_sums(behind == 0 ? kWalkGroups : group, query, behind);
         key = next_key;
       }
       // The tiles that are left; a warpgroup has the latest one of its number.
