@@ -243,7 +243,8 @@ struct ImprovedProblem {
     });
   }
 
-  __device__ void run(Team& team) const {
+  // `last`: of this block.
+  __device__ void run(Team& team, bool last) const {
     const ItemSpan span = args.queries.spans.k.span(item);
     const KeyPart part(span.length, team);
     const std::uint32_t base = shared_address(memory), tiles = base + Memory::Means::kBytes;
@@ -253,7 +254,6 @@ struct ImprovedProblem {
     __syncthreads();
     sampled.begin([&](int t) { return part.sample_key(t); }, span.length);
     await_writes();
-    release_next();
     const typename Memory::Means means(base, args.queries, item, head, first);
     sampled.publish_first();
     __syncthreads();  // the means of all threads are there
@@ -272,6 +272,7 @@ struct ImprovedProblem {
     __syncthreads();
     keys.close();
     team.sync();
+    if (last) release_next();  // a kernel that waits from the start on costs this one time
     finish(team);
     __syncthreads();  // before the next problem's keys
   }
@@ -287,7 +288,8 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
   extern __shared__ __align__(1024) unsigned char memory[];
   Team team(teams.teams);
   for (int number = team.number; number < teams.problems; number += teams.teams.count)
-    ImprovedProblem<T, kDim, kGroups, kAttend>(args, teams, to, memory, number).run(team);
+    ImprovedProblem<T, kDim, kGroups, kAttend>(args, teams, to, memory, number)
+        .run(team, number + teams.teams.count >= teams.problems);
 }
 
 template <class T, int kDim, int kGroups>

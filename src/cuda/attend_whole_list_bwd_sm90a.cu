@@ -54,7 +54,7 @@ void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const TensorView 
   const int lists = queries.items * queries.lists * queries.heads;
   if (lists == 0) return;
   WholeCleared spans;
-  for (int i = 0; i < 3; ++i) spans.tensor[i] = ClearedSpan(cleared[i], lists * kWholeTiles);
+  for (int i = 0; i < 3; ++i) spans.tensor[i] = ClearedSpan(cleared[i], lists);
   launch_early("whole_list_kernel", whole_list_kernel<T>,
                dim3(static_cast<unsigned>(min(lists, multiprocessors()))), WholeShape::kThreads,
                WholeShape::kBytes, stream, args, spans, lists);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Backward pass of windows along all rows of an item (lists.h): one kernel of five products, where
-// attend_list_bwd_sm90a.cu has two of eight. A block walks along many rows: a warp loads, four
-// warpgroups compute, each of which has 64 of the keys that are in sight.
+// attend_list_bwd_sm90a.cu has two of eight. A block walks along many rows. Its four
+// warpgroups do everything, each with 64 of the keys that are in sight.
 #include "cuda/device/await.cuh"
 #include "cuda/device/window_walk_products.cuh"
 #include "cuda/list_bwd.h"
@@ -28,13 +28,15 @@ bool takes_windows(const ListBackwardArgs<T>& args) {
   const auto all_rows = [](const SlotSide& side) {
     return side.layout == ListLayout::residues && side.lists == 1;
   };
+  const auto near = [](const Tensor4<T>& rows) { return rows.row < 1 << 29; };
   const std::int64_t rows = max(q.spans.rows, k.spans.rows);
   // Of shorter windows the two kernels of attend_list_bwd_sm90a.cu leave out what is not seen.
   return problem.rule == ListRule::sliding && problem.window > kWalkWindow / 2 &&
          problem.window <= kWalkWindow && all_rows(q) && all_rows(k) && problem.group == 1 &&
          problem.value_group == 1 && problem.width <= 64 &&
          q.spans.cu_seqlens == k.spans.cu_seqlens && !args.delta.data && !args.lse.by_slot &&
-         args.dq.rows.data && !args.dk.slots && !args.dv.slots &&
+         args.dq.rows.data && !args.dk.slots && !args.dv.slots && near(args.dq.rows) &&
+         near(args.dk.rows) && near(args.dv.rows) &&
          (rows / kStreamRows + 8) * q.items * q.heads < 1 << 30;
 }
 

@@ -78,9 +78,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   Team team(args.teams);
   await_writes();
-  release_next();  // not before: the next kernel takes the call's inputs for ready
-  args.run.zeroed.zero();
   FirstMeeting meeting(team);
+  args.run.zeroed.zero();
   int done = 0;
   for (int number = team.number; number < args.shape.problems(); number += args.teams.count)
     done = KeyKMeans<T>(args, memory, team, number, done).run(meeting);

@@ -139,8 +139,8 @@ __device__ __forceinline__ float centre_head(const ScanArgs& args, int head, int
                     value[i]);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
+      if (c + kWarps * i >= clusters) break;
       const float norm = centre_centroid(width, value[i]);
-      if (c + kWarps * i >= clusters) continue;
       if (!(norm <= longest) && !isnan(longest)) longest = norm;
       float* to = args.centroids.rows + (first + c + kWarps * i) * args.centroids.pitch;
 #pragma unroll

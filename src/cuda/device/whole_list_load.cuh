@@ -129,7 +129,7 @@ struct WholeLoader {
   }
 };
 
-// Tensors that become 0, a part for every tile of queries.
+// Tensors that become 0, a part with every list.
 struct WholeCleared {
   ClearedSpan tensor[3];
 
@@ -159,6 +159,7 @@ __device__ void load_lists(const ListBackwardArgs<T>& args, const WholeCleared& 
     if (threadIdx.x % kWarpgroup == 0) loader.describe(pair, score, shape.list(key_place));
     loader.keys(pair, head, key_place);
     arrive_filled(shape.keys_full(key_place));
+    cleared.clear(number);
     key_phase ^= key_place;
     key_place ^= 1;
     int row[2];
@@ -166,15 +167,12 @@ __device__ void load_lists(const ListBackwardArgs<T>& args, const WholeCleared& 
     typename WholeLoader<T>::Facts facts[2];
     loader.find_facts(facts, pair, head, row, score);
 #pragma unroll 1
-    for (int tile = 0; tile < kWholeTiles; ++tile) {
-      if (tile * kStreamRows < pair.q.count) {
-        mbarrier_wait(shape.queries_empty(place), phase);
-        loader.queries(pair, head, row, facts, tile, place);
-        arrive_filled(shape.queries_full(place));
-        phase ^= place == kQueryPlaces - 1;
-        place = place == kQueryPlaces - 1 ? 0 : place + 1;
-      }
-      cleared.clear(number * kWholeTiles + tile);  // while these rows come
+    for (int tile = 0; tile * kStreamRows < pair.q.count; ++tile) {
+      mbarrier_wait(shape.queries_empty(place), phase);
+      loader.queries(pair, head, row, facts, tile, place);
+      arrive_filled(shape.queries_full(place));
+      phase ^= place == kQueryPlaces - 1;
+      place = place == kQueryPlaces - 1 ? 0 : place + 1;
     }
   }
   asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of windows along a list of all rows (attend_band_bwd_sm90a.cu): shared memory
+// The backward pass of windows along a list of all rows (attend_window_bwd_sm90a.cu): shared memory
 // of a block, and the part of an item that it walks along.
 //
 // Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
@@ -14,7 +14,7 @@
 
 namespace coterie::cuda {
 
-constexpr int kWalkGroups = 4;  // computing warpgroups, each with a tile of keys
+constexpr int kWalkGroups = 4;  // warpgroups, each with a tile of keys
 constexpr int kWalkWindow = kWalkGroups * kStreamRows;
 constexpr int kWalkKeys = 6, kWalkQueries = 2;  // places of tiles
 constexpr int kWalkTile = kStreamRows * 128;    // bytes of a tensor

@@ -34,7 +34,7 @@ struct alignas(16) WalkSource {
     const unsigned row = thread % kWarpgroup / 8, chunk = thread % 8;
     const std::uint32_t at = to + row * 128 + ((chunk ^ row % 8) << 4);
     const int first = origin + tile * kStreamRows, rank = first + static_cast<int>(row);
-    const int step = static_cast<int>(pitch) * 2, all = count;
+    const int step = static_cast<int>(pitch) * static_cast<int>(sizeof(T)), all = count;
     const bool inside = static_cast<int>(chunk * 8) < width;
     const T* from = data + (inside ? chunk * 8 : 0);
 #pragma unroll
