@@ -11,7 +11,6 @@
 #include "cuda/clustered_bwd.h"
 #include "cuda/device/await.cuh"
 #include "cuda/device/centroid_gradient.cuh"
-#include "cuda/device/wgmma_transposed.cuh"
 #include "cuda/launch.h"
 
 namespace coterie::cuda {
@@ -75,7 +74,7 @@ __device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
         wgmma_fence();
 #pragma unroll
         for (int depth = 0; depth < 64; depth += 16)
-          wgmma_transposed<T>(sum[tile], scores.by_rows(depth, 0), keys.by_rows(depth, 0));
+          wgmma<T, 1, 1, 1>(sum[tile], scores.by_rows(depth, 0), keys.by_rows(depth, 0));
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_settle(sum[tile]);

@@ -80,10 +80,7 @@ struct GroupScores {
     for (int step = 0; step < 2 * kChunks; ++step) {
       const std::uint64_t b =
           descriptor_behind(table, (column + step / 4 * columns) * 128 + step % 4 * 32);
-      if (step == 0)
-        wgmma<T, 0, 0>(d, rows.a[0][step], b);
-      else
-        wgmma<T, 1, 0>(d, rows.a[0][step], b);
+      wgmma_step<T, 0>(step, d, rows.a[0][step], b);
     }
     // Last: what K pushes out of the sum is lost once.
     wgmma<Bf16, 1, 0>(d, shift, descriptor_behind(bias, column * kBiasBytes));

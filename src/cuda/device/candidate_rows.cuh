@@ -96,10 +96,7 @@ struct TokenRows {
 #pragma unroll
     for (int step = 0; step < 2 * kChunks; ++step) {
       const std::uint64_t b = descriptor_behind(table, step / 4 * kTableBand + step % 4 * 32);
-      if (step == 0)
-        wgmma<F16, kAdd, 0>(d, rows.a[0][step], b);
-      else
-        wgmma<F16, 1, 0>(d, rows.a[0][step], b);
+      wgmma_step<F16, 0>(kAdd + step, d, rows.a[0][step], b);
     }
     wgmma_commit();
   }

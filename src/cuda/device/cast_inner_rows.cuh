@@ -27,22 +27,6 @@ __device__ __forceinline__ void split_row(float (&floats)[64], const Tile<T, 64>
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to.address(row + 1, column)), "r"(low) : "memory");
 }
 
-// d += a b, 64 x 16 by 16 x 8, both in shared memory. With kTransposed the depths of a are rows of
-// its tile; those of b are columns.
-template <class T, int kTransposed>
-__device__ __forceinline__ void wgmma_narrow(float (&d)[4], std::uint64_t a, std::uint64_t b) {
-#define COTERIE_NARROW(type)                                              \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type \
-               " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, %6, 0;"                  \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
-               : "l"(a), "l"(b), "n"(kTransposed))
-  if constexpr (std::is_same_v<T, Bf16>)
-    COTERIE_NARROW("bf16");
-  else
-    COTERIE_NARROW("f16");
-#undef COTERIE_NARROW
-}
-
 template <class T>
 __device__ __forceinline__ void copy_keys(const InnerArgs<T>& args, const InnerCluster<T>& cluster,
                                           const MemberRows& rows, const Pair<T, 64>& to) {
@@ -87,8 +71,8 @@ __device__ __forceinline__ void narrow_products(float (&first)[4], float (&secon
   wgmma_fence();
 #pragma unroll
   for (int depth = 0; depth < 4; ++depth) {
-    wgmma_narrow<T, 0>(first, own.first.by_columns(0, depth), rows.by_columns(0, depth));
-    wgmma_narrow<T, 0>(second, own.second.by_columns(0, depth), rows.by_columns(0, depth));
+    wgmma<T, 1, 0>(first, own.first.by_columns(0, depth), rows.by_columns(0, depth));
+    wgmma<T, 1, 0>(second, own.second.by_columns(0, depth), rows.by_columns(0, depth));
   }
   wgmma_commit();
 }
@@ -109,7 +93,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&sums)[4], const Bands<
   const Bands<T, 64, 64> factors{weights};
 #pragma unroll
   for (int depth = 0; depth < 4; ++depth)
-    wgmma_narrow<T, 1>(sums, own.by_rows(16 * depth, 0), factors.by_columns(0, depth));
+    wgmma<T, 1, 0, 1>(sums, own.by_rows(16 * depth, 0), factors.by_columns(0, depth));
 }
 // setmaxnreg: of 384 threads with 168 each.
 constexpr int kLoadRegisters = 72, kComputeRegisters = 216;

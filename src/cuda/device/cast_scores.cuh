@@ -8,7 +8,6 @@
 #include "cuda/cast_select.h"
 #include "cuda/device/block_pair.cuh"
 #include "cuda/device/wgmma.cuh"
-#include "cuda/device/wgmma_columns.cuh"
 
 namespace coterie::cuda {
 
@@ -164,7 +163,7 @@ struct ScoreBlock {
       wgmma_fence();
 #pragma unroll
       for (int depth = 0; depth < 4; ++depth)
-        wgmma_columns<T>(sums, descriptor_behind(a, depth * 32), descriptor_behind(b, depth * 32),
+        wgmma_from<T, 0>(sums, descriptor_behind(a, depth * 32), descriptor_behind(b, depth * 32),
                          step > 0 || depth > 0);
       wgmma_commit();
       wgmma_wait<1>();

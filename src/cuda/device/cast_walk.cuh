@@ -7,7 +7,6 @@
 #include "cuda/device/bands.cuh"
 #include "cuda/device/cast_bwd.cuh"
 #include "cuda/device/store.cuh"
-#include "cuda/device/wgmma_operands.cuh"
 
 namespace coterie::cuda {
 
@@ -64,31 +63,13 @@ __device__ __forceinline__ void settle(Sum<kWidth>& sum) {
   for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(sum[band]);
 }
 
-// d = a b, or d += a b where `add` is not 0: 64 x 16 by 16 x 64, the depths of b being rows.
-#define COTERIE_ADD(type)                                                                \
-  asm volatile(                                                                          \
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                          \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" COTERIE_WGMMA_D32 \
-      "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"                                          \
-      : COTERIE_WGMMA_OUT32("+")                                                         \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
-template <class T>
-__device__ __forceinline__ void wgmma_from(float (&d)[32], const std::uint32_t (&a)[4],
-                                           std::uint64_t b, int add) {
-  if constexpr (std::is_same_v<T, Bf16>)
-    COTERIE_ADD("bf16");
-  else
-    COTERIE_ADD("f16");
-}
-#undef COTERIE_ADD
-
 // As add_products, but starts a sum where `add` is 0.
 template <class T, int kWidth>
 __device__ __forceinline__ void add_from(Sum<kWidth>& d, const std::uint32_t (&a)[4][4],
                                          const Bands<T, kWidth, 64>& b, int add) {
 #pragma unroll
   for (int band = 0; band < kWidth / 64; ++band)
-    wgmma_from<T>(d[band], a[0], b.by_rows(0, band), add);
+    wgmma_from<T, 1>(d[band], a[0], b.by_rows(0, band), add);
 #pragma unroll
   for (int k = 1; k < 4; ++k)
 #pragma unroll

@@ -8,7 +8,6 @@
 #include "cuda/device/key_kmeans.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/device/wgmma_transposed.cuh"
 
 namespace coterie::cuda {
 
@@ -108,7 +107,7 @@ struct KeyCovariance : KeyProblem<T> {
 #pragma unroll
       for (int step = 0; step < kRound / 16; ++step) {
         const std::uint64_t tile = descriptor_behind(keys, step * (16 * 128));
-        wgmma_transposed<T>(sum, tile, tile);
+        wgmma<T, 1, 1, 1>(sum, tile, tile);
       }
     }
     wgmma_commit();

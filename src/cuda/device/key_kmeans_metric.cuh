@@ -112,10 +112,7 @@ struct KeyMetric : KeyCovariance<T> {
 #pragma unroll
     for (int step = 0; step < kWidth / 16; ++step) {
       const std::uint64_t right = descriptor_behind(metric, step * 32);
-      if (step == 0)
-        wgmma<Bf16, 0, 0>(weighed, low[step], right);
-      else
-        wgmma<Bf16, 1, 0>(weighed, low[step], right);
+      wgmma_step<Bf16, 0>(step, weighed, low[step], right);
       wgmma<Bf16, 1, 0>(weighed, high[step], descriptor_behind(right, kTileBytes));
       wgmma<Bf16, 1, 0>(weighed, high[step], right);
     }

@@ -173,10 +173,7 @@ struct GroupQueries {
     for (int d = 0; d < kDim / 16; ++d) {
       const std::uint64_t q = descriptor_behind(first_q, d / 4 * kBand + d % 4 * 32);
       const std::uint64_t k = descriptor_behind(first_k, d / 4 * (64 * 128) + d % 4 * 32);
-      if (d == 0)
-        wgmma<T, 0, 0>(s, q, k);
-      else
-        wgmma<T, 1, 0>(s, q, k);
+      wgmma_step<T, 0>(d, s, q, k);
     }
   }
 };

@@ -39,10 +39,7 @@ struct RingTile {
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int band = 0; band < kDim / 64; ++band)
-        if (kAdd == 0 && k == 0)
-          wgmma<T, 0, 1>(out[band], p[k], by_rows(k, band));
-        else
-          wgmma<T, 1, 1>(out[band], p[k], by_rows(k, band));
+        wgmma_step<T, 1>(kAdd + k, out[band], p[k], by_rows(k, band));
   }
 };
 
@@ -73,16 +70,12 @@ struct StepQueries {
   }
   // Starts the scores of a tile of keys.
   __device__ void scores(float (&s)[32], const RingTile<T, kDim>& keys) const {
-    if constexpr (kHeld) {
-      wgmma<T, 0, 0>(s, a[0], keys.by_columns(0));
 #pragma unroll
-      for (int d = 1; d < kDim / 16; ++d) wgmma<T, 1, 0>(s, a[d], keys.by_columns(d));
-    } else {
-      wgmma<T, 0, 0>(s, tile.by_columns(0, 0), keys.by_columns(0));
-#pragma unroll
-      for (int d = 1; d < kDim / 16; ++d)
-        wgmma<T, 1, 0>(s, tile.by_columns(0, d), keys.by_columns(d));
-    }
+    for (int d = 0; d < kDim / 16; ++d)
+      if constexpr (kHeld)
+        wgmma_step<T, 0>(d, s, a[d], keys.by_columns(d));
+      else
+        wgmma_step<T, 0>(d, s, tile.by_columns(0, d), keys.by_columns(d));
   }
 };
 

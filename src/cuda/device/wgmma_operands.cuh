@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Lists of the 32, 64 or 128 accumulators d of a warpgroup product: as operands %0, %1, ... of the
-// assembler, and as outputs, with `io` "+" or "=".
+// Lists of the 4, 16, 32, 64 or 128 accumulators d of a warpgroup product: as operands %0, %1, ...
+// of the assembler, and as outputs, with `io` "+" or "=".
 #pragma once
 
-#define COTERIE_WGMMA_D32                                                          \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
-  "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define COTERIE_WGMMA_D4 "%0,%1,%2,%3"
+#define COTERIE_WGMMA_D16 COTERIE_WGMMA_D4 ",%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define COTERIE_WGMMA_D32 \
+  COTERIE_WGMMA_D16       \
+  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define COTERIE_WGMMA_D64                                                             \
   COTERIE_WGMMA_D32                                                                   \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
@@ -17,13 +19,15 @@
   "%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"  \
   "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+#define COTERIE_WGMMA_OUT4(io) io "f"(d[0]), io "f"(d[1]), io "f"(d[2]), io "f"(d[3])
+#define COTERIE_WGMMA_OUT16(io)                                                                 \
+  COTERIE_WGMMA_OUT4(io), io "f"(d[4]), io "f"(d[5]), io "f"(d[6]), io "f"(d[7]), io "f"(d[8]), \
+      io "f"(d[9]), io "f"(d[10]), io "f"(d[11]), io "f"(d[12]), io "f"(d[13]), io "f"(d[14]),  \
+      io "f"(d[15])
 #define COTERIE_WGMMA_OUT32(io)                                                                 \
-  io "f"(d[0]), io "f"(d[1]), io "f"(d[2]), io "f"(d[3]), io "f"(d[4]), io "f"(d[5]),           \
-      io "f"(d[6]), io "f"(d[7]), io "f"(d[8]), io "f"(d[9]), io "f"(d[10]), io "f"(d[11]),     \
-      io "f"(d[12]), io "f"(d[13]), io "f"(d[14]), io "f"(d[15]), io "f"(d[16]), io "f"(d[17]), \
-      io "f"(d[18]), io "f"(d[19]), io "f"(d[20]), io "f"(d[21]), io "f"(d[22]), io "f"(d[23]), \
-      io "f"(d[24]), io "f"(d[25]), io "f"(d[26]), io "f"(d[27]), io "f"(d[28]), io "f"(d[29]), \
-      io "f"(d[30]), io "f"(d[31])
+  COTERIE_WGMMA_OUT16(io), io "f"(d[16]), io "f"(d[17]), io "f"(d[18]), io "f"(d[19]),          \
+      io "f"(d[20]), io "f"(d[21]), io "f"(d[22]), io "f"(d[23]), io "f"(d[24]), io "f"(d[25]), \
+      io "f"(d[26]), io "f"(d[27]), io "f"(d[28]), io "f"(d[29]), io "f"(d[30]), io "f"(d[31])
 #define COTERIE_WGMMA_OUT64(io)                                                                 \
   COTERIE_WGMMA_OUT32(io), io "f"(d[32]), io "f"(d[33]), io "f"(d[34]), io "f"(d[35]),          \
       io "f"(d[36]), io "f"(d[37]), io "f"(d[38]), io "f"(d[39]), io "f"(d[40]), io "f"(d[41]), \

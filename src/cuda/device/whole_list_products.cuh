@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "cuda/device/wgmma_narrow.cuh"
-#include "cuda/device/wgmma_transposed.cuh"
 #include "cuda/device/whole_list_rows.cuh"
 #include "cuda/device/whole_list_weights.cuh"
 
@@ -40,10 +38,7 @@ struct WholeGroup {
             Bands<T, 64, 64>{shape.keys(key_place, tensor, tile_of(x))}.by_columns(0, k);
         const std::uint64_t query =
             Bands<T, 64, 64>{shape.queries(place, tensor)}.by_columns(half * kStepQueries, k);
-        if (k == 0)
-          wgmma_narrow<T, 0>(to[x], key, query);
-        else
-          wgmma_narrow<T, 1>(to[x], key, query);
+        wgmma_step<T, 0>(k, to[x], key, query);
       }
   }
   // Sums of rows of queries, or of their output gradients, start.
@@ -162,7 +157,7 @@ struct WholeGroup {
         const Bands<T, 64, 64> slopes{shape.slopes(x)}, keys{shape.keys(key_place, 0, x)};
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          wgmma_transposed<T>(dq, slopes.by_rows(16 * k, 0), keys.by_rows(16 * k, 0));
+          wgmma<T, 1, 1, 1>(dq, slopes.by_rows(16 * k, 0), keys.by_rows(16 * k, 0));
       }
       wgmma_commit();
       wgmma_wait<0>();

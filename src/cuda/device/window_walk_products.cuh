@@ -5,10 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/device/wgmma_narrow.cuh"
 #include "cuda/device/window_walk_load.cuh"
 #include "cuda/device/window_walk_rows.cuh"
-#include "cuda/device/window_walk_wgmma.cuh"
+#include "cuda/device/window_walk_tile.cuh"
 
 namespace coterie::cuda {
 
@@ -26,10 +25,10 @@ struct WalkGroup {
   __device__ void start(float (&to)[16], std::uint32_t rows, std::uint32_t columns,
                         int half) const {
     const WalkTile a{rows}, b{columns};
-    wgmma_narrow<T, 0>(to, a.by_columns(0, 0), b.by_columns(half * kWalkHalf, 0));
+    wgmma<T, 0, 0>(to, a.by_columns(0, 0), b.by_columns(half * kWalkHalf, 0));
 #pragma unroll
     for (int k = 1; k < 4; ++k)
-      wgmma_narrow<T, 1>(to, a.by_columns(0, k), b.by_columns(half * kWalkHalf, k));
+      wgmma<T, 1, 0>(to, a.by_columns(0, k), b.by_columns(half * kWalkHalf, k));
   }
   __device__ static void finish() {
     wgmma_commit();
@@ -175,8 +174,8 @@ struct WalkGroup {
     const WalkTile rows{shape.queries(query_place, 0)}, out{shape.queries(query_place, 1)};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_rows<T>(dv, weights.by_columns(0, k), out.by_rows(16 * k), k > 0 ? 1 : add);
-      wgmma_rows<T>(dk, slopes.by_columns(0, k), rows.by_rows(16 * k), k > 0 ? 1 : add);
+      wgmma_from<T, 1>(dv, weights.by_columns(0, k), out.by_rows(16 * k), k > 0 ? 1 : add);
+      wgmma_from<T, 1>(dk, slopes.by_columns(0, k), rows.by_rows(16 * k), k > 0 ? 1 : add);
     }
   }
   __device__ void add_sums(int slot, int query_place, int add) {
@@ -195,9 +194,9 @@ struct WalkGroup {
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         if (slot + k == 0)
-          wgmma_narrow_transposed<T, 0>(dq, slopes.by_rows(0), keys.by_rows(0));
+          wgmma<T, 0, 1, 1>(dq, slopes.by_rows(0), keys.by_rows(0));
         else
-          wgmma_narrow_transposed<T, 1>(dq, slopes.by_rows(16 * k), keys.by_rows(16 * k));
+          wgmma<T, 1, 1, 1>(dq, slopes.by_rows(16 * k), keys.by_rows(16 * k));
     }
   }
 
