@@ -156,10 +156,7 @@ struct MixClusters {
   // 16 rows of a tile from `row` on, two chunks of each.
   __device__ void store_matrices(std::uint32_t tile, int row, int chunk,
                                  const std::uint32_t (&r)[4]) const {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     row_chunk<kMixRows>(tile, row + lane % 16, chunk + lane / 16)),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    stmatrix_x4(row_chunk<kMixRows>(tile, row + lane % 16, chunk + lane / 16), r);
   }
   __device__ void sum_clusters() {
     float s[32];

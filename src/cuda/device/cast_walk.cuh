@@ -136,13 +136,10 @@ __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int count,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::uint32_t rows = tile + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 2048;
   const std::uint32_t own = rows + lane % 16 * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+  std::uint32_t a[4][4];
+  pack_factor<T>(a, d);
 #pragma unroll
-  for (int i = 0; i < 32; i += 8)
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(own ^ (i * 4)),
-        "r"(pack2<T>(d[i], d[i + 1])), "r"(pack2<T>(d[i + 2], d[i + 3])),
-        "r"(pack2<T>(d[i + 4], d[i + 5])), "r"(pack2<T>(d[i + 6], d[i + 7]))
-        : "memory");
+  for (int k = 0; k < 4; ++k) stmatrix_x4(own ^ (k * 32), a[k]);
   __syncwarp();
   const int row = lane / 8, chunk = lane % 8;
   const std::uint32_t even = rows + row * 128 + ((chunk ^ row) << 4);

@@ -56,13 +56,6 @@ struct CentroidLayout {
   static constexpr int kBytes = kTask + static_cast<int>(sizeof(CentroidTask<T>));
 };
 
-// Four 8 x 8 matrices of a left factor (pack_factor), to rows of a tile.
-__device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&a)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
-}
-
 // A block's shared memory.
 template <class T>
 struct CentroidBlock {
@@ -138,7 +131,7 @@ struct CentroidBlock {
     // Chunk 2 k + half of a row; what the tile's permutation does to it is an exclusive or.
     const std::uint32_t first = Tile<T, 64>{scores(group, buffer).base}.chunk(row, lane / 16);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) store_matrices(first ^ (k << 5), ds[k]);
+    for (int k = 0; k < 4; ++k) stmatrix_x4(first ^ (k << 5), ds[k]);
   }
 
   // dmean of all centroids: the slice of this range of keys.

@@ -10,12 +10,8 @@ constexpr int kRowLanes = 16;
 
 __device__ __forceinline__ int row_lane() { return static_cast<int>(threadIdx.x) % kRowLanes; }
 
-__device__ __forceinline__ float row_sum(float value) {
-#pragma unroll
-  for (int step = kRowLanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
-__device__ __forceinline__ int row_sum(int value) {
+template <class Value>
+__device__ __forceinline__ Value row_sum(Value value) {
 #pragma unroll
   for (int step = kRowLanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/device/list_stream.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 
@@ -126,12 +127,7 @@ class WorkCut {
     std::int64_t own = 0;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) own += before_[i];
-    std::int64_t sum = own;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const std::int64_t other = __shfl_up_sync(~0u, sum, offset);
-      if (thread % 32 >= offset) sum += other;
-    }
+    std::int64_t sum = warp_inclusive_scan(own);
     if (thread % 32 == 31) sums[thread / 32] = sum;
     __syncthreads();
     sum -= own;

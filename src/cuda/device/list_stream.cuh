@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "cuda/device/list_stream_copy.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace coterie::cuda {
 
@@ -187,12 +188,8 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
     }
   }
   // Tiles and steps up to this thread; a long list has more tiles than 22 bits count.
-  long long sum = static_cast<long long>(step.fresh) << 10 | (step.rows > 0);
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const long long other = __shfl_up_sync(~0u, sum, offset);
-    if (lane >= offset) sum += other;
-  }
+  const long long sum =
+      warp_inclusive_scan(static_cast<long long>(step.fresh) << 10 | (step.rows > 0));
   if (lane == 31) sums[thread / 32] = sum;
   __syncthreads();
   long long ahead = 0, total = 0;

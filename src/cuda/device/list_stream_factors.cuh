@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/device/bands.cuh"
+#include "cuda/device/ldmatrix.cuh"
 #include "cuda/device/list_stream.cuh"
 
 namespace coterie::cuda {
@@ -57,11 +58,7 @@ struct StepQueries {
     if constexpr (kHeld) {
       const std::uint32_t from = address + matrix_lane();
 #pragma unroll
-      for (int d = 0; d < kDim / 16; ++d)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(a[d][0]), "=r"(a[d][1]), "=r"(a[d][2]), "=r"(a[d][3])
-                     : "r"(from ^ d * 32)
-                     : "memory");
+      for (int d = 0; d < kDim / 16; ++d) ldmatrix_x4(a[d], from ^ d * 32);
       if (negated) {
 #pragma unroll
         for (int i = 0; i < kDim / 4; ++i) a[i / 4][i % 4] ^= 0x80008000u;

@@ -260,10 +260,7 @@ struct GroupRows {
         const int at = d % 4 * 8 + 2 * i;
         word[i] = pack2<T>(out[d / 4][at] * factor[i % 2], out[d / 4][at + 1] * factor[i % 2]);
       }
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                       (to ^ d % 4 * 32) + d / 4 * kStreamRows * 128),
-                   "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                   : "memory");
+      stmatrix_x4((to ^ d % 4 * 32) + d / 4 * kStreamRows * 128, word);
     }
     __syncwarp();
     const std::uint32_t from = stage + row_lane();

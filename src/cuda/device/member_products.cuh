@@ -56,10 +56,7 @@ __device__ __forceinline__ void store_fragment(const Tile<T, kWidth>& tile, int 
   if constexpr (kMatrices) {
     FragmentA<T> a;
     to_fragment(a, acc);
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     tile.below(row).address(lane % 16, column + lane / 16 * 8)),
-                 "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3])
-                 : "memory");
+    stmatrix_x4(tile.below(row).address(lane % 16, column + lane / 16 * 8), a.r);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "cuda/device/element.cuh"
+#include "cuda/device/ldmatrix.cuh"
 #include "cuda/device/tile.cuh"
 
 namespace coterie::cuda {
@@ -44,20 +45,6 @@ __device__ __forceinline__ void for_depths(const Body& body) {
 __device__ __forceinline__ void clear(Accumulator& acc) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = 0.0f;
-}
-
-__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
 }
 
 __device__ __forceinline__ std::uint32_t load_shared32(std::uint32_t address) {

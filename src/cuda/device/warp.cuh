@@ -17,10 +17,11 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 
 // The sum of the values of this lane and those before it.
-__device__ __forceinline__ int warp_inclusive_scan(int value) {
+template <class T>
+__device__ __forceinline__ T warp_inclusive_scan(T value) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, value, step);
+    const T other = __shfl_up_sync(~0u, value, step);
     if (static_cast<int>(threadIdx.x) % 32 >= step) value += other;
   }
   return value;

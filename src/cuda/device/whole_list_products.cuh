@@ -63,7 +63,7 @@ struct WholeGroup {
   __device__ void post(const float (&sum)[8], int half) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     shape.parts(half)[threadIdx.x / 32 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] =
-        reduce_columns(sum);
+        reduce_columns(sum, lane);
   }
   __device__ void collect(float (&sum)[8], const WholeQueries& facts, int half) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;

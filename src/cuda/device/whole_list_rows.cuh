@@ -35,10 +35,7 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         word[i] = pack2<T>(sum[8 * d + 2 * i] * factor, sum[8 * d + 2 * i + 1] * factor);
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at ^ d * 32),
-          "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-          : "memory");
+      stmatrix_x4(at ^ d * 32, word);
     }
     __syncwarp();
     const int row = warp_row + lane / 8;

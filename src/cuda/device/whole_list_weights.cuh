@@ -64,24 +64,6 @@ __device__ __forceinline__ void pack_weights(std::uint32_t (&p)[2][4], const flo
   for (int i = 0; i < 8; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
 }
 
-// Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
-__device__ __forceinline__ float reduce_columns(const float (&sum)[8]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  float four[4], two[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float kept = lane & 16 ? sum[i + 4] : sum[i], sent = lane & 16 ? sum[i] : sum[i + 4];
-    four[i] = kept + __shfl_xor_sync(~0u, sent, 16);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float kept = lane & 8 ? four[i + 2] : four[i], sent = lane & 8 ? four[i] : four[i + 2];
-    two[i] = kept + __shfl_xor_sync(~0u, sent, 8);
-  }
-  const float kept = lane & 4 ? two[1] : two[0], sent = lane & 4 ? two[0] : two[1];
-  return kept + __shfl_xor_sync(~0u, sent, 4);
-}
-
 // Derivatives as left factor; for dq to shared memory as well.
 template <class T>
 __device__ __forceinline__ void differentiate(const std::uint32_t (&p)[2][4], const float (&d)[16],
@@ -108,11 +90,8 @@ __device__ __forceinline__ void differentiate(const std::uint32_t (&p)[2][4], co
       }
     }
     const int lane = thread % 32, chunk = 4 * half + 2 * k + lane / 16;
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-            slopes + (thread % kWarpgroup / 32 * 16 + lane % 16) * 128 + ((chunk ^ lane % 8) << 4)),
-        "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3])
-        : "memory");
+    const int row = thread % kWarpgroup / 32 * 16 + lane % 16;
+    stmatrix_x4(slopes + row * 128 + ((chunk ^ lane % 8) << 4), out);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/list_bwd_group.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/window_walk.cuh"
 
@@ -17,23 +18,6 @@ __device__ __forceinline__ unsigned walk_thread() {
   unsigned thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread & (kWalkGroups * kWarpgroup - 1);
-}
-
-// Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
-__device__ __forceinline__ float walk_columns(const float (&sum)[8], unsigned lane) {
-  float four[4], two[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float kept = lane & 16 ? sum[i + 4] : sum[i], sent = lane & 16 ? sum[i] : sum[i + 4];
-    four[i] = kept + __shfl_xor_sync(~0u, sent, 16);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float kept = lane & 8 ? four[i + 2] : four[i], sent = lane & 8 ? four[i] : four[i + 2];
-    two[i] = kept + __shfl_xor_sync(~0u, sent, 8);
-  }
-  const float kept = lane & 4 ? two[1] : two[0], sent = lane & 4 ? two[0] : two[1];
-  return kept + __shfl_xor_sync(~0u, sent, 4);
 }
 
 __device__ __forceinline__ void store_factor(std::uint32_t at, const std::uint32_t (&word)[4]) {
@@ -52,7 +36,7 @@ template <class T>
 __device__ __forceinline__ void exchange(float (&sum)[8], float* parts, unsigned thread) {
   const unsigned own = thread % 32;
   parts[(own / 8 * 8 + own % 4 * 2 + own / 4 % 2) * kWalkPartStride + thread / 32] =
-      walk_columns(sum, own);
+      reduce_columns(sum, own);
   __syncthreads();
   float total[4];
 #pragma unroll
