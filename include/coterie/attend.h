@@ -5,7 +5,8 @@
 // Every operation sees queries q (B, H, N, Dk), keys k (B, Hkv, S, Dk), values v (B, Hkv, S, Dv) of
 // AttentionInputs, with its lengths, scale and causal rule, and takes index lists (int32, counted
 // from the start of the item). Outputs lse are of the accumulator type. Backward passes take the
-// forward's out and lse, and write dq, dk, dv in full.
+// forward's out and lse, and write dq, dk, dv in full. Tensors are on the CPU; on a GPU whole
+// mechanisms run (attention.h).
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Clustering of tokens, per item and head, padding excluded. Labels are int32, -1 in padding; ties
-// go to the lower cluster.
+// go to the lower cluster. Tensors are on the CPU; those of ema_update and of the commitment loss
+// may be on a GPU, which does not check labels.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Tokens sorted by cluster: a stable counting sort, so that each cluster is a contiguous run in
-// position order.
+// position order. Tensors are on the CPU; on a GPU whole mechanisms run (attention.h).
 #pragma once
 
 #include "coterie/attention.h"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Locality-sensitive codes: bit r of a row x is [plane_r . x > threshold_r].
+// Locality-sensitive codes: bit r of a row x is [plane_r . x > threshold_r]. Tensors are on the
+// CPU; on a GPU whole mechanisms run (attention.h).
 #pragma once
 
 #include <cstdint>

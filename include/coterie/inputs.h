@@ -21,8 +21,7 @@ struct Sequences {
 // `causal`, query i of an item is at key position i + (key length - query length).
 struct AttentionInputs {
   TensorView q;  // (B, H, N, Dk)
-  TensorView
-      k;  // (B, Hkv, S, Dk); absent, or the same view as q, for lsh and routing with share_qk
+  TensorView k;  // (B, Hkv, S, Dk); absent or the view q for lsh, and for routing with share_qk
   TensorView v;  // (B, Hkv, S, Dv)
   Sequences q_sequences;
   Sequences k_sequences;

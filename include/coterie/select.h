@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Exact selection of the best tokens by inner product, without storing the scores.
+// Exact selection of the best tokens by inner product, without storing the scores. Tensors are on
+// the CPU; on a GPU whole mechanisms run (attention.h).
 #pragma once
 
 #include "coterie/attention.h"

@@ -15,7 +15,9 @@ constexpr int power_of_two(int value) {
   return power;
 }
 
-// kLanes lanes hold a row of up to kDim elements, 16 bytes each.
+// kLanes lanes hold a row of up to kDim elements, 16 bytes each: RowLanes (row_lanes.cuh) for CAST,
+// where rows of a warp may be added up apart from each other, come from shared memory or as they
+// lie, and leave in other types.
 template <class T, int kDim>
 struct CastLanes {
   static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
