@@ -18,11 +18,11 @@ namespace {
 template <class T, int kWidth>
 __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
                                   CentroidShape<T, kWidth>::kMinBlocks)
-    key_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, KeyChunks tiles) {
+    key_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks tiles) {
   using S = CentroidShape<T, kWidth>;
   extern __shared__ __align__(128) unsigned char memory[];
   const BackwardShape& shape = args.shape;
-  const KeyChunk keys = tiles.find(shape.spans.k, blockIdx.x);
+  const ItemChunk keys = tiles.find(shape.spans.k, blockIdx.x);
   const int key_count = keys.end - keys.begin;
   if (key_count <= 0) return;
   const int key_head = blockIdx.y, warp = threadIdx.x / 32;
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     cp_async_commit();
   };
 
-  load_tile<S::kOwned, S::kThreads>(sK, args.k.rows(keys.keys.batch, key_head, keys.keys.begin),
+  load_tile<S::kOwned, S::kThreads>(sK, args.k.rows(keys.span.batch, key_head, keys.span.begin),
                                     keys.begin, key_count);
-  load_tile<S::kOwned, S::kThreads>(sV, args.v.rows(keys.keys.batch, key_head, keys.keys.begin),
+  load_tile<S::kOwned, S::kThreads>(sV, args.v.rows(keys.span.batch, key_head, keys.span.begin),
                                     keys.begin, key_count);
   cp_async_commit();
   fetch(0);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   const auto store = [&](const Tensor4<T>& tensor, const Accumulator(&acc)[S::kBlocks][S::kDepths],
                          float factor) {
     if (!tensor.data) return;
-    const Rows<T> out = tensor.rows(keys.keys.batch, key_head, keys.keys.begin + keys.begin);
+    const Rows<T> out = tensor.rows(keys.span.batch, key_head, keys.span.begin + keys.begin);
 #pragma unroll
     for (int m = 0; m < S::kBlocks; ++m)
 #pragma unroll
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   const int total = shape.group * shape.clusters, tiles = (total + S::kOwned - 1) / S::kOwned;
   const int owned = blockIdx.x % tiles * S::kOwned, key_heads = shape.H / shape.group;
   const int slot = blockIdx.x / tiles / key_heads, key_head = blockIdx.x / tiles % key_heads;
-  const KeyChunk keys = shape.chunks.find(shape.spans.k, slot);
+  const ItemChunk keys = shape.chunks.find(shape.spans.k, slot);
   const int begin = keys.begin, end = keys.end;
   if (begin >= end) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   const std::uint32_t base = shared_address(memory);
   const Tile<T, kWidth> sMean{base}, sDout{base + S::kOwnedBytes};
   const std::uint32_t stages = base + 2 * S::kOwnedBytes;
-  const Rows<const T> gK = args.k.rows(keys.keys.batch, key_head, keys.keys.begin);
-  const Rows<const T> gV = args.v.rows(keys.keys.batch, key_head, keys.keys.begin);
+  const Rows<const T> gK = args.k.rows(keys.span.batch, key_head, keys.span.begin);
+  const Rows<const T> gV = args.v.rows(keys.span.batch, key_head, keys.span.begin);
 
   const auto fetch = [&](int first) {
     const int stage = (first - begin) / S::kStep % 2;
@@ -216,7 +216,7 @@ void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
     using S = CentroidShape<T, decltype(width)::value>;
     const auto kernel = &key_gradient_kernel<T, decltype(width)::value>;
     allow_shared_memory(kernel, S::kSharedBytes);
-    const KeyChunks tiles = args.shape.key_tiles(S::kOwned);
+    const ItemChunks tiles = args.shape.key_tiles(S::kOwned);
     if (tiles.slots == 0) return;
     const dim3 grid(static_cast<unsigned>(tiles.slots),
                     static_cast<unsigned>(args.shape.H / args.shape.group));

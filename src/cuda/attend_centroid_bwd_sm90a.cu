@@ -18,7 +18,7 @@ namespace {
 
 // Warpgroups 0 and 1.
 template <class T>
-__device__ __forceinline__ void walk_keys(const CentroidBlock<T>& block) {
+__device__ __forceinline__ void walk_keys(const GradientBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
   const float scale = block.args.shape.scale * kLog2e;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void walk_keys(const CentroidBlock<T>& block) {
 
 // Warpgroup 2.
 template <class T>
-__device__ __forceinline__ void sum_means(const CentroidBlock<T>& block) {
+__device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   float sum[kTiles][32];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kCentroidThreads, 1)
     centroid_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
-  const CentroidBlock<T> block(args, memory);
+  const GradientBlock<T> block(args, memory);
   if (threadIdx.x == 0) block.task() = CentroidTask<T>(args);
   if (threadIdx.x < 10)
     mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32 * kWarpArrivals);

@@ -136,12 +136,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   const CentroidTiles<T, kDim> tiles(memory);
   const CentroidQueries& queries = args.queries;
   const CentroidBlock block(queries, blockIdx.x);
-  const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
   if (chunk.begin >= chunk.end) return;
 
   const int kv_head = block.head / queries.group;
-  const Rows<const T> k = args.k.rows(chunk.keys.batch, kv_head, chunk.keys.begin);
-  const Rows<const T> v = args.v.rows(chunk.keys.batch, kv_head, chunk.keys.begin);
+  const Rows<const T> k = args.k.rows(chunk.span.batch, kv_head, chunk.span.begin);
+  const Rows<const T> v = args.v.rows(chunk.span.batch, kv_head, chunk.span.begin);
   tiles.load(0, k, v, chunk.begin, chunk.end);
   load_centroids<kCentroidRows, kThreads>(tiles.queries, queries, chunk.item, block.head,
                                           block.first);

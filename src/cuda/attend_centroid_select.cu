@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   const CentroidBlock block(args.queries, blockIdx.x);  // slot = item * kSamples + part
   const int item = block.slot / kSamples, part = block.slot % kSamples;
   const ItemSpan span = args.queries.spans.k.span(item);
-  const Sample sample(span.length, part);
+  const KeySample sample(span.length, part);
   const int rank = sample.rank(args.wanted);
   if (span.length <= 3 * args.capacity || rank > 32)
     return write_thresholds(args, block, item, part, -FLT_MAX);
@@ -118,10 +118,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   extern __shared__ __align__(128) unsigned char memory[];
   const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);
-  const KeyChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
+  const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
   if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
 
-  const Rows<const T> rows = args.keys(chunk.keys, block.head);
+  const Rows<const T> rows = args.keys(chunk.span, block.head);
   load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, chunk.begin, chunk.end - chunk.begin);
   cp_async_commit();
   load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, chunk.item, block.head,

@@ -59,14 +59,14 @@ struct AttendRows : MeanSums<T, kDim> {
 // Partial results of one chunk.
 template <class T, int kDim, int kGroups>
 __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const CentroidBlock& block,
-                                             const KeyChunk& chunk, unsigned char* memory) {
+                                             const ItemChunk& chunk, unsigned char* memory) {
   using Pipeline = KeyPipeline<T, kDim, 2, 4 * kGroups>;
   using Queries = GroupQueries<T, kDim, kGroups>;
   const CentroidQueries& queries = args.queries;
   const int kv_head = block.head / queries.group;
   const Pipeline pipeline{shared_address(memory) + Queries::kBytes,
-                          {args.k.rows(chunk.keys.batch, kv_head, chunk.keys.begin),
-                           args.v.rows(chunk.keys.batch, kv_head, chunk.keys.begin)},
+                          {args.k.rows(chunk.span.batch, kv_head, chunk.span.begin),
+                           args.v.rows(chunk.span.batch, kv_head, chunk.span.begin)},
                           (chunk.end - chunk.begin + kAttendKeys - 1) / kAttendKeys};
   pipeline.init();
   __syncthreads();
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
   const CentroidQueries& queries = args.queries;
   if (args.teams.size == 0) {
     const CentroidBlock block(queries, blockIdx.x);
-    const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+    const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
     if (chunk.begin < chunk.end) attend_chunk<T, kDim, kGroups>(args, block, chunk, memory);
     return;
   }
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
   CentroidBlock block(queries, static_cast<unsigned>(team.number));  // slot = item
   const int item = block.slot;
   block.slot = item * team.size + team.rank;
-  const KeyChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
   if (chunk.begin < chunk.end) attend_chunk<T, kDim, kGroups>(args, block, chunk, memory);
   team.sync();
   const int rows = min(queries.block_rows, queries.clusters - block.first);

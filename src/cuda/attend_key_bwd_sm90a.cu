@@ -35,7 +35,7 @@ template <class T, int kWidth>
 struct Block {
   using S = Shape<T, kWidth>;
   const BackwardArgs<T>& args;
-  KeyChunk keys;
+  ItemChunk keys;
   int key_head, total;     // centroids
   std::int64_t first_row;  // of the centroids
   typename S::Centroids mean, dout;
@@ -97,7 +97,7 @@ struct Block {
 
   // By the third warpgroup: all keys of the block, as places become free.
   __device__ void stream_keys() const {
-    const ItemSpan& span = keys.keys;
+    const ItemSpan& span = keys.span;
     const Rows<const T> k = args.k.rows(span.batch, key_head, span.begin);
     const Rows<const T> v = args.v.rows(span.batch, key_head, span.begin);
 #pragma unroll 1
@@ -119,7 +119,7 @@ template <class T, int kWidth>
 __device__ __forceinline__ void walk_keys(const Block<T, kWidth>& block) {
   using S = Shape<T, kWidth>;
   const BackwardArgs<T>& args = block.args;
-  const ItemSpan& span = block.keys.keys;
+  const ItemSpan& span = block.keys.span;
   const int buffers = (block.total + S::kBuffer - 1) / S::kBuffer;
   const bool resident = buffers <= 2;
   for (int buffer = 0; buffer < (resident ? buffers : 1); ++buffer)

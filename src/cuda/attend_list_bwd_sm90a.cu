@@ -37,14 +37,14 @@ struct StepRun {
 };
 
 template <class T, ListForm kForm, bool kKeys>
-__global__ void __launch_bounds__(BackwardShape<kForm, kKeys>::kThreads, 1)
+__global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1)
     list_stream_kernel(const __grid_constant__ ListBackwardArgs<T> args,
                        const __grid_constant__ ListTiles tiles, const StepRun run) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
-  const BackwardShape<kForm, kKeys> shape(memory);
+  const StreamBackwardShape<kForm, kKeys> shape(memory);
   shape.init();
-  static_assert(kCutBytes <= BackwardShape<kForm, kKeys>::kPlanAt, "room to measure lists");
+  static_assert(kCutBytes <= StreamBackwardShape<kForm, kKeys>::kPlanAt, "room to measure lists");
   const ListProblem& problem = args.problem;
   const bool by_work = kForm != ListForm::plain && run.by_work;
   WorkCut<kKeys> cut(problem, memory);
@@ -92,7 +92,7 @@ std::int64_t span_tiles(const ListProblem& problem, const SlotSide& other) {
 
 template <class T, ListForm kForm, bool kKeys>
 void launch_stream(const ListBackwardArgs<T>& args, cudaStream_t stream) {
-  using Shape = BackwardShape<kForm, kKeys>;
+  using Shape = StreamBackwardShape<kForm, kKeys>;
   const ListProblem& problem = args.problem;
   const SlotSide& side = kKeys ? problem.k : problem.q;
   const ListTiles tiles = list_tiles(side, kStreamBits);

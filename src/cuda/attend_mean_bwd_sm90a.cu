@@ -22,7 +22,7 @@ static_assert(kRows == 2 * 64, "64 for each warpgroup");
 struct Block {
   int slot, key_head, key_heads, first, total;  // first: the block's first centroid of `total`
   std::int64_t first_row;                       // of the stacked centroids
-  KeyChunk keys;
+  ItemChunk keys;
 
   __device__ explicit Block(const BackwardShape& shape) {
     total = shape.group * shape.clusters;
@@ -114,15 +114,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Pipeline = MeanPipeline<T, kWidth>;
   using Keys = Bands<T, kWidth, 64>;
   const Block block(args.shape);
-  const KeyChunk& keys = block.keys;
+  const ItemChunk& keys = block.keys;
   if (keys.begin >= keys.end) return;
   const std::uint32_t base = shared_address(memory);
   MeanTile<T, kWidth> tile;
   tile.load(args, block, base);
   cp_async_commit();
   const Pipeline pipeline{base + 2 * tile.kBytes,
-                          {args.k.rows(keys.keys.batch, block.key_head, keys.keys.begin),
-                           args.v.rows(keys.keys.batch, block.key_head, keys.keys.begin)},
+                          {args.k.rows(keys.span.batch, block.key_head, keys.span.begin),
+                           args.v.rows(keys.span.batch, block.key_head, keys.span.begin)},
                           (keys.end - keys.begin + 63) / 64};
   pipeline.init();
   cp_async_wait<0>();

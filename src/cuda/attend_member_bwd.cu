@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   const int count = unit.count, topk = shape.topk;
   if (units && count == 0 && (!whole || shape.causal || own > 0)) return;
   const MemberBlock<T, kWidth, kWarps> block(args, memory, head, unit);
-  MemberRows<T, kWidth, kWarps> rows(block);
+  UnitRows<T, kWidth, kWarps> rows(block);
   rows.find(0);
   block.load_slots();
   if (!shape.causal) block.load_cluster();

@@ -30,7 +30,7 @@ constexpr int kMostRank = kGroups / 2;  // of group maxima that floors are taken
 template <class T>
 struct OracleArgs {
   ItemSpans spans;
-  KeyChunks tiles;  // of the queries
+  ItemChunks tiles;  // of the queries
   Tensor4<const T> q, k;
   const std::uint8_t* mask;  // or null
   std::int64_t mask_strides[4];
@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kDim>)
   __shared__ std::int32_t staged[kWarps][kMaxTopKeys];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int number = blockIdx.x; number < args.tiles.slots * args.H; number += gridDim.x) {
-    const KeyChunk rows = args.tiles.find(args.spans.q, number / args.H);
+    const ItemChunk rows = args.tiles.find(args.spans.q, number / args.H);
     if (rows.begin >= rows.end) continue;
     const OracleTile<T, kDim> tile{args,
                                    {shared_address(memory)},
-                                   rows.keys,
+                                   rows.span,
                                    args.spans.k.span(rows.item),
                                    number % args.H,
                                    rows.begin,
@@ -245,8 +245,8 @@ void launch_select(const OracleArgs<T>& args, int blocks, cudaStream_t stream) {
 
 void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorView& top_keys,
                    Arena& arena, cudaStream_t stream) {
-  const KeyChunks tiles = row_tiles(sequence_spans(call.inputs.q_sequences, call.N),
-                                    static_cast<int>(call.num_items()), kRows);
+  const ItemChunks tiles = row_tiles(sequence_spans(call.inputs.q_sequences, call.N),
+                                     static_cast<int>(call.num_items()), kRows);
   const int resident = dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     return dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       return kBlocks<typename decltype(tag)::type, decltype(dim)::value> * multiprocessors();

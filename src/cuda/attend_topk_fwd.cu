@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_slowly(const Rows<T>& out, int row, int co
 // bottom has kDim elements.
 template <class T, int kDim>
 __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
-                                           const TopRows<T, kDim>& rows, const Rows<T>& out,
+                                           const TopKeyRows<T, kDim>& rows, const Rows<T>& out,
                                            float* lse, float mass, const float* bottom) {
   const int lane = threadIdx.x % 32;
   float factor[2];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     for (int i = 0; i < kTail; ++i)
       tail[i] = args.bottom[cluster_row * width +
                             min(static_cast<int>(threadIdx.x) + i * 32 * kWarps, width - 1)];
-  const KeyTile<T, kDim> keys{shared_address(memory)};
+  const TopKeyTile<T, kDim> keys{shared_address(memory)};
   const Tile<T, kDim> values{keys.below(args.padded).base};
   const ItemSpan span = args.spans.k.span(tile.item);
   const Rows<const T> k = args.k.rows(span.batch, head / args.group, span.begin);
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 
 #pragma unroll 1
   for (int group = warp; 16 * group < tile.count; group += kWarps) {
-    TopRows<T, kDim> rows;
+    TopKeyRows<T, kDim> rows;
     int seen[2] = {count, count};
     if (args.causal)
 #pragma unroll

@@ -112,16 +112,16 @@ struct CastBackward {
   int key_slot_heads;
   float4* gates;  // (B, N): psi and sigmoid of the gate, and of its opposite
   // (B, H, N)
-  float4* facts;            // see cast_facts
-  float* delta;             // gradient . output
-  float* dgate_rows;        // q . (gradient of q by the mix of no members) / factor of the logits
-  KeyChunks parts, chunks;  // of the tokens: for their gradients, for those of clusters
-  float* partials;          // (chunks.slots, H, C, 2, D): of surrogates and summaries
-  int member_tiles;         // parts of a cluster's members
-  float* member_parts;      // (items, H, C, member_tiles, 2, D): what members add to the partials
-  float* key_parts;         // (items, H, C, member_tiles, D): of surrogates, through the summaries
-  float* dsummary;          // (items, H, C, D): by the mix
-  float* summary_dots;      // (items, H, C): dsummary . summary
+  float4* facts;             // see cast_facts
+  float* delta;              // gradient . output
+  float* dgate_rows;         // q . (gradient of q by the mix of no members) / factor of the logits
+  ItemChunks parts, chunks;  // of the tokens: for their gradients, for those of clusters
+  float* partials;           // (chunks.slots, H, C, 2, D): of surrogates and summaries
+  int member_tiles;          // parts of a cluster's members
+  float* member_parts;       // (items, H, C, member_tiles, 2, D): what members add to the partials
+  float* key_parts;          // (items, H, C, member_tiles, D): of surrogates, through the summaries
+  float* dsummary;           // (items, H, C, D): by the mix
+  float* summary_dots;       // (items, H, C): dsummary . summary
 };
 
 // How tokens are cut: sets parts and chunks. cast_cluster_bwd.cu

@@ -45,13 +45,13 @@ struct ClusterMemory {
 template <class T, int kDim>
 __device__ __forceinline__ void load_tokens(const MixBackwardArgs<T>& args,
                                             const ClusterMemory<T, kDim>& memory,
-                                            const KeyChunk& part, int head, int step) {
+                                            const ItemChunk& part, int head, int step) {
   const CastShape& shape = args.shape;
   const int first = part.begin + step * kTokens<T>, count = part.end - first;
   load_tile<kTokens<T>, kThreads>(
-      memory.tokens(step, 0), args.q.rows(part.keys.batch, head, part.keys.begin), first, count);
+      memory.tokens(step, 0), args.q.rows(part.span.batch, head, part.span.begin), first, count);
   load_tile<kTokens<T>, kThreads>(memory.tokens(step, 1),
-                                  args.grad_out.rows(part.keys.batch, head, part.keys.begin), first,
+                                  args.grad_out.rows(part.span.batch, head, part.span.begin), first,
                                   count);
   cp_async_commit();
   if (threadIdx.x >= kTokens<T>) return;
@@ -59,8 +59,8 @@ __device__ __forceinline__ void load_tokens(const MixBackwardArgs<T>& args,
   TokenFacts facts{0.0f, INFINITY, 0.0f};
   const int token = first + static_cast<int>(threadIdx.x);
   if (token < part.end) {
-    const std::int64_t place = shape.row(part.keys, head) + token;
-    facts.factor = shape.scale * gate_factor(shape, shape.gates(part.keys)[token]);
+    const std::int64_t place = shape.row(part.span, head) + token;
+    facts.factor = shape.scale * gate_factor(shape, shape.gates(part.span)[token]);
     facts.lse = shape.laplace ? 0.0f : args.pass.saved.combine_lse[place];
     facts.delta = shape.laplace ? 0.0f : args.pass.delta[place];
   }
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = static_cast<int>(blockIdx.y), lane = threadIdx.x % 32;
   const int first = static_cast<int>(blockIdx.z) * kClusters;
   const int row = static_cast<int>(threadIdx.x) / 32 * 16;
-  const KeyChunk part = args.pass.chunks.find(shape.tokens, blockIdx.x);
+  const ItemChunk part = args.pass.chunks.find(shape.tokens, blockIdx.x);
   if (part.begin >= part.end) return;
   const ClusterMemory<T, kDim> memory{shared};
   load_tile<kClusters, kThreads>(memory.clusters(0), args.keys(head), first,

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   using Tiles = typename S::Tiles;
   const CastShape& shape = args.shape;
   const int head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.z) * 64;
-  const KeyChunk part = args.pass.chunks.find(shape.tokens, static_cast<int>(blockIdx.x));
+  const ItemChunk part = args.pass.chunks.find(shape.tokens, static_cast<int>(blockIdx.x));
   if (part.begin >= part.end) return await_writes();
   const std::uint32_t base = shared_address(memory);
   const Tiles own(base);
@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const auto stage_facts = [&](int number) {
     return reinterpret_cast<float2*>(memory + S::kFacts) + number % S::kStages * 128;
   };
-  const Rows<const T> q = args.q.rows(part.keys.batch, head, part.keys.begin);
-  const Rows<const T> g = args.grad_out.rows(part.keys.batch, head, part.keys.begin);
+  const Rows<const T> q = args.q.rows(part.span.batch, head, part.span.begin);
+  const Rows<const T> g = args.grad_out.rows(part.span.batch, head, part.span.begin);
   const float2* row_facts =
-      reinterpret_cast<const float2*>(args.pass.facts + shape.row(part.keys, head));
+      reinterpret_cast<const float2*>(args.pass.facts + shape.row(part.span, head));
   // Rows beyond the last are zeros with facts of 0: a weight of 1 of nothing.
   const auto load_rows = [&](int number) {
     const int token = part.begin + 64 * number;

@@ -25,7 +25,7 @@ template <class T>
 struct FoldArgs {
   CastShape shape;
   TokenSlots slots;
-  KeyChunks tiles;
+  ItemChunks tiles;
   TokenSum<T> sums[3];
 };
 
@@ -42,7 +42,7 @@ struct TokenFold {
 
   const FoldArgs<T>& args;
   const TokenSum<T>& sum;
-  const KeyChunk& tile;
+  const ItemChunk& tile;
 
   __device__ static int column(int part) {
     return kDim / 2 * part + static_cast<int>(threadIdx.x) % kLanes * 4;
@@ -122,7 +122,7 @@ struct TokenFold {
   __device__ Head find(int head, int to_head) const {
     const CastShape& shape = args.shape;
     const int list_head = shape.list_head(head);
-    const std::int64_t row = args.slots.row(tile.keys, list_head, 0);
+    const std::int64_t row = args.slots.row(tile.span, list_head, 0);
     const std::int64_t cluster = shape.cluster(tile.item, head, 0);
     // A key head's slots hold the sum over its query heads, where these share lists.
     const bool by_head = sum.slot_heads == shape.H;
@@ -130,7 +130,7 @@ struct TokenFold {
     Head at;
     at.first = args.slots.first + row;
     at.count = args.slots.count + row;
-    at.entries = args.slots.slots + args.slots.start(tile.item, tile.keys, list_head);
+    at.entries = args.slots.slots + args.slots.start(tile.item, tile.span, list_head);
     at.slots = by_head || head % shape.group == 0 ? sum.slots + column(0) +
                                                         (problem + (by_head ? head : to_head)) *
                                                             shape.clusters * shape.width * shape.D
@@ -186,7 +186,7 @@ struct TokenFold {
   template <bool kAligned>
   __device__ void run(int to_head) const {
     const int group = args.shape.H / sum.heads;
-    const Rows<T> rows = sum.to.rows(tile.keys.batch, to_head, tile.keys.begin);
+    const Rows<T> rows = sum.to.rows(tile.span.batch, to_head, tile.span.begin);
     Head at = find(to_head * group, to_head);
 #pragma unroll 1
     for (int first = tile.begin + static_cast<int>(threadIdx.x) / kLanes; first < tile.end;
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const TokenSum<T>& sum = args.sums[blockIdx.z];
   const int head = static_cast<int>(blockIdx.y);
   if (!sum.to.data || head >= sum.heads) return;
-  const KeyChunk tile = args.tiles.find(args.shape.tokens, static_cast<int>(blockIdx.x));
+  const ItemChunk tile = args.tiles.find(args.shape.tokens, static_cast<int>(blockIdx.x));
   const TokenFold<T, kDim> fold{args, sum, tile};
   fold.template run<kAligned>(head);
 }

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads,
   await_previous();
   using Mix = MixTile<T, kDim, false>;
   const CastShape& shape = args.shape;
-  const KeyChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
+  const ItemChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
   if (tile.begin >= tile.end) return;
   Mix mix(shape, memory, tile, args.surrogates, args.summaries);
   mix.load_tokens(0, args.q);
@@ -160,14 +160,14 @@ __global__ void __launch_bounds__(MixTile<T, kDim, false>::kThreads,
         own.lanes.add(with.inner, -1.0f, with.summary);
         if (there) own.add(k, weight, with.inner);
       });
-  const Rows<T> to = args.out.rows(tile.keys.batch, mix.head, tile.keys.begin);
+  const Rows<T> to = args.out.rows(tile.span.batch, mix.head, tile.span.begin);
 #pragma unroll
   for (int k = 0; k < Own::kEach; ++k) {
     const int row = own.row(k);
     if (!mix.there(row)) continue;
     own.lanes.store(to, mix.token(row), own.get(k));
     if (args.lse && own.lanes.first())
-      args.lse[shape.row(tile.keys, mix.head) + mix.token(row)] = mix.fact(1, row);
+      args.lse[shape.row(tile.span, mix.head) + mix.token(row)] = mix.fact(1, row);
   }
 }
 

@@ -12,7 +12,7 @@ template <class T>
 struct MixArgs {
   CastShape shape;
   TokenSlots slots;
-  KeyChunks tiles;
+  ItemChunks tiles;
   Tensor4<const T> q;
   Tensor4<T> out;
   const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)

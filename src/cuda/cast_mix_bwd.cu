@@ -41,7 +41,7 @@ __device__ __forceinline__ void for_clusters(Mix& mix, const float* summary_lse,
 
 template <class Mix, class T>
 __device__ __forceinline__ Mix load_mix(const MixBackwardArgs<T>& args, unsigned char* memory,
-                                        const KeyChunk& tile, const float* delta) {
+                                        const ItemChunk& tile, const float* delta) {
   Mix mix(args.shape, memory, tile, args.surrogates, args.summaries);
   mix.load_tokens(0, args.q);
   mix.load_tokens(1, args.grad_out);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   constexpr int kM = Mix::kM;
   const CastShape& shape = args.shape;
   const CastBackward& pass = args.pass;
-  const KeyChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
+  const ItemChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
   if (tile.begin >= tile.end) return;
   Mix mix = load_mix<Mix>(args, memory, tile, nullptr);
   float delta[kM][2] = {};
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   for (int i = 0; i < 2 * kM; ++i) {
     const float total = quad_sum(delta[i / 2][i % 2]);
     const int row = mix.row(i / 2, i % 2);
-    const std::int64_t place = shape.row(tile.keys, mix.head) + mix.token(row);
+    const std::int64_t place = shape.row(tile.span, mix.head) + mix.token(row);
     if (mix.lane % 4 == 0 && mix.there(row)) pass.delta[place] = total + pass.facts[place].z;
   }
 }
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   constexpr int kM = Mix::kM;
   const CastShape& shape = args.shape;
   const CastBackward& pass = args.pass;
-  const KeyChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
+  const ItemChunk tile = args.tiles.find(shape.tokens, blockIdx.x);
   if (tile.begin >= tile.end) return;
   Mix mix = load_mix<Mix>(args, memory, tile, shape.laplace ? nullptr : pass.delta);
   Accumulator sum[kM][kDim / 16] = {};
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
   const CastLanes<T, kDim> lanes;
   constexpr int kGroups = 32 / CastLanes<T, kDim>::kLanes;
   Rows<T> to{};
-  if (args.dq.data) to = args.dq.rows(tile.keys.batch, mix.head, tile.keys.begin);
+  if (args.dq.data) to = args.dq.rows(tile.span.batch, mix.head, tile.span.begin);
   for (int r = mix.lane / lanes.kLanes; r < 16 * kM; r += kGroups) {
     const int row = mix.warp_row + r;
     typename CastLanes<T, kDim>::Floats values{};
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(MixTile<T, kDim, true>::kThreads, MixTile<T, k
     const float dot = lanes.dot(values, lanes.load_shared(mix.tokens(0).chunk(row, lanes.lane)));
     values.scale(mix.fact(0, row));
     if (!mix.there(row)) continue;
-    if (lanes.first()) pass.dgate_rows[shape.row(tile.keys, mix.head) + mix.token(row)] = dot;
+    if (lanes.first()) pass.dgate_rows[shape.row(tile.span, mix.head) + mix.token(row)] = dot;
     if (args.dq.data) lanes.store(to, mix.token(row), values);
   }
 }

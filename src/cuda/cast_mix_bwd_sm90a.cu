@@ -32,7 +32,7 @@ struct TokenBlock {
   const MixBackwardArgs<T>& args;
   unsigned char* memory;
   int head, group;
-  KeyChunk part;
+  ItemChunk part;
 
   __device__ TokenBlock(const MixBackwardArgs<T>& a, unsigned char* shared)
       : args(a),
@@ -65,7 +65,7 @@ struct TokenBlock {
         reinterpret_cast<unsigned long long*>(memory + S::kPresent)[step] = found.bits;
     }
   }
-  __device__ std::int64_t place(int token) const { return args.shape.row(part.keys, head) + token; }
+  __device__ std::int64_t place(int token) const { return args.shape.row(part.span, head) + token; }
 
   // The warpgroup's tokens from `first` on.
   __device__ void load_tokens(int buffer, int first) const {
@@ -74,8 +74,8 @@ struct TokenBlock {
   }
   __device__ void load_rows(int buffer, int first) const {
     own(buffer).template load<kWarpgroup>(
-        args.q.rows(part.keys.batch, head, part.keys.begin),
-        args.grad_out.rows(part.keys.batch, head, part.keys.begin), first, part.end - first);
+        args.q.rows(part.span.batch, head, part.span.begin),
+        args.grad_out.rows(part.span.batch, head, part.span.begin), first, part.end - first);
   }
   __device__ void load_facts(int buffer, int first) const {
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -129,7 +129,7 @@ struct TokenBlock {
     if (!args.dq.data) return;
     // The gradients' tiles were read.
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
-    const Rows<T> rows = args.dq.rows(part.keys.batch, head, part.keys.begin + start + row);
+    const Rows<T> rows = args.dq.rows(part.span.batch, head, part.span.begin + start + row);
     sync_group();
 #pragma unroll
     for (int band = 0; band < kWidth / 64; ++band)

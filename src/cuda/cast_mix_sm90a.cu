@@ -52,14 +52,14 @@ __device__ void load_clusters(const MixArgs<T>& args, const MixMemory<T, kDim>& 
 // Calls body(run) for the runs of this block.
 template <class T, class Body>
 __device__ __forceinline__ void for_runs(const MixArgs<T>& args, const Body& body) {
-  const KeyChunks& tiles = args.tiles;
+  const ItemChunks& tiles = args.tiles;
   const std::int64_t units = static_cast<std::int64_t>(tiles.slots) * args.shape.H;
   int unit = static_cast<int>(units * blockIdx.x / gridDim.x);
   const int last = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
   while (unit < last) {
     const int slot = unit % tiles.slots;
-    const KeyChunk tile = tiles.find(args.shape.tokens, slot);
-    MixRun run{tile.item, unit / tiles.slots, tile.split, 0, tile.keys};
+    const ItemChunk tile = tiles.find(args.shape.tokens, slot);
+    MixRun run{tile.item, unit / tiles.slots, tile.split, 0, tile.span};
     // The slots of an item, of which the last may be unused.
     const int next = tile.item + 1 < tiles.items
                          ? tiles.first_slot(args.shape.tokens, tile.item + 1)

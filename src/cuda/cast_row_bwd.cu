@@ -35,25 +35,25 @@ __global__ void __launch_bounds__(kThreads)
 // is looked up while that ends, if it is known to be there: see cast_inner_queries.
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ CastShape shape,
-                     const __grid_constant__ CastBackward pass, KeyChunks tiles) {
+                     const __grid_constant__ CastBackward pass, ItemChunks tiles) {
   constexpr int kNear = 4;
   release_next();
   if (!pass.resident) await_writes();
-  const KeyChunk tile = tiles.find(shape.tokens, static_cast<int>(blockIdx.x));
+  const ItemChunk tile = tiles.find(shape.tokens, static_cast<int>(blockIdx.x));
   const int head = static_cast<int>(blockIdx.y), list_head = shape.list_head(head);
   const int token = tile.begin + static_cast<int>(threadIdx.x);
   const bool there = token < tile.end;
-  const std::int64_t place = shape.row(tile.keys, head) + token;
+  const std::int64_t place = shape.row(tile.span, head) + token;
   const std::int32_t* entries = nullptr;
   int count = 0, near[kNear];
   float4 fact = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (there) {
-    const std::int64_t row = pass.slots.row(tile.keys, list_head, token);
-    const float4* gates = pass.gates + static_cast<std::int64_t>(tile.keys.batch) * shape.N;
-    fact.x = shape.scale * gates[tile.keys.begin + token].x * kLog2e;
+    const std::int64_t row = pass.slots.row(tile.span, list_head, token);
+    const float4* gates = pass.gates + static_cast<std::int64_t>(tile.span.batch) * shape.N;
+    fact.x = shape.scale * gates[tile.span.begin + token].x * kLog2e;
     fact.y = shape.laplace ? 0.0f : pass.saved.combine_lse[place] * kLog2e;
     count = pass.slots.count[row];
-    entries = pass.slots.slots + pass.slots.start(tile.item, tile.keys, list_head) +
+    entries = pass.slots.slots + pass.slots.start(tile.item, tile.span, list_head) +
               pass.slots.first[row];
   }
 #pragma unroll
@@ -175,7 +175,7 @@ void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackwar
 }
 
 void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream) {
-  const KeyChunks tiles = token_tiles(shape, kThreads);
+  const ItemChunks tiles = token_tiles(shape, kThreads);
   if (tiles.slots == 0) return;
   launch_early("cast facts", row_facts_kernel,
                dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H)), kThreads,

@@ -74,7 +74,7 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
 template <class T>
 void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
                   void* table, cudaStream_t stream) {
-  const KeyChunks tiles = token_tiles(scores.shape, kScoreRows);
+  const ItemChunks tiles = token_tiles(scores.shape, kScoreRows);
   const ScoreArgs<T> args{scores,
                           tiles,
                           first_head,

@@ -121,7 +121,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const SingleBuffers buffers(single ? arena : none, shape);
   if (!affinities || rows == 0) return;
   CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
-  const KeyChunks tiles = token_tiles(shape, kAffinityTokens);
+  const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {

@@ -33,12 +33,12 @@ constexpr int kSlotTile = 32;
 
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  ClusterUnits units;    // the parts of clusters that blocks work on
-  int pitch;             // of scratch rows: the head dim padded to 64 or 128
-  bool sm90a;            // the kernels of *_sm90a.cu serve this call
-  bool fused;            // centroid_gradients_sm90a serves this call
-  KeyChunks chunks;      // of the keys, for the gradients of the means
-  KeyChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
+  ClusterUnits units;     // the parts of clusters that blocks work on
+  int pitch;              // of scratch rows: the head dim padded to 64 or 128
+  bool sm90a;             // the kernels of *_sm90a.cu serve this call
+  bool fused;             // centroid_gradients_sm90a serves this call
+  ItemChunks chunks;      // of the keys, for the gradients of the means
+  ItemChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;
   float scale;
   // fp16 operands are kept in range by powers of two: G and its products times gradient_scale,
@@ -48,7 +48,7 @@ struct BackwardShape {
   float unscale;      // 1 / (gradient_scale weight_scale)
   ItemSpans spans;
 
-  KeyChunks key_tiles(int size) const { return row_tiles(spans.k, items, size); }
+  ItemChunks key_tiles(int size) const { return row_tiles(spans.k, items, size); }
 };
 
 // The saved tensors. A "row" is a cluster of an (item, head): row = (item * H + head) * C +

@@ -50,10 +50,10 @@ struct Share {
   __device__ Share(const FoldBlock<T>& b, const FoldMemory& m, Border* to)
       : block(b), memory(m), borders(to) {
     const BackwardArgs<T>& args = block.args;
-    const KeyChunk& keys = block.keys;
-    const int first = keys.keys.begin + keys.begin;
-    rows[0] = args.dk.rows(keys.keys.batch, block.key_head, first);
-    rows[1] = args.dv.rows(keys.keys.batch, block.key_head, first);
+    const ItemChunk& keys = block.keys;
+    const int first = keys.span.begin + keys.begin;
+    rows[0] = args.dk.rows(keys.span.batch, block.key_head, first);
+    rows[1] = args.dv.rows(keys.span.batch, block.key_head, first);
     if (!args.dk.data) rows[0].data = nullptr;
     if (!args.dv.data) rows[1].data = nullptr;
     fast = (!rows[0].data || in_vectors(rows[0])) && (!rows[1].data || in_vectors(rows[1]));
@@ -197,14 +197,14 @@ struct FoldShared {
 
 template <class T, int kPitch>
 __global__ void __launch_bounds__(kFoldThreads, 2)
-    fold_slots_kernel(const __grid_constant__ BackwardArgs<T> args, KeyChunks tiles,
+    fold_slots_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks tiles,
                       bool beside_broadcast) {
   extern __shared__ __align__(16) unsigned char bytes[];
   auto& shared = *reinterpret_cast<FoldShared<T, kPitch>*>(bytes);
   FoldMemory& memory = shared.memory;
   const BackwardShape& shape = args.shape;
   FoldBlock<T> block{args, tiles.find(shape.spans.k, blockIdx.x), static_cast<int>(blockIdx.y)};
-  const KeyChunk& keys = block.keys;
+  const ItemChunk& keys = block.keys;
   if (keys.begin >= keys.end) return await_writes();
   block.queries = shape.spans.q.span(keys.item);
   Share<T, kPitch> share(block, memory, shared.borders);
@@ -239,7 +239,7 @@ void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t
   const std::int64_t rows = static_cast<std::int64_t>(shape.B) * (shape.H / shape.group) * shape.S;
   int size = kMostKeys;
   while (size > kLeastKeys && rows / size < kBlocks / 2) size /= 2;
-  const KeyChunks tiles = shape.key_tiles(size);
+  const ItemChunks tiles = shape.key_tiles(size);
   if (tiles.slots == 0) return;
   const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group));
   dispatch_head_dim("i-clustered", shape.pitch, [&](auto width) {

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
 
 struct ListArgs {
   SequenceSpans spans;
-  KeyChunks chunks;  // of the tokens of an item
+  ItemChunks chunks;  // of the tokens of an item
   int H, rounds;
   bool causal;
   const std::int32_t* order;
@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32, size = args.chunks.chunk;
   const int number = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   if (number >= args.chunks.slots) return;
-  const KeyChunk chunk = args.chunks.find(args.spans, number);
-  const int list = blockIdx.y, tokens = chunk.keys.length;  // list: head * rounds + round
+  const ItemChunk chunk = args.chunks.find(args.spans, number);
+  const int list = blockIdx.y, tokens = chunk.span.length;  // list: head * rounds + round
   const std::int64_t base =
-      (static_cast<std::int64_t>(chunk.keys.batch) * args.H * args.rounds + list) *
+      (static_cast<std::int64_t>(chunk.span.batch) * args.H * args.rounds + list) *
           args.spans.rows +
-      chunk.keys.begin;
+      chunk.span.begin;
   const std::int32_t* order = args.order + base;
   const int last = (args.chunks.count(tokens) - 1) * size;  // first slot of the last chunk
   const bool wraps = args.wrap_first && last > 0;

@@ -81,13 +81,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (work >= static_cast<std::int64_t>(args.tiles.slots) * args.shape.heads) return;
   const int head = static_cast<int>(work / args.tiles.slots);
   const int number = static_cast<int>(work % args.tiles.slots);
-  const KeyChunk tile = args.tiles.find(args.shape.q, number);
+  const ItemChunk tile = args.tiles.find(args.shape.q, number);
   if (tile.begin >= tile.end) return;
   const int clusters = args.shape.clusters, problem = tile.item * args.shape.heads + head;
   const int lane = threadIdx.x % 32,
             batch_rows = min(32, SlotBatch<T, kAligned>::kLoads * (32 / lanes));
-  const Rows<const T> rows = x.rows(tile.keys.batch, head, tile.keys.begin);
-  const std::int32_t* order = args.order + args.shape.start(tile.keys, head);
+  const Rows<const T> rows = x.rows(tile.span.batch, head, tile.span.begin);
+  const std::int32_t* order = args.order + args.shape.start(tile.span, head);
   const std::int32_t* offsets = args.offsets + static_cast<std::int64_t>(problem) * (clusters + 1);
   const auto token = [&](int first) {
     return lane < batch_rows && first + lane < tile.end ? order[first + lane] : -1;

@@ -8,8 +8,8 @@
 // centroids at a time. First a sample of the rows: of its parts the largest scores are kept, and
 // the one of them that leaves about as many rows as wanted becomes the threshold. Then all rows.
 #include "cuda/device/await.cuh"
-#include "cuda/device/candidate_hits.cuh"
-#include "cuda/device/candidate_limits.cuh"
+#include "cuda/device/routing_candidate_hits.cuh"
+#include "cuda/device/routing_candidate_limits.cuh"
 #include "cuda/hopper.h"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"

@@ -29,7 +29,7 @@ template <class T>
 struct RoutingNearestArgs {
   ClusterShape shape;
   Tensor4<const T> x;
-  KeyChunks tiles;  // of kRowTile rows
+  ItemChunks tiles;  // of kRowTile rows
   CentredCentroids centroids;
   NearestClusters out;
   int choice;     // number of this choice of a row; the ones before it are known
@@ -51,17 +51,17 @@ __global__ void __launch_bounds__(kThreads)
     nearest_rows_kernel(const __grid_constant__ RoutingNearestArgs<T> args) {
   await_previous();
   extern __shared__ float4 shared[];
-  const KeyChunk tile = args.tiles.find(args.shape.q, blockIdx.x);
+  const ItemChunk tile = args.tiles.find(args.shape.q, blockIdx.x);
   const int head = static_cast<int>(blockIdx.y), count = tile.end - tile.begin;
   if (count <= 0) return;
   auto* rows = reinterpret_cast<float*>(shared);
   const int pitch = args.centroids.pitch, clusters = args.shape.clusters;
   float* columns = rows + pitch * kPitch;  // both (pitch, kPitch)
-  const Rows<const T> x = args.x.rows(tile.keys.batch, head, tile.keys.begin + tile.begin);
+  const Rows<const T> x = args.x.rows(tile.span.batch, head, tile.span.begin + tile.begin);
   stage_transposed<kRowTile>(rows, pitch, [&](int r, int d) {
     return r < count && d < x.width ? to_float(x.row(r)[d]) : 0.0f;
   });
-  const std::int64_t start = args.shape.start(tile.keys, head) + tile.begin;
+  const std::int64_t start = args.shape.start(tile.span, head) + tile.begin;
   const int tx = static_cast<int>(threadIdx.x) % 8, ty = static_cast<int>(threadIdx.x) / 8;
   Choice last[4], best[4];
 #pragma unroll
@@ -135,7 +135,7 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
                    const CentredCentroids& centroids, const NearestClusters& nearest, Arena& arena,
                    cudaStream_t stream) {
   float* scores = nearest.per_row > 1 ? arena.take<float>(side.count()) : nullptr;
-  const KeyChunks tiles = row_tiles(side.shape.q, side.shape.items, kRowTile);
+  const ItemChunks tiles = row_tiles(side.shape.q, side.shape.items, kRowTile);
   if (!nearest.labels || side.count() == 0) return;
   COTERIE_CUDA(cudaMemsetAsync(
       nearest.labels, 0xff, static_cast<std::size_t>(side.count()) * sizeof(std::int32_t), stream));

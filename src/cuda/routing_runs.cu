@@ -43,7 +43,7 @@ constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // that are searched in
 
 struct EndArgs {
   ItemSpans spans;
-  KeyChunks tiles;  // of kFewRows or kManyRows queries
+  ItemChunks tiles;  // of kFewRows or kManyRows queries
   int items, heads, group, clusters, window, per_row;
   RoutingRuns q, k;
   bool same;  // the runs of queries are those of keys
@@ -94,11 +94,11 @@ __global__ void __launch_bounds__(kEndThreads)
   await_previous();
   __shared__ std::int32_t q_starts[kStagedStarts], k_starts[kStagedStarts], k_rows[kStagedKeys];
   __shared__ int ends[2];
-  const KeyChunk tile = args.tiles.find(args.spans.q, blockIdx.x);
+  const ItemChunk tile = args.tiles.find(args.spans.q, blockIdx.x);
   if (tile.begin >= tile.end) return;
   const int head = static_cast<int>(blockIdx.y), clusters = args.clusters, m = args.per_row;
   const int key_heads = args.heads / args.group, key_head = head / args.group;
-  const ItemSpan span = tile.keys, keys = args.spans.k.span(tile.item);
+  const ItemSpan span = tile.span, keys = args.spans.k.span(tile.item);
   Numbers starts{
       args.q.offsets + (static_cast<std::int64_t>(tile.item) * args.heads + head) * (clusters + 1),
       0};

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kSumThreads, kBlocks)
   while (head >= set.sum[number].heads) head -= set.sum[number++].heads;
   const SumArgs<T>& args = set.sum[number];
   if (static_cast<int>(blockIdx.x) < args.tiles.slots) {
-    const KeyChunk tile = args.tiles.find(args.tokens.spans, static_cast<int>(blockIdx.x));
+    const ItemChunk tile = args.tiles.find(args.tokens.spans, static_cast<int>(blockIdx.x));
     TokenSums<T, kWidth> tokens(args, tile, head, shared);
     if (args.to.aligned && args.to.row < std::int64_t{1} << 30)
       tokens.template add<kSumBatch>(set.listed);

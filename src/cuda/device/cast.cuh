@@ -31,7 +31,7 @@ __device__ __forceinline__ float cast_weight(const CastShape& shape, float logit
 }
 
 // Tiles of `rows` tokens, one per thread block.
-inline KeyChunks token_tiles(const CastShape& shape, int rows) {
+inline ItemChunks token_tiles(const CastShape& shape, int rows) {
   return row_tiles(shape.tokens, shape.items, rows);
 }
 

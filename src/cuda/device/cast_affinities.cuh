@@ -19,7 +19,7 @@ constexpr int kAffinityDepth = 128 / static_cast<int>(sizeof(T));
 template <class T>
 struct AffinityArgs {
   CastScores scores;
-  KeyChunks tiles;
+  ItemChunks tiles;
   unsigned units;
   Tensor4<const T> q, k;
   const T* surrogates;  // (H, C, D)
@@ -43,7 +43,7 @@ static_assert(kAffinityTokens == kUnitClusters, "tiles of one size");
 template <class T>
 struct AffinityBlock {
   const AffinityArgs<T>& args;
-  KeyChunk tile;
+  ItemChunk tile;
   int unit, list_head, first;  // first cluster
 
   __device__ int steps() const {
@@ -64,10 +64,10 @@ struct AffinityBlock {
     };
     const int count = tile.end - tile.begin;
     load_tile<kAffinityTokens, kAffinityThreads>(
-        stage.tokens(0), part(args.q.rows(tile.keys.batch, head, tile.keys.begin)), tile.begin,
+        stage.tokens(0), part(args.q.rows(tile.span.batch, head, tile.span.begin)), tile.begin,
         count);
     load_tile<kAffinityTokens, kAffinityThreads>(
-        stage.tokens(1), part(args.k.rows(tile.keys.batch, head / shape.group, tile.keys.begin)),
+        stage.tokens(1), part(args.k.rows(tile.span.batch, head / shape.group, tile.span.begin)),
         tile.begin, count);
     const T* table = args.surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D;
     load_tile<kUnitClusters, kAffinityThreads>(stage.clusters(), part(dense_rows(table, shape.D)),
@@ -122,7 +122,7 @@ __device__ __forceinline__ void write_affinities(const AffinityBlock<T>& block,
   const int lane = threadIdx.x % 32, end = scores.shape.clusters - block.first;
   const int own = column + lane % 4 * 2;
   const std::int64_t first =
-      static_cast<std::int64_t>(block.tile.keys.batch) * scores.shape.N + block.tile.keys.begin;
+      static_cast<std::int64_t>(block.tile.span.batch) * scores.shape.N + block.tile.span.begin;
 #pragma unroll
   for (int side = 0; side < 2; ++side)
 #pragma unroll

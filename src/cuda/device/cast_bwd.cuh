@@ -35,7 +35,7 @@ template <class T>
 struct MixBackwardArgs {
   CastShape shape;
   CastBackward pass;
-  KeyChunks tiles;
+  ItemChunks tiles;
   Tensor4<const T> q, grad_out;
   Tensor4<T> dq;
   const T *surrogates, *summaries;

@@ -34,12 +34,12 @@ struct MixTile {
 
   const CastShape& shape;
   unsigned char* memory;
-  KeyChunk tile;
+  ItemChunk tile;
   int head, warp_row, lane;
   Rows<const T> keys, values;  // surrogates and summaries
   QueryFragments<T, kDim, kHeld, kM> held[kSides];
 
-  __device__ MixTile(const CastShape& cast, unsigned char* shared, const KeyChunk& tokens,
+  __device__ MixTile(const CastShape& cast, unsigned char* shared, const ItemChunk& tokens,
                      const T* surrogates, const T* summaries)
       : shape(cast),
         memory(shared),
@@ -72,7 +72,7 @@ struct MixTile {
   __device__ int steps() const { return (shape.clusters + kColumns - 1) / kColumns; }
 
   __device__ void load_tokens(int side, const Tensor4<const T>& from) const {
-    load_tile<kRows, kThreads>(tokens(side), from.rows(tile.keys.batch, head, tile.keys.begin),
+    load_tile<kRows, kThreads>(tokens(side), from.rows(tile.span.batch, head, tile.span.begin),
                                tile.begin, tile.end - tile.begin);
   }
   __device__ void load_clusters(int step) const {
@@ -85,13 +85,13 @@ struct MixTile {
   // next synchronisation.
   __device__ void load_facts(const float* lse, const float* delta) const {
     for (int r = threadIdx.x; r < kRows; r += kThreads) {
-      const std::int64_t place = shape.row(tile.keys, head) + token(r);
+      const std::int64_t place = shape.row(tile.span, head) + token(r);
       fact(0, r) = there(r) ? factor(gate(r)) : 0.0f;
       if (lse) fact(1, r) = there(r) ? lse[place] : 0.0f;
       if (delta) fact(2, r) = there(r) ? delta[place] : 0.0f;
     }
   }
-  __device__ float gate(int row) const { return shape.gates(tile.keys)[token(row)]; }
+  __device__ float gate(int row) const { return shape.gates(tile.span)[token(row)]; }
   __device__ float factor(float gate) const { return shape.scale * gate_factor(shape, gate); }
 
   // Waits for the clusters of a step and sends for the next; in the first, takes what the rows are
@@ -147,11 +147,11 @@ struct OwnRows {
   __device__ OwnRows(const Mix& tile, const TokenSlots& slots)
       : mix(tile),
         entries(slots.slots +
-                slots.start(tile.tile.item, tile.tile.keys, tile.shape.list_head(tile.head))),
+                slots.start(tile.tile.item, tile.tile.span, tile.shape.list_head(tile.head))),
         first_slot(tile.shape.cluster(tile.tile.item, tile.head, 0) * tile.shape.width),
         begin(0) {
     const std::int64_t place =
-        slots.row(mix.tile.keys, mix.shape.list_head(mix.head), mix.token(row(0)));
+        slots.row(mix.tile.span, mix.shape.list_head(mix.head), mix.token(row(0)));
     if (mix.there(row(0))) begin = slots.first[place];
 #pragma unroll
     for (int k = 0; k < kEach; ++k)

@@ -18,7 +18,7 @@ constexpr int kScoreDepth = 64;  // elements of a row that are multiplied at a t
 template <class T>
 struct ScoreArgs {
   CastScores scores;
-  KeyChunks tiles;
+  ItemChunks tiles;
   int first_head;
   unsigned slots, units;  // tiles of a list head, in all
   Tensor4<const T> q, k;
@@ -54,7 +54,7 @@ struct ScoreStages {
 
 // 64 tokens of an item for a list head.
 struct ScoreTile {
-  KeyChunk tokens;
+  ItemChunk tokens;
   int list_head;
 
   template <class T>
@@ -83,7 +83,7 @@ struct ScoreBlock {
   // By a warp: queries (side 0) or keys of the tile's tokens, to the rows of the warpgroups that
   // have them.
   __device__ void load_side(unsigned step, int side, const Rows<const T>& rows, int column,
-                            const KeyChunk& tokens) const {
+                            const ItemChunk& tokens) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, own = column + lane % 8 * 8;
     const int count = own < rows.width ? tokens.end - tokens.begin - lane / 8 : 0;
     const std::uint32_t even =
@@ -119,7 +119,7 @@ struct ScoreBlock {
     for (unsigned number = threadIdx.x % kWarpgroup / 32; number < tiles * steps;
          number += Stages::kStages) {
       const ScoreTile tile(args, blockIdx.x + number / steps * gridDim.x);
-      const ItemSpan& span = tile.tokens.keys;
+      const ItemSpan& span = tile.tokens.span;
       const int step = static_cast<int>(number % steps), head = tile.list_head + step / chunks;
       const int column = step % chunks * kScoreDepth;
       if (number >= Stages::kStages) mbarrier_wait(stages.free(number), Stages::phase(number) ^ 1);
@@ -191,7 +191,7 @@ struct ScoreBlock {
       for (int i = 0; i < kClusters / 2; ++i)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= clusters) sums[i] = -INFINITY;
     }
-    const float gate = there ? scores.shape.gates(tile.tokens.keys)[token] : 0.0f;
+    const float gate = there ? scores.shape.gates(tile.tokens.span)[token] : 0.0f;
     float factors[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
@@ -217,8 +217,8 @@ struct ScoreBlock {
             kUnitClusters +
         lane % 4 * 2;
     float* to = scores.affinities + first * pitch +
-                static_cast<std::int64_t>(tile.tokens.keys.batch) * scores.shape.N +
-                tile.tokens.keys.begin + token;
+                static_cast<std::int64_t>(tile.tokens.span.batch) * scores.shape.N +
+                tile.tokens.span.begin + token;
 #pragma unroll
     for (int i = 0; i < kClusters / 4; ++i, to += i % 2 ? pitch : 7 * pitch) {
       const float* two = sums + i / 2 * 4 + i % 2;

@@ -21,7 +21,7 @@ constexpr int kCentroidRows = 128;  // of a block of the kernels for all archite
 // The cluster means of a call as queries over all keys. "Row" of a cluster: (item * H + h) * C + c.
 struct CentroidQueries {
   ItemSpans spans;
-  KeyChunks chunks;
+  ItemChunks chunks;
   const float* centroids;       // (items, H, C, width)
   const std::int32_t* offsets;  // (items, H, C + 1)
   int H, group, clusters, width;

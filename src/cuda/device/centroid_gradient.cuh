@@ -18,7 +18,7 @@ constexpr int kKeys = 128;                    // of a block at a time
 // What a block works on. It stands in shared memory, for want of registers.
 template <class T>
 struct CentroidTask {
-  KeyChunk keys;
+  ItemChunk keys;
   int slot, key_head, total, tiles;  // centroids, and tiles of 64 of them: 2 or 4
   std::int64_t first_row;            // of the centroids
   Rows<const T> k, v;
@@ -34,10 +34,10 @@ struct CentroidTask {
     tiles = (total + 127) / 128 * 2;
     first_row =
         (static_cast<std::int64_t>(keys.item) * shape.H + key_head * shape.group) * shape.clusters;
-    k = args.k.rows(keys.keys.batch, key_head, keys.keys.begin);
-    v = args.v.rows(keys.keys.batch, key_head, keys.keys.begin);
-    dk = args.dk.rows(keys.keys.batch, key_head, keys.keys.begin);
-    dv = args.dv.rows(keys.keys.batch, key_head, keys.keys.begin);
+    k = args.k.rows(keys.span.batch, key_head, keys.span.begin);
+    v = args.v.rows(keys.span.batch, key_head, keys.span.begin);
+    dk = args.dk.rows(keys.span.batch, key_head, keys.span.begin);
+    dv = args.dv.rows(keys.span.batch, key_head, keys.span.begin);
     if (!args.dk.data) dk.data = nullptr;
     if (!args.dv.data) dv.data = nullptr;
   }
@@ -58,13 +58,13 @@ struct CentroidLayout {
 
 // A block's shared memory.
 template <class T>
-struct CentroidBlock {
+struct GradientBlock {
   using L = CentroidLayout<T>;
   const BackwardArgs<T>& args;
   unsigned char* memory;
   typename L::Centroids mean, dout;
 
-  __device__ CentroidBlock(const BackwardArgs<T>& a, unsigned char* m)
+  __device__ GradientBlock(const BackwardArgs<T>& a, unsigned char* m)
       : args(a), memory(m), mean{shared_address(m)}, dout{mean.base + L::Centroids::kBytes} {}
 
   __device__ CentroidTask<T>& task() const {

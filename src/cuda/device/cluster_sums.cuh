@@ -13,10 +13,10 @@ namespace coterie::cuda {
 struct ClusterSums {
   ClusterShape shape;
   const std::int32_t *order, *offsets;
-  float* sums;      // (items, H, C, width); where a cluster lies in one tile
-  float* partials;  // (H, tiles, 2, width): first and last cluster of a tile, where they go on
-  int width;        // elements of a row
-  KeyChunks tiles;  // of the query side
+  float* sums;       // (items, H, C, width); where a cluster lies in one tile
+  float* partials;   // (H, tiles, 2, width): first and last cluster of a tile, where they go on
+  int width;         // elements of a row
+  ItemChunks tiles;  // of the query side
 
   __device__ float* partial(int head, int tile, int which) const {
     return partials + ((static_cast<std::int64_t>(head) * tiles.slots + tile) * 2 + which) * width;

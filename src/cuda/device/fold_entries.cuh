@@ -55,7 +55,7 @@ struct FoldMemory {
 template <class T>
 struct FoldBlock {
   const BackwardArgs<T>& args;
-  KeyChunk keys;
+  ItemChunk keys;
   int key_head;
   ItemSpan queries;
 

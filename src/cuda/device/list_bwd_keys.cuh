@@ -115,9 +115,9 @@ struct OwnedKeys {
 
 // The keys of a block's steps, over all query heads of their key head.
 template <class T, ListForm kForm>
-__device__ void key_steps(const ListBackwardArgs<T>& args, const BackwardShape<kForm, true>& shape,
-                          const StreamPlan& plan) {
-  using Shape = BackwardShape<kForm, true>;
+__device__ void key_steps(const ListBackwardArgs<T>& args,
+                          const StreamBackwardShape<kForm, true>& shape, const StreamPlan& plan) {
+  using Shape = StreamBackwardShape<kForm, true>;
   const ListProblem& problem = args.problem;
   const float scale_bits = log2f(args.weight_scale);
   const int slot_step = problem.k.index ? 1 : problem.k.lists;

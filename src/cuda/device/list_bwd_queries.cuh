@@ -128,8 +128,9 @@ struct OwnedQueries {
 // The queries of a block's steps; see list_query_kernel for the guess of delta.
 template <class T, ListForm kForm>
 __device__ void query_steps(const ListBackwardArgs<T>& args,
-                            const BackwardShape<kForm, false>& shape, const StreamPlan& plan) {
-  using Shape = BackwardShape<kForm, false>;
+                            const StreamBackwardShape<kForm, false>& shape,
+                            const StreamPlan& plan) {
+  using Shape = StreamBackwardShape<kForm, false>;
   const ListProblem& problem = args.problem;
   const bool wanted = args.dq.wanted(), guess = wanted && args.delta_out;
   const float scale_bits = log2f(args.weight_scale), unscaled = 1.0f / args.weight_scale;

@@ -50,7 +50,7 @@ using BackwardStream =
                 kKeys ? kQueryBytes<kForm> : kKeyBytes<kForm>>;
 
 template <ListForm kForm, bool kKeys>
-struct BackwardShape : BackwardStream<kForm, kKeys> {
+struct StreamBackwardShape : BackwardStream<kForm, kKeys> {
   using Base = BackwardStream<kForm, kKeys>;
   using Base::Base;
   using Owned = std::conditional_t<kKeys, KeyRecord, QueryRecord<kForm>>;
@@ -131,7 +131,7 @@ __device__ void make_step(const ListBackwardArgs<T>& args, const StepPlace& at, 
 template <class T, ListForm kForm, bool kKeys>
 struct ListLoader {
   const ListBackwardArgs<T>& args;
-  const BackwardShape<kForm, kKeys>& shape;
+  const StreamBackwardShape<kForm, kKeys>& shape;
 
   // 64 ranks from `first` on, whose rows are `row`: `at`, `slot` of rank 0 of the list.
   __device__ void load_queries(const std::uint32_t (&to)[2], QueryRecord<kForm>& record,

@@ -177,7 +177,7 @@ struct MemberBlock {
 // The members of a unit on their way to shared memory, a tile at a time: find() asks for the
 // numbers of its rows, load() copies them.
 template <class T, int kWidth, int kWarps>
-struct MemberRows {
+struct UnitRows {
   using Block = MemberBlock<T, kWidth, kWarps>;
   using S = MemberShape<T, kWidth, kWarps>;
   const Block& block;
@@ -185,7 +185,7 @@ struct MemberRows {
   Gather<T, kWidth, S::kRowTile, S::kThreads> gather;
   int own;  // number of the row whose lse this thread copies
 
-  __device__ explicit MemberRows(const Block& b)
+  __device__ explicit UnitRows(const Block& b)
       : block(b),
         q(b.args.q.rows(b.unit.span.batch, b.head, b.unit.span.begin)),
         g(b.args.g.rows(b.unit.span.batch, b.head, b.unit.span.begin)) {}

@@ -118,7 +118,7 @@ __device__ __forceinline__ void rank_keys(Key* keys, int count, int most, const 
 // The top keys of memory.keys[0, count), which may be all there are, to memory.index and
 // memory.score; returns how many.
 template <class T>
-__device__ __forceinline__ int choose(const SelectArgs<T>& args, const ExactScores<T>& exact,
+__device__ __forceinline__ int choose(const SelectArgs<T>& args, const MeanScores<T>& exact,
                                       int count, MergeMemory& memory) {
   const int topk = args.topk;
   const int certain = count <= topk ? count : max(topk - spare_keys(topk), 0);
@@ -159,8 +159,8 @@ __device__ __forceinline__ int merge_lists(const SelectArgs<T>& args, const Sele
     count = cut_long_lists(args, lists, count, most, memory.keys);
   count = cut_keys(memory.keys, count, args.wanted, most);
   const std::int64_t number = row.number(queries);
-  const ExactScores<T> exact{args.keys(queries.spans.k.span(row.item), row.head),
-                             queries.centroids + number * queries.width, queries.sign};
+  const MeanScores<T> exact{args.keys(queries.spans.k.span(row.item), row.head),
+                            queries.centroids + number * queries.width, queries.sign};
   const int found = choose(args, exact, count, memory);
   std::int32_t* top = args.top_keys + number * args.topk;
   rank_keys<2>(memory.index, found, pair_max(found), [&](int, std::uint32_t key, int rank) {

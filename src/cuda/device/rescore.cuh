@@ -29,7 +29,7 @@ __device__ __forceinline__ float eight_sums(const float (&sums)[8]) {
 
 // sign * mean . key for 16 keys of each row at a time, by 8 lanes each.
 template <class T>
-struct ExactScores {
+struct MeanScores {
   static constexpr int kVector = 16 / sizeof(T);
   static constexpr int kTogether = 8;  // keys of a lane, whose loads are on their way together
   Rows<const T> rows;                  // the same for both rows of the warp

@@ -38,10 +38,10 @@ struct SelectArgs {
 };
 
 // The sample of one block: `tiles` whole tiles of kSelectKeys keys, the j-th at key(j).
-struct Sample {
+struct KeySample {
   int parts, tiles, first, total, all;
 
-  __device__ Sample(int keys, int part) {
+  __device__ KeySample(int keys, int part) {
     all = keys / kSelectKeys;
     parts = min(kSamples, max(all, 1));
     tiles = max(max(all / (kSampleShare * parts), min(all / parts, 4)), 1);

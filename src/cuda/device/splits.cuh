@@ -11,17 +11,17 @@
 
 namespace coterie::cuda {
 
-// One chunk of one item's keys: [begin, end) counted from the item's first key.
-struct KeyChunk {
+// One chunk of an item: rows [begin, end) counted from its first.
+struct ItemChunk {
   int item;
   int split;  // number of the chunk in its item
-  ItemSpan keys;
+  ItemSpan span;
   int begin, end;
 };
 
 // Slot of chunk s of item t: t * per_item + s, or for packed items (first key) / chunk + t + s,
 // which is distinct for all chunks because an item of n keys has at most n / chunk + 1 of them.
-struct KeyChunks {
+struct ItemChunks {
   int chunk;     // keys in a chunk, a multiple of the key tiles
   int per_item;  // slots of an item; 0 for packed items
   int items;
@@ -35,7 +35,7 @@ struct KeyChunks {
   }
 
   // The chunk of a slot; an empty one when the slot is not used.
-  __device__ KeyChunk find(const SequenceSpans& keys, int slot) const {
+  __device__ ItemChunk find(const SequenceSpans& keys, int slot) const {
     int item = 0;
     if (per_item > 0) {
       item = slot / per_item;
@@ -49,16 +49,16 @@ struct KeyChunks {
           high = middle;
       }
     }
-    KeyChunk found{item, slot - first_slot(keys, item), keys.span(item), 0, 0};
+    ItemChunk found{item, slot - first_slot(keys, item), keys.span(item), 0, 0};
     const std::int64_t begin = static_cast<std::int64_t>(found.split) * chunk;
-    found.begin = static_cast<int>(min(begin, static_cast<std::int64_t>(found.keys.length)));
-    found.end = min(found.begin + chunk, found.keys.length);
+    found.begin = static_cast<int>(min(begin, static_cast<std::int64_t>(found.span.length)));
+    found.end = min(found.begin + chunk, found.span.length);
     return found;
   }
 };
 
 // Tiles of `rows` rows, each of one item.
-inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
+inline ItemChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
   const int per_item = (spans.rows + rows - 1) / rows;
   if (spans.cu_seqlens) return {rows, 0, items, items + spans.rows / rows};
   return {rows, per_item, items, items * per_item};
@@ -66,7 +66,7 @@ inline KeyChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
 
 // Cuts the keys so that `rows` row tiles per item keep `blocks` resident thread blocks busy: the
 // least time of waves x (keys of a chunk + a block's overhead, in keys).
-inline KeyChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::int64_t blocks) {
+inline ItemChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::int64_t blocks) {
   constexpr std::int64_t kStep = 128, kOverhead = 256, kMost = 256;
   const std::int64_t keys = max(call.S, std::int64_t{1}),
                      tiles = max(rows * call.B, std::int64_t{1});

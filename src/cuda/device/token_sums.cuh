@@ -27,7 +27,7 @@ static __device__ const uint4 kZeros[32] = {};  // a row
 template <class T>
 struct SumArgs {
   TokenSlots tokens;
-  KeyChunks tiles;
+  ItemChunks tiles;
   const T* values;
   int heads, value_heads;
   Tensor4<T> to;
@@ -64,7 +64,7 @@ struct TokenSums {
   };
 
   const SumArgs<T>& args;
-  const KeyChunk& tile;
+  const ItemChunk& tile;
   Shared& shared;
   int head;
   int count, padding;  // rows of the block, of which the last are no tokens
@@ -73,22 +73,22 @@ struct TokenSums {
   const T* values;
   const std::int32_t* slots;
 
-  __device__ TokenSums(const SumArgs<T>& a, const KeyChunk& t, int h, Shared& s)
+  __device__ TokenSums(const SumArgs<T>& a, const ItemChunk& t, int h, Shared& s)
       : args(a), tile(t), shared(s), head(h) {
     const TokenSlots& tokens = args.tokens;
     // Rows behind the last token are the last item's.
     const bool last = !tokens.spans.cu_seqlens || tile.item + 1 == tokens.items;
-    const int length = last ? tokens.spans.rows - tile.keys.begin : tile.keys.length;
+    const int length = last ? tokens.spans.rows - tile.span.begin : tile.span.length;
     const int begin = tile.split * args.tiles.chunk;
     count = max(min(length - begin, args.tiles.chunk), 0);
-    padding = min(max(begin + count - tile.keys.length, 0), count);
-    rows = args.to.rows(tile.keys.batch, head, tile.keys.begin + begin);
+    padding = min(max(begin + count - tile.span.length, 0), count);
+    rows = args.to.rows(tile.span.batch, head, tile.span.begin + begin);
     pitch = static_cast<std::uint32_t>(rows.pitch * sizeof(T));
     TokenSlots of_values = tokens;
     of_values.heads = args.value_heads;
     const int first = args.added ? head : head * args.parts;
-    values = args.values + of_values.start(tile.item, tile.keys, first) * args.to.width;
-    slots = tokens.slots + tokens.start(tile.item, tile.keys, list_head());
+    values = args.values + of_values.start(tile.item, tile.span, first) * args.to.width;
+    slots = tokens.slots + tokens.start(tile.item, tile.span, list_head());
   }
   __device__ int list_head() const { return args.tokens.heads == 1 ? 0 : head; }
   __device__ int slots_of(int token) const {
@@ -101,7 +101,7 @@ struct TokenSums {
 
   __device__ void find_slots() const {
     const int begin = tile.split * args.tiles.chunk, tokens = count - padding;
-    const std::int64_t row = args.tokens.row(tile.keys, list_head(), begin);
+    const std::int64_t row = args.tokens.row(tile.span, list_head(), begin);
     int end = 0;
     if (tokens > 0) end = args.tokens.first[row + tokens - 1] + args.tokens.count[row + tokens - 1];
 #pragma unroll 1
@@ -118,7 +118,7 @@ struct TokenSums {
       for (int i = threadIdx.x / Lanes::kLanes; i < count; i += kGroups)
         if (slots_of(i) == 0) Lanes::store(rows, i, zero);
     if (args.weights) {
-      float* weights = args.weights + args.tokens.row(tile.keys, head, begin);
+      float* weights = args.weights + args.tokens.row(tile.span, head, begin);
 #pragma unroll 1
       for (int i = threadIdx.x; i < count; i += kSumThreads) weights[i] = args.factor(slots_of(i));
     }

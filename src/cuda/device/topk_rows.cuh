@@ -19,7 +19,7 @@ constexpr int kTopKeys = 32;  // multiplied at a time
 // Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
 // Neighbouring rows lie in different halves of 128 bytes, so that 8 lanes meet no bank twice.
 template <class T, int kDim>
-struct KeyTile {
+struct TopKeyTile {
   static constexpr int kChunks = Tile<T, kDim>::kChunks;
   std::uint32_t base;
 
@@ -27,7 +27,7 @@ struct KeyTile {
     const int moved = kChunks % 8 == 0 ? index ^ (row & 1) << 2 : index;
     return base + row * Tile<T, kDim>::kRowBytes + moved * 16;
   }
-  __device__ KeyTile below(int row) const { return {base + row * Tile<T, kDim>::kRowBytes}; }
+  __device__ TopKeyTile below(int row) const { return {base + row * Tile<T, kDim>::kRowBytes}; }
   __device__ uint4 piece(int row, int index) const {
     uint4 words;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -42,7 +42,7 @@ struct KeyTile {
 // which is not 0; returns how many there are. Where kAligned, pitches have 32 bits: an address is
 // one instruction then. By all threads; the caller commits, waits and synchronises.
 template <bool kAligned, class T, int kDim, int kBlockThreads>
-__device__ __forceinline__ int gather(const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
+__device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
                                       const Rows<const T>& k, const Rows<const T>& v,
                                       const std::int32_t* top, int topk) {
   constexpr int kChunks = Tile<T, kDim>::kChunks;
@@ -157,7 +157,7 @@ __device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uin
 
 // Attention of 16 queries of a warp over the cluster's top keys.
 template <class T, int kDim>
-struct TopRows {
+struct TopKeyRows {
   Accumulator out[kDim / 16];
   float shift[2], sum[2];
 
@@ -212,8 +212,9 @@ struct TopRows {
 
   template <bool kStart>
   __device__ __forceinline__ void attend(const QueryRows<T, kDim>& queries,
-                                         const KeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
-                                         const int (&left)[2], float exponent) {
+                                         const TopKeyTile<T, kDim>& keys,
+                                         const Tile<T, kDim>& values, const int (&left)[2],
+                                         float exponent) {
     constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
     const int lane = threadIdx.x % 32;
     Accumulator s[2];

@@ -2,7 +2,7 @@
 // Thresholds of routing_candidates_sm90a.cu from a sample of the rows.
 #pragma once
 
-#include "cuda/device/candidate_rows.cuh"
+#include "cuda/device/routing_candidate_rows.cuh"
 
 namespace coterie::cuda {
 

@@ -4,8 +4,8 @@
 // are eight times as close as those of bf16 factors.
 #pragma once
 
-#include "cuda/device/candidate_problem.cuh"
 #include "cuda/device/load.cuh"
+#include "cuda/device/routing_candidate_problem.cuh"
 #include "cuda/device/routing_top.cuh"
 #include "cuda/device/row_statistics.cuh"
 #include "cuda/device/tile.cuh"
