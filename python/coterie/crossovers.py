@@ -74,7 +74,7 @@ MEASURED = [
         False,
         1024,
         "i-clustered(clusters=256)",
-        0.18,
+        0.19,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -82,7 +82,7 @@ MEASURED = [
         False,
         2048,
         "i-clustered(clusters=256)",
-        0.41,
+        0.44,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -90,7 +90,7 @@ MEASURED = [
         False,
         4096,
         "i-clustered(clusters=256)",
-        2.29,
+        2.52,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -98,7 +98,7 @@ MEASURED = [
         False,
         8192,
         "i-clustered(clusters=256)",
-        3.26,
+        3.58,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -106,7 +106,7 @@ MEASURED = [
         False,
         16384,
         "i-clustered(clusters=256)",
-        15.53,
+        16.27,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -114,7 +114,7 @@ MEASURED = [
         False,
         65536,
         "i-clustered(clusters=256)",
-        90.52,
+        94.2,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -122,7 +122,7 @@ MEASURED = [
         False,
         262144,
         "i-clustered(clusters=256)",
-        274.47,
+        281.71,
         "bf16, 16 heads of 64, NVIDIA H200, forward",
     ),
     (
@@ -130,7 +130,7 @@ MEASURED = [
         True,
         4096,
         "routing(clusters=16,window=256)",
-        2.3,
+        1.87,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -138,7 +138,7 @@ MEASURED = [
         True,
         16384,
         "routing(clusters=64,window=256)",
-        7.74,
+        7.71,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
     (
@@ -146,7 +146,7 @@ MEASURED = [
         True,
         65536,
         "routing(clusters=256,window=256)",
-        32.5,
+        33.84,
         "bf16, 16 heads of 64, NVIDIA H200, both passes",
     ),
 ]
