@@ -33,7 +33,7 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
   args.weight = gradients.weight;
   args.lse = gradients.lse;
   args.delta = gradients.delta;
-  args.weight_scale = std::is_same_v<T, F16> && !args.problem.laplace ? 256.0f : 1.0f;
+  args.weight_scale = std::is_same_v<T, F16> && !args.problem.laplace ? kHalfWeightScale : 1.0f;
   return args;
 }
 
@@ -112,16 +112,16 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
       zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
     const ListForm form = backward_form(plan, gradients);
     const bool hopper = takes(call, plan, args);
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) == 2) {
       if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args)) {
         launch_whole_lists_sm90a(args, gradients.cleared, stream);
         return true;
       }
-    if constexpr (sizeof(T) == 2)
       if (hopper && form == ListForm::plain && wanted.keys && takes_windows(args)) {
         launch_windows_sm90a(args, stream);
         return false;
       }
+    }
     launch(args, form, hopper, {wanted.queries, false}, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
     launch(args, form, hopper, {false, wanted.keys}, stream);

@@ -143,7 +143,8 @@ struct ListGradients {
 
 // Gradients with respect to q and k as the scores see them: with statistics those of the normalised
 // rows, up to a constant per row, which the way back through the normalisation takes out. Whether
-// `cleared` are 0. attend_list_bwd.cu
+// `cleared` are 0, and the next kernel starts behind all that came before this one (SlotSum's
+// `listed`). attend_list_bwd.cu
 bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
                     Arena& arena, cudaStream_t stream);
 

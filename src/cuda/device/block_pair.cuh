@@ -37,10 +37,6 @@ __device__ __forceinline__ void expect_bytes(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// An arrival once this thread's copies by cp.async are there.
-__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 // To the same place in both blocks; each one's barrier counts.
 __device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from, int bytes,
                                              std::uint32_t barrier) {

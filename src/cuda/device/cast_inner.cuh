@@ -174,10 +174,6 @@ __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
                                               const Own& load_own, const Ring& load_ring) {
   using M = InnerMemory<T>;
   const int tiles = args.tiles(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const auto publish = [&](std::uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-    mbarrier_arrive_warp(barrier);
-  };
   // Of a cluster: its first own tile, its tiles of the ring, the rest of its own.
   const auto load = [&](int number, int i) {
     const bool shared = i > 0 && i <= tiles;
@@ -192,7 +188,7 @@ __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
       load_ring(begin + number, tile, place);
     else
       load_own(begin + number, tile, place);
-    publish(shared ? memory.ring_full(place) : memory.own_full(place));
+    arrive_filled(shared ? memory.ring_full(place) : memory.own_full(place));
   };
   const int jobs = (end - begin) * 2 * tiles;
 #pragma unroll 1

@@ -7,6 +7,7 @@
 
 #include "cuda/cast_select.h"
 #include "cuda/device/block_pair.cuh"
+#include "cuda/device/mbarrier.cuh"
 #include "cuda/device/wgmma.cuh"
 
 namespace coterie::cuda {

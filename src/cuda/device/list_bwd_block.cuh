@@ -11,6 +11,10 @@
 
 namespace coterie::cuda {
 
+// fp16 weights are kept in range by a power of two.
+constexpr int kHalfWeightBits = 8;
+constexpr float kHalfWeightScale = 1 << kHalfWeightBits;
+
 constexpr int kListRows = 64, kListRowBits = 6;  // that a block owns
 constexpr int kListThreads = 128;
 constexpr int kListStages = 2;  // of tiles: one in use, one on its way
@@ -154,7 +158,7 @@ struct ListBackwardArgs {
   ListSums<T> dq, dk, dv;
   bool normalise;      // dq and dk are those of the rows before their normalisation
   float* dq_products;  // then optional, by query row: dq . normalised row
-  float weight_scale;  // fp16 weights are kept in range by a power of two; 1 for other types
+  float weight_scale;  // kHalfWeightScale for fp16; 1 for other types
 
   __device__ QuerySource source() const { return {problem, weight, lse, delta, weight_scale}; }
 };

@@ -94,11 +94,4 @@ __device__ __forceinline__ void copy_statistics(RowStatistics& to, const RowStat
     to = kNoStatistics;
 }
 
-// The arrivals of a warp that fills a tile: of each lane when its copies are there, and the warp's
-// for what the lanes stored themselves.
-__device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-  mbarrier_arrive_warp(barrier);
-}
-
 }  // namespace coterie::cuda

@@ -42,6 +42,16 @@ __device__ __forceinline__ void mbarrier_arrive_warp(int first, int end, const A
     if (first + lane < end) mbarrier_arrive(at(first + lane));
   }
 }
+// An arrival once this thread's copies by cp.async are there.
+__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// The arrivals of a warp that fills a tile, 32 + kWarpArrivals: of each lane when its copies are
+// there, and the warp's for what the lanes stored themselves.
+__device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {
+  arrive_after_copies(barrier);
+  mbarrier_arrive_warp(barrier);
+}
 // Waits for barriers first .. end - 1, at most 32: wait(i) for one.
 template <class Wait>
 __device__ __forceinline__ void mbarrier_wait_warp(int first, int end, const Wait& wait) {

@@ -3,6 +3,14 @@
 
 namespace coterie::cuda {
 
+// This thread's number, as if it could change: what follows from it is computed where it is used,
+// for want of registers.
+__device__ __forceinline__ unsigned thread_again() {
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // The sum and the largest of the lanes' values, in all lanes of a warp.
 template <class T>
 __device__ __forceinline__ T warp_sum(T value) {

@@ -17,10 +17,10 @@ constexpr int kWholeRanks = kWholeTiles * kStreamRows;  // of a list
 constexpr int kTileBytes = kStreamRows * 128;           // of a tensor
 constexpr int kQueryPlaces = 3, kKeyPlaces = 2;         // tiles of queries, lists of keys
 
-// Weights of half precision are kept in range by a power of two.
+// log2 of ListBackwardArgs::weight_scale.
 template <class T>
 __device__ constexpr float scale_bits() {
-  return std::is_same_v<T, F16> ? 8.0f : 0.0f;
+  return std::is_same_v<T, F16> ? kHalfWeightBits : 0.0f;
 }
 
 // A list, as computing warps need to know it.

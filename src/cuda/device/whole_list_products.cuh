@@ -105,7 +105,8 @@ struct WholeGroup {
     };
 #pragma unroll
     for (int x = 0; x < kCount; ++x) {
-      const int thread = thread_again(), row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
+      const int thread = static_cast<int>(thread_again());
+      const int row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
       RowStatistics key[2];
       own_key(x, row, key);
       const int rank = tile_of(x) * kStreamRows + row;
@@ -130,7 +131,8 @@ struct WholeGroup {
     collect(sum, facts, half);
 #pragma unroll
     for (int x = 0; x < kCount; ++x) {
-      const int thread = thread_again(), row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
+      const int thread = static_cast<int>(thread_again());
+      const int row = thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
       RowStatistics key[2];
       own_key(x, row, key);
       differentiate<T>(p[x], d[x], sum, facts, half, key, thread, shape.slopes(tile_of(x)), ds[x]);

@@ -10,14 +10,6 @@
 
 namespace coterie::cuda {
 
-// This thread's number, as if it could change: what follows from it is computed where it is used,
-// for want of registers.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // Rows of sums times a factor, to slots from `slot` on; `count` of them are there. Rounded ones
 // go through `stage`, a tile of which a warp uses its own 16 rows, and leave as whole rows.
 template <class T>
@@ -25,7 +17,7 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
                                            const ListSums<T>& to, std::int64_t slot, int count,
                                            std::uint32_t stage) {
   if (!to.wanted()) return;
-  const int thread = thread_again(), lane = thread % 32;
+  const int thread = static_cast<int>(thread_again()), lane = thread % 32;
   const int warp_row = thread % kWarpgroup / 32 * 16;
   if (to.rounded) {
     const std::uint32_t at = stage + (warp_row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);

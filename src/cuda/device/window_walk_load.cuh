@@ -29,8 +29,7 @@ struct alignas(16) WalkSource {
   }
   // Starts to copy a tile; ranks outside [0, count) become zeros.
   __device__ void load(std::uint32_t to, int tile) const {
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const unsigned thread = thread_again();
     const unsigned row = thread % kWarpgroup / 8, chunk = thread % 8;
     const std::uint32_t at = to + row * 128 + ((chunk ^ row % 8) << 4);
     const int first = origin + tile * kStreamRows, rank = first + static_cast<int>(row);

@@ -75,8 +75,8 @@ struct WalkGroup {
     for (int k = 0; k < 2; ++k) {
       std::uint32_t p[4], ds[4];
       window_factors<T>(p, ds, k, s, d, sum);
-      store_factor(shape.weights(group) + (at ^ 32 * k), p);
-      store_factor(shape.slopes(group) + (at ^ 32 * k), ds);
+      stmatrix_x4(shape.weights(group) + (at ^ 32 * k), p);
+      stmatrix_x4(shape.slopes(group) + (at ^ 32 * k), ds);
     }
   }
 
@@ -110,8 +110,7 @@ struct WalkGroup {
     wgmma_fence();
     start(d, shape.keys(old_place, 1), shape.queries(query_place, 1), half);
     start(fresh, shape.keys(key_place, 1), shape.queries(query_place, 1), half);
-    wgmma_commit();
-    wgmma_wait<0>();
+    finish();
     wgmma_settle(d);
     wgmma_settle(fresh);
 #pragma unroll
@@ -161,10 +160,10 @@ struct WalkGroup {
         p[word] &= ~mask[word];
         ds[word] &= ~mask[word];
       }
-      store_factor(shape.weights(group) + (at ^ 32 * k), p);
-      store_factor(shape.slopes(group) + (at ^ 32 * k), ds);
-      store_factor(shape.weights(kWalkGroups) + (at ^ 32 * k), new_p);
-      store_factor(shape.slopes(kWalkGroups) + (at ^ 32 * k), new_ds);
+      stmatrix_x4(shape.weights(group) + (at ^ 32 * k), p);
+      stmatrix_x4(shape.slopes(group) + (at ^ 32 * k), ds);
+      stmatrix_x4(shape.weights(kWalkGroups) + (at ^ 32 * k), new_p);
+      stmatrix_x4(shape.slopes(kWalkGroups) + (at ^ 32 * k), new_ds);
     }
   }
 
@@ -237,7 +236,6 @@ struct WalkGroup {
   }
 
   __device__ void walk(const WalkCut& cut) {
-    const ListProblem& problem = args.problem;
     const WalkPart& part = shape.part();
     const auto stop = [&] {
       return min(static_cast<int>(blockIdx.x + 1) * cut.per_block, cut.total);

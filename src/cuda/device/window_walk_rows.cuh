@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_walk_rows(const float (&sum)[kCount], floa
       const float low = sum[8 * i + 2 * x], high = sum[8 * i + 2 * x + 1];
       word[x] = pack2<T>(low * factor, high * factor);
     }
-    store_factor(at ^ i * 32, word);
+    stmatrix_x4(at ^ i * 32, word);
   }
   __syncwarp();
   const unsigned chunk = lane % kChunks + 4 * static_cast<unsigned>(part), row = lane / kChunks;

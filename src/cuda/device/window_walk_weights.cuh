@@ -12,18 +12,9 @@
 
 namespace coterie::cuda {
 
-// This thread's number, as if it could change: what follows from it is computed where it is used,
-// for want of registers.
+// The mask tells the compiler how many threads there are.
 __device__ __forceinline__ unsigned walk_thread() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread & (kWalkGroups * kWarpgroup - 1);
-}
-
-__device__ __forceinline__ void store_factor(std::uint32_t at, const std::uint32_t (&word)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
-               "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-               : "memory");
+  return thread_again() & (kWalkGroups * kWarpgroup - 1);
 }
 
 // The upper one of this thread's two keys; the other is 8 rows below.
@@ -45,7 +36,7 @@ __device__ __forceinline__ void exchange(float (&sum)[8], float* parts, unsigned
     total[i] = (four.x + four.y) + (four.z + four.w);
   }
   float all = (total[0] + total[1]) + (total[2] + total[3]);
-  if constexpr (std::is_same_v<T, F16>) all *= 1.0f / 256.0f;
+  if constexpr (std::is_same_v<T, F16>) all *= 1.0f / kHalfWeightScale;
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = __shfl_sync(~0u, all, 8 * (i / 2) + own % 4 * 2 + i % 2);
 }
