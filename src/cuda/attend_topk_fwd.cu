@@ -46,7 +46,7 @@ struct TopArgs {
 __device__ __forceinline__ float quick_lse(float shift, float sum) {
   float digits;
   asm("lg2.approx.f32 %0, %1;" : "=f"(digits) : "f"(sum));
-  return (shift + digits) * 0.6931471805599453f;
+  return (shift + digits) * kLn2;
 }
 
 // store_columns for aligned rows of 16-bit elements; a row below 0 is none.
@@ -59,10 +59,7 @@ __device__ __forceinline__ void store_aligned(const Rows<T>& out, int row, int c
     word[n] = pack2<T>(pair[n / 2][n % 2][2 * half], pair[n / 2][n % 2][2 * half + 1]);
   transpose_quad(word);
   const int first = column + 8 * (static_cast<int>(threadIdx.x) % 4);
-  if (row >= 0 && first < out.width)
-    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(out.row(row) + first), "r"(word[0]),
-                 "r"(word[1]), "r"(word[2]), "r"(word[3])
-                 : "memory");
+  if (row >= 0 && first < out.width) store_global(out.row(row) + first, word);
 }
 
 // The same for any rows.

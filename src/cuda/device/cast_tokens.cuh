@@ -152,9 +152,8 @@ struct MixTokens : MixClusters<T, kDim> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = quad_sum(softmax[half].sum);
-      float inverse, log2;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(total));
-      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(total));
+      float inverse = reciprocal_approximate(total);
+      const float log2 = log2_approximate(total);
       if (!(total > 0.0f)) inverse = 0.0f;
       if (lane % 4 == 0 && lane / 4 + 8 * half < left)
         lse[8 * half] = (softmax[half].shift + log2) * kLn2;

@@ -85,13 +85,6 @@ __device__ __forceinline__ RankRange range_of(int2 range, const ListProblem& pro
   return {max(high - problem.window, 0), max(high, 0)};
 }
 
-// 16 bytes, all at once.
-__device__ __forceinline__ void store16(void* to, const std::uint32_t (&word)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(word[0]), "r"(word[1]),
-               "r"(word[2]), "r"(word[3])
-               : "memory");
-}
-
 // A lane has elements of two owned rows. What becomes of sums at the end of a step is done for one
 // row after the other: those of the row at work are i with i % 4 < 2. The same instructions do both
 // where they are many, in the way back through the normalisation: what runs once a step takes as
@@ -132,7 +125,7 @@ __device__ __forceinline__ void store_owned(const float (&sum)[32], float factor
         word[n] = pack2<T>(sum[i] * factor, sum[i + 1] * factor);
       }
       transpose_quad(word);
-      if (there && 32 * part + 8 * lane < width) store16(row_of + 32 * part, word);
+      if (there && 32 * part + 8 * lane < width) store_global(row_of + 32 * part, word);
     }
   } else if (there) {
     float* slot_of = static_cast<float*>(to.slots) + row * width + 2 * lane;

@@ -9,6 +9,7 @@
 #include "cuda/device/list_rows.cuh"
 #include "cuda/device/list_stream_columns.cuh"
 #include "cuda/device/list_stream_factors.cuh"
+#include "cuda/device/store.cuh"
 
 namespace coterie::cuda {
 
@@ -31,26 +32,6 @@ __device__ __forceinline__ std::uint32_t row_lane() {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
   return row * 128 + ((lane % 8 ^ lane / 8) << 4);
-}
-
-__device__ __forceinline__ float log2_approximate(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal_approximate(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// To device memory, which a pointer that came through shared memory does not say.
-__device__ __forceinline__ void store_global(float* to, float value) {
-  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_global(void* to, const uint4& value) {
-  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
 }
 
 // The two queries of a thread.

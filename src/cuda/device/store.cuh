@@ -10,6 +10,19 @@
 
 namespace coterie::cuda {
 
+// To device memory, which a pointer that came through shared memory does not say.
+__device__ __forceinline__ void store_global(float* to, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const uint4& value) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const std::uint32_t (&word)[4]) {
+  store_global(to, make_uint4(word[0], word[1], word[2], word[3]));
+}
+
 // Of four lanes l%4, lane t ends with word t of each: word[j] comes from lane j.
 __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
   const int lane = threadIdx.x % 4;
