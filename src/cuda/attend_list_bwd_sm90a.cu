@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   const StreamBackwardShape<kForm, kKeys> shape(memory);
-  shape.init();
+  shape.template init<0>();
   static_assert(kCutBytes <= StreamBackwardShape<kForm, kKeys>::kPlanAt, "room to measure lists");
   const ListProblem& problem = args.problem;
   const bool by_work = kForm != ListForm::plain && run.by_work;

@@ -116,13 +116,9 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
 #pragma unroll 1
       for (;;) {
         if constexpr (kFold) keys = uniform_trips(keys);
-        rows.finish(problem, s, shape.keys(tile % Shape::kRing));
+        rows.finish(problem, s, shape.keys(tile % Shape::kRing), shape.queries(number));
         rows.prepare(s, begin, shape.queries(number));
-        if constexpr (kFold) {  // seldom too large there: less code, if a longer way
-          if (rows.overflows(s, p)) continue;
-        } else {
-          while (rows.overflows(s, p)) continue;
-        }
+        while (rows.overflows(s, p)) continue;
         if (++tile == stop) break;
         begin += kTile;
         if (tile >= reader.ready) {
@@ -182,7 +178,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
-  shape.init();
+  shape.template init<kForwardLookers>();
   static_assert(kCutBytes <= ForwardShape<kDim, kForm>::kPlanAt, "room to measure lists");
   const bool by_work = kForm != ListForm::plain && unequal;
   WorkCut<false> cut(args.problem, memory);

@@ -90,9 +90,10 @@ __device__ __forceinline__ int group_row(int side) {
 // All threads of one warpgroup wait for each other. No PartBarrier (mbarrier.cuh), as racecheck
 // reports none of the kernels that meet here.
 __device__ __forceinline__ void sync_group() {
-  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.x) / kWarpgroup + 1),
-               "n"(kWarpgroup)
-               : "memory");
+  asm volatile(
+      "bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.x) / kWarpgroup + kGroupBarriers),
+      "n"(kWarpgroup)
+      : "memory");
 }
 
 }  // namespace coterie::cuda

@@ -59,7 +59,8 @@ __device__ __forceinline__ CandidateKey warp_max(CandidateKey key) {
 }
 
 // A key that at least `least` and at most `most` of the keys are not below. for_each(visit) calls
-// visit(key) for this lane's share of the keys, of which there are more than `most`.
+// visit(key) for this lane's share of the keys, of which there are more than `most`. Where keys are
+// repeated there may be none; fewer than `least` are not below the result then.
 template <class ForEach>
 __device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
   CandidateKey largest = 0, smallest = 0;  // of the complements
@@ -68,7 +69,7 @@ __device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
     smallest = max(smallest, ~key);
   });
   CandidateKey low = ~warp_max(smallest), high = warp_max(largest) + 1;  // too many; too few
-  while (true) {
+  while (high - low > 1) {
     const CandidateKey middle = low + (high - low) / 2;
     int count = 0;
     for_each([&](CandidateKey key) { count += key >= middle; });
@@ -80,6 +81,7 @@ __device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
     else
       return middle;
   }
+  return high;
 }
 
 // The lane's values in descending order over the lanes of the warp.

@@ -88,22 +88,27 @@ struct StreamShape {
   }
   __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kSlots * 8; }
 
-  // By all threads, before plan_steps.
+  // By all threads, before plan_steps. kLookers: loading warps that wait for every place and count
+  // as arrivals at it (load_steps_in_order); 0: a warp waits for its own places only.
+  template <int kLookers>
   __device__ void init() const {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kRing) {
       mbarrier_init(full(place), 32 + kWarpArrivals);
-      mbarrier_init(empty(place), kGroups * 4 * kWarpArrivals);
+      mbarrier_init(empty(place), (kGroups * 4 + kLookers) * kWarpArrivals);
     }
     if (place < kSlots) {
       mbarrier_init(own_full(place), 32 + kWarpArrivals);
-      mbarrier_init(own_empty(place), 4 * kWarpArrivals);
+      mbarrier_init(own_empty(place), (4 + kLookers) * kWarpArrivals);
     }
   }
 
-  // Loading warps: waits until the place of a step's owned tile is free.
+  // Loading warps: wait until the place of a step's owned tile, or of a streamed tile, is free.
   __device__ void wait_place(int step) const {
     if (step >= kSlots) mbarrier_wait(own_empty(step), (step / kSlots - 1) & 1);
+  }
+  __device__ void wait_tile(int number) const {
+    if (number >= kRing) mbarrier_wait(empty(number), (number / kRing - 1) & 1);
   }
 
   // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
@@ -209,12 +214,14 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
 
 // The loading warpgroup. Its warps take owned and streamed tiles in turn: own(step number, step,
 // ready) and tile(number, step, place among the step's tiles, ready) start the copies of one; they
-// call ready() when they need its place, which may take long. A warp waits for its own places only:
-// consumers go on in order, so that no barrier is more than a phase behind.
+// call ready() when they need its place, which may take long. A warp waits for its own places only.
+// No barrier is two phases ahead of it, because the next phase needs what it loads, nor behind: a
+// slot of owned tiles is always the same warp's, and of the ring it has seen a later tile released.
 template <class Shape, class Own, class Tile>
 __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool rounds, const Own& own,
                            const Tile& tile) {
   static_assert(Shape::kRing >= 4 && Shape::kSlots >= Shape::kGroups, "room for a round");
+  static_assert(Shape::kSlots == 4, "a slot belongs to one of the four loading warps");
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   // Steps of a round need all their owned rows before the first tile is done with.
   const int ahead = rounds ? Shape::kGroups : 1;
@@ -231,9 +238,7 @@ __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool roun
     const int end = next + step.fresh, skipped = max(step.tiles - step.fresh, 0) - next;
 #pragma unroll 1
     for (int mine = next + ((warp - next - 2) & 3); mine < end; mine += 4) {
-      tile(mine, step, mine + skipped, [&] {
-        if (mine >= Shape::kRing) mbarrier_wait(shape.empty(mine), (mine / Shape::kRing - 1) & 1);
-      });
+      tile(mine, step, mine + skipped, [&] { shape.wait_tile(mine); });
       arrive_filled(shape.full(mine));
     }
     next = end;

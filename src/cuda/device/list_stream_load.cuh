@@ -72,8 +72,13 @@ __device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace&
   step.other_at = pair.k.index ? static_cast<int>(pair.k.index - problem.k.index) : pair.k.first;
 }
 
+constexpr int kForwardLookers = 4;  // all loading warps
+
 // As load_steps, but all warps wait for every place, so that tiles are fetched in the order of
 // their need: where rows lie far apart (strided lists, 128 elements) that takes a tenth less time.
+// A wait by parity must not miss a phase. So a warp that has seen a place free arrives at its
+// barrier: the next phase ends only when all four have looked, however quickly steps without keys
+// are loaded by others and released.
 template <class Shape, class Own, class Tile>
 __device__ void load_steps_in_order(const Shape& shape, const StreamPlan& plan, bool rounds,
                                     const Own& own, const Tile& tile) {
@@ -88,7 +93,10 @@ __device__ void load_steps_in_order(const Shape& shape, const StreamPlan& plan, 
     const StreamStep& step = shape.plan()[number];
 #pragma unroll 1
     for (; owned < min(number + ahead, plan.steps); ++owned) {
-      const auto ready = [&] { shape.wait_place(owned); };
+      const auto ready = [&] {
+        shape.wait_place(owned);
+        mbarrier_arrive_warp(shape.own_empty(owned));
+      };
       if (!mine()) {
         ready();
         continue;
@@ -102,7 +110,8 @@ __device__ void load_steps_in_order(const Shape& shape, const StreamPlan& plan, 
 #pragma unroll 1
     for (; next < end; ++next, ++place) {
       const auto ready = [&] {
-        if (next >= Shape::kRing) mbarrier_wait(shape.empty(next), (next / Shape::kRing - 1) & 1);
+        shape.wait_tile(next);
+        mbarrier_arrive_warp(shape.empty(next));
       };
       if (!mine()) {
         ready();

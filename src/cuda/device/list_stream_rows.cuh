@@ -41,6 +41,7 @@ struct GroupRows {
   RowSoftmax softmax[2];
   float exponent[2], mean[2];
   bool negative, opening;  // opening: there may be rows that have seen no key yet
+  bool rounded;            // there are rows whose scores are scaled before they are weighed
   float out[kDim / 64][32];
 
   __device__ void start(const QueryTileFacts& tile) {
@@ -53,6 +54,7 @@ struct GroupRows {
       softmax[half] = {kLowestShift, 0.0f};
     }
     opening = true;
+    rounded = false;
     const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
     const RankRange first = tile.facts[warp].range, last = tile.facts[warp + 15].range;
     shared = {last.low, first.high};
@@ -62,9 +64,9 @@ struct GroupRows {
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
   }
 
-  // Products of the rows as they are become scores, up to exponents.
-  __device__ void finish(const ListProblem& problem, float (&s)[32],
-                         const RowStatistics* keys) const {
+  // Products of the rows as they are become scores, up to exponents. Once for a tile.
+  __device__ void finish(const ListProblem& problem, float (&s)[32], const RowStatistics* keys,
+                         const QueryTileFacts& tile) const {
     if constexpr (kForm == ListForm::normalised) {
       if (problem.k_stats) {
 #pragma unroll
@@ -82,6 +84,29 @@ struct GroupRows {
     if (!StepQueries<T, kDim>::kHeld && negative) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i] = -s[i];
+    }
+    if (rounded) {  // by 1 where exponents are still to come
+      const float factor[2] = {fabsf(tile.facts[group_row(0)].exponent) / exponent[0],
+                               fabsf(tile.facts[group_row(1)].exponent) / exponent[1]};
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] *= factor[i / 2 % 2];
+    }
+  }
+  // A shift beyond 2^24 is rounded to a multiple of 2 or more, while weigh() does not round its
+  // products: the largest weight would be far from 1, and would stay there. Scores of such rows are
+  // scaled, and rounded as their shift was, from this tile on.
+  __device__ void round_far_rows(float (&s)[32]) {
+    const auto far = [&](int half) {
+      return fabsf(softmax[half].shift) > 0x1p24f && !fresh(half) && exponent[half] != 1.0f;
+    };
+    if (!__any_sync(~0u, far(0) || far(1))) return;
+    rounded = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = far(half) ? exponent[half] : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
+      if (far(half)) exponent[half] = 1.0f;
     }
   }
 
@@ -143,25 +168,29 @@ struct GroupRows {
     }
   }
 
-  // Before scores of the 64 keys from rank `begin` on are weighed; once more does no harm. The
-  // first keys that a row sees set its shift.
+  // Before scores of the 64 keys from rank `begin` on are weighed. The first keys that a row sees
+  // set its shift.
   __device__ void prepare(float (&s)[32], int begin, const QueryTileFacts& tile) {
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
     if (cut) mask(s, begin, tile);
     if (opening) {
-      if (__any_sync(~0u, fresh(0) || fresh(1))) begin_rows(s);
+      if (__any_sync(~0u, fresh(0) || fresh(1))) {
+        begin_rows(s);
+        round_far_rows(s);
+      }
       opening = cut;
     }
   }
-  // Scores become weights. True: some are large, which their sums tell; shifts were raised, and the
-  // scores are to be weighed again.
-  __device__ bool overflows(const float (&s)[32], std::uint32_t (&p)[4][4]) {
+  // Scores become weights. True: some are large, which their sums tell; shifts were raised to the
+  // largest scores, and the scores are to be weighed again: none is large then.
+  __device__ bool overflows(float (&s)[32], std::uint32_t (&p)[4][4]) {
     constexpr float kLarge = 1024.0f;
     float sum[2];
     weigh(s, p, sum);
     if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge)) {
       const bool due[2] = {quad_max(sum[0]) > kLarge, quad_max(sum[1]) > kLarge};
       raise(s, due);
+      round_far_rows(s);
       return true;
     }
     softmax[0].sum += sum[0];
@@ -193,6 +222,7 @@ struct GroupRows {
       }
     }
     begin_rows(s);
+    round_far_rows(s);
   }
   // Scores of the tile that set the shifts become weights: none is above 1.
   __device__ void weigh_first(const float (&s)[32], std::uint32_t (&p)[4][4]) {

@@ -74,8 +74,11 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity)
       : "memory");
 }
 
-// kThreads of a block, whole warps, that wait for each other. `number`, 1 to 15, is the block's
-// own; `memory` are 8 bytes of its shared memory.
+// Named barriers of a block: 1 to 7 are a kernel's own, the others belong to its warpgroups.
+constexpr int kGroupBarriers = 8;
+
+// kThreads of a block, whole warps, that wait for each other. `number` is that of a named barrier;
+// `memory` are 8 bytes of its shared memory.
 template <int kThreads>
 struct PartBarrier {
   int number;

@@ -39,7 +39,7 @@ struct OpenRows {
 
   // All threads of the warpgroup wait for each other.
   __device__ PartBarrier<kWarpgroup> meeting() const {
-    return {static_cast<int>(threadIdx.x) / kWarpgroup + 1, shared_address(&barrier)};
+    return {static_cast<int>(threadIdx.x) / kWarpgroup + kGroupBarriers, shared_address(&barrier)};
   }
 };
 

@@ -63,8 +63,8 @@ __device__ __forceinline__ int stage_lists(const SelectArgs<T>& args, const RowL
   return count;
 }
 
-// Leaves the best of keys[0, count), at least `least` and at most `most`, where there are more;
-// returns how many.
+// Leaves the best of keys[0, count), at least `least` and at most `most`, where there are more and
+// none is repeated; returns how many, at most `most` in any case.
 __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least, int most) {
   const int lane = row_lane();
   bool open = count > most;
@@ -86,14 +86,12 @@ __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least
     __syncwarp();
     reached = row_sum(reached);
     if (!open) continue;
-    if (reached > most) {
+    if (reached > most)
       low = middle;
-    } else if (reached < least) {
+    else
       high = middle;
-    } else {
-      cut = middle;
-      open = false;
-    }
+    cut = high;
+    open = (reached > most || reached < least) && high - low > 1;
   }
   int kept = 0;
   const int rounds = pair_max(count);
