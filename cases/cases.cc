@@ -151,6 +151,7 @@ constexpr Line kLsh[] = {
     {"lsh_causal", "lsh(rounds=3,chunk=8,buckets=16)", "N129 D64 causal bnhd"},
     {"lsh_one_token", "lsh(rounds=2,chunk=4,buckets=2)", "N1 D8"},
     {"lsh_two_tokens", "lsh(rounds=1,chunk=1,buckets=2)", "N2 D8 f64"},
+    {"lsh_alone_in_some_rounds", "lsh(rounds=3,chunk=1,buckets=4)", "B3 H4:2 N33 D8 causal padded"},
     {"lsh_one_chunk", "lsh(rounds=2,chunk=80,buckets=4)", "N65 D8"},
     {"lsh_padded_grouped_f16", "lsh(rounds=2,chunk=8,buckets=6)", "B3 H4:2 N65 padded f16"},
     {"lsh_causal_packed_bf16", "lsh(rounds=2,chunk=8,buckets=8)",

@@ -64,9 +64,9 @@ struct ImprovedClusteredParams {
   Causality causal = Causality::automatic;
 };
 
-// How the rounds of LSH attention are combined. lse: as one softmax over all rounds, self demoted,
-// the first chunk looks at the last (Reformer). mean: plain mean of the rounds, self kept, no
-// wrap-around (the baseline of the clustered-attention paper).
+// How the rounds of LSH attention are combined. lse: as one softmax over all rounds, self only
+// where no round meets another key, the first chunk looks at the last (Reformer). mean: plain mean
+// of the rounds, self kept, no wrap-around (the baseline of the clustered-attention paper).
 enum class LshCombine : std::uint8_t { lse, mean };
 
 struct LshParams {

@@ -161,16 +161,19 @@ void lsh_find_alone(const LshParams& params, const AttentionCall& call, const Te
                     std::uint8_t* alone) {
   std::int32_t* orders = static_cast<std::int32_t*>(order.data);
   const std::int64_t rounds = params.rounds;
-  parallel_for(call.num_items() * call.H * rounds, [&](std::int64_t task, int) {
-    const Span& span = call.item(task / rounds / call.H).q;
-    const std::int64_t head = task / rounds % call.H, round = task % rounds;
-    const std::int32_t* tokens = round_at(call, orders, span, head, rounds, round);
-    std::uint8_t* flags = round_at(call, alone, span, head, rounds, round);
-    for (std::int64_t chunk = 0; chunk < num_chunks(params, span.length); ++chunk) {
-      const Sight sight = sight_of(params, tokens, span.length, chunk);
-      const std::int64_t end = std::min((chunk + 1) * params.chunk, span.length);
-      for (std::int64_t slot = chunk * params.chunk; slot < end; ++slot)
-        flags[slot] = call.causal ? sight.lowest == tokens[slot] : sight.count == 1;
+  parallel_for(call.num_items() * call.H, [&](std::int64_t task, int) {
+    const Span& span = call.item(task / call.H).q;
+    const std::int64_t head = task % call.H;
+    std::uint8_t* flags = round_at(call, alone, span, head, 1, 0);
+    std::fill_n(flags, span.length, std::uint8_t{1});
+    for (std::int64_t round = 0; round < rounds; ++round) {
+      const std::int32_t* tokens = round_at(call, orders, span, head, rounds, round);
+      for (std::int64_t chunk = 0; chunk < num_chunks(params, span.length); ++chunk) {
+        const Sight sight = sight_of(params, tokens, span.length, chunk);
+        const std::int64_t end = std::min((chunk + 1) * params.chunk, span.length);
+        for (std::int64_t slot = chunk * params.chunk; slot < end; ++slot)
+          flags[tokens[slot]] &= call.causal ? sight.lowest == tokens[slot] : sight.count == 1;
+      }
     }
   });
 }
@@ -185,8 +188,7 @@ ListPlan<T> LshParts<T>::plan(std::int64_t round, int part) const {
     std::int32_t* all = static_cast<std::int32_t*>(order.data);
     const std::int32_t* sorted = round_at(call, all, span, head, params.rounds, round);
     const bool demote = params.combine == LshCombine::lse && part == 0, causal = call.causal;
-    const std::uint8_t* flags =
-        demote ? round_at(call, alone, span, head, params.rounds, round) : nullptr;
+    const std::uint8_t* flags = demote ? round_at(call, alone, span, head, 1, 0) : nullptr;
     ListPair<T> pair;
     std::int64_t skipped = 0;
     if (part == 0) {
@@ -205,7 +207,7 @@ ListPlan<T> LshParts<T>::plan(std::int64_t round, int part) const {
       for (std::int64_t t = 0; causal && t < count; ++t)
         if (keys[begin + t] > sorted[query]) scores[t] = excluded;
       // Queries and keys of a band are the same list, so a query's own key has its rank.
-      if (flags && !flags[query] && begin <= query && query < begin + count)
+      if (flags && begin <= query && query < begin + count && !flags[sorted[query]])
         scores[query - begin] = excluded;
     };
     return pair;

@@ -38,7 +38,7 @@ struct LshParts {
   const LshParams& params;
   const AttentionCall& call;
   TensorView order;           // (B, H, R, N)
-  const std::uint8_t* alone;  // (B, H, R, N) by slot: the query meets no key but its own
+  const std::uint8_t* alone;  // (B, H, N): the query meets no key but its own in any round
 
   int num_parts() const { return params.combine == LshCombine::lse ? 2 : 1; }
   ListPlan<T> plan(std::int64_t round, int part) const;

@@ -42,7 +42,7 @@ LshPass<T>::LshPass(Arena& arena, const LshParams& lsh, const AttentionCall& att
     : params(lsh),
       call(attention),
       lists(arena, call),
-      alone(arena.take<std::uint8_t>(call.B * call.H * params.rounds * call.N)) {
+      alone(arena.take<std::uint8_t>(call.B * call.H * call.N)) {
   call.k = TensorView::contiguous(arena.take<T>(call.B * call.H * call.N * call.Dk),
                                   accumulator_dtype(call.inputs.q.dtype),
                                   {call.B, call.H, call.N, call.Dk});

@@ -31,7 +31,7 @@ struct LshLists {
   float round_weight;
   RowStatistics* norms = nullptr;      // (B, H, N): mean 0, 1 / |q| or 0 for a zero row
   std::int32_t* slots = nullptr;       // (B, H, R, N): the slot of every token
-  std::uint8_t* drop_own = nullptr;    // (B, H, R, N) by slot: another key is in sight
+  std::uint8_t* drop_own = nullptr;    // (B, H, N): another key is in sight in some round
   std::int32_t* wrap_first = nullptr;  // (items, H, R, chunk): the first chunk, where there is a
   std::int32_t* wrap_last = nullptr;   // second one, and the last; -1 beyond
 

@@ -37,7 +37,7 @@ struct ListArgs {
   bool causal;
   const std::int32_t* order;
   std::int32_t* slots;
-  std::uint8_t* drop_own;  // or null
+  std::uint8_t* drop_own;  // zeros before, or null
   std::int32_t *wrap_first, *wrap_last;
 };
 
@@ -67,10 +67,16 @@ __global__ void __launch_bounds__(kThreads)
     if (wraps && chunk.begin == 0) see(last, tokens);
     lowest = __reduce_min_sync(~0u, lowest);
   }
+  std::uint8_t* own = args.drop_own;
+  if (own)
+    own += (static_cast<std::int64_t>(chunk.span.batch) * args.H + list / args.rounds) *
+               args.spans.rows +
+           chunk.span.begin;
   for (int slot = chunk.begin + lane; slot < chunk.end; slot += 32) {
     const int token = order[slot];
     args.slots[base + token] = slot;
-    if (args.drop_own) args.drop_own[base + slot] = args.causal ? lowest != token : count != 1;
+    // Rounds that meet another key write the same 1.
+    if (args.drop_own && (args.causal ? lowest != token : count != 1)) own[token] = 1;
   }
   if (!args.wrap_first || chunk.split != 0) return;
   const std::int64_t wrap =
@@ -92,7 +98,7 @@ LshLists::LshLists(Arena& arena, const LshParams& params, const AttentionCall& c
       round_weight(merges ? 1.0f : 1.0f / static_cast<float>(params.rounds)) {
   norms = arena.take<RowStatistics>(call.B * call.H * call.N);
   slots = arena.take<std::int32_t>(band_slots(call));
-  if (merges) drop_own = arena.take<std::uint8_t>(band_slots(call));
+  if (merges) drop_own = arena.take<std::uint8_t>(call.B * call.H * call.N);
   if (!wraps) return;
   wrap_first = arena.take<std::int32_t>(wrap_slots(call));
   wrap_last = arena.take<std::int32_t>(wrap_slots(call));
@@ -117,7 +123,6 @@ ListPlan LshLists::band(const AttentionCall& call, const TensorView& order) cons
   plan.ranges.before = 1;
   plan.filters.causal_rows = call.causal;
   plan.filters.drop_own = drop_own;
-  plan.filters.drop_by_slot = true;
   plan.scale = static_cast<float>(call.scale);
   plan.k_stats = norms;
   return plan;
@@ -154,6 +159,8 @@ void find_lsh_lists(const AttentionCall& call, const LshLists& lists, const Tens
       COTERIE_LAUNCH("lsh_norms");
     });
   });
+  if (lists.drop_own)
+    COTERIE_CUDA(cudaMemsetAsync(lists.drop_own, 0, static_cast<std::size_t>(rows), stream));
   ListArgs args{spans,
                 row_tiles(spans, static_cast<int>(call.num_items()), lists.chunk),
                 static_cast<int>(call.H),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
 // LSH attention: tokens sorted by hash bucket, attending inside chunks of the sorted order and to
 // the chunk before. s_ij = scale q_i . q_j / |q_j|.
-//   combine=lse   one softmax over the keys of all rounds, self only where nothing else is met, the
-//                 first chunk also sees the last (Reformer, Kitaev et al. 2020)
-//   combine=mean  the mean of the rounds' softmaxes
+//   combine=lse   one softmax over the keys of all rounds, self only where no round meets another
+//                 key, the first chunk also sees the last (Reformer, Kitaev et al. 2020)
+//   combine=mean  the mean of the rounds' softmaxes, self kept in each
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -68,7 +69,6 @@ Lists keys_of_round(const LshParams& params, const std::vector<Index>& order, bo
     for (Index other : visible_slots(params, static_cast<Index>(slot) / params.chunk,
                                      static_cast<Index>(order.size())))
       if (!causal || order[other] <= query) list.push_back(order[other]);
-    if (params.combine == LshCombine::lse && list.size() > 1) std::erase(list, query);
   }
   return keys;
 }
@@ -96,6 +96,9 @@ std::vector<Row> attended_rows(const LshParams& params, const Problem<T>& proble
       }
     }
   }
+  for (Row& row : rows)
+    if (merge && std::ranges::any_of(row.keys, [&](Index key) { return key != row.query; }))
+      std::erase(row.keys, row.query);
   return rows;
 }
 

@@ -380,6 +380,39 @@ TEST(LshInvariantsTest, EveryTokenIsInEveryRoundOnceInBucketOrder) {
       }
 }
 
+// Chunks of one token: in a round a token meets the one before it in the order, if it is not later.
+TEST(LshInvariantsTest, SelfCountsOnlyWhereNoRoundMeetsAnother) {
+  constexpr Index kTokens = 33, kRounds = 3;
+  const Problem problem = cases::make_problem({.spec = "lsh(rounds=3,chunk=1,buckets=4)",
+                                               .N = kTokens,
+                                               .Dk = 8,
+                                               .Dv = kTokens,
+                                               .causal = true},
+                                              12);
+  fill(problem.inputs.v,
+       [](Index at) { return at / kTokens % kTokens == at % kTokens ? 1.0 : 0.0; });
+  const Pass run = cases::run_forward(problem);
+  const std::vector<double> out = read_values(run.result.out);
+  const std::vector<double> order = read_values(run.result.saved[0]);
+  Index alone_in_some = 0, alone_in_all = 0;
+  for (Index head = 0; head < 4; ++head) {
+    std::vector<Index> met(kTokens, 0);
+    for (Index round = 0; round < kRounds; ++round) {
+      const double* sorted = &order[(head * kRounds + round) * kTokens];
+      for (Index slot = 0; slot < kTokens; ++slot)
+        if (sorted[(slot + kTokens - 1) % kTokens] < sorted[slot])
+          ++met[static_cast<Index>(sorted[slot])];
+    }
+    for (Index i = 0; i < kTokens; ++i) {
+      EXPECT_EQ(out[(head * kTokens + i) * kTokens + i] != 0.0, met[i] == 0) << i;
+      alone_in_some += 0 < met[i] && met[i] < kRounds ? 1 : 0;
+      alone_in_all += met[i] == 0 ? 1 : 0;
+    }
+  }
+  EXPECT_GT(alone_in_some, 0);
+  EXPECT_GT(alone_in_all, 0);
+}
+
 TEST(CastInvariantsTest, OneClusterOfAllTokensIsFullAttention) {
   for (const char* spec :
        {"cast(clusters=1,size=65)", "cast(clusters=1,size=65,mode=single)",

@@ -123,6 +123,16 @@ TEST(PatternTest, LshKeysCountAsOftenAsTheyAreMet) {
   for (int j = 0; j < 6; ++j) EXPECT_NEAR(weights[j], expected[j] / sum, 1e-14);
 }
 
+// Token 1 meets 0 in the first round and nobody in the second, token 0 nobody in either.
+TEST(PatternTest, LshSelfCountsOnlyWhereNoRoundMeetsAnother) {
+  Selected lsh = make_selected(causal(one_head("lsh(rounds=2,chunk=1,buckets=4)", 4, 4)));
+  write_values(lsh.saved[0], {0, 1, 2, 3, 0, 3, 2, 1});
+  EXPECT_EQ(keys_of(lsh, 4, 4), (Sets{{0}, {0}, {1}, {0, 2}}));
+  const std::vector<double> weights = lsh.weights();
+  EXPECT_EQ(weights[0], 1.0);
+  EXPECT_EQ(weights[4], 1.0);
+}
+
 TEST(PatternTest, OutsideItsTopKeysAnImprovedRowIsTheClustersRow) {
   const Case c = one_head("i-clustered(clusters=3,topk=3)", 12, 9);
   Case coarse = c;
