@@ -7,9 +7,10 @@
 >>> coterie.hf.use(model, "i-clustered(clusters=25,topk=32)", layers=range(2, 12))
 
 or with the spec in the config: ``config.coterie_spec = "..."``. Encoders with padding anywhere;
-decoders with strictly causal specs, whose cached decoding gives the logits of one parallel pass.
-Queries and keys come with the model's own positions. A mask that a mechanism cannot honour, an
-attention dropout, a bias or a soft cap is an error.
+decoders with strictly causal specs, whose decoding with a growing or a static cache gives the logits
+of one parallel pass; encoder-decoder models, whose cross attention stays full. Queries and keys
+come with the model's own positions. A mask that a mechanism cannot honour, an attention dropout, a
+bias or a soft cap is an error.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def use(model: _Model, spec: str, layers: Iterable[int] | None = None, seed: int = 0) -> _Model:
+def use(
+    model: _Model, spec: str, layers: Iterable[int | str] | None = None, seed: int = 0
+) -> _Model:
     """Gives layers of a model the attention that ``spec`` names; the others keep, or get, "full".
 
     Args:
         model: a transformers model; its attention implementation becomes ``"coterie"``.
         spec: attention spec for the model's number of heads.
-        layers: indices of layers; all by default.
+        layers: self-attention layers by index (in an encoder-decoder model those of both parts), or
+            by the name of their module or of one that contains them, such as ``"encoder"``; all by
+            default.
         seed: of the initial centroids of routing heads.
     """
     register()
@@ -55,38 +60,61 @@ def use(model: _Model, spec: str, layers: Iterable[int] | None = None, seed: int
     found = attention_layers(model)
     if not found:
         raise ValueError("model: expected a model with attention layers that know their layer_idx")
-    wanted = set(found) if layers is None else set(layers)
-    unknown = wanted - set(found)
-    if unknown:
-        raise ValueError(f"layers: expected some of {sorted(found)}; got {sorted(unknown)}")
-    for index, layer in found.items():
-        if index in wanted:
-            _attach(layer, spec, seed + index)
+    wanted = _chosen(found, layers)
+    for number, (name, layer) in enumerate(found.items()):
+        if name in wanted:
+            _attach(layer, spec, seed + number)
         elif not hasattr(layer, _ATTRIBUTE):
             _attach(layer, "full", 0)
+    for module in model.modules():
+        if _is_attention(module) and _is_cross(module) and not hasattr(module, _ATTRIBUTE):
+            _attach(module, "full", 0)
     return model
 
 
-def attention_layers(model: nn.Module) -> dict[int, Any]:
-    """The self-attention layers of a model by index."""
-    layers: dict[int, Any] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and hasattr(module, "scaling") and not _is_cross(module):
-            layers[index] = module
-    return layers
+def _chosen(found: dict[str, Any], layers: Iterable[int | str] | None) -> set[str]:
+    """The names of the layers that an index, or the name of a module, stands for."""
+    if layers is None:
+        return set(found)
+    wanted: set[str] = set()
+    for layer in layers:
+        if isinstance(layer, str):
+            own = {name for name in found if f"{name}.".startswith(f"{layer}.")}
+        else:
+            own = {name for name, module in found.items() if module.layer_idx == layer}
+        if not own:
+            indices = sorted({m.layer_idx for m in found.values() if m.layer_idx is not None})
+            raise ValueError(
+                f"layers: expected some of {indices} or of {sorted(found)}; got {layer!r}"
+            )
+        wanted |= own
+    return wanted
+
+
+def attention_layers(model: nn.Module) -> dict[str, Any]:
+    """The self-attention layers of a model by the names of their modules."""
+    modules = model.named_modules()
+    return {name: m for name, m in modules if _is_attention(m) and not _is_cross(m)}
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "layer_idx") and hasattr(module, "scaling")
 
 
 def _is_cross(module: nn.Module) -> bool:
+    """Whether keys come from another sequence: in a decoder, what is not causal."""
     cross = bool(getattr(module, "is_cross_attention", False))
-    return cross or "Cross" in type(module).__name__
+    decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
+    return cross or bool(decoder) or "Cross" in type(module).__name__
 
 
 def _attach(layer: Any, spec: str, seed: int) -> None:
     config = layer.config
-    heads = config.num_attention_heads
+    # Encoder and decoder of a model may differ; the module knows its own.
+    heads = getattr(layer, "num_heads", None) or config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(layer, "head_dim", None) or getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // heads
     causal = bool(getattr(layer, "is_causal", False))
     groups = HeadGroups(spec, heads, head_dim, kv_heads, config.hidden_size, causal, seed)
     for group in groups.groups():
@@ -119,24 +147,27 @@ def make_mask(
     """The mask function: None, a bool padding mask (B, S), or a bool mask (B, 1, N, S).
 
     Plain causal and bidirectional patterns need no mask; every other pattern becomes one of all
-    pairs, for mechanisms that can honour it.
+    pairs, for mechanisms that can honour it. S leaves out the empty slots at the end of a static
+    cache: attention_forward cuts keys and values to it.
     """
     from transformers import masking_utils
 
-    plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-    if mask_function is None or mask_function in plain:
-        if isinstance(q_offset, Tensor) or (q_offset and kv_length != q_offset + q_length):
-            raise ValueError(
-                "past_key_values: expected a cache that grows with the tokens seen; got one of a "
-                f"fixed size with {kv_length} keys"
-            )
-        return None if attention_mask is None else attention_mask[:, -kv_length:]
+    bidirectional = mask_function is masking_utils.bidirectional_mask_function
+    filled = kv_length
+    if not bidirectional:
+        filled = min(kv_length, _host_number(q_offset) + q_length - kv_offset)
+    if bidirectional or mask_function in (None, masking_utils.causal_mask_function):
+        if attention_mask is not None:
+            return attention_mask[:, kv_offset : kv_offset + filled]
+        if filled == kv_length:
+            return None
+        return torch.ones(batch_size, filled, dtype=torch.bool, device=kwargs.get("device"))
     for key in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         kwargs.pop(key, None)
     return masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
-        kv_length=kv_length,
+        kv_length=filled,
         q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
@@ -145,6 +176,16 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **kwargs,
     )
+
+
+def _host_number(q_offset: int | Tensor) -> int:
+    """Static caches count their tokens on the device."""
+    if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
+        raise ValueError(
+            "past_key_values: expected a cache that grows with the tokens seen under "
+            "torch.compile; got a static one, whose filled slots a compiled graph does not know"
+        )
+    return int(q_offset)
 
 
 def attention_forward(
@@ -168,6 +209,8 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: expected None, for it cannot be honoured")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    if causal and attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+        key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))  # filled slots
     groups = _groups_of(module, query, key, causal)
     if attention_mask is not None and attention_mask.dim() == 4:
         options = Options(causal, scaling or 0.0, mask=_pair_mask(groups, query, attention_mask))
@@ -212,8 +255,30 @@ def _pair_mask(groups: HeadGroups, query: Tensor, mask: Tensor) -> Tensor:
                 f"attention_mask: expected padding only, for {group.group.name} cannot honour a "
                 "mask of pairs; got one"
             )
-    allowed = mask if mask.dtype == torch.bool else mask == 0
-    return allowed.expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[3])
+    return _allowed(mask).expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[3])
+
+
+_BLOCKS = torch.finfo(torch.float16).min  # and less, as -inf and the least numbers of other types
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    """A mask of pairs as bool: True, 1 or an added 0 where a query may look."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        allowed, blocked = mask == 0, mask <= _BLOCKS
+        meaning = "a float mask of 0 and -inf or the least number of its type only: a bias that is "
+        meaning += "added to the logits cannot be honoured"
+    else:
+        allowed, blocked = mask == 1, mask == 0
+        meaning = "an integer mask of 1, where a query may look, and 0 only"
+    clear = (allowed | blocked).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(clear, f"attention_mask: expected {meaning}")
+    elif not clear:
+        wrong = mask[~(allowed | blocked)][0].item()
+        raise ValueError(f"attention_mask: expected {meaning}; got {wrong}")
+    return allowed
 
 
 class _Rows(NamedTuple):
