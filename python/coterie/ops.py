@@ -268,8 +268,10 @@ def _save_commitment(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_commitment(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _check_first_order("commitment_loss")
-    dx = torch.ops.coterie.commitment_loss_backward(*ctx.saved_tensors)
-    return dx * grad.to(dx.dtype), None, None, None, None
+    x, *rest = ctx.saved_tensors
+    # In the accumulator's type until it is scaled: with a weight of 1 it underflows in float16.
+    dx = torch.ops.coterie.commitment_loss_backward(x.to(accumulator(x.dtype)), *rest)
+    return (dx * grad).to(x.dtype), None, None, None, None
 
 
 torch.library.register_autograd(

@@ -62,11 +62,12 @@ struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
       throw Error("[commitment_loss] expected derivatives of first order; got create_graph");
     }
     const variable_list saved = ctx->get_saved_variables();
-    const Tokens tokens(saved[0], saved[3]);
+    // In the accumulator's type until it is scaled: with a weight of 1 it underflows in f16.
+    const Tokens tokens(saved[0].to(accumulator_of(saved[0])), saved[3]);
     const at::Tensor dx = at::zeros_like(tokens.x);
     coterie::commitment_loss_backward(view(tokens.x), tokens.sequences(), view(saved[1]),
                                       view(saved[2]), 1.0, view(dx), tokens.scratch.workspace());
-    return {dx.mul(grad_outputs[0].to(dx.scalar_type())), {}, {}, {}};
+    return {dx.mul(grad_outputs[0]).to(saved[0].scalar_type()), {}, {}, {}};
   }
 };
 
