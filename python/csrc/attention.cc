@@ -42,6 +42,9 @@ struct Call {
     q = with_contiguous_rows(q);
     k = with_contiguous_rows(k);
     v = with_contiguous_rows(v);
+    for (OptionalTensor* ints : {&q_lengths, &k_lengths, &cu_seqlens_q, &cu_seqlens_k}) {
+      *ints = with_contiguous_rows(*ints);
+    }
     AttentionInputs inputs;
     inputs.q = view(q);
     inputs.k = view(k);

@@ -20,7 +20,8 @@ struct Spans {
   OptionalTensor lengths, cu_seqlens;
 
   explicit Spans(Arguments& arguments)
-      : lengths(arguments.optional_tensor()), cu_seqlens(arguments.optional_tensor()) {}
+      : lengths(with_contiguous_rows(arguments.optional_tensor())),
+        cu_seqlens(with_contiguous_rows(arguments.optional_tensor())) {}
 
   Sequences sequences() const { return {view(lengths), view(cu_seqlens)}; }
   std::int64_t items(std::int64_t B) const { return cu_seqlens ? cu_seqlens->size(0) - 1 : B; }
@@ -107,10 +108,10 @@ void hamming_kmeans(StableIValue* stack, std::uint64_t, std::uint64_t) {
 void cluster_queries(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Tensor given_q = arguments.tensor(), given_k = arguments.tensor();
-  const OptionalTensor q_lengths = arguments.optional_tensor();
-  const OptionalTensor k_lengths = arguments.optional_tensor();
-  const OptionalTensor cu_seqlens_q = arguments.optional_tensor();
-  const OptionalTensor cu_seqlens_k = arguments.optional_tensor();
+  const OptionalTensor q_lengths = with_contiguous_rows(arguments.optional_tensor());
+  const OptionalTensor k_lengths = with_contiguous_rows(arguments.optional_tensor());
+  const OptionalTensor cu_seqlens_q = with_contiguous_rows(arguments.optional_tensor());
+  const OptionalTensor cu_seqlens_k = with_contiguous_rows(arguments.optional_tensor());
   const std::string text = arguments.text();
   const std::uint64_t seed = arguments.seed();
   check_rank("cluster_queries", "q", given_q, 4);
