@@ -18,6 +18,7 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from . import hf, nn
 from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
 from .functional import CallOptions, make_options, prepare, run_groups
@@ -35,7 +36,9 @@ __all__ = [
     "attention",
     "error",
     "head_groups",
+    "hf",
     "init_state",
+    "nn",
     "recommend",
     "set_threads",
     "stats",
