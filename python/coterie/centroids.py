@@ -22,6 +22,13 @@ class Centroids(NamedTuple):
     sums: Tensor
 
 
+class Statistics(NamedTuple):
+    """Tokens of each cluster, (h, C), and the sums of their normalised rows, (h, C, D); float64."""
+
+    members: Tensor
+    sums: Tensor
+
+
 class Tokens(NamedTuple):
     """Queries or keys of a pass with their nearest centroids: x (B, h, N, D), labels (B, h, N)."""
 
@@ -51,25 +58,43 @@ def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def ema_update(
-    state: Centroids, tokens: Tokens, decay: float, process_group: dist.ProcessGroup | None = None
-) -> None:
-    """One step of the moving average, in place; over the tokens of all ranks."""
-    if not _distributed(process_group):
-        torch.ops.coterie.ema_update(*state, *tokens, None, decay)
-        return
-    # With decay 0 the core's counts and sums are those of the batch.
-    members, sums = torch.zeros_like(state.counts), torch.zeros_like(state.sums)
-    scratch = state.centroids.clone()
+def statistics(tokens: Tokens, centroids: Tensor) -> Statistics:
+    """What a pass adds to the moving average."""
+    # With decay 0 the core's counts and sums become those of the tokens.
+    scratch = centroids.to(accumulator(tokens.x.dtype), copy=True)
+    members, sums = torch.zeros_like(scratch[..., 0]), torch.zeros_like(scratch)
     torch.ops.coterie.ema_update(scratch, members, sums, *tokens, None, 0.0)
-    dist.all_reduce(members, group=process_group)
-    dist.all_reduce(sums, group=process_group)
-    state.counts.lerp_(members, 1 - decay)
-    state.sums.lerp_(sums, 1 - decay)
-    total = state.counts.sum(1, keepdim=True)
-    smoothed = (state.counts + _SMOOTHING) / (total + state.counts.shape[1] * _SMOOTHING) * total
-    moved = state.sums / smoothed.unsqueeze(-1)
-    state.centroids.copy_(torch.where(members.unsqueeze(-1) > 0, moved, state.centroids))
+    return Statistics(members.double(), sums.double())
+
+
+@torch.no_grad()
+def ema_update(
+    state: Centroids,
+    statistics: Statistics | None,
+    decay: float,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """One step of the moving average, in place, as src/cpu/centroid_update.cc has it.
+
+    Over the tokens of all ranks; a rank without any gives None.
+    """
+    distributed = _distributed(process_group)
+    if statistics is None:
+        if not distributed:
+            return
+        statistics = Statistics(state.counts.double() * 0, state.sums.double() * 0)
+    members, sums = statistics
+    if distributed:
+        dist.all_reduce(members, group=process_group)
+        dist.all_reduce(sums, group=process_group)
+    state.counts.copy_(decay * state.counts.double() + (1 - decay) * members)
+    moved = decay * state.sums.double() + (1 - decay) * sums
+    state.sums.copy_(moved)
+    counts = state.counts.double()
+    total = counts.sum(1, keepdim=True)
+    smoothed = (counts + _SMOOTHING) / (total + counts.shape[1] * _SMOOTHING) * total
+    found = members.unsqueeze(-1) > 0
+    state.centroids.copy_(torch.where(found, moved / smoothed.unsqueeze(-1), state.centroids))
 
 
 def _fold_heads(tokens: Tokens, heads: int) -> tuple[Tensor, Tensor]:
@@ -89,14 +114,17 @@ def initialise(
     seed: int,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Centroids by spherical k-means of the tokens of rank 0, in place; counts and sums restart."""
+    """Centroids by spherical k-means of the tokens of the group's first rank, in place.
+
+    Counts and sums restart.
+    """
     rows, lengths = zip(*(_fold_heads(t, state.centroids.shape[0]) for t in tokens), strict=True)
     # Once in a training run: the core has it for the CPU only.
     found = torch.ops.coterie.spherical_kmeans(
         torch.cat(rows).cpu(), torch.cat(lengths).cpu(), None, state.centroids.shape[1], 10, seed
     ).to(state.centroids.device)
     if _distributed(process_group):
-        dist.broadcast(found, 0, group=process_group)
+        dist.broadcast(found, group=process_group, group_src=0)
     state.centroids.copy_(found)
     state.counts.fill_(1.0)
     state.sums.copy_(found)

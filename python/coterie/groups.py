@@ -35,6 +35,11 @@ class _Relative(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads, head_dim))
 
 
+def _recomputing() -> bool:
+    """Whether a backward pass makes this forward pass again: activation checkpointing."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class HeadGroup(nn.Module):
     """The heads of a layer that share a mechanism, with what they learn beside projections."""
 
@@ -46,7 +51,9 @@ class HeadGroup(nn.Module):
         super().__init__()
         self.group, self.kv_heads = group, kv_heads
         self.commitment: Tensor | None = None
+        self.commitment_differentiable = True
         self._tokens: list[tuple[Tensor, Tensor, Tensor | None]] = []  # as compilers keep them
+        self._statistics: list[tuple[Tensor, Tensor]] = []
         state = group_state(group, head_dim, kv_heads, seed)
         if state.centroids is not None and state.logit_scale is not None:
             self.register_buffer("centroids", state.centroids)
@@ -87,7 +94,7 @@ class HeadGroup(nn.Module):
         return result.out
 
     def _remember(self, call: GroupCall, result: GroupResult, options: Options) -> None:
-        """Keeps what update_centroids and commitment_loss need of the last pass in training."""
+        """Keeps what update_centroids, initialise_centroids and commitment_loss need of a pass."""
         saved = named_saved(call, result, options)
 
         def tokens(name: str, x: Tensor, lengths: Tensor | None) -> _centroids.Tokens:
@@ -100,21 +107,39 @@ class HeadGroup(nn.Module):
         if call.k is not None:
             parts.append(tokens("k_labels", call.k, options.k_lengths))
         losses = [_centroids.commitment(part, self.centroids) for part in parts]
+        if _recomputing():
+            return
         self.commitment = (losses[0] + losses[-1]) * self.group.number("commitment")
-        self._tokens = [(part.x.detach(), part.labels, part.lengths) for part in parts]
+        self.commitment_differentiable = torch.is_grad_enabled()
+        parts = [part._replace(x=part.x.detach()) for part in parts]
+        found = [_centroids.statistics(part, self.centroids) for part in parts]
+        if self._statistics:
+            found = [
+                _centroids.Statistics(members + new.members, sums + new.sums)
+                for new, (members, sums) in zip(found, self._statistics, strict=True)
+            ]
+        self._statistics = [tuple(part) for part in found]
+        self._tokens = [tuple(part) for part in parts]
 
     def buffers_of_centroids(self) -> _centroids.Centroids:
         """What moves without gradients; of routing only."""
         return _centroids.Centroids(self.centroids, self.counts, self.sums)
 
     def take_tokens(self) -> list[_centroids.Tokens]:
-        """The queries and keys of the last pass in training, once."""
-        tokens, self._tokens = self._tokens, []
+        """The queries and keys of the last pass in training, once; statistics begin anew."""
+        tokens, self._tokens, self._statistics = self._tokens, [], []
         return [_centroids.Tokens(*parts) for parts in tokens]
+
+    def take_statistics(self) -> list[_centroids.Statistics | None]:
+        """Of queries and of keys, where they differ, over the passes in training since the last."""
+        found, self._tokens, self._statistics = self._statistics, [], []
+        if not found:
+            return [None] * (1 if self.group.keys_are_queries else 2)
+        return [_centroids.Statistics(*parts) for parts in found]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies do not take the last pass along."""
-        return {**self.__dict__, "commitment": None, "_tokens": []}
+        return {**self.__dict__, "commitment": None, "_tokens": [], "_statistics": []}
 
     def extra_repr(self) -> str:
         return self.group.text

@@ -44,6 +44,8 @@ class Attention(HeadGroups):
         bias: of the projections.
         rotary_base: of the positions.
         seed: of initial centroids and surrogate tokens.
+        layer: index of the layer in its model, for seeds of its own, as the C++ models have them;
+            None for a layer that stands alone.
         batch_first: inputs are (B, N, E) and not (N, B, E).
         dropout: 0.0; there is no attention dropout.
     """
@@ -63,6 +65,7 @@ class Attention(HeadGroups):
         bias: bool = True,
         rotary_base: float = 10000.0,
         seed: int = 0,
+        layer: int | None = None,
         batch_first: bool = True,
         dropout: float = 0.0,
     ) -> None:
@@ -78,7 +81,9 @@ class Attention(HeadGroups):
                 f"dropout: expected 0.0, for there is no attention dropout; got {dropout}"
             )
         head_dim = embed_dim // num_heads
-        super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, seed)
+        own_seed = seed if layer is None else group_seed(seed, layer, 0)
+        super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, own_seed)
+        self.layer = layer or 0
         self.embed_dim, self.rotary_base, self.batch_first = embed_dim, rotary_base, batch_first
         key_heads = sum(g.kv_heads for g in self.groups() if not g.group.keys_are_queries)
         self.q = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -110,7 +115,7 @@ class Attention(HeadGroups):
                 groups that can honour one (full, local, strided, oracle-top).
             is_causal: says that ``attn_mask`` is the causal mask; only for layers that are causal.
             lengths: (B) integers in place of key_padding_mask: rows that count come first.
-            seed: of the clusterings.
+            seed: of the clusterings of the pass; those of a layer depend on its index, too.
         """
         self._check_call(query, key, value, need_weights)
         x = query if self.batch_first else query.transpose(0, 1)
@@ -173,7 +178,7 @@ class Attention(HeadGroups):
                 keys = k[:, :, k_first : k_first + share]
                 k_first += share
             rows = Rows(q[:, :, first : first + count], keys, v[:, :, v_first : v_first + share])
-            own = options._replace(seed=group_seed(seed, 0, number))
+            own = options._replace(seed=group_seed(seed, self.layer, number))
             if own.mask is not None:
                 own = own._replace(mask=own.mask[:, first : first + count])
             if group.group.positions == "relative":
@@ -221,16 +226,16 @@ def _routing_groups(module: nn.Module) -> list[HeadGroup]:
 
 
 def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Moves the routing centroids of all layers by the last pass in training.
+    """Moves the routing centroids of all layers by the passes in training since the last call.
 
-    To be called after the backward pass, for the pass must see one set of centroids. Under
-    torch.distributed all ranks must call it: the average runs over the tokens of all of them, and
-    the centroids stay the same everywhere.
+    To be called once per optimiser step, after the last backward pass: the tokens of all
+    micro-batches count as those of one batch. Under torch.distributed all ranks must call it: the
+    average runs over the tokens of all of them, and the centroids stay the same everywhere.
     """
     for group in _routing_groups(module):
-        for tokens in group.take_tokens():
+        for statistics in group.take_statistics():
             _centroids.ema_update(
-                group.buffers_of_centroids(), tokens, group.group.number("decay"), process_group
+                group.buffers_of_centroids(), statistics, group.group.number("decay"), process_group
             )
 
 
@@ -239,7 +244,7 @@ def initialise_centroids(
 ) -> None:
     """Sets the routing centroids of all layers by spherical k-means of the last pass in training.
 
-    Under torch.distributed every rank takes what rank 0 finds.
+    Under torch.distributed every rank takes what the first rank of the group finds.
     """
     for number, group in enumerate(_routing_groups(module)):
         tokens = group.take_tokens()
@@ -251,8 +256,14 @@ def initialise_centroids(
 
 def commitment_loss(module: nn.Module) -> Tensor:
     """Weighted sum of the commitment losses of all routing heads in the last pass in training."""
-    found = [group.commitment for group in _routing_groups(module)]
-    losses = [loss for loss in found if loss is not None]
+    groups = [group for group in _routing_groups(module) if group.commitment is not None]
+    if torch.is_grad_enabled() and not all(group.commitment_differentiable for group in groups):
+        raise RuntimeError(
+            "commitment_loss: the last pass in training recorded no gradients, because of "
+            "torch.no_grad or of checkpoint(..., use_reentrant=True); checkpoint with "
+            "use_reentrant=False, or call it under torch.no_grad for the value alone"
+        )
+    losses = [group.commitment for group in groups if group.commitment is not None]
     if losses:
         return torch.stack(losses).sum()
     parameter = next(module.parameters(), None)

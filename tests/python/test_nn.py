@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import coterie
 import coterie.nn
@@ -199,3 +202,160 @@ def test_checkpoints_survive_safetensors(tmp_path: object) -> None:
     other.load_state_dict(safetensors.load_file(f"{tmp_path}/layer.safetensors"))
     x = torch.randn(2, 20, 32)
     assert torch.equal(layer(x)[0], other(x)[0])
+
+
+def test_the_modules_of_the_package_need_no_import_of_their_own() -> None:
+    program = "import coterie; print(coterie.nn.Attention.__name__, coterie.hf.use.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "Attention use\n", done.stderr
+
+
+@pytest.mark.parametrize("spec", ["i-clustered(clusters=3,topk=4)", "lsh(rounds=2,chunk=4)"])
+def test_clusterings_depend_on_the_layer(spec: str) -> None:
+    x = torch.randn(2, 40, 32)
+    layers = [coterie.nn.Attention(32, 4, spec, layer=layer) for layer in (None, 0, 1)]
+    for layer in layers[1:]:
+        layer.load_state_dict(layers[0].state_dict())
+    alone, first, second = (layer(x)[0] for layer in layers)
+    assert torch.equal(alone, first)
+    assert not torch.equal(first, second)
+
+
+def test_initial_centroids_depend_on_the_layer_as_in_the_cpp_models() -> None:
+    spec = "routing(clusters=3,window=4)"
+    own = coterie.nn.Attention(32, 4, spec, seed=5, layer=2).group_0.centroids
+    same = coterie.nn.Attention(32, 4, spec, seed=group_seed(5, 2, 0)).group_0.centroids
+    assert torch.equal(own, same)
+
+
+MOVING = [
+    "routing(clusters=3,window=8,decay=0.8,commitment=0.3)",
+    "routing(clusters=3,window=8,decay=0.8,commitment=0.3,share_qk=true)",
+]
+
+
+@pytest.mark.parametrize("spec", MOVING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_micro_batches_move_centroids_as_one_batch(
+    spec: str, dtype: torch.dtype, causal: bool
+) -> None:
+    """Statistics of all passes since the last update count, once; sums differ in their order."""
+    whole = coterie.nn.Attention(32, 4, spec, causal=causal).to(dtype)
+    parts = copy.deepcopy(whole)
+    x, lengths = torch.randn(6, 20, 32, dtype=dtype), torch.tensor([20, 3, 11, 0, 20, 7])
+    for _ in range(2):
+        whole(x, lengths=lengths)
+        coterie.nn.update_centroids(whole)
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6)):
+            parts(x[rows], lengths=lengths[rows])
+        coterie.nn.update_centroids(parts)
+    # A sum of n members in n roundings, and rows that differ by the sums of their projections.
+    tolerance = 8 * 120 * torch.finfo(dtype).eps
+    for name, buffer in whole.named_buffers():
+        found = dict(parts.named_buffers())[name]
+        torch.testing.assert_close(found, buffer, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spec", MOVING)
+def test_an_update_is_that_of_the_core(spec: str) -> None:
+    """The moving average of a pass, as torch.ops.coterie.ema_update makes it of its tokens."""
+    layer = coterie.nn.Attention(32, 4, spec, causal=True)
+    layer(torch.randn(3, 20, 32))
+    group = layer.group_0
+    state = [buffer.clone() for buffer in group.buffers_of_centroids()]
+    for tokens in group._tokens:
+        torch.ops.coterie.ema_update(*state, *tokens, None, 0.8)
+    coterie.nn.update_centroids(layer)
+    for expected, found in zip(state, group.buffers_of_centroids(), strict=True):
+        # The core rounds once, after both sums; here the sum of a batch is rounded, too.
+        eps = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
+
+
+def test_updates_count_a_pass_once() -> None:
+    """Not again in a second update, nor the passes before an initialisation."""
+    layer = coterie.nn.Attention(32, 4, MOVING[0], causal=True)
+    layer(torch.randn(2, 20, 32))
+    coterie.nn.update_centroids(layer)
+    before = copy.deepcopy(dict(layer.named_buffers()))
+    coterie.nn.update_centroids(layer)
+    layer(torch.randn(2, 20, 32))
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name])
+    coterie.nn.initialise_centroids(layer)
+    before = copy.deepcopy(dict(layer.named_buffers()))
+    coterie.nn.update_centroids(layer)
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+class _Wrapped(nn.Module):
+    """A projection and a layer, run by checkpoint or plainly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 32)
+        self.layer = coterie.nn.Attention(32, 4, MOVING[0], causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.project(x))[0]
+
+
+def _step(model: _Wrapped, x: Tensor, **checkpointing: bool) -> dict[str, Tensor]:
+    """Gradients and buffers of two micro-batches and an update."""
+    for part in x.chunk(2):
+        out = checkpoint(model, part, **checkpointing) if checkpointing else model(part)
+        (out.square().mean() + coterie.nn.commitment_loss(model)).backward()
+    coterie.nn.update_centroids(model)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {**gradients, **dict(model.named_buffers())}
+
+
+def test_checkpointing_keeps_the_commitment_loss_and_counts_passes_once() -> None:
+    model, x = _Wrapped(), torch.randn(4, 20, 32, requires_grad=True)
+    other = copy.deepcopy(model)
+    expected = _step(model, x)
+    found = _step(other, x, use_reentrant=False)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_reentrant_checkpointing_is_refused_where_it_drops_the_commitment_loss() -> None:
+    model, x = _Wrapped(), torch.randn(4, 20, 32, requires_grad=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        _step(model, x, use_reentrant=True)
+    with torch.no_grad():
+        model(x)
+        assert coterie.nn.commitment_loss(model) > 0
+
+
+def test_reentrant_checkpointing_counts_passes_once() -> None:
+    model, x = _Wrapped(), torch.randn(4, 20, 32, requires_grad=True)
+    other = copy.deepcopy(model)
+    for own, checkpointing in ((model, False), (other, True)):
+        out = checkpoint(own, x, use_reentrant=True) if checkpointing else own(x)
+        out.sum().backward()
+        coterie.nn.update_centroids(own)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(dict(other.named_buffers())[name], buffer), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_the_commitment_loss_is_scaled_before_it_is_rounded(
+    dtype: torch.dtype,
+) -> None:
+    """With a weight of 1 it would lie below the normal numbers of float16, many of it at 0."""
+    x = torch.randn(4, 8, 1024, 64).to(dtype)
+    centroids = torch.randn(8, 4, 64)
+    labels = torch.randint(0, 4, (4, 8, 1024), dtype=torch.int32)
+    scale = 2.0**18
+    wide, half = x.float().requires_grad_(), x.clone().requires_grad_()
+    for rows in (wide, half):
+        loss = torch.ops.coterie.commitment_loss(rows, centroids, labels, None, None)
+        (loss * scale).sum().backward()
+    # Once rounded, to the nearest: half of the distance to the next number, subnormal ones too.
+    info = torch.finfo(dtype)
+    bound = (wide.grad.abs() * info.eps / 2).clamp_min(info.smallest_normal * info.eps / 2)
+    assert ((half.grad.float() - wide.grad).abs() <= bound).all()
+    assert wide.grad.abs().max() / scale < 2 ** -14  # the unscaled one is subnormal in float16
