@@ -8,8 +8,10 @@
 
 namespace coterie {
 
-// Number of threads of CPU operations; at first COTERIE_THREADS or the number of cores. Results do
-// not depend on it.
+// Number of threads of CPU operations, 1 to kMaxThreads; at first COTERIE_THREADS or the number of
+// cores. Results do not depend on it. An operation keeps the number that it started with. It runs
+// with fewer where the system does not grant as many, or where its workspace was counted for fewer.
+constexpr int kMaxThreads = 1024;
 int threads();
 void set_threads(int count);
 
@@ -20,7 +22,7 @@ std::vector<CpuIsa> supported_cpu_isas();  // of this machine and build, weakest
 
 // The level in use: the best one, or what COTERIE_CPU_ISA names.
 CpuIsa cpu_isa();
-void force_cpu_isa(CpuIsa isa);  // throws when the machine lacks it
+void force_cpu_isa(CpuIsa isa);  // throws when the machine lacks it; not while other threads call
 
 struct CudaDevice {
   std::string name;

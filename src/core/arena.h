@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "coterie/view.h"
 
@@ -18,18 +19,24 @@ class Arena {
   // Throws for a workspace of less than `needed` bytes.
   Arena(const char* op, const Workspace& workspace, std::int64_t needed);
 
+  // Throws for a piece that the workspace has no room for.
   template <class T>
   T* take(std::int64_t count) {
+    const std::int64_t size = sizeof(T), room = (capacity_ - used_) / kAlignment * kAlignment;
+    if (count < 0 || count > room / size) refuse(count, size);
     T* piece = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    const std::int64_t bytes = count * static_cast<std::int64_t>(sizeof(T));
-    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += (count * size + kAlignment - 1) / kAlignment * kAlignment;
     return piece;
   }
 
   std::int64_t used() const { return used_; }
 
  private:
+  [[noreturn]] void refuse(std::int64_t count, std::int64_t size) const;
+
+  const char* op_ = "workspace";
   std::byte* base_ = nullptr;
+  std::int64_t capacity_ = std::numeric_limits<std::int64_t>::max();
   std::int64_t used_ = 0;
 };
 

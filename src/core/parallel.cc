@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT
 #include "core/parallel.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
-#include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -20,20 +21,21 @@ namespace coterie {
 
 namespace {
 
-constexpr int kMaxThreads = 1024;
-
 int initial_threads() {
   if (const char* text = std::getenv("COTERIE_THREADS")) {
-    const int count = std::atoi(text);
-    if (count >= 1 && count <= kMaxThreads) return count;
+    char* end = nullptr;
+    const long count = std::strtol(text, &end, 10);
+    COTERIE_CHECK(*text != '\0' && *end == '\0' && count >= 1 && count <= kMaxThreads,
+                  "COTERIE_THREADS", "expected 1 to ", kMaxThreads, " threads; got '", text, "'");
+    return static_cast<int>(count);
   }
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxThreads);
 }
 
-std::atomic<int>& thread_count() {
-  static std::atomic<int> count{initial_threads()};
-  return count;
-}
+// Neither this nor the pool below has a constructor or destructor to run: other threads may be
+// inside a call while the process starts, forks or exits.
+std::atomic<int> thread_count{0};  // 0: not asked for yet
+thread_local int fixed_count = 0;  // by CallThreads; 0: none
 
 using Task = std::function<void(std::int64_t, int)>;
 
@@ -60,11 +62,6 @@ struct Job {
 
 class Pool {
  public:
-  explicit Pool(int size) : pid_(getpid()) {
-    for (int worker = 1; worker < size; ++worker)
-      threads_.emplace_back([this, worker] { serve(worker); });
-  }
-
   ~Pool() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -75,8 +72,15 @@ class Pool {
   }
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
-  // Threads do not survive a fork: a pool made by another process must not be used or destroyed.
-  bool alive() const { return pid_ == getpid(); }
+
+  // Starts threads until there are `wanted` workers, or as many as the system grants.
+  void grow(int wanted) {
+    try {
+      while (size() < wanted)
+        threads_.emplace_back([this, worker = size(), seen = generation_] { serve(worker, seen); });
+    } catch (const std::exception&) {  // no memory or no thread left: fewer do the same work
+    }
+  }
 
   void run(Job& job) {
     {
@@ -92,10 +96,11 @@ class Pool {
     job_ = nullptr;
   }
 
- private:
-  void serve(int worker);
+  Pool* parent = nullptr;  // what the parent process had
 
-  const pid_t pid_;
+ private:
+  void serve(int worker, std::uint64_t seen);
+
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
@@ -107,9 +112,9 @@ class Pool {
 
 thread_local bool inside_task = false;
 
-void Pool::serve(int worker) {
+// `seen` is the last job that was not this thread's.
+void Pool::serve(int worker, std::uint64_t seen) {
   inside_task = true;
-  std::uint64_t seen = 0;
   for (;;) {
     Job* job = nullptr;
     {
@@ -129,7 +134,20 @@ void Pool::serve(int worker) {
 
 // One caller at a time owns the pool; its tasks see no other caller's.
 std::mutex pool_mutex;
-std::unique_ptr<Pool> pool;
+Pool* pool = nullptr;
+
+// A child process has the thread that forked and no other: the pool's threads are not there to be
+// used or joined, and the mutex may belong to a thread that is not there to release it. The
+// parent's pool stays in memory, unused, where leak checkers find it.
+Pool* parents_pool = nullptr;
+void start_child() {
+  new (&pool_mutex) std::mutex;
+  if (!pool) return;
+  pool->parent = parents_pool;
+  parents_pool = pool;
+  pool = nullptr;
+}
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, start_child);
 
 void run_serially(std::int64_t count, const Task& task) {
   for (std::int64_t index = 0; index < count; ++index) task(index, 0);
@@ -137,20 +155,42 @@ void run_serially(std::int64_t count, const Task& task) {
 
 }  // namespace
 
-int threads() { return thread_count().load(); }
+int threads() {
+  if (const int count = thread_count) return count;
+  int unset = 0;
+  thread_count.compare_exchange_strong(unset, initial_threads());
+  return thread_count;
+}
 
 void set_threads(int count) {
   COTERIE_CHECK(count >= 1 && count <= kMaxThreads, "set_threads", "expected 1 to ", kMaxThreads,
                 " threads; got ", count);
-  thread_count() = count;
+  thread_count = count;
+}
+
+CallThreads::CallThreads() : outer_(fixed_count) {
+  if (outer_ == 0) fixed_count = threads();
+}
+
+CallThreads::CallThreads(std::int64_t bytes, const std::function<std::int64_t()>& needed)
+    : CallThreads() {
+  while (outer_ == 0 && fixed_count > 1 && needed() > bytes) fixed_count /= 2;
+}
+
+CallThreads::~CallThreads() { fixed_count = outer_; }
+
+int call_threads() {
+  COTERIE_CHECK(fixed_count > 0, "internal", "expected a CallThreads around the operation");
+  return fixed_count;
 }
 
 void parallel_for(std::int64_t count, const Task& task) {
-  const int wanted = threads();
+  const int wanted = fixed_count > 0 ? fixed_count : threads();
   if (inside_task || wanted == 1 || count <= 1) return run_serially(count, task);
   const std::lock_guard<std::mutex> lock(pool_mutex);
-  if (pool && !pool->alive()) pool.release();
-  if (!pool || pool->size() != wanted) pool = std::make_unique<Pool>(wanted);
+  if (pool && pool->size() > wanted) delete std::exchange(pool, nullptr);
+  if (!pool) pool = new Pool;
+  pool->grow(wanted);
   Job job;
   job.task = &task;
   job.count = count;

@@ -212,7 +212,7 @@ ClusteringWorkspace<T>::ClusteringWorkspace(Arena& arena, const ClusteringParams
     code_centroids = arena.take<std::uint64_t>(problems * clusters);
     planes = arena.take<float>((by_keys ? key_problems : 1) * params.bits * call.Dk);
     thresholds = arena.take<float>((by_keys ? problems : 1) * params.bits);
-    mean = arena.take<T>(threads() * padded(call.Dk));
+    mean = arena.take<T>(call_threads() * padded(call.Dk));
     return;
   }
   covariance = arena.take<T>(key_problems * call.Dk * padded(call.Dk));

@@ -128,7 +128,7 @@ LshSelectWorkspace<T>::LshSelectWorkspace(Arena& arena, const LshParams& params,
     : half(params.buckets / 2), row(padded(half)), tiles(make_tiles<T>(arena, call.Dk, call.Dv)) {
   rotations = arena.take<T>(params.rounds * call.Dk * row);
   buckets = arena.take<std::int32_t>(call.B * call.H * params.rounds * call.N);
-  starts = arena.take<std::int32_t>(threads() * (params.buckets + 1));
+  starts = arena.take<std::int32_t>(call_threads() * (params.buckets + 1));
 }
 
 template <class T>

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/parallel.h"
 #include "cpu/kernels.h"
 
 namespace coterie::cpu {
@@ -106,7 +107,7 @@ struct Tiles {
 template <class T>
 std::vector<Tiles<T>> make_tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width) {
   std::vector<Tiles<T>> tiles;
-  for (int worker = 0; worker < threads(); ++worker)
+  for (int worker = 0; worker < call_threads(); ++worker)
     tiles.emplace_back(arena, key_width, value_width);
   return tiles;
 }

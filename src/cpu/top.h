@@ -37,7 +37,7 @@ struct TopBuffer {
 template <class T>
 std::vector<TopBuffer<T>> make_top_buffers(Arena& arena, std::int64_t count) {
   std::vector<TopBuffer<T>> buffers;
-  for (int worker = 0; worker < threads(); ++worker) buffers.emplace_back(arena, count);
+  for (int worker = 0; worker < call_threads(); ++worker) buffers.emplace_back(arena, count);
   return buffers;
 }
 

@@ -3,6 +3,7 @@
 #include "coterie/attend.h"
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "cpu/attend_lists.h"
 #include "cpu/rows.h"
 #include "ops/call.h"
@@ -117,6 +118,7 @@ void check_token_gradients(const AttentionCall& call, const AttentionGradients& 
 
 std::int64_t attend_banded_workspace_bytes(const AttentionInputs& inputs,
                                            const BandedLists& lists) {
+  const CallThreads threads;
   return cpu::banded_bytes(check_banded(inputs, lists), lists);
 }
 
@@ -126,6 +128,7 @@ void attend_banded(const AttentionInputs& inputs, const BandedLists& lists, cons
   const AttentionResult result{out, {lse}};
   check_token_result(call, result);
   check_contents(call, lists);
+  const CallThreads threads(workspace.bytes, [&] { return cpu::banded_bytes(call, lists); });
   cpu::attend_banded(call, lists, result, workspace);
 }
 
@@ -137,11 +140,13 @@ void attend_banded_backward(const AttentionInputs& inputs, const BandedLists& li
   check_contents(call, lists);
   check_token_rows(call, "grad_out", grad_out);
   check_token_gradients(call, gradients);
+  const CallThreads threads(workspace.bytes, [&] { return cpu::banded_bytes(call, lists); });
   cpu::attend_banded_backward(call, lists, result, grad_out, gradients, workspace);
 }
 
 std::int64_t attend_shared_workspace_bytes(const AttentionInputs& inputs,
                                            const SharedLists& lists) {
+  const CallThreads threads;
   return cpu::shared_bytes(check_shared(inputs, lists), lists);
 }
 
@@ -151,6 +156,7 @@ void attend_shared(const AttentionInputs& inputs, const SharedLists& lists, cons
   const AttentionResult result{out, {lse}};
   check_token_result(call, result);
   check_contents(call, lists);
+  const CallThreads threads(workspace.bytes, [&] { return cpu::shared_bytes(call, lists); });
   cpu::attend_shared(call, lists, result, workspace);
 }
 
@@ -162,11 +168,13 @@ void attend_shared_backward(const AttentionInputs& inputs, const SharedLists& li
   check_contents(call, lists);
   check_token_rows(call, "grad_out", grad_out);
   check_token_gradients(call, gradients);
+  const CallThreads threads(workspace.bytes, [&] { return cpu::shared_bytes(call, lists); });
   cpu::attend_shared_backward(call, lists, result, grad_out, gradients, workspace);
 }
 
 std::int64_t attend_members_workspace_bytes(const AttentionInputs& inputs,
                                             const MemberLists& lists) {
+  const CallThreads threads;
   return cpu::members_bytes(check_members(inputs, lists), lists);
 }
 
@@ -176,6 +184,7 @@ void attend_members(const AttentionInputs& inputs, const MemberLists& lists, con
   const AttentionResult result{out, {lse}};
   check_slot_result(call, lists, result);
   check_contents(call, lists);
+  const CallThreads threads(workspace.bytes, [&] { return cpu::members_bytes(call, lists); });
   cpu::attend_members(call, lists, result, workspace);
 }
 
@@ -187,6 +196,7 @@ void attend_members_backward(const AttentionInputs& inputs, const MemberLists& l
   check_contents(call, lists);
   check_slots(call, "grad_out", grad_out, lists);
   check_token_gradients(call, gradients);
+  const CallThreads threads(workspace.bytes, [&] { return cpu::members_bytes(call, lists); });
   cpu::attend_members_backward(call, lists, result, grad_out, gradients, workspace);
 }
 

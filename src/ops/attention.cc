@@ -3,6 +3,7 @@
 #include "coterie/attention.h"
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "cpu/attention.h"
 #include "cuda/entry.h"
 #include "ops/call.h"
@@ -36,6 +37,12 @@ std::int64_t bytes_of(const Checked& checked) {
                     checked.mechanism);
 }
 
+// A GPU has no use for the CPU's threads.
+CallThreads threads_for(const Checked& checked, const Workspace& workspace) {
+  if (checked.on_cuda()) return {};
+  return {workspace.bytes, [&] { return bytes_of(checked); }};
+}
+
 void check_out(const AttentionCall& call, const TensorView& out) {
   ops::check_rows(call.op, "out", out, 4, call.device);
   ops::check_dtype(call.op, "out", out, call.inputs.q.dtype);
@@ -49,12 +56,14 @@ SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& i
 }
 
 std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs) {
+  const CallThreads threads;
   return bytes_of(Checked(mechanism, inputs));
 }
 
 void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
                       const std::vector<TensorView>& saved, const Workspace& workspace) {
   const Checked checked(mechanism, inputs);
+  const CallThreads threads = threads_for(checked, workspace);
   ops::check_saved(checked.call, checked.layout, saved, checked.layout.selection_count);
   if (checked.on_cuda()) return cuda::select(checked.mechanism, checked.call, saved, workspace);
   std::visit([&](const auto& params) { cpu::select(params, checked.call, saved, workspace); },
@@ -64,6 +73,7 @@ void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
 void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
                       const AttentionResult& result, const Workspace& workspace) {
   const Checked checked(mechanism, inputs);
+  const CallThreads threads = threads_for(checked, workspace);
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
   if (checked.on_cuda()) return cuda::attend(checked.mechanism, checked.call, result, workspace);
@@ -74,6 +84,7 @@ void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
 void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
                        const AttentionResult& result, const Workspace& workspace) {
   const Checked checked(mechanism, inputs);
+  const CallThreads threads = threads_for(checked, workspace);
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
   if (checked.on_cuda()) return cuda::forward(checked.mechanism, checked.call, result, workspace);
@@ -89,6 +100,7 @@ void attention_backward(const Mechanism& mechanism, const AttentionInputs& input
                         const AttentionResult& result, const TensorView& grad_out,
                         const AttentionGradients& gradients, const Workspace& workspace) {
   const Checked checked(mechanism, inputs);
+  const CallThreads threads = threads_for(checked, workspace);
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
   ops::check_gradients(checked.mechanism, checked.call, grad_out, gradients);
@@ -103,6 +115,7 @@ void attention_backward(const Mechanism& mechanism, const AttentionInputs& input
 
 AttentionBuffers::AttentionBuffers(const Mechanism& mechanism, const AttentionInputs& inputs) {
   const Checked checked(mechanism, inputs);
+  const CallThreads threads;
   const AttentionCall& call = checked.call;
   COTERIE_CHECK(!checked.on_cuda(), call.op,
                 "expected inputs on the cpu for buffers in host memory; got them on cuda");

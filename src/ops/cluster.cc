@@ -125,7 +125,7 @@ void nearest_centroid(const TensorView& x, const Sequences& sequences, const Ten
   check_labels(op, x, labels);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto tiles = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::make_tiles<T>(arena, x.size(3), 1); });
     cpu::assign_nearest<T>(x, spans, view, labels, tiles);
@@ -147,7 +147,7 @@ void balanced_assign(const TensorView& x, const Sequences& sequences, const Tens
   }
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto [tiles, workspace] = ops::take_scratch(memory, [&](Arena& arena) {
       const std::int64_t items = static_cast<std::int64_t>(spans.size());
       return std::make_pair(
@@ -175,7 +175,7 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
   COTERIE_CHECK(tokens >= 1, op, "expected at least one valid row; got none");
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto workspace = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::CentroidWorkspace<T>(arena, x, centroids); });
     cpu::spherical_kmeans<T>(params, x, spans, centroids, workspace);
@@ -198,7 +198,7 @@ void ema_update(double decay, const TensorView& x, const Sequences& sequences,
     return cuda::ema_update(decay, x, sequences, labels, state, workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto scratch = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::CentroidWorkspace<T>(arena, x, state.centroids); });
     cpu::ema_update<T>(decay, x, spans, labels, state, scratch);
@@ -220,7 +220,7 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
     return cuda::commitment_loss(x, sequences, centroids, labels, loss, workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto tiles = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::make_tiles<T>(arena, x.size(3), 1); });
     *static_cast<T*>(loss.data) = cpu::commitment_loss<T>(problem, tiles);
@@ -240,7 +240,7 @@ void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
     return cuda::commitment_loss_backward(x, sequences, centroids, labels, weight, dx, workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto tiles = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::make_tiles<T>(arena, x.size(3), 1); });
     cpu::commitment_backward<T>(problem, weight, dx, tiles);

@@ -51,7 +51,7 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
                           cpu::block_at<std::uint64_t>(centroids, item, head),
                           cpu::span_at<std::int32_t>(labels, span, head)});
     }
-  HostTensor memory;
+  ops::Scratch memory;
   cpu::VoteBuffer votes = ops::take_scratch(
       memory, [&](Arena& arena) { return cpu::VoteBuffer(arena, items * heads, rows, clusters); });
   cpu::hamming_kmeans({clusters, params.iterations, bits, params.seed}, problems, votes);
@@ -60,6 +60,7 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
 std::int64_t cluster_queries_workspace_bytes(const ClusteringParams& params,
                                              const AttentionInputs& inputs) {
   const AttentionCall call = ops::make_list_call("cluster_queries", inputs);
+  const CallThreads threads;
   Arena arena;
   dispatch_accumulator(inputs.q.dtype, [&](auto tag) {
     cpu::ClusteringWorkspace<typename decltype(tag)::type>(arena, settled(params), call);
@@ -72,7 +73,9 @@ void cluster_queries(const ClusteringParams& params, const AttentionInputs& inpu
   const char* op = "cluster_queries";
   const AttentionCall call = ops::make_list_call(op, inputs);
   ops::check_dense(op, "labels", labels, DType::i32, {call.B, call.H, call.N});
-  Arena arena(op, workspace, cluster_queries_workspace_bytes(params, inputs));
+  const auto needed = [&] { return cluster_queries_workspace_bytes(params, inputs); };
+  const CallThreads threads(workspace.bytes, needed);
+  Arena arena(op, workspace, needed());
   dispatch_accumulator(inputs.q.dtype, [&](auto tag) {
     cpu::ClusteringWorkspace<typename decltype(tag)::type> ws(arena, settled(params), call);
     cpu::cluster_queries(settled(params), call, labels, ws);

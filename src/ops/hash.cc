@@ -89,7 +89,7 @@ void hash_codes(const TensorView& x, const Sequences& sequences, const TensorVie
   cpu::fill_padding(codes, spans, 0);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     std::vector<cpu::Tiles<T>> tiles = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::make_tiles<T>(arena, width, 1); });
     parallel_for(items * heads, [&](std::int64_t problem, int worker) {

@@ -3,16 +3,24 @@
 #pragma once
 
 #include "core/arena.h"
+#include "core/parallel.h"
+#include "coterie/tensor.h"
 
 namespace coterie::ops {
 
-// take(arena), once to count and once with memory, which `memory` then owns.
+// The memory, and the number of threads that it is for.
+struct Scratch {
+  CallThreads threads;
+  HostTensor memory;
+};
+
+// take(arena), once to count and once with memory, which `scratch` then owns.
 template <class Take>
-auto take_scratch(HostTensor& memory, Take take) {
+auto take_scratch(Scratch& scratch, Take take) {
   Arena counting;
   take(counting);
-  memory = HostTensor(DType::u8, {counting.used()});
-  Arena arena("scratch", {memory.view().data, counting.used(), nullptr}, counting.used());
+  scratch.memory = HostTensor(DType::u8, {counting.used()});
+  Arena arena("scratch", {scratch.memory.view().data, counting.used(), nullptr}, counting.used());
   return take(arena);
 }
 

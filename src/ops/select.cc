@@ -36,7 +36,7 @@ void select_top(const TensorView& rows, const TensorView& x, const Sequences& se
   ops::check_dense(op, "indices", indices, DType::i32, {items, heads, num_rows, count});
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    HostTensor memory;
+    ops::Scratch memory;
     auto [tiles, buffers] = ops::take_scratch(memory, [&](Arena& arena) {
       return std::make_pair(cpu::make_tiles<T>(arena, x.size(3), 1),
                             cpu::make_top_buffers<T>(arena, count));
