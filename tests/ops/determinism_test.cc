@@ -3,8 +3,11 @@
 // on empty items and on NaN.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+#include <variant>
 
 #include "cases/cases.h"
 #include "cases/problem.h"
@@ -93,24 +96,93 @@ TEST_P(EveryCaseTest, GivesZerosForEmptyItems) {
   }
 }
 
-TEST_P(EveryCaseTest, GivesZerosWithoutKeys) {
-  Case c = GetParam();
-  if (c.lengths != cases::Lengths::none) return;
-  Problem problem = cases::make_problem(c, 4);
-  if (!problem.inputs.k.present()) return;
-  const HostTensor lengths(DType::i32, {c.B});
-  problem.inputs.k_sequences = test::padded(lengths);
-  Pass run;
-  try {
-    run = run_both(problem);
-  } catch (const Error& error) {  // self-attention: as many keys as queries
-    EXPECT_NE(std::string(error.what()).find("as many keys"), std::string::npos) << error.what();
-    return;
+// Whether a case with other numbers of keys than of queries is refused.
+bool is_self_attention(const Case& c) {
+  const bool strict =
+      c.spec.starts_with("routing") && c.causal && c.spec.find("causal=paper") == std::string::npos;
+  return strict || c.spec.starts_with("lsh") || c.spec.starts_with("cast") ||
+         c.spec.find("share_qk=true") != std::string::npos;
+}
+
+std::vector<Case> cases_where(bool self_attention) {
+  std::vector<Case> chosen;
+  for (const Case& c : cases::all())
+    if (is_self_attention(c) == self_attention) chosen.push_back(c);
+  return chosen;
+}
+
+// The problem of a case whose sequences have no keys, and queries as ever.
+struct WithoutKeys {
+  Problem problem;
+  HostTensor none;
+
+  explicit WithoutKeys(const Case& c) : problem(cases::make_problem(c, 4)) {
+    const bool packed = c.lengths == cases::Lengths::packed;
+    none = HostTensor(DType::i32,
+                      {packed ? problem.inputs.k_sequences.cu_seqlens.size(0) : c.B});  // all 0
+    problem.inputs.k_sequences = packed ? test::packed(none) : test::padded(none);
   }
+};
+
+class CrossAttentionTest : public EveryCaseTest {};
+INSTANTIATE_TEST_SUITE_P(Cases, CrossAttentionTest, ::testing::ValuesIn(cases_where(false)),
+                         [](const auto& c) { return c.param.name; });
+
+TEST_P(CrossAttentionTest, GivesZerosWithoutKeys) {
+  const WithoutKeys without(GetParam());
+  const Pass run = run_both(without.problem);
   for (double value : read_values(run.result.out)) ASSERT_EQ(value, 0.0);
   for (const TensorView& gradient : gradients_of(run)) {
     for (double value : read_values(gradient)) ASSERT_EQ(value, 0.0);
   }
+}
+
+class SelfAttentionTest : public EveryCaseTest {};
+INSTANTIATE_TEST_SUITE_P(Cases, SelfAttentionTest, ::testing::ValuesIn(cases_where(true)),
+                         [](const auto& c) { return c.param.name; });
+
+TEST_P(SelfAttentionTest, RefusesQueriesWithoutKeys) {
+  const WithoutKeys without(GetParam());
+  const std::string message = test::error_of([&] { run_both(without.problem); });
+  EXPECT_NE(message.find("as many keys"), std::string::npos) << message;
+}
+
+// Tokens of the longest sequence, of `rows` in memory.
+Index longest(const Sequences& sequences, Index rows) {
+  Index most = sequences.lengths.present() || sequences.cu_seqlens.present() ? 0 : rows;
+  for (double length : read_values(sequences.lengths))
+    most = std::max(most, static_cast<Index>(length));
+  const std::vector<double> ends = read_values(sequences.cu_seqlens);
+  for (std::size_t i = 1; i < ends.size(); ++i)
+    most = std::max(most, static_cast<Index>(ends[i] - ends[i - 1]));
+  return most;
+}
+
+struct NumberOfClusters {
+  Index operator()(const ClusteredParams& params) const { return params.clustering.clusters; }
+  Index operator()(const ImprovedClusteredParams& params) const {
+    return params.clustering.clusters;
+  }
+  Index operator()(const RoutingParams& params) const { return params.clusters; }
+  template <class Params>
+  Index operator()(const Params&) const {
+    return 0;  // has no labels
+  }
+};
+
+// The least and the largest value that a selection of this name may have (src/ops/saved.cc): labels
+// name clusters, offsets count slots, and all others name tokens of a sequence.
+std::pair<double, double> bounds_of(const Problem& problem, const TensorLayout& tensor) {
+  const AttentionInputs& inputs = problem.inputs;
+  const bool of_keys = tensor.name == "top_keys" || tensor.name.starts_with("k_");
+  const Index tokens = of_keys ? longest(inputs.k_sequences, inputs.v.size(2))
+                               : longest(inputs.q_sequences, inputs.q.size(2));
+  if (tensor.name.ends_with("labels"))
+    return {-1.0, std::visit(NumberOfClusters{}, problem.mechanism) - 1.0};
+  if (!tensor.name.ends_with("offsets")) return {-1.0, tokens - 1.0};
+  const auto* routing = std::get_if<RoutingParams>(&problem.mechanism);
+  const Index in = routing && !of_keys ? std::min(routing->queries_in, routing->clusters) : 1;
+  return {0.0, static_cast<double>(tokens * in)};
 }
 
 // NaN and infinities in the first batch entry: no crash, no index out of range, and the other
@@ -132,10 +204,12 @@ TEST_P(EveryCaseTest, SurvivesNaN) {
     });
   }
   const Pass expected = run_both(clean), actual = run_both(spoilt);
+  const SavedLayout layout = attention_saved(spoilt.mechanism, spoilt.inputs);
   for (std::size_t s = 0; s < actual.selection_count; ++s) {
+    const auto [least, most] = bounds_of(spoilt, layout.tensors[s]);
     for (double index : read_values(actual.result.saved[s])) {
-      ASSERT_GE(index, -1.0);
-      ASSERT_LE(index, static_cast<double>(std::max<Index>(c.N * 100, c.S)));
+      ASSERT_GE(index, least) << layout.tensors[s].name;
+      ASSERT_LE(index, most) << layout.tensors[s].name;
     }
   }
   for (Index b = 1; b < c.B; ++b) {
