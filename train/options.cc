@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "coterie/error.h"
+#include "coterie/runtime.h"
 #include "train/config_text.h"
 #include "train/files.h"
 
@@ -34,7 +35,7 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.text("out", config.out, "FOLDER",
              "Where the run is written; a new one under runs/ if empty");
   visit.device("device", config.device, "Where to compute: cpu, cuda or cuda:1");
-  visit.number("threads", config.threads, 0, 4096, "CPU threads; all cores if 0");
+  visit.number("threads", config.threads, 0, kMaxThreads, "CPU threads; all cores if 0");
   visit.number("seed", config.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                "Of parameters, data and clusters: equal seeds make equal runs");
 

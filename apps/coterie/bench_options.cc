@@ -8,6 +8,7 @@
 #include <charconv>
 
 #include "bench_saved.h"
+#include "coterie/runtime.h"
 #include "coterie/spec.h"
 
 namespace coterie::cli {
@@ -95,7 +96,7 @@ void add_problem_options(CLI::App& verb, BenchOptions& options) {
 void add_timing_options(CLI::App& verb, BenchOptions& options) {
   verb.add_option("--threads", options.threads,
                   "CPU threads; a list measures each count (1,2). All cores if not given")
-      ->check(CLI::Range(1, 4096).description(""))
+      ->check(CLI::Range(1, kMaxThreads).description(""))
       ->delimiter(',')
       ->type_name("LIST");
   add_integer(verb, "--repeats", options.repeats, 0, 1000000,

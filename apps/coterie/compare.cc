@@ -11,6 +11,7 @@
 
 #include "apps/coterie/interrupt.h"
 #include "apps/coterie/progress.h"
+#include "coterie/runtime.h"
 #include "train/compare.h"
 #include "train/files.h"
 #include "train/options.h"
@@ -155,7 +156,7 @@ void add_compare(CLI::App& program) {
       ->type_name("DEVICE")
       ->capture_default_str();
   verb->add_option("--threads", options.threads, "CPU threads; all cores if 0")
-      ->check(CLI::Range(0, 4096).description(""))
+      ->check(CLI::Range(0, kMaxThreads).description(""))
       ->type_name("N")
       ->capture_default_str();
   verb->footer(kExamples);

@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "coterie/error.h"
+#include "coterie/runtime.h"
 #include "temporary_folder.h"
 #include "train/config_text.h"
 
@@ -147,6 +148,8 @@ TEST(Options, RefusalsSayWhatIsAllowed) {
   };
   EXPECT_HAS(told({"--model.dim", "0"}), "--model.dim: expected a whole number from 1 to 65536");
   EXPECT_HAS(told({"--model.dim", "many"}), "got \"many\"");
+  EXPECT_EQ(parsed({"--threads", std::to_string(kMaxThreads)}).threads, kMaxThreads);
+  EXPECT_HAS(told({"--threads", std::to_string(kMaxThreads + 1)}), "--threads: expected");
   EXPECT_HAS(told({"--seed", "-1"}), "--seed");
   EXPECT_HAS(told({"--seed", "99999999999999999999"}), "--seed");
   EXPECT_EQ(parsed({"--seed", "010"}).seed, 10u);
