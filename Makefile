@@ -45,11 +45,12 @@ coverage:  ## lines of src/ops and src/cpu that the tests reach
 	cmake --workflow --preset coverage
 	gcovr --root . --object-directory build/coverage --filter 'src/(ops|cpu)/' build/coverage/src
 
-fuzz: setup  ## malformed specs, configs and safetensors files, a minute each, under sanitizers
+fuzz: setup  ## malformed specs, configs, logs and safetensors files, a minute each, under sanitizers
 	cmake --preset asan
-	cmake --build --preset asan --target fuzz_spec fuzz_config fuzz_safetensors
+	cmake --build --preset asan --target fuzz_spec fuzz_config fuzz_report fuzz_safetensors
 	build/asan/bin/fuzz_spec 60
 	build/asan/bin/fuzz_config 60
+	build/asan/bin/fuzz_report 60
 	build/asan/bin/fuzz_safetensors 60
 
 format:  ## format all sources with clang-format

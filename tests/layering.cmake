@@ -25,7 +25,7 @@ set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h
 set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|train/.*")
 string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h")
 # What needs no torch, so that it can be built with sanitizers.
-set(may_fuzz "${std}|${public}|fuzz/.*|train/(files|safetensors|config|config_text|options)\\.h")
+set(may_fuzz "${std}|${public}|fuzz/.*|train/(files|safetensors|config|config_text|options|report)\\.h")
 set(may_cases "${std}|${public}|cases/.*")
 # The gate compares with the specification; the opponent is torch; the clock of a GPU is CUDA's.
 set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|${libtorch}|cuda_runtime_api\\.h")

@@ -10,6 +10,7 @@
 
 #include "coterie/error.h"
 #include "train/files.h"
+#include "train/json_lines.h"
 
 namespace coterie::train {
 namespace {
@@ -23,24 +24,28 @@ constexpr const char* kConfig = "config.toml";
 constexpr const char* kState = "state.json";
 constexpr const char* kBest = "best";
 
-// FNV-1a: finds bytes that changed on the disk, which sizes and shapes do not show.
-std::string checksum(const std::string& content) {
+// FNV-1a of a file: finds bytes that changed on the disk, which sizes and shapes do not show.
+std::string checksum(const std::string& path) {
+  InputFile file(path);
+  std::vector<char> piece(1 << 16);
   std::uint64_t hash = 0xcbf29ce484222325ull;
-  for (const char byte : content) {
-    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ull;
+  for (std::size_t got = piece.size(); got == piece.size();) {
+    got = file.read(piece.data(), piece.size());
+    for (std::size_t i = 0; i < got; ++i) {
+      hash = (hash ^ static_cast<unsigned char>(piece[i])) * 0x100000001b3ull;
+    }
   }
   return fmt::format("{:016x}", hash);
 }
 
 std::string write_tensors(const std::string& path, const NamedTensors& tensors) {
   write_safetensors(path, to_safetensors(tensors));
-  return checksum(read_file(path));
+  return checksum(path);
 }
 
 NamedTensors read_tensors(const std::string& path, const std::string& expected) {
-  const std::string content = read_file(path);
-  const SafeTensors stored = parse_safetensors(content.data(), content.size(), path);
-  const std::string got = checksum(content);
+  const SafeTensors stored = read_safetensors(path);
+  const std::string got = checksum(path);
   if (!expected.empty() && got != expected) {  // empty: other programs may leave it out
     throw Error(fmt::format("[checkpoint] {} is damaged: expected checksum {}; got {}", path,
                             expected, got));
@@ -153,7 +158,7 @@ std::vector<std::int64_t> Checkpoints::steps() const {
 std::optional<std::int64_t> Checkpoints::best() const {
   const std::string file = folder_ + "/" + kBest;
   if (!fs::exists(file)) return std::nullopt;
-  std::string name = read_file(file);
+  std::string name = read_file(file, kSmallFile);
   while (!name.empty() && name.back() == '\n') name.pop_back();
   const auto step = step_of(name);
   return step && fs::exists(path(*step)) ? step : std::nullopt;
@@ -166,7 +171,8 @@ std::string Checkpoints::path(std::int64_t step) const {
 Checkpoint load_checkpoint(const std::string& folder) {
   Checkpoint checkpoint;
   const std::string state_file = folder + "/" + kState;
-  const std::string text = read_file(state_file);
+  const std::string text = read_file(state_file, kSmallFile);
+  check_json(text, "[checkpoint] " + state_file);
   std::string model_sum, optimizer_sum;
   try {
     const json state = json::parse(text);
@@ -178,7 +184,7 @@ Checkpoint load_checkpoint(const std::string& folder) {
   }
   checkpoint.model = read_tensors(folder + "/" + kModel, model_sum);
   checkpoint.optimizer = read_tensors(folder + "/" + kOptimizer, optimizer_sum);
-  checkpoint.config = read_file(folder + "/" + kConfig);
+  checkpoint.config = read_file(folder + "/" + kConfig, kConfigFile);
   return checkpoint;
 }
 

@@ -143,7 +143,8 @@ struct Found {
 
 Found find_run(const Config& config) {
   const std::string stored = config.out + "/config.toml";
-  if (!std::filesystem::exists(stored) || read_file(stored) != config_text(config)) return {};
+  if (!std::filesystem::exists(stored) || read_file(stored, kConfigFile) != config_text(config))
+    return {};
   const std::optional<RunLog> log = read_run(config.out);
   return {.same = log.has_value(),
           .finished = log && log->end && log->end->reason != "interrupted"};

@@ -10,6 +10,8 @@
 
 namespace coterie::train {
 
+constexpr std::uint64_t kDataLimit = std::uint64_t{1} << 30;
+
 struct CopyConfig {
   std::int64_t symbols = 10;
   double mask = 0.5;  // share of the positions of a word that are masked in one of its copies
@@ -76,7 +78,8 @@ struct CheckpointConfig {
 struct Config {
   std::string task = "copy";
   std::string data;  // bytes, words: file, folder or archive; empty: the built-in text (bytes)
-  std::int64_t length = 128;  // tokens of a row
+  std::uint64_t data_limit = kDataLimit;  // bytes of text, decompressed
+  std::int64_t length = 128;              // tokens of a row
   std::string attention = "full";
   std::vector<std::pair<std::string, std::string>> attention_at;  // ("0-3", spec), later ones win
   std::string out;                                                // folder of the run

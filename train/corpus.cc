@@ -29,11 +29,24 @@ constexpr std::size_t kPiece = 1 << 16;
   throw Error("[data] cannot read " + path + ": " + reason);
 }
 
-// Adds a file of a folder or archive, unless it is empty or binary.
-void add_text(std::vector<CorpusFile>& files, const fs::path& name, std::string text) {
-  const bool binary = std::string_view(text).substr(0, 8192).find('\0') != std::string_view::npos;
-  if (!binary && !text.empty()) files.push_back({name.generic_string(), std::move(text)});
-}
+// Bytes that may still be read.
+class Budget {
+ public:
+  Budget(std::string path, std::uint64_t limit) : path_(std::move(path)), limit_(limit) {}
+
+  // Of all that was read so far and is about to be.
+  void check(std::uint64_t bytes) const {
+    if (bytes <= limit_) return;
+    fail(path_, "expected at most " + size_text(limit_) +
+                    " bytes of text after decompression; got more (raise --data-limit, or "
+                    "data-limit in the config file)");
+  }
+  void take(std::uint64_t bytes) { check(taken_ += bytes); }
+
+ private:
+  std::string path_;
+  std::uint64_t limit_, taken_ = 0;
+};
 
 bool is_hidden(const fs::path& name) {
   return std::any_of(name.begin(), name.end(), [](const fs::path& part) {
@@ -42,7 +55,29 @@ bool is_hidden(const fs::path& name) {
   });
 }
 
-std::vector<CorpusFile> read_folder(const std::string& path) {
+bool is_binary(std::string_view start) {
+  return start.substr(0, 8192).find('\0') != std::string_view::npos;
+}
+
+enum class Keep : std::uint8_t { all, text, nothing };
+
+// All that `read` gives, piece by piece, as far as it is to be kept; takes from the budget what is
+// kept or, with `count_all`, everything.
+template <class Read>
+std::string read_pieces(const Read& read, Keep keep, Budget& budget, bool count_all) {
+  std::string text;
+  std::vector<char> piece(kPiece);
+  for (bool first = true;; first = false) {
+    const std::size_t got = read(piece.data(), piece.size());
+    if (got == 0) return text;
+    if (first && keep == Keep::text && is_binary({piece.data(), got})) keep = Keep::nothing;
+    if (keep == Keep::nothing && !count_all) return "";
+    budget.take(got);
+    if (keep != Keep::nothing) text.append(piece.data(), got);
+  }
+}
+
+std::vector<CorpusFile> read_folder(const std::string& path, Budget& budget) {
   std::vector<CorpusFile> files;
   try {
     for (auto entry = fs::recursive_directory_iterator(path);
@@ -50,7 +85,11 @@ std::vector<CorpusFile> read_folder(const std::string& path) {
       if (is_hidden(entry->path().filename())) {
         entry.disable_recursion_pending();
       } else if (entry->is_regular_file()) {
-        add_text(files, entry->path().lexically_relative(path), read_file(entry->path().string()));
+        InputFile file(entry->path().string());
+        const auto read = [&](char* to, std::size_t count) { return file.read(to, count); };
+        std::string text = read_pieces(read, Keep::text, budget, /*count_all=*/false);
+        const std::string name = entry->path().lexically_relative(path).generic_string();
+        if (!text.empty()) files.push_back({name, std::move(text)});
       }
     }
   } catch (const fs::filesystem_error& error) {
@@ -71,7 +110,7 @@ using Archive = std::unique_ptr<archive, CloseArchive>;
 
 // Only formats with an unmistakable signature: text must not be taken for an archive, and none may
 // start another program.
-Archive open_archive(const std::string& path) {
+Archive open_archive(const std::string& path, int descriptor) {
   Archive reader(archive_read_new());
   if (!reader) throw std::bad_alloc();
   for (const auto support : {archive_read_support_filter_gzip, archive_read_support_filter_bzip2,
@@ -83,55 +122,82 @@ Archive open_archive(const std::string& path) {
                              archive_read_support_format_raw}) {
     support(reader.get());
   }
-  if (archive_read_open_filename(reader.get(), path.c_str(), kPiece) != ARCHIVE_OK) {
+  if (archive_read_open_fd(reader.get(), descriptor, kPiece) != ARCHIVE_OK) {
     fail(path, reader.get());
   }
   return reader;
 }
 
-std::string read_entry(archive* reader, const std::string& path) {
-  std::string text;
-  std::vector<char> piece(kPiece);
-  for (;;) {
-    const la_ssize_t got = archive_read_data(reader, piece.data(), piece.size());
-    if (got < 0) fail(path, reader);
-    if (got == 0) return text;
-    text.append(piece.data(), static_cast<std::size_t>(got));
+// Reads an entry to its end even when nothing of it is kept: libarchive would unpack it all the
+// same to get to the next one, without a limit.
+std::string read_entry(archive* reader, const std::string& path, Keep keep, Budget& budget) {
+  const auto read = [&](char* to, std::size_t count) -> std::size_t {
+    const la_ssize_t got = archive_read_data(reader, to, count);
+    if (got < 0 && (keep != Keep::nothing || got == ARCHIVE_FATAL)) fail(path, reader);
+    return static_cast<std::size_t>(std::max<la_ssize_t>(got, 0));
+  };
+  return read_pieces(read, keep, budget, /*count_all=*/true);
+}
+
+// Nothing is written to the disk, so that these do no harm here; but they do where the archive is
+// unpacked, and nobody makes them by accident.
+void check_inside(const std::string& path, const fs::path& place, const char* name) {
+  const fs::path normal = place.lexically_normal();
+  if (normal.is_absolute() || (!normal.empty() && *normal.begin() == "..")) {
+    fail(path, std::string("expected names and links inside of the archive; got \"") + name +
+                   "\" (pack its folder again with relative names)");
   }
 }
 
-std::vector<CorpusFile> read_archive(const std::string& path) {
-  const Archive reader = open_archive(path);
+void check_names(const std::string& path, archive_entry* entry, const char* name) {
+  check_inside(path, name, name);
+  if (const char* const link = archive_entry_hardlink(entry)) check_inside(path, link, link);
+  if (const char* const link = archive_entry_symlink(entry)) {
+    check_inside(path, fs::path(name).parent_path() / link, link);
+  }
+}
+
+std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
+  const InputFile file(path);
+  const Archive reader = open_archive(path, file.descriptor());
   std::vector<CorpusFile> files;
   for (archive_entry* entry = nullptr;;) {
     const int status = archive_read_next_header(reader.get(), &entry);
     if (status == ARCHIVE_EOF) return files;
     if (status < ARCHIVE_WARN) fail(path, reader.get());
     if (archive_format(reader.get()) == ARCHIVE_FORMAT_RAW) {
-      return {{fs::path(path).filename().string(), read_entry(reader.get(), path)}};
+      return {
+          {fs::path(path).filename().string(), read_entry(reader.get(), path, Keep::all, budget)}};
     }
-    const char* name = archive_entry_pathname(entry);
-    if (archive_entry_filetype(entry) != AE_IFREG || name == nullptr || is_hidden(name)) continue;
-    add_text(files, fs::path(name).lexically_normal(), read_entry(reader.get(), path));
+    budget.check(static_cast<std::uint64_t>(archive_filter_bytes(reader.get(), 0)));  // of headers
+    const char* const name = archive_entry_pathname(entry);
+    if (name == nullptr) fail(path, "there is a name in it that cannot be read");
+    check_names(path, entry, name);
+    const bool wanted = archive_entry_filetype(entry) == AE_IFREG && !is_hidden(name);
+    std::string text = read_entry(reader.get(), path, wanted ? Keep::text : Keep::nothing, budget);
+    if (!text.empty()) {
+      files.push_back({fs::path(name).lexically_normal().generic_string(), std::move(text)});
+    }
   }
 }
 
 }  // namespace
 
-std::vector<CorpusFile> read_corpus_files(const std::string& path) {
+std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit) {
   std::error_code error;
   const bool folder = fs::is_directory(path, error);
   if (!fs::exists(path, error)) fail(path, "there is no such file or folder");
-  std::vector<CorpusFile> files = folder ? read_folder(path) : read_archive(path);
+  Budget budget(path, limit);
+  std::vector<CorpusFile> files = folder ? read_folder(path, budget) : read_archive(path, budget);
   if (files.empty() || files.front().text.empty()) fail(path, "there is no text in it");
   std::sort(files.begin(), files.end(),
             [](const CorpusFile& a, const CorpusFile& b) { return a.name < b.name; });
   return files;
 }
 
-std::string read_corpus(const std::string& path) {
+std::string read_corpus(const std::string& path, std::uint64_t limit) {
   std::string text;
-  for (const CorpusFile& file : read_corpus_files(path)) text += file.text;
+  for (const CorpusFile& file : read_corpus_files(path, limit)) text += file.text;
   return text;
 }
 

@@ -125,20 +125,64 @@ void write_folder(const std::string& path, const std::function<void(const std::s
   sync(parent_of(path));
 }
 
-std::string read_file(const std::string& path) {
-  Descriptor file(path, O_RDONLY | O_CLOEXEC);
+std::string size_text(std::uint64_t bytes) {
+  int units = 0;
+  for (; units < 3 && bytes != 0 && bytes % 1024 == 0; ++units) bytes /= 1024;
+  const char* const names[] = {"", "k", "M", "G"};
+  return std::to_string(bytes) + names[units];
+}
+
+// Without O_NONBLOCK, opening a pipe waits for someone who writes to it.
+InputFile::InputFile(std::string path)
+    : path_(std::move(path)),
+      number_(::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
   struct stat status {};
-  if (file.number() < 0 || ::fstat(file.number(), &status) != 0) fail("read", path, errno);
-  std::string content;
-  if (S_ISREG(status.st_mode)) content.reserve(static_cast<std::size_t>(status.st_size));
-  std::vector<char> piece(1 << 16);
-  for (;;) {
-    const ssize_t got = ::read(file.number(), piece.data(), piece.size());
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) fail("read", path, errno);
-    if (got == 0) return content;
-    content.append(piece.data(), static_cast<std::size_t>(got));
+  if (number_ < 0) fail("read", path_, errno);
+  const int error = ::fstat(number_, &status) != 0 ? errno : S_ISDIR(status.st_mode) ? EISDIR : 0;
+  if (error == 0 && S_ISREG(status.st_mode)) {
+    size_ = static_cast<std::uint64_t>(status.st_size);
+    return;
   }
+  ::close(number_);
+  if (error != 0) fail("read", path_, error);
+  throw Error("[files] cannot read " + path_ + ": expected a regular file; got a " +
+              (S_ISFIFO(status.st_mode)   ? "pipe"
+               : S_ISSOCK(status.st_mode) ? "socket"
+                                          : "device"));
+}
+
+InputFile::~InputFile() { ::close(number_); }
+
+std::size_t InputFile::read(char* to, std::size_t count) {
+  std::size_t done = 0;
+  while (done < count) {
+    const ssize_t got = ::read(number_, to + done, count - done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail("read", path_, errno);
+    if (got == 0) break;
+    done += static_cast<std::size_t>(got);
+  }
+  return done;
+}
+
+std::string read_file(const std::string& path, const FileLimit& limit) {
+  InputFile file(path);
+  const auto check = [&](std::uint64_t size) {
+    if (size > limit.bytes) {
+      throw Error("[files] cannot read " + path + ": expected at most " + size_text(limit.bytes) +
+                  " bytes; got " + size_text(size) + " (" + limit.advice + ")");
+    }
+  };
+  check(file.size());
+  std::string content;
+  content.reserve(file.size());
+  std::vector<char> piece(1 << 16);
+  for (std::size_t got = piece.size(); got == piece.size();) {
+    got = file.read(piece.data(), piece.size());
+    content.append(piece.data(), got);
+    check(content.size());  // it may grow
+  }
+  return content;
 }
 
 }  // namespace coterie::train

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Files written as a whole or not at all. A process that is killed leaves at most entries whose
-// names contain kPartial.
+// Files written as a whole or not at all, and files of unknown origin read with a limit. A process
+// that is killed leaves at most entries whose names contain kPartial.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -21,6 +23,39 @@ void write_file(const std::string& path, const std::vector<std::string_view>& pa
 // what was there before is removed afterwards. Removes the temporary folder when `fill` throws.
 void write_folder(const std::string& path, const std::function<void(const std::string&)>& fill);
 
-std::string read_file(const std::string& path);  // throws Error when it cannot
+// "4G", "512k", "1000": a number of bytes as options take it, where k, M and G are 2^10, 2^20,
+// 2^30.
+std::string size_text(std::uint64_t bytes);
+
+// The largest file that is read, and what its user can do about a larger one.
+struct FileLimit {
+  std::uint64_t bytes;
+  const char* advice;
+};
+constexpr FileLimit kAnyFile = {std::uint64_t{1} << 30, "is it the right file?"};
+constexpr FileLimit kSmallFile = {std::uint64_t{1} << 20, "is it the right file?"};
+constexpr FileLimit kConfigFile = {std::uint64_t{1} << 16, "is it a config file?"};
+
+// A regular file that is open for reading. Throws Error for everything else: a pipe may wait for
+// ever, and a device may have no end.
+class InputFile {
+ public:
+  explicit InputFile(std::string path);
+  ~InputFile();
+  InputFile(const InputFile&) = delete;
+  InputFile& operator=(const InputFile&) = delete;
+
+  int descriptor() const { return number_; }
+  std::uint64_t size() const { return size_; }    // when it was opened; 0 for files of /proc
+  std::size_t read(char* to, std::size_t count);  // less than `count` only at the end
+
+ private:
+  std::string path_;
+  int number_;
+  std::uint64_t size_ = 0;
+};
+
+// Throws Error when the file cannot be read or is larger than the limit.
+std::string read_file(const std::string& path, const FileLimit& limit = kAnyFile);
 
 }  // namespace coterie::train

@@ -7,18 +7,19 @@
 #include <cerrno>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <sstream>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
 #include "coterie/error.h"
 #include "train/files.h"
+#include "train/json_lines.h"
 
 namespace coterie::train {
 namespace {
 
 // Whether a line belongs to a run up to `step`. A line that was cut off by a kill is no JSON.
-bool belongs(const std::string& line, std::int64_t step) {
+bool belongs(std::string_view line, std::int64_t step) {
   const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return false;
   const auto kind = json.find("kind"), at = json.find("step");
@@ -28,11 +29,10 @@ bool belongs(const std::string& line, std::int64_t step) {
 }
 
 std::string lines_up_to(const std::string& path, std::int64_t step) {
-  std::string kept, line;
-  std::istringstream lines(read_file(path));
-  while (std::getline(lines, line)) {
-    if (belongs(line, step)) kept += line + "\n";
-  }
+  std::string kept;
+  for_each_json_line(path, [&](std::string_view line) {
+    if (belongs(line, step)) kept += std::string(line) + "\n";
+  });
   return kept;
 }
 

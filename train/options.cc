@@ -19,6 +19,7 @@ namespace coterie::train {
 namespace {
 
 constexpr std::int64_t kMany = 1'000'000'000;
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 50;
 
 // The list of all fields: name, place, what is allowed, what it means.
 template <class Visitor>
@@ -28,6 +29,8 @@ void visit_fields(Config& config, Visitor& visit) {
              "What to learn: copy and recall (generated), bytes and words (text)");
   visit.text("data", config.data, "PATH",
              "Text for bytes and words: a file, folder or archive; bytes has its own if empty");
+  visit.size("data-limit", config.data_limit,
+             "Most bytes of text to read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Tokens of a row");
   visit.text("attention", config.attention, "SPEC", "Attention of all layers; see below");
   visit.pairs("attention-at", config.attention_at, "LAYERS SPEC",
@@ -134,6 +137,22 @@ Number parse_number(const std::string& option, const std::string& text, Number l
       option, fmt::format("expected a {} from {} to {}; got \"{}\"", kind, low, high, text));
 }
 
+// "1000", "64k", "500M", "8G", as size_text writes it.
+std::uint64_t parse_size(const std::string& option, const std::string& text) {
+  std::uint64_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto read = std::from_chars(text.data(), end, value);
+  const std::string_view unit(read.ptr, static_cast<std::size_t>(end - read.ptr));
+  const std::size_t power = unit.empty() ? 0 : std::string_view("kMG").find(unit) + 1;  // npos: 0
+  const bool known = unit.empty() || (unit.size() == 1 && power != 0);
+  if (read.ec != std::errc() || !known || value == 0 || value > kMostBytes >> (10 * power)) {
+    throw CLI::ValidationError(option, "expected a number of bytes from 1 to " +
+                                           size_text(kMostBytes) +
+                                           ", like 1000, 64k, 500M or 8G; got \"" + text + "\"");
+  }
+  return value << (10 * power);
+}
+
 // Makes options of the fields.
 class Binder {
  public:
@@ -177,6 +196,15 @@ class Binder {
         ->default_str(fmt::format("{}", field));
   }
 
+  void size(const char* name, std::uint64_t& field, const char* help) {
+    const std::string option = std::string("--") + name;
+    const auto set = [=, &field](const std::string& text) { field = parse_size(option, text); };
+    app_.add_option_function<std::string>(option, set, help)
+        ->group(group_)
+        ->type_name("BYTES")
+        ->default_str(size_text(field));
+  }
+
   void flag(const char* name, bool& field, const char* help) {
     app_.add_flag(std::string("--") + name, field, help)
         ->group(group_)
@@ -214,6 +242,9 @@ class Writer {
   void number(const char* name, const Number& field, std::type_identity_t<Number>,
               std::type_identity_t<Number>, const char*) {
     add(name, fmt::format("{}", field));
+  }
+  void size(const char* name, const std::uint64_t& field, const char*) {
+    add(name, quoted_text(size_text(field)));
   }
   void flag(const char* name, const bool& field, const char*) {
     add(name, field ? "true" : "false");
@@ -288,7 +319,7 @@ void add_options(CLI::App& app, Config& config) {
   Binder binder(app);
   visit_fields(config, binder);
   app.parse_complete_callback([&app, file] {
-    if (!file->empty()) apply_config(app, read_file(*file), *file);
+    if (!file->empty()) apply_config(app, read_file(*file, kConfigFile), *file);
   });
 }
 

@@ -3,9 +3,7 @@
 
 #include <fmt/core.h>
 
-#include <sstream>
-
-#include "train/files.h"
+#include "train/json_lines.h"
 
 namespace coterie::train {
 
@@ -28,13 +26,12 @@ std::string value_text(const Json& value) {
 }  // namespace
 
 std::int64_t for_each_line(const std::string& path, const std::function<void(const Json&)>& use) {
-  std::istringstream lines(read_file(path));
   std::int64_t unreadable = 0;
-  for (std::string line; std::getline(lines, line);) {
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+  for_each_json_line(path, [&](std::string_view line) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) return;
     const Json value = Json::parse(line, nullptr, /*allow_exceptions=*/false);
     value.is_object() ? use(value) : void(++unreadable);
-  }
+  });
   return unreadable;
 }
 

@@ -4,8 +4,10 @@
 // must be as large as its shape and type say.
 #include "train/safetensors.h"
 
+#include <unistd.h>
+
 #include <algorithm>
-#include <cstring>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -23,7 +25,8 @@ using nlohmann::json;
 constexpr std::size_t kLengthBytes = 8;
 constexpr std::size_t kMaxHeader = 100'000'000;  // of the format
 constexpr std::size_t kAlignment = 8;            // of the tensors' beginning
-constexpr int kMaxDepth = 3;                     // of values: {"name": {"shape": [n]}}
+constexpr int kMaxDepth = 2;                     // of lists: {"name": {"shape": [n]}}
+constexpr int kMaxRank = 64;                     // as torch has it
 constexpr const char* kMetadata = "__metadata__";
 
 constexpr std::pair<const char*, std::uint64_t> kTypes[] = {
@@ -71,9 +74,15 @@ const json& member(const json& object, const char* key, json::value_t type) {
 // The header as JSON, without duplicate names and nested no deeper than the format's.
 json parse_header(std::string_view text) {
   std::set<std::string> names;
+  int sizes = 0;  // of the list that is read
   const auto check = [&](int depth, json::parse_event_t event, json& value) {
-    if (depth > kMaxDepth)
+    const bool opens =
+        event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;
+    if (opens && depth > kMaxDepth)
       throw Error("expected a header as the format has it; got deeper nesting");
+    sizes = event == json::parse_event_t::value && depth == kMaxDepth + 1 ? sizes + 1 : 0;
+    if (sizes > kMaxRank)
+      throw Error("expected at most " + std::to_string(kMaxRank) + " dimensions; got more");
     if (event == json::parse_event_t::key && depth == 1 &&
         !names.insert(value.get<std::string>()).second) {
       throw Error("expected names that occur once; got \"" + value.get<std::string>() + "\" again");
@@ -90,6 +99,7 @@ struct Span {
 };
 
 struct Entry {
+  std::string name;
   StoredTensor tensor;
   Span span;
 };
@@ -135,21 +145,19 @@ auto in_entry(const std::string& name, const Read& read) {
   }
 }
 
-// Tensors lie one after the other, in any order, and end with the file.
-void check_spans(const std::map<std::string, Entry>& entries, std::uint64_t size) {
-  std::vector<std::pair<Span, const std::string*>> spans;
-  for (const auto& [name, entry] : entries) spans.emplace_back(entry.span, &name);
-  std::sort(spans.begin(), spans.end(), [](const auto& a, const auto& b) {
-    return std::pair(a.first.begin, a.first.end) < std::pair(b.first.begin, b.first.end);
+// Tensors lie one after the other, in any order, and end with the file. Sorts them by place.
+void check_spans(std::vector<Entry>& entries, std::uint64_t size) {
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::pair(a.span.begin, a.span.end) < std::pair(b.span.begin, b.span.end);
   });
   std::uint64_t end = 0;
-  for (const auto& [span, name] : spans) {
-    if (span.begin != end) {
-      throw Error("expected tensors without gaps or overlaps; got \"" + *name + "\" at byte " +
-                  std::to_string(span.begin) + " where the one before ends at " +
+  for (const Entry& entry : entries) {
+    if (entry.span.begin != end) {
+      throw Error("expected tensors without gaps or overlaps; got \"" + entry.name + "\" at byte " +
+                  std::to_string(entry.span.begin) + " where the one before ends at " +
                   std::to_string(end));
     }
-    end = span.end;
+    end = entry.span.end;
   }
   if (end != size) {
     throw Error("expected " + std::to_string(end) + " bytes of tensors; got " +
@@ -157,41 +165,77 @@ void check_spans(const std::map<std::string, Entry>& entries, std::uint64_t size
   }
 }
 
-SafeTensors parse(std::string_view file) {
-  if (file.size() < kLengthBytes) {
-    throw Error("expected a header's length in 8 bytes; got a file of " +
-                std::to_string(file.size()));
+// Half of the machine's memory: tensors exist twice while they become those of a model.
+std::uint64_t most_tensor_bytes() {
+  return static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) / 2 *
+         static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+// Copies the next bytes of a file.
+using Source = std::function<void(char* to, std::size_t count)>;
+
+std::string read_header(const Source& read, std::uint64_t size) {
+  if (size < kLengthBytes) {
+    throw Error("expected a header's length in 8 bytes; got a file of " + std::to_string(size));
   }
+  char bytes[kLengthBytes];
+  read(bytes, kLengthBytes);
   std::uint64_t length = 0;
   for (std::size_t i = kLengthBytes; i-- > 0;)
-    length = length << 8 | static_cast<unsigned char>(file[i]);
-  file.remove_prefix(kLengthBytes);
-  if (length > std::min(file.size(), kMaxHeader) || length == 0 || file[0] != '{') {
+    length = length << 8 | static_cast<unsigned char>(bytes[i]);
+  const std::uint64_t left = size - kLengthBytes;
+  if (length <= left && length > kMaxHeader) {
+    throw Error("expected a header of at most " + std::to_string(kMaxHeader) +
+                " bytes, the limit of the format; got one of " + std::to_string(length));
+  }
+  std::string header(length <= left ? length : 0, '\0');
+  read(header.data(), header.size());
+  if (header.empty() || header[0] != '{') {
     throw Error("expected a JSON header; got one of " + std::to_string(length) +
-                " bytes in a file with " + std::to_string(file.size()) +
+                " bytes in a file with " + std::to_string(left) +
                 " bytes left (not a safetensors file, or cut off)");
   }
-  const json header = parse_header(file.substr(0, length));
-  file.remove_prefix(length);
+  return header;
+}
 
+// A file of `size` bytes. No memory is taken for tensors before all of the header is checked.
+SafeTensors parse(const Source& read, std::uint64_t size) {
+  const std::string text = read_header(read, size);
+  const json header = parse_header(text);
   SafeTensors content;
-  std::map<std::string, Entry> entries;
+  std::vector<Entry> entries;
   for (const auto& [name, value] : header.items()) {
     in_entry(name, [&] {
       if (name == kMetadata) {
         content.metadata = parse_metadata(value);
       } else {
-        entries[name] = parse_entry(value);
+        entries.push_back(parse_entry(value));
+        entries.back().name = name;
       }
     });
   }
-  check_spans(entries, file.size());
-  for (auto& [name, entry] : entries) {
-    entry.tensor.bytes.assign(file.begin() + static_cast<std::ptrdiff_t>(entry.span.begin),
-                              file.begin() + static_cast<std::ptrdiff_t>(entry.span.end));
-    content.tensors[name] = std::move(entry.tensor);
+  const std::uint64_t bytes = size - kLengthBytes - text.size();
+  check_spans(entries, bytes);
+  if (bytes > most_tensor_bytes()) {
+    throw Error("expected at most " + std::to_string(most_tensor_bytes()) +
+                " bytes of tensors, half of this machine's memory; got " + std::to_string(bytes));
+  }
+  for (Entry& entry : entries) {
+    entry.tensor.bytes.resize(entry.span.end - entry.span.begin);
+    read(entry.tensor.bytes.data(), entry.tensor.bytes.size());
+    content.tensors[entry.name] = std::move(entry.tensor);
   }
   return content;
+}
+
+SafeTensors parse(const Source& read, std::uint64_t size, const std::string& name) {
+  try {
+    return parse(read, size);
+  } catch (const json::exception& error) {
+    throw Error("[safetensors] " + name + ": the header is no JSON: " + error.what());
+  } catch (const Error& error) {
+    throw Error("[safetensors] " + name + ": " + error.what());
+  }
 }
 
 // Names in the order of the file: large elements first, so that each tensor is aligned to its own.
@@ -229,18 +273,19 @@ std::string make_header(const SafeTensors& content, const std::vector<std::strin
 }  // namespace
 
 SafeTensors parse_safetensors(const char* data, std::size_t size, const std::string& name) {
-  try {
-    return parse({data, size});
-  } catch (const json::exception& error) {
-    throw Error("[safetensors] " + name + ": the header is no JSON: " + error.what());
-  } catch (const Error& error) {
-    throw Error("[safetensors] " + name + ": " + error.what());
-  }
+  const auto next = [&](char* to, std::size_t count) {
+    std::copy_n(data, count, to);
+    data += count;
+  };
+  return parse(next, size, name);
 }
 
 SafeTensors read_safetensors(const std::string& path) {
-  const std::string file = read_file(path);
-  return parse_safetensors(file.data(), file.size(), path);
+  InputFile file(path);
+  const auto next = [&](char* to, std::size_t count) {
+    if (file.read(to, count) < count) throw Error("the file became shorter while it was read");
+  };
+  return parse(next, file.size(), path);
 }
 
 void write_safetensors(const std::string& path, const SafeTensors& content) {

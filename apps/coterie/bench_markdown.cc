@@ -3,16 +3,15 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "bench_report.h"
 #include "coterie/error.h"
+#include "train/report_json.h"
 
 namespace coterie::cli {
 namespace {
 
-using Json = nlohmann::json;
+using train::Json;
 
 // The lines of one file by kind.
 struct Run {
@@ -20,14 +19,14 @@ struct Run {
   std::vector<Json> refused, measurements, crossovers, scalings;
 };
 
+[[noreturn]] void refuse_lines(const std::string& path, const std::string& got) {
+  throw Error("[bench] expected lines of coterie bench --json in " + path + "; got " + got);
+}
+
 Run read_run(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) throw Error("[bench] expected a file to read; got " + path);
   Run run;
-  std::string line;
-  while (std::getline(file, line)) {
-    const Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const std::string kind = json.is_object() ? json.value("kind", "") : "";
+  const std::int64_t others = train::for_each_line(path, [&](const Json& json) {
+    const std::string kind = train::text_at(json, "kind");
     if (kind == "run") {
       run.run = json;
     } else if (kind == "refused") {
@@ -39,9 +38,10 @@ Run read_run(const std::string& path) {
     } else if (kind == "scaling") {
       run.scalings.push_back(json);
     } else {
-      throw Error("[bench] expected lines of coterie bench --json in " + path + "; got " + line);
+      refuse_lines(path, "one of kind \"" + kind.substr(0, 60) + "\"");
     }
-  }
+  });
+  if (others > 0) refuse_lines(path, std::to_string(others) + " that are no JSON objects");
   if (run.run.is_null())
     throw Error("[bench] expected a line of kind run in " + path + "; got none");
   return run;

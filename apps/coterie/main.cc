@@ -17,9 +17,15 @@ namespace {
 
 constexpr int kFailure = 1, kMistake = 2;
 
+// One line, of a length that can be read, without what would move a terminal's cursor: messages
+// quote files that anybody may have written.
 int report(std::string message, int status) {
+  constexpr std::size_t kLongest = 2000;
   while (!message.empty() && message.back() == '\n') message.pop_back();
+  if (message.size() > kLongest) message.replace(kLongest, std::string::npos, " ...");
   std::replace(message.begin(), message.end(), '\n', ' ');
+  std::replace_if(
+      message.begin(), message.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, '?');
   fmt::print(stderr, "coterie: {}\n", message);
   return status;
 }

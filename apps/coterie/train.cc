@@ -45,7 +45,7 @@ void read_resumed_config(CLI::App& verb, const std::string& out) {
     throw CLI::ValidationError("--resume",
                                "expected a run in " + out + "; got no config.toml there");
   }
-  train::apply_config(verb, train::read_file(path), path);
+  train::apply_config(verb, train::read_file(path, train::kConfigFile), path);
 }
 
 void print_result(const train::Config& config, const train::Task& task,

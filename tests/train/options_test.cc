@@ -20,10 +20,11 @@ namespace {
 // Structured bindings: a field that is added does not compile until it stands here.
 Config config_without_defaults() {
   Config config;
-  auto& [task, data, length, attention, attention_at, out, device, threads, seed, copy, recall,
-         text, model, optimizer, schedule, train, checkpoint] = config;
+  auto& [task, data, data_limit, length, attention, attention_at, out, device, threads, seed, copy,
+         recall, text, model, optimizer, schedule, train, checkpoint] = config;
   task = "words";
   data = "a \"quoted\" folder # with a \\ and\ta tab\n";
+  data_limit = 3 << 20;
   length = 333;
   attention = "2*local(window=8)+2*routing(clusters=4,window=8)";
   attention_at = {{"0-1", "full"}, {"2", "i-clustered(clusters=3,topk=4)"}};
@@ -100,7 +101,7 @@ TEST(Options, EveryFieldSurvivesTheRoundTripThroughText) {
   EXPECT_EQ(config_text(parse_config(text, "text")), text);
   // Each of the fields is in the text, and not with its default.
   const auto lines = lines_of(text), defaults = lines_of(config_text(Config()));
-  ASSERT_EQ(lines.size(), 9 + 2 + 5 + 3 + 12 + 8 + 3 + 10 + 2);
+  ASSERT_EQ(lines.size(), 10 + 2 + 5 + 3 + 12 + 8 + 3 + 10 + 2);
   ASSERT_EQ(defaults.size(), lines.size());
   for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_NE(lines[i], defaults[i]);
 }
@@ -112,6 +113,26 @@ TEST(Options, NumbersAreWrittenExactly) {
   const Config read = parse_config(config_text(config), "text");
   EXPECT_EQ(read.optimizer.lr, 0.1 + 0.2);
   EXPECT_EQ(read.seed, config.seed);
+}
+
+TEST(Options, SizesHaveUnits) {
+  const auto limit = [](const std::string& text) {
+    return parsed({"--data-limit", text}).data_limit;
+  };
+  EXPECT_EQ(limit("1000"), 1000u);
+  EXPECT_EQ(limit("64k"), 65536u);
+  EXPECT_EQ(limit("500M"), 500u << 20);
+  EXPECT_EQ(limit("8G"), std::uint64_t{8} << 30);
+  EXPECT_EQ(parse_config("data-limit = 8G\n", "text").data_limit, std::uint64_t{8} << 30);
+  for (const char* const text : {"", "0", "0k", "-1", "k", "1.5G", "1kM", "1T", "1 k", "1048577G",
+                                 "18446744073709551615G"}) {
+    EXPECT_HAS(message_of([&] { limit(text); }), "--data-limit") << text;
+  }
+  for (const std::uint64_t bytes : {1ull, 1023ull, 1024ull, 3ull << 19, 5ull << 40, 1ull << 50}) {
+    Config config;
+    config.data_limit = bytes;
+    EXPECT_EQ(parse_config(config_text(config), "text").data_limit, bytes);
+  }
 }
 
 TEST(Options, DefaultsAreThoseOfTheConfig) {

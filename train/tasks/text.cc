@@ -69,7 +69,7 @@ const std::string& TextParts::operator[](Split split) const {
 
 TextParts read_text(const Config& config, CutAt cut) {
   if (config.data.empty()) return cut_by_shares(std::string(builtin_corpus()), config.text, cut);
-  const std::vector<CorpusFile> files = read_corpus_files(config.data);
+  const std::vector<CorpusFile> files = read_corpus_files(config.data, config.data_limit);
   TextParts parts = parts_by_name(files);
   if (!parts.train.empty() && !parts.valid.empty()) return parts;
   std::string text;
