@@ -16,28 +16,40 @@ import coterie.nn
 
 safetensors = pytest.importorskip("safetensors.torch")
 PROGRAM = os.environ.get("COTERIE_PROGRAM", "")
+LOGITS = os.environ.get("COTERIE_MODEL_LOGITS", "")
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="needs the C++ program with training")
 
-LENGTH, DIM, HEADS, LAYERS = 24, 32, 4, 2
+LENGTH, DIM, HEADS, LAYERS = 24, 32, 4, 3
 CAUSAL = [
     "2*local(window=8)+2*routing(clusters=3,window=8)",
     "full(positions=relative)",
     "routing(clusters=3,window=8,share_qk=true,positions=rotary)",
     "oracle-top(topk=5)",
 ]
-BIDIRECTIONAL = ["cast(clusters=3,size=8)", "i-clustered(clusters=3,topk=4)", "lsh(rounds=2)"]
+# Everything that draws random numbers in a pass, and what else is not causal.
+BIDIRECTIONAL = [
+    "cast(clusters=3,size=8)",
+    "clustered(clusters=3)",
+    "clustered(clusters=3,clustering=hamming)",
+    "i-clustered(clusters=3,topk=4)",
+    "i-clustered(clusters=3,topk=4,clustering=hamming-keys)",
+    "lsh(rounds=2,chunk=4,buckets=4)",
+    "lsh(rounds=2,chunk=4,buckets=4,combine=mean)",
+    "2*i-clustered(clusters=3,topk=4)+2*lsh(rounds=1,chunk=4,buckets=4)",
+]
+LEAKING = ["i-clustered(clusters=3,topk=4,causal=reference)", "lsh(rounds=2,chunk=4,buckets=4)"]
 
 
 class Block(nn.Module):
-    def __init__(self, spec: str, causal: bool) -> None:
+    def __init__(self, spec: str, causal: bool, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(DIM)
-        self.attention = coterie.nn.Attention(DIM, HEADS, spec, causal=causal)
+        self.attention = coterie.nn.Attention(DIM, HEADS, spec, causal=causal, layer=layer)
         self.ffn_norm = nn.LayerNorm(DIM)
         self.ffn_in, self.ffn_out = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))[0]
+    def forward(self, x: Tensor, seed: int) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), seed=seed)[0]
         return x + self.ffn_out(nn.functional.gelu(self.ffn_in(self.ffn_norm(x))))
 
 
@@ -48,14 +60,14 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, DIM)
         self.transformer = nn.Module()
-        self.transformer.layers = nn.ModuleList(Block(spec, causal) for _ in range(LAYERS))
+        self.transformer.layers = nn.ModuleList(Block(spec, causal, i) for i in range(LAYERS))
         self.transformer.norm = nn.LayerNorm(DIM)
         self.output = nn.Linear(DIM, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
         x = self.embedding(tokens)
         for block in self.transformer.layers:
-            x = block(x)
+            x = block(x, seed)
         return self.output(self.transformer.norm(x))
 
 
@@ -123,11 +135,27 @@ def test_models_go_from_the_program_to_python_and_back(spec: str, tmp_path: Path
     assert _program_loss(checkpoint) == pytest.approx(trained, rel=1e-6)
 
 
-@pytest.mark.parametrize("spec", BIDIRECTIONAL)
-def test_names_and_shapes_are_the_programs(spec: str, tmp_path: Path) -> None:
-    options = ("--task", "copy", "--attention", spec, "--train.steps", 1, "--train.batch", 2)
+def _program_logits(checkpoint: Path, tokens: Tensor, seed: int) -> Tensor:
+    command = [LOGITS, str(checkpoint), str(seed), *map(str, tokens.shape)]
+    done = subprocess.run(command, input=tokens.numpy().tobytes(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "task"),
+    [(spec, "copy") for spec in BIDIRECTIONAL] + [(spec, "bytes") for spec in LEAKING],
+)
+@torch.no_grad()
+def test_models_have_the_logits_of_the_program(spec: str, task: str, tmp_path: Path) -> None:
+    """Names, shapes, and the seeds of every layer and group: each selection is the program's."""
+    options = ("--task", task, "--attention", spec, "--train.steps", 2, "--train.batch", 2)
     checkpoint = _train(tmp_path, *options)
     stored = safetensors.load_file(checkpoint / "model.safetensors")
-    model = Model(spec, causal=False, vocabulary=stored["embedding.weight"].shape[0])
+    vocabulary = stored["embedding.weight"].shape[0]
+    model = Model(spec, causal=task == "bytes", vocabulary=vocabulary).eval()
     model.load_state_dict(stored)
-    assert torch.equal(model.state_dict()["output.weight"], stored["output.weight"])
+    tokens = torch.randint(0, vocabulary, (3, LENGTH))
+    for seed in (0, 12345):
+        expected = _program_logits(checkpoint, tokens, seed)
+        torch.testing.assert_close(model(tokens, seed), expected)
