@@ -18,6 +18,7 @@ namespace coterie {
 
 // "f32 (2, 8, 128, 64)", for messages.
 std::string describe(const TensorView& tensor);
+std::string describe(Device device);  // "cpu", "cuda:0"
 
 // Name, type and shape of a tensor the caller must provide.
 struct TensorLayout {

@@ -9,11 +9,26 @@
 namespace coterie {
 
 enum class DType : std::uint8_t { f32, f64, bf16, f16, i32, i64, u64, u8 };
-enum class Device : std::uint8_t { cpu, cuda };
+
+// Where memory is: Device::cpu, or a GPU by CUDA's number, Device(Device::cuda, 1). Device::cuda
+// alone is GPU 0. Compared with a kind, the number does not count.
+struct Device {
+  enum Kind : std::uint8_t { cpu, cuda };
+  Kind kind = cpu;
+  int index = 0;
+
+  constexpr Device() = default;
+  constexpr Device(Kind of_kind, int number = 0)  // NOLINT: a kind is usable as its device 0
+      : kind(of_kind), index(number) {}
+};
+constexpr bool operator==(Device a, Device b) { return a.kind == b.kind && a.index == b.index; }
+constexpr bool operator!=(Device a, Device b) { return !(a == b); }
+constexpr bool operator==(Device device, Device::Kind kind) { return device.kind == kind; }
+constexpr bool operator!=(Device device, Device::Kind kind) { return device.kind != kind; }
 
 std::int64_t dtype_bytes(DType dtype);
 const char* dtype_name(DType dtype);
-const char* device_name(Device device);
+const char* device_name(Device device);  // of its kind: "cpu", "cuda"
 bool is_floating(DType dtype);
 
 // The element type of everything the library accumulates or saves for inputs of type `input`:
@@ -51,7 +66,8 @@ struct TensorView {
 
 // Memory and queue of one call. The caller provides `bytes` as told by the matching
 // ..._workspace_bytes function (operations without one need none); contents before and after the
-// call are unspecified. `stream` is a cudaStream_t for tensors on Device::cuda, unused on the CPU.
+// call are unspecified. A call runs on the device of its tensors, to which memory and stream
+// belong: `stream` is a cudaStream_t for tensors on Device::cuda, unused on the CPU.
 struct Workspace {
   void* data = nullptr;
   std::int64_t bytes = 0;

@@ -103,7 +103,7 @@ TensorView view(const Tensor& tensor) {
   TensorView view;
   view.data = tensor.data_ptr();
   view.dtype = dtype_of(tensor.scalar_type());
-  view.device = tensor.is_cuda() ? Device::cuda : Device::cpu;
+  if (tensor.is_cuda()) view.device = {Device::cuda, tensor.get_device_index()};
   view.rank = static_cast<int>(rank);
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   for (std::size_t dim = 0; dim < static_cast<std::size_t>(rank); ++dim) {

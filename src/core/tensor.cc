@@ -136,7 +136,7 @@ void store_element(const TensorView& tensor, std::int64_t offset, double value) 
 
 void check_host(const char* op, const TensorView& tensor) {
   COTERIE_CHECK(tensor.device == Device::cpu, op, "expected a tensor on the cpu; got one on ",
-                device_name(tensor.device));
+                describe(tensor.device));
 }
 
 }  // namespace
@@ -180,13 +180,18 @@ TensorView TensorView::narrowed(int dim, std::int64_t begin, std::int64_t length
   return view;
 }
 
+std::string describe(Device device) {
+  if (device == Device(Device::cpu)) return "cpu";
+  return std::string(device_name(device)) + ':' + std::to_string(device.index);
+}
+
 std::string describe(const TensorView& tensor) {
   if (!tensor.present()) return "nothing";
   std::ostringstream text;
   text << dtype_name(tensor.dtype) << " (";
   for (int dim = 0; dim < tensor.rank; ++dim) text << (dim ? ", " : "") << tensor.size(dim);
   text << ')';
-  if (tensor.device != Device::cpu) text << " on " << device_name(tensor.device);
+  if (tensor.device != Device::cpu) text << " on " << describe(tensor.device);
   return text.str();
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/entry.h"
+#include "cuda/guard.h"
 #include "cuda/refusal.h"
 
 namespace coterie::cuda {
@@ -36,27 +37,32 @@ std::string refusal(const Mechanism& mechanism, const AttentionCall& call) {
 }
 
 std::int64_t workspace_bytes(const Mechanism& mechanism, const AttentionCall& call) {
+  const DeviceGuard guard(call.op, call.device);
   return pass_of(mechanism, call)->workspace_bytes();
 }
 
 void select(const Mechanism& mechanism, const AttentionCall& call,
             const std::vector<TensorView>& saved, const Workspace& workspace) {
+  const DeviceGuard guard(call.op, call.device);
   pass_of(mechanism, call)->select(saved, workspace);
 }
 
 void attend(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
+  const DeviceGuard guard(call.op, call.device);
   pass_of(mechanism, call)->attend(result, workspace);
 }
 
 void forward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
              const Workspace& workspace) {
+  const DeviceGuard guard(call.op, call.device);
   pass_of(mechanism, call)->forward(result, workspace);
 }
 
 void backward(const Mechanism& mechanism, const AttentionCall& call, const AttentionResult& result,
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace) {
+  const DeviceGuard guard(call.op, call.device);
   pass_of(mechanism, call)->backward(result, grad_out, gradients, workspace);
 }
 

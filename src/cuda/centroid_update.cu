@@ -6,6 +6,7 @@
 #include "cuda/device/row_lanes.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/entry.h"
+#include "cuda/guard.h"
 #include "cuda/launch.h"
 #include "cuda/refusal.h"
 #include "cuda/tuning.h"
@@ -243,6 +244,7 @@ std::string refuse_tokens(const TensorView& x) {
 
 void ema_update(double decay, const TensorView& x, const Sequences& sequences,
                 const TensorView& labels, const CentroidState& state, const Workspace& workspace) {
+  const DeviceGuard guard("ema_update", x.device);
   const cudaStream_t stream = stream_of(workspace);
   const dim3 grid(static_cast<unsigned>(state.centroids.size(1)),
                   static_cast<unsigned>(state.centroids.size(0)));
@@ -267,6 +269,7 @@ std::int64_t commitment_workspace_bytes(const TensorView& x) {
 
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                      const TensorView& labels, const TensorView& loss, const Workspace& workspace) {
+  const DeviceGuard guard("commitment_loss", x.device);
   const cudaStream_t stream = stream_of(workspace);
   const int blocks = token_blocks(x);
   Arena arena("commitment_loss", workspace, cuda::commitment_workspace_bytes(x));
@@ -285,6 +288,7 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
                               const TensorView& dx, const Workspace& workspace) {
+  const DeviceGuard guard("commitment_loss_backward", x.device);
   dispatch_element("commitment_loss_backward", x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     add_gradients<<<token_blocks(x), kThreads, 0, stream_of(workspace)>>>(

@@ -2,7 +2,11 @@
 // Which GPUs there are, from the CUDA runtime.
 #include <cuda_runtime_api.h>
 
+#include "core/check.h"
+#include "coterie/tensor.h"
 #include "cuda/entry.h"
+#include "cuda/guard.h"
+#include "cuda/launch.h"
 
 namespace coterie::cuda {
 namespace {
@@ -39,6 +43,22 @@ std::vector<CudaDevice> devices() {
     found.push_back(info);
   }
   return found;
+}
+
+DeviceGuard::DeviceGuard(const char* op, Device device) {
+  int current = -1;
+  if (cudaGetDevice(&current) == cudaSuccess && current == device.index) return;
+  if (device.index < 0 || device.index >= device_count() ||
+      cudaSetDevice(device.index) != cudaSuccess) {
+    cudaGetLastError();
+    fail(op, "expected tensors on a GPU that exists; got them on ", describe(device), " of ",
+         device_count());
+  }
+  before_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (before_ >= 0) cudaSetDevice(before_);
 }
 
 const char* toolkit() {

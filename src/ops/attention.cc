@@ -24,8 +24,8 @@ struct Checked {
         layout(ops::saved_layout(mechanism, call)) {
     if (call.device == Device::cpu) return;
     const std::string refusal = cuda::refusal(mechanism, call);
-    COTERIE_CHECK(refusal.empty(), call.op,
-                  "expected tensors on the cpu; got tensors on cuda, and ", refusal);
+    COTERIE_CHECK(refusal.empty(), call.op, "expected tensors on the cpu; got tensors on ",
+                  describe(call.device), ", and ", refusal);
   }
 
   bool on_cuda() const { return call.device == Device::cuda; }

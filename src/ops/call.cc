@@ -21,8 +21,8 @@ std::string text_of(const std::vector<std::int64_t>& sizes) {
 }
 
 void check_device(const char* op, const char* name, const TensorView& tensor, Device device) {
-  COTERIE_CHECK(tensor.device == device, op, "expected ", name, " on ", device_name(device),
-                "; got it on ", device_name(tensor.device));
+  COTERIE_CHECK(tensor.device == device, op, "expected ", name, " on ", describe(device),
+                "; got it on ", describe(tensor.device));
 }
 
 bool takes_mask(const Mechanism& mechanism) {

@@ -28,8 +28,8 @@ void check_rows_of_tokens(const char* op, const TensorView& x, const Sequences& 
                 "expected at least one head and one element per row; got x ", describe(x));
   for (const TensorView* ints : {&sequences.lengths, &sequences.cu_seqlens})
     COTERIE_CHECK(!ints->present() || ints->device == x.device, op,
-                  "expected lengths and cu_seqlens on the ", device_name(x.device),
-                  "; got them on ", device_name(ints->device));
+                  "expected lengths and cu_seqlens on ", describe(x.device), "; got them on ",
+                  describe(ints->device));
 }
 
 // The same on the CPU, for what no other device does.

@@ -126,6 +126,54 @@ TEST(RefusalTest, TensorsOfTheGpu) {
   }
 }
 
+// Shapes alone decide: what they describe is not there.
+TEST(RefusalTest, TensorsOfTwoGpus) {
+  alignas(64) unsigned char none[64] = {};
+  const auto rows = [&](int index) {
+    return TensorView::contiguous(none, DType::bf16, {2, 4, 16, 8}, Device(Device::cuda, index));
+  };
+  const auto make = [&](DType dtype, std::initializer_list<std::int64_t> sizes) {
+    return TensorView::contiguous(none, dtype, sizes, Device(Device::cuda, 3));
+  };
+  AttentionInputs inputs;
+  inputs.q = inputs.k = inputs.v = rows(3);
+  inputs.centroids = make(DType::f32, {4, 3, 8});
+  inputs.logit_scale = make(DType::f32, {4});
+  inputs.q_sequences.lengths = inputs.k_sequences.lengths = make(DType::i32, {2});
+  const Mechanism mechanism =
+      AttentionSpec::parse("routing(clusters=3,window=4)").groups[0].mechanism;
+  const auto expect = [](const std::string& message, const char* name) {
+    EXPECT_TRUE(message.starts_with("[routing] expected ")) << message;
+    EXPECT_NE(message.find(name), std::string::npos) << message;
+    EXPECT_NE(message.find("on cuda:3; got it on cuda:1"), std::string::npos) << message;
+  };
+  const std::pair<const char*, TensorView AttentionInputs::*> members[] = {
+      {"k", &AttentionInputs::k},
+      {"v", &AttentionInputs::v},
+      {"centroids", &AttentionInputs::centroids},
+      {"logit_scale", &AttentionInputs::logit_scale}};
+  for (const auto& [name, member] : members) {
+    AttentionInputs mixed = inputs;
+    (mixed.*member).device.index = 1;
+    expect(error_of([&] { attention_saved(mechanism, mixed); }), name);
+  }
+  AttentionInputs mixed = inputs;
+  mixed.k_sequences.lengths.device.index = 1;
+  expect(error_of([&] { attention_saved(mechanism, mixed); }), "lengths");
+}
+
+TEST(RefusalTest, GpusThatDoNotExist) {
+  alignas(64) unsigned char none[64] = {};
+  for (const int index : {-1, 99}) {
+    AttentionInputs inputs;
+    inputs.q = inputs.k = inputs.v =
+        TensorView::contiguous(none, DType::f32, {2, 4, 16, 8}, Device(Device::cuda, index));
+    const std::string message = error_of([&] { attention_workspace_bytes(FullParams{}, inputs); });
+    EXPECT_TRUE(message.starts_with("[full] expected tensors on ")) << message;
+    EXPECT_NE(message.find("on cuda:" + std::to_string(index)), std::string::npos) << message;
+  }
+}
+
 TEST(RefusalTest, ScalesThatAreNotNumbers) {
   for (double scale : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     expect_refused(full_case(), {"scale"}, [scale](Problem& p) { p.inputs.scale = scale; });

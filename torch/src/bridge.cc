@@ -24,7 +24,7 @@ constexpr TypePair kTypes[] = {
 
 Device core_device(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return Device::cpu;
-  if (tensor.is_cuda()) return Device::cuda;
+  if (tensor.is_cuda()) return {Device::cuda, tensor.device().index()};
   throw Error("[torch] expected tensors on cpu or cuda; got one on " + tensor.device().str());
 }
 
