@@ -19,14 +19,15 @@ inline cudaStream_t stream_of(const Workspace& workspace) {
   return static_cast<cudaStream_t>(workspace.stream);
 }
 
-// Lets a kernel use `bytes` of dynamic shared memory; more than 48 KiB, static arrays included,
-// must be asked for.
+// Lets a kernel use all the dynamic shared memory that the current device has for it: more than 48
+// KiB, static arrays included, must be asked for. The limit belongs to the kernel and not to a
+// launch, so that it never depends on the bytes of one call: host threads with other shapes launch
+// the same kernel. Asked of CUDA once per kernel and device.
+void allow_shared_memory(const void* kernel);
+
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, std::size_t bytes) {
-  if (bytes <= 32 * 1024) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "raising the shared memory of a kernel");
+  if (bytes > 32 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kernel));
 }
 
 struct LaunchMode {

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: MIT
+// The limit of a kernel's shared memory: it never depends on who launched it last.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "coterie/runtime.h"
+#include "cuda/launch.h"
+
+namespace coterie {
+namespace {
+
+template <int kNumber>
+__global__ void touch_kernel(unsigned char* out, int bytes) {
+  extern __shared__ unsigned char memory[];
+  __shared__ unsigned char own[1024];
+  own[threadIdx.x] = static_cast<unsigned char>(kNumber);
+  memory[bytes - 1] = own[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) out[0] = memory[bytes - 1];
+}
+
+constexpr int kSmall = 40 * 1024, kLarge = 90 * 1024;
+
+TEST(LaunchGpuTest, ASmallerLaunchDoesNotLowerTheLimit) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const auto kernel = touch_kernel<1>;
+  cuda::allow_shared_memory(kernel, kLarge);
+  cuda::allow_shared_memory(kernel, kSmall);
+  cudaFuncAttributes attributes{};
+  ASSERT_EQ(cudaFuncGetAttributes(&attributes, kernel), cudaSuccess);
+  int most = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), cudaSuccess);
+  EXPECT_EQ(attributes.maxDynamicSharedSizeBytes, most - 1024);
+}
+
+// One kernel, threads with two shapes.
+TEST(LaunchGpuTest, ThreadsLaunchOneKernelWithTheirOwnBytes) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  std::atomic<int> failures{0};
+  const auto launch = [&](int bytes) {
+    unsigned char* out = nullptr;
+    cudaStream_t stream = nullptr;
+    if (cudaMalloc(&out, 1) != cudaSuccess ||
+        cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+      ++failures;
+      return;
+    }
+    for (int i = 0; i < 2000; ++i) {
+      try {
+        cuda::launch_kernel("touch", {false, false}, touch_kernel<2>, dim3(1), 32, bytes, stream,
+                            out, bytes);
+      } catch (const std::exception&) {
+        ++failures;
+      }
+    }
+    if (cudaStreamSynchronize(stream) != cudaSuccess) ++failures;
+    cudaStreamDestroy(stream);
+    cudaFree(out);
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t) threads.emplace_back(launch, t % 2 ? kLarge : kSmall);
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(failures, 0);
+}
+
+}  // namespace
+}  // namespace coterie
