@@ -6,7 +6,10 @@
 namespace coterie {
 
 Arena::Arena(const char* op, const Workspace& workspace, std::int64_t needed)
-    : op_(op), base_(static_cast<std::byte*>(workspace.data)), capacity_(workspace.bytes) {
+    : op_(op),
+      counting_(false),
+      base_(static_cast<std::byte*>(workspace.data)),
+      capacity_(workspace.bytes) {
   COTERIE_CHECK(workspace.bytes >= needed, op, "expected a workspace of at least ", needed,
                 " bytes, as the operation's workspace_bytes function counts for these inputs; got ",
                 workspace.bytes);

@@ -30,11 +30,14 @@ class Arena {
   }
 
   std::int64_t used() const { return used_; }
+  // Whether there is no memory: nothing may be launched. A workspace of 0 bytes is one.
+  bool counting() const { return counting_; }
 
  private:
   [[noreturn]] void refuse(std::int64_t count, std::int64_t size) const;
 
   const char* op_ = "workspace";
+  bool counting_ = true;
   std::byte* base_ = nullptr;
   std::int64_t capacity_ = std::numeric_limits<std::int64_t>::max();
   std::int64_t used_ = 0;

@@ -41,7 +41,7 @@ CastShape cast_shape(const CastParams& params, const AttentionCall& call,
 CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& saved) {
   const auto data = [&](std::size_t t) { return static_cast<float*>(saved[t].data); };
   CastSaved tensors;
-  if (saved.empty()) return tensors;  // counting
+  if (saved.empty()) return tensors;  // the arena only counts
   tensors.members = static_cast<std::int32_t*>(saved[0].data);
   if (params.activation == CastActivation::laplace) {
     tensors.summary = data(1);
@@ -77,7 +77,7 @@ TensorView repeat_heads(const AttentionCall& call, const TensorView& from, Arena
     T* to = arena.take<T>(call.B * call.H * call.S * from.size(3));
     copy = TensorView::contiguous(to, from.dtype, {call.B, call.H, call.S, from.size(3)},
                                   Device::cuda);
-    if (!to) return;
+    if (arena.counting() || copy.count() == 0) return;
     launch_early("cast heads", repeat_heads_kernel<T>,
                  dim3(static_cast<unsigned>(call.S), static_cast<unsigned>(call.H),
                       static_cast<unsigned>(std::min(call.B, kMaxBlocks))),
@@ -181,10 +181,8 @@ class CastPass : public Pass {
     std::uint16_t* rounded = nullptr;
     if (call_.inputs.q.dtype != DType::f32)
       rounded = arena.take<std::uint16_t>(table * (1 + call_.num_items()));
-    const bool empty = call_.N == 0;
-    if (!empty) pass.slots = cast_token_slots(shape, call_, arena, stream);
-    if (inner_out) cast_summaries(shape, call_, pass.saved, rounded, empty, stream);
-    if (empty) return;
+    pass.slots = cast_token_slots(shape, call_, arena, stream);
+    if (!arena.counting()) cast_summaries(shape, call_, pass.saved, rounded, stream);
     pass.surrogates = shape.surrogates;
     pass.summaries = pass.saved.summary;
     if (rounded) {
@@ -193,7 +191,7 @@ class CastPass : public Pass {
     }
     pass.inner = inner_out;
     const CastInner inner = cast_inner_lists(shape, call_, arena, stream);
-    if (!inner_out) return;
+    if (arena.counting()) return;
     ListOutputs outputs;
     outputs.slot_rows = inner_out;
     outputs.lse = pass.saved.member_lse;

@@ -89,7 +89,7 @@ void backward_lists(const CastShape& shape, const AttentionCall& call, CastBackw
   lists.grad_out = pass.grad_out;
   lists.lse = {pass.saved.member_lse, true};
   pass.member_tiles = 1;
-  if (pass.dots) {
+  if (!arena.counting()) {
     lists_delta(inner.call, inner.plan, lists, pass.dots, stream);
     cast_members_backward(shape, call, pass, stream);
     backward_mix(shape, call, pass, stream);
@@ -115,13 +115,6 @@ void cast_backward(const CastParams& params, const AttentionCall& call,
   pass.grad_out = grad_out;
   pass.gradients = gradients;
   choose_kernels(shape, call, pass);
-  if (call.N == 0) {
-    if (gradients.dcentroids.present())
-      COTERIE_CUDA(cudaMemsetAsync(
-          gradients.dcentroids.data, 0,
-          static_cast<std::size_t>(gradients.dcentroids.count()) * sizeof(float), stream));
-    return;
-  }
   cast_prepare(shape, call, pass, arena, stream);
   pass.slots = cast_token_slots(shape, call, arena, stream);
   if (pass.resident) {
@@ -131,7 +124,7 @@ void cast_backward(const CastParams& params, const AttentionCall& call,
   } else {
     backward_lists(shape, call, pass, arena, stream);
   }
-  if (!pass.dots) return;
+  if (arena.counting()) return;
   const bool folds = cast_fold_heads(shape, call, pass, stream);
   if (pass.resident) return sum_slots(call, slot_sums(call, pass), folds, stream);
   cast_fold(shape, call, pass, stream);

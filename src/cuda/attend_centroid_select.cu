@@ -273,7 +273,7 @@ void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
   Candidate* candidates = arena.take<Candidate>(lists * capacity + 1);
   PartialRow* partial_rows = arena.take<PartialRow>(attend ? part_rows : 0);
   float* outs = arena.take<float>(attend ? part_rows * pitch : 0);
-  if (!thresholds || rows == 0 || sizes.topk == 0) return;
+  if (arena.counting() || rows == 0 || sizes.topk == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     SelectArgs<T> args;

@@ -168,7 +168,7 @@ void clustered_backward(const AttentionCall& call, const ClusteredSizes& sizes,
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardScratch<T> scratch = take_scratch<T>(arena, shape);
-    if (scratch.unit_dout) run_backward(backward_args(call, shape, pass, scratch), stream);
+    if (!arena.counting()) run_backward(backward_args(call, shape, pass, scratch), stream);
   });
 }
 

@@ -88,7 +88,7 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
   const std::int64_t values =
       gradients.lse.by_slot ? list_query_slots(call, plan) : call.B * call.H * call.N;
   float* delta = arena.take<float>(recompute ? values : 0);
-  if (!delta) return false;  // the arena only counts
+  if (arena.counting()) return false;
   return dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);

@@ -233,9 +233,8 @@ void lsh_backward(const LshParams& params, const AttentionCall& call, const LshB
                   Arena& arena, cudaStream_t stream) {
   const LshLists lists(arena, params, call);
   const LshScratch scratch(arena, lists, call);
-  const bool counts = !pass.grad_out.present();
   if (call.B * call.H * call.N == 0) return;
-  if (!counts) {
+  if (!arena.counting()) {
     find_lsh_lists(call, lists, pass.order, stream);
     prepare_values(call, lists, scratch, pass, stream);
   }
@@ -244,7 +243,7 @@ void lsh_backward(const LshParams& params, const AttentionCall& call, const LshB
   if (lists.wraps)
     lists_backward(call, lists.wrap(call), wanted(lists, scratch, pass, scratch.wrap), arena,
                    stream);
-  if (counts) return;
+  if (arena.counting()) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     add_slots<typename decltype(tag)::type>(call, lists, scratch, pass.gradients, stream);
   });

@@ -250,7 +250,7 @@ void oracle_backward(const AttentionCall& call, std::int64_t topk, const OracleB
   scratch.tiles = arena.take<std::int32_t>(entries);
   scratch.order = arena.take<std::int32_t>(entries);
   scratch.offsets = arena.take<std::int32_t>(call.B * call.H * (scratch.num_tiles + 1));
-  if (!scratch.entries) {
+  if (arena.counting()) {
     group_by_label(entry_shape(call, topk, scratch.num_tiles), {}, arena, stream);
     return;
   }

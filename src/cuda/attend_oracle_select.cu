@@ -256,8 +256,8 @@ void oracle_select(const AttentionCall& call, std::int64_t topk, const TensorVie
   const int capacity = oracle_capacity(static_cast<int>(topk));
   CandidateKey* candidates = arena.take<CandidateKey>(
       static_cast<std::int64_t>(blocks) * kRows * kOracleLists * capacity + 1);
-  if (!candidates) return;
-  if (call.num_items() == 0 || ragged(call.inputs.q_sequences))
+  if (arena.counting()) return;
+  if (ragged(call.inputs.q_sequences) && top_keys.count() > 0)
     COTERIE_CUDA(cudaMemsetAsync(top_keys.data, 0xff,
                                  static_cast<std::size_t>(top_keys.count()) * sizeof(std::int32_t),
                                  stream));

@@ -37,7 +37,7 @@ void RoutingPass::plan_runs(bool ends_there, const RoutingSaved& at, const Token
   ends = RunEnds(arena, params_, call_);
   if (demotes()) plan.filters.drop_own = ends.own_row;
   if (!ends_there) ends.ends = ints(at.ends);
-  if (at.counting || (!ends.ends && !ends.own_row)) return;
+  if (arena.counting() || (!ends.ends && !ends.own_row)) return;
   find_run_ends(params_, call_, {ints(at.q_order), ints(at.q_offsets)},
                 {ints(at.k_order), ints(at.k_offsets)}, tokens, ends, stream);
 }
@@ -60,7 +60,7 @@ MemberEnds RoutingPass::plan_members(bool ends_there, const RoutingSaved& at, Ar
     plan.filters.drop_own = flags;
     plan.filters.drop_by_slot = true;
   }
-  if (at.counting) return {};
+  if (arena.counting()) return {};
   return member_ends(call_, at.q_members, at.k_members, ends_there ? nullptr : ints(at.ends),
                      flags);
 }
@@ -103,11 +103,12 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, b
   const NormalisedSides sides = saved_sides(at);
   const float* head_scale = floats(call_.inputs.logit_scale);
   RunEnds ends;
-  if (!at.counting) clear_empty_slots(at, stream);
+  if (!arena.counting()) clear_empty_slots(at, stream);
   if (slots_are_rows()) {
     const ListPlan plan =
         list_plan(ends_there, sides, at, head_scale, nullptr, arena, stream, ends);
-    if (!at.counting) lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
+    if (!arena.counting())
+      lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
     return;
   }
   const TokenSlots tokens = query_tokens(at, arena);
@@ -125,7 +126,7 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, b
   void* slot_out =
       arena.take<std::byte>(query_slots() * call_.Dv * dtype_bytes(call_.inputs.q.dtype));
   float* slot_lse = strict_ ? arena.take<float>(query_slots()) : floats(at.member_lse);
-  if (at.counting) return;
+  if (arena.counting()) return;
   ListOutputs outputs;
   outputs.slot_rows = slot_out;
   outputs.lse = slot_lse;

@@ -28,7 +28,7 @@ void RoutingPass::merge_parts(const RoutingSaved& at, const TokenSlots& tokens,
     own.weight = arena.take<float>(rows);
     own.dlogit = arena.take<float>(rows);
   }
-  if (!parts) return;
+  if (arena.counting()) return;
   lists_delta(call_, plan, lists, parts, stream);
   merge_deltas(call_, tokens, parts, floats(at.lse), grad_out, own, delta, stream);
   lists.delta = {delta, false};
@@ -40,7 +40,7 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
   float* head_scale = nullptr;
   if (call_.inputs.logit_scale.present()) {
     head_scale = arena.take<float>(call_.H);
-    if (!at.counting) nonzero_scale(call_, head_scale, stream);
+    if (!arena.counting()) nonzero_scale(call_, head_scale, stream);
   }
   const bool single = slots_are_rows(), value_rows = single && call_.key_heads == call_.value_heads;
   const TokenSlots queries = single ? single_queries(at) : query_tokens(at, arena);
@@ -102,7 +102,7 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
     dk.zeroed = lists.cleared[1].present();
     dv.zeroed = lists.cleared[2].present();
   }
-  if (at.counting) return;
+  if (arena.counting()) return;
   write_gradients(sides, pass, rounded, dq, dk, dv, own, products, stream);
   if (pass.gradients.dlogit_scale.present())
     logit_scale_gradient(call_, products, head_scale, pass.gradients.dlogit_scale, stream);

@@ -13,7 +13,7 @@ bool RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<T
     scan(sides, centroids, at, counters.data, arena, stream);
     return false;
   }
-  if (centroids.rows) centre_centroids(call_, centroids, counters, stream);
+  if (!arena.counting()) centre_centroids(call_, centroids, counters, stream);
   if (!strict_) return select_members(sides, centroids, at, cleared, counters.data, arena, stream);
   sum_and_sort(sides, centroids, at, counters.data, arena, stream);
   return false;
@@ -33,7 +33,7 @@ void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentro
                                const RoutingSaved& at, unsigned* arrivals, Arena& arena,
                                cudaStream_t stream) const {
   const bool shared = params_.share_qk;
-  if (sides.q.stats) statistics(sides, stream);
+  if (!arena.counting() && (sides.q.stats || sides.k.stats)) statistics(sides, stream);
   NearestClusters queries{ints(at.q_labels), nullptr, static_cast<int>(per_row_)};
   if (per_row_ > 1) queries.clusters = arena.take<std::int32_t>(sides.q.count() * per_row_);
   nearest_exact(call_, sides.q, centroids, queries, arena, stream);
@@ -55,7 +55,7 @@ bool RoutingPass::select_members(const NormalisedSides& sides, const CentredCent
                                  unsigned* arrivals, Arena& arena, cudaStream_t stream) const {
   const bool shared = params_.share_qk;
   if (params_.membership == Membership::balanced) {
-    if (sides.q.stats) statistics(sides, stream);
+    if (!arena.counting()) statistics(sides, stream);
     select_balanced(call_, sides.q, centroids, at.q_members, arena, stream);
     if (!shared) select_balanced(call_, sides.k, centroids, at.k_members, arena, stream);
     return false;

@@ -78,9 +78,9 @@ struct CastForward {
 
 // The summary of every cluster. `rounded` takes surrogates (H, C, D) and summaries (items, H, C, D)
 // in the inputs' type, one behind the other; null where that is float. Runs beside the search of
-// the slots, where that comes ahead of it, else `first`. cast_summary.cu
+// the slots, which comes ahead of it and waits for what is read here. cast_summary.cu
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
-                    void* rounded, bool first, cudaStream_t stream);
+                    void* rounded, cudaStream_t stream);
 // Outputs from summaries and inner outputs. cast_fwd.cu
 void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
               cudaStream_t stream);

@@ -177,7 +177,7 @@ const void* cast_rounded(DType dtype, const float* from, std::int64_t count, Are
                          cudaStream_t stream) {
   if (dtype == DType::f32) return from;
   void* to = arena.take<std::uint16_t>(count);
-  if (!to || count == 0) return to;
+  if (arena.counting() || count == 0) return to;
   constexpr int kThreads = 256;
   const dim3 grid(static_cast<unsigned>((count + kThreads - 1) / kThreads));
   dispatch_element("cast", dtype, [&](auto tag) {

@@ -166,7 +166,7 @@ void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackwar
       pass.surrogates = surrogates;
       pass.summaries = summaries;
     }
-    if (!pass.gates) return;
+    if (arena.counting()) return;
     launch_early("cast prepare", prepare_kernel<T>,
                  dim3(blocks_of(max(rows, shape.items * table), kThreads)), kThreads, 0, stream,
                  shape, pass.gates, static_cast<const float*>(pass.saved.summary), surrogates,

@@ -119,7 +119,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const bool single = params.mode == CastMode::single;
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);
-  if (!affinities || rows == 0) return;
+  if (arena.counting() || rows == 0) return;
   CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
   const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {

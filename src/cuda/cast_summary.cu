@@ -17,7 +17,6 @@ struct SummaryArgs {
   CastSaved saved;
   Tensor4<const T> k, v;
   T *surrogates, *summaries;  // rounded, or null
-  bool first;                 // no kernel ahead has waited for what is read here
 };
 
 // The 16 bytes of this lane in several rows, some row for a negative number, to its own column of
@@ -43,7 +42,6 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kSummaryThreads, 8)
     summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
   release_next();
-  if (args.first) await_writes();
   using Layout = CastLanes<T, kDim>;
   constexpr int kBatch = 8, kChunk = kSummaryThreads / Layout::kLanes * kBatch;
   __shared__ uint4 staged[2 * kBatch][kSummaryThreads];  // keys, values
@@ -159,7 +157,7 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
 }  // namespace
 
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
-                    void* rounded, bool first, cudaStream_t stream) {
+                    void* rounded, cudaStream_t stream) {
   const dim3 grid(
       static_cast<unsigned>(static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters));
   if (grid.x == 0) return;
@@ -171,8 +169,7 @@ void cast_summaries(const CastShape& shape, const AttentionCall& call, const Cas
                               tensor4<const T>(call.k),
                               tensor4<const T>(call.inputs.v),
                               table,
-                              table ? table + call.H * shape.clusters * call.Dk : nullptr,
-                              first};
+                              table ? table + call.H * shape.clusters * call.Dk : nullptr};
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       launch_early("cast summaries", summary_kernel<T, decltype(width)::value>, grid,
                    kSummaryThreads, 0, stream, args);

@@ -2,6 +2,8 @@
 // The three clusterings as sequences of kernels.
 #include "cuda/cluster.h"
 
+#include <algorithm>
+
 #include "core/arena.h"
 #include "cuda/cluster_sums.h"
 #include "cuda/hamming.h"
@@ -26,7 +28,7 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
   const ClusterShape shape = cluster_shape(call, params.clusters);
   const HashBuffers hash(arena, params, call);
   const HammingBuffers buffers(arena, shape, static_cast<int>(params.iterations));
-  if (!hash.codes) return;
+  if (arena.counting()) return;
   hash_queries(params, call, hash, {buffers.zeroed, buffers.zeroed_count}, stream);
   hamming_kmeans(shape,
                  {static_cast<int>(params.iterations), static_cast<int>(params.bits), hash.codes,
@@ -34,15 +36,15 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
                  buffers, stream);
 }
 
-// One launch where key_kmeans serves. Else 3, and 3 more for each
-// iteration: sums of clusters, centroids, labels.
+// One launch, `at_once`, where key_kmeans serves. Else 3, and 3 more for each iteration: sums of
+// clusters, centroids, labels.
 void key_metric_clusters(const ClusteringParams& params, const AttentionCall& call,
-                         const Outputs& out, Arena& arena, cudaStream_t stream) {
+                         const Outputs& out, bool at_once, Arena& arena, cudaStream_t stream) {
   const ClusterShape shape = cluster_shape(call, params.clusters);
   const KeyMetricBuffers metric(arena, call, params.clusters);
-  if (key_kmeans_serves(call, shape)) {
+  if (at_once) {
     const KeyKMeansBuffers buffers(arena, call, shape);
-    if (!metric.centroids) return;
+    if (arena.counting()) return;
     return key_kmeans(call, shape, metric, buffers,
                       {static_cast<int>(params.iterations) + 1, out.labels, out.order, out.offsets,
                        out.extra.means, out.extra.zeroed},
@@ -52,7 +54,7 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
   // The sums may overwrite the centroids: those of empty clusters, which are kept, have none.
   const ClusterSums sums =
       make_cluster_sums(arena, shape, call.inputs.q, out.order, out.offsets, metric.centroids);
-  if (!metric.centroids) return;
+  if (arena.counting()) return;
   key_covariance(call, metric, {nearest.zeroed, nearest.passes * nearest.teams}, stream);
   for (std::int64_t pass = 0; pass <= params.iterations; ++pass) {
     if (pass > 0) sum_cluster_tiles(call.op, sums, call.inputs.q, stream);
@@ -63,11 +65,11 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
 }
 
 void cluster(const ClusteringParams& params, const AttentionCall& call, const Outputs& out,
-             Arena& arena, cudaStream_t stream) {
+             bool at_once, Arena& arena, cudaStream_t stream) {
   if (params.clusters > kMaxClusters)
     fail_more_than(call.op, kMaxClusters, "clusters", params.clusters);
   if (params.method == Clustering::keys)
-    key_metric_clusters(params, call, out, arena, stream);
+    key_metric_clusters(params, call, out, at_once, arena, stream);
   else
     hamming_clusters(params, call, out, arena, stream);
 }
@@ -75,9 +77,13 @@ void cluster(const ClusteringParams& params, const AttentionCall& call, const Ou
 }  // namespace
 
 std::int64_t cluster_workspace_bytes(const ClusteringParams& params, const AttentionCall& call) {
-  Arena arena;
-  cluster(params, call, {}, arena, nullptr);
-  return arena.used();
+  // Where the rows are decides between the two, but not how much memory a call needs.
+  Arena stages, whole;
+  cluster(params, call, {}, false, stages, nullptr);
+  if (params.method == Clustering::keys &&
+      key_kmeans_fits(call, cluster_shape(call, params.clusters)))
+    cluster(params, call, {}, true, whole, nullptr);
+  return std::max(stages.used(), whole.used());
 }
 
 bool clusters_with_means(const ClusteringParams& params, const AttentionCall& call) {
@@ -88,19 +94,13 @@ bool clusters_with_means(const ClusteringParams& params, const AttentionCall& ca
 void cluster_queries(const ClusteringParams& params, const AttentionCall& call,
                      const TensorView& labels, const TensorView& order, const TensorView& offsets,
                      void* workspace, cudaStream_t stream, const ClusterExtra& extra) {
-  if (call.num_items() == 0) {  // all rows are padding
-    for (const TensorView* rows : {&labels, &order})
-      COTERIE_CUDA(cudaMemsetAsync(rows->data, 0xff,
-                                   static_cast<std::size_t>(rows->count()) * sizeof(std::int32_t),
-                                   stream));
-    return;
-  }
+  if (call.num_items() == 0) return;
   const std::int64_t bytes = cluster_workspace_bytes(params, call);
   Arena arena(call.op, {workspace, bytes, stream}, bytes);
   cluster(params, call,
           {static_cast<std::int32_t*>(labels.data), static_cast<std::int32_t*>(order.data),
            static_cast<std::int32_t*>(offsets.data), extra},
-          arena, stream);
+          clusters_with_means(params, call), arena, stream);
 }
 
 }  // namespace coterie::cuda

@@ -42,6 +42,9 @@ void backward(const Mechanism& mechanism, const AttentionCall& call, const Atten
               const TensorView& grad_out, const AttentionGradients& gradients,
               const Workspace& workspace);
 
+// Writes `value` to every element of a tensor of f32, bf16, f16 or i32, with any strides.
+void fill(const TensorView& tensor, double value, const Workspace& workspace);
+
 // Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
 std::string refuse_tokens(const TensorView& x);
 

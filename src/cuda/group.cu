@@ -37,7 +37,7 @@ void group_by_label(const ClusterShape& shape, const GroupRun& run, Arena& arena
   args.histograms =
       arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) * shape.clusters);
   args.teams.arrivals = arena.take<unsigned>(args.teams.count);
-  if (!args.histograms || shape.problems() == 0) return;
+  if (arena.counting() || shape.problems() == 0) return;
   COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,
                                static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
                                stream));

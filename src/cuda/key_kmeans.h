@@ -14,7 +14,9 @@
 
 namespace coterie::cuda {
 
-// Whether the kernel can run the call, and has blocks enough to be worth it.
+// Whether the kernel can run a call of this shape, and has blocks enough to be worth it; and
+// whether it serves the call itself, whose rows must be aligned.
+bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape);
 bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape);
 
 struct KeyKMeansBuffers {

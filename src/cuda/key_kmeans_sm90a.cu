@@ -93,12 +93,16 @@ Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {
 
 }  // namespace
 
-bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape) {
+bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape) {
   constexpr int kFewProblems = 8, kFewRows = 8192;  // below both a problem needs more blocks
-  const TensorView& q = call.inputs.q;
-  return q.dtype != DType::f32 && call.Dk <= kWidth && shape.clusters <= kClusters &&
+  return call.inputs.q.dtype != DType::f32 && call.Dk <= kWidth && shape.clusters <= kClusters &&
          (shape.problems() >= kFewProblems || shape.rows <= kFewRows) && shape.rows < kMostRows &&
-         tensor4<const F16>(q).aligned && tensor4<const F16>(call.k).aligned && on_hopper();
+         on_hopper();
+}
+
+bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape) {
+  return tensor4<const F16>(call.inputs.q).aligned && tensor4<const F16>(call.k).aligned &&
+         key_kmeans_fits(call, shape);
 }
 
 KeyKMeansBuffers::KeyKMeansBuffers(Arena& arena, const AttentionCall& call,

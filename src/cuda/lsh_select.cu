@@ -163,10 +163,7 @@ void lsh_select(const LshParams& params, const AttentionCall& call, const Tensor
   auto* offsets =
       arena.take<std::int32_t>(static_cast<std::int64_t>(rounds.problems()) * (params.buckets + 1));
   auto* sorted = static_cast<std::int32_t*>(order.data);
-  if (sorted && call.num_items() == 0)  // all rows are padding
-    COTERIE_CUDA(cudaMemsetAsync(
-        sorted, 0xff, static_cast<std::size_t>(order.count()) * sizeof(std::int32_t), stream));
-  if (sorted && rounds.problems() > 0)
+  if (!arena.counting() && rounds.problems() > 0)
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       dispatch_head_dim(call.op, call.Dk, [&](auto width) {
         hash_rows<typename decltype(tag)::type, decltype(width)::value / 32>(call, args, stream);

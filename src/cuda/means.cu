@@ -195,7 +195,7 @@ void cluster_sums(const AttentionCall& call, const TensorView& x, const TensorVi
   const ClusterSums args = make_cluster_sums(
       arena, cluster_shape(call, clusters), x, static_cast<const std::int32_t*>(order.data),
       static_cast<const std::int32_t*>(offsets.data), static_cast<float*>(sums.data));
-  if (!args.partials) return;
+  if (arena.counting()) return;
   sum_cluster_tiles(call.op, args, x, stream);
   finish_sums(args, false, {}, stream);
 }
@@ -208,7 +208,7 @@ void centroid_means(const AttentionCall& call, const TensorView& order, const Te
                                              static_cast<const std::int32_t*>(order.data),
                                              static_cast<const std::int32_t*>(offsets.data),
                                              static_cast<float*>(centroids.data));
-  if (!args.partials) return;
+  if (arena.counting()) return;
   sum_cluster_tiles(call.op, args, call.inputs.q, stream);
   finish_sums(args, true, zeroed, stream);
 }

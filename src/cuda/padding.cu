@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: MIT
 #include "cuda/padding.h"
 
+#include <type_traits>
+
 #include "cuda/device/element.cuh"
 #include "cuda/device/problem.cuh"
+#include "cuda/entry.h"
+#include "cuda/guard.h"
 #include "cuda/launch.h"
 #include "cuda/tuning.h"
 
@@ -26,9 +30,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A thread per element, by number in row-major order.
 template <class T>
-void fill(const TensorView& view, const Sequences& sequences, std::int64_t items, float value,
-          cudaStream_t stream) {
+__global__ void __launch_bounds__(kThreads)
+    fill_kernel(const __grid_constant__ TensorView tensor, std::int64_t count, float value) {
+  T element;
+  if constexpr (std::is_same_v<T, std::int32_t>)
+    element = static_cast<std::int32_t>(value);
+  else
+    element = from_float<T>(value);
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += step) {
+    std::int64_t rest = i, offset = 0;
+    for (int dim = tensor.rank - 1; dim >= 0; --dim) {
+      offset += rest % tensor.sizes[dim] * tensor.strides[dim];
+      rest /= tensor.sizes[dim];
+    }
+    static_cast<T*>(tensor.data)[offset] = element;
+  }
+}
+
+template <class T>
+void fill_padding_of(const TensorView& view, const Sequences& sequences, std::int64_t items,
+                     float value, cudaStream_t stream) {
   const std::int64_t batches = view.size(0), rows = view.size(2);
   if (!ragged(sequences) || view.count() == 0) return;
   const dim3 grid(static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)),
@@ -48,15 +73,31 @@ bool ragged(const Sequences& sequences) {
 void zero_padding(const TensorView& tensor, const Sequences& sequences, std::int64_t items,
                   cudaStream_t stream) {
   dispatch_element("padding", tensor.dtype, [&](auto tag) {
-    fill<typename decltype(tag)::type>(tensor, sequences, items, 0.0f, stream);
+    fill_padding_of<typename decltype(tag)::type>(tensor, sequences, items, 0.0f, stream);
   });
 }
 
 void fill_padding(float* values, std::int64_t batches, std::int64_t heads, std::int64_t rows,
                   const Sequences& sequences, std::int64_t items, float value,
                   cudaStream_t stream) {
-  fill<float>(TensorView::contiguous(values, DType::f32, {batches, heads, rows, 1}, Device::cuda),
-              sequences, items, value, stream);
+  fill_padding_of<float>(
+      TensorView::contiguous(values, DType::f32, {batches, heads, rows, 1}, Device::cuda),
+      sequences, items, value, stream);
+}
+
+void fill(const TensorView& tensor, double value, const Workspace& workspace) {
+  const std::int64_t count = tensor.count();
+  if (count == 0) return;
+  const DeviceGuard guard("fill", tensor.device);
+  const auto launch = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const std::int64_t blocks = min((count + kThreads - 1) / kThreads, std::int64_t{4096});
+    fill_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(workspace)>>>(
+        tensor, count, static_cast<float>(value));
+    COTERIE_LAUNCH("fill");
+  };
+  if (tensor.dtype == DType::i32) return launch(TypeTag<std::int32_t>{});
+  dispatch_element("fill", tensor.dtype, launch);
 }
 
 }  // namespace coterie::cuda

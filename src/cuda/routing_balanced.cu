@@ -249,7 +249,7 @@ void select_balanced(const AttentionCall& call, const RoutingSide& side,
     args.histograms = arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) *
                                                shape.clusters);
     args.teams.arrivals = arena.take<unsigned>(args.teams.count);
-    if (!args.labels || members.count() == 0) return;
+    if (arena.counting() || members.count() == 0) return;
     args.members = static_cast<std::int32_t*>(members.data);
     args.width = static_cast<int>(members.size(3));
     COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,

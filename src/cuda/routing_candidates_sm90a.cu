@@ -161,10 +161,9 @@ CandidateSide candidate_side(const CandidateRun& run) {
 }  // namespace
 
 bool candidates_pay(const RoutingSide& side, std::int64_t width) {
-  TensorView rows = side.rows;
-  rows.data = nullptr;  // memory for the lists must not depend on where rows are
-  return tensor4<const CandidateElement>(rows).aligned && side.rows.dtype == DType::bf16 &&
-         !side.shape.q.cu_seqlens && width >= kLeastWidth && width <= kMostWidth &&
+  // Memory for the lists must not depend on where rows are: find_candidates looks at that.
+  return side.rows.size(3) % 8 == 0 && side.rows.dtype == DType::bf16 && !side.shape.q.cu_seqlens &&
+         width >= kLeastWidth && width <= kMostWidth &&
          side.shape.rows >= kLeastCandidateRows * width && side.shape.rows < kMostRows &&
          on_hopper();
 }
@@ -191,7 +190,7 @@ bool find_candidates(const AttentionCall& call, const CentredCentroids& centroid
   if (queries.wanted && keys.wanted) args.sides[1] = candidate_side(keys);
   args.maxima = arena.take<std::uint32_t>(static_cast<std::int64_t>(problems) * args.passes *
                                           args.cells() * (kTeamColumns / 2));
-  if (!args.maxima || problems == 0) return false;
+  if (arena.counting() || problems == 0) return false;
   if (!args.sides[0].x.aligned || (args.sides[1].problems && !args.sides[1].x.aligned)) {
     leave_open(call, queries, keys, zeroed, stream);
     return false;

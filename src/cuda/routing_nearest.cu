@@ -136,7 +136,7 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
                    cudaStream_t stream) {
   float* scores = nearest.per_row > 1 ? arena.take<float>(side.count()) : nullptr;
   const ItemChunks tiles = row_tiles(side.shape.q, side.shape.items, kRowTile);
-  if (!nearest.labels || side.count() == 0) return;
+  if (arena.counting() || side.count() == 0) return;
   COTERIE_CUDA(cudaMemsetAsync(
       nearest.labels, 0xff, static_cast<std::size_t>(side.count()) * sizeof(std::int32_t), stream));
   if (tiles.slots == 0) return;

@@ -30,14 +30,11 @@ struct RoutingSaved {
   TensorView q_statistics, k_statistics, ends;
   SavedSlots q_slots, k_slots;  // top, balanced
   TensorView weights;
-
-  bool counting = false;  // nothing is there
 };
 
 inline RoutingSaved saved_tensors(const RoutingParams& params, bool with_ends,
                                   const std::vector<TensorView>& saved) {
   RoutingSaved at;
-  at.counting = saved.empty();
   std::size_t next = 0;
   const auto take = [&](TensorView& tensor) {
     if (next < saved.size()) tensor = saved[next++];

@@ -187,7 +187,7 @@ void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals
   const int clusters = queries.side.shape.clusters;
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
   args.numbers = arena.take<std::int32_t>(sort_numbers(args.teams, clusters));
-  if (!args.numbers || problems == 0) return;
+  if (arena.counting() || problems == 0) return;
   const std::size_t bytes = sort_shared_bytes(clusters, kWarps);
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   launch_cooperative(sort_runs_kernel, args.teams.blocks(), kThreads, bytes, stream, args);

@@ -115,7 +115,7 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
   args.numbers = arena.take<std::int32_t>(
       kTwinNumbers * static_cast<std::int64_t>(multiprocessors()) * centroids.clusters);
-  if (!args.numbers || problems == 0) return;
+  if (arena.counting() || problems == 0) return;
   args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
   args.halves = 2 * args.columns / kScanStep;
   dispatch_head_dim(call.op, call.Dk, [&](auto width) {

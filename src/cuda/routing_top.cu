@@ -141,7 +141,7 @@ bool select_top(const AttentionCall& call, const CentredCentroids& centroids,
     return {side.side, static_cast<int>(side.width), candidates_pay(side.side, side.width), {}};
   };
   CandidateRun q = run(queries), k = keys ? run(*keys) : CandidateRun{};
-  const bool chosen = q.wanted || k.wanted, launches = queries.members.present();
+  const bool chosen = q.wanted || k.wanted, launches = !arena.counting();
   bool clears = false;
   const int rows = max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
   dispatch_element(call.op, queries.side.rows.dtype, [&](auto tag) {

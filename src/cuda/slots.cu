@@ -213,7 +213,7 @@ bool find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& are
   args.teams = make_teams(problems, rows, multiprocessors(), nullptr);
   args.sums = arena.take<std::int32_t>(2 * args.teams.blocks());
   args.teams.arrivals = arena.take<unsigned>(args.teams.count);
-  if (!args.sums || problems == 0) return false;
+  if (arena.counting() || problems == 0) return false;
   COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,
                                static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
                                stream));

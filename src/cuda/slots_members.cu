@@ -203,7 +203,7 @@ bool find_member_slots(const TokenSlots& tokens, const TokenSlots* second, const
   add(tokens, args.sides[0]);
   if (second) add(*second, args.sides[1]);
   const int problems = args.sides[0].problems + args.sides[1].problems;
-  if (!args.sides[0].bounds || problems == 0 || block == 0 || rows == 0) return true;
+  if (arena.counting() || problems == 0 || block == 0 || rows == 0) return true;
   if (ends.wanted()) args.ends = ends;
   launch_early("member_bounds", member_bounds_kernel,
                dim3(static_cast<unsigned>((block + kThreads - 1) / kThreads),

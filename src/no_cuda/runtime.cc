@@ -45,6 +45,8 @@ void backward(const Mechanism&, const AttentionCall& call, const AttentionResult
   refuse(call.op);
 }
 
+void fill(const TensorView&, double, const Workspace&) { refuse("fill"); }
+
 std::string refuse_tokens(const TensorView&) { return "this library was built without CUDA"; }
 
 void ema_update(double, const TensorView&, const Sequences&, const TensorView&,

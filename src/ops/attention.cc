@@ -2,6 +2,8 @@
 // Attention by any mechanism: checks, then the back end.
 #include "coterie/attention.h"
 
+#include <limits>
+
 #include "core/check.h"
 #include "core/parallel.h"
 #include "cpu/attention.h"
@@ -43,6 +45,22 @@ CallThreads threads_for(const Checked& checked, const Workspace& workspace) {
   return {workspace.bytes, [&] { return bytes_of(checked); }};
 }
 
+// No token to attend with, or none to attend to: nothing is left to compute.
+bool has_no_pairs(const AttentionCall& call) { return call.B == 0 || call.N == 0 || call.S == 0; }
+
+// What a GPU writes then: outputs and saved values of 0, log-sum-exps of -inf, no slots. The CPU
+// computes the same.
+void attend_to_nothing(const Checked& checked, const AttentionResult& result,
+                       const Workspace& workspace) {
+  cuda::fill(result.out, 0, workspace);
+  for (std::size_t t = checked.layout.selection_count; t < result.saved.size(); ++t) {
+    const TensorLayout& layout = checked.layout.tensors[t];
+    const bool lse = layout.name.find("lse") != std::string::npos;
+    const double value = lse ? -std::numeric_limits<double>::infinity() : 0;
+    cuda::fill(result.saved[t], layout.dtype == DType::i32 ? -1 : value, workspace);
+  }
+}
+
 void check_out(const AttentionCall& call, const TensorView& out) {
   ops::check_rows(call.op, "out", out, 4, call.device);
   ops::check_dtype(call.op, "out", out, call.inputs.q.dtype);
@@ -76,6 +94,8 @@ void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
   const CallThreads threads = threads_for(checked, workspace);
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
+  if (checked.on_cuda() && has_no_pairs(checked.call))
+    return attend_to_nothing(checked, result, workspace);
   if (checked.on_cuda()) return cuda::attend(checked.mechanism, checked.call, result, workspace);
   std::visit([&](const auto& params) { cpu::attend(params, checked.call, result, workspace); },
              checked.mechanism);
@@ -87,6 +107,10 @@ void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs
   const CallThreads threads = threads_for(checked, workspace);
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
+  if (checked.on_cuda() && has_no_pairs(checked.call)) {
+    cuda::select(checked.mechanism, checked.call, result.saved, workspace);
+    return attend_to_nothing(checked, result, workspace);
+  }
   if (checked.on_cuda()) return cuda::forward(checked.mechanism, checked.call, result, workspace);
   std::visit(
       [&](const auto& params) {
@@ -104,6 +128,13 @@ void attention_backward(const Mechanism& mechanism, const AttentionInputs& input
   check_out(checked.call, result.out);
   ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
   ops::check_gradients(checked.mechanism, checked.call, grad_out, gradients);
+  if (checked.on_cuda() && has_no_pairs(checked.call)) {
+    for (const TensorView* gradient :
+         {&gradients.dq, &gradients.dk, &gradients.dv, &gradients.dcentroids, &gradients.dgate,
+          &gradients.dlogit_scale})
+      cuda::fill(*gradient, 0, workspace);
+    return;
+  }
   if (checked.on_cuda())
     return cuda::backward(checked.mechanism, checked.call, result, grad_out, gradients, workspace);
   std::visit(

@@ -186,5 +186,23 @@ TEST(AttentionGpuRefusalTest, SizesThatKernelsCannotCountAreNamed) {
   expect(message(routing, 1, 1, 1 << 20, 2048), "members in the lists of a head; got 2147483648");
 }
 
+// Views of one shape: dense, at an odd address, and with rows at odd distances.
+TEST_P(AttentionGpuTest, NeedsAsMuchMemoryWhereverItsRowsAre) {
+  const Problem problem = cases::make_problem(GetParam(), 1);
+  const DeviceRun run(problem);
+  const auto bytes = [&](std::int64_t shift, std::int64_t gap) {
+    AttentionInputs inputs = run.inputs;
+    for (TensorView* view : {&inputs.q, &inputs.k, &inputs.v}) {
+      if (!view->present()) continue;
+      view->data = static_cast<char*>(view->data) + shift * dtype_bytes(view->dtype);
+      for (int dim = 0; dim < 3; ++dim) view->strides[dim] += gap;  // never read
+    }
+    return attention_workspace_bytes(run.mechanism, inputs);
+  };
+  EXPECT_EQ(bytes(1, 0), run.workspace.bytes);
+  EXPECT_EQ(bytes(0, 1), run.workspace.bytes);
+  EXPECT_EQ(bytes(1, 1), run.workspace.bytes);
+}
+
 }  // namespace
 }  // namespace coterie
