@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(kThreads)
     broadcast_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, int warps) {
   const BackwardShape& shape = args.shape;
   const int head = static_cast<int>(blockIdx.y);
-  const int number = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / (32 * warps);
+  const int number = static_cast<int>(blockIdx.x) * (kThreads / 32 / warps) +
+                     static_cast<int>(threadIdx.x) / (32 * warps);
   const ClusterUnit unit =
       shape.units.find(shape.spans.q, args.lists.offsets, args.lists.labels, args.lists.order, head,
                        min(number, shape.units.blocks() - 1));

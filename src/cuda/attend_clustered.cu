@@ -64,8 +64,13 @@ class ClusteredPass : public Pass {
       : Pass(call), params_(params), sizes_(sizes_of(params, call)) {}
 
   std::string refusal() const override {
-    const std::string reason = refuse(params_);
-    return reason.empty() ? refuse_batches(call_.B) : reason;
+    // Clusters, their tiles of 64 rows, and hash planes of a key head, in all heads.
+    const std::int64_t lists = call_.num_items() * (sizes_.clusters + 1) + call_.B * (call_.N / 64),
+                       planes = call_.num_items() * params_.clustering.bits;
+    for (const std::string& reason : {refuse(params_), refuse_batches(call_.B),
+                                      refuse_lists(std::max(lists, planes) * call_.H)})
+      if (!reason.empty()) return reason;
+    return "";
   }
 
   // The largest need of any stage; stages that follow each other share the memory.

@@ -156,9 +156,15 @@ class LshPass : public Pass {
   std::string refusal() const override {
     const std::string buckets = refuse_more_than(kMaxClusters, "buckets", params_.buckets);
     if (!buckets.empty()) return buckets;
-    const std::string lists =
-        refuse_more_than(kMaxBlocks, "rounds of all heads", call_.H * params_.rounds);
-    return lists.empty() ? refuse_batches(call_.B) : lists;
+    const std::int64_t chunks = call_.B * (call_.N / std::max<std::int64_t>(params_.chunk, 1) + 1);
+    for (const std::string& reason :
+         {refuse_more_than(kMaxBlocks, "rounds of all heads", call_.H * params_.rounds),
+          refuse_batches(call_.B),
+          refuse_lists(std::max(chunks, call_.B * call_.H * params_.rounds * params_.buckets)),
+          refuse_more_than(kMaxSlots, "elements in all rotations",
+                           params_.rounds * (params_.buckets / 2 + 7) * kMaxHeadDim)})
+      if (!reason.empty()) return reason;
+    return "";
   }
 
   std::int64_t workspace_bytes() const override {

@@ -20,8 +20,10 @@ std::string refuse_shape(const AttentionCall& call) {
            " and " + std::to_string(call.Dv);
   const std::string width = refuse_width(call.Dk);
   if (!width.empty()) return width;
-  const std::string heads = refuse_more_than(kMaxBlocks, "heads", call.H);
-  if (!heads.empty()) return heads;
+  for (const std::string& reason :
+       {refuse_more_than(kMaxBlocks, "heads", call.H),
+        refuse_more_than(kMaxLists, "sequences times heads", call.num_items() * call.H)})
+    if (!reason.empty()) return reason;
   return refuse_more_than(kMaxRows, "rows of a batch entry", std::max(call.N, call.S));
 }
 

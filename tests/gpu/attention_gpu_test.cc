@@ -182,6 +182,15 @@ TEST(AttentionGpuRefusalTest, SizesThatKernelsCannotCountAreNamed) {
   EXPECT_EQ(message("full", 100000, 16, 16, 0), "");
   expect(message("i-clustered(clusters=4)", 65536, 1, 16, 0),
          "at most 65535 batch entries; got 65536");
+  const std::int64_t many = 1 << 15;
+  expect(message("oracle-top(topk=1)", many, many + 1, 1, 0),
+         "sequences times heads; got 1073774592");
+  expect(message("i-clustered(clusters=4096)", many, 16, 16, 0),
+         "lists and tiles of lists in all heads; got 2148007936");
+  expect(message("lsh(rounds=2048,buckets=8192,chunk=4)", 64, 16, 16, 0),
+         "lists and tiles of lists in all heads; got 17179869184");
+  expect(message("lsh(rounds=2048,buckets=8192,chunk=4)", 1, 16, 16, 0),
+         "elements in all rotations; got");
   const char* routing = "routing(clusters=2048,membership=top,window=1048576)";
   expect(message(routing, 1, 1, 1 << 20, 2048), "members in the lists of a head; got 2147483648");
 }

@@ -69,7 +69,8 @@ struct ClusterUnits {
     }
     const int own = row(unit.item, head, unit.cluster);
     const std::int32_t* offset =
-        offsets + (unit.item * heads + head) * (clusters + 1) + unit.cluster;
+        offsets + (static_cast<std::int64_t>(unit.item) * heads + head) * (clusters + 1) +
+        unit.cluster;
     unit.first = offset[0];
     unit.size = offset[1] - unit.first;
     unit.count = min(unit.size, kUnitRows);

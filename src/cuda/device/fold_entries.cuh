@@ -71,7 +71,8 @@ struct FoldBlock {
     const int head = key_head * shape.group + from_first;
     const int cluster = list - from_first * shape.clusters;
     const std::int32_t* offset =
-        args.lists.offsets + (keys.item * shape.H + head) * (shape.clusters + 1) + cluster;
+        args.lists.offsets +
+        (static_cast<std::int64_t>(keys.item) * shape.H + head) * (shape.clusters + 1) + cluster;
     const int begin = offset[0], end = offset[1];
     return {shape.units.row(keys.item, head, cluster),
             shape.units.second_place(head, queries, begin),

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "core/call.h"
 #include "cuda/device/problem.cuh"
+#include "cuda/fail.h"
 
 namespace coterie::cuda {
 
@@ -87,14 +89,16 @@ struct QueryTiles {
 // `rows` of each batch entry; packed items share one.
 inline QueryTiles query_tiles(bool packed, std::int64_t items, std::int64_t rows,
                               std::int64_t per_row, std::int64_t clusters, int bits) {
-  const std::int64_t slots = rows * per_row;
+  const std::int64_t slots = rows * per_row, per_item = clusters + (slots >> bits) + 1;
+  const std::int64_t total = packed ? items * clusters + (slots >> bits) + 1 : items * per_item;
+  if (total > std::numeric_limits<int>::max())
+    fail_more_than("lists", std::numeric_limits<int>::max(), "tiles of lists of a head", total);
   QueryTiles tiles;
   tiles.bits = bits;
   tiles.clusters = static_cast<int>(clusters);
   tiles.items = static_cast<int>(items);
-  tiles.per_item = packed ? 0 : static_cast<int>(clusters + (slots >> bits) + 1);
-  tiles.total = packed ? static_cast<int>(tiles.items * clusters + (slots >> bits) + 1)
-                       : tiles.items * tiles.per_item;
+  tiles.per_item = packed ? 0 : static_cast<int>(per_item);
+  tiles.total = static_cast<int>(total);
   tiles.per_row = static_cast<int>(per_row);
   return tiles;
 }
