@@ -255,14 +255,18 @@ void integers(const std::string& text, std::int64_t& first, std::int64_t& second
 
 // The words that stand for one value of an enumeration; false for any other.
 bool read_choice(const std::string& word, Case& c) {
-  static const std::map<std::string, Lengths> lengths = {{"padded", Lengths::padded},
-                                                         {"packed", Lengths::packed}};
+  static const std::map<std::string, Lengths> lengths = {
+      {"padded", Lengths::padded}, {"packed", Lengths::packed}, {"drawn", Lengths::drawn}};
   static const std::map<std::string, Layout> layouts = {{"bnhd", Layout::bnhd},
                                                         {"gaps", Layout::gaps}};
   static const std::map<std::string, DType> dtypes = {
       {"f64", DType::f64}, {"bf16", DType::bf16}, {"f16", DType::f16}};
-  static const std::map<std::string, Data> data = {
-      {"mixture", Data::mixture}, {"equal", Data::equal}, {"integers", Data::integers}};
+  static const std::map<std::string, Data> data = [] {
+    std::map<std::string, Data> names;
+    for (int d = 0; d <= static_cast<int>(Data::nonfinite); ++d)
+      names[data_name(static_cast<Data>(d))] = static_cast<Data>(d);
+    return names;
+  }();
   const auto choose = [&](const auto& words, auto& value) {
     const auto found = words.find(word);
     if (found == words.end()) return false;
@@ -308,6 +312,13 @@ Case make_case(const std::string& name, const std::string& spec, const std::stri
   std::istringstream words(shape);
   for (std::string word; words >> word;) read_word(word, c);
   return completed(c);
+}
+
+const char* data_name(Data data) {
+  constexpr const char* kNames[] = {"normal", "mixture",  "equal",  "integers", "one_cluster",
+                                    "spread", "disjoint", "sparse", "zipf",     "repeated",
+                                    "zeros",  "large",    "huge",   "trained",  "nonfinite"};
+  return kNames[static_cast<int>(data)];
 }
 
 Case completed(Case c) {

@@ -14,7 +14,8 @@ namespace coterie::cases {
 
 // How the rows of a batch form sequences. padded: lengths that differ, one of them 0. packed: items
 // of different lengths in one batch entry, one of them empty, and rows left over; needs B = 1.
-enum class Lengths : std::uint8_t { none, padded, packed };
+// drawn: any lengths, 0 among them; packed in one batch entry, padded in several.
+enum class Lengths : std::uint8_t { none, padded, packed, drawn };
 
 // Where (B, H, N, D) lies in memory: as it is; as (B, N, H, D); or inside a larger tensor, so that
 // no stride is a product of sizes and no row is aligned.
@@ -23,7 +24,30 @@ enum class Layout : std::uint8_t { bhnd, bnhd, gaps };
 // normal: independent standard normal numbers. mixture: queries and keys around a few centres whose
 // popularity falls as 1/rank. equal: all queries, and all keys, of a head are one row. integers:
 // small integers, so that scores are exact in every type and many of them are tied.
-enum class Data : std::uint8_t { normal, mixture, equal, integers };
+// The rest is unkind. Rows around centres, which are the mechanism's centroids where it has some:
+// one_cluster (all around one), spread (each row around the next one), disjoint (queries around the
+// first half of them, keys around the others), sparse (around every eighth one), zipf (popularity
+// falls as 1/rank). repeated: seven rows, again and again. zeros: a third of the rows is 0. large:
+// rows times powers of two. huge: all elements of q are 6144, of k 7168. trained: embeddings fitted
+// to a bigram process, with positions. nonfinite: a few rows of q, k and v have NaN or infinities.
+enum class Data : std::uint8_t {
+  normal,
+  mixture,
+  equal,
+  integers,
+  one_cluster,
+  spread,
+  disjoint,
+  sparse,
+  zipf,
+  repeated,
+  zeros,
+  large,
+  huge,
+  trained,
+  nonfinite
+};
+const char* data_name(Data data);
 
 struct Case {
   std::string name = "";  // letters, digits and underscores; unique
@@ -45,8 +69,8 @@ std::ostream& operator<<(std::ostream& out, const Case& c);
 // Every case, with all sizes filled in.
 std::vector<Case> all();
 
-// A case from words: "B3 H4:2 N113 S65 D64:32 causal mask padded|packed bnhd|gaps f64|bf16|f16
-// mixture|equal|integers logit_scale scale=0.5"; what is not said has the default.
+// A case from words: "B3 H4:2 N113 S65 D64:32 causal mask padded|packed|drawn bnhd|gaps
+// f64|bf16|f16 mixture|equal|... logit_scale scale=0.5"; what is not said has the default.
 Case make_case(const std::string& name, const std::string& spec, const std::string& shape);
 
 // Sizes that were left 0 replaced by what they stand for.

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT
 #include "cases/problem.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <variant>
 
+#include "cases/data.h"
 #include "coterie/random.h"
 #include "coterie/spec.h"
 
@@ -14,66 +16,6 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// Numbers the streams of a problem.
-enum Tensor : std::uint32_t { kQ, kK, kV, kGradOut, kCentroids, kGate, kMask, kCentres };
-
-using Values = std::function<double(std::int64_t)>;
-
-RandomStream stream(std::uint64_t seed, Tensor tensor) {
-  return {.seed = seed, .use = RandomUse::data, .problem = tensor};
-}
-
-Values normal_values(std::uint64_t seed, Tensor tensor) {
-  return [s = stream(seed, tensor)](std::int64_t index) {
-    return random_normal(s, static_cast<std::uint64_t>(index));
-  };
-}
-
-Values integer_values(std::uint64_t seed, Tensor tensor) {
-  return [s = stream(seed, tensor)](std::int64_t index) {
-    return static_cast<double>(random_below(s, static_cast<std::uint64_t>(index), 5)) - 2.0;
-  };
-}
-
-// The first row of each head everywhere; rows (per head) and dim are the last two sizes. In
-// sixteenths, so that sums of many equal rows are exact.
-Values equal_values(std::uint64_t seed, Tensor tensor, std::int64_t rows, std::int64_t dim) {
-  return [normal = normal_values(seed, tensor), rows, dim](std::int64_t index) {
-    return std::round(16.0 * normal(index / (rows * dim) * dim + index % dim)) / 16.0;
-  };
-}
-
-// Rows around one of eight centres, common to all heads; centre r is chosen with weight 1/(r+1).
-Values mixture_values(std::uint64_t seed, Tensor tensor, std::int64_t dim) {
-  return [=](std::int64_t index) {
-    constexpr int kNumCentres = 8;
-    const auto row = static_cast<std::uint64_t>(index / dim);
-    double total = 0.0;
-    for (int r = 0; r < kNumCentres; ++r) total += 1.0 / (r + 1);
-    double left = total * random_unit(stream(seed, tensor).at(row).word[3]);
-    int centre = 0;
-    while (centre < kNumCentres - 1 && (left -= 1.0 / (centre + 1)) > 0.0) ++centre;
-    const auto at = static_cast<std::uint64_t>(centre * dim + index % dim);
-    return random_normal(stream(seed, kCentres), at) +
-           0.4 * random_normal(stream(seed, tensor), static_cast<std::uint64_t>(index));
-  };
-}
-
-// Values of q or k of sizes (B, H, N, D).
-Values token_values(const Case& c, std::uint64_t seed, Tensor tensor) {
-  switch (c.data) {
-    case Data::mixture:
-      return mixture_values(seed, tensor, c.Dk);
-    case Data::equal:
-      return equal_values(seed, tensor, tensor == kQ ? c.N : c.S, c.Dk);
-    case Data::integers:
-      return integer_values(seed, tensor);
-    case Data::normal:
-      break;
-  }
-  return normal_values(seed, tensor);
-}
-
 TensorView new_ints(std::vector<HostTensor>& storage, const std::vector<std::int64_t>& values) {
   const TensorView view =
       new_tensor(storage, DType::i32, {static_cast<std::int64_t>(values.size())});
@@ -81,12 +23,42 @@ TensorView new_ints(std::vector<HostTensor>& storage, const std::vector<std::int
   return view;
 }
 
+// Lengths drawn for `items` sequences of at most `rows` rows, one in five of them empty.
+std::vector<std::int64_t> drawn_lengths(std::int64_t items, std::int64_t rows, std::uint64_t seed) {
+  const RandomStream s = stream(seed, kLengths);
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t t = 0; t < items; ++t) {
+    const auto at = static_cast<std::uint64_t>(2 * t + 1);
+    const bool empty = random_below(s, at, 5) == 0;
+    lengths.push_back(empty ? 0 : random_below(s, at + 1, static_cast<std::uint32_t>(rows + 1)));
+  }
+  return lengths;
+}
+
+// The same packed: drawn cuts, one in five of them twice.
+std::vector<std::int64_t> drawn_offsets(std::int64_t items, std::int64_t rows, std::uint64_t seed) {
+  std::vector<std::int64_t> cuts = drawn_lengths(items, rows, seed);
+  std::sort(cuts.begin(), cuts.end());
+  cuts.insert(cuts.begin(), 0);
+  return cuts;
+}
+
 // Sequences of `rows` rows; packed ones leave the last two rows to nobody. `keys` of
 // cross-attention get other lengths than the queries, so that there are items with queries and no
 // keys and the reverse.
-Sequences make_sequences(const Case& c, std::int64_t rows, bool keys,
+Sequences make_sequences(const Case& c, std::int64_t rows, bool keys, std::uint64_t seed,
                          std::vector<HostTensor>& storage) {
   Sequences sequences;
+  if (c.lengths == Lengths::drawn) {
+    // Equal for queries and keys unless their numbers differ.
+    const std::uint64_t own = c.N != c.S && keys ? seed + 1 : seed;
+    const std::int64_t items = 1 + random_below(stream(seed, kLengths), 0, 12);
+    if (c.B > 1)
+      sequences.lengths = new_ints(storage, drawn_lengths(c.B, rows, own));
+    else
+      sequences.cu_seqlens = new_ints(storage, drawn_offsets(items, rows, own));
+    return sequences;
+  }
   const bool cross = c.N != c.S;
   if (c.lengths == Lengths::padded) {
     const std::vector<std::int64_t> pattern =
@@ -115,10 +87,31 @@ void spoil_padding(const TensorView& tensor, const Sequences& sequences, int dim
   }
 }
 
+// NaN or an infinity in one element or all of one to three rows of q, k and v each.
+void spoil_rows(const AttentionInputs& inputs, std::uint64_t seed) {
+  const RandomStream s = stream(seed, kSpoilt);
+  std::uint64_t index = 0;
+  const auto below = [&](std::int64_t bound) {
+    return static_cast<std::int64_t>(random_below(s, index++, static_cast<std::uint32_t>(bound)));
+  };
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const TensorView& tensor : {inputs.q, inputs.k, inputs.v}) {
+    if (!tensor.present() || tensor.count() == 0) continue;
+    for (std::int64_t left = below(4); left > 0; --left) {
+      TensorView row = tensor;
+      for (int dim = 0; dim < 3; ++dim) row = row.narrowed(dim, below(row.size(dim)), 1);
+      if (below(2) == 0) row = row.narrowed(3, below(row.size(3)), 1);
+      const double kinds[] = {kNaN, kInfinity, -kInfinity};
+      const double value = kinds[below(3)];
+      fill(row, [&](std::int64_t) { return value; });
+    }
+  }
+}
+
 // (B, H, N, S) by stride 0 over heads; one row in eight admits nothing.
 TensorView make_mask(const Case& c, std::uint64_t seed, std::vector<HostTensor>& storage) {
   TensorView mask = new_tensor(storage, DType::u8, {c.B, 1, c.N, c.S});
-  fill(mask, [&](std::int64_t index) {
+  fill_rows(mask, [&](std::int64_t index) {
     const RandomStream s = stream(seed, kMask);
     const std::uint32_t row_word = s.at(static_cast<std::uint64_t>(index / c.S)).word[3];
     const std::uint32_t word = s.at(static_cast<std::uint64_t>(index)).word[0];
@@ -200,26 +193,28 @@ Problem make_problem(const Case& given, std::uint64_t seed) {
   problem.layout = c.layout;
   AttentionInputs& inputs = problem.inputs;
   std::vector<HostTensor>& storage = problem.storage;
-  inputs.q_sequences = make_sequences(c, c.N, false, storage);
-  inputs.k_sequences = make_sequences(c, c.S, true, storage);
+  inputs.q_sequences = make_sequences(c, c.N, false, seed, storage);
+  inputs.k_sequences = make_sequences(c, c.S, true, seed, storage);
   inputs.scale = c.scale;
   inputs.causal = c.causal;
   inputs.seed = seed;
 
   inputs.q = new_tensor(storage, c.dtype, {c.B, c.H, c.N, c.Dk}, c.layout);
-  fill(inputs.q, token_values(c, seed, kQ));
+  const TokenData data(c, problem.mechanism, seed);
+  fill_rows(inputs.q, data.values(kQ));
   spoil_padding(inputs.q, inputs.q_sequences, 2);
   if (!keys_are_queries(problem.mechanism)) {
     inputs.k = new_tensor(storage, c.dtype, {c.B, c.Hkv, c.S, c.Dk}, c.layout);
-    fill(inputs.k, token_values(c, seed, kK));
+    fill_rows(inputs.k, data.values(kK));
     spoil_padding(inputs.k, inputs.k_sequences, 2);
   }
   inputs.v = new_tensor(storage, c.dtype, {c.B, c.Hkv, c.S, c.Dv}, c.layout);
-  fill(inputs.v, normal_values(seed, kV));
+  fill_rows(inputs.v, data.values(kV));
   spoil_padding(inputs.v, inputs.k_sequences, 2);
   problem.grad_out = new_tensor(storage, c.dtype, {c.B, c.H, c.N, c.Dv}, c.layout);
-  fill(problem.grad_out, normal_values(seed, kGradOut));
+  fill_rows(problem.grad_out, data.values(kGradOut));
   spoil_padding(problem.grad_out, inputs.q_sequences, 2);
+  if (c.data == Data::nonfinite) spoil_rows(inputs, seed);
   if (c.mask) inputs.mask = make_mask(c, seed, storage);
   add_parameters(c, seed, problem);
   return problem;
