@@ -92,6 +92,7 @@ TEST_P(AttentionGpuTest, FollowsTheSpecification) {
   expect_near("dcentroids", dtype, run.dcentroids, expected.dcentroids, true);
   expect_near("dgate", dtype, run.dgate, expected.dgate, true);
   expect_near("dlogit_scale", dtype, run.dlogit_scale, expected.dlogit_scale, true);
+  gpu_test::expect_rows(problem, run);
 }
 
 TEST_P(AttentionGpuTest, RepeatsItsBits) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "cases/problem.h"
 #include "coterie/attention.h"
 #include "tests/gpu/device_tensor.h"
+#include "tests/support/row_bounds.h"
 
 namespace coterie::gpu_test {
 
@@ -66,7 +68,26 @@ struct DeviceRun {
   // The saved tensors into the host's, which may have fewer.
   void fetch_saved() {
     for (std::size_t i = 0; i < host.result.saved.size(); ++i)
-      write_values(host.result.saved[i], read_values(saved[i].download()));
+      saved[i].copy_to(host.result.saved[i]);
+  }
+  // Those and all results.
+  void fetch() {
+    fetch_saved();
+    out.copy_to(host.result.out);
+    dq.copy_to(host.gradients.dq);
+    dk.copy_to(host.gradients.dk);
+    dv.copy_to(host.gradients.dv);
+    dcentroids.copy_to(host.gradients.dcentroids);
+    dgate.copy_to(host.gradients.dgate);
+    dlogit_scale.copy_to(host.gradients.dlogit_scale);
+  }
+  // Whether nobody wrote behind the end of a tensor.
+  bool intact() const {
+    bool all = memory.intact();
+    for (const DeviceTensor& tensor : saved) all = all && tensor.memory().intact();
+    for (const DeviceTensor* tensor : {&out, &dq, &dk, &dv, &dcentroids, &dgate, &dlogit_scale})
+      if (tensor->view().present()) all = all && tensor->memory().intact();
+    return all;
   }
   std::vector<std::uint8_t> bits() const {
     std::vector<std::uint8_t> all;
@@ -78,6 +99,17 @@ struct DeviceRun {
     return all;
   }
 };
+
+// No row of the results is further off than its own terms allow, whatever the tensor's norm is: one
+// wrong row among 65,536 is 0.4 % of that.
+inline void expect_rows(const cases::Problem& problem, DeviceRun& run) {
+  run.fetch();
+  const auto count = static_cast<std::ptrdiff_t>(run.host.selection_count);
+  const test::RowRule rule(problem,
+                           {run.host.result.saved.begin(), run.host.result.saved.begin() + count});
+  for (const test::RowFinding& finding : rule.check(run.host.result.out, run.host.gradients))
+    ADD_FAILURE() << test::describe(finding);
+}
 
 // Relative Frobenius error that rounding to the type allows, forward and backward: the gates of the
 // benchmark protocol. Weights and score gradients are rounded to the input type for the tensor

@@ -87,6 +87,12 @@ class DeviceTensor {
     write_values(values, read_values(strided));
     return values;
   }
+  // The same bytes in host memory, to a view of the same sizes and strides.
+  void copy_to(const TensorView& host) const {
+    if (view_.count() > 0)
+      COTERIE_CUDA(cudaMemcpy(host.data, view_.data, static_cast<std::size_t>(span(view_)),
+                              cudaMemcpyDeviceToHost));
+  }
   std::vector<std::uint8_t> bytes() const {
     std::vector<std::uint8_t> copy(static_cast<std::size_t>(memory_.bytes()));
     COTERIE_CUDA(cudaMemcpy(copy.data(), view_.data, copy.size(), cudaMemcpyDeviceToHost));

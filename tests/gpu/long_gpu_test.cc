@@ -144,6 +144,7 @@ TEST_P(LongGpuTest, AgreesWithTheCpu) {
   expect_near("dv", run.dv, host.gradients.dv, bound);
   expect_near("dcentroids", run.dcentroids, host.gradients.dcentroids, bound);
   expect_near("dgate", run.dgate, host.gradients.dgate, bound);
+  gpu_test::expect_rows(problem, run);
 }
 
 TEST_P(LongGpuTest, RepeatsItsBits) {
