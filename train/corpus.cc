@@ -5,8 +5,11 @@
 
 #include <archive.h>
 #include <archive_entry.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <clocale>
 #include <filesystem>
 #include <memory>
 #include <system_error>
@@ -108,18 +111,57 @@ struct CloseArchive {
 };
 using Archive = std::unique_ptr<archive, CloseArchive>;
 
+// Names beyond ASCII: libarchive gives them in the charset of the locale, and in "C" not at all.
+class Utf8 {
+ public:
+  Utf8() : own_(newlocale(LC_CTYPE_MASK, "C.UTF-8", nullptr)), before_(uselocale(own_)) {}
+  ~Utf8() {
+    uselocale(before_);
+    if (own_ != nullptr) freelocale(own_);
+  }
+  Utf8(const Utf8&) = delete;
+  Utf8& operator=(const Utf8&) = delete;
+
+ private:
+  locale_t own_, before_;
+};
+
+// The filter that undoes the compression of bytes with this start.
+int filter_of(std::string_view start) {
+  using std::string_view_literals::operator""sv;
+  constexpr std::pair<int, std::string_view> kStarts[] = {
+      {ARCHIVE_FILTER_GZIP, "\x1f\x8b\x08"sv},    {ARCHIVE_FILTER_XZ, "\xfd\x37zXZ\0"sv},
+      {ARCHIVE_FILTER_LZMA, "\x5d\0\0"sv},        {ARCHIVE_FILTER_ZSTD, "\x28\xb5\x2f\xfd"sv},
+      {ARCHIVE_FILTER_LZ4, "\x04\x22\x4d\x18"sv}, {ARCHIVE_FILTER_COMPRESS, "\x1f\x9d"sv}};
+  for (const auto& [filter, bytes] : kStarts) {
+    if (start.starts_with(bytes)) return filter;
+  }
+  // bzip2: a level, then the digits of pi, or those of its root where nothing is packed.
+  const bool bzip2 = start.size() >= 10 && start.starts_with("BZh") &&
+                     (start.substr(4, 6) == "\x31\x41\x59\x26\x53\x59"sv ||
+                      start.substr(4, 6) == "\x17\x72\x45\x38\x50\x90"sv);
+  return bzip2 ? ARCHIVE_FILTER_BZIP2 : ARCHIVE_FILTER_NONE;
+}
+
 // Only formats with an unmistakable signature: text must not be taken for an archive, and none may
-// start another program.
+// start another program. One compression only: libarchive would undo any number of them, and a few
+// that hold nothing but one another keep it busy for hours.
 Archive open_archive(const std::string& path, int descriptor) {
   Archive reader(archive_read_new());
   if (!reader) throw std::bad_alloc();
-  for (const auto support : {archive_read_support_filter_gzip, archive_read_support_filter_bzip2,
-                             archive_read_support_filter_xz, archive_read_support_filter_lzma,
-                             archive_read_support_filter_zstd, archive_read_support_filter_lz4,
-                             archive_read_support_filter_compress, archive_read_support_format_tar,
-                             archive_read_support_format_zip, archive_read_support_format_7zip,
-                             archive_read_support_format_cpio, archive_read_support_format_empty,
-                             archive_read_support_format_raw}) {
+  char start[16] = {};
+  if (::pread(descriptor, start, sizeof start, 0) < 0) {
+    fail(path, std::generic_category().message(errno));
+  }
+  const int filter = filter_of({start, sizeof start});
+  const int status = filter == ARCHIVE_FILTER_NONE ? ARCHIVE_OK
+                     : filter == ARCHIVE_FILTER_COMPRESS  // crashes in archive_read_append_filter
+                         ? archive_read_support_filter_compress(reader.get())
+                         : archive_read_append_filter(reader.get(), filter);
+  if (status != ARCHIVE_OK) fail(path, reader.get());
+  for (const auto support : {archive_read_support_format_tar, archive_read_support_format_zip,
+                             archive_read_support_format_7zip, archive_read_support_format_cpio,
+                             archive_read_support_format_empty, archive_read_support_format_raw}) {
     support(reader.get());
   }
   if (archive_read_open_fd(reader.get(), descriptor, kPiece) != ARCHIVE_OK) {
@@ -158,7 +200,9 @@ void check_names(const std::string& path, archive_entry* entry, const char* name
 }
 
 std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
+  const Utf8 locale;
   const InputFile file(path);
+  budget.check(file.size());
   const Archive reader = open_archive(path, file.descriptor());
   std::vector<CorpusFile> files;
   for (archive_entry* entry = nullptr;;) {
@@ -166,8 +210,9 @@ std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
     if (status == ARCHIVE_EOF) return files;
     if (status < ARCHIVE_WARN) fail(path, reader.get());
     if (archive_format(reader.get()) == ARCHIVE_FORMAT_RAW) {
-      return {
-          {fs::path(path).filename().string(), read_entry(reader.get(), path, Keep::all, budget)}};
+      std::string text = read_entry(reader.get(), path, Keep::all, budget);
+      if (filter_of(text) != ARCHIVE_FILTER_NONE) fail(path, "expected one compression; got two");
+      return {{fs::path(path).filename().string(), std::move(text)}};
     }
     budget.check(static_cast<std::uint64_t>(archive_filter_bytes(reader.get(), 0)));  // of headers
     const char* const name = archive_entry_pathname(entry);

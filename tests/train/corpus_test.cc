@@ -5,6 +5,7 @@
 #include <archive_entry.h>
 #include <gtest/gtest.h>
 
+#include <clocale>
 #include <string>
 #include <utility>
 #include <vector>
@@ -110,9 +111,29 @@ TEST(Corpus, ASingleFileIsTakenAsItIs) {
   EXPECT_EQ(read_corpus(folder.path("plain")), one[0].second);
   for (const Kind& kind :
        {Kind{"one.gz", archive_write_set_format_raw, archive_write_add_filter_gzip},
+        Kind{"one.bz2", archive_write_set_format_raw, archive_write_add_filter_bzip2},
+        Kind{"one.lzma", archive_write_set_format_raw, archive_write_add_filter_lzma},
+        Kind{"one.zst", archive_write_set_format_raw, archive_write_add_filter_zstd},
+        Kind{"one.lz4", archive_write_set_format_raw, archive_write_add_filter_lz4},
+        Kind{"one.Z", archive_write_set_format_raw, archive_write_add_filter_compress},
         Kind{"one.xz", archive_write_set_format_raw, archive_write_add_filter_xz}}) {
     write_archive(folder.path(kind.name), kind, one);
     EXPECT_EQ(read_corpus(folder.path(kind.name)), one[0].second) << kind.name;
+  }
+}
+
+TEST(Corpus, FilesWithNamesBeyondAsciiAreRead) {
+  const TemporaryFolder folder;
+  for (const Kind& kind :
+       {Kind{"a.tar", archive_write_set_format_pax, archive_write_add_filter_none},
+        Kind{"a.tgz", archive_write_set_format_ustar, archive_write_add_filter_gzip},
+        Kind{"a.zip", archive_write_set_format_zip, archive_write_add_filter_none},
+        Kind{"a.7z", archive_write_set_format_7zip, archive_write_add_filter_none}}) {
+    ASSERT_NE(std::setlocale(LC_ALL, "C.UTF-8"), nullptr);
+    write_archive(folder.path(kind.name), kind, {{"a.txt", "a"}, {"\u00e4.txt", "b"}});
+    std::setlocale(LC_ALL, "C");  // as in the program
+    EXPECT_EQ(read_corpus(folder.path(kind.name)), "ab") << kind.name;
+    EXPECT_EQ(read_corpus_files(folder.path(kind.name)).back().name, "\u00e4.txt") << kind.name;
   }
 }
 
