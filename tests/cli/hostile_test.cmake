@@ -12,7 +12,7 @@ shell("mkfifo pipe && mkdir run step && truncate -s 1G sparse && truncate -s 2G 
 shell("head -c 300000 /dev/zero | tr '\\0' '[' > brackets")
 shell("{ echo '{\"kind\":\"run\"}'; printf '{\"kind\":\"run\",\"machine\":'; cat brackets; echo; } > deep.jsonl")
 shell("cp deep.jsonl run/log.jsonl")
-shell("printf '{\"kind\":\"\\033[2J\"}\\n' > escape.jsonl")
+shell("printf '%s\\n' '{\"kind\":\"\\u001b[2J\"}' > escape.jsonl")
 shell("printf '\\0\\0\\0\\100\\0\\0\\0\\0{' > header.safetensors && truncate -s 2G header.safetensors")
 
 foreach(file pipe /dev/zero)
