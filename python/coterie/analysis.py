@@ -45,8 +45,10 @@ class ErrorReport(NamedTuple):
 
     ``relative`` (h): norm of the difference over the norm of full attention's output;
     ``row_error`` (B, h, R): norm of each row's difference; ``row_bound`` (B, h, R): a bound of it
-    that holds for every row, from the distance of a query to its centroid (clustered, i-clustered)
-    or from the kept mass (local, strided, oracle-top, strict routing), else None.
+    that holds for every row, rounding included, from the distance of a query to its centroid
+    (clustered, i-clustered) or from the kept mass (full, local, strided, oracle-top, strict
+    routing), else None. The logits are the mechanism's: of normalised rows for routing, of unit keys
+    for lsh; a query's own key is left out where the mechanism demotes it and there is another.
     """
 
     spec: str
@@ -144,10 +146,15 @@ def _row_mean(values: Tensor) -> Tensor:
 def _kept_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
     """Share of full attention's weight on the keys of each row; NaN for rows without keys."""
     name = call.group.name
-    full = exact_rows(call, sample).lse
+    exact = exact_rows(call, sample)
+    full = exact.lse
     if name in ("full", "local", "strided", "oracle-top", "i-clustered") or "q_offsets" in saved:
-        kept = torch.gather(saved["lse"], 2, sample.index_BHR(call.q.shape[1])).to(full.dtype)
+        kept = _kept_lse(call, saved, sample).to(full.dtype)
         mass = (kept - full).exp()
+        if sample.demoted is not None:
+            # A query that meets nothing else looks at its own key, which has no weight in full.
+            own = exact.logits.masked_fill(~sample.demoted, -torch.inf).amax(-1)
+            mass = mass.masked_fill((kept - own).abs() <= exact.rounding, 0.0)
     else:
         queries = saved.get("q_members", saved.get("members"))
         if queries is None or sample.packed:
@@ -155,6 +162,10 @@ def _kept_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
         keys = saved.get("k_members", queries)
         mass = _member_mass(call, queries, keys, sample)
     return torch.where(full.isfinite(), mass, torch.nan)
+
+
+def _kept_lse(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor:
+    return torch.gather(saved["lse"], 2, sample.index_BHR(call.q.shape[1]))
 
 
 def _member_mass(call: GroupCall, queries: Tensor, keys: Tensor, sample: Sample) -> Tensor:
@@ -186,20 +197,32 @@ def _error_of(call: GroupCall, result: GroupResult, options: Options, rows: int)
 
 
 def _row_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
+    exact = exact_rows(call, sample)
+    values = call.v.to(exact.out.dtype)
+    radius, largest = (_radius(values, sample, call.q.shape[1], c) for c in (True, False))
     if "centroids" in saved:
-        return None if sample.packed else _centroid_bound(call, saved, sample)
-    renormalised = call.group.name in ("full", "local", "strided", "oracle-top")
-    if not renormalised and "q_offsets" not in saved:
-        return None
-    mass = _kept_mass(call, saved, sample)
-    # Weights w on the kept keys become w / mass: their distance from w is 2 (1 - mass).
-    return None if mass is None else 2 * (1 - mass.nan_to_num(1.0)) * _value_radius(call, sample)
+        if sample.packed:
+            return None
+        bound = _centroid_distance(call, saved, sample) * radius
+    else:
+        renormalised = call.group.name in ("full", "local", "strided", "oracle-top")
+        mass = _kept_mass(call, saved, sample)
+        if mass is None or not (renormalised or "q_offsets" in saved):
+            return None
+        # Weights w on the kept keys become w / mass: their distance from w is 2 (1 - mass).
+        bound = 2 * (1 - mass.nan_to_num(1.0)).clamp_min(0) * radius
+        # A row without keys is 0, and no mean of values; one that full has no keys for, too, is right.
+        empty = _kept_lse(call, saved, sample).isneginf() & exact.lse.isfinite()
+        bound = torch.where(empty, largest, bound)
+    # Weights, parts of an output and the output itself may be rounded to the type of the inputs.
+    stored = 0.0 if call.q.dtype == exact.out.dtype else 4 * torch.finfo(call.q.dtype).eps
+    return bound + (exact.rounding + stored) * largest
 
 
-def _centroid_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor:
+def _centroid_distance(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor:
     """The distance of each query from its centroid bounds how far their weights differ.
 
-    Up to a constant their logits differ by at most r = scale |q - centroid| max |key - mean key|,
+    Up to a constant their logits differ by at most r = |scale| |q - centroid| max |key - mean key|,
     so the distances of all weights add up to at most 2 tanh(r / 2); for i-clustered to less.
     """
     heads = call.q.shape[1]
@@ -212,19 +235,14 @@ def _centroid_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -
     )
     distance = torch.linalg.vector_norm(q - centroids, dim=-1)
     keys = call.q if call.k is None else call.k
-    r = sample.scale * distance * _radius(keys.to(wide), sample, heads)
-    return 2 * torch.tanh(r / 2) * _value_radius(call, sample)
+    r = abs(sample.scale) * distance * _radius(keys.to(wide), sample, heads)
+    return 2 * torch.tanh(r / 2)
 
 
-def _radius(x: Tensor, sample: Sample, heads: int) -> Tensor:
-    """Largest distance of a valid row from the mean of the valid rows, (B, heads, 1)."""
+def _radius(x: Tensor, sample: Sample, heads: int, centred: bool = True) -> Tensor:
+    """Largest distance of a valid row from the mean of the valid rows, or from 0, (B, heads, 1)."""
     valid = sample.key_valid_BS[:, None, :, None]
     count = valid.sum(2, keepdim=True).clamp_min(1)
-    mean = torch.where(valid, x, 0).sum(2, keepdim=True) / count
+    mean = torch.where(valid, x, 0).sum(2, keepdim=True) / count * centred
     distance: Tensor = torch.linalg.vector_norm(torch.where(valid, x - mean, 0), dim=-1)
     return distance.amax(-1, keepdim=True).repeat_interleave(heads // x.shape[1], 1)
-
-
-def _value_radius(call: GroupCall, sample: Sample) -> Tensor:
-    wide = torch.float64 if call.v.dtype == torch.float64 else torch.float32
-    return _radius(call.v.to(wide), sample, call.q.shape[1])

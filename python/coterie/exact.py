@@ -19,6 +19,7 @@ class Sample(NamedTuple):
 
     rows_BR: Tensor  # counted from the start of the batch entry
     allowed: Tensor  # bool (B, 1 or h, R, S)
+    demoted: Tensor | None  # own keys that are left out because there are others, (B, 1, R, S)
     key_valid_BS: Tensor
     scale: float
     packed: bool
@@ -29,11 +30,17 @@ class Sample(NamedTuple):
 
 
 class ExactRows(NamedTuple):
-    """Full attention's output (B, h, R, Dv), weights (B, h, R, S) and log-sum-exp (B, h, R)."""
+    """Full attention's output (B, h, R, Dv), weights (B, h, R, S) and log-sum-exp (B, h, R).
+
+    ``logits`` (B, h, R, S) are those of all keys. ``rounding`` (B, h, R): how far all the weights
+    of a row may be from others by rounding, here and in a mechanism.
+    """
 
     out: Tensor
     weights: Tensor
     lse: Tensor
+    logits: Tensor
+    rounding: Tensor
 
 
 class _Places(NamedTuple):
@@ -82,28 +89,62 @@ def sample_rows(call: GroupCall, options: Options, rows: int) -> Sample:
     allowed = (item == k.item[:, None, :]) & (position < length) & k.valid()[:, None, :]
     if call.group.causality != "none":
         allowed &= k.position[:, None, :] <= position + k.length[:, None, :] - length
-    allowed = allowed[:, None]
+    allowed, demoted = allowed[:, None], None
+    if _demotes(call):
+        own = k.position[:, None, :] == position + k.length[:, None, :] - length
+        others = allowed & ~own[:, None]
+        met = others.any(-1, keepdim=True)
+        allowed, demoted = torch.where(met, others, allowed), allowed & met & ~others
     if options.mask is not None:
         index = rows_BR[:, None, :, None].expand(
             -1, options.mask.shape[1], -1, options.mask.shape[3]
         )
         allowed = allowed & torch.gather(options.mask, 2, index)
-    return Sample(rows_BR, allowed, k.valid(), _scale(call, options), packed)
+    return Sample(rows_BR, allowed, demoted, k.valid(), _scale(call, options), packed)
+
+
+def _demotes(call: GroupCall) -> bool:
+    """Whether a query looks at its own key only where there is no other."""
+    parameters = call.group.parameters
+    return parameters.get("self") == "demote" or parameters.get("combine") == "lse"
+
+
+def _logit_rows(call: GroupCall, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+    """Rows whose products are the logits; and the size of the numbers they are made of."""
+    size = torch.linalg.vector_norm(x, dim=-1)
+    if call.group.name == "routing":
+        return normalised_rows(x), size * (x.var(-1, correction=0) + 1e-6).rsqrt()
+    if call.group.name == "lsh" and keys:  # unit keys; zero rows stay zero
+        unit = x / size.masked_fill(size == 0, 1).unsqueeze(-1)
+        return unit, torch.ones_like(size)
+    return x, size
+
+
+def unit_roundoff(x: Tensor) -> float:
+    """Of products and sums for inputs like x; on a GPU f32 is split in parts of tf32."""
+    wide = accumulator(x.dtype)
+    return 2.0**-20 if x.is_cuda and wide == torch.float32 else torch.finfo(wide).eps / 2
 
 
 def exact_rows(call: GroupCall, sample: Sample) -> ExactRows:
     """Full attention of the sampled rows; rows that may look at nothing are 0."""
     wide = accumulator(call.q.dtype)
-    q = call.q.to(wide)
-    k = q if call.k is None else call.k.to(wide)
-    if call.group.name == "routing":
-        q, k = normalised_rows(q), normalised_rows(k)
-    heads = q.shape[1]
-    q = torch.gather(q, 2, sample.index_BHR(heads)[..., None].expand(-1, -1, -1, q.shape[-1]))
+    heads, index = call.q.shape[1], sample.index_BHR(call.q.shape[1])
+    keys = call.q if call.k is None else call.k
+    q, q_size = _logit_rows(call, call.q.to(wide), keys=False)
+    k, k_size = _logit_rows(call, keys.to(wide), keys=True)
+    q = torch.gather(q, 2, index[..., None].expand(-1, -1, -1, q.shape[-1]))
+    scale = q.new_full((heads, 1, 1), sample.scale)
     if call.state is not None and call.state.logit_scale is not None:
-        q = q * call.state.logit_scale.to(wide)[:, None, None]
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, call.v.to(wide)))
-    logits = (q @ k.mT * sample.scale).masked_fill(~sample.allowed, -torch.inf)
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    return ExactRows(weights @ v, weights, lse)
+        scale = scale * call.state.logit_scale.to(wide)[:, None, None]
+    k, v, k_size = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, call.v.to(wide), k_size))
+    logits = q @ k.mT * scale
+    masked = logits.masked_fill(~sample.allowed, -torch.inf)
+    lse = masked.logsumexp(-1)
+    weights = (masked - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    longest = k_size.masked_fill(~sample.key_valid_BS[:, None], 0).amax(-1, keepdim=True)
+    # Roundings of a sum of n terms are independent: sqrt(n) of them, in logits of this size and in
+    # sums over keys. Logits and sums are rounded here, in the mechanism and in its log-sum-exp.
+    size = scale.abs().squeeze(-1) * torch.gather(q_size, 2, index) * longest
+    terms = math.sqrt(q.shape[-1] + 4) * size + math.sqrt(v.shape[2] + 4)
+    return ExactRows(weights @ v, weights, lse, logits, 12 * unit_roundoff(call.q) * terms)

@@ -52,6 +52,7 @@ void add_parameters(const RoutingParams& params, Lines& lines) {
                           : params.membership == Membership::balanced ? "balanced"
                                                                       : "top");
   lines.add("queries_in", params.queries_in);
+  lines.add("self", params.self == SelfAttention::demote ? "demote" : "keep");
   lines.add("decay", params.decay);
   lines.add("commitment", params.commitment);
 }
