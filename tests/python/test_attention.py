@@ -242,3 +242,20 @@ def test_results_are_those_of_the_core(spec: str, causal: bool) -> None:
     expected = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32)
     found = torch.cat([x.detach().flatten() for x in (out, *gradients)])
     assert torch.equal(found, expected)
+
+
+def _strided(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every second one of a tensor."""
+    return torch.stack([numbers, numbers + 1], 1)[:, 0]
+
+
+@pytest.mark.parametrize(("spec", "causal"), SPECS, ids=IDS)
+def test_lengths_may_have_any_stride(spec: str, causal: bool) -> None:
+    problem = make_problem(spec, causal, padded=True)
+    strided = {name: _strided(problem.options[name]) for name in ("q_lengths", "k_lengths")}
+    assert not strided["q_lengths"].is_contiguous()
+    assert torch.equal(problem.run(**strided), problem.run())
+    packed = make_problem(spec, causal, B=1)
+    cu = torch.tensor([0, 8, 19], dtype=torch.int32)
+    plain, own = ({"cu_seqlens_q": x, "cu_seqlens_k": x} for x in (cu, _strided(cu)))
+    assert torch.equal(packed.run(**own), packed.run(**plain))

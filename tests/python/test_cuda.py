@@ -308,3 +308,37 @@ def test_what_has_no_kernel_says_so() -> None:
     q, k, v = torch.randn(3, 1, 1, 8, 64, device="cuda", dtype=torch.float64)
     with pytest.raises(RuntimeError, match="got tensors on cuda"):
         coterie.attention(q, k, v, "full")
+
+
+@needs_gpu
+def test_lengths_may_have_any_stride() -> None:
+    """Copied, as on the CPU and as the C++ functions on torch tensors do it."""
+    problem = _copy(make_problem("local(window=64)", True, N=130, D=64, padded=True))
+    strided = {}
+    for name in ("q_lengths", "k_lengths"):
+        lengths = problem.options[name]
+        strided[name] = torch.stack([lengths, lengths + 1], 1)[:, 0]
+        assert not strided[name].is_contiguous()
+    assert torch.equal(problem.run(**strided), problem.run())
+    x, labels = torch.randn(2, 2, 40, 64).cuda(), torch.zeros(2, 2, 40).int().cuda()
+    centroids, lengths = torch.randn(2, 3, 64).cuda(), torch.tensor([[40, 0], [7, 0]]).int().cuda()
+    losses = [
+        torch.ops.coterie.commitment_loss(x, centroids, labels, own, None)
+        for own in (lengths[:, 0], lengths[:, 0].contiguous())
+    ]
+    assert torch.equal(*losses)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_commitment_gradient_is_scaled_before_it_is_rounded(dtype: torch.dtype) -> None:
+    x = torch.randn(16, 8, 4096, 64, device="cuda").to(dtype)
+    centroids = torch.randn(8, 4, 64, device="cuda")
+    labels = torch.randint(0, 4, (16, 8, 4096), dtype=torch.int32, device="cuda")
+    wide, half = x.float().requires_grad_(), x.clone().requires_grad_()
+    for rows in (wide, half):
+        loss = torch.ops.coterie.commitment_loss(rows, centroids, labels, None, None)
+        (loss * 2.0**18).sum().backward()
+    info = torch.finfo(dtype)
+    bound = (wide.grad.abs() * info.eps / 2).clamp_min(info.smallest_normal * info.eps / 2)
+    assert ((half.grad.float() - wide.grad).abs() <= bound).all()

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cmath>
+
 namespace coterie::torch_api {
 namespace {
 
@@ -85,6 +87,23 @@ TEST(EmaUpdate, MovesCountsSumsAndCentroidsWithMembers) {
   EXPECT_TRUE(at::allclose(rows.state.counts, counts, 1e-12, 1e-12));
   EXPECT_TRUE(at::allclose(rows.state.centroids, centroids, 1e-12, 1e-12));
   EXPECT_TRUE(empty.select(1, 3).all().item<bool>());
+}
+
+// With a weight of 1 the gradient lies among the subnormal numbers of f16, and much of it at 0.
+TEST(CommitmentLoss, ScalesItsGradientBeforeItIsRounded) {
+  const at::Tensor half = at::randn({4, 8, 1024, 64}).to(at::kHalf);
+  const at::Tensor centroids = at::randn({8, 4, 64});
+  const at::Tensor labels = at::randint(0, 4, {4, 8, 1024}, at::kInt);
+  const auto gradient = [&](const at::Tensor& rows) {
+    const at::Tensor x = rows.clone().requires_grad_();
+    (commitment_loss(x, centroids, labels, {}) * std::exp2(18)).backward();
+    return x.grad().to(at::kFloat);
+  };
+  const at::Tensor exact = gradient(half.to(at::kFloat));
+  EXPECT_LT(exact.abs().max().item<float>() / std::exp2(18), std::exp2(-14));
+  // Rounded once: half of the distance to the next number, 2^-24 below the normal ones.
+  const at::Tensor bound = (exact.abs() * std::exp2(-11)).clamp_min(std::exp2(-25));
+  EXPECT_TRUE(((gradient(half) - exact).abs() <= bound).all().item<bool>());
 }
 
 TEST(EmaUpdate, IsSeenByAutograd) {
