@@ -533,6 +533,19 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     Mechanism mechanism;
     bool means;  // all queries of a cluster are their mean
   };
+  // Means and surrogate tokens are of a longer type than the inputs, and kernels round them for
+  // their products with rows: logits move by the roundoff of their terms, which are independent,
+  // and weights with them. As many times as much as their own rounding does.
+  Sizes blur(terms.q.size(), 1.0);
+  const double spread = std::min(1.0, 6.0 / std::sqrt(static_cast<double>(width_of(wide.q))));
+  const auto blurred = [&](std::size_t i, double logit) {
+    const double moved = roundoff(dtype) * spread * logit;
+    blur[i] = 1.0 + moved / (kRoundings * roundoff(dtype));
+    if (moved > kResolved) {
+      error[i] = std::max(error[i], 2.0 * kResolved);
+      resolved = false;
+    }
+  };
   std::vector<Part> parts = {{mechanism, std::holds_alternative<ClusteredParams>(mechanism)}};
   if (const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism))
     if (improved->causal == Causality::none)
@@ -540,12 +553,23 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
   for (const Part& part : parts) {
     Sizes q = terms.q, g = terms.g, gq(g.size()), ge(g.size()), gqe(g.size());
     if (part.means) take_means(wide, selection[0], q, g);
+    for (Index i = 0; i < static_cast<Index>(blur.size()); ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      const double k = terms.k_most[terms.key_head(i)];
+      if (part.means) blurred(at, terms.tau(i) * q[at] * k);
+      if (cast) blurred(at, terms.scale * gate * surrogate * std::max(terms.q[at], k));
+    }
     for (std::size_t i = 0; i < gq.size(); ++i) {
-      gq[i] = terms.g[i] * q[i] * terms.tau(static_cast<Index>(i));
+      gq[i] = terms.g[i] * q[i] * terms.tau(static_cast<Index>(i)) * blur[i];
       ge[i] = terms.g[i] * (error[i] + kAccumulator);
       gqe[i] = gq[i] * (error[i] + kAccumulator);
     }
-    const Columns rows(wide.dtype(), wide.q, terms.H, signs, {&terms.g, &gq}, {&ge, &gqe});
+    Sizes weighed = terms.g;
+    for (std::size_t i = 0; i < g.size(); ++i) {
+      weighed[i] *= blur[i];
+      g[i] *= blur[i];
+    }
+    const Columns rows(wide.dtype(), wide.q, terms.H, signs, {&weighed, &gq}, {&ge, &gqe});
     const std::size_t own = part.means ? 3 : selection.size();
     const Applied applied =
         apply_weights(part.mechanism, wide.inputs,
@@ -555,7 +579,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       for (std::size_t i = 0; i < to.size(); ++i)
         to[i] += factor ? (*factor)[i] * from[i] : from[i];
     };
-    add(rv, values.root(applied.forward, 0));
+    add(rv, values.root(applied.forward, 0), &blur);
     add(rk, values.root(applied.forward, 1), &g);
     add(sv, values.plain(applied.forward, 0));
     add(sk, values.plain(applied.forward, 1), &g);
@@ -565,6 +589,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     add(sgqe, rows.plain(applied.backward, 1));
   }
 
+  const double most_blurred = blur.empty() ? 1.0 : *std::max_element(blur.begin(), blur.end());
   const Met met(problem, wide);
   const double u = kRoundings * roundoff(dtype), least = underflow(dtype);
   const bool laplace = cast && cast->activation == CastActivation::laplace;
@@ -580,7 +605,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     // Laplace weights are products of two numbers with errors of parts of 1.
     const double apart = laplace ? kAccumulator * root(cast->clusters * cast->size) : 0.0;
     out_.tolerance[i] =
-        u * (out_norm[i] + rv[i]) + (logits + kAccumulator) * 2.0 * sv[i] +
+        u * (blur[i] * out_norm[i] + rv[i]) + (logits + kAccumulator) * 2.0 * sv[i] +
         apart * terms.v_most[terms.value_head(row)] +
         least * (root(S) * terms.v_most[terms.value_head(row)] + root(width_of(wide.v)));
     if (logits > kResolved || (met.any && met.out[i] > 0.0)) out_.tolerance[i] = kNotJudged;
@@ -639,7 +664,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
   }
   dq_.tolerance.resize(dq_norm.size());
   for (std::size_t i = 0; i < dq_norm.size(); ++i) {
-    double size = dq_norm[i] + dq_terms[i], logits = dq_logits[i];
+    double size = blur[i] * dq_norm[i] + dq_terms[i], logits = dq_logits[i];
     if (wide.shared) {
       size += dk_terms[i];
       logits += dk_logits[i];
@@ -651,8 +676,8 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
   if (dk_.exact.view().present()) {
     dk_.tolerance.resize(dk_norm.size());
     for (std::size_t j = 0; j < dk_norm.size(); ++j) {
-      dk_.tolerance[j] =
-          u * (dk_norm[j] + dk_terms[j]) + dk_logits[j] + least * root(width_of(wide.q));
+      dk_.tolerance[j] = u * (most_blurred * dk_norm[j] + dk_terms[j]) + dk_logits[j] +
+                         least * root(width_of(wide.q));
       if (!resolved || (met.any && met.keys[j] > 0.0)) dk_.tolerance[j] = kNotJudged;
     }
   }
@@ -669,7 +694,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     }
     for (double most : terms.g_most) g = std::max(g, most);
     if (laplace) logits += kAccumulator * root(N * terms.H / terms.Hv * cast->clusters) * g;
-    dv_.tolerance[j] = u * (dv_norm[j] + std::sqrt(squares)) + 2.0 * logits +
+    dv_.tolerance[j] = u * (most_blurred * dv_norm[j] + std::sqrt(squares)) + 2.0 * logits +
                        least * (root(N * terms.H / terms.Hv) * g + root(width_of(wide.v)));
     if (!resolved || (met.any && met.values[j] > 0.0)) dv_.tolerance[j] = kNotJudged;
   }
@@ -697,8 +722,9 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     const Sizes centroid_norm = norms(dcentroids_), gate_norm = norms(dgate_);
     for (double norm : centroid_norm)
       dcentroids_.tolerance.push_back(
-          judged ? (u + logit) * (norm + one * root(terms.B * N * terms.H / terms.Hk))
-                 : kNotJudged);
+          judged
+              ? (u + logit) * most_blurred * (norm + one * root(terms.B * N * terms.H / terms.Hk))
+              : kNotJudged);
     // One row for each batch entry.
     for (double norm : gate_norm)
       dgate_.tolerance.push_back(judged ? (u + logit) *
