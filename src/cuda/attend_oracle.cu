@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       largest = fmaxf(largest, p[slot] * args.scale);
     largest = warp_max(largest);
     for (int slot = lane; slot < query.count; slot += 32) {
-      p[slot] = expf(p[slot] * args.scale - largest);
+      p[slot] = expf(__fmul_rn(p[slot], args.scale) - largest);
       total += p[slot];
     }
     total = warp_sum(total);

@@ -27,6 +27,8 @@ constexpr double kAccumulator = 8.0 * 0x1p-24;
 // Weights that a logit's error changes by more than this are anyone's guess.
 constexpr double kResolved = 0.25;
 
+double number_of(Index value) { return static_cast<double>(value); }
+
 // Unit roundoff of the inputs' type; products of f32 are made of three in tf32.
 double roundoff(DType dtype) {
   switch (dtype) {
@@ -149,6 +151,15 @@ Sizes largest_by_head(const Sizes& sizes, Index rows) {
     head = std::max(head, sizes[i]);
   }
   return most;
+}
+
+// The root of the mean square of each head's rows.
+Sizes usual_by_head(const Sizes& sizes, Index rows) {
+  Sizes usual(sizes.size() / static_cast<std::size_t>(std::max<Index>(rows, 1)), 0.0);
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    usual[i / static_cast<std::size_t>(rows)] += sizes[i] * sizes[i] / number_of(rows);
+  for (double& size : usual) size = std::sqrt(size);
+  return usual;
 }
 
 // The problem in a longer type.
@@ -589,10 +600,40 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     add(sgqe, rows.plain(applied.backward, 1));
   }
 
+  // CAST's mix adds the summaries of all clusters, weights rounded, and takes a token's own ones
+  // off again: their rounding stays. Laplace weights move by the surrogates' rounding even where
+  // they are 0.
+  const bool laplace = cast && cast->activation == CastActivation::laplace;
+  Sizes given(terms.q.size(), 0.0);
+  if (cast) {
+    const Sizes sizes = measured(result.saved[laplace ? 1 : 2], norm_of);  // summaries
+    const auto clusters = static_cast<std::size_t>(cast->clusters);
+    const std::vector<Item> items = make_items("stress", wide.inputs);
+    for (std::size_t item = 0; item < items.size(); ++item)
+      for (Index h = 0; h < terms.H; ++h) {
+        const std::size_t head = item * static_cast<std::size_t>(terms.H * cast->clusters) +
+                                 static_cast<std::size_t>(h) * clusters;
+        double most = 0.0, squares = 0.0;
+        for (std::size_t c = head; c < head + clusters; ++c) {
+          most = std::max(most, sizes[c]);
+          squares += sizes[c] * sizes[c];
+        }
+        const Span& span = items[item].q;
+        for (Index i = span.begin; i < span.begin + span.length; ++i) {
+          const Index row = (span.batch * terms.H + h) * N + i;
+          const auto at = static_cast<std::size_t>(row);
+          const double own = cast->mode == CastMode::single ? 1.0 : number_of(cast->clusters);
+          const double inner = std::sqrt(own * number_of(std::min(cast->size, span.length))) *
+                               terms.v_most[terms.value_head(row)];
+          given[at] =
+              laplace ? (1.0 + 1.42 * (blur[at] - 1.0)) * (std::sqrt(squares) + inner) : most;
+        }
+      }
+  }
+
   const double most_blurred = blur.empty() ? 1.0 : *std::max_element(blur.begin(), blur.end());
   const Met met(problem, wide);
   const double u = kRoundings * roundoff(dtype), least = underflow(dtype);
-  const bool laplace = cast && cast->activation == CastActivation::laplace;
   const auto norms = [](const Rows& r) { return measured(r.exact, norm_of); };
   const auto root = [](Index count) { return std::sqrt(static_cast<double>(count)); };
   const double kNotJudged = -1.0;
@@ -602,11 +643,8 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
   for (std::size_t i = 0; i < out_norm.size(); ++i) {
     const Index row = static_cast<Index>(i);
     const double logits = equal_keys ? 0.0 : error[i];
-    // Laplace weights are products of two numbers with errors of parts of 1.
-    const double apart = laplace ? kAccumulator * root(cast->clusters * cast->size) : 0.0;
     out_.tolerance[i] =
-        u * (blur[i] * out_norm[i] + rv[i]) + (logits + kAccumulator) * 2.0 * sv[i] +
-        apart * terms.v_most[terms.value_head(row)] +
+        u * (blur[i] * out_norm[i] + rv[i] + given[i]) + (logits + kAccumulator) * 2.0 * sv[i] +
         least * (root(S) * terms.v_most[terms.value_head(row)] + root(width_of(wide.v)));
     if (logits > kResolved || (met.any && met.out[i] > 0.0)) out_.tolerance[i] = kNotJudged;
   }
@@ -630,16 +668,17 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     dq_logits[i] = (error[i] + kAccumulator) * size * terms.q_slope[i] * (laplace ? k : sk[i]);
     if (cast) {
       // The mix of clusters: what a cluster gives is a part of the output.
-      const double given = laplace ? 1.42 * root(cast->clusters * cast->size) * terms.v_most[vh]
-                                   : out_norm[i] + rv[i];
+      const double mix = laplace ? 1.42 * root(cast->clusters * cast->size) * terms.v_most[vh]
+                                 : out_norm[i] + rv[i] + given[i];
       const double own = q_gate[static_cast<std::size_t>(row / N / terms.H * N + row % N)];
-      const double mixed = reach * given * terms.scale * g * own * surrogate;
+      const double mixed = reach * mix * terms.scale * g * own * surrogate;
       dq_terms[i] += mixed;
       dq_logits[i] += (error[i] + kAccumulator) * mixed;
     }
     dlogit[static_cast<std::size_t>(row / N % terms.H)] += std::pow(size * terms.q[i] * rk[i], 2);
   }
   const Sizes dk_norm = dk_.exact.view().present() ? norms(dk_) : Sizes(terms.k.size(), 0.0);
+  const Sizes dk_usual = usual_by_head(dk_norm, S);
   Sizes dk_terms(dk_norm.size()), dk_logits(dk_norm.size());
   for (std::size_t j = 0; j < dk_norm.size(); ++j) {
     const Index head = static_cast<Index>(j) / S;
@@ -656,6 +695,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     dk_terms[j] = size * ((laplace ? 1.42 * many : rgq[j]) + least / u * many);
     dk_logits[j] = size * (laplace ? (kAccumulator + 1e-6) * 1.42 * many * root(N) : sgqe[j]);
     if (cast) {
+      dk_terms[j] += dk_usual[static_cast<std::size_t>(head)];  // as the summaries' gradients
       const double mixed =
           terms.scale * gate * surrogate * reach * terms.v_most[static_cast<std::size_t>(vh)];
       dk_terms[j] += mixed * (laplace ? 1.42 * root(N * group) * root(cast->clusters) * g : rg[j]);
@@ -681,7 +721,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       if (!resolved || (met.any && met.keys[j] > 0.0)) dk_.tolerance[j] = kNotJudged;
     }
   }
-  const Sizes dv_norm = norms(dv_);
+  const Sizes dv_norm = norms(dv_), dv_usual = usual_by_head(dv_norm, S);
   dv_.tolerance.resize(dv_norm.size());
   for (std::size_t j = 0; j < dv_norm.size(); ++j) {
     const Index head = static_cast<Index>(j) / S, group = terms.Hk / terms.Hv;
@@ -693,8 +733,11 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       logits += sge[at];
     }
     for (double most : terms.g_most) g = std::max(g, most);
-    if (laplace) logits += kAccumulator * root(N * terms.H / terms.Hv * cast->clusters) * g;
-    dv_.tolerance[j] = u * (most_blurred * dv_norm[j] + std::sqrt(squares)) + 2.0 * logits +
+    if (laplace)
+      logits += (u + 1.42 * (most_blurred - 1.0) * u) / 2.0 * g *
+                root(N * terms.H / terms.Hv * cast->clusters);
+    const double usual = cast ? dv_usual[static_cast<std::size_t>(head)] : 0.0;
+    dv_.tolerance[j] = u * (most_blurred * dv_norm[j] + std::sqrt(squares) + usual) + 2.0 * logits +
                        least * (root(N * terms.H / terms.Hv) * g + root(width_of(wide.v)));
     if (!resolved || (met.any && met.values[j] > 0.0)) dv_.tolerance[j] = kNotJudged;
   }
@@ -762,6 +805,7 @@ RowFinding judge(const char* name, const TensorView& actual, const RowRule::Rows
     const auto at = static_cast<std::size_t>(row);
     finding.judged += quotient[at] >= 0.0;
     finding.wrong += quotient[at] > 1.0;
+    if (quotient[at] > 1.0 && finding.first_wrong.size() < 12) finding.first_wrong.push_back(row);
     if (quotient[at] <= most) continue;
     most = quotient[at];
     finding.row = row;
@@ -777,7 +821,9 @@ RowFinding judge(const char* name, const TensorView& actual, const RowRule::Rows
 std::string describe(const RowFinding& f) {
   std::ostringstream text;
   text << f.tensor << " row " << f.row << ": error " << f.error << ", tolerance " << f.tolerance
-       << ", norm " << f.norm << " (" << f.wrong << " of " << f.judged << " rows)";
+       << ", norm " << f.norm << " (" << f.wrong << " of " << f.judged << " rows:";
+  for (Index row : f.first_wrong) text << ' ' << row;
+  text << ")";
   return text.str();
 }
 

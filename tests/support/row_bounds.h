@@ -14,9 +14,10 @@ namespace coterie::test {
 // A tensor that broke the rule.
 struct RowFinding {
   std::string tensor;
-  std::int64_t row = 0;     // of all leading dimensions
-  std::int64_t wrong = 0;   // rows above their tolerance
-  std::int64_t judged = 0;  // rows that were compared
+  std::int64_t row = 0;                   // of all leading dimensions
+  std::int64_t wrong = 0;                 // rows above their tolerance
+  std::int64_t judged = 0;                // rows that were compared
+  std::vector<std::int64_t> first_wrong;  // some of them
   double error = 0.0, tolerance = 0.0, norm = 0.0;
 };
 std::string describe(const RowFinding& finding);

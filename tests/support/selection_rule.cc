@@ -79,19 +79,22 @@ void expect_list(const char* what, const std::vector<Index>& list, Index tokens,
       wrong(what, ": entry ", t, " is ", list[t], " of ", tokens);
 }
 
-// No score outside of the list is above one inside by more than rounding.
+// No score outside of the list is above one inside by more than rounding. `infinite`: whether
+// infinities count as such.
 void expect_best(const char* what, const std::vector<Index>& list,
                  const std::vector<double>& scores, const std::vector<Index>& candidates,
-                 double margin) {
+                 double margin, bool infinite = true) {
   double worst = std::numeric_limits<double>::infinity(), best = kNothing;
   std::vector<bool> taken(scores.size());
   for (Index t : list) {
     taken[static_cast<std::size_t>(t)] = true;
     worst = std::min(worst, rank_value(scores[static_cast<std::size_t>(t)]));
   }
-  for (Index t : candidates)
-    if (!taken[static_cast<std::size_t>(t)])
-      best = std::max(best, rank_value(scores[static_cast<std::size_t>(t)]));
+  for (Index t : candidates) {
+    const double score = rank_value(scores[static_cast<std::size_t>(t)]);
+    if (!taken[static_cast<std::size_t>(t)] && (infinite || !std::isinf(score)))
+      best = std::max(best, score);
+  }
   if (best > worst + margin)
     wrong(what, ": a score of ", best, " was left out, one of ", worst, " taken; margin ", margin);
 }
@@ -190,8 +193,8 @@ class PlaceRule {
       const std::vector<Index>& list = top_keys[static_cast<std::size_t>(i)];
       expect_list("top_keys", list, keys_,
                   std::min<Index>(params.topk, static_cast<Index>(seen.size())), !finite(q, k));
-      expect_best("top_keys", list, scores(&q[static_cast<std::size_t>(i * dim_)], k), seen,
-                  margin);
+      expect_best("top_keys", list, scores(&q[static_cast<std::size_t>(i * dim_)], k), seen, margin,
+                  !splits());
     }
   }
 
@@ -217,8 +220,11 @@ class PlaceRule {
               q[j * static_cast<std::size_t>(dim_) + static_cast<std::size_t>(d)];
       const Index count = members[static_cast<std::size_t>(c)];
       for (double& x : mean) x /= static_cast<double>(count);
-      expect_best("top_keys", top_keys[static_cast<std::size_t>(c)], scores(mean.data(), k),
-                  all(keys_), sum_margin(dim_ + count) * norms);
+      const std::vector<double> score = scores(mean.data(), k);
+      const double sharp = sum_margin(dim_ + count) * norms;
+      const double wide = sharp + 2.0 * rounded(dim_) * norms;
+      expect_best("top_keys", top_keys[static_cast<std::size_t>(c)], score, all(keys_),
+                  crowded(score, params.topk, wide) ? wide : sharp, !splits());
     }
   }
 
@@ -300,7 +306,9 @@ class PlaceRule {
     const auto score = [&](Index t, Index c) {
       return all_scores[static_cast<std::size_t>(t * params.clusters + c)];
     };
-    const double margin = 6.0 * sum_margin(dim_ * heads) * (reach + 2.0);
+    // The slope of a softmax is below that of Laplace's function.
+    const double margin =
+        6.0 * sum_margin(dim_ * heads) * (reach + 2.0) + 1.42 * rounded(dim_) * reach;
     if (params.mode == CastMode::single) {
       expect_matching("members", members, tokens_,
                       std::max(params.size, std::min(fair, in_.q.size(2))), score,
@@ -326,6 +334,27 @@ class PlaceRule {
   }
   Rows queries() const { return read_values(place_.queries(in_.q)); }
   Rows keys() const { return read_values(place_.keys(in_.k.present() ? in_.k : in_.q)); }
+  // f32 is multiplied in parts, and the lower part of an infinity is NaN.
+  bool splits() const { return in_.q.dtype == DType::f32; }
+  // What the rounding of means or surrogate tokens to a 16-bit type does to products of norm 1.
+  double rounded(Index dim) const {
+    const double unit = in_.q.dtype == DType::bf16 ? 0x1p-9 : 0x1p-12;
+    return splits() || in_.q.dtype == DType::f64
+               ? 0.0
+               : unit * std::min(1.0, 6.0 / std::sqrt(3.0 * static_cast<double>(dim)));
+  }
+  // Whether more scores are as near to the last of the best as rounding is than are looked at
+  // again.
+  static bool crowded(std::vector<double> scores, Index topk, double near) {
+    for (double& score : scores) score = rank_value(score);
+    std::sort(scores.rbegin(), scores.rend());
+    const auto last = static_cast<std::size_t>(topk) - 1;
+    if (last >= scores.size()) return false;
+    const auto close = std::count_if(scores.begin(), scores.end(), [&](double score) {
+      return std::abs(score - scores[last]) <= near;
+    });
+    return close > topk / 8 + 4;
+  }
   // Two sums of so many terms, in float, of terms of size 1.
   static double sum_margin(Index terms) { return 2.0 * kUnit * static_cast<double>(terms + 8); }
 

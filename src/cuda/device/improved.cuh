@@ -134,7 +134,7 @@ __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const M
   const float shift = memory.shift, sum = memory.sum, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   float listed = 0.0f;
   for (int i = lane; i < count; i += kRowLanes) {
-    const float weight = exp2_approximate(fmaf(memory.score[i], queries.exponent, -shift));
+    const float weight = shifted_weight(memory.score[i], queries.exponent, shift);
     listed += weight;
     memory.score[i] = to_float(from_float<T>(weight));
   }

@@ -85,7 +85,8 @@ struct OwnedKeys {
     }
   }
 
-  // d becomes the factor of the queries' rows, s that of the output gradients.
+  // d becomes the factor of the queries' rows, s that of the output gradients; both rounded to T.
+  template <class T>
   __device__ void differentiate(float (&s)[32], float (&d)[32], const QueryRecord<kForm>& queries,
                                 const KeyWeights& how) const {
 #pragma unroll
@@ -105,7 +106,8 @@ struct OwnedKeys {
           d[i] = s[i] * (d[i] - own);
         } else {
           const float factor = e % 2 ? weight.y : weight.x;
-          d[i] = s[i] * ((e % 2 ? query.w : query.y) * how.gradient) * fmaf(d[i], factor, -own);
+          const float inverse = inverse_factor<T>(e % 2 ? query.w : query.y);
+          d[i] = s[i] * (inverse * how.gradient) * fmaf(d[i], factor, -own);
           s[i] *= factor;
         }
       }
@@ -161,7 +163,7 @@ __device__ void key_steps(const ListBackwardArgs<T>& args,
       while (true) {
         const QueryRecord<kForm>& queries = shape.streamed(place);
         key.weigh(s, queries, problem, how);
-        key.differentiate(s, d, queries, how);
+        key.template differentiate<T>(s, d, queries, how);
         std::uint32_t p[4][4], ds[4][4];
         pack_factor<T>(p, s);
         pack_factor<T>(ds, d);

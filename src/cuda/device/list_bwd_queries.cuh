@@ -82,7 +82,8 @@ struct OwnedQueries {
     }
   }
 
-  // d becomes dS, which is added up by row; both are then factors of the keys' rows.
+  // d becomes dS, which is added up by row; both are then factors of the keys' rows, rounded to T.
+  template <class T>
   __device__ void differentiate(float (&s)[32], float (&d)[32], const KeyRecord& keys,
                                 float (&sum)[4]) const {
 #pragma unroll
@@ -96,8 +97,8 @@ struct OwnedQueries {
                                                 : fmaf(d[i], weight[side], -delta[side]));
         sum[e] += d[i];
         if constexpr (kForm != ListForm::plain) {
-          s[i] *= e % 2 ? key.w : key.y;
-          d[i] *= e % 2 ? key.w : key.y;
+          s[i] *= inverse_factor<T>(e % 2 ? key.w : key.y);
+          d[i] *= inverse_factor<T>(e % 2 ? key.w : key.y);
         }
       }
     }
@@ -171,7 +172,7 @@ __device__ void query_steps(const ListBackwardArgs<T>& args,
         const KeyRecord& keys = shape.streamed(place);
         query.weigh(s, keys, rank);
         if (__any_sync(~0u, open[0] || open[1])) query.guess(s, d, open);
-        query.differentiate(s, d, keys, rests);
+        query.template differentiate<T>(s, d, keys, rests);
         std::uint32_t p[4][4], ds[4][4];
         pack_factor<T>(ds, d);
         pack_factor<T>(p, s);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/list_rows.cuh"
 
@@ -87,6 +88,14 @@ __device__ __forceinline__ KeyValues load_key(const ListProblem& problem, const 
   return key;
 }
 
+// 1 / sigma of a row as a factor of weights and their derivatives, which are then rounded to T and
+// multiplied with the row. Without variance it is 0, as the normalised row is: 1000 times a scaled
+// weight is beyond f16, and infinity times 0 is NaN.
+template <class T>
+__device__ __forceinline__ float inverse_factor(float inverse) {
+  return std::is_same_v<T, F16> && fabsf(inverse - 1000.0f) < 0.01f ? 0.0f : inverse;
+}
+
 // The keys of a tile; nothing in the plain form.
 template <int kColumns, ListForm kForm>
 struct KeyColumns {
@@ -98,7 +107,7 @@ struct KeyColumns {
     if (threadIdx.x >= kColumns) return;
     const KeyValues key =
         load_key<kForm>(problem, pair, key_head, first + static_cast<int>(threadIdx.x));
-    stats[threadIdx.x] = key.stats;
+    stats[threadIdx.x] = {key.stats.mean, inverse_factor<F16>(key.stats.inverse)};
     row[threadIdx.x] = key.row;
   }
 };
@@ -126,7 +135,7 @@ struct QueryColumns {
     high[column] = query.high;
     if constexpr (kForm != ListForm::plain) {
       weight[column] = query.weight;
-      stats[column] = query.stats;
+      stats[column] = {query.stats.mean, inverse_factor<F16>(query.stats.inverse)};
     }
     if constexpr (kForm == ListForm::general) filter[column] = query.filter;
   }

@@ -91,7 +91,7 @@ struct MeanRows : MeanSums<T, kDim> {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float& score = s[i / 2 * 4 + 2 * half + i % 2];
-        score = exp2_approximate(fmaf(score, exponent, -shift[half]));
+        score = shifted_weight(score, exponent, shift[half]);
         part[i % 4] += score;
       }
       sum[half] += (part[0] + part[1]) + (part[2] + part[3]);

@@ -40,8 +40,14 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// Weights are 2^(score * exponent - shift). The shift follows the largest score only when that is
-// kSlack above it: sums stay far from overflow, and rows are hardly ever rescaled.
+// 2^(score * exponent - shift), with the product rounded as shifts are: beyond 2^24 the difference
+// of an exact product and a rounded shift would be far from 0 for the largest score itself.
+__device__ __forceinline__ float shifted_weight(float score, float exponent, float shift) {
+  return exp2_approximate(__fmul_rn(score, exponent) - shift);
+}
+
+// Weights are shifted_weight(score, exponent, shift). The shift follows the largest score only when
+// that is kSlack above it: sums stay far from overflow, and rows are hardly ever rescaled.
 struct RowSoftmax {
   static constexpr float kSlack = 8.0f;
   float shift = -INFINITY;
@@ -61,7 +67,7 @@ struct RowSoftmax {
     return factor;
   }
   __device__ float weight(float score, float exponent) {
-    const float p = exp2_approximate(fmaf(score, exponent, -shift));
+    const float p = shifted_weight(score, exponent, shift);
     sum += p;
     return p;
   }

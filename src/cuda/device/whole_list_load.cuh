@@ -93,7 +93,7 @@ struct WholeLoader {
       RowStatistics stats = kNoStatistics;
       if (problem.q_stats) stats = problem.q_stats[by_row];
       own.score = make_float2(stats.mean, stats.inverse * score * kLog2e);
-      own.gradient.x = stats.inverse;
+      own.gradient.x = inverse_factor<T>(stats.inverse);
     }
   }
   __device__ void queries(const ListPair& pair, int head, const int (&row)[2],

@@ -86,7 +86,8 @@ __device__ __forceinline__ void differentiate(const std::uint32_t (&p)[2][4], co
         const float first = weight.x * (d[i] - delta[2 * j]);
         const float second = weight.y * (d[i + 1] - delta[2 * j + 1]);
         ds[k][word] = pack2<T>(first * query.x, second * query.z);
-        out[word] = pack2<T>(first * key[side].inverse, second * key[side].inverse);
+        const float inverse = inverse_factor<T>(key[side].inverse);
+        out[word] = pack2<T>(first * inverse, second * inverse);
       }
     }
     const int lane = thread % 32, chunk = 4 * half + 2 * k + lane / 16;
