@@ -47,8 +47,8 @@ class ErrorReport(NamedTuple):
     ``row_error`` (B, h, R): norm of each row's difference; ``row_bound`` (B, h, R): a bound of it
     that holds for every row, rounding included, from the distance of a query to its centroid
     (clustered, i-clustered) or from the kept mass (full, local, strided, oracle-top, strict
-    routing), else None. The logits are the mechanism's: of normalised rows for routing, of unit keys
-    for lsh; a query's own key is left out where the mechanism demotes it and there is another.
+    routing), else None. The logits are the mechanism's: of normalised rows for routing, of unit
+    keys for lsh; a query's own key is left out where the mechanism demotes it and there is another.
     """
 
     spec: str
@@ -211,7 +211,7 @@ def _row_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
             return None
         # Weights w on the kept keys become w / mass: their distance from w is 2 (1 - mass).
         bound = 2 * (1 - mass.nan_to_num(1.0)).clamp_min(0) * radius
-        # A row without keys is 0, and no mean of values; one that full has no keys for, too, is right.
+        # A row without keys is 0 and no mean of values, which is right where full has none either.
         empty = _kept_lse(call, saved, sample).isneginf() & exact.lse.isfinite()
         bound = torch.where(empty, largest, bound)
     # Weights, parts of an output and the output itself may be rounded to the type of the inputs.

@@ -137,7 +137,8 @@ def exact_rows(call: GroupCall, sample: Sample) -> ExactRows:
     scale = q.new_full((heads, 1, 1), sample.scale)
     if call.state is not None and call.state.logit_scale is not None:
         scale = scale * call.state.logit_scale.to(wide)[:, None, None]
-    k, v, k_size = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, call.v.to(wide), k_size))
+    grouped = (k, call.v.to(wide), k_size)
+    k, v, k_size = (x.repeat_interleave(heads // x.shape[1], 1) for x in grouped)
     logits = q @ k.mT * scale
     masked = logits.masked_fill(~sample.allowed, -torch.inf)
     lse = masked.logsumexp(-1)

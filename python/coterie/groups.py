@@ -118,8 +118,8 @@ class HeadGroup(nn.Module):
                 _centroids.Statistics(members + new.members, sums + new.sums)
                 for new, (members, sums) in zip(found, self._statistics, strict=True)
             ]
-        self._statistics = [tuple(part) for part in found]
-        self._tokens = [tuple(part) for part in parts]
+        self._statistics = [(members, sums) for members, sums in found]
+        self._tokens = [(x, labels, lengths) for x, labels, lengths in parts]
 
     def buffers_of_centroids(self) -> _centroids.Centroids:
         """What moves without gradients; of routing only."""
@@ -134,7 +134,7 @@ class HeadGroup(nn.Module):
         """Of queries and of keys, where they differ, over the passes in training since the last."""
         found, self._tokens, self._statistics = self._statistics, [], []
         if not found:
-            return [None] * (1 if self.group.keys_are_queries else 2)
+            return [None] if self.group.keys_are_queries else [None, None]
         return [_centroids.Statistics(*parts) for parts in found]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@
 >>> coterie.hf.use(model, "i-clustered(clusters=25,topk=32)", layers=range(2, 12))
 
 or with the spec in the config: ``config.coterie_spec = "..."``. Encoders with padding anywhere;
-decoders with strictly causal specs, whose decoding with a growing or a static cache gives the logits
-of one parallel pass; encoder-decoder models, whose cross attention stays full. Queries and keys
-come with the model's own positions. A mask that a mechanism cannot honour, an attention dropout, a
-bias or a soft cap is an error.
+decoders with strictly causal specs, whose decoding with a growing or a static cache gives the
+logits of one parallel pass; encoder-decoder models, whose cross attention stays full. Queries and
+keys come with the model's own positions. A mask that a mechanism cannot honour, an attention
+dropout, a bias or a soft cap is an error.
 """
 
 from __future__ import annotations
