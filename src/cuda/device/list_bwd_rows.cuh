@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/element.cuh"
 #include "cuda/device/list_rows.cuh"
 
 namespace coterie::cuda {
