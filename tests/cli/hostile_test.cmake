@@ -35,7 +35,7 @@ expect_mistake("kind \"?[2J\"" bench --report ${WORK}/escape.jsonl)
 expect_mistake("expected a header of at most 100000000 bytes" bench --data ${WORK}/header.safetensors)
 
 if(TRAIN)
-  shell("head -c 200000000 /dev/zero | gzip -1 > bomb.gz")
+  shell("head -c 200000000 /dev/zero | tr '\\0' x | gzip -1 > bomb.gz")
   shell("ln -s /etc/passwd passwd && tar -cf link.tar passwd && cp brackets step/state.json")
   set(train train --task bytes --out ${WORK}/out)
   expect_mistake("expected at most 1M bytes of text after decompression; got more (raise --data-limit"
