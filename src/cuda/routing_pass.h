@@ -173,7 +173,7 @@ class RoutingPass : public Pass {
 
   // Whether the nearest clusters are found by tensor cores.
   bool scans() const {
-    return call_.inputs.q.dtype == DType::bf16 && per_row_ == 1 && on_hopper() &&
+    return call_.inputs.q.dtype == DType::bf16 && per_row_ == 1 && on_hopper() && call_.N > 0 &&
            scan_fits(call_, params_.clusters);
   }
   // Whether a forward pass has its ends from there.

@@ -380,7 +380,9 @@ struct Met {
     for (const Sizes* sizes : {&q, &k, &v})
       for (double spoilt : *sizes) any = any || spoilt > 0.0;
     if (!any) return;
-    const bool means = clusters_queries(problem.mechanism);
+    // Queries that become means, and those whose outputs are factors of others' rows (CAST).
+    const bool means = clusters_queries(problem.mechanism) ||
+                       std::holds_alternative<CastParams>(problem.mechanism);
     const Index H = in.q.size(1), Hk = wide.keys().size(1), Hv = in.v.size(1);
     for (const Item& item : make_items("stress", in))
       for (Index h = 0; h < Hv; ++h) {
@@ -699,7 +701,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       const double mixed =
           terms.scale * gate * surrogate * reach * terms.v_most[static_cast<std::size_t>(vh)];
       dk_terms[j] += mixed * (laplace ? 1.42 * root(N * group) * root(cast->clusters) * g : rg[j]);
-      dk_logits[j] += mixed * sge[j];
+      dk_logits[j] += mixed * (sge[j] + kAccumulator * root(cast->clusters) * g);
     }
   }
   dq_.tolerance.resize(dq_norm.size());
@@ -709,7 +711,8 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       size += dk_terms[i];
       logits += dk_logits[i];
     }
-    dq_.tolerance[i] = u * size + logits + least * root(width_of(wide.q));
+    // Two roundings more where lists are attended to: derivatives, and what is taken off them.
+    dq_.tolerance[i] = (cast ? 1.0 : 1.5) * u * size + logits + least * root(width_of(wide.q));
     const bool spoilt = met.any && met.queries[i] > 0.0;
     if (!resolved || spoilt) dq_.tolerance[i] = kNotJudged;
   }
@@ -733,6 +736,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       logits += sge[at];
     }
     for (double most : terms.g_most) g = std::max(g, most);
+    if (cast) logits += kAccumulator * root(cast->clusters) * g;
     if (laplace)
       logits += (u + 1.42 * (most_blurred - 1.0) * u) / 2.0 * g *
                 root(N * terms.H / terms.Hv * cast->clusters);
