@@ -58,13 +58,14 @@ void use_lsh_logits(const LshParams& params, AttentionRecord& record) {
 }  // namespace
 
 at::Tensor attention_rows(const AttentionRecord& record) {
-  const std::int64_t S = record.v.size(2);
+  // One set of values per key head. Shared queries and keys: attention takes k from q, v tells.
+  const at::Tensor& keys = record.k.defined() ? record.k : record.v;
+  const std::int64_t B = keys.size(0), heads = keys.size(1), S = keys.size(2);
   const at::Tensor identity = at::eye(S, record.q.options());
   std::vector<at::Tensor> columns;
   for (std::int64_t begin = 0; begin < S; begin += kColumns) {
     const std::int64_t width = std::min(kColumns, S - begin);
-    const at::Tensor v =
-        identity.narrow(1, begin, width).expand({record.v.size(0), record.v.size(1), S, width});
+    const at::Tensor v = identity.narrow(1, begin, width).expand({B, heads, S, width});
     columns.push_back(
         torch_api::attention(record.q, record.k, v, record.mechanism, record.options));
   }

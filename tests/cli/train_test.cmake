@@ -77,6 +77,23 @@ foreach(line IN LISTS lines)
   endforeach()
 endforeach()
 
+# Shared queries and keys with fewer key/value heads: training to its end, inspection, generation.
+set(shared --task bytes --length 32 --model.dim 32 --model.kv-heads 2 --train.steps 2 --train.batch 4
+  --train.eval-batches 1 --threads 1)
+run(0 train ${shared} --attention "routing(clusters=4,window=8,causal=strict,share_qk=true)" --out ${WORK}/routing)
+run(0 inspect ${WORK}/routing)
+expect_out("routing")
+run(0 generate ${WORK}/routing --prompt "a" --tokens 4)
+run(0 train ${shared} --attention "lsh(chunk=8,buckets=4)" --out ${WORK}/lsh)
+run(0 inspect ${WORK}/lsh)
+expect_out("lsh")
+foreach(name routing lsh)
+  file(STRINGS ${WORK}/${name}/log.jsonl ends REGEX "\"kind\": *\"end\"")
+  if(NOT ends)
+    complain("no end line in the log of ${name}")
+  endif()
+endforeach()
+
 expect_mistake("--resume" train ${options} --out ${WORK}/run)
 expect_mistake("expected --out" train --resume)
 expect_mistake("no config.toml" train --resume --out ${WORK}/nothing)

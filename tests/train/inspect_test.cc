@@ -113,6 +113,41 @@ TEST(Inspect, RowsAreThoseOfTheAttention) {
   }
 }
 
+// With fewer key/value heads than heads, rows are those of repeated key heads. Where keys are
+// queries, every head has its own keys and shares values.
+TEST(Inspect, SharedKeyHeadsGiveTheRowsOfRepeatedOnes) {
+  constexpr std::int64_t kMany = 4;
+  for (const char* const spec :
+       {"full", "local(window=8)", "clustered(clusters=3)", "lsh(rounds=2,chunk=4,buckets=4)",
+        "lsh(rounds=1,chunk=8,buckets=4,combine=mean)", "routing(clusters=3,window=8)",
+        "routing(clusters=3,window=8,share_qk=true)",
+        "routing(clusters=3,window=8,share_qk=true,self=demote)", "cast(clusters=3,size=8)"}) {
+    for (const std::int64_t heads : {1, 2, 4}) {
+      SCOPED_TRACE(std::string(spec) + ", key heads: " + std::to_string(heads));
+      AttentionRecord shared = make_record(spec);
+      const bool routing = std::holds_alternative<RoutingParams>(shared.mechanism);
+      const auto rows = [](std::int64_t count) { return at::randn({kRows, count, kTokens, kDim}); };
+      shared.q = rows(kMany);
+      shared.v = rows(heads);
+      if (shared.k.defined()) shared.k = rows(heads);
+      at::Tensor& centroids = shared.options.centroids;
+      if (centroids.defined()) {
+        centroids = at::randn({routing ? heads : kMany, centroids.size(1), kDim});
+      }
+      if (routing) shared.options.logit_scale = at::full({kMany}, 0.35, at::kFloat);
+      AttentionRecord repeated = shared;
+      repeated.v = shared.v.repeat_interleave(kMany / heads, 1);
+      if (shared.k.defined()) repeated.k = shared.k.repeat_interleave(kMany / heads, 1);
+      if (routing) {
+        repeated.options.centroids = centroids.repeat_interleave(kMany / heads, 0);
+      }
+      EXPECT_TRUE(at::allclose(attention_rows(shared), attention_rows(repeated), 0, kRounding));
+      EXPECT_TRUE(at::allclose(full_rows(shared), full_rows(repeated), 0, kRounding));
+      EXPECT_EQ(inspect_one(shared).heads.size(), static_cast<std::size_t>(kMany));
+    }
+  }
+}
+
 TEST(Inspect, PaddingAndQueriesWithoutKeysDoNotCount) {
   AttentionRecord record = make_record("full");
   const double whole = inspect_one(record).heads[0].entropy;
