@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "coterie/error.h"
+#include "tests/support/tensors.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -30,6 +31,23 @@ TEST(Bridge, ViewsShareMemoryAndStrides) {
   EXPECT_FALSE(view(at::Tensor()).present());
   EXPECT_THROW(view(at::zeros({1, 1, 1, 1, 1, 1})), Error);
   EXPECT_THROW(view(at::zeros({2, 2}).to_sparse()), Error);
+}
+
+// The memory of a lazily negated view has the opposite sign; that of lazy zeros is not there.
+TEST(Bridge, ViewsRefuseTensorsWhoseValuesAreNotInMemory) {
+  const at::Tensor negated = at::_neg_view(at::ones({2, 3}));
+  const at::Tensor zeros = at::_efficientzerotensor({2, 3});
+  EXPECT_EQ(test::error_of([&] { view(negated); }),
+            "[torch] expected tensors whose memory holds their values; got a lazily negated view: "
+            "call resolve_neg()");
+  EXPECT_EQ(test::error_of([&] { view(zeros); }),
+            "[torch] expected tensors whose memory holds their values; got a lazy zero tensor: "
+            "call clone()");
+  EXPECT_THROW(view(at::zeros({2}, at::kComplexFloat).conj()), Error);
+  for (const at::Tensor& tensor : {negated, zeros}) {
+    EXPECT_TRUE(at::equal(with_contiguous_rows(tensor), tensor));
+    EXPECT_TRUE(view(with_contiguous_rows(tensor)).present());
+  }
 }
 
 TEST(Bridge, ScratchIsAlignedForTheCore) {

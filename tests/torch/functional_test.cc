@@ -108,6 +108,29 @@ TEST(Layout, ColumnsAreMadeRows) {
   EXPECT_EQ(q.grad().sizes(), q.sizes());
 }
 
+// Every input as a view that is negated when it is read, as the imaginary part of a conjugate is.
+TEST(Layout, NegatedViewsCountAsTheirValues) {
+  for (const cases::Case& c : cases::all()) {
+    SCOPED_TRACE(c.name);
+    const cases::Problem problem = cases::make_problem(c, 7);
+    TorchProblem plain(problem), negated(problem);
+    AttentionOptions& options = negated.options;
+    for (at::Tensor* tensor :
+         {&negated.q, &negated.k, &negated.v, &negated.grad_out, &options.centroids, &options.gate,
+          &options.logit_scale, &options.q_lengths, &options.k_lengths, &options.cu_seqlens_q,
+          &options.cu_seqlens_k}) {
+      if (tensor->defined()) *tensor = at::_neg_view(tensor->neg());
+    }
+    plain.require_gradients();
+    negated.require_gradients();
+    const at::Tensor wanted = plain.attend(), got = negated.attend();
+    EXPECT_TRUE(at::equal(got, wanted));
+    const std::vector<at::Tensor> ours = grad({got}, negated.differentiable(), {negated.grad_out});
+    const std::vector<at::Tensor> theirs = grad({wanted}, plain.differentiable(), {plain.grad_out});
+    for (std::size_t i = 0; i < theirs.size(); ++i) EXPECT_TRUE(at::equal(ours[i], theirs[i])) << i;
+  }
+}
+
 TEST(Options, IntegersOfAnyKindAreLengths) {
   const at::Tensor q = normal({2, 2, 20, 8});
   const at::Tensor lengths = at::tensor({20, 11}, at::kLong);

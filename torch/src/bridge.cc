@@ -59,6 +59,11 @@ TensorView view(const at::Tensor& tensor) {
     throw Error("[torch] expected dense tensors with 1 to " + std::to_string(kMaxRank) +
                 " dimensions; got one with " + std::to_string(tensor.dim()));
   }
+  if (tensor.is_neg() || tensor._is_zerotensor()) {
+    throw Error("[torch] expected tensors whose memory holds their values; got " +
+                std::string(tensor.is_neg() ? "a lazily negated view: call resolve_neg()"
+                                            : "a lazy zero tensor: call clone()"));
+  }
   view.data = tensor.data_ptr();
   view.dtype = dtype_of(tensor.scalar_type());
   view.device = core_device(tensor);
@@ -70,10 +75,15 @@ TensorView view(const at::Tensor& tensor) {
   return view;
 }
 
+at::Tensor with_own_values(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  return tensor._is_zerotensor() ? tensor.clone() : tensor.resolve_neg();
+}
+
 at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
-  const bool rows =
-      !tensor.defined() || tensor.dim() == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
-  return rows ? tensor : tensor.contiguous();
+  const at::Tensor own = with_own_values(tensor);
+  const bool rows = !own.defined() || own.dim() == 0 || own.size(-1) <= 1 || own.stride(-1) == 1;
+  return rows ? own : own.contiguous();
 }
 
 at::Tensor empty(const TensorLayout& layout, const at::Tensor& like) {

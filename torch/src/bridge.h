@@ -13,10 +13,13 @@ namespace coterie::torch_api {
 DType dtype_of(at::ScalarType type);  // bool is u8; throws Error on types the core lacks
 at::ScalarType scalar_type_of(DType dtype);
 
-// The tensor's memory; absent when it is undefined. The tensor must outlive the view.
+// The tensor's memory; absent when it is undefined. The tensor must outlive the view. Refuses
+// tensors whose values are not what is in memory (negated views, lazy zeros).
 TensorView view(const at::Tensor& tensor);
 
-// The tensor itself when its last dimension is contiguous, else a contiguous copy.
+// The tensor itself when its values are in memory, else a copy in which they are.
+at::Tensor with_own_values(const at::Tensor& tensor);
+// The same, and the last dimension contiguous.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 // Uninitialised memory on the device of `like`.

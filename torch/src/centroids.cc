@@ -24,7 +24,7 @@ using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
 
 at::Tensor as_int32(const at::Tensor& lengths) {
-  return lengths.defined() ? lengths.to(at::kInt).contiguous() : lengths;
+  return lengths.defined() ? with_own_values(lengths).to(at::kInt).contiguous() : lengths;
 }
 
 at::ScalarType accumulator_of(const at::Tensor& x) {

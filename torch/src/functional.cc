@@ -186,7 +186,7 @@ at::Tensor as_int32(const Mechanism& mechanism, const at::Tensor& lengths) {
     refuse(mechanism, std::string("expected integer lengths and cu_seqlens; got ") +
                           at::toString(lengths.scalar_type()));
   }
-  return lengths.to(at::kInt).contiguous();
+  return with_own_values(lengths).to(at::kInt).contiguous();
 }
 
 // Broadcast, without a copy. Where q and v have no such shape the core will say so.
@@ -203,7 +203,8 @@ at::Tensor as_mask(const Mechanism& mechanism, const at::Tensor& mask, const at:
 // Small inputs in the type the core accumulates in.
 at::Tensor as_state(const at::Tensor& tensor, const at::Tensor& q) {
   if (!tensor.defined()) return tensor;
-  return tensor.to(scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())))).contiguous();
+  const at::ScalarType accumulator = scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())));
+  return with_own_values(tensor).to(accumulator).contiguous();
 }
 
 // The tensors of a call as the core wants them, by differentiable operations.
