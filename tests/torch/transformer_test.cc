@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "coterie/error.h"
@@ -144,6 +146,38 @@ TEST(Recompute, WorksForInputsWithoutGradient) {
   Transformer model = make_transformer(options);
   loss_of(model->forward(at::randn({1, 9, 32}), {})).backward();
   for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.grad().defined());
+}
+
+// What a block reads and others may change between its two runs: without a refusal the second run
+// would give gradients of another function.
+TEST(Recompute, RefusesAModelThatChangedSinceTheForwardPass) {
+  using Change = std::function<void(Transformer&, const std::vector<AttentionRecord>&)>;
+  const std::vector<std::pair<Change, const char*>> changes = {
+      {[](auto& model, const auto& records) { model->update_centroids(records); },
+       "expected the parameters and centroids of the forward pass"},
+      {[](auto& model, const auto& records) { model->initialise_centroids(records, 1); },
+       "expected the parameters and centroids of the forward pass"},
+      {[](auto& model, const auto&) {
+         const at::NoGradGuard no_grad;
+         model->parameters()[3].mul_(2);
+       },
+       "expected the parameters and centroids of the forward pass"},
+      {[](auto& model, const auto&) { model->eval(); }, "expected the mode and attention"},
+      {[](auto& model, const auto&) {
+         model->set_attention({AttentionSpec::parse("routing(clusters=3,window=2)")});
+       },
+       "expected the mode and attention"}};
+  for (const auto& [change, words] : changes) {
+    TransformerOptions options = transformer_options("routing(clusters=3,window=6)", true);
+    options.recompute = true;
+    options.dropout = 0.1;
+    Transformer model = make_transformer(options);
+    std::vector<AttentionRecord> records;
+    const at::Tensor loss = loss_of(model->forward(at::randn({1, 9, 32}), {.records = &records}));
+    change(model, records);
+    const std::string error = test::error_of([&] { loss.backward(); });
+    EXPECT_NE(error.find(words), std::string::npos) << error;
+  }
 }
 
 TEST(Recompute, RefusesHigherDerivatives) {

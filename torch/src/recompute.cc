@@ -89,9 +89,16 @@ class Autocasting {
 struct Held : ::torch::CustomClassHolder {
   RecomputedPart part;
   Autocast autocast;
-  at::Tensor generator;  // its state before the first run, if that draws
+  at::Tensor generator;                // its state before the first run, if that draws
+  std::vector<std::int64_t> versions;  // of the part's state in the first run
 };
 using HeldPointer = c10::intrusive_ptr<Held>;
+
+std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::int64_t> versions;
+  for (const at::Tensor& tensor : tensors) versions.push_back(tensor._version());
+  return versions;
+}
 
 variable_list present(const PassOutput& output) {
   variable_list tensors = {output.out};
@@ -106,6 +113,7 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
     const at::Tensor& x = inputs[0];
     held->autocast = Autocast::current(x.device().type());
     if (held->part.random) held->generator = generator_state(x.device());
+    held->versions = versions_of(held->part.state);
     const Autocasting autocasting(held->autocast);
     const PassOutput output = held->part.first(x);
     held->part.first = nullptr;  // what it refers to need not live longer
@@ -120,6 +128,11 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
       throw Error("[recompute] expected derivatives of first order; got create_graph");
     }
     const auto held = c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["held"].toCapsule());
+    if (versions_of(held->part.state) != held->versions) {
+      throw Error(
+          "[recompute] expected the parameters and centroids of the forward pass; got some that "
+          "were changed since: call update_centroids and the optimiser after backward");
+    }
     const at::Tensor x = ctx->get_saved_variables()[0].detach();
     variable_list inputs = {x};
     inputs.insert(inputs.end(), held->part.parameters.begin(), held->part.parameters.end());

@@ -108,8 +108,19 @@ PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Ten
   PassContext again = context;
   again.records = nullptr;  // they were collected in the first run
   RecomputedPart part;
+  part.state = block->parameters();
+  for (const at::Tensor& buffer : block->buffers()) part.state.push_back(buffer);
   part.first = [&](const at::Tensor& input) { return block->forward(input, context); };
-  part.again = [block, again](const at::Tensor& input) { return block->forward(input, again); };
+  part.again = [block, again, training = block->is_training(),
+                spec = block->attention->spec()](const at::Tensor& input) {
+    if (block->is_training() != training ||
+        block->attention->spec().to_string() != spec.to_string()) {
+      throw Error(
+          "[recompute] expected the mode and attention of the forward pass; got a model that was "
+          "changed since: call train, eval and set_attention after backward");
+    }
+    return block->forward(input, again);
+  };
   part.random = random;
   for (const at::Tensor& parameter : block->parameters()) {
     if (parameter.requires_grad()) part.parameters.push_back(parameter);
