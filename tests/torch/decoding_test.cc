@@ -101,6 +101,43 @@ TEST(Decoding, LeavesCopiesOfACacheAlone) {
   }
 }
 
+// Copies of a model's cache, made and assigned: each goes on as if the others did not exist.
+TEST(Decoding, CopiesOfADecoderCacheGoOnByThemselves) {
+  for (const std::string& spec : every_spec(true)) {
+    SCOPED_TRACE(spec);
+    LanguageModelOptions options = language_model_options(spec, true);
+    options.input.positions = EmbeddingPositions::sinusoidal;  // the position counts
+    LanguageModel model = make_model(spec, options);
+    const at::NoGradGuard no_grad;
+    const at::Tensor tokens = at::randint(0, 11, {3, 2, 12}, at::kLong);  // three continuations
+    const auto step = [&](DecoderCache& cache, std::int64_t sequence, std::int64_t t) {
+      return model->step(tokens[sequence].select(1, t), cache);
+    };
+    const auto alone = [&](std::int64_t sequence) {
+      DecoderCache cache = model->make_cache(2);
+      for (std::int64_t t = 0; t < 5; ++t) step(cache, 0, t);
+      at::Tensor logits;
+      for (std::int64_t t = 5; t < 12; ++t) logits = step(cache, sequence, t);
+      return logits;
+    };
+    DecoderCache first = model->make_cache(2);
+    for (std::int64_t t = 0; t < 5; ++t) step(first, 0, t);
+    DecoderCache second = first, third = model->make_cache(2);
+    third = first;
+    std::vector<at::Tensor> logits(3);
+    for (std::int64_t t = 5; t < 12; ++t) {
+      logits[0] = step(first, 0, t);
+      logits[1] = step(second, 1, t);
+      logits[2] = step(third, 2, t);
+    }
+    for (std::int64_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(at::equal(logits[static_cast<std::size_t>(i)], alone(i))) << i;
+    }
+    EXPECT_EQ(first.position, 12);
+    EXPECT_EQ(second.position, 12);
+  }
+}
+
 TEST(Decoding, RefusesWhatLooksAheadByName) {
   const auto refusal = [](const std::string& spec, bool causal) {
     LanguageModel model(language_model_options(spec, causal));

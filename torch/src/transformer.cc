@@ -8,6 +8,7 @@
 #include <string>
 
 #include "coterie/error.h"
+#include "decode.h"
 #include "head_group.h"
 #include "recompute.h"
 
@@ -186,6 +187,16 @@ void TransformerImpl::initialise_centroids(const std::vector<AttentionRecord>& r
     SelfAttention& attention = blocks_[static_cast<std::size_t>(layer)]->attention;
     attention->initialise_centroids(records_of(records, layer), group_seed(seed, layer, 0));
   }
+}
+
+DecoderCache::DecoderCache(const DecoderCache& other) : position(other.position) {
+  for (const auto& layer : other.layers) layers.push_back(std::make_shared<LayerCache>(*layer));
+}
+
+DecoderCache& DecoderCache::operator=(DecoderCache other) noexcept {
+  position = other.position;
+  layers.swap(other.layers);
+  return *this;
 }
 
 DecoderCache TransformerImpl::make_cache(std::int64_t batch) const {

@@ -28,8 +28,14 @@ struct TransformerOptions {
   std::uint64_t seed = 0;
 };
 
-// Of a sequence that is decoded. Copies share the layers' caches.
+// Of a sequence that is decoded. A copy goes on by itself: steps on one leave the other as it was.
 struct DecoderCache {
+  DecoderCache() = default;
+  DecoderCache(const DecoderCache& other);
+  DecoderCache(DecoderCache&& other) = default;
+  DecoderCache& operator=(DecoderCache other) noexcept;
+  ~DecoderCache() = default;
+
   std::int64_t position = 0;  // tokens seen
   std::vector<std::shared_ptr<LayerCache>> layers;
 };
