@@ -23,6 +23,7 @@ constexpr const char* kOptimizer = "optimizer.safetensors";
 constexpr const char* kConfig = "config.toml";
 constexpr const char* kState = "state.json";
 constexpr const char* kBest = "best";
+constexpr const char* kDamaged = ".damaged";
 
 // FNV-1a of a file: finds bytes that changed on the disk, which sizes and shapes do not show.
 std::string checksum(const std::string& path) {
@@ -131,7 +132,26 @@ void Checkpoints::save(const Checkpoint& checkpoint, bool best) const {
     write_file(folder + "/" + kConfig, checkpoint.config);
     write_file(folder + "/" + kState, state.dump(2) + "\n");
   });
-  if (best) write_file(folder_ + "/" + kBest, fs::path(target).filename().string() + "\n");
+  if (best) mark_best(checkpoint.state.step);
+}
+
+void Checkpoints::mark_best(std::int64_t step) const {
+  write_file(folder_ + "/" + kBest, fs::path(path(step)).filename().string() + "\n");
+}
+
+void Checkpoints::set_aside_after(const TrainState& state) const {
+  for (const std::int64_t step : steps()) {
+    if (step <= state.step) continue;
+    const std::string aside = path(step) + kDamaged;
+    remove_entry(aside);
+    std::error_code error;
+    fs::rename(path(step), aside, error);
+    if (error) {
+      throw Error(
+          fmt::format("[files] cannot rename {} to {}: {}", path(step), aside, error.message()));
+    }
+  }
+  if (!best() && fs::exists(path(state.best_step))) mark_best(state.best_step);
 }
 
 void Checkpoints::prune(std::int64_t keep) const {

@@ -37,11 +37,18 @@ class Checkpoints {
   // Removes all but the `keep` last ones and the best, and what killed processes left.
   void prune(std::int64_t keep) const;
 
+  // For a run that goes on from `state`, behind checkpoints that are damaged: renames those to
+  // step-N.damaged, in place of earlier ones, so that they count no more, and marks as the best the
+  // one that the state knows.
+  void set_aside_after(const TrainState& state) const;
+
   std::vector<std::int64_t> steps() const;  // ascending
   std::optional<std::int64_t> best() const;
   std::string path(std::int64_t step) const;
 
  private:
+  void mark_best(std::int64_t step) const;
+
   std::string folder_;
 };
 

@@ -125,6 +125,7 @@ class Run {
     load_optimizer(*optimizer_, *model_, checkpoint.optimizer, folder);
     state_ = checkpoint.state;
     saved_step_ = state_.step;
+    checkpoints().set_aside_after(state_);
     return true;
   }
 
@@ -253,9 +254,7 @@ class Run {
   void check_finite(const std::string& what, double value) const {
     if (std::isfinite(value)) return;
     const std::string kept =
-        config_.out.empty() || checkpoints().steps().empty()
-            ? ""
-            : "; the last good checkpoint is " + checkpoints().path(checkpoints().steps().back());
+        saved_step_ == 0 ? "" : "; the last good checkpoint is " + checkpoints().path(saved_step_);
     throw Error(
         fmt::format("[train] expected finite numbers; got {} {} in step {}: try a lower "
                     "--optimizer.lr, a longer --schedule.warmup or a lower "

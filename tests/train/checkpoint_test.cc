@@ -171,6 +171,25 @@ TEST(Checkpoint, TheLastOnesAndTheBestAreKept) {
   EXPECT_EQ(run.steps(), (std::vector<std::int64_t>{50}));
 }
 
+TEST(Checkpoint, WhatARunWentBackBehindIsSetAside) {
+  const TemporaryFolder folder;
+  const Checkpoints run(folder.path());
+  for (const std::int64_t step : {10, 20, 30}) run.save(checkpoint_at(step), step == 30);
+  cut_in_half(run.path(30) + "/model.safetensors");
+  const TrainState state = load_checkpoint(run.path(20)).state;  // its best step is 10
+  for (int time = 0; time < 2; ++time) {
+    run.set_aside_after(state);
+    EXPECT_EQ(run.steps(), (std::vector<std::int64_t>{10, 20}));
+    EXPECT_EQ(run.best(), 10);
+    EXPECT_TRUE(fs::exists(run.path(30) + ".damaged"));
+    run.save(checkpoint_at(25), false);
+    run.prune(1);
+    EXPECT_EQ(run.steps(), (std::vector<std::int64_t>{10, 25}));
+    run.save(checkpoint_at(20), false);
+    run.save(checkpoint_at(30), true);  // and once more, where one is already aside
+  }
+}
+
 TEST(Checkpoint, TheSameStepCanBeSavedAgain) {
   const TemporaryFolder folder;
   const Checkpoints run(folder.path());

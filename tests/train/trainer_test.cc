@@ -110,6 +110,56 @@ TEST(Trainer, ADamagedCheckpointIsSkippedWithAWarning) {
   EXPECT_EQ(losses(folder.path("straight")), losses(config.out));
 }
 
+// Behind damaged checkpoints a run keeps what it saves from then on, and ends as one that was never
+// stopped: for few and many kept ones, any damage, and a best one among the damaged.
+TEST(Trainer, ARunBehindDamagedCheckpointsKeepsItsNewOnes) {
+  using Damage = std::function<void(const std::string&)>;
+  const std::vector<Damage> damages = {
+      [](const std::string& path) {
+        std::filesystem::resize_file(path + "/model.safetensors", 100);
+      },
+      [](const std::string& path) { std::filesystem::remove(path + "/state.json"); }};
+  for (const std::int64_t keep : {1, 2, 3}) {
+    for (const Damage& damage : damages) {
+      SCOPED_TRACE(keep);
+      const TemporaryFolder folder;
+      Config config = stateful_config();
+      config.train.eval_every = 5;
+      config.checkpoint = {.every = 3, .keep = keep};
+      config.out = folder.path("straight");
+      const TrainResult straight = run(config);
+      config.out = folder.path("damaged");
+      const Checkpoints checkpoints(config.out);
+      config.checkpoint.keep = 10;  // something to go back to
+      run_until(config, 16);
+      config.checkpoint.keep = keep;
+      for (const std::int64_t step : checkpoints.steps()) {
+        if (step > 7) damage(checkpoints.path(step));
+      }
+      // Every checkpoint that is written can be found and loaded, from the first on.
+      std::int64_t looked = 0;
+      TrainHooks hooks;
+      hooks.progress = [&](const ProgressLine& line) {
+        if (line.step % config.checkpoint.every != 0) return;
+        std::string warning;
+        EXPECT_EQ(find_checkpoint(config.out, /*best=*/false, &warning),
+                  checkpoints.path(line.step));
+        EXPECT_EQ(warning, "");
+        EXPECT_EQ(load_checkpoint(checkpoints.path(line.step)).state.step, line.step);
+        ++looked;
+      };
+      const TrainResult resumed = run(config, /*resume=*/true, hooks);
+      EXPECT_EQ(looked, 4);  // 9, 12, 15, 18
+      EXPECT_EQ(resumed.state.step, 20);
+      EXPECT_EQ(checkpoints.steps(), Checkpoints(folder.path("straight")).steps());
+      EXPECT_EQ(checkpoints.best(), Checkpoints(folder.path("straight")).best());
+      EXPECT_EQ(losses(folder.path("straight")), losses(config.out));
+      expect_equal_models(straight.checkpoint, resumed.checkpoint);
+      EXPECT_TRUE(std::filesystem::exists(checkpoints.path(15) + ".damaged"));
+    }
+  }
+}
+
 TEST(Trainer, ResumingBeforeTheFirstCheckpointStartsAgain) {
   const TemporaryFolder folder;
   Config config = tiny_config("copy");
