@@ -22,9 +22,14 @@ Batch rows_of(const Batch& batch, std::int64_t first, std::int64_t count) {
   return {narrow(batch.tokens), narrow(batch.targets), narrow(batch.strata), narrow(batch.lengths)};
 }
 
+std::int64_t valid_tokens(const Batch& batch) {
+  return batch.lengths.defined() ? batch.lengths.sum().item<std::int64_t>() : batch.tokens.numel();
+}
+
 // Sum of the cross entropies over the asked positions.
 at::Tensor total_nats(const at::Tensor& logits, const at::Tensor& targets) {
-  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets.flatten(), {},
+  const at::ScalarType wide = c10::promoteTypes(logits.scalar_type(), at::kFloat);
+  return at::cross_entropy_loss(logits.flatten(0, 1).to(wide), targets.flatten(), {},
                                 at::Reduction::Sum, kIgnore);
 }
 
@@ -36,14 +41,15 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
   const std::int64_t pass_rows = options.micro_batch > 0 ? options.micro_batch : rows;
   const auto asked = (batch.targets != kIgnore).sum().item<std::int64_t>();
   const double scale = 1.0 / static_cast<double>(std::max<std::int64_t>(asked, 1));
+  const double tokens = static_cast<double>(std::max<std::int64_t>(valid_tokens(batch), 1));
+  torch_api::StepStatistics statistics;
   StepLoss result;
   for (std::int64_t first = 0; first < rows; first += pass_rows) {
     const Batch part = rows_of(batch, first, std::min(pass_rows, rows - first));
-    const double share = static_cast<double>(part.tokens.size(0)) / static_cast<double>(rows);
     std::vector<torch_api::AttentionRecord> records;
     torch_api::PassContext context;
     context.lengths = part.lengths;
-    context.seed = options.seed + static_cast<std::uint64_t>(first);
+    context.seed = options.seed;
     if (options.update_centroids) context.records = &records;
 
     at::Tensor loss;
@@ -52,16 +58,20 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
       const AutocastGuard autocast(batch.tokens.device(), options.bf16);
       output = model->forward(part.tokens, context);
     }
+    if (options.update_centroids) model->transformer()->add_statistics(records, statistics);
+    records.clear();
     loss = total_nats(output.out, part.targets) * scale;
     result.loss += loss.item<double>();
     if (output.commitment.defined()) {
+      // A mean over the valid tokens of the pass.
+      const double share = static_cast<double>(valid_tokens(part)) / tokens;
       const at::Tensor commitment = output.commitment * share;
       result.commitment += commitment.item<double>();
       loss = loss + commitment;
     }
     loss.backward();
-    if (options.update_centroids) model->transformer()->update_centroids(records);
   }
+  model->transformer()->update_centroids(statistics);
   return result;
 }
 

@@ -13,16 +13,18 @@ struct GradientOptions {
   std::int64_t micro_batch = 0;   // rows of one pass; 0: all
   std::uint64_t seed = 0;         // of clusterings
   bool bf16 = false;              // matrix products
-  bool update_centroids = false;  // of routing heads: they move after the backward of each pass
+  bool update_centroids = false;  // of routing heads: they move once, after the last pass
 };
 
 struct StepLoss {
   double loss = 0;        // mean cross entropy over the asked positions of the batch
-  double commitment = 0;  // weighted sum over the routing heads, mean over the passes
+  double commitment = 0;  // weighted sum over the routing heads, mean over the batch's valid tokens
 };
 
-// Adds the gradients of loss + commitment to those of the model's parameters. The loss is the mean
-// over the asked positions of the whole batch, so that it does not depend on how it is split.
+// Adds the gradients of loss + commitment to those of the model's parameters. Losses are means over
+// the whole batch, and routing's centroids move once, by the statistics of all passes: how the
+// batch is split changes the order of sums and nothing else. (Exceptions: dropout draws in another
+// order, and random starts of clustered attention are numbered by rows of a pass.)
 StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
                        const GradientOptions& options);
 

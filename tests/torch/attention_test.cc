@@ -334,6 +334,44 @@ TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {
   }
 }
 
+// Passes of one step move the centroids as one pass over all their rows does, however the step is
+// cut, and not once each.
+TEST(UpdateCentroids, TakesRecordsOfSeveralPassesForOneBatch) {
+  for (const bool shared : {false, true}) {
+    for (const bool causal : {false, true}) {
+      const std::string spec = std::string("routing(clusters=3,window=6,decay=0.5,share_qk=") +
+                               (shared ? "true)" : "false)");
+      const at::Tensor x = at::randn({5, 15, 32}, at::kDouble);
+      const at::Tensor lengths = at::tensor({15, 4, 1, 12, 9}, at::kInt);
+      const auto moved = [&](std::vector<std::int64_t> cuts, bool by_statistics) {
+        SelfAttention layer = make_layer({.kv_heads = 2, .causal = causal}, spec);
+        layer->to(at::kDouble);
+        std::vector<AttentionRecord> records;
+        StepStatistics statistics;
+        for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+          const auto part = [&](const at::Tensor& all) {
+            return all.narrow(0, cuts[i], cuts[i + 1] - cuts[i]);
+          };
+          layer->forward(part(x), {.lengths = part(lengths), .records = &records});
+          if (!by_statistics) continue;
+          layer->add_statistics(records, statistics);
+          records.clear();
+        }
+        by_statistics ? layer->update_centroids(statistics) : layer->update_centroids(records);
+        return named_tensors(*layer);
+      };
+      auto whole = moved({0, 5}, false);
+      for (const bool by_statistics : {false, true}) {
+        auto parts = moved({0, 1, 3, 5}, by_statistics);
+        for (const char* name : {"group_0.centroids", "group_0.counts", "group_0.sums"}) {
+          // Sums of less than 100 numbers of order one, in double: 1e-13.
+          EXPECT_LT((whole[name] - parts[name]).abs().max().item<double>(), 1e-13) << name;
+        }
+      }
+    }
+  }
+}
+
 TEST(InitialiseCentroids, TakesRowsOfAllRecords) {
   SelfAttention layer = make_layer({.kv_heads = 2}, "routing(clusters=3,window=6)");
   std::vector<AttentionRecord> records;

@@ -176,10 +176,25 @@ void SelfAttentionImpl::set_spec(const AttentionSpec& spec) {
 
 const AttentionSpec& SelfAttentionImpl::spec() const { return options_.spec; }
 
-void SelfAttentionImpl::update_centroids(const std::vector<AttentionRecord>& records) {
+void SelfAttentionImpl::add_statistics(const std::vector<AttentionRecord>& records,
+                                       StepStatistics& statistics) const {
   for (const AttentionRecord& record : records) {
-    groups_.at(static_cast<std::size_t>(record.group))->update_centroids(record);
+    const HeadGroupImpl& group = *groups_.at(static_cast<std::size_t>(record.group));
+    if (!std::holds_alternative<RoutingParams>(group.mechanism())) continue;
+    group.add_statistics(record, statistics[{record.layer, record.group}]);
   }
+}
+
+void SelfAttentionImpl::update_centroids(const StepStatistics& statistics) {
+  for (const auto& [place, own] : statistics) {
+    groups_.at(static_cast<std::size_t>(place.second))->update_centroids(own);
+  }
+}
+
+void SelfAttentionImpl::update_centroids(const std::vector<AttentionRecord>& records) {
+  StepStatistics statistics;
+  add_statistics(records, statistics);
+  update_centroids(statistics);
 }
 
 void SelfAttentionImpl::initialise_centroids(const std::vector<AttentionRecord>& records,

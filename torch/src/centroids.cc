@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -71,9 +72,6 @@ struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
   }
 };
 
-// Makes autograd notice that the core wrote into the tensor.
-void mark_changed(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
-
 }  // namespace
 
 at::Tensor normalised_rows(const at::Tensor& x) {
@@ -138,13 +136,41 @@ at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,
   return CommitmentFunction::apply(with_contiguous_rows(x), wide, labels, optional);
 }
 
+void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Tensor& lengths,
+                    const CentroidState& state, CentroidStatistics& statistics) {
+  const Tokens tokens(x, lengths);
+  const at::Tensor moved = state.centroids.clone();  // no one reads it
+  const at::Tensor members = at::zeros_like(state.counts), sums = at::zeros_like(state.sums);
+  // With decay 0 the core's counts and sums become those of the rows.
+  coterie::ema_update(/*decay=*/0.0, view(tokens.x), tokens.sequences(), view(labels),
+                      {view(moved), view(members), view(sums)}, tokens.scratch.workspace());
+  const auto add = [](at::Tensor& total, const at::Tensor& part) {
+    total = total.defined() ? total + part : part.to(at::kDouble);
+  };
+  add(statistics.members, members);
+  add(statistics.sums, sums);
+}
+
+void ema_update(double decay, const CentroidStatistics& statistics, const CentroidState& state) {
+  constexpr double kSmoothing = 1e-5;  // src/cpu/centroid_update.cc
+  const at::NoGradGuard no_grad;
+  const auto& [members, added] = statistics;
+  at::Tensor(state.counts).copy_(decay * state.counts.to(at::kDouble) + (1 - decay) * members);
+  const at::Tensor counts = state.counts.to(at::kDouble), total = counts.sum(1, /*keepdim=*/true);
+  const at::Tensor smoothed =
+      (counts + kSmoothing) / (total + static_cast<double>(counts.size(1)) * kSmoothing) * total;
+  const at::Tensor sums = decay * state.sums.to(at::kDouble) + (1 - decay) * added;
+  at::Tensor(state.sums).copy_(sums);
+  at::Tensor(state.centroids)
+      .copy_(at::where(members.unsqueeze(2) > 0, sums / smoothed.unsqueeze(2),
+                       state.centroids.to(at::kDouble)));
+}
+
 void ema_update(double decay, const at::Tensor& x, const at::Tensor& labels,
                 const at::Tensor& lengths, const CentroidState& state) {
-  const Tokens tokens(x, lengths);
-  coterie::ema_update(decay, view(tokens.x), tokens.sequences(), view(labels),
-                      {view(state.centroids), view(state.counts), view(state.sums)},
-                      tokens.scratch.workspace());
-  for (const at::Tensor& tensor : {state.centroids, state.counts, state.sums}) mark_changed(tensor);
+  CentroidStatistics statistics;
+  add_statistics(x, labels, lengths, state, statistics);
+  ema_update(decay, statistics, state);
 }
 
 }  // namespace coterie::torch_api

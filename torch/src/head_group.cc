@@ -199,16 +199,21 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
   return {details.out, (of_queries + of_keys) * routing->commitment};
 }
 
-void HeadGroupImpl::update_centroids(const AttentionRecord& record) const {
-  const auto* routing = std::get_if<RoutingParams>(&mechanism_);
-  if (!routing) return;
+void HeadGroupImpl::add_statistics(const AttentionRecord& record,
+                                   GroupStatistics& statistics) const {
   const at::Tensor& lengths = record.options.q_lengths;
-  // All labels come from the centroids of the pass, before the first update.
-  const at::Tensor q_labels = nearest_centroids(record.q, state_.centroids, lengths);
-  at::Tensor k_labels;
-  if (record.k.defined()) k_labels = nearest_centroids(record.k, state_.centroids, lengths);
-  ema_update(routing->decay, record.q, q_labels, lengths, state_);
-  if (record.k.defined()) ema_update(routing->decay, record.k, k_labels, lengths, state_);
+  const auto add = [&](const at::Tensor& x, CentroidStatistics& own) {
+    const at::Tensor labels = nearest_centroids(x, state_.centroids, lengths);
+    torch_api::add_statistics(x, labels, lengths, state_, own);
+  };
+  add(record.q, statistics.queries);
+  if (record.k.defined()) add(record.k, statistics.keys);
+}
+
+void HeadGroupImpl::update_centroids(const GroupStatistics& statistics) const {
+  const double decay = std::get<RoutingParams>(mechanism_).decay;
+  ema_update(decay, statistics.queries, state_);
+  if (statistics.keys.members.defined()) ema_update(decay, statistics.keys, state_);
 }
 
 void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& records,

@@ -50,7 +50,9 @@ class HeadGroupImpl : public ::torch::nn::Module {
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
 
-  void update_centroids(const AttentionRecord& record) const;
+  // Of routing: adds what the record's rows move the centroids by; moves them.
+  void add_statistics(const AttentionRecord& record, GroupStatistics& statistics) const;
+  void update_centroids(const GroupStatistics& statistics) const;
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed) const;
 
  private:

@@ -174,11 +174,25 @@ std::vector<AttentionRecord> records_of(const std::vector<AttentionRecord>& reco
 
 }  // namespace
 
-void TransformerImpl::update_centroids(const std::vector<AttentionRecord>& records) {
-  for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
-    SelfAttention& attention = blocks_[static_cast<std::size_t>(layer)]->attention;
-    attention->update_centroids(records_of(records, layer));
+void TransformerImpl::add_statistics(const std::vector<AttentionRecord>& records,
+                                     StepStatistics& statistics) const {
+  for (const AttentionRecord& record : records) {
+    const SelfAttention& attention = blocks_.at(static_cast<std::size_t>(record.layer))->attention;
+    attention->add_statistics({record}, statistics);
   }
+}
+
+void TransformerImpl::update_centroids(const StepStatistics& statistics) {
+  for (const auto& item : statistics) {
+    blocks_.at(static_cast<std::size_t>(item.first.first))
+        ->attention->update_centroids(StepStatistics{item});
+  }
+}
+
+void TransformerImpl::update_centroids(const std::vector<AttentionRecord>& records) {
+  StepStatistics statistics;
+  add_statistics(records, statistics);
+  update_centroids(statistics);
 }
 
 void TransformerImpl::initialise_centroids(const std::vector<AttentionRecord>& records,

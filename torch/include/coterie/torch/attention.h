@@ -19,7 +19,9 @@
 
 #include <cstdint>
 #include <iosfwd>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "coterie/spec.h"
@@ -46,6 +48,13 @@ struct AttentionRecord {
   at::Tensor q, k, v;  // (B, h, N, D) as attention() got them; k undefined when shared
   AttentionOptions options;
 };
+
+// What the rows of one optimiser step add to the centroids of each routing group, by (layer,
+// group): a few numbers per cluster, whatever the number of rows.
+struct GroupStatistics {
+  CentroidStatistics queries, keys;  // keys: undefined where keys are queries
+};
+using StepStatistics = std::map<std::pair<std::int64_t, std::int64_t>, GroupStatistics>;
 
 // What a pass over a batch needs beside the tokens.
 struct PassContext {
@@ -82,8 +91,14 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   void check_spec(const AttentionSpec& spec) const;  // throws what set_spec would
   const AttentionSpec& spec() const;
 
-  // Moves the routing centroids by the records of this layer, outside autograd.
+  // Moves the routing centroids, outside autograd, by one step of their moving average: by records
+  // of this layer, from one or more passes that together are the step's batch. Where records of all
+  // passes are too large to keep, add_statistics takes those of one pass at a time, all before the
+  // centroids move.
   void update_centroids(const std::vector<AttentionRecord>& records);
+  void update_centroids(const StepStatistics& statistics);
+  void add_statistics(const std::vector<AttentionRecord>& records,
+                      StepStatistics& statistics) const;
   // Sets them by spherical k-means of the records.
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 

@@ -37,7 +37,19 @@ at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
 at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,
                            const at::Tensor& labels, const at::Tensor& lengths);
 
-// One step of the moving average, in place.
+// What rows add to the moving average of Hc heads, of f64. Statistics of several passes with the
+// same centroids add up to those of one pass over all their rows.
+struct CentroidStatistics {
+  at::Tensor members;  // (Hc, C): rows of each cluster
+  at::Tensor sums;     // (Hc, C, D): of the normalised rows
+};
+// Adds the statistics of the rows of x; undefined ones start at zero. Of the state only shapes and
+// types count.
+void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Tensor& lengths,
+                    const CentroidState& state, CentroidStatistics& statistics);
+
+// One step of the moving average, in place: by the statistics of all rows of the step, or by rows.
+void ema_update(double decay, const CentroidStatistics& statistics, const CentroidState& state);
 void ema_update(double decay, const at::Tensor& x, const at::Tensor& labels,
                 const at::Tensor& lengths, const CentroidState& state);
 

@@ -50,7 +50,11 @@ class TransformerImpl : public ::torch::nn::Module {
 
   void set_attention(const std::vector<AttentionSpec>& specs);  // as SelfAttention::set_spec
   const TransformerOptions& options() const;
+  // As those of SelfAttention, for all layers.
   void update_centroids(const std::vector<AttentionRecord>& records);
+  void update_centroids(const StepStatistics& statistics);
+  void add_statistics(const std::vector<AttentionRecord>& records,
+                      StepStatistics& statistics) const;
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 
   DecoderCache make_cache(std::int64_t batch) const;
