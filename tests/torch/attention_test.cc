@@ -334,6 +334,31 @@ TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {
   }
 }
 
+// The function of docs/architecture.md, computed by other means. Programs that load checkpoints
+// depend on it.
+TEST(GroupSeed, IsTheDocumentedFunction) {
+  EXPECT_EQ(group_seed(0, 0, 0), 0xa706dd2f4d197e6full);
+  EXPECT_EQ(group_seed(1, 0, 0), 0x5e41ab087439611eull);
+  EXPECT_EQ(group_seed(1, 1, 0), 0x778b1aa9c29bc868ull);
+  EXPECT_EQ(group_seed(1, 0, 1), 0xf18d6ce93d6cf1eeull);
+  EXPECT_EQ(group_seed(12345678901234567890ull, 7, 3), 0x39f88c7ecc7fd3b3ull);
+}
+
+// Each group of each layer of a model gets its own.
+TEST(GroupSeed, IsWhatEveryGroupOfEveryLayerIsCalledWith) {
+  Transformer model(TransformerOptions{
+      .dim = 32,
+      .layers = 3,
+      .heads = 4,
+      .attention = {AttentionSpec::parse("2*lsh(chunk=4,buckets=4)+2*clustered(clusters=3)")}});
+  std::vector<AttentionRecord> records;
+  model->forward(at::randn({1, 12, 32}), {.seed = 77, .records = &records});
+  ASSERT_EQ(records.size(), 6u);
+  for (const AttentionRecord& record : records) {
+    EXPECT_EQ(record.options.seed, group_seed(77, record.layer, record.group));
+  }
+}
+
 // Passes of one step move the centroids as one pass over all their rows does, however the step is
 // cut, and not once each.
 TEST(UpdateCentroids, TakesRecordsOfSeveralPassesForOneBatch) {

@@ -75,7 +75,6 @@ struct PaddedRows {
 }  // namespace
 
 std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
-  // SplitMix64's output function, once for the layer and once for the group (Steele et al. 2014).
   for (const std::int64_t number : {layer, group}) {
     seed += 0x9E3779B97F4A7C15ull * (static_cast<std::uint64_t>(number) + 1);
     seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9ull;

@@ -58,9 +58,9 @@ using StepStatistics = std::map<std::pair<std::int64_t, std::int64_t>, GroupStat
 
 // What a pass over a batch needs beside the tokens.
 struct PassContext {
-  at::Tensor lengths{};                             // (B), or undefined: all rows count
-  std::uint64_t seed = 0;                           // of clusterings; equal seeds repeat them
-  std::int64_t layer = 0;                           // set by the transformer
+  at::Tensor lengths{};    // (B), or undefined: all rows count
+  std::uint64_t seed = 0;  // of clusterings; equal seeds repeat them (docs/architecture.md)
+  std::int64_t layer = 0;  // set by the transformer
   std::vector<AttentionRecord>* records = nullptr;  // appended to when given
 };
 
