@@ -8,19 +8,17 @@
 //   COTERIE_STRESS_DRAWS=n   that many draws, from COTERIE_STRESS_FIRST=m on
 //   COTERIE_STRESS_SECONDS=n how long a kernel may take before the program is ended
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 
 #include "cases/problem.h"
 #include "coterie/runtime.h"
 #include "tests/gpu/device_run.h"
+#include "tests/gpu/watchdog.h"
 #include "tests/support/draw.h"
 #include "tests/support/row_bounds.h"
 #include "tests/support/selection_rule.h"
@@ -35,83 +33,26 @@ using gpu_test::DeviceTensor;
 
 constexpr std::uint64_t kFirstDraw = 1, kDraws = 63;
 
-// Ends the program when what it watches takes too long: a kernel that does not return cannot be
-// stopped in any other way.
-class Watchdog {
- public:
-  Watchdog()
-      : limit_(static_cast<std::int64_t>(test::number_from("COTERIE_STRESS_SECONDS", 20))),
-        thread_([this] { run(); }) {}
-  ~Watchdog() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      done_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  Watchdog(const Watchdog&) = delete;
-  Watchdog& operator=(const Watchdog&) = delete;
-
-  void start(const std::string& what) { set(what, true); }
-  void stop() { set("", false); }
-
- private:
-  void set(const std::string& what, bool active) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      what_ = what;
-      active_ = active;
-      ++number_;
-    }
-    changed_.notify_all();
-  }
-  void run() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!done_) {
-      const std::uint64_t watched = number_;
-      const auto other = [&] { return done_ || number_ != watched; };
-      if (!active_) {
-        changed_.wait(lock, other);
-      } else if (!changed_.wait_for(lock, limit_, other)) {
-        std::fprintf(stderr, "stress: no return within %lld s: %s\n",
-                     static_cast<long long>(limit_.count()), what_.c_str());
-        std::fflush(nullptr);
-        _exit(3);
-      }
-    }
-  }
-
-  const std::chrono::seconds limit_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::string what_;
-  std::uint64_t number_ = 0;
-  bool active_ = false, done_ = false;
-  std::thread thread_;  // last: it uses the others
-};
-
-void run_passes(DeviceRun& run, Watchdog& watchdog, const std::string& what) {
-  watchdog.start(what);
+void run_passes(DeviceRun& run, const std::string& what) {
+  const gpu_test::Watchdog watchdog(
+      std::chrono::seconds(test::number_from("COTERIE_STRESS_SECONDS", 20)), what);
   run.forward();
   run.backward();
   COTERIE_CUDA(cudaDeviceSynchronize());
-  watchdog.stop();
 }
 
 // Everything that is wrong with the GPU's answer to a problem, in a line; "" where nothing is.
-std::string faults_of(const Case& c, std::uint64_t seed, Watchdog& watchdog,
-                      const std::string& what) {
+std::string faults_of(const Case& c, std::uint64_t seed, const std::string& what) {
   std::string faults;
   const auto add = [&](const std::string& fault) {
     faults += (faults.empty() ? "" : "; ") + fault;
   };
   const Problem problem = cases::make_problem(c, seed);
   DeviceRun run(problem);
-  run_passes(run, watchdog, what);
+  run_passes(run, what);
   run.fetch();
   const std::vector<std::uint8_t> bits = run.bits();
-  run_passes(run, watchdog, what + ", second run");
+  run_passes(run, what + ", second run");
   if (run.bits() != bits) add("other bits in a second run");
   if (!run.intact()) add("memory behind a tensor was written");
   const auto count = static_cast<std::ptrdiff_t>(run.host.selection_count);
@@ -140,16 +81,14 @@ struct Tally {
 };
 
 // False when the device is of no use any more.
-bool check(const Case& c, std::uint64_t seed, const std::string& name, Watchdog& watchdog,
-           Tally& tally) {
+bool check(const Case& c, std::uint64_t seed, const std::string& name, Tally& tally) {
   const std::string what = name + ": " + test::describe(c);
   ++tally.total;
   ++tally.draws[c.spec.substr(0, c.spec.find('('))];
   std::string faults;
   try {
-    faults = faults_of(c, seed, watchdog, what);
+    faults = faults_of(c, seed, what);
   } catch (const std::exception& error) {
-    watchdog.stop();
     faults = error.what();
   }
   if (faults.empty()) return true;
@@ -160,7 +99,6 @@ bool check(const Case& c, std::uint64_t seed, const std::string& name, Watchdog&
 
 TEST(StressGpuTest, RandomProblemsAgreeWithTheCpu) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  Watchdog watchdog;
   Tally tally;
   std::uint64_t first = test::number_from("COTERIE_STRESS_FIRST", kFirstDraw);
   std::uint64_t count = test::number_from("COTERIE_STRESS_DRAWS", kDraws);
@@ -175,18 +113,27 @@ TEST(StressGpuTest, RandomProblemsAgreeWithTheCpu) {
     const Case c = test::draw_case(seed, test::Form::gpu);
     const std::string name = "COTERIE_TEST_SEED=" + std::to_string(seed);
     if (told) std::printf("%s: %s\n", name.c_str(), test::describe(c).c_str());
-    if (!check(c, seed, name, watchdog, tally)) break;
+    if (!check(c, seed, name, tally)) break;
   }
   tally.print();
 }
 
 TEST(StressGpuTest, WhatOnceHungReturns) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  Watchdog watchdog;
   Tally tally;
   for (const Case& c : test::known_hangs())
-    if (!check(c, 1, c.name, watchdog, tally)) break;
+    if (!check(c, 1, c.name, tally)) break;
   tally.print();
+}
+
+TEST(WatchdogDeathTest, EndsTheProgramAndNamesWhatItWatched) {
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(
+      {
+        const gpu_test::Watchdog watchdog(std::chrono::seconds(1), "the draw");
+        std::this_thread::sleep_for(std::chrono::seconds(30));
+      },
+      ::testing::ExitedWithCode(3), "the draw did not end within 1 s");
 }
 
 }  // namespace

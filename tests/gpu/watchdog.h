@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Ends the program, with the test's name, when a kernel does not return.
+// Ends the program, with the name of what it watches, when a kernel does not return: nothing else
+// stops one.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,17 +12,20 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace coterie::gpu_test {
 
 class Watchdog {
  public:
-  explicit Watchdog(std::chrono::seconds limit = std::chrono::seconds(60))
-      : thread_([this, limit] {
+  explicit Watchdog(std::chrono::seconds limit = std::chrono::seconds(60),
+                    std::string name = current_test())
+      : name_(std::move(name)), thread_([this, limit] {
           std::unique_lock<std::mutex> lock(mutex_);
           if (done_.wait_for(lock, limit, [this] { return over_; })) return;
           std::fprintf(stderr, "%s did not end within %lld s\n", name_.c_str(),
                        static_cast<long long>(limit.count()));
+          std::fflush(nullptr);
           std::_Exit(3);
         }) {}
   ~Watchdog() {
@@ -41,7 +45,7 @@ class Watchdog {
     return test ? std::string(test->test_suite_name()) + "." + test->name() : "the program";
   }
 
-  const std::string name_ = current_test();
+  const std::string name_;
   std::mutex mutex_;
   std::condition_variable done_;
   bool over_ = false;

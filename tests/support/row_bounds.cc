@@ -635,7 +635,12 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
 
   const double most_blurred = blur.empty() ? 1.0 : *std::max_element(blur.begin(), blur.end());
   const Met met(problem, wide);
-  const double u = kRoundings * roundoff(dtype), least = underflow(dtype);
+  // Tokens of several clusters have a part in each, whose underflow adds up.
+  const auto* routing = std::get_if<RoutingParams>(&mechanism);
+  const double parts_of_token =
+      routing && routing->membership != Membership::nearest ? number_of(routing->clusters) : 1.0;
+  const double u = kRoundings * roundoff(dtype),
+               least = underflow(dtype) * std::sqrt(parts_of_token);
   const auto norms = [](const Rows& r) { return measured(r.exact, norm_of); };
   const auto root = [](Index count) { return std::sqrt(static_cast<double>(count)); };
   const double kNotJudged = -1.0;
@@ -646,7 +651,8 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     const Index row = static_cast<Index>(i);
     const double logits = equal_keys ? 0.0 : error[i];
     out_.tolerance[i] =
-        u * (blur[i] * out_norm[i] + rv[i] + given[i]) + (logits + kAccumulator) * 2.0 * sv[i] +
+        u * (blur[i] * out_norm[i] + rv[i] + given[i]) +
+        (logits + kAccumulator) * 2.0 * (sv[i] + given[i]) +
         least * (root(S) * terms.v_most[terms.value_head(row)] + root(width_of(wide.v)));
     if (logits > kResolved || (met.any && met.out[i] > 0.0)) out_.tolerance[i] = kNotJudged;
   }
