@@ -321,7 +321,8 @@ std::vector<SpecEntry> make_table() {
 }  // namespace
 
 const std::vector<SpecEntry>& spec_table() {
-  static const std::vector<SpecEntry> table = make_table();
+  // Never destroyed: other threads may be inside a call while the process exits.
+  static const std::vector<SpecEntry>& table = *new std::vector<SpecEntry>(make_table());
   return table;
 }
 
