@@ -855,19 +855,4 @@ std::vector<RowFinding> RowRule::check(const TensorView& out,
   return findings;
 }
 
-RowRule::Worst RowRule::worst(const TensorView& out, const AttentionGradients& gradients) const {
-  const auto look = [&](const TensorView& actual, const Rows& rows) {
-    if (!actual.present() || actual.count() == 0) return 0.0;
-    const RowFinding finding = judge("", actual, rows);
-    return finding.tolerance > 0.0 ? finding.error / finding.tolerance : 0.0;
-  };
-  return {look(out, out_),
-          look(gradients.dq, dq_),
-          look(gradients.dk, dk_),
-          look(gradients.dv, dv_),
-          look(gradients.dcentroids, dcentroids_),
-          look(gradients.dgate, dgate_),
-          look(gradients.dlogit_scale, dlogit_scale_)};
-}
-
 }  // namespace coterie::test

@@ -31,13 +31,6 @@ class RowRule {
   // Everything that is wrong with the output and the gradients that are present.
   std::vector<RowFinding> check(const TensorView& out, const AttentionGradients& gradients) const;
 
-  // The largest quotient of error and tolerance of each tensor; for tuning and for messages.
-  struct Worst {
-    double out = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, dcentroids = 0.0, dgate = 0.0,
-           dlogit_scale = 0.0;
-  };
-  Worst worst(const TensorView& out, const AttentionGradients& gradients) const;
-
   // Row sizes that a tensor's tolerances are relative to; -1: not judged.
   struct Rows {
     HostTensor exact;
