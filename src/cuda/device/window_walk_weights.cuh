@@ -28,7 +28,7 @@ __device__ __forceinline__ void exchange(float (&sum)[8], float* parts, unsigned
   const unsigned own = thread % 32;
   parts[(own / 8 * 8 + own % 4 * 2 + own / 4 % 2) * kWalkPartStride + thread / 32] =
       reduce_columns(sum, own);
-  __syncthreads();
+  sync_block_anywhere<kWalkGroups * kWarpgroup>();  // from both kinds of half steps
   float total[4];
 #pragma unroll
   for (int i = 0; i < kWalkGroups; ++i) {
