@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Element types that C++ does not have, and types as values for generic lambdas. Conversions:
-// core/half.h on the host, cuda/device/element.cuh on the device.
+// core/half.h on the host, cuda/prim/element.cuh on the device.
 #pragma once
 
 #include <cstdint>

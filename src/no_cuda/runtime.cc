@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The CUDA entry points of a library built without CUDA: there is no device and no kernel.
 #include "core/check.h"
-#include "cuda/entry.h"
+#include "cuda/api/entry.h"
 
 namespace coterie::cuda {
 

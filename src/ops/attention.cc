@@ -7,7 +7,7 @@
 #include "core/check.h"
 #include "core/parallel.h"
 #include "cpu/attention.h"
-#include "cuda/entry.h"
+#include "cuda/api/entry.h"
 #include "ops/call.h"
 
 namespace coterie {

@@ -11,7 +11,7 @@
 #include "cpu/centroid_update.h"
 #include "cpu/commitment.h"
 #include "cpu/rows.h"
-#include "cuda/entry.h"
+#include "cuda/api/entry.h"
 #include "ops/call.h"
 #include "ops/scratch.h"
 

@@ -3,7 +3,7 @@
 
 #include <fstream>
 
-#include "cuda/entry.h"
+#include "cuda/api/entry.h"
 
 namespace coterie {
 

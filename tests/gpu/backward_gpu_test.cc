@@ -14,7 +14,7 @@
 #include "coterie/attention.h"
 #include "coterie/random.h"
 #include "coterie/runtime.h"
-#include "cuda/clustered.h"
+#include "cuda/clustered/clustered.h"
 #include "ops/call.h"
 #include "tests/gpu/device_tensor.h"
 

@@ -12,7 +12,7 @@
 #include "core/half.h"
 #include "core/parallel.h"
 #include "coterie/cluster.h"
-#include "cuda/launch.h"
+#include "cuda/launch/launch.h"
 #include "ops/call.h"
 
 namespace coterie::gpu_test {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Several host threads and streams at once, of one process and of two: equal bits, and every call
-// ends. Cooperative kernels (device/team.cuh) wait for all of their blocks, most of them start
+// ends. Cooperative kernels (prim/team.cuh) wait for all of their blocks, most of them start
 // while the kernel ahead of them ends, and here they compete for the multiprocessors.
 #include <gtest/gtest.h>
 #include <sys/wait.h>

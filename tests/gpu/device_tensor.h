@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "coterie/tensor.h"
-#include "cuda/launch.h"
+#include "cuda/launch/launch.h"
 
 namespace coterie::gpu_test {
 

@@ -16,10 +16,10 @@
 #include "core/items.h"
 #include "coterie/attention.h"
 #include "coterie/runtime.h"
-#include "cuda/clustered.h"
-#include "cuda/clustered_saved.h"
-#include "cuda/hopper.h"
-#include "cuda/means.h"
+#include "cuda/cluster/means.h"
+#include "cuda/clustered/clustered.h"
+#include "cuda/clustered/saved.h"
+#include "cuda/launch/device.h"
 #include "tests/gpu/device_tensor.h"
 
 namespace coterie::gpu_test {

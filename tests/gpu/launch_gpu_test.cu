@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "coterie/runtime.h"
-#include "cuda/launch.h"
+#include "cuda/launch/launch.h"
 
 namespace coterie {
 namespace {

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: MIT
+// What mix_backward.cu computes by warpgroup products, for 16-bit types and softmax (see
+// walk.cuh).
+#include "cuda/cast/walk.cuh"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+// Tokens own the rows. Their deltas are not known yet: derivatives take a guess, the mean over
+// the first 64 clusters, and with e the error of the guess, known at the end,
+//   dq = factor (sum_c alpha_c (dalpha_c - guess) S_c - e sum_c alpha_c S_c).
+// A block's warpgroups have 64 tokens each at a time, and the clusters in common: all of them stay
+// in shared memory, or they pass through it.
+template <class T, int kWidth>
+struct TokenShape {
+  static constexpr int kGroups = 2, kThreads = kGroups * kWarpgroup;
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kBuffers = kWidth == 64 ? 2 : 1;  // of a warpgroup's tokens
+  static constexpr int kStages = kWidth == 64 ? 4 : 3;   // of 64 clusters
+  using Tiles = Pair<T, kWidth>;
+  static constexpr int kStage = kBuffers * kGroups * Tiles::kBytes;
+  static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
+  static constexpr int kPresent = kFacts + kBuffers * kRows * 16;
+};
+
+template <class T, int kWidth>
+struct TokenBlock {
+  using S = TokenShape<T, kWidth>;
+  const MixBackwardArgs<T>& args;
+  unsigned char* memory;
+  int head, group;
+  ItemChunk part;
+
+  __device__ TokenBlock(const MixBackwardArgs<T>& a, unsigned char* shared)
+      : args(a),
+        memory(shared),
+        head(static_cast<int>(blockIdx.y)),
+        group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0)),
+        part(a.pass.parts.find(a.shape.tokens, static_cast<int>(blockIdx.x))) {}
+
+  __device__ typename S::Tiles own(int buffer) const {
+    return typename S::Tiles(shared_address(memory) +
+                             (buffer * S::kGroups + group) * S::Tiles::kBytes);
+  }
+  __device__ typename S::Tiles stage(int number) const {
+    return typename S::Tiles(shared_address(memory) + S::kStage +
+                             number % S::kStages * S::Tiles::kBytes);
+  }
+  __device__ float4* facts(int buffer) const {
+    return reinterpret_cast<float4*>(memory + S::kFacts) + (buffer * S::kGroups + group) * 64;
+  }
+  // One bit a cluster: whether it is there to be mixed.
+  __device__ unsigned long long present(int step) const {
+    return reinterpret_cast<const unsigned long long*>(memory + S::kPresent)[step];
+  }
+  __device__ void find_present(int steps) const {
+    const float* lse = args.summary_lse(part.item, head);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    for (int step = warp; step < steps; step += S::kThreads / 32) {
+      const ClusterBits found(lse, step * 64, args.shape.clusters);
+      if (threadIdx.x % 32 == 0)
+        reinterpret_cast<unsigned long long*>(memory + S::kPresent)[step] = found.bits;
+    }
+  }
+  __device__ std::int64_t place(int token) const { return args.shape.row(part.span, head) + token; }
+
+  // The warpgroup's tokens from `first` on.
+  __device__ void load_tokens(int buffer, int first) const {
+    load_rows(buffer, first);
+    load_facts(buffer, first);
+  }
+  __device__ void load_rows(int buffer, int first) const {
+    own(buffer).template load<kWarpgroup>(
+        args.q.rows(part.span.batch, head, part.span.begin),
+        args.grad_out.rows(part.span.batch, head, part.span.begin), first, part.end - first);
+  }
+  __device__ void load_facts(int buffer, int first) const {
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup;
+    const bool there = first + row < part.end;
+    if (row < 64)
+      cp_async16(shared_address(facts(buffer) + row),
+                 args.pass.facts + (there ? place(first + row) : 0), there ? 16 : 0);
+  }
+  // By one warpgroup or another.
+  __device__ void load_clusters(int number, int step) const {
+    if (number % S::kGroups != group) return;
+    stage(number).template load<kWarpgroup>(args.keys(head), args.values(part.item, head),
+                                            step * 64, args.shape.clusters - step * 64);
+  }
+
+  // dq, delta and the gate's part of the warpgroup's tokens.
+  __device__ void store(int buffer, int start, Sum<kWidth>& sum, const Sum<kWidth>& mean,
+                        const float (&error)[2], const float (&guess)[2]) const {
+    const float4* own_facts = facts(buffer);
+    const auto queries = own(buffer).first;
+    const int lane = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int row = group_row(side);
+      const bool there = start + row < part.end;
+      const float4 fact = own_facts[row];
+      const float e = quad_sum(error[side]) + fact.z, delta = guess[side] + e;
+      float product = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const Tile<T, 64> band{queries.base + n / 8 * S::Tiles::Matrix::kBandBytes};
+        std::uint32_t word;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(word)
+                     : "r"(band.address(row, n % 8 * 8 + 2 * lane)));
+        const T* q = reinterpret_cast<const T*>(&word);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& value = sum[n / 8][n % 8 * 4 + 2 * side + i];
+          value = fmaf(-e, mean[n / 8][n % 8 * 4 + 2 * side + i], value);
+          product = fmaf(value, to_float(q[i]), product);
+          value *= fact.x * kLn2;
+        }
+      }
+      product = quad_sum(product);
+      if (there && lane == 0) {
+        args.pass.facts[place(start + row)] = make_float4(fact.x, fact.y, fact.x, delta * fact.x);
+        args.pass.dgate_rows[place(start + row)] = product;
+      }
+    }
+    if (!args.dq.data) return;
+    // The gradients' tiles were read.
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    const Rows<T> rows = args.dq.rows(part.span.batch, head, part.span.begin + start + row);
+    sync_group();
+#pragma unroll
+    for (int band = 0; band < kWidth / 64; ++band)
+      store_rows(rows.data + 64 * band, rows.pitch, part.end - start - row, rows.width - 64 * band,
+                 own(buffer).second.base + band * S::Tiles::Matrix::kBandBytes, sum[band]);
+  }
+};
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
+    mix_tokens_sm90a_kernel(const __grid_constant__ MixBackwardArgs<T> args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  release_next();
+  using S = TokenShape<T, kWidth>;
+  const TokenBlock<T, kWidth> block(args, memory);
+  if (block.part.begin >= block.part.end) return await_writes();
+  const int steps = (args.shape.clusters + 63) / 64;
+  const bool resident = steps <= S::kStages;
+  int first = block.part.begin + 64 * block.group;
+  block.load_rows(0, first);
+  const int ahead = resident ? steps : S::kStages - 1;
+  for (int number = 0; number < ahead; ++number) block.load_clusters(number, number);
+  block.find_present(steps);
+  await_writes();  // the search of slots has waited for what was read here
+  block.load_facts(0, first);
+  cp_async_commit();
+  cp_async_wait<0>();
+  fence_async_proxy();
+  __syncthreads();
+  Sum<kWidth> sum, mean;
+  int number = 0, buffer = 0;  // of the clusters and the tokens in use
+#pragma unroll 1
+  for (int base = block.part.begin; base < block.part.end; base += S::kRows, first += S::kRows) {
+    if (S::kBuffers == 2) block.load_tokens(buffer ^ 1, first + S::kRows);
+    cp_async_commit();
+    declare<kWidth>(sum);
+    declare<kWidth>(mean);
+    float error[2] = {0.0f, 0.0f}, guess[2] = {0.0f, 0.0f};
+    const typename S::Tiles own = block.own(buffer);
+    const float4 above = block.facts(buffer)[group_row(0)],
+                 below = block.facts(buffer)[group_row(1)];
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ++number) {
+      if (!resident) {
+        wgmma_wait<0>();
+        cp_async_wait<0>();
+        fence_async_proxy();
+        __syncthreads();
+        block.load_clusters(number + ahead, (step + ahead) % steps);
+        cp_async_commit();
+      }
+      const typename S::Tiles clusters = block.stage(resident ? step : number);
+      const auto weigh = [&](float(&s)[32]) {
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+          s[j] = exp2_approximate(j / 2 % 2 ? fmaf(s[j], below.x, -below.y)
+                                            : fmaf(s[j], above.x, -above.y));
+        const unsigned long long present = block.present(step);
+        if (present == ~0ull) return;
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+          if (!(present >> (j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2) & 1ull)) s[j] = 0.0f;
+      };
+      const auto derive = [&](float(&d)[32], const float(&s)[32]) {
+        if (step == 0) guess_delta(guess, d, s);
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+          d[j] = s[j] * (d[j] - guess[j / 2 % 2]);
+          error[j / 2 % 2] += d[j];
+        }
+      };
+      walk<T, kWidth>(own, clusters, clusters.first, sum, mean, step, weigh, derive);
+      if (kWidth > 64) wgmma_wait<0>();  // too few registers for both
+    }
+    wgmma_wait<0>();
+    settle<kWidth>(sum);
+    settle<kWidth>(mean);
+    block.store(buffer, first, sum, mean, error, guess);
+    if (S::kBuffers == 2) {
+      buffer ^= 1;
+    } else {
+      sync_group();
+      block.load_tokens(0, first + S::kRows);
+      cp_async_commit();
+    }
+    cp_async_wait<0>();
+    fence_async_proxy();
+    sync_group();
+  }
+}
+
+template <class T, int kWidth>
+void launch_tokens(const MixBackwardArgs<T>& args, cudaStream_t stream) {
+  using S = TokenShape<T, kWidth>;
+  const CastShape& shape = args.shape;
+  const dim3 grid(static_cast<unsigned>(args.pass.parts.slots), static_cast<unsigned>(shape.H));
+  const std::size_t bytes = S::kPresent + static_cast<std::size_t>(shape.clusters + 63) / 64 * 8;
+  launch_early("cast tokens", mix_tokens_sm90a_kernel<T, kWidth>, grid, S::kThreads, bytes, stream,
+               args);
+}
+
+}  // namespace
+
+template <class T>
+void cast_tokens_sm90a(const MixBackwardArgs<T>& args, cudaStream_t stream) {
+  if (args.pass.parts.slots == 0) return;
+  dispatch_head_dim("cast", args.shape.D,
+                    [&](auto width) { launch_tokens<T, decltype(width)::value>(args, stream); });
+}
+
+template void cast_tokens_sm90a(const MixBackwardArgs<Bf16>&, cudaStream_t);
+template void cast_tokens_sm90a(const MixBackwardArgs<F16>&, cudaStream_t);
+
+}  // namespace coterie::cuda

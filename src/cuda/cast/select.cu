@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: MIT
+// Which tokens form the clusters of CAST: products of tokens and surrogates, summed over the heads
+// that share a clustering. Affinities are kept for as many clusters at a time as there is room for;
+// when not for all, the softmax's normalisers are found in a pass of their own.
+#include <cstdint>
+
+#include "cuda/cast/select.h"
+#include "cuda/launch/device.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+// Affinities of tokens and surrogates by mma.sync: the tiles of a block, their products and the
+// partial sums of the softmaxes (select.cu).
+
+constexpr int kAffinityTokens = 128, kAffinityThreads = 256, kAffinityStages = 3;
+constexpr int kAffinityHalf = 64;  // clusters of a warp, over which it sums up
+
+// Elements of a row that are multiplied at a time: 128 bytes.
+template <class T>
+constexpr int kAffinityDepth = 128 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct AffinityArgs {
+  CastScores scores;
+  ItemChunks tiles;
+  unsigned units;
+  Tensor4<const T> q, k;
+  const T* surrogates;  // (H, C, D)
+  float2* partials;     // (2 units, 2, B, N): largest affinity and sum of exponentials, or null
+  bool keep;            // affinities
+};
+
+// The tiles of one step in shared memory.
+template <class T>
+struct AffinityStage {
+  using Shape = Tile<T, kAffinityDepth<T>>;
+  static constexpr int kTileBytes = kAffinityTokens * Shape::kRowBytes;
+  static constexpr int kBytes = 3 * kTileBytes;
+  std::uint32_t base;
+
+  __device__ Shape tokens(int side) const { return {base + side * kTileBytes}; }
+  __device__ Shape clusters() const { return {base + 2 * kTileBytes}; }
+};
+static_assert(kAffinityTokens == kUnitClusters, "tiles of one size");
+
+template <class T>
+struct AffinityBlock {
+  const AffinityArgs<T>& args;
+  ItemChunk tile;
+  int unit, list_head, first;  // first cluster
+
+  __device__ int steps() const {
+    const int heads = args.scores.shape.list_heads == 1 ? args.scores.shape.H : 1;
+    return heads * chunks();
+  }
+  __device__ int chunks() const {
+    return (args.scores.shape.D + kAffinityDepth<T> - 1) / kAffinityDepth<T>;
+  }
+
+  __device__ void load(const AffinityStage<T>& stage, int step) const {
+    const CastShape& shape = args.scores.shape;
+    const int head = list_head + step / chunks(), column = step % chunks() * kAffinityDepth<T>;
+    const auto part = [&](Rows<const T> rows) {
+      rows.data += column;
+      rows.width -= column;
+      return rows;
+    };
+    const int count = tile.end - tile.begin;
+    load_tile<kAffinityTokens, kAffinityThreads>(
+        stage.tokens(0), part(args.q.rows(tile.span.batch, head, tile.span.begin)), tile.begin,
+        count);
+    load_tile<kAffinityTokens, kAffinityThreads>(
+        stage.tokens(1), part(args.k.rows(tile.span.batch, head / shape.group, tile.span.begin)),
+        tile.begin, count);
+    const T* table = args.surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D;
+    load_tile<kUnitClusters, kAffinityThreads>(stage.clusters(), part(dense_rows(table, shape.D)),
+                                               first, shape.clusters - first);
+  }
+};
+
+// Adds the products of a step: 32 tokens and 64 clusters of a warp, for queries and keys.
+template <class T>
+__device__ __forceinline__ void add_step(Accumulator (&sums)[2][2][4],
+                                         const AffinityStage<T>& stage, int row, int column) {
+#pragma unroll
+  for (int depth = 0; depth < kAffinityDepth<T>; depth += 16) {
+    FragmentA<T> a[2][2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+#pragma unroll
+      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tokens(side), row + 16 * m, depth);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      FragmentB<T> b;
+      load_b(b, stage.clusters(), column + 16 * n, depth);
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) multiply_add(sums[side][m][n], a[side][m], b);
+    }
+  }
+}
+
+// Largest affinity and sum of exponentials of a row that four lanes share, of clusters below `end`.
+__device__ __forceinline__ float2 row_partial(const Accumulator (&sums)[4], int half_row,
+                                              int column, int end) {
+  float largest = -INFINITY, sum = 0.0f;
+  const auto visit = [&](const auto& body) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (column + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 < end)
+        body(sums[i / 4][i / 2 % 2][2 * half_row + i % 2]);
+  };
+  visit([&](float value) { largest = fmaxf(largest, value); });
+  largest = quad_max(largest);
+  visit([&](float value) { sum += expf(value - largest); });
+  return make_float2(largest, quad_sum(sum));
+}
+
+template <class T>
+__device__ __forceinline__ void write_affinities(const AffinityBlock<T>& block,
+                                                 const Accumulator (&sums)[2][2][4], int row,
+                                                 int column) {
+  const CastScores& scores = block.args.scores;
+  const int lane = threadIdx.x % 32, end = scores.shape.clusters - block.first;
+  const int own = column + lane % 4 * 2;
+  const std::int64_t first =
+      static_cast<std::int64_t>(block.tile.span.batch) * scores.shape.N + block.tile.span.begin;
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = block.tile.begin + row + 16 * m + 8 * half + lane / 4;
+        const bool there = token < block.tile.end;
+        if (block.args.partials) {
+          const float2 partial = row_partial(sums[side][m], half, own, end);
+          const int part = (2 * block.unit + column / kAffinityHalf) * 2 + side;
+          if (there && lane % 4 == 0)
+            block.args.partials[part * scores.rows() + first + token] = partial;
+        }
+        if (!block.args.keep || !there) continue;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const int c = own + i / 4 * 16 + i / 2 % 2 * 8 + i % 2;
+          if (c < end)
+            scores.affinity(block.unit, side, c)[first + token] =
+                sums[side][m][i / 4][i / 2 % 2][2 * half + i % 2];
+        }
+      }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kAffinityThreads, 1)
+    affinity_kernel(const __grid_constant__ AffinityArgs<T> args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  await_previous();
+  // Units side by side read the same tokens.
+  AffinityBlock<T> block{
+      args, args.tiles.find(args.scores.shape.tokens, static_cast<int>(blockIdx.x / args.units))};
+  if (block.tile.begin >= block.tile.end) return;
+  block.unit = args.scores.first_unit + static_cast<int>(blockIdx.x % args.units);
+  block.list_head = block.unit / args.scores.blocks;
+  block.first = block.unit % args.scores.blocks * kUnitClusters;
+  const auto stage = [&](int step) {
+    return AffinityStage<T>{shared_address(memory) +
+                            step % kAffinityStages * AffinityStage<T>::kBytes};
+  };
+  const int warp = threadIdx.x / 32, row = warp / 2 * 32, column = warp % 2 * kAffinityHalf;
+  const int steps = block.steps();
+  Accumulator sums[2][2][4] = {};
+#pragma unroll
+  for (int step = 0; step < kAffinityStages - 1; ++step) {
+    if (step < steps) block.load(stage(step), step);
+    cp_async_commit();
+  }
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<kAffinityStages - 2>();
+    __syncthreads();
+    if (step + kAffinityStages - 1 < steps)
+      block.load(stage(step + kAffinityStages - 1), step + kAffinityStages - 1);
+    cp_async_commit();
+    add_step(sums, stage(step), row, column);
+  }
+  write_affinities(block, sums, row, column);
+}
+
+// The norms of ScoreRow, from the partial sums over the clusters.
+__global__ void norms_kernel(CastScores scores, const float2* partials, float2* norms) {
+  await_previous();
+  const CastShape& shape = scores.shape;
+  const std::int64_t rows = scores.rows();
+  const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (number >= shape.list_heads * rows) return;
+  const std::int64_t position = number % rows, list_head = number / rows;
+  const float gate = shape.gate[position];
+  if (shape.laplace) {
+    const float open = gate_sigmoid(gate);
+    norms[number] = make_float2(open, 1.0f - open);
+    return;
+  }
+  const int halves = (shape.clusters + kAffinityHalf - 1) / kAffinityHalf;
+  float lse[2];
+  for (int side = 0; side < 2; ++side) {
+    const float2* part = partials + (list_head * scores.blocks * 4 + side) * rows + position;
+    float largest = -INFINITY, sum = 0.0f;
+    for (int half = 0; half < halves; ++half) largest = fmaxf(largest, part[2 * half * rows].x);
+    for (int half = 0; half < halves; ++half) {
+      const float2 values = part[2 * half * rows];
+      sum += values.y * expf(values.x - largest);
+    }
+    lse[side] = largest + logf(sum);
+  }
+  norms[number] = make_float2(lse[0] + softplus(-gate), lse[1] + softplus(gate));
+}
+
+// How affinities or scores are kept: `stored` units at a time.
+struct SelectPlan {
+  bool scored;  // scores only
+  int blocks, units, stored;
+
+  SelectPlan(const CastParams& params, const AttentionCall& call, const CastShape& shape)
+      : scored(call.inputs.q.dtype != DType::f32 && !shape.laplace &&
+               shape.clusters <= kMostScored && on_hopper()),
+        blocks((shape.clusters + kUnitClusters - 1) / kUnitClusters),
+        units(blocks * shape.list_heads) {
+    // As much memory as the inner outputs will take, or as the queries.
+    const std::int64_t unit = sides() * kUnitClusters * call.B * call.N;
+    const std::int64_t room =
+        max(shape.slots(), call.B * call.H * call.N) * call.Dk / max(unit, std::int64_t{1});
+    stored = static_cast<int>(min(max(room, std::int64_t{1}), std::int64_t{units}));
+    // A list head's clusters must be there together.
+    if (scored || params.mode == CastMode::single) stored = max(stored / blocks, 1) * blocks;
+  }
+  int sides() const { return scored ? 1 : 2; }
+};
+
+}  // namespace
+
+void cast_select(const CastParams& params, const AttentionCall& call, std::int32_t* members,
+                 Arena& arena, cudaStream_t stream) {
+  const CastShape shape = cast_shape(params, call, members);
+  const SelectPlan plan(params, call, shape);
+  const std::int64_t rows = call.B * call.N;
+  const bool norms_wanted = !plan.scored, softmax = !shape.laplace;
+  float* affinities = arena.take<float>(plan.sides() * static_cast<std::int64_t>(plan.stored) *
+                                        kUnitClusters * rows);
+  float2* norms = norms_wanted ? arena.take<float2>(shape.list_heads * rows) : nullptr;
+  float2* partials =
+      norms_wanted && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
+  void* table = plan.scored ? arena.take<std::uint16_t>(call.H * kMostScored * 128) : nullptr;
+  const void* surrogates = plan.scored
+                               ? nullptr
+                               : cast_rounded(call.inputs.q.dtype, shape.surrogates,
+                                              call.H * params.clusters * call.Dk, arena, stream);
+  const bool single = params.mode == CastMode::single;
+  Arena none;
+  const SingleBuffers buffers(single ? arena : none, shape);
+  if (arena.counting() || rows == 0) return;
+  CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
+  const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
+  const auto multiply = [&](int first, int units, bool keep, bool sum) {
+    scores.first_unit = first;
+    dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      if (plan.scored) {
+        if constexpr (sizeof(T) == 2)
+          scores_sm90a<T>(scores, call, first / plan.blocks, units / plan.blocks, table, stream);
+        return;
+      }
+      const AffinityArgs<T> args{scores,
+                                 tiles,
+                                 static_cast<unsigned>(units),
+                                 tensor4<const T>(call.inputs.q),
+                                 tensor4<const T>(call.k),
+                                 static_cast<const T*>(surrogates),
+                                 sum ? partials : nullptr,
+                                 keep};
+      launch_early("cast affinities", affinity_kernel<T>,
+                   dim3(static_cast<unsigned>(units) * static_cast<unsigned>(tiles.slots)),
+                   kAffinityThreads, kAffinityStages * AffinityStage<T>::kBytes, stream, args);
+    });
+  };
+  const bool once = !plan.scored && plan.stored == plan.units;
+  if (once || partials) multiply(0, plan.units, once, softmax);
+  constexpr int kNormThreads = 256;
+  if (norms)
+    launch_early(
+        "cast norms", norms_kernel,
+        dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
+        kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
+  for (int first = 0; first < plan.units; first += plan.stored) {
+    const int units = min(plan.stored, plan.units - first);
+    if (!once) multiply(first, units, true, false);
+    scores.first_unit = first;
+    if (single)
+      cast_single(scores, units, buffers, params.size, members, stream);
+    else
+      cast_top(scores, units, members, stream);
+  }
+}
+
+}  // namespace coterie::cuda

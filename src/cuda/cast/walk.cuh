@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: MIT
+// The backward pass of CAST's mix by warpgroup products. A block is one warpgroup. It owns rows of
+// two matrices, 64 at a time, and walks 64 rows of two others: tokens (queries, gradients) over
+// clusters (surrogates, summaries), or clusters over tokens.
+#pragma once
+
+#include "cuda/cast/backward.cuh"
+#include "cuda/prim/bands.cuh"
+#include "cuda/prim/store.cuh"
+
+namespace coterie::cuda {
+
+template <class T, int kWidth>
+struct Pair {
+  using Matrix = Bands<T, kWidth, 64>;
+  static constexpr int kBytes = 2 * Matrix::kBytes;
+  Matrix first, second;
+
+  __device__ explicit Pair(std::uint32_t base) : first{base}, second{base + Matrix::kBytes} {}
+  // 64 aligned rows from `row` on, of which `count` are there, by kThreads threads.
+  template <int kThreads>
+  __device__ void load(const Rows<const T>& a, const Rows<const T>& b, int row, int count) const {
+    load<kThreads>(first, a, row, count);
+    load<kThreads>(second, b, row, count);
+  }
+
+ private:
+  // load_tile of aligned rows; of whole tiles in few instructions.
+  template <int kThreads>
+  __device__ static void load(const Matrix& to, const Rows<const T>& rows, int row, int count) {
+    constexpr int kStep = kThreads / 8;
+    const int thread = static_cast<int>(threadIdx.x) % kThreads, r = thread / 8;
+#pragma unroll
+    for (int band = 0; band < Matrix::kCount; ++band) {
+      const int column = 64 * band + thread % 8 * 8;
+      const int end = column < rows.width ? count : 0;
+      const T* from = rows.row(row + r) + column;
+      const std::uint32_t target =
+          Tile<T, 64>{to.base + band * Matrix::kBandBytes}.chunk(r, thread % 8);
+      if (end >= 64) {
+        const std::int64_t stride = kStep * rows.pitch;
+#pragma unroll
+        for (int step = 0; step < 64; step += kStep, from += stride)
+          cp_async16(target + step * 128, from, 16);
+        continue;
+      }
+#pragma unroll 1
+      for (int step = 0; step < 64; step += kStep) {
+        const bool there = r + step < end;
+        cp_async16(target + step * 128, there ? from + step * rows.pitch : rows.data,
+                   there ? 16 : 0);
+      }
+    }
+  }
+};
+
+template <int kWidth>
+using Sum = float[kWidth / 64][32];
+
+template <int kWidth>
+__device__ __forceinline__ void settle(Sum<kWidth>& sum) {
+#pragma unroll
+  for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(sum[band]);
+}
+
+// As add_products, but starts a sum where `add` is 0.
+template <class T, int kWidth>
+__device__ __forceinline__ void add_from(Sum<kWidth>& d, const std::uint32_t (&a)[4][4],
+                                         const Bands<T, kWidth, 64>& b, int add) {
+#pragma unroll
+  for (int band = 0; band < kWidth / 64; ++band)
+    wgmma_from<T, 1>(d[band], a[0], b.by_rows(0, band), add);
+#pragma unroll
+  for (int k = 1; k < 4; ++k)
+#pragma unroll
+    for (int band = 0; band < kWidth / 64; ++band)
+      wgmma<T, 1, 1>(d[band], a[k], b.by_rows(16 * k, band));
+}
+// A sum that walk() starts: no value yet.
+template <int kWidth>
+__device__ __forceinline__ void declare(Sum<kWidth>& sum) {
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) asm volatile("" : "=f"(sum[i / 32][i % 32]));
+}
+
+// Products of own with others; weigh(s) makes weights of those of the first matrices, derive(d, s)
+// derivatives of those of the second. Adds sums of both with rows of the others to what is there,
+// or starts with them where `add` is 0; they are on their way at the end.
+template <class T, int kWidth, class Weigh, class Derive>
+__device__ __forceinline__ void walk(const Pair<T, kWidth>& own, const Pair<T, kWidth>& other,
+                                     const Bands<T, kWidth, 64>& weighted, Sum<kWidth>& derivatives,
+                                     Sum<kWidth>& weights, int add, const Weigh& weigh,
+                                     const Derive& derive) {
+  float s[32], d[32];
+  std::uint32_t s_factor[4][4], d_factor[4][4];
+  wgmma_fence();
+  row_products(s, own.first, 0, other.first, 0);
+  wgmma_commit();
+  row_products(d, own.second, 0, other.second, 0);
+  wgmma_commit();
+  wgmma_wait<1>();  // also for the sums before, which read the factors
+  wgmma_settle(s);
+  weigh(s);
+  wgmma_wait<0>();
+  wgmma_settle(d);
+  derive(d, s);
+  pack_factor<T>(s_factor, s);
+  pack_factor<T>(d_factor, d);
+  wgmma_fence();
+  add_from<T, kWidth>(weights, s_factor, weighted, add);
+  add_from<T, kWidth>(derivatives, d_factor, other.first, add);
+  wgmma_commit();
+}
+
+// Of a lane's two rows: the mean of d by the weights s.
+__device__ __forceinline__ void guess_delta(float (&guess)[2], const float (&d)[32],
+                                            const float (&s)[32]) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    float weights = 0.0f, products = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const int i = j / 2 * 4 + 2 * side + j % 2;
+      weights += s[i];
+      products = fmaf(s[i], d[i], products);
+    }
+    guess[side] = __fdividef(quad_sum(products), fmaxf(quad_sum(weights), 1e-30f));
+  }
+}
+
+// A warp's 16 rows of an accumulator to rows of `width` elements, of which `count` are there, by
+// way of its rows of a tile.
+template <class T>
+__device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int count, int width,
+                                           std::uint32_t tile, const float (&d)[32]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::uint32_t rows = tile + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 2048;
+  const std::uint32_t own = rows + lane % 16 * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+  std::uint32_t a[4][4];
+  pack_factor<T>(a, d);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) stmatrix_x4(own ^ (k * 32), a[k]);
+  __syncwarp();
+  const int row = lane / 8, chunk = lane % 8;
+  const std::uint32_t even = rows + row * 128 + ((chunk ^ row) << 4);
+  T* first = to + row * pitch + chunk * 8;
+  const int end = chunk * 8 < width ? count - row : 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"((i % 2 ? even ^ 64 : even) + i * 512)
+                 : "memory");
+    if (4 * i < end) *reinterpret_cast<uint4*>(first + 4 * i * pitch) = words;
+  }
+}
+
+// 32 columns of a row from two neighbouring parts of a sum.
+template <class U>
+__device__ __forceinline__ void store_part(const Rows<U>& rows, int row, bool there, int part,
+                                           const float* values, float factor, int side) {
+  Accumulator pair[2];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = values[i] * factor;
+  store_columns(rows, row, there, 32 * part, pair, side);
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: MIT
+// Stable counting sort of one problem's rows by cluster, by a team of blocks.
+//
+// Warps count the clusters of neighbouring parts of the rows; the blocks' counts meet in global
+// memory, which tells where each block's, and so each warp's, members of a cluster go.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/prim/team.cuh"
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+
+struct GroupLists {
+  const std::int32_t* labels;  // of the problem's rows, in [0, clusters)
+  std::int32_t *order, *offsets;
+  std::int32_t* histograms;  // (blocks of the team, clusters)
+  int clusters;
+};
+
+// Shared memory of BlockCounts: one counter a cluster, for as many warps as fit well.
+inline std::size_t group_shared_bytes(int clusters, int warps) {
+  const std::size_t one = static_cast<std::size_t>(clusters) * sizeof(std::int32_t);
+  return one * min(max(96 * 1024 / one, std::size_t{1}), static_cast<std::size_t>(warps));
+}
+
+// The team's part of (2, blocks, clusters) histograms. Problems use the two sets in turn: a fast
+// block may write the next problem's while a slow one reads this one's.
+__device__ inline std::int32_t* histograms_of(std::int32_t* histograms, const Teams& teams,
+                                              const Team& team, int turn, int clusters) {
+  return histograms +
+         static_cast<std::int64_t>(turn * teams.count + team.number) * team.size * clusters;
+}
+
+// Labels of rows first + 32 i + lane, -1 from `end` on; several loads on their way at a time.
+constexpr int kLabelBatch = 8;
+__device__ __forceinline__ void load_labels(const std::int32_t* labels, int first, int end,
+                                            int (&label)[kLabelBatch]) {
+#pragma unroll
+  for (int i = 0; i < kLabelBatch; ++i) {
+    const int row = first + 32 * i + static_cast<int>(threadIdx.x) % 32;
+    label[i] = row < end ? labels[row] : -1;
+  }
+}
+
+// Lanes with the same label, of which `bits` bits count; -1 is like itself only. Where most labels
+// differ this is faster than __match_any_sync, and the batch's ballots overlap.
+__device__ __forceinline__ void find_alike(const int (&label)[kLabelBatch], int bits,
+                                           unsigned (&alike)[kLabelBatch]) {
+#pragma unroll
+  for (int i = 0; i < kLabelBatch; ++i) {
+    const unsigned there = __ballot_sync(0xffffffffu, label[i] >= 0);
+    alike[i] = label[i] >= 0 ? there : ~there;
+  }
+  for (int bit = 0; bit < bits; ++bit)
+#pragma unroll
+    for (int i = 0; i < kLabelBatch; ++i) {
+      const bool set = label[i] >> bit & 1;
+      const unsigned lanes = __ballot_sync(0xffffffffu, set);
+      alike[i] &= set ? lanes : ~lanes;
+    }
+}
+
+// Members of the clusters among some rows of a block, warp by warp; later where the next ones go.
+struct BlockCounts {
+  const std::int32_t* labels;
+  int clusters, warps;   // warps that have counters
+  std::int32_t* counts;  // (warps, clusters)
+
+  // `shared` has room for `words` >= clusters.
+  __device__ BlockCounts(const std::int32_t* of, int clusters_, std::int32_t* shared, int words)
+      : labels(of),
+        clusters(clusters_),
+        warps(min(static_cast<int>(blockDim.x) / 32, words / clusters_)),
+        counts(shared) {}
+
+  // Those of this warp, and of the last one that has any.
+  __device__ std::int32_t* own_counts() const { return counts + threadIdx.x / 32 * clusters; }
+  __device__ std::int32_t* last_counts() const { return counts + (warps - 1) * clusters; }
+
+  // This warp's part of the rows.
+  __device__ RowRange own(const RowRange& rows) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int each = ((rows.end - rows.begin + warps - 1) / warps + 31) / 32 * 32;
+    const int begin = min(rows.begin + warp * each, rows.end);
+    return {begin, warp < warps ? min(begin + each, rows.end) : begin};
+  }
+  __device__ void clear() const {
+    __syncthreads();  // whoever used the memory before
+    for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+  }
+  __device__ void count(const RowRange& rows) const {
+    clear();
+    const RowRange mine = own(rows);
+    std::int32_t* count = own_counts();
+    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
+      int label[kLabelBatch];
+      load_labels(labels, first, mine.end, label);
+#pragma unroll
+      for (int i = 0; i < kLabelBatch; ++i)
+        if (label[i] >= 0) atomicAdd(&count[label[i]], 1);
+    }
+    __syncthreads();
+  }
+  __device__ int total(int cluster) const {
+    int members = 0;
+    for (int w = 0; w < warps; ++w) members += counts[w * clusters + cluster];
+    return members;
+  }
+  // From counts to places: the cluster's first member of this block goes to `slot`.
+  __device__ void place(int cluster, int slot) const {
+    for (int w = 0; w < warps; ++w) {
+      const int members = counts[w * clusters + cluster];
+      counts[w * clusters + cluster] = slot;
+      slot += members;
+    }
+  }
+  // write(slot, row) for the rows, whose clusters were placed; in order.
+  template <class Write>
+  __device__ void fill(const RowRange& rows, const Write& write) const {
+    const RowRange mine = own(rows);
+    const int lane = threadIdx.x % 32, bits = 32 - __clz(clusters - 1);
+    std::int32_t* slots = own_counts();
+    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
+      int label[kLabelBatch];
+      unsigned alike[kLabelBatch];
+      load_labels(labels, first, mine.end, label);
+      find_alike(label, bits, alike);
+#pragma unroll
+      for (int i = 0; i < kLabelBatch; ++i) {
+        const int before = __popc(alike[i] & ((1u << lane) - 1));
+        const int slot = label[i] >= 0 ? slots[label[i]] : 0;
+        __syncwarp();
+        if (label[i] >= 0 && before == 0) slots[label[i]] = slot + __popc(alike[i]);
+        __syncwarp();
+        if (label[i] >= 0) write(slot + before, first + 32 * i + lane);
+      }
+    }
+  }
+};
+
+// From the counts of all blocks of the team, which meet here: calls visit(cluster, slot, before)
+// with the place of the cluster's first member, and how many members are of blocks before this one,
+// by one thread each. Returns how many there are in all.
+template <class Visit>
+__device__ int share_counts(Team& team, const BlockCounts& counts, std::int32_t* histograms,
+                            const Visit& visit) {
+  const int clusters = counts.clusters;
+  for (int c = threadIdx.x; c < clusters; c += blockDim.x)
+    histograms[static_cast<std::int64_t>(team.rank) * clusters + c] = counts.total(c);
+  team.sync();
+  int carry = 0;
+  for (int first = 0; first < clusters; first += blockDim.x) {
+    const int c = first + static_cast<int>(threadIdx.x);
+    int total = 0, before = 0;
+    if (c < clusters)
+#pragma unroll 8
+      for (int rank = 0; rank < team.size; ++rank) {
+        const int members = histograms[static_cast<std::int64_t>(rank) * clusters + c];
+        before += rank < team.rank ? members : 0;
+        total += members;
+      }
+    const int slot = block_exclusive_scan(total, carry);
+    if (c < clusters) visit(c, slot, before);
+  }
+  return carry;
+}
+
+// Writes the offsets, and calls start(cluster, slot) with the place of this block's first member of
+// each cluster, by one thread each.
+template <class Start>
+__device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLists& lists,
+                            const Start& start) {
+  const int all = share_counts(team, counts, lists.histograms, [&](int c, int slot, int before) {
+    if (team.rank == 0) lists.offsets[c] = slot;
+    start(c, slot + before);
+  });
+  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[lists.clusters] = all;
+  __syncthreads();
+}
+
+// order and offsets of a problem; `range` is this block's share of its rows, `shared` room for
+// `shared_words` >= clusters. Labels of the range were written by this block.
+__device__ inline void group_rows(Team& team, const RowRange& range, const GroupLists& lists,
+                                  std::int32_t* shared, int shared_words) {
+  const BlockCounts counts(lists.labels, lists.clusters, shared, shared_words);
+  counts.count(range);
+  find_starts(team, counts, lists, [&](int c, int slot) { counts.place(c, slot); });
+  counts.fill(range, [&](int slot, int row) { lists.order[slot] = row; });
+}
+
+// A problem of a team.
+struct TeamProblem {
+  int number, item, head;
+  ItemSpan span;
+  std::int64_t start;  // of its rows in (B, heads, rows)
+  RowRange range;      // this block's share of them
+};
+
+// order and offsets of all problems, of which a block's team takes some; `all` has the tensors and
+// histograms of all. label(team, problem) labels the block's rows; `labels` are then all.labels, or
+// null where they are there already.
+template <class Label>
+__device__ __forceinline__ void group_problems(const ClusterShape& shape, const Teams& teams,
+                                               const GroupLists& all, std::int32_t* labels,
+                                               std::int32_t* shared, int shared_words,
+                                               const Label& label) {
+  Team team(teams);
+  int turn = 0;
+  for (int number = team.number; number < shape.problems(); number += teams.count, turn ^= 1) {
+    const int item = number / shape.heads, head = number % shape.heads;
+    const ItemSpan span = shape.q.span(item);
+    const TeamProblem problem{
+        number, item, head, span, shape.start(span, head), team.share(span.length)};
+    label(team, problem);
+    fill_padding(shape, team, item, head, labels, all.order);
+    const GroupLists lists{all.labels + problem.start, all.order + problem.start,
+                           all.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
+                           histograms_of(all.histograms, teams, team, turn, shape.clusters),
+                           shape.clusters};
+    group_rows(team, problem.range, lists, shared, shared_words);
+  }
+}
+
+}  // namespace coterie::cuda

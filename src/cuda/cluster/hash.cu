@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: MIT
+// Hash codes: bit r of query q is [p_r . q > t_r] (docs/mechanisms.md: hamming, hamming-keys).
+#include "cuda/cluster/hash.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/row_fragments.cuh"
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kPlanes = 64;  // of which `bits` are in use
+
+// How a type is multiplied: parts of rows and of planes, and which products of parts count. Planes
+// from keys have more digits than bf16 and fp16.
+template <class T, int kChunks>
+struct HashParts {
+  static constexpr int kRow = sizeof(T) == 2 ? 1 : 3, kPlane = sizeof(T) == 2 ? 2 : 3;
+  static constexpr int kSum = kPlane;
+  static constexpr int kMTiles = sizeof(T) == 2 && kChunks <= 2 ? 2 : 1;
+  static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;  // of a multiprocessor, at least
+};
+
+// The planes of a problem as a table of columns, and their thresholds; +inf beyond the last bit.
+template <class T, int kChunks>
+__device__ void stage_planes(const HashShape& args, int problem, int length, float* planes,
+                             Factor<T>* table, float* thresholds) {
+  constexpr int kParts = HashParts<T, kChunks>::kPlane;
+  __shared__ double mean[32 * kChunks];
+  const bool by_keys = args.query_sums != nullptr;
+  const int lane = threadIdx.x % 32, elements = args.bits * args.width;
+  const float* set = args.planes;
+  if (by_keys) set += static_cast<std::int64_t>(args.shape.key_problem(problem)) * elements;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < elements; i += kThreads) planes[i] = set[i];
+  for (int d = threadIdx.x; by_keys && d < 32 * kChunks; d += kThreads) {
+    double sum = 0.0;
+    const float* sums =
+        args.query_sums + static_cast<std::int64_t>(problem) * args.splits * args.width + d;
+    for (int split = 0; d < args.width && split < args.splits; ++split)
+      sum += sums[static_cast<std::int64_t>(split) * args.width];
+    mean[d] = length > 0 ? sum / length : 0.0;
+  }
+  __syncthreads();
+  for (int r = threadIdx.x / 32; r < kPlanes; r += kWarps) {
+    float value[kChunks], largest = 0.0f;
+    double projection = 0.0;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int d = lane + 32 * i;
+      const bool there = r < args.bits && d < args.width;
+      value[i] = there ? planes[r * args.width + d] : 0.0f;
+      largest = fmaxf(largest, fabsf(value[i]));
+      if (by_keys) projection += value[i] * mean[d];
+    }
+    // A power of two brings planes into the range of fp16; signs do not change.
+    float scale = 1.0f;
+    if (by_keys) {
+      largest = warp_max(largest);
+      projection = warp_sum(projection);
+      const std::uint32_t exponent = __float_as_uint(largest) >> 23;
+      if (exponent > 0 && exponent < 254) scale = __uint_as_float((254 - exponent) << 23);
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      Factor<T> part[kParts];
+      split_factor(value[i] * scale, part);
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+        table[table_index(kChunks, kParts, r, lane + 32 * i, p)] = part[p];
+    }
+    if (lane != 0) continue;
+    float threshold = INFINITY;
+    if (r < args.bits)
+      threshold = by_keys ? static_cast<float>(projection) * scale : args.thresholds[r];
+    thresholds[r] = threshold;
+  }
+}
+
+// Codes of the 16 * kMTiles rows in `rows`: code[m][side] holds this lane's bits, then all bits.
+template <int kSum, class T, int kChunks, int kRowParts, int kMTiles>
+__device__ __forceinline__ void hash_rows(
+    const RowFragments<T, kChunks, kRowParts> (&rows)[kMTiles], const uint4* table,
+    const float* thresholds, std::uint64_t (&code)[kMTiles][2]) {
+  constexpr int kParts = HashParts<T, kChunks>::kPlane;
+  const int lane = threadIdx.x % 32;
+  std::uint32_t half[kMTiles][2][2] = {};
+#pragma unroll
+  for (int word = 0; word < 2; ++word)
+#pragma unroll 1
+    for (int tile = 0; tile < 4; ++tile) {  // of 8 planes
+      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float d[kMTiles][4];
+      const int number = 4 * word + tile;
+      multiply_rows<kSum, T, kChunks, kRowParts, kParts>(
+          rows, table + number * kParts * kChunks * 32 + lane, zero, d);
+      const float2 threshold =
+          *reinterpret_cast<const float2*>(thresholds + number * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const std::uint32_t bits = (d[m][2 * side] > threshold.x ? 1u : 0u) |
+                                     (d[m][2 * side + 1] > threshold.y ? 2u : 0u);
+          half[m][side][word] |= bits << (tile * 8 + lane % 4 * 2);
+        }
+    }
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        half[m][side][word] |= __shfl_xor_sync(0xffffffffu, half[m][side][word], 1);
+        half[m][side][word] |= __shfl_xor_sync(0xffffffffu, half[m][side][word], 2);
+      }
+      code[m][side] = (static_cast<std::uint64_t>(half[m][side][1]) << 32) | half[m][side][0];
+    }
+}
+
+template <class T, int kChunks>
+__global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
+    hash_kernel(HashShape args, Tensor4<const T> q) {
+  release_next();
+  using Parts = HashParts<T, kChunks>;
+  constexpr int kRows = 16 * Parts::kMTiles;
+  extern __shared__ uint4 shared[];
+  auto* thresholds = reinterpret_cast<float*>(shared);
+  uint4* table = shared + kPlanes / 4;
+  auto* planes = reinterpret_cast<float*>(table + kPlanes * 4 * kChunks * Parts::kPlane);
+  const int problem = blockIdx.x / args.blocks, head = problem % args.shape.heads;
+  const ItemSpan span = args.shape.q.span(problem / args.shape.heads);
+  const Rows<const T> rows = q.rows(span.batch, head, span.begin);
+  int tile = blockIdx.x % args.blocks * kWarps + threadIdx.x / 32;
+  RowTile<T, kChunks, Parts::kMTiles> ahead;
+  ahead.load(rows, tile * kRows, span.length);
+  await_writes();
+  if (span.length <= args.shape.clusters) return;  // every row is its own cluster, without a code
+  stage_planes<T, kChunks>(args, problem, span.length, planes, reinterpret_cast<Factor<T>*>(table),
+                           thresholds);
+  __syncthreads();
+  std::uint64_t* codes = args.codes + args.shape.start(span, head);
+  const int lane = threadIdx.x % 32;
+  const bool exact = args.query_sums == nullptr;  // planes are one part
+  for (; tile * kRows < span.length; tile += args.blocks * kWarps) {
+    RowFragments<T, kChunks, Parts::kRow> left[Parts::kMTiles];
+#pragma unroll
+    for (int m = 0; m < Parts::kMTiles; ++m)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) left[m].set(side, ahead.words[m][side], args.zero);
+    ahead.load(rows, (tile + args.blocks * kWarps) * kRows, span.length);
+    std::uint64_t code[Parts::kMTiles][2];
+    if (sizeof(T) == 2 && exact)
+      hash_rows<1, T, kChunks>(left, table, thresholds, code);
+    else
+      hash_rows<Parts::kSum, T, kChunks>(left, table, thresholds, code);
+#pragma unroll
+    for (int m = 0; m < Parts::kMTiles; ++m)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int row = tile * kRows + 16 * m + 8 * side + lane / 4;
+        if (lane % 4 == 2 * m + side && row < span.length) codes[row] = code[m][side];
+      }
+  }
+}
+
+// Rows of a partial sum of queries: about 1024 blocks in all, whatever the device.
+int split_rows(const ClusterShape& shape) {
+  const int splits = min(max(1024 / max(1, shape.problems()), 1), 128);
+  return max(1024, (shape.rows + splits - 1) / splits);
+}
+
+HashShape hash_shape(const ClusteringParams& params, const AttentionCall& call,
+                     const HashBuffers& buffers, const ZeroedWords& zeroed) {
+  HashShape args{};
+  args.shape = cluster_shape(call, params.clusters);
+  args.bits = static_cast<int>(params.bits);
+  args.width = static_cast<int>(call.Dk);
+  args.split_rows = split_rows(args.shape);
+  args.splits = static_cast<int>((call.N + args.split_rows - 1) / args.split_rows);
+  args.planes = buffers.planes;
+  args.thresholds = buffers.thresholds;
+  args.query_sums = params.method == Clustering::hamming_keys ? buffers.query_sums : nullptr;
+  args.codes = buffers.codes;
+  args.zeroed = zeroed;
+  return args;
+}
+
+template <class T, int kChunks>
+void hash_rows_of(const AttentionCall& call, HashShape args, cudaStream_t stream) {
+  const int problems = args.shape.problems(), rows = kWarps * 16 * HashParts<T, kChunks>::kMTiles;
+  args.blocks = min(max(HashParts<T, kChunks>::kBlocks * multiprocessors() / problems, 1),
+                    max(1, (args.shape.rows + rows - 1) / rows));
+  const std::size_t table = kPlanes * 32 * kChunks * 2 * HashParts<T, kChunks>::kPlane;
+  const std::size_t shared =
+      kPlanes * 4 + table + static_cast<std::size_t>(args.bits) * args.width * 4;
+  launch_early("hash", hash_kernel<T, kChunks>, static_cast<unsigned>(args.blocks * problems),
+               kThreads, shared, stream, args, tensor4<const T>(call.inputs.q));
+}
+
+}  // namespace
+
+HashBuffers::HashBuffers(Arena& arena, const ClusteringParams& params, const AttentionCall& call) {
+  codes = arena.take<std::uint64_t>(call.B * call.H * call.N);
+  if (params.method == Clustering::hamming) {
+    planes = arena.take<float>(params.bits * call.Dk);
+    thresholds = arena.take<float>(params.bits);
+    return;
+  }
+  const HashShape args = hash_shape(params, call, {}, {});
+  planes = arena.take<float>(args.shape.key_problems() * params.bits * call.Dk);
+  query_sums =
+      arena.take<float>(static_cast<std::int64_t>(args.shape.problems()) * args.splits * call.Dk);
+}
+
+void hash_queries(const ClusteringParams& params, const AttentionCall& call,
+                  const HashBuffers& buffers, const ZeroedWords& zeroed, cudaStream_t stream) {
+  const HashShape args = hash_shape(params, call, buffers, zeroed);
+  make_planes(params, call, args, stream);
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      hash_rows_of<T, decltype(width)::value / 32>(call, args, stream);
+    });
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: MIT
+#include "cuda/cluster/key_metric.h"
+
+#include "coterie/random.h"
+#include "cuda/cluster/nearest.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/load.cuh"
+#include "cuda/prim/row_fragments.cuh"
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+
+namespace {
+
+struct WeighArgs {
+  ClusterSums sums;
+  bool initial;
+  const float* covariance;
+  float* centroids;
+  CentroidTable table;
+};
+
+constexpr int kWeighThreads = 512, kWeighWarps = kWeighThreads / 32;
+constexpr int kPair = 2;  // clusters of a warp
+
+// A power of two by which the covariance's mean variance comes near 1: it changes no label, and
+// keeps the table in the range of fp16.
+__device__ float metric_scale(const float* covariance, int width, int pitch) {
+  float trace = 0.0f;
+  for (int d = threadIdx.x % 32; d < width; d += 32) trace += covariance[d * pitch + d];
+  const std::uint32_t exponent = __float_as_uint(warp_sum(trace) / static_cast<float>(width)) >> 23;
+  return exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+}
+
+// mu of clusters first and first + 1: this lane's columns lane + 32 i. `rows` are where an initial
+// centroid comes from, by lane.
+template <class T, int kChunks>
+__device__ __forceinline__ void new_centroids(const WeighArgs& args, const Rows<const T>& queries,
+                                              int problem, int first, int rows,
+                                              float (&mean)[kPair][kChunks]) {
+  const ClusterSums& sums = args.sums;
+  const int lane = threadIdx.x % 32, clusters = sums.shape.clusters;
+  const std::int64_t row = static_cast<std::int64_t>(problem) * clusters + first;
+  const int offset = args.initial ? 0 : sums.offsets[row + problem + min(lane, clusters - first)];
+  int size[kPair];
+#pragma unroll
+  for (int j = 0; j < kPair; ++j) {
+    const int source = __shfl_sync(0xffffffffu, rows, j);
+    const int begin = __shfl_sync(0xffffffffu, offset, j);
+    size[j] = __shfl_sync(0xffffffffu, offset, j + 1) - begin;
+    if (first + j >= clusters) continue;
+    if (!args.initial) {
+      collect_sums(sums, problem, first + j, begin, begin + size[j], mean[j]);
+      continue;
+    }
+    const T* from = queries.row(source);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i)
+      if (lane + 32 * i < sums.width) mean[j][i] = to_float(from[lane + 32 * i]);
+  }
+#pragma unroll
+  for (int j = 0; j < kPair; ++j)
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (first + j >= clusters || lane + 32 * i >= sums.width) continue;
+      float* stored = args.centroids + (row + j) * sums.width + lane + 32 * i;
+      if (!args.initial)
+        mean[j][i] = size[j] > 0 ? mean[j][i] / static_cast<float>(size[j]) : *stored;
+      *stored = mean[j][i];
+    }
+}
+
+// Writes m'_c, b_c and the norm of a cluster, the last one also beyond the end.
+template <class T, int kChunks>
+__device__ __forceinline__ void write_column(const WeighArgs& args, int problem, int c,
+                                             const float (&mean)[kChunks],
+                                             const float (&reference)[kChunks],
+                                             const float (&weighed)[kChunks]) {
+  constexpr int kParts = NearestParts<T>::kParts;
+  using F = Factor<T>;
+  const int lane = threadIdx.x % 32, padded = args.table.padded;
+  const int copies = c == args.sums.shape.clusters - 1 ? padded - c : 1;
+  F* columns = static_cast<F*>(args.table.columns) +
+               static_cast<std::int64_t>(problem) * padded * kChunks * 32 * kParts;
+  float bias = 0.0f, norm = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    F part[kParts];
+    split_factor(weighed[i], part);
+    float rounded = 0.0f;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      rounded += to_float(part[p]);
+      for (int copy = 0; copy < copies; ++copy)
+        columns[table_index(kChunks, kParts, c + copy, lane + 32 * i, p)] = part[p];
+    }
+    bias -= 0.5f * (mean[i] + reference[i]) * weighed[i] + mean[i] * (rounded - weighed[i]);
+    norm += fabsf(rounded);
+  }
+  bias = warp_sum(bias);
+  norm = warp_sum(norm);
+  if (lane >= copies) return;
+  args.table.bias[static_cast<std::int64_t>(problem) * padded + c + lane] = bias;
+  args.table.norms[static_cast<std::int64_t>(problem) * padded + c + lane] = norm;
+}
+
+// A warp for each pair of clusters; blocks work on one problem.
+template <class T, int kChunks>
+__global__ void __launch_bounds__(kWeighThreads)
+    weigh_centroids_kernel(WeighArgs args, Tensor4<const T> q, int blocks) {
+  await_previous();
+  constexpr int kWidth = 32 * kChunks;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float2 deltas[kWeighWarps][kWidth];
+  const auto* covariance = reinterpret_cast<const float*>(shared);
+  const ClusterShape& shape = args.sums.shape;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.sums.width;
+  const int problem = blockIdx.x / blocks;
+  const int first = (blockIdx.x % blocks * kWeighWarps + warp) * kPair;
+  const ItemSpan span = shape.q.span(problem / shape.heads);
+  if (span.length <= shape.clusters) return;
+  const Rows<const T> queries = q.rows(span.batch, problem % shape.heads, span.begin);
+  const float* from =
+      args.covariance + static_cast<std::int64_t>(shape.key_problem(problem)) * kWidth * kWidth;
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < kWidth * kWidth; i += 4 * kWeighThreads)
+    cp_async16(shared_address(shared) + 4 * i, from + i, 16);
+  cp_async_commit();
+  // Lanes 0 and 1 find the first rows of the two clusters, lane 2 that of cluster 0: the reference.
+  const RandomStream stream{shape.seed, RandomUse::initial_centroid,
+                            static_cast<std::uint32_t>(problem)};
+  const int drawn = lane < kPair ? min(first + lane, shape.clusters - 1) : 0;
+  const int rows = static_cast<int>(random_permutation(stream, static_cast<std::uint32_t>(drawn),
+                                                       static_cast<std::uint32_t>(span.length)));
+  const T* origin = queries.row(__shfl_sync(0xffffffffu, rows, kPair));
+  float mean[kPair][kChunks] = {}, reference[kChunks], weighed[kPair][kChunks] = {};
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i)
+    reference[i] = lane + 32 * i < width ? to_float(origin[lane + 32 * i]) : 0.0f;
+  if (first < shape.clusters) new_centroids<T, kChunks>(args, queries, problem, first, rows, mean);
+  cp_async_wait<0>();
+  __syncthreads();
+  if (first >= shape.clusters) return;
+  const float scale = metric_scale(covariance, width, kWidth);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i)
+    deltas[warp][lane + 32 * i] =
+        make_float2((mean[0][i] - reference[i]) * scale, (mean[1][i] - reference[i]) * scale);
+  __syncwarp();
+#pragma unroll 8
+  for (int d = 0; d < width; ++d) {
+    const float2 delta = deltas[warp][d];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const float value = covariance[d * kWidth + lane + 32 * i];
+      weighed[0][i] = fmaf(value, delta.x, weighed[0][i]);
+      weighed[1][i] = fmaf(value, delta.y, weighed[1][i]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPair; ++j)
+    if (first + j < shape.clusters)
+      write_column<T, kChunks>(args, problem, first + j, mean[j], reference, weighed[j]);
+}
+
+// Rows in the table, and of the covariance.
+std::int64_t padded_width(std::int64_t width) { return width <= 64 ? 64 : kMaxHeadDim; }
+
+}  // namespace
+
+CentroidTable::CentroidTable(Arena& arena, const AttentionCall& call, std::int64_t clusters)
+    : padded(static_cast<int>((clusters + 15) / 16 * 16)) {
+  const std::int64_t rows = call.num_items() * call.H * padded, depth = padded_width(call.Dk);
+  columns = arena.take<std::uint16_t>(rows * depth * (call.inputs.q.dtype == DType::f32 ? 2 : 1));
+  bias = arena.take<float>(rows);
+  norms = arena.take<float>(rows);
+}
+
+KeyMetricBuffers::KeyMetricBuffers(Arena& arena, const AttentionCall& call, std::int64_t clusters)
+    : covariance(arena.take<float>(call.num_items() * call.key_heads * padded_width(call.Dk) *
+                                   padded_width(call.Dk))),
+      centroids(arena.take<float>(call.num_items() * call.H * clusters * call.Dk)),
+      table(arena, call, clusters) {}
+
+void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool initial,
+                     const KeyMetricBuffers& buffers, cudaStream_t stream) {
+  const WeighArgs args{sums, initial, buffers.covariance, buffers.centroids, buffers.table};
+  constexpr int kClusters = kWeighWarps * kPair;
+  const int blocks = (sums.shape.clusters + kClusters - 1) / kClusters;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      constexpr std::size_t kBytes = sizeof(float) * kWidth * kWidth;
+      launch_early("weigh_centroids", weigh_centroids_kernel<T, kWidth / 32>,
+                   static_cast<unsigned>(sums.shape.problems() * blocks), kWeighThreads, kBytes,
+                   stream, args, tensor4<const T>(call.inputs.q), blocks);
+    });
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: MIT
+// Sums and means of the rows of every cluster, taken in the sorted order: no atomics, and the
+// result depends on nothing but the sizes, the order and the rows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/arena.h"
+#include "core/call.h"
+#include "cuda/prim/zero.cuh"
+
+namespace coterie::cuda {
+
+// Both launch on `stream` and take scratch memory from `arena`; with an arena that only counts they
+// launch nothing, and views other than those of the call and `x` may be absent.
+
+// centroids (items, H, C, Dk) f32: mean query of every cluster, 0 for an empty one. Sets `zeroed`
+// to zero besides.
+void centroid_means(const AttentionCall& call, const TensorView& order, const TensorView& offsets,
+                    const TensorView& centroids, Arena& arena, cudaStream_t stream,
+                    const ZeroedWords& zeroed = {});
+
+// sums (items, H, C, D) f32: sum over every cluster of rows of x (B, H, N, D), a tensor with the
+// call's query sequences; 0 for an empty cluster.
+void cluster_sums(const AttentionCall& call, const TensorView& x, const TensorView& order,
+                  const TensorView& offsets, const TensorView& sums, Arena& arena,
+                  cudaStream_t stream);
+
+}  // namespace coterie::cuda

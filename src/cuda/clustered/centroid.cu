@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: MIT
+// Attention of cluster means over all keys: log-sum-exp, output, and for improved clustered
+// attention the mass of the cluster's top keys, which are left out of the output.
+//
+// Blocks take 128 means and one chunk of the keys; a second kernel adds the chunks in order.
+#include "cuda/clustered/centroid_attend.cuh"
+#include "cuda/clustered/clustered.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/fragments.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kThreads = 128;  // 4 warps of 32 rows
+constexpr int kCombineWarps = 4;
+
+template <class T, int kDim>
+struct CentroidTiles : AttendTiles<T, kDim, kCentroidRows, kAttendKeys> {
+  using AttendTiles<T, kDim, kCentroidRows, kAttendKeys>::AttendTiles;
+
+  __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v, int begin,
+                       int end) const {
+    load_tile<kAttendKeys, kThreads>(this->keys(stage), k, begin, end - begin);
+    load_tile<kAttendKeys, kThreads>(this->values(stage), v, begin, end - begin);
+    cp_async_commit();
+  }
+};
+
+// State of a warp's 32 rows: 2 x 16, of which a lane holds [m][half].
+template <class T, int kDim>
+struct AttendRows {
+  static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
+  QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
+  RowSoftmax softmax[2][2];
+  float mass[2][2] = {};
+  Accumulator out[2][kDim / 16] = {};
+
+  __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i)
+          top = fmaxf(top, s[i / 4][m][i / 2 % 2][2 * half + i % 2]);
+        const float factor = softmax[m][half].raise(quad_max(top), exponent);
+        mass[m][half] *= factor;
+#pragma unroll
+        for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
+      }
+  }
+
+  // Scores of 16 kBlock keys become weights; those of top keys are moved to the mass.
+  __device__ void weigh(Accumulator (&s)[kBlock][2], int column, const unsigned long long* masks,
+                        float exponent) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int shift = column + lane % 4 * 2;
+        const unsigned bits =
+            masks ? static_cast<unsigned>(masks[16 * m + 8 * half + lane / 4] >> shift) : 0;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i) {
+          float& score = s[i / 4][m][i / 2 % 2][2 * half + i % 2];
+          score = softmax[m][half].weight(score, exponent);
+        }
+        if ((bits & (kBlock == 2 ? 0x03030303u : 0x0303u)) == 0) continue;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i) {
+          float& weight = s[i / 4][m][i / 2 % 2][2 * half + i % 2];
+          if (!(bits >> (i / 2 * 8 + i % 2) & 1)) continue;
+          mass[m][half] += weight;
+          weight = 0.0f;
+        }
+      }
+  }
+
+  // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` are there.
+  __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
+                         int left, const unsigned long long* masks, float exponent, bool first) {
+    Accumulator s[kBlock][2];
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
+    if (left < 16 * kBlock)
+#pragma unroll
+      for (int i = 0; i < 16 * kBlock; ++i) {
+        const int key = i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (key >= left) s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = -INFINITY;
+      }
+    bool above = first;
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i)
+      above |= s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] >
+               softmax[i / 8 % 2][i / 2 % 2].limit(1.0f / exponent);
+    if (__any_sync(~0u, above)) rescale(s, exponent);
+    weigh(s, column, masks, exponent);
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
+  }
+};
+
+template <class T, int kDim>
+__device__ void write_partial(const AttendArgs<T>& args, std::int64_t first_row, int rows,
+                              const AttendRows<T, kDim>& state) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = warp * 32 + 16 * m + 8 * half + lane / 4;
+      const float sum = quad_sum(state.softmax[m][half].sum), mass = quad_sum(state.mass[m][half]);
+      if (r >= rows) continue;
+      if (lane % 4 == 0) args.rows[first_row + r] = {state.softmax[m][half].shift, sum, mass, 0.0f};
+      float* out = args.outs + (first_row + r) * args.pitch + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) {
+        const float* pair = state.out[m][i / 2][i % 2] + 2 * half;
+        store2(out + 8 * i, pair[0], pair[1]);
+      }
+    }
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
+                                            : kDim <= 64   ? 3
+                                                           : 2)
+    centroid_attend_kernel(const __grid_constant__ AttendArgs<T> args) {
+  await_previous();
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ unsigned long long masks[2][kCentroidRows];
+  const CentroidTiles<T, kDim> tiles(memory);
+  const CentroidQueries& queries = args.queries;
+  const CentroidBlock block(queries, blockIdx.x);
+  const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  if (chunk.begin >= chunk.end) return;
+
+  const int kv_head = block.head / queries.group;
+  const Rows<const T> k = args.k.rows(chunk.span.batch, kv_head, chunk.span.begin);
+  const Rows<const T> v = args.v.rows(chunk.span.batch, kv_head, chunk.span.begin);
+  tiles.load(0, k, v, chunk.begin, chunk.end);
+  load_centroids<kCentroidRows, kThreads>(tiles.queries, queries, chunk.item, block.head,
+                                          block.first);
+  TopWalk walk;
+  const int thread = threadIdx.x, warp = thread / 32, cluster = block.first + thread;
+  if (args.top_keys && cluster < queries.clusters)
+    walk.start(args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk, args.topk,
+               chunk.begin);
+  __syncthreads();
+  AttendRows<T, kDim> rows;
+  rows.queries.load(tiles.queries, warp * 32);
+  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kAttendKeys, stage ^= 1) {
+    cp_async_wait<0>();
+    if (args.top_keys) masks[stage][thread] = walk.mask(begin);
+    __syncthreads();
+    if (begin + kAttendKeys < chunk.end)
+      tiles.load(stage ^ 1, k, v, begin + kAttendKeys, chunk.end);
+    constexpr int kStep = 16 * AttendRows<T, kDim>::kBlock;
+#pragma unroll 1
+    for (int column = 0; column < kAttendKeys; column += kStep)
+      rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
+                  args.top_keys ? masks[stage] + warp * 32 : nullptr, queries.exponent,
+                  begin + column == chunk.begin);
+  }
+  write_partial(args, queries.row(block.slot, block.head, block.first),
+                queries.clusters - block.first, rows);
+}
+
+// One warp per mean.
+template <class T>
+__global__ void __launch_bounds__(kCombineWarps * 32)
+    centroid_combine_kernel(const __grid_constant__ AttendArgs<T> args) {
+  await_previous();
+  const CentroidQueries& queries = args.queries;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / 32;
+  const std::int64_t problem = row / queries.clusters;
+  if (problem >= static_cast<std::int64_t>(queries.chunks.items) * queries.H) return;
+  combine_row(args, static_cast<int>(problem / queries.H), static_cast<int>(problem % queries.H),
+              static_cast<int>(row % queries.clusters));
+}
+
+template <class T, int kDim>
+void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
+  constexpr int kBytes = CentroidTiles<T, kDim>::kBytes;
+  const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
+  launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
+               tiles * args.queries.chunks.slots, kThreads, kBytes, stream, args);
+}
+
+template <class T>
+void attend_chunks(const AttentionCall& call, const AttendArgs<T>& args, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (on_hopper()) return attend_chunks_sm90a(args, stream);
+  dispatch_head_dim(call.op, call.Dk,
+                    [&](auto dim) { launch_attend<T, decltype(dim)::value>(args, stream); });
+}
+
+// Teams where the chunks of all means are on the GPU at a time.
+Teams attend_teams(const AttentionCall& call, const CentroidBlocks& blocks,
+                   const CentroidQueries& queries) {
+  const int count = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
+  const int size = queries.chunks.per_item;
+  if (!blocks.sm90a || static_cast<std::int64_t>(count) * size > blocks.resident) return {};
+  return {count, size, nullptr};
+}
+
+}  // namespace
+
+std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  return attend_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).count;
+}
+
+void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
+                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
+                      cudaStream_t stream) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
+  Teams teams = attend_teams(call, blocks, queries);
+  teams.arrivals = arrivals;
+  const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
+  const std::int64_t partials = queries.chunks.slots * call.H * sizes.clusters;
+  const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
+  PartialRow* partial_rows = arena.take<PartialRow>(partials + 1);
+  float* outs = arena.take<float>(partials * pitch + 1);
+  if (arena.counting() || rows == 0) return;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const AttendArgs<T> args{queries,
+                             tensor4<const T>(call.k),
+                             tensor4<const T>(call.inputs.v),
+                             static_cast<const std::int32_t*>(tensors.top_keys.data),
+                             static_cast<int>(sizes.topk),
+                             partial_rows,
+                             outs,
+                             pitch,
+                             static_cast<float*>(tensors.centroid_lse.data),
+                             static_cast<float*>(tensors.mass.data),
+                             static_cast<float*>(tensors.out.data),
+                             static_cast<int>(call.Dv),
+                             teams};
+    attend_chunks(call, args, stream);
+    if (teams.size > 0) return;
+    launch_early("centroid_combine", centroid_combine_kernel<T>,
+                 static_cast<unsigned>((rows + kCombineWarps - 1) / kCombineWarps),
+                 kCombineWarps * 32, 0, stream, args);
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: MIT
+// The chunks of centroid.cu on Hopper's warpgroup products: each warpgroup takes 64
+// means and 64 keys at a time; the output of one tile and the scores of the next are computed
+// together. Where all blocks are on the GPU at a time, those of a mean combine their chunks
+// themselves.
+#include "cuda/clustered/centroid_attend.cuh"
+#include "cuda/clustered/key_pipeline.cuh"
+#include "cuda/clustered/mean_rows.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/team.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+// Rows of which top keys are known, and left out of the sums.
+template <class T, int kDim>
+struct AttendRows : MeanSums<T, kDim> {
+  RowSoftmax softmax[2];
+  float mass[2] = {};
+
+  __device__ void rescale(const float (&s)[32], float exponent) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+      const float factor = softmax[half].raise(quad_max(top), exponent);
+      mass[half] *= factor;
+      this->scale(half, factor);
+    }
+  }
+
+  // Scores become weights, as left factors of P V; those of top keys are moved to the mass. `bits`:
+  // the masks of the two rows, shifted to this lane's first column.
+  __device__ void weigh(float (&s)[32], const unsigned long long (&bits)[2], float exponent) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = softmax[i / 2 % 2].weight(s[i], exponent);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if ((bits[half] & 0x0303030303030303ull) == 0) continue;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& weight = s[i / 2 * 4 + 2 * half + i % 2];
+        if (!(bits[half] >> (i / 2 * 8 + i % 2) & 1)) continue;
+        mass[half] += weight;
+        weight = 0.0f;
+      }
+    }
+  }
+
+  __device__ void write(const AttendArgs<T>& args, std::int64_t row, int rows) const {
+    this->write_sums(args.rows, args.outs, args.pitch, row, rows,
+                     {{softmax[0].shift, softmax[0].sum, mass[0], 0.0f},
+                      {softmax[1].shift, softmax[1].sum, mass[1], 0.0f}});
+  }
+};
+
+// Partial results of one chunk.
+template <class T, int kDim, int kGroups>
+__device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const CentroidBlock& block,
+                                             const ItemChunk& chunk, unsigned char* memory) {
+  using Pipeline = KeyPipeline<T, kDim, 2, 4 * kGroups>;
+  using Queries = GroupQueries<T, kDim, kGroups>;
+  const CentroidQueries& queries = args.queries;
+  const int kv_head = block.head / queries.group;
+  const Pipeline pipeline{shared_address(memory) + Queries::kBytes,
+                          {args.k.rows(chunk.span.batch, kv_head, chunk.span.begin),
+                           args.v.rows(chunk.span.batch, kv_head, chunk.span.begin)},
+                          (chunk.end - chunk.begin + kAttendKeys - 1) / kAttendKeys};
+  pipeline.init();
+  __syncthreads();
+  const auto first = [&](int t) { return chunk.begin + t * kAttendKeys; };
+  pipeline.begin(first, chunk.end);
+  const Queries q(shared_address(memory), queries, chunk.item, block.head, block.first);
+
+  const int lane = threadIdx.x % 32,
+            warp_row = block.first + static_cast<int>(threadIdx.x) / 32 * 16;
+  TopWalk walk;  // of row warp_row + lane, in the first 16 lanes
+  if (args.top_keys && lane < 16 && warp_row + lane < queries.clusters)
+    walk.start(args.top_keys + queries.row(chunk.item, block.head, warp_row + lane) * args.topk,
+               args.topk, chunk.begin);
+  pipeline.publish_first();
+  __syncthreads();  // the means of all threads are there
+  // Which of this lane's scores of tile t are of top keys.
+  unsigned long long bits[2];
+  const auto find_top = [&](int t) {
+    const unsigned long long mask = walk.mask(first(t));
+    bits[0] = __shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2);
+    bits[1] = __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2);
+  };
+  AttendRows<T, kDim> rows;
+  float s[32];
+  std::uint32_t p[4][4];
+  pipeline.wait(0);
+  wgmma_fence();
+  q.scores(s, pipeline.tile(0, 0));
+  wgmma_commit();
+  pipeline.advance(0, first, chunk.end);
+  find_top(0);
+  wgmma_wait<0>();
+  wgmma_settle(s);
+#pragma unroll 1
+  for (int t = 0; t < pipeline.total; ++t) {
+    const int left = chunk.end - first(t);
+    if (left < kAttendKeys) {
+      __syncwarp();  // keeps the compiler from doing this for all tiles
+#pragma unroll
+      for (int i = 0; i < 32; ++i)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) s[i] = -INFINITY;
+    }
+    bool above = t == 0;
+    const float limits[2] = {rows.softmax[0].limit(queries.inverse),
+                             rows.softmax[1].limit(queries.inverse)};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) above |= s[i] > limits[i / 2 % 2];
+    if (__any_sync(~0u, above)) rows.rescale(s, queries.exponent);
+    rows.weigh(s, bits, queries.exponent);
+    pack_factor<T>(p, s);
+    // Products begin and end in one step: the assembler does them one by one otherwise. After the
+    // last tile its scores are computed again, for nothing, which saves a branch here.
+    const int next = min(t + 1, pipeline.total - 1);
+    pipeline.wait(next);
+    wgmma_fence();
+    rows.add_products(p, pipeline.tile(t, 1));
+    q.scores(s, pipeline.tile(next, 0));
+    wgmma_commit();
+    pipeline.advance(t + 1, first, chunk.end);
+    find_top(t + 1);
+    wgmma_wait<0>();
+    wgmma_settle(s);
+    rows.settle();
+    pipeline.release(t);
+  }
+  const int row = warp_row + lane / 4;
+  rows.write(args, queries.row(block.slot, block.head, row), queries.clusters - row);
+}
+
+template <class T, int kDim, int kGroups>
+__global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
+    centroid_attend_sm90a_kernel(const __grid_constant__ AttendArgs<T> args) {
+  await_previous();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const CentroidQueries& queries = args.queries;
+  if (args.teams.size == 0) {
+    const CentroidBlock block(queries, blockIdx.x);
+    const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+    if (chunk.begin < chunk.end) attend_chunk<T, kDim, kGroups>(args, block, chunk, memory);
+    return;
+  }
+  Team team(args.teams);
+  CentroidBlock block(queries, static_cast<unsigned>(team.number));  // slot = item
+  const int item = block.slot;
+  block.slot = item * team.size + team.rank;
+  const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
+  if (chunk.begin < chunk.end) attend_chunk<T, kDim, kGroups>(args, block, chunk, memory);
+  team.sync();
+  const int rows = min(queries.block_rows, queries.clusters - block.first);
+  for (int r = static_cast<int>(threadIdx.x) / 32 * team.size + team.rank; r < rows;
+       r += 4 * kGroups * team.size)
+    combine_row(args, item, block.head, block.first + r);
+}
+
+template <class T, int kDim, int kGroups>
+void launch(const AttendArgs<T>& args, cudaStream_t stream) {
+  constexpr int kBytes =
+      KeyPipeline<T, kDim, 2, 4 * kGroups>::kBytes + GroupQueries<T, kDim, kGroups>::kBytes;
+  const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
+  const auto kernel = centroid_attend_sm90a_kernel<T, kDim, kGroups>;
+  const unsigned blocks = tiles * args.queries.chunks.slots;
+  if (args.teams.size > 0)
+    launch_cooperative_early(kernel, static_cast<int>(blocks), kGroups * kWarpgroup, kBytes, stream,
+                             args);
+  else
+    launch_early("centroid_attend_sm90a", kernel, blocks, kGroups * kWarpgroup, kBytes, stream,
+                 args);
+}
+
+}  // namespace
+
+template <class T>
+void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream) {
+  if (args.queries.width > 64) return launch<T, 128, 2>(args, stream);
+  if (args.queries.block_rows == 256) return launch<T, 64, 4>(args, stream);
+  return launch<T, 64, 2>(args, stream);
+}
+
+template void attend_chunks_sm90a(const AttendArgs<Bf16>&, cudaStream_t);
+template void attend_chunks_sm90a(const AttendArgs<F16>&, cudaStream_t);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,857 @@
+// SPDX-License-Identifier: MIT
+// Backward pass over the members of the clusters and their top keys (backward.h): the top
+// keys' part of dq, dk and dv of the top keys, and the sums of g_i and e_i. Weights are recomputed
+// from the saved lse.
+//
+// A block takes a unit, up to kUnitRows members of one cluster gathered in sorted order, a row
+// tile at a time, with all top keys of the cluster in shared memory:
+//
+//   row tile x 32 slots: P = exp2(Q Kᵀ), dP = G Vᵀ  ->  e of a row  ->  dS = P (dP - e), to shared
+//   dq rows = dS K, at their places      dk slots += dSᵀ Q, dv slots += Pᵀ G      sum of G's rows
+//
+// Where the unit is the whole cluster, the block has all that the operands of the centroid kernels
+// are made of (member_backward.cu). For clusters of several units that is a second launch.
+#include <cstdint>
+
+#include "cuda/clustered/backward.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/element.cuh"
+#include "cuda/prim/load.cuh"
+#include "cuda/prim/mma.cuh"
+#include "cuda/prim/row_chunk.cuh"
+#include "cuda/prim/softmax.cuh"
+#include "cuda/prim/store.cuh"
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+// Products of member_backward.cu: weights of members over top keys, and sums over members.
+
+// p and g . v of 16 rows from `row` on over 16 kCount slots from `slot` on; the lane's two rows see
+// the first keys[] slots of the tile. lse in base 2.
+template <class T, int kWidth, int kCount>
+__device__ __forceinline__ void weights(Accumulator (&p)[kCount], Accumulator (&gv)[kCount],
+                                        const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG,
+                                        const Tile<T, kWidth>& sK, const Tile<T, kWidth>& sV,
+                                        int row, int slot, const float (&lse)[2],
+                                        const int (&keys)[2], float scale) {
+#pragma unroll
+  for (int i = 0; i < 8 * kCount; ++i)
+    p[i / 8][i / 4 % 2][i % 4] = gv[i / 8][i / 4 % 2][i % 4] = 0.0f;
+  for_depths<T, kWidth / 16>([&](int d) {
+    FragmentA<T> q, g;
+    load_a(q, sQ, row, 16 * d);
+    load_a(g, sG, row, 16 * d);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      FragmentB<T> b;
+      load_b(b, sK, slot + 16 * n, 16 * d);
+      multiply_add(p[n], q, b);
+      load_b(b, sV, slot + 16 * n, 16 * d);
+      multiply_add(gv[n], g, b);
+    }
+  });
+#pragma unroll
+  for (int i = 0; i < 8 * kCount; ++i) {
+    float& x = p[i / 8][i / 4 % 2][i % 4];
+    const int column = slot + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+    x = column < keys[i / 2 % 2] ? exp2_approximate(fmaf(x, scale, -lse[i / 2 % 2])) : 0.0f;
+  }
+}
+
+// Rounds a 16 x 16 accumulator to T and writes it to a tile, from a row and column on.
+template <class T, int kWidth>
+__device__ __forceinline__ void store_fragment(const Tile<T, kWidth>& tile, int row, int column,
+                                               const Accumulator& acc) {
+  const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kMatrices = sizeof(T) == 2;
+#else
+  constexpr bool kMatrices = false;
+#endif
+  if constexpr (kMatrices) {
+    FragmentA<T> a;
+    to_fragment(a, acc);
+    stmatrix_x4(tile.below(row).address(lane % 16, column + lane / 16 * 8), a.r);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t to =
+          tile.below(row).address(lane / 4 + i % 2 * 8, column + i / 2 * 8 + lane % 4 * 2);
+      const float low = acc[i / 2][i % 2 * 2], high = acc[i / 2][i % 2 * 2 + 1];
+      if constexpr (sizeof(T) == 2)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pack2<T>(low, high)) : "memory");
+      else
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(low), "f"(high) : "memory");
+    }
+  }
+}
+// The warp's 16 rows of weights.
+template <class T>
+__device__ __forceinline__ void store_weights(const Tile<T, kSlotTile>& tile,
+                                              const Accumulator (&acc)[2]) {
+  const int row = static_cast<int>(threadIdx.x) / 32 * 16;
+  store_fragment(tile, row, 0, acc[0]);
+  store_fragment(tile, row, 16, acc[1]);
+}
+
+__device__ __forceinline__ uint4 load_shared16(std::uint32_t from) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(from)
+               : "memory");
+  return words;
+}
+
+template <class T>
+__device__ __forceinline__ FragmentA<T> all_ones() {
+  FragmentA<T> ones;
+#pragma unroll
+  for (std::uint32_t& word : ones.r)
+    if constexpr (sizeof(T) == 2)
+      word = pack2<T>(1.0f, 1.0f);
+    else
+      word = __float_as_uint(1.0f);
+  return ones;
+}
+
+// dk and dv of kSlotTile slots and the sum of the rows of G (as a product with ones), a share of
+// the columns for each warp.
+template <class T, int kWidth, int kWarps>
+struct SlotSums {
+  static constexpr int kColumns = kWidth / kWarps / 16;  // in units of 16
+  Accumulator dk[kColumns][2], dv[kColumns][2], rows_sum[kColumns];
+
+  __device__ static int first() { return static_cast<int>(threadIdx.x) / 32 * kColumns; }
+  __device__ void clear() {
+#pragma unroll
+    for (int d = 0; d < kColumns; ++d)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        dk[d][0][i / 4][i % 4] = dk[d][1][i / 4][i % 4] = dv[d][0][i / 4][i % 4] =
+            dv[d][1][i / 4][i % 4] = rows_sum[d][i / 4][i % 4] = 0.0f;
+  }
+  // Adds dSᵀ Q, Pᵀ G and the sum of the first rows of the tiles.
+  __device__ void add(const Tile<T, kSlotTile>& sD, const Tile<T, kSlotTile>& sP,
+                      const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG, int rows) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int r = 0; r < 16 * kWarps; r += 16) {
+        if (r >= rows) break;
+        add_rows(sD, sP, sQ, sG, r);
+      }
+    } else {  // see for_depths
+#pragma unroll 1
+      for (int r = 0; r < rows; r += 16) add_rows(sD, sP, sQ, sG, r);
+    }
+  }
+  // The same for 16 rows from r on.
+  __device__ __forceinline__ void add_rows(const Tile<T, kSlotTile>& sD,
+                                           const Tile<T, kSlotTile>& sP, const Tile<T, kWidth>& sQ,
+                                           const Tile<T, kWidth>& sG, int r) {
+    FragmentA<T> a[2];
+    FragmentB<T> b;
+    load_a_transposed(a[0], sD, 0, r);
+    load_a_transposed(a[1], sD, 16, r);
+#pragma unroll
+    for (int d = 0; d < kColumns; ++d) {
+      load_b_transposed(b, sQ, 16 * (first() + d), r);
+      multiply_add(dk[d][0], a[0], b);
+      multiply_add(dk[d][1], a[1], b);
+    }
+    load_a_transposed(a[0], sP, 0, r);
+    load_a_transposed(a[1], sP, 16, r);
+#pragma unroll
+    for (int d = 0; d < kColumns; ++d) {
+      load_b_transposed(b, sG, 16 * (first() + d), r);
+      multiply_add(dv[d][0], a[0], b);
+      multiply_add(dv[d][1], a[1], b);
+      multiply_add(rows_sum[d], all_ones<T>(), b);
+    }
+  }
+  // Puts dk times `scale` and dv into two tiles of kSlotTile rows.
+  __device__ void store(const Tile<T, kWidth>& to_dk, const Tile<T, kWidth>& to_dv,
+                        float scale) const {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int d = 0; d < kColumns; ++d) {
+        Accumulator scaled;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) scaled[i / 4][i % 4] = dk[d][m][i / 4][i % 4] * scale;
+        store_fragment(to_dk, 16 * m, 16 * (first() + d), scaled);
+        store_fragment(to_dv, 16 * m, 16 * (first() + d), dv[d][m]);
+      }
+  }
+  __device__ void write_rows_sum(float* to) const {
+    const int lane = threadIdx.x % 32;
+    if (lane >= 4) return;  // all rows of the product are the same
+#pragma unroll
+    for (int n = 0; n < 2 * kColumns; ++n)
+      store2(to + 16 * first() + 8 * n + 2 * lane, rows_sum[n / 2][n % 2][0],
+             rows_sum[n / 2][n % 2][1]);
+  }
+};
+
+// The end of a cluster in the backward pass (backward.h): operands of the centroid kernels
+// from the sums over its members, and what those kernels get wrong for its top keys. dS should be
+// A (dm - delta) and the weight 0, where they take A (dout . v - delta) and A. The difference is
+// that of one more member: a row with the mean as query and dout as output gradient.
+
+// Members of a cluster against its top keys, in the backward pass (backward.h): what a block
+// works on, its shared memory, and what it copies there.
+
+// Shared memory: two stages of Q and dO rows with their numbers and lse, weights of kSlotTile
+// slots, a place for 32 columns of dq, mean and output of the cluster, the top keys' numbers;
+// behind these for every kSlotTile slots dS, keys and values.
+template <class T, int kWidth, int kBlockWarps>
+struct MemberShape {
+  static constexpr int kWarps = kBlockWarps;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRowTile = 16 * kWarps;  // members at a time
+  static constexpr int kRowTileBytes = kRowTile * kWidth * static_cast<int>(sizeof(T));
+  static constexpr int kSlotTileBytes = kSlotTile * kWidth * static_cast<int>(sizeof(T));
+  static constexpr int kWeightBytes = kRowTile * kSlotTile * static_cast<int>(sizeof(T));
+  static constexpr int kWeights = 4 * kRowTileBytes;
+  static constexpr int kFacts = kWeights + 2 * kWeightBytes;
+  static constexpr int kCluster = kFacts + 2 * kRowTile * 8;
+  static constexpr int kKeys = kCluster + 2 * kWidth * 4;
+  static constexpr int kSlots = kKeys + kMaxTopKeys * 4;
+  static constexpr int kTileBytes = kWeightBytes + 2 * kSlotTileBytes;  // of kSlotTile slots
+  static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kWidth > 64 ? 2 : kWarps == 2 ? 6 : 4;
+  static constexpr int bytes(int tiles) { return kSlots + tiles * kTileBytes; }
+};
+
+// Rows of a tile that this thread copies, by number; the same ones of two tensors.
+template <class T, int kWidth, int kRows, int kThreads>
+struct Gather {
+  static constexpr int kChunks = Tile<T, kWidth>::kChunks;
+  static constexpr int kStep = kThreads / kChunks, kCount = kRows / kStep;
+  static_assert(kStep > 0 && kThreads % kChunks == 0 && kRows % kStep == 0, "whole rows");
+  const std::int32_t* list;  // from this thread's first row on
+  int left;                  // entries from there on
+  int number[kCount];
+
+  __device__ void find(const std::int32_t* order, int first, int end) {
+    const int r = first + static_cast<int>(threadIdx.x) / kChunks;
+    list = order + r;
+    left = end - r;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) number[i] = i * kStep < left ? list[i * kStep] : -1;
+  }
+  __device__ void load(const Tile<T, kWidth>& tile, const Rows<const T>& rows) const {
+    const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+    const int column = chunk * Tile<T, kWidth>::kVector;
+    if (in_vectors(rows)) {
+      const bool inside = column < rows.width;
+      const T* from = rows.data + (inside ? column : 0);
+      const int pitch = pitch_bytes(rows);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        cp_async16(tile.chunk(r + i * kStep, chunk), row_address(from, max(number[i], 0), pitch),
+                   number[i] >= 0 && inside ? 16 : 0);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      const int row = i * kStep < left ? list[i * kStep] : -1;
+      store_shared16(
+          tile.chunk(r + i * kStep, chunk),
+          load_slowly(rows.row(max(row, 0)) + column, row >= 0 ? rows.width - column : 0));
+    }
+  }
+};
+
+// What a block works on: members [unit.first, unit.first + unit.count) in sorted order.
+template <class T, int kWidth, int kWarps>
+struct MemberBlock {
+  using S = MemberShape<T, kWidth, kWarps>;
+  const BackwardArgs<T>& args;
+  unsigned char* memory;
+  std::uint32_t base;
+  int head;
+  ClusterUnit unit;
+  ItemSpan k_span;
+  int row;                    // of the cluster
+  std::int64_t token;         // of the item's first query in (B, H, N) tensors
+  const std::int32_t* order;  // of the members
+
+  __device__ MemberBlock(const BackwardArgs<T>& a, unsigned char* m, int h, const ClusterUnit& u)
+      : args(a), memory(m), base(shared_address(m)), head(h), unit(u) {
+    const BackwardShape& shape = args.shape;
+    k_span = shape.spans.k.span(unit.item);
+    row = shape.units.row(unit.item, head, unit.cluster);
+    token =
+        (static_cast<std::int64_t>(unit.span.batch) * shape.H + head) * shape.N + unit.span.begin;
+    order = args.lists.order + token + unit.first;
+  }
+
+  __device__ static int stage(int first) { return first / S::kRowTile % 2; }
+  __device__ Tile<T, kWidth> rows(int first, int tensor) const {
+    return {base + (2 * stage(first) + tensor) * S::kRowTileBytes};
+  }
+  // Of the rows of a stage: their numbers (-1: none) and lse.
+  __device__ std::int32_t* numbers(int first) const {
+    return reinterpret_cast<std::int32_t*>(memory + S::kFacts) + stage(first) * 2 * S::kRowTile;
+  }
+  __device__ float* lse(int first) const {
+    return reinterpret_cast<float*>(numbers(first) + S::kRowTile);
+  }
+  __device__ float* mean() const { return reinterpret_cast<float*>(memory + S::kCluster); }
+  __device__ float* out() const { return mean() + kWidth; }
+  __device__ std::int32_t* keys() const {
+    return reinterpret_cast<std::int32_t*>(memory + S::kKeys);
+  }
+  __device__ Tile<T, kSlotTile> weights() const { return {base + S::kWeights}; }
+  __device__ Tile<T, kSlotTile> staging() const { return {base + S::kWeights + S::kWeightBytes}; }
+  // Of slots [kSlotTile tile, kSlotTile (tile + 1)).
+  __device__ Tile<T, kSlotTile> derivatives(int tile) const {
+    return {base + S::kSlots + tile * S::kTileBytes};
+  }
+  __device__ Tile<T, kWidth> slots(int tile, int tensor) const {
+    return {base + S::kSlots + tile * S::kTileBytes + S::kWeightBytes + tensor * S::kSlotTileBytes};
+  }
+  // Whether this warp has rows in a tile.
+  __device__ bool active(int first) const {
+    return first + static_cast<int>(threadIdx.x) / 32 * 16 < unit.count;
+  }
+
+  // Tells how many top keys there are; keys() is filled for the causal form only. By whole warps.
+  __device__ int count_keys() const {
+    const int lane = threadIdx.x % 32, topk = args.shape.topk;
+    const std::int32_t* list = args.lists.top_keys + static_cast<std::int64_t>(row) * topk;
+    int count = 0;
+    for (int slot = lane; slot - lane < topk; slot += 32) {
+      const int key = slot < topk ? list[slot] : -1;
+      if (args.shape.causal) keys()[slot] = key;
+      count += __popc(__ballot_sync(~0u, key >= 0));
+    }
+    return count;
+  }
+  // How many of the `count` top keys a member sees.
+  __device__ int visible(int member, int count) const {
+    if (!args.shape.causal) return count;
+    return count_up_to(keys(), count, member + k_span.length - unit.span.length);
+  }
+  // Keys and values of all slots.
+  __device__ void load_slots() const {
+    const int group = args.shape.group, topk = args.shape.topk;
+    const int key_head = group > 1 ? head / group : head;
+    for (int tile = 0; tile * kSlotTile < topk; ++tile) {
+      Gather<T, kWidth, kSlotTile, S::kThreads> gather;
+      gather.find(args.lists.top_keys + static_cast<std::int64_t>(row) * topk, tile * kSlotTile,
+                  topk);
+      gather.load(slots(tile, 0), args.k.rows(k_span.batch, key_head, k_span.begin));
+      gather.load(slots(tile, 1), args.v.rows(k_span.batch, key_head, k_span.begin));
+    }
+  }
+  // Mean and output of the cluster.
+  __device__ void load_cluster() const {
+    const float* mean_row = args.lists.centroids + static_cast<std::int64_t>(row) * args.k.width;
+    const float* out_row = args.lists.out + static_cast<std::int64_t>(row) * args.v.width;
+#pragma unroll
+    for (int i = 0; i < kWidth; i += S::kThreads) {
+      const int column = i + static_cast<int>(threadIdx.x);
+      if (column >= kWidth) break;
+      cp_async4(shared_address(mean() + column), mean_row + min(column, args.k.width - 1),
+                column < args.k.width);
+      cp_async4(shared_address(out() + column), out_row + min(column, args.v.width - 1),
+                column < args.v.width);
+    }
+  }
+};
+
+// The members of a unit on their way to shared memory, a tile at a time: find() asks for the
+// numbers of its rows, load() copies them.
+template <class T, int kWidth, int kWarps>
+struct UnitRows {
+  using Block = MemberBlock<T, kWidth, kWarps>;
+  using S = MemberShape<T, kWidth, kWarps>;
+  const Block& block;
+  Rows<const T> q, g;
+  Gather<T, kWidth, S::kRowTile, S::kThreads> gather;
+  int own;  // number of the row whose lse this thread copies
+
+  __device__ explicit UnitRows(const Block& b)
+      : block(b),
+        q(b.args.q.rows(b.unit.span.batch, b.head, b.unit.span.begin)),
+        g(b.args.g.rows(b.unit.span.batch, b.head, b.unit.span.begin)) {}
+
+  __device__ void find(int first) {
+    const int r = first + static_cast<int>(threadIdx.x);
+    if (first >= block.unit.count) return;
+    gather.find(block.order, first, block.unit.count);
+    own = r < block.unit.count ? block.order[r] : -1;
+  }
+  __device__ void load(int first) const {
+    if (first >= block.unit.count) return cp_async_commit();
+    const bool top = block.args.shape.topk > 0;
+    if (top) gather.load(block.rows(first, 0), q);
+    gather.load(block.rows(first, 1), g);
+    if (threadIdx.x < S::kRowTile) {
+      block.numbers(first)[threadIdx.x] = own;
+      if (top)
+        cp_async4(shared_address(block.lse(first) + threadIdx.x),
+                  block.args.lists.lse + block.token + max(own, 0), own >= 0);
+    }
+    cp_async_commit();
+  }
+};
+
+// Sums over the members, in shared memory behind the first stage of rows.
+template <class T, int kWidth, int kWarps>
+struct MemberSums {
+  float dout[kWidth];
+  float dmass[kWarps];
+  float delta;
+
+  __device__ static MemberSums& of(const MemberBlock<T, kWidth, kWarps>& block) {
+    return *reinterpret_cast<MemberSums*>(block.memory +
+                                          2 * MemberShape<T, kWidth, kWarps>::kRowTileBytes);
+  }
+};
+
+// Sums over the members of a unit: to where finish_cluster finds them, or where add_units does.
+template <class T, int kWidth, int kWarps, class Sums>
+__device__ __forceinline__ void store_sums(const MemberBlock<T, kWidth, kWarps>& block,
+                                           const Sums& sums, float dmass, bool whole) {
+  const BackwardScratch<T>& scratch = block.args.scratch;
+  const std::int64_t place = block.unit.place;
+  MemberSums<T, kWidth, kWarps>& shared = MemberSums<T, kWidth, kWarps>::of(block);
+  sums.write_rows_sum(whole ? shared.dout : scratch.unit_dout + place * kWidth);
+  dmass = warp_sum(dmass);
+  if (threadIdx.x % 32 == 0) shared.dmass[threadIdx.x / 32] = dmass;
+  if (whole) return;
+  __syncthreads();
+  float sum = 0.0f;
+  for (const float part : shared.dmass) sum += part;
+  if (threadIdx.x == 0) scratch.unit_dmass[place] = sum;
+}
+
+// The sums of all units of the cluster, in their order.
+template <class T, int kWidth, int kWarps>
+__device__ __forceinline__ void add_units(const MemberBlock<T, kWidth, kWarps>& block) {
+  using S = MemberShape<T, kWidth, kWarps>;
+  const BackwardScratch<T>& scratch = block.args.scratch;
+  MemberSums<T, kWidth, kWarps>& shared = MemberSums<T, kWidth, kWarps>::of(block);
+  const int more = (block.unit.size - 1) / kUnitRows;
+  const std::int64_t second =
+      block.args.shape.units.second_place(block.head, block.unit.span, block.unit.first);
+  for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += S::kThreads) {
+    float sum = scratch.unit_dout[static_cast<std::int64_t>(block.row) * kWidth + column];
+    for (int i = 0; i < more; ++i) sum += scratch.unit_dout[(second + i) * kWidth + column];
+    shared.dout[column] = sum;
+  }
+  if (threadIdx.x >= S::kWarps) return;
+  float sum = scratch.unit_dmass[block.row];
+  for (int i = 0; i < more; ++i) sum += scratch.unit_dmass[second + i];
+  shared.dmass[threadIdx.x] = threadIdx.x == 0 ? sum : 0.0f;
+}
+
+// dq of 16 rows over all slots, 32 columns: dS times the keys.
+template <class T, int kWidth, int kWarps>
+__device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2],
+                                              const MemberBlock<T, kWidth, kWarps>& block, int row,
+                                              int column) {
+  const int tiles = (block.args.shape.topk + kSlotTile - 1) / kSlotTile;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) dq[i / 8][i / 4 % 2][i % 4] = 0.0f;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+    for (int n = 0; n < kSlotTile; n += 16) {
+      FragmentA<T> ds;
+      load_a(ds, block.derivatives(tile), row, n);
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        FragmentB<T> b;
+        load_b_transposed(b, block.slots(tile, 0), column + 16 * d, n);
+        multiply_add(dq[d], ds, b);
+      }
+    }
+}
+
+// The cluster as row 0 of the first stage. The first two warps share the work.
+template <class T, int kWidth, int kWarps>
+struct ClusterRow {
+  static constexpr int kColumns = kWidth / 32;  // of a lane
+  static constexpr float kMost = 128.0f;
+  const MemberBlock<T, kWidth, kWarps>& block;
+  MemberSums<T, kWidth, kWarps>& sums;
+  float lse, dmass = 0.0f;
+
+  __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps>& b, float mean_lse)
+      : block(b), sums(MemberSums<T, kWidth, kWarps>::of(b)) {
+    lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2e - block.args.shape.weight_bits;
+    if (block.args.shape.mass_grad)
+      for (const float part : sums.dmass) dmass += part;
+    dmass *= block.args.shape.gradient_scale;
+  }
+
+  // Rounds the mean (warp 0) and dout (warp 1) into the row, the other 15 of which become zero, and
+  // writes them, lse and delta to scratch memory if `write`. delta is taken of the rounded sum:
+  // dout . v - delta then cancels as in exact arithmetic.
+  __device__ void write_operands(float mass, bool write) const {
+    const BackwardScratch<T>& scratch = block.args.scratch;
+    const int lane = threadIdx.x % 32, first = lane * kColumns, tensor = threadIdx.x / 32;
+    const Tile<T, kWidth> tile = block.rows(0, tensor);
+    const float* from = tensor == 0 ? block.mean() : sums.dout;
+    const float factor = tensor == 0 ? 1.0f : block.args.shape.gradient_scale;
+    T* to = (tensor == 0 ? scratch.mean : scratch.dout) +
+            static_cast<std::int64_t>(block.row) * kWidth + first;
+#pragma unroll
+    for (int i = 0; i < 16 * tile.kChunks; i += 32)
+      store_shared16(tile.base + (i + lane) * 16, make_uint4(0, 0, 0, 0));
+    __syncwarp();
+    float delta = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const T value = from_float<T>(from[first + i] * factor);
+      store_element(tile.address(0, first + i), value);
+      if (write) to[i] = value;
+      delta = fmaf(to_float(value), block.out()[first + i], delta);
+    }
+    if (tensor == 0) return;
+    delta = warp_sum(delta) + mass * dmass;
+    if (lane > 0) return;
+    sums.delta = delta;
+    if (!write) return;
+    scratch.row_lse[block.row] = lse;
+    scratch.row_delta[block.row] = delta;
+  }
+
+  // Writes dS of all slots and the weights of slot tile `own` to shared memory, as those of
+  // members; a warp has half of the slots of a tile.
+  __device__ void differentiate(int num_keys, int own) const {
+    const BackwardShape& shape = block.args.shape;
+    const float power = shape.unscale > kMost ? kMost : shape.unscale, delta = sums.delta;
+    const float lses[2] = {threadIdx.x % 32 < 4 ? lse : INFINITY, INFINITY};
+    const int slot = static_cast<int>(threadIdx.x) / 32 * 16;
+#pragma unroll 1
+    for (int tile = 0; tile * kSlotTile < shape.topk; ++tile) {
+      const int left[2] = {num_keys - tile * kSlotTile, 0};
+      Accumulator p[1], d[1];
+      weights(p, d, block.rows(0, 0), block.rows(0, 1), block.slots(tile, 0), block.slots(tile, 1),
+              0, slot, lses, left, shape.scale * kLog2e);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float& a = p[0][j / 4][j % 4];
+        float& x = d[0][j / 4][j % 4];
+        x = (a * (dmass - delta) - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
+        a = -to_float(from_float<T>(a)) * power;
+      }
+      if (tile == own) store_fragment(block.weights(), 0, slot, p[0]);
+      store_fragment(block.derivatives(tile), 0, slot, d[0]);
+    }
+  }
+  // What top keys add to the gradient of the mean. By all warps.
+  __device__ void write_mean() const {
+    float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
+    const float scale = block.args.shape.scale;
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int column = static_cast<int>(threadIdx.x) / 32 * 32; column < kWidth;
+         column += 32 * kWarps) {
+      Accumulator dq[2];
+      multiply_keys(dq, block, 0, column);
+      if (lane >= 4) continue;  // the first row
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        store2(to + column + 8 * n + 2 * lane, dq[n / 2][n % 2][0] * scale,
+               dq[n / 2][n % 2][1] * scale);
+    }
+  }
+  // dout times weights has to be what it is without scales. The power of two that is missing goes
+  // to the weights up to kMost, so that fp16 holds them, the rest to dout.
+  __device__ void unscale_dout() const {
+    const float rest = block.args.shape.unscale / kMost;
+    if (rest <= 1.0f) return;
+    for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 32 * kWarps) {
+      const T rounded = from_float<T>(sums.dout[column] * block.args.shape.gradient_scale);
+      store_element(block.rows(0, 1).address(0, column), from_float<T>(to_float(rounded) * rest));
+    }
+    __syncthreads();
+  }
+
+ private:
+  __device__ static void store_element(std::uint32_t to, T value) {
+    if constexpr (sizeof(T) == 2)
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(to),
+                   "h"(*reinterpret_cast<const unsigned short*>(&value))
+                   : "memory");
+    else
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+  }
+};
+
+// All that follows from the sums over the members, which are in shared memory; adds to the sums of
+// the slots. Blocks with own > 0 write nothing else. By all threads.
+template <class T, int kWidth, int kWarps, class Sums>
+__device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
+                                               Sums& slot_sums, int num_keys, int own, float mass,
+                                               float mean_lse) {
+  const BackwardShape& shape = block.args.shape;
+  const bool empty = block.unit.size == 0, top = shape.topk > 0 && !empty;
+  const bool first_warps = threadIdx.x < 64;
+  __syncthreads();
+  const ClusterRow<T, kWidth, kWarps> row(block, empty ? -INFINITY : mean_lse);
+  if (first_warps) row.write_operands(top ? mass : 0.0f, own == 0);
+  if (!top) return;
+  __syncthreads();
+  if (first_warps) row.differentiate(num_keys, own);
+  __syncthreads();
+  if (own == 0 && block.args.dq.data) row.write_mean();
+  row.unscale_dout();
+  slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1);
+}
+
+// Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to what lies
+// there.
+template <class T, int kWidth, int kWarps, class Sums>
+__device__ __forceinline__ void write_slots(const MemberBlock<T, kWidth, kWarps>& block,
+                                            const Sums& slot_sums, int own, bool add) {
+  using S = MemberShape<T, kWidth, kWarps>;
+  constexpr int kChunks = Tile<T, kWidth>::kChunks, kStep = S::kThreads / kChunks;
+  const int topk = block.args.shape.topk, count = min(topk - own * kSlotTile, kSlotTile);
+  const auto tile = [&](int tensor) {
+    return Tile<T, kWidth>{block.base + tensor * S::kSlotTileBytes};
+  };
+  __syncthreads();
+  slot_sums.store(tile(0), tile(1), block.args.shape.scale);
+  __syncthreads();
+  const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+  T* to =
+      block.args.scratch.slots +
+      (static_cast<std::int64_t>(block.unit.place) * topk + own * kSlotTile + r / 2) * 2 * kWidth +
+      r % 2 * kWidth + chunk * Tile<T, kWidth>::kVector;
+  const auto copy = [&](int i, bool sum) {
+    const int slot = (r + i) / 2;
+    if (slot >= count) return;
+    uint4 words = load_shared16(tile(r % 2).chunk(slot, chunk));
+    uint4* place = reinterpret_cast<uint4*>(to + i * kWidth);
+    if (sum) {
+      float total[16 / sizeof(T)] = {};
+      add_chunk<T>(total, words);
+      add_chunk<T>(total, *place);
+      words = pack_chunk<T>(total);
+    }
+    *place = words;
+  };
+  if (add) {
+#pragma unroll 1
+    for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, false);
+  }
+}
+
+// Mean size of clusters up to which blocks have two warps, and twice as many fit on a
+// multiprocessor; others have four.
+constexpr int kSmallCluster = 40;
+
+// One row tile in a warp: 16 of its rows.
+template <class T, int kWidth, int kWarps>
+struct MemberTile {
+  const MemberBlock<T, kWidth, kWarps>& block;
+  int first;  // of the tile's rows
+
+  // Writes dS of all slots and the weights of slot tile `own` to shared memory, both times the
+  // mass; returns the sum of e of this lane's rows, once for the four lanes of a row. Up through
+  // the tiles for e, and back for the derivatives.
+  __device__ float differentiate(int num_keys, int own, float mass) const {
+    const BackwardShape& shape = block.args.shape;
+    const int tiles = (shape.topk + kSlotTile - 1) / kSlotTile;
+    float inner[2] = {0.0f, 0.0f}, lse[2];
+    int seen[2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int r = static_cast<int>(threadIdx.x) / 32 * 16 + 8 * side + threadIdx.x % 32 / 4;
+      const int member = block.numbers(first)[r];
+      // +inf, which makes weights 0, for rows without keys.
+      lse[side] = block.lse(first)[r] * kLog2e;
+      if (member < 0 || lse[side] == -INFINITY) lse[side] = INFINITY;
+      seen[side] = block.visible(member, num_keys);
+    }
+#pragma unroll 1
+    for (int i = 0; i < 2 * tiles - 1; ++i) {
+      const int tile = i < tiles ? i : 2 * tiles - 2 - i;
+      const int left[2] = {seen[0] - tile * kSlotTile, seen[1] - tile * kSlotTile};
+      Accumulator p[2], d[2];
+      weights(p, d, block.rows(first, 0), block.rows(first, 1), block.slots(tile, 0),
+              block.slots(tile, 1), static_cast<int>(threadIdx.x) / 32 * 16, 0, lse, left,
+              shape.scale * kLog2e);
+      if (i < tiles) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+            sum[j % 2] = fmaf(p[j / 4][j / 2 % 2][2 * side + j % 2],
+                              d[j / 4][j / 2 % 2][2 * side + j % 2], sum[j % 2]);
+          inner[side] += quad_sum(sum[0] + sum[1]);
+        }
+      }
+      if (i < tiles - 1) continue;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        float& w = p[j / 8][j / 4 % 2][j % 4];
+        float& x = d[j / 8][j / 4 % 2][j % 4];
+        w *= mass;
+        x = w * (x - inner[j / 2 % 2]);
+      }
+      if (tile == own) store_weights(block.weights(), p);
+      store_weights(block.derivatives(tile), d);
+    }
+    __syncwarp();
+    return threadIdx.x % 4 == 0 ? inner[0] + inner[1] : 0.0f;
+  }
+
+  // dq of the top keys, behind differentiate: through shared memory, so that rows are written in
+  // pieces of 16 bytes.
+  __device__ void write_queries() const {
+    using Staging = Tile<T, kSlotTile>;
+    constexpr int kStep = 32 / Staging::kChunks;  // rows at a time
+    const Rows<T> dq = block.args.dq.rows(block.unit.span.batch, block.head, block.unit.span.begin);
+    const int lane = threadIdx.x % 32, warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+    const int r = warp_row + lane / Staging::kChunks, chunk = lane % Staging::kChunks;
+    const int pitch = pitch_bytes(dq);
+    const bool fast = in_vectors(dq);
+    for_depths<T, kWidth / 32>([&](int part) {
+      const int column = 32 * part;
+      Accumulator sum[2];
+      multiply_keys(sum, block, warp_row, column);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) sum[i / 8][i / 4 % 2][i % 4] *= block.args.shape.scale;
+      store_weights(block.staging(), sum);
+      __syncwarp();
+      const int at = column + chunk * Staging::kVector;
+#pragma unroll
+      for (int i = 0; i < 16; i += kStep) {
+        const int member = block.numbers(first)[r + i];
+        const uint4 words = load_shared16(block.staging().chunk(r + i, chunk));
+        if (member < 0 || at >= dq.width) continue;
+        if (fast)
+          *reinterpret_cast<uint4*>(row_address(dq.data + at, member, pitch)) = words;
+        else
+          store_slowly(dq.row(member) + at, words, dq.width - at);
+      }
+      __syncwarp();
+    });
+  }
+};
+
+// Asks for a line of memory.
+__device__ __forceinline__ void fetch_ahead(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+// Block (x, y, z) has unit x of head y, and writes the slots from z kSlotTile on; with z = 0 also
+// dq and what comes of the sums. Without `units`, block x does what is left to do for the cluster
+// of several units whose second one is the x-th of those that are not their cluster's first.
+template <class T, int kWidth, int kWarps>
+__global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
+                                  MemberShape<T, kWidth, kWarps>::kMinBlocks)
+    member_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, bool units) {
+  await_writes();  // first: the kernels behind this one read what was there before it early
+  release_next();
+  using S = MemberShape<T, kWidth, kWarps>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  const BackwardShape& shape = args.shape;
+  const int head = static_cast<int>(blockIdx.y), own = static_cast<int>(blockIdx.z);
+  const int clusters = shape.items * shape.clusters;
+  const int number = static_cast<int>(blockIdx.x) + (units ? 0 : clusters);
+  // What only needs the cluster's number is on its way while its members are looked up.
+  const int line = static_cast<int>(threadIdx.x) * 32;
+  if (units && line < shape.topk && shape.items == 1 && number < shape.clusters)
+    fetch_ahead(args.lists.top_keys +
+                static_cast<std::int64_t>(head * shape.clusters + number) * shape.topk + line);
+  ClusterUnit unit = shape.units.find(shape.spans.q, args.lists.offsets, args.lists.labels,
+                                      args.lists.order, head, number);
+  const bool whole = unit.part == 0 && unit.size == unit.count;
+  if (!units) {
+    if (unit.count == 0 || unit.part != 1) return;
+    unit.first -= kUnitRows;
+    unit.count = 0;  // its members were there before
+    unit.place = shape.units.row(unit.item, head, unit.cluster);
+  }
+  const int count = unit.count, topk = shape.topk;
+  if (units && count == 0 && (!whole || shape.causal || own > 0)) return;
+  const MemberBlock<T, kWidth, kWarps> block(args, memory, head, unit);
+  UnitRows<T, kWidth, kWarps> rows(block);
+  rows.find(0);
+  block.load_slots();
+  if (!shape.causal) block.load_cluster();
+  rows.load(0);
+  rows.find(S::kRowTile);
+  const int num_keys = block.count_keys();
+  const float mass = shape.causal || topk == 0 ? 1.0f : args.lists.mass[block.row];
+  const float mean_lse = shape.causal ? 0.0f : args.lists.centroid_lse[block.row];
+  SlotSums<T, kWidth, kWarps> slot_sums;
+  slot_sums.clear();
+  float dmass = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < count; first += S::kRowTile) {
+    cp_async_wait<0>();
+    __syncthreads();
+    rows.load(first + S::kRowTile);
+    rows.find(first + 2 * S::kRowTile);
+    if (topk > 0 && block.active(first)) {
+      const MemberTile<T, kWidth, kWarps> tile{block, first};
+      dmass += tile.differentiate(num_keys, own, mass);
+      if (args.dq.data && own == 0) tile.write_queries();
+    }
+    __syncthreads();
+    slot_sums.add(block.derivatives(own), block.weights(), block.rows(first, 0),
+                  block.rows(first, 1), min(S::kRowTile, count - first));
+  }
+  if (!shape.causal) {
+    cp_async_wait<0>();  // where there was no row
+    __syncthreads();
+    if (units)
+      store_sums(block, slot_sums, dmass, whole);
+    else
+      add_units(block);
+    if (whole || !units) finish_cluster(block, slot_sums, num_keys, own, mass, mean_lse);
+  }
+  if (topk > 0 && unit.size > 0 && (args.dk.data || args.dv.data))
+    write_slots(block, slot_sums, own, !units);
+}
+
+}  // namespace
+
+template <class T>
+void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
+  const BackwardShape& shape = args.shape;
+  const auto heads = static_cast<unsigned>(shape.H);
+  const int tiles = max((shape.topk + kSlotTile - 1) / kSlotTile, 1);
+  const auto launch = [&](auto width, auto warps) {
+    constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
+    using S = MemberShape<T, kWidth, kWarps>;
+    const auto blocks = [&](int count, bool units) {
+      launch_early("member_gradient", member_gradient_kernel<T, kWidth, kWarps>,
+                   dim3(static_cast<unsigned>(count), heads, static_cast<unsigned>(tiles)),
+                   S::kThreads, static_cast<std::size_t>(S::bytes(tiles)), stream, args, units);
+    };
+    blocks(shape.units.blocks(), true);
+    if (shape.N > kUnitRows && !shape.causal) blocks(shape.units.more, false);
+  };
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
+    constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;
+    if constexpr (sizeof(T) == 2 && !kWide)
+      if (shape.N > kSmallCluster * shape.clusters)
+        return launch(width, std::integral_constant<int, 4>{});
+    constexpr int kFew = kWide ? 4 : 2;
+    launch(width, std::integral_constant<int, kFew>{});
+  });
+}
+
+template void member_gradients(const BackwardArgs<float>&, cudaStream_t);
+template void member_gradients(const BackwardArgs<Bf16>&, cudaStream_t);
+template void member_gradients(const BackwardArgs<F16>&, cudaStream_t);
+
+}  // namespace coterie::cuda

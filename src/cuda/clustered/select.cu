@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: MIT
+// Top keys of every cluster: the keys with the largest products with the cluster's mean, without
+// storing the products.
+//
+// 1. threshold: products with a sample of the keys. In each of kSamples parts of the sample a row's
+//    keys fall into 32 groups; the j-th largest group maximum has at least j keys at or above it,
+//    so the least of the parts' values has at least kSamples * j, and no top key is below it.
+// 2. candidates: products with all keys, by chunks; those at or above the threshold go to lists of
+//    the row and chunk. A list that could overflow is cut back to the best and raises the
+//    threshold.
+// 3. merge: the best of a row's lists, a few more than asked for because 1 and 2 use means rounded
+//    to the element type; scored again in f32, ranked, and written in ascending order of index.
+// The threshold only decides how much work is done, never what is selected. Steps 1 and 2 compute
+// their scores by the same instructions, hence with the same bits.
+#include "cuda/clustered/clustered.h"
+#include "cuda/clustered/merge.cuh"
+#include "cuda/clustered/select.cuh"
+#include "cuda/clustered/select_attend.cuh"
+#include "cuda/launch/device.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+constexpr int kThreads = 128;  // 4 warps of 32 rows
+constexpr int kMergeWarps = 4;
+
+template <class T, int kDim>
+using Fragments = QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32>;
+
+template <class T, int kDim>
+struct SelectTiles {
+  static constexpr int kRowBytes = Tile<T, kDim>::kRowBytes;
+  static constexpr int kBytes = (kCentroidRows + 2 * kSelectKeys) * kRowBytes;
+
+  Tile<T, kDim> queries;
+
+  __device__ explicit SelectTiles(const void* memory) : queries{shared_address(memory)} {}
+  __device__ Tile<T, kDim> keys(int stage) const {
+    return queries.below(kCentroidRows + stage * kSelectKeys);
+  }
+};
+
+// Calls visit(n, s) with the products of this warp's rows 16 m .. 16 m + 15, in s[m], and the keys
+// 16 n .. 16 n + 15 of a tile.
+template <class T, int kDim, class Visit>
+__device__ __forceinline__ void for_scores(Fragments<T, kDim>& fragments, const Tile<T, kDim>& keys,
+                                           const Visit& visit) {
+#pragma unroll
+  for (int n = 0; n < kSelectKeys / 16; ++n) {
+    Accumulator s[2];
+    fragments.scores(s, keys, 16 * n);
+    visit(n, s);
+  }
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
+    centroid_threshold_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
+  extern __shared__ __align__(128) unsigned char memory[];
+  const SelectTiles<T, kDim> tiles(memory);
+  const CentroidBlock block(args.queries, blockIdx.x);  // slot = item * kSamples + part
+  const int item = block.slot / kSamples, part = block.slot % kSamples;
+  const ItemSpan span = args.queries.spans.k.span(item);
+  const KeySample sample(span.length, part);
+  const int rank = sample.rank(args.wanted);
+  if (span.length <= 3 * args.capacity || rank > 32)
+    return write_thresholds(args, block, item, part, -FLT_MAX);
+  if (part >= sample.parts) return write_thresholds(args, block, item, part, FLT_MAX);
+
+  const Rows<const T> rows = args.keys(span, block.head);
+  load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, sample.key(0), kSelectKeys);
+  cp_async_commit();
+  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
+                                          block.first);
+  __syncthreads();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Fragments<T, kDim> fragments;
+  fragments.load(tiles.queries, warp * 32);
+  float groups[2][2][8];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) groups[i / 16][i / 8 % 2][i % 8] = -FLT_MAX;
+#pragma unroll 1
+  for (int j = 0; j < sample.tiles; ++j) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (j + 1 < sample.tiles)
+      load_tile<kSelectKeys, kThreads>(tiles.keys((j + 1) % 2), rows, sample.key(j + 1),
+                                       kSelectKeys);
+    cp_async_commit();
+    for_scores(fragments, tiles.keys(j % 2), [&](int n, const Accumulator(&s)[2]) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
+        group =
+            fmaxf(group, fmaxf(s[i / 4][i % 2][i / 2 % 2 * 2], s[i / 4][i % 2][i / 2 % 2 * 2 + 1]));
+      }
+    });
+  }
+  __syncthreads();
+  float(*maxima)[33] = reinterpret_cast<float(*)[33]>(memory);
+  static_assert(sizeof(float) * 33 * kCentroidRows <= SelectTiles<T, kDim>::kBytes + 1024, "room");
+#pragma unroll
+  for (int i = 0; i < 32; ++i)
+    maxima[warp * 32 + i / 16 * 16 + i / 8 % 2 * 8 + lane / 4][lane % 4 * 8 + i % 8] =
+        groups[i / 16][i / 8 % 2][i % 8];
+  __syncthreads();
+  write_thresholds(args, block, item, part, rank, maxima);
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
+    centroid_candidates_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
+  extern __shared__ __align__(128) unsigned char memory[];
+  const SelectTiles<T, kDim> tiles(memory);
+  const CentroidBlock block(args.queries, blockIdx.x);
+  const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
+  if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
+
+  const Rows<const T> rows = args.keys(chunk.span, block.head);
+  load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, chunk.begin, chunk.end - chunk.begin);
+  cp_async_commit();
+  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, chunk.item, block.head,
+                                          block.first);
+  __syncthreads();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int cluster = block.first + warp * 32 + lane / 4;
+  Fragments<T, kDim> fragments;
+  fragments.load(tiles.queries, warp * 32);
+  const auto lists_of = [&](int r) {
+    return separate_lists(args.queries.row(block.slot, block.head, cluster + 8 * r), 1, 0,
+                          args.capacity);
+  };
+  LaneList lists[4];  // rows cluster, + 8, + 16, + 24
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+    lists[r] = LaneList(args.candidates, lists_of(r), 0, lane % 4,
+                        row_threshold(args, chunk.item, block.head, cluster + 8 * r));
+#pragma unroll 1
+  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kSelectKeys, stage ^= 1) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (begin + kSelectKeys < chunk.end)
+      load_tile<kSelectKeys, kThreads>(tiles.keys(stage ^ 1), rows, begin + kSelectKeys,
+                                       chunk.end - begin - kSelectKeys);
+    cp_async_commit();
+    for_scores(fragments, tiles.keys(stage), [&](int n, Accumulator(&s)[2]) {
+      const int key = begin + 16 * n + lane % 4 * 2;
+      if (begin + kSelectKeys > chunk.end)
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
+        offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0], low[1],
+               high[0], high[1], key);
+      }
+    });
+    make_room(lists, args.capacity, args.wanted, begin + kSelectKeys);
+  }
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+    if (cluster + 8 * r < args.queries.clusters)
+      args.counts[lists_of(r).count(0, lane % 4)] = lists[r].count;
+}
+
+// One warp per two clusters of an item and head.
+template <class T>
+__global__ void __launch_bounds__(kMergeWarps * 32, 4)
+    centroid_merge_kernel(const __grid_constant__ SelectArgs<T> args) {
+  await_previous();
+  __shared__ MergeMemory memory[kMergeWarps][2];
+  const CentroidQueries& queries = args.queries;
+  const int warp = threadIdx.x / 32, pairs = (queries.clusters + 1) / 2;
+  const std::int64_t pair = static_cast<std::int64_t>(blockIdx.x) * kMergeWarps + warp;
+  const std::int64_t problem = pair / pairs;
+  if (problem >= static_cast<std::int64_t>(queries.chunks.items) * queries.H) return;
+  const int cluster =
+      static_cast<int>(pair % pairs) * 2 + static_cast<int>(threadIdx.x) / kRowLanes % 2;
+  const int item = static_cast<int>(problem / queries.H);
+  const int head = static_cast<int>(problem % queries.H);
+  const bool there = cluster < queries.clusters;
+  const SelectRow row{item, head, cluster, there, there && !queries.empty(item, head, cluster)};
+  const int slot = queries.chunks.first_slot(queries.spans.k, item);
+  const int parts = queries.chunks.count(queries.spans.k.span(item).length);
+  const RowLists lists = separate_lists(queries.row(slot, head, there ? cluster : 0), parts,
+                                        queries.row(1, 0, 0), args.capacity);
+  merge_lists(args, row, lists, memory[warp]);
+}
+
+template <class T, int kDim>
+void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
+  const CentroidQueries& queries = args.queries;
+  constexpr int kBytes = SelectTiles<T, kDim>::kBytes + 1024;
+  const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
+  launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
+               tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
+  launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,
+               tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
+}
+
+// The three steps as kernels of their own.
+template <class T>
+void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStream_t stream) {
+  dispatch_head_dim(call.op, call.Dk,
+                    [&](auto dim) { launch_candidates<T, decltype(dim)::value>(args, stream); });
+  const std::int64_t pairs = call.num_items() * call.H * ((args.queries.clusters + 1) / 2);
+  launch_early("centroid_merge", centroid_merge_kernel<T>,
+               static_cast<unsigned>((pairs + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
+               stream, args);
+}
+
+// Teams of as many blocks as take the least time: rounds x (keys of a block + what a problem costs
+// besides, in keys).
+SelectTeams select_teams(const AttentionCall& call, const CentroidBlocks& blocks,
+                         const CentroidQueries& queries) {
+  constexpr std::int64_t kOverhead = 2048;
+  SelectTeams teams{};
+  teams.problems = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
+  std::int64_t least = 0;
+  for (int size = kSelectParts; size > 0; size /= 2) {
+    const int count = max(1, min(teams.problems, blocks.resident / size));
+    const std::int64_t time = (teams.problems + count - 1) / count * (call.S / size + kOverhead);
+    if (least > 0 && time >= least) continue;
+    least = time;
+    teams.teams.size = size;
+    teams.teams.count = count;
+  }
+  return teams;
+}
+
+}  // namespace
+
+std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  if (!blocks.sm90a || sizes.topk == 0) return 0;
+  return select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).teams.count;
+}
+
+bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  if (!blocks.sm90a || sizes.topk == 0 || call.causal) return false;
+  const SelectTeams teams = select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks));
+  // Few problems leave multiprocessors without work here.
+  return 4 * teams.teams.blocks() >= 3 * blocks.resident;
+}
+
+void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
+                     const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
+                     cudaStream_t stream, bool attend, bool inputs_ready) {
+  const CentroidBlocks blocks = centroid_blocks(call, sizes);
+  const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
+  SelectTeams teams = select_teams(call, blocks, queries);
+  teams.teams.arrivals = arrivals;
+  const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
+  const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * blocks.rows;
+  const std::int64_t part_rows = team_rows * teams.teams.size;
+  const std::int64_t lists = blocks.sm90a
+                                 ? part_rows * kLaneLists
+                                 : queries.chunks.slots * call.H * sizes.clusters * kLaneLists;
+  const int wanted = static_cast<int>(sizes.topk) + spare_keys(sizes.topk);
+  // A list can hold all that a cut leaves, and a lane's scores of one tile more.
+  const int capacity = (wanted + kSelectKeys / 4 + 15) / 16 * 16;
+  const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
+  float* thresholds = arena.take<float>(blocks.sm90a ? team_rows : rows * kSamples + 1);
+  teams.maxima = arena.take<float>(blocks.sm90a ? team_rows * kSelectParts * 32 : 0);
+  std::int32_t* counts = arena.take<std::int32_t>(lists + 1);
+  Candidate* candidates = arena.take<Candidate>(lists * capacity + 1);
+  PartialRow* partial_rows = arena.take<PartialRow>(attend ? part_rows : 0);
+  float* outs = arena.take<float>(attend ? part_rows * pitch : 0);
+  if (arena.counting() || rows == 0 || sizes.topk == 0) return;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SelectArgs<T> args;
+    args.queries = queries;
+    args.k = tensor4<const T>(call.k);
+    args.topk = static_cast<int>(sizes.topk);
+    args.wanted = wanted;
+    args.capacity = capacity;
+    args.thresholds = thresholds;
+    args.counts = counts;
+    args.candidates = candidates;
+    args.top_keys = static_cast<std::int32_t*>(tensors.top_keys.data);
+    args.inputs_ready = inputs_ready;
+    if constexpr (sizeof(T) == 2)
+      if (blocks.sm90a) {
+        const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),
+                                partial_rows,
+                                outs,
+                                pitch,
+                                static_cast<float*>(tensors.centroid_lse.data),
+                                static_cast<float*>(tensors.mass.data),
+                                static_cast<float*>(tensors.out.data),
+                                static_cast<int>(call.Dv)};
+        return improved_sm90a(args, teams, attend ? &to : nullptr, stream);
+      }
+    select_keys(call, args, stream);
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: MIT
+// The selection of select.cu in one kernel, on Hopper's warpgroup products, and
+// with it the attention of the means over all keys. A team of blocks takes 256 or 128 means of one
+// head; each block takes a part of the keys for all of them, and in the steps by means a part of
+// the means.
+//
+//   sample      largest scores of groups of keys                          by parts of the keys
+//   thresholds  the `wanted`-th largest of them                           by means
+//   keys        candidates that reach the threshold; softmax and products by parts of the keys
+//   means       top keys from the candidates; parts of the outputs added  by means
+//
+// The attention meets all keys, because top keys are not known before its end; they are taken out
+// of its sums again (select_attend.cuh).
+#include <cstdint>
+
+#include "cuda/clustered/key_pipeline.cuh"
+#include "cuda/clustered/mean_rows.cuh"
+#include "cuda/clustered/select.cuh"
+#include "cuda/clustered/select_attend.cuh"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/team.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+// The keys of a block of select_attend_sm90a.cu, and thresholds from a sample of them.
+
+constexpr int kPartKeys = 64;       // of a tile
+constexpr int kGroupMaxima = 32;    // of a row in each part: 8 for each of the lanes that share it
+constexpr int kLeastSample = 1024;  // keys of a part's sample, if it has as many
+constexpr int kCloseEnough = 8;     // thresholds may leave so many more than wanted
+
+// The keys of one block: whole tiles but for the end, and a sample of them in equal segments.
+struct KeyPart {
+  int begin, end;
+  int segments, each, stride,
+      apart;  // tiles sampled in a segment, their and the segments' distance
+
+  __device__ KeyPart(int keys, const Team& team) {
+    const int bits = __ffs(team.size) - 1;  // the size is a power of two
+    const int own = static_cast<int>(
+        (static_cast<unsigned>(keys) + (kPartKeys << bits) - 1) / kPartKeys >> bits);
+    const auto clamped = [&](std::int64_t part) {
+      return static_cast<int>(min(part * own * kPartKeys, static_cast<std::int64_t>(keys)));
+    };
+    begin = clamped(team.rank);
+    end = clamped(team.rank + 1);
+    segments = kSelectParts >> bits;
+    apart = (end - begin) / kPartKeys * team.size / kSelectParts;
+    each = min(apart, max(apart / kSampleShare, kLeastSample / kPartKeys));
+    stride = apart / max(each, 1);
+  }
+  __device__ int tiles() const { return (end - begin + kPartKeys - 1) / kPartKeys; }
+  __device__ int key(int tile) const { return begin + tile * kPartKeys; }
+  __device__ int sample_key(int tile) const {
+    if (segments == 1) return key(tile * stride);
+    return key(tile / max(each, 1) * apart + tile % max(each, 1) * stride);
+  }
+};
+
+// A value that about `rank` of the warp's values of each row reach: at least as many, and not many
+// more if they differ.
+template <int kRows, int kValues>
+__device__ __forceinline__ void ranked_values(const std::uint32_t (&values)[kRows][kValues],
+                                              int rank, std::uint32_t (&found)[kRows]) {
+  std::uint32_t high[kRows];  // fewer reach it
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    std::uint32_t least = ~0u, most = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      least = min(least, values[r][i]);
+      most = max(most, values[r][i]);
+    }
+    found[r] = __reduce_min_sync(~0u, least);
+    high[r] = __reduce_max_sync(~0u, most) + 1;
+  }
+  bool open = true;
+#pragma unroll 1
+  while (open) {
+    open = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const std::uint32_t probe = found[r] + (high[r] - found[r]) / 2;
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) count_reached(count, values[r][i], probe);
+      count = __reduce_add_sync(~0u, count);
+      if (count >= rank)
+        found[r] = probe;
+      else
+        high[r] = probe;
+      if (count >= rank && count <= rank + kCloseEnough) high[r] = probe + 1;
+      open |= high[r] - found[r] > 1;
+    }
+  }
+}
+
+// A kernel's shared memory: means, tiles of keys and values, and in the place of both the merge's
+// lists; barriers.
+template <class T, int kDim, int kGroups, bool kAttend>
+struct ImprovedMemory {
+  using Means = GroupQueries<T, kDim, kGroups>;
+  using Sample = KeyPipeline<T, kDim, 1, 4 * kGroups, kPartKeys, kGroups>;
+  using Tiles = KeyPipeline<T, kDim, kAttend ? 2 : 1, 4 * kGroups, kPartKeys, kGroups>;
+  static constexpr int kPipelines = Tiles::kBytes > Sample::kBytes ? Tiles::kBytes : Sample::kBytes;
+  static constexpr int kMerge = 8 * kGroups * static_cast<int>(sizeof(MergeMemory));
+  static constexpr int kBytes =
+      Means::kBytes + kPipelines > kMerge ? Means::kBytes + kPipelines : kMerge;
+};
+
+// One problem of a team: the means [first, first + 64 kGroups) of an item's head.
+template <class T, int kDim, int kGroups, bool kAttend>
+struct ImprovedProblem {
+  static constexpr int kRows = 64 * kGroups, kWarps = 4 * kGroups;
+  using Memory = ImprovedMemory<T, kDim, kGroups, kAttend>;
+  using Tiles = typename Memory::Tiles;
+
+  const SelectArgs<T>& args;
+  const SelectTeams& teams;
+  const MeanOutputs<T>& to;
+  unsigned char* memory;
+  int item, head, first;
+
+  __device__ ImprovedProblem(const SelectArgs<T>& a, const SelectTeams& t, const MeanOutputs<T>& o,
+                             unsigned char* m, int number)
+      : args(a), teams(t), to(o), memory(m) {
+    const CentroidBlock place(args.queries, static_cast<unsigned>(number));  // slot = item
+    item = place.slot;
+    head = place.head;
+    first = place.first;
+  }
+  __device__ bool there(int row) const {
+    return first + row < args.queries.clusters && !args.queries.empty(item, head, first + row);
+  }
+  // Number of a row of the team's in tensors with kRows rows a team.
+  __device__ std::int64_t place(const Team& team, int row) const {
+    return static_cast<std::int64_t>(team.number) * kRows + row;
+  }
+  __device__ RowLists lists(const Team& team, int row) const {
+    return joined_lists(place(team, row), team.size, args.capacity);
+  }
+  // Calls body(row) for this block's rows in the steps by means, kStep rows side by side for each
+  // warp.
+  template <int kStep, class Body>
+  __device__ void for_own_rows(const Team& team, const Body& body) const {
+    const int own = kRows / team.size;
+#pragma unroll 1
+    for (int r = static_cast<int>(threadIdx.x) / 32 * kStep; r < own; r += kStep * kWarps)
+      body(team.rank * own + r);
+  }
+
+  // Maxima of groups of the sample's scores.
+  __device__ void sample(const Team& team, const ItemSpan& span, const KeyPart& part,
+                         const typename Memory::Means& means,
+                         const typename Memory::Sample& keys) const {
+    const auto key = [&](int t) { return part.sample_key(t); };
+    const int row =
+        static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+    float groups[2][8];
+    const auto clear = [&] {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) groups[i / 8][i % 8] = -FLT_MAX;
+    };
+    const auto write = [&](int segment) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        float* at =
+            teams.maxima +
+            (place(team, row + 8 * side) * kSelectParts + team.rank * part.segments + segment) *
+                kGroupMaxima +
+            threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+          *reinterpret_cast<float4*>(at + i) = make_float4(
+              groups[side][i], groups[side][i + 1], groups[side][i + 2], groups[side][i + 3]);
+      }
+    };
+    clear();
+    if (keys.total == 0)
+      for (int segment = 0; segment < part.segments; ++segment) write(segment);
+#pragma unroll 1
+    for (int t = 0; t < keys.total; ++t) {
+      float s[32];
+      keys.wait(t);
+      wgmma_fence();
+      means.scores(s, keys.tile(t, 0));
+      wgmma_commit();
+      keys.advance(t, key, span.length);
+      wgmma_wait<0>();
+      wgmma_settle(s);
+      keys.release(t);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& group = groups[i % 2][i / 2];
+        group = fmaxf(group, fmaxf(s[2 * i], s[2 * i + 1]));
+      }
+      if ((t + 1) % part.each == 0) {
+        write(t / part.each);
+        clear();
+      }
+    }
+    __syncthreads();
+    keys.close();
+  }
+
+  // Thresholds of this block's rows, two at a time for each warp, from the maxima of all parts.
+  __device__ void find_thresholds(const Team& team) const {
+    const int lane = threadIdx.x % 32;
+    for_own_rows<2>(team, [&](int row) {
+      std::uint32_t values[2][kSelectParts], found[2];
+#pragma unroll
+      for (int i = 0; i < 2 * kSelectParts; ++i)
+        values[i / kSelectParts][i % kSelectParts] =
+            ordered(teams.maxima[place(team, row) * kSelectParts * kGroupMaxima + 32 * i + lane]);
+      ranked_values(values, args.wanted, found);
+      if (lane < 2)
+        args.thresholds[place(team, row + lane)] =
+            there(row + lane) ? from_ordered(lane == 0 ? found[0] : found[1]) : INFINITY;
+    });
+  }
+
+  // Scores of keys from `left` on, counted from this lane's first, are none.
+  __device__ static void drop_keys(float (&s)[32], int left) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 >= left) s[i] = -INFINITY;
+  }
+
+  // Lists of the part's keys that reach the thresholds, and the attention over all of them.
+  __device__ void visit_keys(const Team& team, const KeyPart& part,
+                             const typename Memory::Means& means, const Tiles& keys) const {
+    const CentroidQueries& queries = args.queries;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto key = [&](int t) { return part.key(t); };
+    const int row = warp * 16 + lane / 4;
+    LaneList offered[2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      offered[side] = LaneList(args.candidates, lists(team, row + 8 * side), team.rank, lane % 4,
+                               args.thresholds[place(team, row + 8 * side)]);
+    MeanRows<T, kDim> rows;
+    float s[32];
+    if (keys.total > 0) {
+      keys.publish_first();
+      keys.wait(0);
+      wgmma_fence();
+      means.scores(s, keys.tile(0, 0));
+      wgmma_commit();
+      keys.advance(0, key, part.end);
+      wgmma_wait<0>();
+      wgmma_settle(s);
+    }
+#pragma unroll 1
+    for (int t = 0; t < keys.total; ++t) {
+      if (part.key(t + 1) > part.end) {
+        __syncwarp();  // keeps the compiler from doing this for all tiles
+        drop_keys(s, part.end - part.key(t) - lane % 4 * 2);
+      }
+      float fours[2][4], top[2];
+      MeanRows<T, kDim>::largest(s, fours);
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        top[side] =
+            fmaxf(fmaxf(fours[side][0], fours[side][1]), fmaxf(fours[side][2], fours[side][3]));
+      if (__any_sync(~0u, top[0] >= offered[0].floor || top[1] >= offered[1].floor)) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float* four = s + i / 2 * 8 + i % 2 * 2;
+          offer4(offered[i % 2], fours[i % 2][i / 2], four[0], four[1], four[4], four[5],
+                 part.key(t) + i / 2 * 16 + lane % 4 * 2);
+        }
+        make_room(offered, args.capacity, args.wanted, part.key(t + 1));
+      }
+      const int next = min(t + 1, keys.total - 1);
+      if constexpr (kAttend) {
+        rows.follow(top, t == 0, queries.exponent, queries.inverse);
+        rows.weigh(s, queries.exponent);
+        std::uint32_t p[4][4];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
+        // Products begin and end in one step: the assembler does them one by one otherwise. After
+        // the last tile its scores are computed again, for nothing, which saves a branch here.
+        keys.wait(next);
+        wgmma_fence();
+        rows.add_products(p, keys.tile(t, 1));
+      } else {
+        keys.wait(next);
+        wgmma_fence();
+      }
+      means.scores(s, keys.tile(next, 0));
+      wgmma_commit();
+      keys.advance(t + 1, key, part.end);
+      wgmma_wait<0>();
+      wgmma_settle(s);
+      if constexpr (kAttend) rows.settle();
+      keys.release(t);
+    }
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      args.counts[lists(team, row + 8 * side).count(team.rank, lane % 4)] = offered[side].count;
+    if constexpr (kAttend)
+      rows.write(to.rows, to.outs, to.pitch, partial(team, team.rank, row), kRows);
+  }
+  // Place of a row's partial results of the block of a rank.
+  __device__ std::int64_t partial(const Team& team, int rank, int row) const {
+    return (static_cast<std::int64_t>(team.number) * team.size + rank) * kRows + row;
+  }
+
+  // Top keys and outputs of this block's rows, two at a time for each warp.
+  __device__ void finish(const Team& team) const {
+    MergeMemory* pair = reinterpret_cast<MergeMemory*>(memory) + threadIdx.x / 32 * 2;
+    for_own_rows<2>(team, [&](int even) {
+      const int own = even + static_cast<int>(threadIdx.x) / kRowLanes % 2;
+      const SelectRow row{item, head, first + own, first + own < args.queries.clusters, there(own)};
+      finish_rows<kAttend>(args, to, row, lists(team, own),
+                           RowParts{team.size, partial(team, 0, own), kRows}, pair);
+    });
+  }
+
+  // `last`: of this block.
+  __device__ void run(Team& team, bool last) const {
+    const ItemSpan span = args.queries.spans.k.span(item);
+    const KeyPart part(span.length, team);
+    const std::uint32_t base = shared_address(memory), tiles = base + Memory::Means::kBytes;
+    const Rows<const T> k = args.keys(span, head);
+    const typename Memory::Sample sampled{tiles, {k}, part.segments * part.each};
+    sampled.init();
+    __syncthreads();
+    sampled.begin([&](int t) { return part.sample_key(t); }, span.length);
+    await_writes();
+    const typename Memory::Means means(base, args.queries, item, head, first);
+    sampled.publish_first();
+    __syncthreads();  // the means of all threads are there
+    sample(team, span, part, means, sampled);
+    Tiles keys{tiles, {}, part.tiles()};
+    keys.rows[0] = k;
+    if constexpr (kAttend)
+      keys.rows[1] = to.v.rows(span.batch, head / args.queries.group, span.begin);
+    keys.init();
+    team.arrive();  // a barrier of the block, too
+    keys.begin([&](int t) { return part.key(t); }, part.end);
+    team.wait();
+    find_thresholds(team);
+    team.sync();
+    visit_keys(team, part, means, keys);
+    __syncthreads();
+    keys.close();
+    team.sync();
+    if (last) release_next();  // a kernel that waits from the start on costs this one time
+    finish(team);
+    __syncthreads();  // before the next problem's keys
+  }
+};
+
+template <class T, int kDim, int kGroups, bool kAttend>
+__global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
+    improved_sm90a_kernel(const __grid_constant__ SelectArgs<T> args,
+                          const __grid_constant__ SelectTeams teams,
+                          const __grid_constant__ MeanOutputs<T> to) {
+  // What comes after this kernel may then read what came before it.
+  if (!args.inputs_ready) await_writes();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Team team(teams.teams);
+  for (int number = team.number; number < teams.problems; number += teams.teams.count)
+    ImprovedProblem<T, kDim, kGroups, kAttend>(args, teams, to, memory, number)
+        .run(team, number + teams.teams.count >= teams.problems);
+}
+
+template <class T, int kDim, int kGroups>
+void launch(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+            cudaStream_t stream) {
+  const auto with = [&](auto attend) {
+    constexpr bool kAttend = decltype(attend)::value;
+    launch_cooperative_early(improved_sm90a_kernel<T, kDim, kGroups, kAttend>, teams.teams.blocks(),
+                             kGroups * kWarpgroup,
+                             ImprovedMemory<T, kDim, kGroups, kAttend>::kBytes, stream, args, teams,
+                             to ? *to : MeanOutputs<T>{});
+  };
+  if (to)
+    with(std::true_type{});
+  else
+    with(std::false_type{});
+}
+
+}  // namespace
+
+template <class T>
+void improved_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+                    cudaStream_t stream) {
+  if (args.queries.width > 64) return launch<T, 128, 2>(args, teams, to, stream);
+  if (args.queries.block_rows == 256) return launch<T, 64, 4>(args, teams, to, stream);
+  launch<T, 64, 2>(args, teams, to, stream);
+}
+
+template void improved_sm90a(const SelectArgs<Bf16>&, const SelectTeams&, const MeanOutputs<Bf16>*,
+                             cudaStream_t);
+template void improved_sm90a(const SelectArgs<F16>&, const SelectTeams&, const MeanOutputs<F16>*,
+                             cudaStream_t);
+
+}  // namespace coterie::cuda

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: MIT
+#include "cuda/launch/fail.h"
+
+#include "core/check.h"
+
+namespace coterie::cuda {
+
+void fail_cuda(cudaError_t status, const char* what) {
+  cudaGetLastError();  // the runtime keeps the error for the next call otherwise
+  fail("cuda", "expected ", what, " to succeed; got ", cudaGetErrorName(status), ": ",
+       cudaGetErrorString(status));
+}
+
+void fail_element(const char* op, DType dtype) {
+  fail(op, "expected an element type among f32, bf16, f16; got ", dtype_name(dtype));
+}
+
+void fail_more_than(const char* op, std::int64_t most, const char* what, std::int64_t got) {
+  fail(op, "expected at most ", most, " ", what, "; got ", got);
+}
+
+void fail_alignment(const char* op, const char* what, std::int64_t bytes) {
+  fail(op, "expected ", what, " aligned to ", bytes, " bytes");
+}
+
+}  // namespace coterie::cuda

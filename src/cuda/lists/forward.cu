@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: MIT
+// Forward pass of attention over lists: outputs and log-sum-exps.
+//
+// This kernel takes every plan; on Hopper forward_sm90a.cu takes most of them.
+//
+// A block takes 128 queries of a list, 32 a warp, and walks over the tiles of 64 keys that any of
+// them sees. Warps leave out what none of their queries sees, and mask what not all of them do.
+#include <cstdint>
+
+#include "cuda/api/padding.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
+#include "cuda/lists/forward.cuh"
+#include "cuda/lists/lists.h"
+#include "cuda/lists/rows.cuh"
+#include "cuda/prim/fragments.cuh"
+#include "cuda/prim/load.cuh"
+#include "cuda/prim/store.cuh"
+
+namespace coterie::cuda {
+
+// Forward pass of attention over lists by mma.sync: the tiles of a block and the queries of a warp
+// (forward.cu).
+
+constexpr int kForwardThreads = 128, kForwardRowBits = 7, kForwardRows = 1 << kForwardRowBits,
+              kForwardKeys = 64;
+
+template <class T, int kDim>
+struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
+  using AttendTiles<T, kDim, kForwardRows, kForwardKeys>::AttendTiles;
+
+  // Ranks from `begin` on of the key list.
+  __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v,
+                       const SlotList& list, int begin) const {
+    const int left = list.count - begin;
+    load_tile<kForwardKeys, kForwardThreads>(this->keys(stage), k, begin, left,
+                                             list.index_at(begin));
+    load_tile<kForwardKeys, kForwardThreads>(this->values(stage), v, begin, left,
+                                             list.index_at(begin));
+    cp_async_commit();
+  }
+
+  // Scores of scales below 0 are those of the negated rows. By all threads, between barriers.
+  __device__ void negate_queries() const {
+    constexpr std::uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
+    for (int word = threadIdx.x; word < this->kQueryBytes / 4; word += kForwardThreads) {
+      const std::uint32_t at = this->queries.base + 4 * word;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(load_shared32(at) ^ kSigns) : "memory");
+    }
+  }
+};
+
+// A warp's 32 queries: 2 x 16, of which a lane holds [m][half].
+template <class T, int kDim>
+struct ForwardRows {
+  static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
+
+  QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
+  RankRange range[2][2];
+  RankRange seen, shared;  // by any, and by all of the warp's queries
+  QueryFacts facts[2][2];
+  RowSoftmax softmax[2][2];
+  Accumulator out[2][kDim / 16] = {};
+
+  // Row of the tile.
+  __device__ static int row(int m, int half) {
+    return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m + 8 * half +
+           static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+
+  // From what is known of the block's queries.
+  __device__ void start(const RankRange (&ranges)[kForwardRows],
+                        const QueryFacts (&known)[kForwardRows]) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        range[m][half] = ranges[row(m, half)];
+        facts[m][half] = known[row(m, half)];
+        softmax[m][half] = {kLowestShift, 0.0f};
+      }
+    seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
+    shared = {__shfl_sync(~0u, range[1][1].low, 31), __shfl_sync(~0u, range[0][0].high, 0)};
+  }
+
+  // -inf for what is out of sight of keys begin .. begin + 16 kBlock - 1.
+  __device__ void mask(Accumulator (&s)[kBlock][2], int begin) const {
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      const int m = i / 8 % 2, half = i / 2 % 2;
+      const int key = begin + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      if (key < range[m][half].low || key >= range[m][half].high)
+        s[i / 16][m][i / 4 % 2][i % 4] = -INFINITY;
+    }
+  }
+
+  __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
+                                const KeyFacts<kForwardKeys>& keys, int column) const {
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      const int m = i / 8 % 2, half = i / 2 % 2;
+      const int key = column + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      float& score = s[i / 16][m][i / 4 % 2][i % 4];
+      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys, key);
+    }
+  }
+
+  // New shifts for the rows that need one. A row looks at its own scores only.
+  __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent, float inverse) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 4 * kBlock; ++i)
+          top = fmaxf(top, s[i / 4][m][i / 2 % 2][2 * half + i % 2]);
+        top = quad_max(top);
+        if (!(top > softmax[m][half].limit(inverse))) continue;
+        const float factor = softmax[m][half].raise(top, exponent);
+#pragma unroll
+        for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
+      }
+  }
+
+  __device__ void weigh(Accumulator (&s)[kBlock][2], float exponent) {
+    const float inverse = 1.0f / exponent;
+    bool above = false;
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i)
+      above |=
+          s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] > softmax[i / 8 % 2][i / 2 % 2].limit(inverse);
+    if (__any_sync(~0u, above)) rescale(s, exponent, inverse);
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+      score = softmax[i / 8 % 2][i / 2 % 2].weight(score, exponent);
+    }
+  }
+
+  // Keys column .. column + 16 kBlock - 1 of the tile that starts at rank `begin`.
+  __device__ void attend(const ListProblem& problem, const Tile<T, kDim>& keys,
+                         const Tile<T, kDim>& values, const KeyFacts<kForwardKeys>& key_facts,
+                         int begin, int column, float scale) {
+    const int first = begin + column;
+    if (first >= seen.high || first + 16 * kBlock <= seen.low) return;
+    Accumulator s[kBlock][2];
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
+    if (first < shared.low || first + 16 * kBlock > shared.high) mask(s, first);
+    finish_scores(problem, s, key_facts, column);
+    if (problem.laplace) {
+#pragma unroll
+      for (int i = 0; i < 16 * kBlock; ++i) {
+        float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+        score = laplace(score * scale);
+      }
+    } else {
+      weigh(s, scale * kLog2e);
+    }
+#pragma unroll
+    for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
+  }
+
+  __device__ void write(const ListForwardArgs<T>& args, const ListPair& pair, int head, int first) {
+    const ListProblem& problem = args.problem;
+    Rows<T> rows = args.out.rows(pair.q_span.batch, head, pair.q_span.begin);
+    if (args.slot_rows)
+      rows = {args.slot_rows, problem.width, problem.width, problem.width * sizeof(T) % 16 == 0};
+    const std::int64_t base =
+        args.slot_rows ? 0 : ListProblem::row_base(problem.q, pair.q_span, head);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int rank = first + row(m, half);
+        const bool there = rank < pair.q.count;
+        const std::int64_t to = !there           ? 0
+                                : args.slot_rows ? pair.q.slot_of(rank)
+                                                 : pair.q.row(rank);
+        if (!problem.laplace) {
+          const float sum = quad_sum(softmax[m][half].sum);
+          if (there && args.lse && threadIdx.x % 4 == 0)
+            args.lse[base + to] = row_lse(softmax[m][half].shift, sum);
+          const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+          for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
+        }
+#pragma unroll
+        for (int d = 0; d < kDim / 16; d += 2)
+          store_columns(rows, to, there, 16 * d, out[m] + d, half);
+      }
+  }
+};
+
+// Members of a list end before its last slot: the log-sum-exps of empty slots.
+template <class T>
+__device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair, int first) {
+  const int rank = first + static_cast<int>(threadIdx.x);
+  if (args.problem.q.layout != ListLayout::members || !args.slot_rows || !args.lse) return;
+  if (rank >= pair.q.count && rank < args.problem.q.width)
+    args.lse[pair.q.slot_of(rank)] = -INFINITY;
+}
+
+static std::int64_t list_slots(const ListSide& side, std::int64_t lists, std::int64_t items,
+                               std::int64_t batches, std::int64_t heads, std::int64_t rows) {
+  switch (side.layout) {
+    case ListLayout::runs:
+      return batches * heads * rows * side.per_row;
+    case ListLayout::members:
+      return items * heads * lists * side.width;
+    case ListLayout::rounds:
+      return batches * heads * lists * rows;
+    default:
+      return batches * heads * rows;
+  }
+}
+
+std::int64_t list_query_slots(const AttentionCall& call, const ListPlan& plan) {
+  return list_slots(plan.queries, plan.lists, call.num_items(), call.B, call.H, call.N);
+}
+
+std::int64_t list_key_slots(const AttentionCall& call, const ListPlan& plan) {
+  return list_slots(plan.keys, plan.lists, call.num_items(), call.B, call.key_heads, call.S);
+}
+
+namespace {
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kForwardThreads)
+    list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ KeyFacts<kForwardKeys> facts[2];
+  __shared__ RankRange ranges[kForwardRows];
+  __shared__ QueryFacts query_facts[kForwardRows];
+  const ForwardTiles<T, kDim> tiles(memory);
+  const ListProblem& problem = args.problem;
+  const int head = blockIdx.y;
+  // With causal ranges the last tiles have most to do: they start first.
+  const int number = problem.rule == ListRule::causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const ListTile tile = args.tiles.find(problem.q, head, number);
+  if (tile.first == kNoRank) return;
+  const ListPair pair = problem.pair(tile.item, head, tile.list);
+  write_empty(args, pair, tile.first);
+  if (tile.first >= pair.q.count) return;
+
+  load_tile<kForwardRows, kForwardThreads>(
+      tiles.queries, pair.q.rows(args.q.rows(pair.q_span.batch, head, pair.q_span.begin)),
+      tile.first, pair.q.count - tile.first, pair.q.index_at(tile.first));
+  const Rows<const T> k =
+      pair.k.rows(args.k.rows(pair.k_span.batch, head / problem.group, pair.k_span.begin));
+  const Rows<const T> v =
+      pair.k.rows(args.v.rows(pair.k_span.batch, head / problem.value_group, pair.k_span.begin));
+  // A thread looks up one query; those beyond the last repeat it.
+  const int own = min(tile.first + static_cast<int>(threadIdx.x), pair.q.count - 1);
+  ranges[threadIdx.x] = problem.range(pair, own);
+  query_facts[threadIdx.x].load(problem, pair, head, own);
+  __syncthreads();
+  const int begin = ranges[0].low / kForwardKeys * kForwardKeys;
+  const int end = ranges[kForwardRows - 1].high;
+  const auto load_keys = [&](int stage, int from) {
+    tiles.load(stage, k, v, pair.k, from);
+    facts[stage].load(problem, pair, head, from);
+  };
+  load_keys(0, begin);
+
+  ForwardRows<T, kDim> rows;
+  rows.start(ranges, query_facts);
+  const float scale = problem.score_scale(head);
+  cp_async_wait<0>();
+  __syncthreads();
+  if (scale < 0.0f) {
+    tiles.negate_queries();
+    __syncthreads();
+  }
+  rows.queries.load(tiles.queries, threadIdx.x / 32 * 32);
+  for (int from = begin, stage = 0; from < end; from += kForwardKeys, stage ^= 1) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (from + kForwardKeys < end) load_keys(stage ^ 1, from + kForwardKeys);
+    constexpr int kStep = 16 * ForwardRows<T, kDim>::kBlock;
+#pragma unroll 1
+    for (int column = 0; column < kForwardKeys; column += kStep)
+      rows.attend(problem, tiles.keys(stage), tiles.values(stage), facts[stage], from, column,
+                  fabsf(scale));
+  }
+  rows.write(args, pair, head, tile.first);
+}
+
+template <class T, int kDim>
+void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
+  constexpr int kBytes = ForwardTiles<T, kDim>::kBytes;
+  const auto kernel = list_forward_kernel<T, kDim>;
+  allow_shared_memory(kernel, kBytes);
+  const dim3 grid(static_cast<unsigned>(args.tiles.total),
+                  static_cast<unsigned>(args.problem.q.heads));
+  kernel<<<grid, kForwardThreads, kBytes, stream>>>(args);
+  COTERIE_LAUNCH("list_forward");
+}
+
+void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+                   cudaStream_t stream) {
+  const Sequences& sequences = call.inputs.q_sequences;
+  const bool by_row = !outputs.slot_rows;
+  if (by_row) zero_padding(outputs.out, sequences, call.num_items(), stream);
+  if (outputs.lse && (by_row || plan.queries.layout == ListLayout::rounds))
+    fill_padding(outputs.lse, call.B, by_row ? call.H : call.H * plan.lists, call.N, sequences,
+                 call.num_items(), -INFINITY, stream);
+}
+
+}  // namespace
+
+void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+                   cudaStream_t stream) {
+  write_padding(call, plan, outputs, stream);
+  const ListProblem problem = list_problem(call, plan);
+  const ListTiles tiles = list_tiles(problem.q, kForwardRowBits);
+  if (call.num_items() == 0 || call.N == 0 || call.H == 0 || tiles.total == 0) return;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ListForwardArgs<T> args{problem,
+                                  tiles,
+                                  tensor4<const T>(call.inputs.q),
+                                  tensor4<const T>(call.k),
+                                  tensor4<const T>(call.inputs.v),
+                                  outputs.out.present() ? tensor4<T>(outputs.out) : Tensor4<T>{},
+                                  static_cast<T*>(outputs.slot_rows),
+                                  outputs.lse};
+    if constexpr (sizeof(T) == 2)
+      if (list_forward_sm90a(call, plan, args, stream)) return;
+    dispatch_head_dim(call.op, call.Dk,
+                      [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
+  });
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,410 @@
+// SPDX-License-Identifier: MIT
+// A list plan (lists.h) as kernels see it: which keys a query sees, and what a score is made of.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/lists/lists.h"
+#include "cuda/prim/sorted_tiles.cuh"
+#include "cuda/prim/tensor.cuh"
+
+namespace coterie::cuda {
+
+// The slots of one side of a list plan (lists.h), and their tiles, found without a list of tiles.
+
+// One list of an item and head.
+struct SlotList {
+  int count;                  // of its rows
+  const std::int32_t* index;  // of rank 0; null: row first + rank * step
+  int first, step;
+  std::int64_t slot;  // of rank 0
+
+  __device__ int row(int rank) const { return index ? index[rank] : first + rank * step; }
+  __device__ std::int64_t slot_of(int rank) const {
+    return slot + static_cast<std::int64_t>(rank) * (index ? 1 : step);
+  }
+  // Its rows by rank, for load_tile with index_at: of a tensor's rows of the item and head.
+  template <class T>
+  __device__ Rows<T> rows(const Rows<T>& item) const {
+    if (index) return item;
+    return {item.row(first), item.pitch * step, item.width, item.aligned};
+  }
+  __device__ const std::int32_t* index_at(int rank) const { return index ? index + rank : nullptr; }
+};
+
+constexpr int kNoRank = 0x3fffffff;  // in no list
+
+// Ranks from `first` on of a list.
+struct ListTile {
+  int item, list, first;
+};
+
+struct SlotSide {
+  SequenceSpans spans;
+  ListLayout layout;
+  const std::int32_t *index, *offsets;
+  int items, heads, index_heads, lists, per_row, width;
+  int heads_of_index;  // heads that share the lists of an index head
+
+  __device__ int index_head(int head) const { return head / heads_of_index; }
+
+  // Entries of a list that are filled. By all lanes of a warp, or by a thread alone.
+  template <bool kAlone = false>
+  __device__ int filled(const std::int32_t* members) const {
+    if (width == 0 || members[width - 1] >= 0) return width;
+    constexpr int kProbes = kAlone ? 8 : 32;
+    int count = 0;  // the first -1 is in [count, count + left)
+#pragma unroll 1
+    for (int left = width; left > 0;) {
+      const int step = (left + kProbes - 1) / kProbes;
+      int reached = 0;
+      if constexpr (kAlone) {
+#pragma unroll
+        for (int i = 0; i < kProbes; ++i)
+          reached += i * step < left && members[count + min(i * step, left - 1)] >= 0;
+      } else {
+        const int place = static_cast<int>(threadIdx.x % 32) * step;
+        const bool there = place < left && members[count + place] >= 0;
+        reached = __popc(__ballot_sync(~0u, there));
+      }
+      if (reached == 0) break;
+      count += (reached - 1) * step + 1;
+      left = min(step - 1, width - count);
+    }
+    return count;
+  }
+
+  // List `number` of an item and head; positions are rows + offset. By all lanes of a warp, or by a
+  // thread alone.
+  template <bool kAlone = false>
+  __device__ SlotList list(int item, const ItemSpan& span, int head, int number, int offset) const {
+    const std::int64_t block = static_cast<std::int64_t>(span.batch) * heads + head;
+    const std::int64_t index_block =
+        static_cast<std::int64_t>(span.batch) * index_heads + index_head(head);
+    if (layout == ListLayout::residues) {
+      const int first = ((number - offset) % lists + lists) % lists;
+      const int count = first < span.length ? (span.length - first - 1) / lists + 1 : 0;
+      return {count, nullptr, first, lists, block * spans.rows + span.begin + first};
+    }
+    if (layout == ListLayout::runs) {
+      const std::int64_t starts =
+          (static_cast<std::int64_t>(item) * index_heads + index_head(head)) * (lists + 1) + number;
+      const std::int64_t rows = static_cast<std::int64_t>(spans.rows) * per_row;
+      const std::int64_t first = static_cast<std::int64_t>(span.begin) * per_row + offsets[starts];
+      return {offsets[starts + 1] - offsets[starts], index + index_block * rows + first, 0, 1,
+              block * rows + first};
+    }
+    if (layout == ListLayout::members) {
+      const std::int64_t place =
+          (static_cast<std::int64_t>(item) * index_heads + index_head(head)) * lists + number;
+      const std::int32_t* members = index + place * width;
+      const std::int64_t own = (static_cast<std::int64_t>(item) * heads + head) * lists + number;
+      return {filled<kAlone>(members), members, 0, 1, own * width};
+    }
+    return {span.length, index + (index_block * lists + number) * spans.rows + span.begin, 0, 1,
+            (block * lists + number) * spans.rows + span.begin};
+  }
+};
+
+inline SlotSide slot_side(const AttentionCall& call, const ListPlan& plan, bool keys) {
+  const ListSide& side = keys ? plan.keys : plan.queries;
+  SlotSide slots;
+  slots.spans = keys ? item_spans(call.inputs).k : item_spans(call.inputs).q;
+  slots.layout = side.layout;
+  slots.index = side.index;
+  slots.offsets = side.offsets;
+  slots.items = static_cast<int>(call.num_items());
+  slots.heads = static_cast<int>(keys ? call.key_heads : call.H);
+  slots.index_heads = side.index ? side.index_heads : slots.heads;
+  slots.heads_of_index = slots.heads / slots.index_heads;
+  slots.lists = static_cast<int>(plan.lists);
+  slots.per_row = side.per_row;
+  slots.width = static_cast<int>(side.width);
+  return slots;
+}
+
+// Tiles of 1 << bits ranks, numbered over the items of a head. Numbers may be without a tile: their
+// first rank is then not in the list.
+struct ListTiles {
+  int bits;
+  int per_list;     // numbers of a list; 0 for packed items and runs
+  int unit;         // packed: rows that add a tile to every list of an item
+  QueryTiles runs;  // of ListLayout::runs
+  int total;
+
+  __device__ int first_tile(const SlotSide& side, int item) const {
+    return side.lists * (item + min(max(side.spans.cu_seqlens[item], 0), side.spans.rows) / unit);
+  }
+
+  // The last cluster of an item whose first tile is not after this number, by a thread alone.
+  __device__ int find_run(const std::int32_t* starts, int origin, int before, int number) const {
+    constexpr int kProbes = 8;  // places that are looked at together
+    int cluster = 0;
+    for (int left = runs.clusters; left > 1;) {
+      const int step = (left + kProbes - 1) / kProbes;
+      int start[kProbes], reached = 0;
+#pragma unroll
+      for (int i = 1; i < kProbes; ++i) start[i] = starts[min(cluster + i * step, runs.clusters)];
+#pragma unroll
+      for (int i = 1; i < kProbes; ++i) {
+        const int first = origin + cluster + i * step + ((before + start[i]) >> bits);
+        reached += i * step < left && first <= number;
+      }
+      cluster += step * reached;
+      left = min(step, left - step * reached);
+    }
+    return cluster;
+  }
+  // find for runs, by a thread alone.
+  __device__ ListTile find_run(const SlotSide& side, int head, int number) const {
+    int item = 0;
+    if (runs.per_item > 0) {
+      item = number / runs.per_item;
+    } else {
+      for (int high = side.items; high - item > 1;) {
+        const int middle = (item + high) / 2;
+        (runs.first_tile(side.spans, middle) <= number ? item : high) = middle;
+      }
+    }
+    const std::int32_t* starts =
+        side.offsets +
+        (static_cast<std::int64_t>(item) * side.index_heads + side.index_head(head)) *
+            (side.lists + 1);
+    // Packed rows are counted from the start of the tensor, others from that of the item.
+    const int before = runs.per_item > 0 ? 0 : side.spans.span(item).begin * runs.per_row;
+    const int origin = runs.per_item > 0 ? item * runs.per_item : item * runs.clusters;
+    const int cluster = find_run(starts, origin, before, number);
+    const int skipped = number - origin - cluster - ((before + starts[cluster]) >> bits);
+    return {item, cluster, skipped << bits};
+  }
+
+  // By all lanes of a warp, or by a thread alone.
+  template <bool kAlone = false>
+  __device__ ListTile find(const SlotSide& side, int head, int number) const {
+    if (side.layout == ListLayout::runs) {
+      if constexpr (kAlone) return find_run(side, head, number);
+      const QueryTile tile =
+          runs.find(side.spans, side.offsets, side.index_heads, side.index_head(head), number);
+      const std::int64_t list =
+          (static_cast<std::int64_t>(tile.item) * side.index_heads + side.index_head(head)) *
+              (side.lists + 1) +
+          tile.cluster;
+      return {tile.item, tile.cluster, tile.first - side.offsets[list]};
+    }
+    if (per_list > 0) {
+      const int list = number / per_list;
+      return {list / side.lists, list % side.lists, number % per_list << bits};
+    }
+    int item = 0;
+    for (int high = side.items; high - item > 1;) {
+      const int middle = (item + high) / 2;
+      (first_tile(side, middle) <= number ? item : high) = middle;
+    }
+    const int origin = first_tile(side, item);
+    const int tiles = max((first_tile(side, item + 1) - origin) / side.lists, 1);
+    if (number - origin >= tiles * side.lists) return {item, 0, kNoRank};  // behind all items
+    return {item, (number - origin) / tiles, (number - origin) % tiles << bits};
+  }
+};
+
+inline ListTiles list_tiles(const SlotSide& side, int bits) {
+  const std::int64_t rows = side.spans.rows, lists = side.lists, items = side.items;
+  const auto tiles_of = [&](std::int64_t ranks) { return (ranks + (1 << bits) - 1) >> bits; };
+  const bool residues = side.layout == ListLayout::residues;
+  ListTiles tiles{};
+  tiles.bits = bits;
+  if (side.layout == ListLayout::runs) {
+    tiles.runs =
+        query_tiles(side.spans.cu_seqlens != nullptr, items, rows, side.per_row, lists, bits);
+    tiles.total = tiles.runs.total;
+  } else if (side.layout == ListLayout::members || !side.spans.cu_seqlens) {
+    const std::int64_t ranks = side.layout == ListLayout::members ? side.width
+                               : residues                         ? (rows + lists - 1) / lists
+                                                                  : rows;
+    tiles.per_list = static_cast<int>(tiles_of(ranks));
+    tiles.total = static_cast<int>(items * lists * tiles.per_list);
+  } else {
+    const std::int64_t unit = (residues ? lists : 1) << bits;
+    tiles.unit = static_cast<int>(min(unit, rows + 1));
+    tiles.total = static_cast<int>(items * lists + lists * (rows / tiles.unit));
+  }
+  return tiles;
+}
+
+// The forms of a list kernel: what is decided when it is compiled.
+enum class ListForm {
+  plain,       // softmax over ranges
+  normalised,  // and row statistics
+  general,     // and filters, and laplace
+};
+
+inline ListForm list_form(const ListPlan& plan) {
+  if (plan.filters.any() || plan.weighting == ListWeighting::laplace) return ListForm::general;
+  return plan.q_stats || plan.k_stats ? ListForm::normalised : ListForm::plain;
+}
+
+// Ranks [low, high) of a key list.
+struct RankRange {
+  int low, high;
+};
+
+// A query list and its keys.
+struct ListPair {
+  ItemSpan q_span, k_span;
+  SlotList q, k;
+  int offset;  // position of query row 0
+  int shift;   // r of ListRule, of query rank 0
+};
+
+struct ListMask {
+  const std::uint8_t* data;
+  std::int64_t batch, head, row, column;
+};
+
+struct ListProblem {
+  SlotSide q, k;
+  int group, value_group;  // query heads of a key head and of a value head
+  bool offset_rows;        // the last query row stands at the last key row, else the first at 0
+  ListRule rule;
+  bool causal;
+  int window, before, after;
+  const std::int32_t* ends;
+  bool causal_rows, drop_by_slot, laplace;
+  const std::uint8_t* drop_own;
+  ListMask mask;
+  float scale;
+  const float* head_scale;
+  const RowStatistics *q_stats, *k_stats;
+  int width;  // elements of a row
+
+  // List `list` of an item and query head. By all lanes of a warp, or by a thread alone.
+  template <bool kAlone = false>
+  __device__ ListPair pair(int item, int head, int list) const {
+    ListPair pair;
+    pair.q_span = q.spans.span(item);
+    pair.k_span = k.spans.span(item);
+    pair.offset = offset_rows ? pair.k_span.length - pair.q_span.length : 0;
+    pair.q = q.list<kAlone>(item, pair.q_span, head, list, pair.offset);
+    pair.k = k.list<kAlone>(item, pair.k_span, head / group, list, 0);
+    pair.shift = 0;
+    if (!pair.q.index && !pair.k.index)  // a whole number of steps, from the list's first key
+      pair.shift = (pair.q.first + pair.offset - pair.k.first) / k.lists;
+    return pair;
+  }
+
+  // What the query of rank t sees; never decreases with t.
+  __device__ RankRange range(const ListPair& pair, int t) const {
+    if (rule != ListRule::ends) return range_at(pair.k.count, t + pair.shift);
+    const int high = min(ends[pair.q.slot_of(t)], pair.k.count);
+    return {max(high - window, 0), max(high, 0)};
+  }
+
+  // What a query with this r of ListRule sees of `keys` keys; for all rules but ends.
+  __device__ RankRange range_at(int keys, int r) const {
+    std::int64_t low = 0, high = keys;
+    switch (rule) {
+      case ListRule::causal:
+        high = r + 1;
+        break;
+      case ListRule::sliding:
+        low = std::int64_t{r} - (causal ? window - 1 : window / 2);
+        high = causal ? r + 1 : std::int64_t{r} + (window + 1) / 2;
+        break;
+      case ListRule::blocked: {
+        const std::int64_t block = r < 0 ? -1 - (-1 - r) / window : r / window;
+        low = (block - before) * window;
+        high = causal ? r + 1 : (block + after + 1) * window;
+        break;
+      }
+      case ListRule::wrap: {
+        const int last = keys > 0 ? (keys - 1) / window : 0;
+        low = last > 0 && r < window ? last * window : keys;
+        break;
+      }
+      default:
+        break;
+    }
+    low = min(max(low, std::int64_t{0}), std::int64_t{keys});
+    return {static_cast<int>(low), static_cast<int>(min(max(high, low), std::int64_t{keys}))};
+  }
+
+  // Factor of the scores of a head; never 0, so that its product with an infinity is one.
+  __device__ float score_scale(int head) const {
+    const float factor = head_scale ? scale * head_scale[head] : scale;
+    return fabsf(factor) < 1e-30f ? 1e-30f : factor;
+  }
+
+  // Number of row 0 of an item and head among those of (B, heads, rows).
+  __device__ static std::int64_t row_base(const SlotSide& side, const ItemSpan& span, int head) {
+    return (static_cast<std::int64_t>(span.batch) * side.heads + head) * side.spans.rows +
+           span.begin;
+  }
+};
+
+// A query of the general form: what its filters need to know.
+struct QueryFilter {
+  int last_row;              // keys of later rows are out of sight
+  int own_row;               // as is the key of this row; -1: none
+  const std::uint8_t* mask;  // of key row 0; null: none
+  std::int64_t column;
+
+  QueryFilter() = default;
+  __device__ QueryFilter(const ListProblem& problem, const ListPair& pair, int head, int rank) {
+    const int row = pair.q.row(rank);
+    last_row = problem.causal_rows ? row + pair.offset : 0x7fffffff;
+    own_row = -1;
+    if (problem.drop_own) {
+      const std::int64_t place = problem.drop_by_slot
+                                     ? pair.q.slot_of(rank)
+                                     : ListProblem::row_base(problem.q, pair.q_span, head) + row;
+      if (problem.drop_own[place] & 1) own_row = row + pair.offset;
+    }
+    const ListMask& m = problem.mask;
+    column = m.column;
+    mask = m.data ? m.data + pair.q_span.batch * m.batch + head * m.head +
+                        (pair.q_span.begin + row) * m.row + pair.k_span.begin * m.column
+                  : nullptr;
+  }
+  __device__ bool sees(int key_row) const {
+    return key_row <= last_row && key_row != own_row && (!mask || mask[key_row * column]);
+  }
+};
+
+// Of a row without statistics.
+constexpr RowStatistics kNoStatistics{0.0f, 1.0f};
+
+inline ListProblem list_problem(const AttentionCall& call, const ListPlan& plan) {
+  ListProblem problem{};
+  problem.q = slot_side(call, plan, false);
+  problem.k = slot_side(call, plan, true);
+  problem.group = static_cast<int>(call.H / call.key_heads);
+  problem.value_group = static_cast<int>(call.H / call.value_heads);
+  problem.offset_rows = call.causal;
+  problem.rule = plan.ranges.rule;
+  problem.causal = plan.ranges.causal;
+  // Larger numbers see no more, even with half a window.
+  const std::int64_t most = 2 * (call.N * plan.queries.per_row + call.S) + 1;
+  const auto clipped = [&](std::int64_t value) {
+    return static_cast<int>(min(min(value, most), std::int64_t{0x7fffffff}));
+  };
+  problem.window = clipped(plan.ranges.window);
+  problem.before = clipped(plan.ranges.before);
+  problem.after = clipped(plan.ranges.after);
+  problem.ends = plan.ranges.ends;
+  problem.causal_rows = plan.filters.causal_rows;
+  problem.drop_own = plan.filters.drop_own;
+  problem.drop_by_slot = plan.filters.drop_by_slot;
+  problem.laplace = plan.weighting == ListWeighting::laplace;
+  if (const TensorView& mask = plan.filters.mask; mask.present())
+    problem.mask = {static_cast<const std::uint8_t*>(mask.data), mask.stride(0), mask.stride(1),
+                    mask.stride(2), mask.stride(3)};
+  problem.scale = plan.scale;
+  problem.head_scale = plan.head_scale;
+  problem.q_stats = plan.q_stats;
+  problem.k_stats = plan.k_stats;
+  problem.width = static_cast<int>(call.Dk);
+  return problem;
+}
+
+}  // namespace coterie::cuda

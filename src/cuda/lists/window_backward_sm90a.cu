@@ -1,0 +1,705 @@
+// SPDX-License-Identifier: MIT
+// Backward pass of windows along all rows of an item (lists.h): one kernel of five products, where
+// backward_sm90a.cu has two of eight. A block walks along many rows. Its four
+// warpgroups do everything, each with 64 of the keys that are in sight.
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/lists/backward.h"
+#include "cuda/lists/backward_block.cuh"
+#include "cuda/lists/backward_group.cuh"
+#include "cuda/lists/stream_copy.cuh"
+#include "cuda/lists/stream_rows.cuh"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/row_chunk.cuh"
+#include "cuda/prim/softmax.cuh"
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+namespace {
+
+// The computing warpgroups of the backward pass of windows (window_backward_sm90a.cu).
+
+// The backward pass of windows along a list of all rows (window_backward_sm90a.cu): shared memory
+// of a block, and the part of an item that it walks along.
+//
+// Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
+// t - 4 .. t only, the first and the last of them in part.
+
+constexpr int kWalkGroups = 4;  // warpgroups, each with a tile of keys
+constexpr int kWalkWindow = kWalkGroups * kStreamRows;
+constexpr int kWalkKeys = 6, kWalkQueries = 2;  // places of tiles
+constexpr int kWalkTile = kStreamRows * 128;    // bytes of a tensor
+constexpr int kWalkHalf = 32;                   // queries of a half step
+constexpr int kWalkPartStride = 20;  // floats: sums of a query by warp, no two lanes in a bank
+
+// Tiles [first, last) of an item and head that a block owns: their queries' dq, their keys' dk and
+// dv. It walks along the queries of [first, end).
+struct alignas(16) WalkPart {
+  int first, last, end;
+  int next;  // number of the first tile behind it
+  int head, batch, q_begin, k_begin;
+  int q_origin, k_origin;  // ranks of tile 0, may be negative
+  int queries, keys;
+  const float* lse;        // of rank 0
+  float exponent, factor;  // of scores, in base 2; of dq and dk
+};
+
+// Which tiles a block has. Tiles are numbered over the items of a head where items are packed, over
+// the heads of an item otherwise; numbers may be without a tile.
+struct WalkCut {
+  int per_head;  // numbers of a head, or of an item and head
+  int per_item;  // packed: numbers of an item, beside a number for every 64 rows
+  int total, per_block;
+  int reach;  // keys in sight behind a query's own
+};
+
+// The part that begins with tile number `next`.
+template <class T>
+__device__ WalkPart find_part(const ListBackwardArgs<T>& args, const WalkCut& cut, int next,
+                              int stop) {
+  const ListProblem& problem = args.problem;
+  WalkPart part;
+  const int number = next / cut.per_head;
+  int item = number / problem.q.heads, first = next - number * cut.per_head;
+  int behind = cut.per_head;  // the first number behind the item
+  part.head = number % problem.q.heads;
+  if (const std::int32_t* offsets = problem.q.spans.cu_seqlens) {
+    const auto start = [&](int i) {
+      return i * cut.per_item + min(max(offsets[i], 0), problem.q.spans.rows) / kStreamRows;
+    };
+    item = 0;
+    for (int high = problem.q.items; high - item > 1;) {
+      const int middle = (item + high) / 2;
+      (start(middle) <= first ? item : high) = middle;
+    }
+    if (item + 1 < problem.q.items) behind = start(item + 1);
+    behind = max(behind, first + 1) - start(item);
+    first -= start(item);
+  }
+  const int count = min(behind - first, stop - next);
+  const ItemSpan q = problem.q.spans.span(item), k = problem.k.spans.span(item);
+  const int shift = (problem.offset_rows ? k.length - q.length : 0) + cut.reach;
+  const auto tiles = [](int ranks) { return (max(ranks, 0) + kStreamRows - 1) / kStreamRows; };
+  part.q_origin = -tiles(shift) * kStreamRows;
+  part.k_origin = part.q_origin + shift;
+  const int q_tiles = tiles(q.length - part.q_origin);
+  part.next = next + count;
+  part.first = first;
+  part.last = min(first + count, max(q_tiles, tiles(k.length - part.k_origin)));
+  part.end = max(part.last, min(part.last + kWalkGroups, q_tiles));
+  part.batch = q.batch;
+  part.q_begin = q.begin;
+  part.k_begin = k.begin;
+  part.queries = q.length;
+  part.keys = k.length;
+  const float score = problem.score_scale(part.head);
+  part.exponent = score * kLog2e;
+  part.factor = score / args.weight_scale;
+  part.lse = args.lse.data + ListProblem::row_base(problem.q, q, part.head);
+  return part;
+}
+
+struct WalkShape {
+  static constexpr int kThreads = kWalkGroups * kWarpgroup;
+  static constexpr int kQueriesAt = kWalkKeys * 2 * kWalkTile;
+  static constexpr int kSlopesAt = kQueriesAt + kWalkQueries * 2 * kWalkTile;
+  static constexpr int kWeightsAt = kSlopesAt + (kWalkGroups + 1) * kWalkTile;
+  static constexpr int kStageAt = kWeightsAt + (kWalkGroups + 1) * kWalkTile;
+  static constexpr int kShiftsAt = kStageAt + kWalkTile;
+  static constexpr int kPartsAt = kShiftsAt + kWalkQueries * kStreamRows * 4;
+  static constexpr int kPartAt = kPartsAt + 2 * kWalkHalf * kWalkPartStride * 4;
+  static constexpr int kSourcesAt = kPartAt + 96;
+  static constexpr int kBytes = kSourcesAt + 4 * 48;
+  static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
+  unsigned char* memory;
+  std::uint32_t base;
+
+  __device__ explicit WalkShape(unsigned char* at) : memory(at), base(shared_address(at)) {}
+
+  // Tensors: keys and values; queries and output gradients.
+  __device__ std::uint32_t keys(int place, int tensor) const {
+    return base + (2 * place + tensor) * kWalkTile;
+  }
+  __device__ std::uint32_t queries(int place, int tensor) const {
+    return base + kQueriesAt + (2 * place + tensor) * kWalkTile;
+  }
+  // dS and weights, a row for each key: of a warpgroup's tile, and of the newest keys.
+  __device__ std::uint32_t slopes(int place) const { return base + kSlopesAt + place * kWalkTile; }
+  __device__ std::uint32_t weights(int place) const {
+    return base + kWeightsAt + place * kWalkTile;
+  }
+  // dq on its way out.
+  __device__ std::uint32_t stage() const { return base + kStageAt; }
+  // Of logits in base 2; at first lse as it is.
+  __device__ float* shifts(int place) const {
+    return reinterpret_cast<float*>(memory + kShiftsAt) + place * kStreamRows;
+  }
+  // The part at work.
+  __device__ WalkPart& part() const { return *reinterpret_cast<WalkPart*>(memory + kPartAt); }
+  // Sums of 32 queries by warp, in turn.
+  __device__ float* parts(int turn) const {
+    return reinterpret_cast<float*>(memory + kPartsAt) + turn * kWalkHalf * kWalkPartStride;
+  }
+};
+
+// The place of a number counted from another one's place.
+template <int kPlaces>
+__device__ __forceinline__ int place_before(int place, int count) {
+  return place >= count ? place - count : place - count + kPlaces;
+}
+template <int kPlaces>
+__device__ __forceinline__ int place_after(int place, int count) {
+  return place + count >= kPlaces ? place + count - kPlaces : place + count;
+}
+
+// How gradients leave in the backward pass of windows (window_backward_sm90a.cu).
+
+// Weights of 32 queries and 64 keys and their derivatives, in the registers of a warpgroup whose
+// rows are the keys (window_backward_sm90a.cu).
+
+// The mask tells the compiler how many threads there are.
+__device__ __forceinline__ unsigned walk_thread() {
+  return thread_again() & (kWalkGroups * kWarpgroup - 1);
+}
+
+// The upper one of this thread's two keys; the other is 8 rows below.
+__device__ __forceinline__ int walk_row(unsigned thread) {
+  return static_cast<int>(thread % kWarpgroup / 32 * 16 + thread % 32 / 4);
+}
+
+// delta of 8 queries, over all keys.
+template <class T>
+__device__ __forceinline__ void exchange(float (&sum)[8], float* parts, unsigned thread) {
+  const unsigned own = thread % 32;
+  parts[(own / 8 * 8 + own % 4 * 2 + own / 4 % 2) * kWalkPartStride + thread / 32] =
+      reduce_columns(sum, own);
+  sync_block_anywhere<kWalkGroups * kWarpgroup>();  // from both kinds of half steps
+  float total[4];
+#pragma unroll
+  for (int i = 0; i < kWalkGroups; ++i) {
+    const float4 four = *reinterpret_cast<const float4*>(parts + own * kWalkPartStride + 4 * i);
+    total[i] = (four.x + four.y) + (four.z + four.w);
+  }
+  float all = (total[0] + total[1]) + (total[2] + total[3]);
+  if constexpr (std::is_same_v<T, F16>) all *= 1.0f / kHalfWeightScale;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] = __shfl_sync(~0u, all, 8 * (i / 2) + own % 4 * 2 + i % 2);
+}
+
+// Scores become weights. A lane's keys see the queries [low, low + count).
+template <bool kMasked>
+__device__ __forceinline__ void weigh_window(float (&s)[16], const float (&d)[16], float (&sum)[8],
+                                             const float* shifts, int half, float exponent,
+                                             const int (&low)[2], const int (&count)[2],
+                                             unsigned thread) {
+  const int first = half * kWalkHalf + static_cast<int>(thread % 4 * 2);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 shift = *reinterpret_cast<const float2*>(shifts + first + 8 * j);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        float& x = s[4 * j + 2 * side + c];
+        x = exp2_approximate(fmaf(x, exponent, c ? -shift.y : -shift.x));
+        if (kMasked && static_cast<unsigned>(first + 8 * j + c - low[side]) >=
+                           static_cast<unsigned>(count[side]))
+          x = 0.0f;
+      }
+      sum[2 * j + c] = fmaf(s[4 * j + 2 + c], d[4 * j + 2 + c], s[4 * j + c] * d[4 * j + c]);
+    }
+  }
+}
+// Of 16 queries: a weight pair as it is multiplied, and its derivative.
+template <class T>
+__device__ __forceinline__ void window_factors(std::uint32_t (&p)[4], std::uint32_t (&ds)[4], int k,
+                                               const float (&s)[16], const float (&d)[16],
+                                               const float (&delta)[8]) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const int i = 8 * k + 2 * word, column = 4 * k + word / 2 * 2;
+    p[word] = pack2<T>(s[i], s[i + 1]);
+    ds[word] = pack2<T>(s[i] * (d[i] - delta[column]), s[i + 1] * (d[i + 1] - delta[column + 1]));
+  }
+}
+// Where the first 16 of the half's queries go in a tile of weights or slopes; the others 32 bytes
+// off, by exclusive or.
+__device__ __forceinline__ std::uint32_t factor_place(int half, unsigned thread) {
+  const unsigned row = thread % kWarpgroup / 32 * 16 + thread % 16;
+  return row * 128 + ((static_cast<unsigned>(4 * half) + thread % 32 / 16 ^ thread % 8) << 4);
+}
+
+// 2 kCount columns of sums, from column 32 `part` on, of the ranks from `first` on leave as whole
+// pieces of rows, through `stage`.
+template <class T, int kCount>
+__device__ __forceinline__ void store_walk_rows(const float (&sum)[kCount], float factor,
+                                                const Rows<T>& rows, int first, int count, int part,
+                                                std::uint32_t stage) {
+  constexpr unsigned kChunks = kCount / 4, kRows = 32 / kChunks;  // of a row; rows at a time
+  const unsigned thread = walk_thread(), lane = thread % 32;
+  const unsigned warp_row = thread % kWarpgroup / 32 * 16;
+  const std::uint32_t tile = stage + warp_row * 128;
+  const std::uint32_t at =
+      tile + lane % 16 * 128 + ((lane / 16 + 4 * static_cast<unsigned>(part) ^ lane % 8) << 4);
+#pragma unroll
+  for (int i = 0; i < kCount / 8; ++i) {
+    std::uint32_t word[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const float low = sum[8 * i + 2 * x], high = sum[8 * i + 2 * x + 1];
+      word[x] = pack2<T>(low * factor, high * factor);
+    }
+    stmatrix_x4(at ^ i * 32, word);
+  }
+  __syncwarp();
+  const unsigned chunk = lane % kChunks + 4 * static_cast<unsigned>(part), row = lane / kChunks;
+  const int rank = first + static_cast<int>(warp_row + row), pitch = pitch_bytes(rows);
+  const bool inside = static_cast<int>(chunk * 8) < rows.width;
+  const std::uint32_t from = tile + row * 128 + ((chunk ^ row % 8) << 4);
+#pragma unroll
+  for (unsigned i = 0; i < 16 / kRows; ++i) {
+    uint4 word;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                 : "r"((from ^ i * kRows % 8 * 16) + i * kRows * 128)
+                 : "memory");
+    const int at_rank = rank + static_cast<int>(i * kRows);
+    if (static_cast<unsigned>(at_rank) < static_cast<unsigned>(count) && inside)
+      store_global(row_address(rows.data + chunk * 8, at_rank, pitch), word);
+  }
+  __syncwarp();
+}
+
+// How tiles come into shared memory in the backward pass of windows (window_backward_sm90a.cu):
+// each of the four warpgroups loads one of the four tensors.
+
+// A warpgroup's tensor: keys, values, queries or output gradients of an item and head.
+template <class T>
+struct alignas(16) WalkSource {
+  const T* data;  // of rank 0
+  std::int64_t pitch;
+  int origin, count;
+  int width;
+
+  __device__ WalkSource(const ListBackwardArgs<T>& args, const WalkPart& part, int group) {
+    const Tensor4<const T>& keys = group == 0 ? args.k : args.v;
+    const Tensor4<const T>& queries = group == 2 ? args.q : args.g;
+    const Rows<const T> rows = group < 2 ? keys.rows(part.batch, part.head, part.k_begin)
+                                         : queries.rows(part.batch, part.head, part.q_begin);
+    data = rows.data;
+    pitch = rows.pitch;
+    width = rows.width;
+    origin = group < 2 ? part.k_origin : part.q_origin;
+    count = group < 2 ? part.keys : part.queries;
+  }
+  // Starts to copy a tile; ranks outside [0, count) become zeros.
+  __device__ void load(std::uint32_t to, int tile) const {
+    const unsigned thread = thread_again();
+    const unsigned row = thread % kWarpgroup / 8, chunk = thread % 8;
+    const std::uint32_t at = to + row * 128 + ((chunk ^ row % 8) << 4);
+    const int first = origin + tile * kStreamRows, rank = first + static_cast<int>(row);
+    const int step = static_cast<int>(pitch) * static_cast<int>(sizeof(T)), all = count;
+    const bool inside = static_cast<int>(chunk * 8) < width;
+    const T* from = data + (inside ? chunk * 8 : 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool there =
+          static_cast<unsigned>(rank + 16 * i) < static_cast<unsigned>(all) && inside;
+      cp_async16(at + 2048 * i, row_address(from, there ? rank + 16 * i : 0, step), there ? 16 : 0);
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ WalkSource<T>& walk_source(const WalkShape& shape, int group) {
+  static_assert(sizeof(WalkSource<T>) <= 48, "its place");
+  return *reinterpret_cast<WalkSource<T>*>(shape.memory + WalkShape::kSourcesAt + group * 48);
+}
+
+// Factors of warpgroup products (prim/wgmma.cuh) of the backward pass of windows
+// (window_backward_sm90a.cu).
+
+// A tile of 128-byte rows in shared memory as a factor, as Bands: in fewer instructions, as the
+// address is known to have less than 18 bits.
+struct WalkTile {
+  std::uint32_t low;
+
+  __device__ explicit WalkTile(std::uint32_t address) : low(address >> 4) {}
+  __device__ std::uint64_t at(int bytes) const {
+    return static_cast<std::uint64_t>(1024 >> 4 | 1u << 30) << 32 |
+           (low + (bytes >> 4) + (1u << 16));
+  }
+  __device__ std::uint64_t by_columns(int row, int k) const { return at(row * 128 + k * 32); }
+  __device__ std::uint64_t by_rows(int row) const { return at(row * 128); }
+};
+
+template <class T>
+struct WalkGroup {
+  const ListBackwardArgs<T>& args;
+  const WalkShape& shape;
+  int group;
+  float dk[32], dv[32];
+
+  __device__ WalkGroup(const ListBackwardArgs<T>& list_args, const WalkShape& block)
+      : args(list_args), shape(block), group(uniform(static_cast<int>(threadIdx.x) / kWarpgroup)) {}
+
+  // d = rows of a tile of keys or values times 32 queries or output gradients.
+  __device__ void start(float (&to)[16], std::uint32_t rows, std::uint32_t columns,
+                        int half) const {
+    const WalkTile a{rows}, b{columns};
+    wgmma<T, 0, 0>(to, a.by_columns(0, 0), b.by_columns(half * kWalkHalf, 0));
+#pragma unroll
+    for (int k = 1; k < 4; ++k)
+      wgmma<T, 1, 0>(to, a.by_columns(0, k), b.by_columns(half * kWalkHalf, k));
+  }
+  __device__ static void finish() {
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  __device__ void settle_sums() {
+    wgmma_settle(dk);
+    wgmma_settle(dv);
+  }
+
+  // 32 queries and the keys of a tile, `behind` tiles behind them.
+  __device__ void half_step(const WalkPart& part, int tile, int behind, int key_place,
+                            int query_place, int half) const {
+    float s[16], d[16];
+    wgmma_fence();
+    start(s, shape.keys(key_place, 0), shape.queries(query_place, 0), half);
+    start(d, shape.keys(key_place, 1), shape.queries(query_place, 1), half);
+    wgmma_commit();
+    const int window = args.problem.window, first = part.k_origin + (tile - behind) * kStreamRows;
+    const bool whole = behind * kStreamRows + kStreamRows <= window && first >= 0 &&
+                       first + kStreamRows <= part.keys;
+    const float exponent = part.exponent;
+    wgmma_wait<0>();
+    wgmma_settle(s);
+    wgmma_settle(d);
+    const unsigned thread = walk_thread();
+    float sum[8];
+    int low[2] = {0, 0}, count[2] = {0, 0};
+    if (whole) {
+      weigh_window<false>(s, d, sum, shape.shifts(query_place), half, exponent, low, count, thread);
+    } else {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int row = walk_row(thread) + 8 * side;
+        low[side] = row - behind * kStreamRows;
+        count[side] =
+            static_cast<unsigned>(first + row) < static_cast<unsigned>(part.keys) ? window : 0;
+      }
+      weigh_window<true>(s, d, sum, shape.shifts(query_place), half, exponent, low, count, thread);
+    }
+    exchange<T>(sum, shape.parts(half), thread);
+    const std::uint32_t at = factor_place(half, thread);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      std::uint32_t p[4], ds[4];
+      window_factors<T>(p, ds, k, s, d, sum);
+      stmatrix_x4(shape.weights(group) + (at ^ 32 * k), p);
+      stmatrix_x4(shape.slopes(group) + (at ^ 32 * k), ds);
+    }
+  }
+
+  // 32 queries and the keys of the oldest tile, whose place the newest takes: a query sees no two
+  // keys of the same row. Of a warp's 16 keys and 16 queries, all are of the old tile, of the new
+  // one, or it is the blocks on the diagonal.
+  __device__ void half_step_of_two(const WalkPart& part, int tile, int key_place, int query_place,
+                                   int half) const {
+    const unsigned thread = walk_thread();
+    const int window = args.problem.window, first = part.k_origin + tile * kStreamRows;
+    const int old_place = place_before<kWalkKeys>(key_place, kWalkGroups);
+    // Of 16 elements, by bit: whether the query is at or behind the new key.
+    const int ahead = static_cast<int>(thread % 4 * 2) - static_cast<int>(thread % 32 / 4);
+    const unsigned both = (ahead >= 0 ? 1u : 0u) | (ahead + 1 >= 0 ? 2u : 0u);
+    const int blocks = 2 * half - static_cast<int>(thread % kWarpgroup / 32);
+    const auto of_block = [&](int block) {
+      return block > 0 ? 0xffu : block < 0 ? 0u : both | 0x30u | both << 6;
+    };
+    const unsigned bits = of_block(blocks) | of_block(blocks + 1) << 8;
+    const auto newer = [&](int i) { return (bits >> i & 1) != 0; };
+    float s[16], d[16], fresh[16], sum[8];
+    wgmma_fence();
+    start(s, shape.keys(old_place, 0), shape.queries(query_place, 0), half);
+    start(d, shape.keys(key_place, 0), shape.queries(query_place, 0), half);
+    finish();
+    wgmma_settle(s);
+    wgmma_settle(d);
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (newer(i)) s[i] = d[i];
+    wgmma_fence();
+    start(d, shape.keys(old_place, 1), shape.queries(query_place, 1), half);
+    start(fresh, shape.keys(key_place, 1), shape.queries(query_place, 1), half);
+    finish();
+    wgmma_settle(d);
+    wgmma_settle(fresh);
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (newer(i)) d[i] = fresh[i];
+    int none[2] = {0, 0};
+    weigh_window<false>(s, d, sum, shape.shifts(query_place), half, part.exponent, none, none,
+                        thread);
+    if (window < kWalkWindow || first < kWalkWindow || first + kStreamRows > part.keys) {
+      // The new and the old key of a row are seen by queries less than this behind the row.
+      int ends[2][2];
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int row = walk_row(thread) + 8 * side;
+        const auto there = [&](int rank) {
+          return static_cast<unsigned>(rank) < static_cast<unsigned>(part.keys);
+        };
+        ends[side][0] =
+            row + (there(first + row - kWalkWindow) ? window - kWalkWindow : -kWalkWindow);
+        ends[side][1] = row + (there(first + row) ? window : -kWalkWindow);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int x = half * kWalkHalf + i / 4 * 8 + static_cast<int>(thread % 4 * 2) + i % 2;
+        const int side = i / 2 % 2, end = newer(i) ? ends[side][1] : ends[side][0];
+        if (x >= end) s[i] = 0.0f;
+        sum[i / 4 * 2 + i % 2] = fmaf(s[i], d[i], sum[i / 4 * 2 + i % 2]);
+      }
+    }
+    exchange<T>(sum, shape.parts(half), thread);
+    const std::uint32_t at = factor_place(half, thread);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      std::uint32_t p[4], ds[4], new_p[4], new_ds[4];
+      window_factors<T>(p, ds, k, s, d, sum);
+      const auto mask_of = [&](int word) {
+        const unsigned two = bits >> (8 * k + 2 * word);
+        return (two & 1 ? 0xffffu : 0u) | (two & 2 ? 0xffff0000u : 0u);
+      };
+      const std::uint32_t mask[4] = {mask_of(0), mask_of(1), mask_of(2), mask_of(3)};
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        new_p[word] = p[word] & mask[word];
+        new_ds[word] = ds[word] & mask[word];
+        p[word] &= ~mask[word];
+        ds[word] &= ~mask[word];
+      }
+      stmatrix_x4(shape.weights(group) + (at ^ 32 * k), p);
+      stmatrix_x4(shape.slopes(group) + (at ^ 32 * k), ds);
+      stmatrix_x4(shape.weights(kWalkGroups) + (at ^ 32 * k), new_p);
+      stmatrix_x4(shape.slopes(kWalkGroups) + (at ^ 32 * k), new_ds);
+    }
+  }
+
+  // Sums of 64 queries, from the weights and slopes in `slot`.
+  __device__ void start_sums(int slot, int query_place, int add) {
+    const WalkTile weights{shape.weights(slot)}, slopes{shape.slopes(slot)};
+    const WalkTile rows{shape.queries(query_place, 0)}, out{shape.queries(query_place, 1)};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_from<T, 1>(dv, weights.by_columns(0, k), out.by_rows(16 * k), k > 0 ? 1 : add);
+      wgmma_from<T, 1>(dk, slopes.by_columns(0, k), rows.by_rows(16 * k), k > 0 ? 1 : add);
+    }
+  }
+  __device__ void add_sums(int slot, int query_place, int add) {
+    wgmma_fence();
+    start_sums(slot, query_place, add);
+    finish();
+    settle_sums();
+  }
+  // 32 columns of dq of 64 queries.
+  __device__ void start_queries(float (&dq)[16], int tile, int key_place, int columns) const {
+#pragma unroll
+    for (int slot = 0; slot <= kWalkGroups; ++slot) {
+      const int behind = slot == kWalkGroups ? 0 : (tile - slot - 1 & kWalkGroups - 1) + 1;
+      const WalkTile slopes{shape.slopes(slot)};
+      const WalkTile keys{shape.keys(place_before<kWalkKeys>(key_place, behind), 0) + 64 * columns};
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        if (slot + k == 0)
+          wgmma<T, 0, 1, 1>(dq, slopes.by_rows(0), keys.by_rows(0));
+        else
+          wgmma<T, 1, 1, 1>(dq, slopes.by_rows(16 * k), keys.by_rows(16 * k));
+    }
+  }
+
+  // The sums of a tile that no further query sees.
+  __device__ void retire(const WalkPart& part, int tile, int place) const {
+    if (tile < part.first || tile >= part.last) return;
+    const std::uint32_t stage = shape.keys(place, 1);  // values, done with
+    const int first = part.k_origin + tile * kStreamRows;
+    if (args.dk.rows.data)
+      store_walk_rows<T>(dk, part.factor, args.dk.rows.rows(part.batch, part.head, part.k_begin),
+                         first, part.keys, 0, stage);
+    if (args.dv.rows.data)
+      store_walk_rows<T>(dv, 1.0f / args.weight_scale,
+                         args.dv.rows.rows(part.batch, part.head, part.k_begin), first, part.keys,
+                         0, stage);
+  }
+
+  // The tile's shifts from the lse that were copied, by the threads that copied them.
+  __device__ void find_shifts(const WalkPart& part, int tile, int place) const {
+    const int row = static_cast<int>(walk_thread()) - 2 * kWarpgroup;
+    if (static_cast<unsigned>(row) >= kStreamRows) return;
+    const int rank = part.q_origin + tile * kStreamRows + row;
+    const bool there = static_cast<unsigned>(rank) < static_cast<unsigned>(part.queries);
+    float& value = shape.shifts(place)[row];
+    const float lse = value;
+    value = there && lse != -INFINITY ? fmaf(lse, kLog2e, -log2f(args.weight_scale)) : INFINITY;
+  }
+  // Starts to copy all of a tile.
+  __device__ void load(const WalkPart& part, int tile, int key_place, int query_place) const {
+    const WalkSource<T>& source = walk_source<T>(shape, group);
+    source.load(group < 2 ? shape.keys(key_place, group) : shape.queries(query_place, group - 2),
+                tile);
+    const int row = static_cast<int>(walk_thread()) - 2 * kWarpgroup;
+    if (static_cast<unsigned>(row) >= kStreamRows) return;
+    const int rank = part.q_origin + tile * kStreamRows + row;
+    const bool there = static_cast<unsigned>(rank) < static_cast<unsigned>(part.queries);
+    cp_async_value(shape.shifts(query_place) + row, part.lse + (there ? rank : 0), there);
+  }
+
+  __device__ void walk(const WalkCut& cut) {
+    const WalkPart& part = shape.part();
+    const auto stop = [&] {
+      return min(static_cast<int>(blockIdx.x + 1) * cut.per_block, cut.total);
+    };
+#pragma unroll 1
+    for (int next = static_cast<int>(blockIdx.x) * cut.per_block; next < stop();
+         next = uniform(part.next)) {
+      __syncthreads();  // all are done with the part before
+      if (threadIdx.x < 4) {
+        const WalkPart own = find_part(args, cut, next, stop());
+        if (threadIdx.x == 0) shape.part() = own;
+        walk_source<T>(shape, static_cast<int>(threadIdx.x)) =
+            WalkSource<T>(args, own, static_cast<int>(threadIdx.x));
+      }
+      __syncthreads();
+      if (part.first >= part.last) continue;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) dk[i] = dv[i] = 0.0f;
+      int key = kWalkGroups;  // place of the tile at work
+      if (group < 2)
+#pragma unroll 1
+        for (int i = 0; i < kWalkGroups; ++i)
+          walk_source<T>(shape, group).load(shape.keys(i, group), part.first - kWalkGroups + i);
+      load(part, part.first, key, part.first & 1);
+      cp_async_commit();
+      cp_async_wait<0>();
+      find_shifts(part, part.first, part.first & 1);
+      fence_async_proxy();
+      __syncthreads();
+      const int end = uniform(part.end);
+#pragma unroll 1
+      for (int tile = uniform(part.first); tile < end; ++tile) {
+        const int behind = (tile - group) & (kWalkGroups - 1), query = tile & 1;
+        const int next_key = place_after<kWalkKeys>(key, 1);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          if (behind > 0)
+            half_step(part, tile, behind, place_before<kWalkKeys>(key, behind), query, half);
+          else
+            half_step_of_two(part, tile, key, query, half);
+          // All have met in between: what the step before used is free.
+          if (half == 0) {
+            if (tile + 1 < end) load(part, tile + 1, next_key, query ^ 1);
+            cp_async_commit();
+          }
+        }
+        cp_async_wait<0>();
+        find_shifts(part, tile + 1, query ^ 1);
+        fence_async_proxy();
+        __syncthreads();
+        if (behind == 0) {
+          add_sums(group, query, 1);
+          retire(part, tile - kWalkGroups, place_before<kWalkKeys>(key, kWalkGroups));
+        }
+        if (behind % 2 == 1 && tile < part.last && args.dq.rows.data) {
+          float dq[16];
+          wgmma_fence();
+          start_queries(dq, tile, key, behind / 2);
+          start_sums(group, query, 1);
+          finish();
+          settle_sums();
+          wgmma_settle(dq);
+          store_walk_rows<T>(
+              dq, part.factor, args.dq.rows.rows(part.batch, part.head, part.q_begin),
+              part.q_origin + tile * kStreamRows, part.queries, behind / 2, shape.stage());
+        } else {
+          add_sums(behind == 0 ? kWalkGroups : group, query, behind);
+        }
+        key = next_key;
+      }
+      // The tiles that are left; a warpgroup has the latest one of its number.
+      const int behind = (end - 1 - group) & (kWalkGroups - 1);
+      retire(part, end - 1 - behind, place_before<kWalkKeys>(key, behind + 1));
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(WalkShape::kThreads, 1)
+    window_kernel(const __grid_constant__ ListBackwardArgs<T> args, const WalkCut cut) {
+  await_previous();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const WalkShape shape(memory);
+  WalkGroup<T> group(args, shape);
+  group.walk(cut);
+}
+
+}  // namespace
+
+template <class T>
+bool takes_windows(const ListBackwardArgs<T>& args) {
+  const ListProblem& problem = args.problem;
+  const SlotSide &q = problem.q, &k = problem.k;
+  const auto all_rows = [](const SlotSide& side) {
+    return side.layout == ListLayout::residues && side.lists == 1;
+  };
+  const auto near = [](const Tensor4<T>& rows) { return rows.row < 1 << 29; };
+  const std::int64_t rows = max(q.spans.rows, k.spans.rows);
+  // Of shorter windows the two kernels of backward_sm90a.cu leave out what is not seen.
+  return problem.rule == ListRule::sliding && problem.window > kWalkWindow / 2 &&
+         problem.window <= kWalkWindow && all_rows(q) && all_rows(k) && problem.group == 1 &&
+         problem.value_group == 1 && problem.width <= 64 &&
+         q.spans.cu_seqlens == k.spans.cu_seqlens && !args.delta.data && !args.lse.by_slot &&
+         args.dq.rows.data && !args.dk.slots && !args.dv.slots && near(args.dq.rows) &&
+         near(args.dk.rows) && near(args.dv.rows) &&
+         (rows / kStreamRows + 8) * q.items * q.heads < 1 << 30;
+}
+
+template <class T>
+void launch_windows_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream) {
+  const ListProblem& problem = args.problem;
+  const SlotSide &q = problem.q, &k = problem.k;
+  const auto tiles = [](int ranks) { return (max(ranks, 0) + kStreamRows - 1) / kStreamRows; };
+  const int queries = q.spans.rows, keys = k.spans.rows;
+  WalkCut cut{};
+  cut.reach = problem.causal ? 0 : (problem.window + 1) / 2 - 1;
+  cut.per_item = 1 + tiles(cut.reach);
+  if (q.spans.cu_seqlens) {
+    cut.per_head = q.items * cut.per_item + queries / kStreamRows;
+    cut.total = cut.per_head * q.heads;
+  } else {
+    const int shift = (problem.offset_rows ? keys - queries : 0) + cut.reach;
+    const int lead = tiles(shift) * kStreamRows;
+    cut.per_head = q.spans.lengths || k.spans.lengths
+                       ? tiles(max(queries, keys)) + cut.per_item
+                       : max(tiles(queries + lead), tiles(keys + lead - shift));
+    cut.total = cut.per_head * q.items * q.heads;
+  }
+  if (cut.total == 0) return;
+  const auto split = [](int whole, int parts) { return (whole + parts - 1) / parts; };
+  cut.per_block = split(cut.total, multiprocessors());
+  launch_early("window_kernel", window_kernel<T>,
+               dim3(static_cast<unsigned>(split(cut.total, cut.per_block))), WalkShape::kThreads,
+               WalkShape::kBytes, stream, args, cut);
+}
+
+#define COTERIE_INSTANTIATE(T)                                \
+  template bool takes_windows<T>(const ListBackwardArgs<T>&); \
+  template void launch_windows_sm90a<T>(const ListBackwardArgs<T>&, cudaStream_t)
+COTERIE_INSTANTIATE(Bf16);
+COTERIE_INSTANTIATE(F16);
+#undef COTERIE_INSTANTIATE
+
+}  // namespace coterie::cuda

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: MIT
+// Centroids less their means, by a warp each: lane l has elements l, l + 32, ...
+#pragma once
+
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+
+// Zeros beyond the width.
+template <int kEach>
+__device__ __forceinline__ void load_centroid(const float* from, int width, float (&value)[kEach]) {
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int d = static_cast<int>(threadIdx.x) % 32 + 32 * i;
+    value[i] = d < width ? from[d] : 0.0f;
+  }
+}
+
+// Takes the mean of `width` elements from them. Returns the length that is left.
+template <int kEach>
+__device__ __forceinline__ float centre_centroid(int width, float (&value)[kEach]) {
+  float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += value[i];
+  const float mean = warp_sum(sum) / static_cast<float>(width);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int d = static_cast<int>(threadIdx.x) % 32 + 32 * i;
+    value[i] = d < width ? value[i] - mean : 0.0f;
+    squares = fmaf(value[i], value[i], squares);
+  }
+  return sqrtf(warp_sum(squares));
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: MIT
+// The centroids of routing on the GPU: their moving average and the commitment loss. Neighbouring
+// lanes normalise a row; sums run in an order that is given by the rows alone.
+#include "core/arena.h"
+#include "core/item.h"
+#include "cuda/api/entry.h"
+#include "cuda/api/refusal.h"
+#include "cuda/launch/dispatch.h"
+#include "cuda/launch/guard.h"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/row_lanes.cuh"
+#include "cuda/prim/warp.cuh"
+
+namespace coterie::cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr double kSmoothing = 1e-5;  // src/cpu/centroid_update.cc
+constexpr int kPartials = 1024;      // of the loss
+
+template <class T>
+using Lanes = RowLanes<T, kMaxHeadDim>;
+template <class T>
+constexpr int kGroups = kThreads / Lanes<T>::kLanes;  // of lanes: rows of a block at a time
+
+template <class T>
+__device__ __forceinline__ int group_number() {
+  return static_cast<int>(threadIdx.x) / Lanes<T>::kLanes;
+}
+
+// Tokens (B, H, N, D), their clusters (B, H, N) and centroids (Hc, C, D).
+template <class T>
+struct Tokens {
+  Tensor4<const T> x;
+  const std::int32_t* labels;
+  SequenceSpans spans;
+  int batches, items, heads, rows, owners, clusters;
+
+  __device__ int owner(int head) const { return head / (heads / owners); }
+  __device__ int label(int batch, int head, int row) const {
+    return labels[(static_cast<std::int64_t>(batch) * heads + head) * rows + row];
+  }
+  __device__ std::int64_t valid_rows() const {
+    std::int64_t count = 0;
+    for (int item = 0; item < items; ++item) count += spans.span(item).length;
+    return count;
+  }
+};
+
+template <class T>
+Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const TensorView& labels,
+                    const TensorView& centroids) {
+  return {tensor4<const T>(x),
+          static_cast<const std::int32_t*>(labels.data),
+          sequence_spans(sequences, x.size(2)),
+          static_cast<int>(x.size(0)),
+          static_cast<int>(item_count(sequences, x.size(0))),
+          static_cast<int>(x.size(1)),
+          static_cast<int>(x.size(2)),
+          static_cast<int>(centroids.size(0)),
+          static_cast<int>(centroids.size(1))};
+}
+
+// The rows of one cluster, 256 tokens at a time: this thread's token of a chunk, or -1.
+template <class T, class Visit>
+__device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Visit visit) {
+  const int sharing = tokens.heads / tokens.owners;
+  for (int item = 0; item < tokens.items; ++item) {
+    const ItemSpan span = tokens.spans.span(item);
+    for (int head = owner * sharing; head < (owner + 1) * sharing; ++head)
+      for (int first = 0; first < span.length; first += kThreads) {
+        const int row = first + static_cast<int>(threadIdx.x);
+        const bool member =
+            row < span.length && tokens.label(span.batch, head, span.begin + row) == cluster;
+        visit(span.batch, head, member ? span.begin + row : -1);
+      }
+  }
+}
+
+// counts <- decay counts + (1 - decay) members, one block per cluster.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    count_members(Tokens<T> tokens, double decay, float* counts) {
+  const int cluster = blockIdx.x, owner = blockIdx.y;
+  int members = 0;
+  for_members(tokens, owner, cluster,
+              [&](int, int, int row) { members += __syncthreads_count(row >= 0); });
+  float& count = counts[owner * tokens.clusters + cluster];
+  if (threadIdx.x == 0) count = static_cast<float>(decay * count + (1 - decay) * members);
+}
+
+// sums <- decay sums + (1 - decay) sum of normalised members; centroids of clusters with members
+// become sums over smoothed counts. One block per cluster; groups of lanes share the members.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    move_centroids(Tokens<T> tokens, double decay, const float* counts, float* sums,
+                   float* centroids) {
+  __shared__ int listed[kThreads];
+  __shared__ int ahead[kWarps];  // members of the chunk in earlier warps
+  __shared__ double partial[kGroups<T>][kMaxHeadDim];
+  const int cluster = blockIdx.x, owner = blockIdx.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = tokens.x.width;
+  double sum[Lanes<T>::kVector] = {};
+  int members = 0;
+  for_members(tokens, owner, cluster, [&](int batch, int head, int row) {
+    const unsigned found = __ballot_sync(~0u, row >= 0);
+    if (lane == 0) ahead[warp] = __popc(found);
+    const int total = __syncthreads_count(row >= 0);
+    if (total == 0) return;
+    int place = __popc(found & ((1u << lane) - 1));
+    for (int w = 0; w < warp; ++w) place += ahead[w];
+    if (row >= 0) listed[place] = row;
+    __syncthreads();
+    const Rows<const T> rows = tokens.x.rows(batch, head, 0);
+    for (int first = 0; first < total; first += kGroups<T>) {
+      const int m = first + group_number<T>();
+      typename Lanes<T>::Values y;
+      Lanes<T>::load(rows, m < total ? listed[m] : 0, m < total, y);
+      Lanes<T>::normalise(width, y);
+#pragma unroll
+      for (int i = 0; i < Lanes<T>::kVector; ++i) sum[i] += y[i];
+    }
+    members += total;
+    __syncthreads();
+  });
+#pragma unroll
+  for (int i = 0; i < Lanes<T>::kVector; ++i)
+    partial[group_number<T>()][Lanes<T>::column() + i] = sum[i];
+  __syncthreads();
+  double total = 0;
+  for (int c = 0; c < tokens.clusters; ++c) total += counts[owner * tokens.clusters + c];
+  const std::int64_t cell = static_cast<std::int64_t>(owner) * tokens.clusters + cluster;
+  const double smoothed =
+      (counts[cell] + kSmoothing) / (total + tokens.clusters * kSmoothing) * total;
+  for (int column = threadIdx.x; column < width; column += kThreads) {
+    double batch = 0;
+    for (int group = 0; group < kGroups<T>; ++group) batch += partial[group][column];
+    float& old = sums[cell * width + column];
+    const double moved = decay * old + (1 - decay) * batch;
+    old = static_cast<float>(moved);
+    if (members > 0) centroids[cell * width + column] = static_cast<float>(moved / smoothed);
+  }
+}
+
+// Calls visit(batch, head, row of the batch entry, there) for every token, one per group of lanes;
+// `there` is false for padding, and the lanes of a warp come together.
+template <class T, class Visit>
+__device__ void for_tokens(const Tokens<T>& tokens, Visit visit) {
+  const std::int64_t total = static_cast<std::int64_t>(tokens.batches) * tokens.heads * tokens.rows;
+  for (std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups<T>; first < total;
+       first += static_cast<std::int64_t>(gridDim.x) * kGroups<T>) {
+    const std::int64_t token = first + group_number<T>();
+    const int row = static_cast<int>(token % tokens.rows);
+    const int head = static_cast<int>(token / tokens.rows % tokens.heads);
+    const int batch = static_cast<int>(token / tokens.rows / tokens.heads);
+    visit(batch, head, row, token < total && tokens.spans.item_of(batch, row, tokens.items) >= 0);
+  }
+}
+
+// A normalised token, and what it differs by from its centroid. Labels on the device were not
+// checked: they are clamped.
+template <class T>
+struct Difference {
+  typename Lanes<T>::Values y, difference;
+  float inverse;
+
+  __device__ Difference(const Tokens<T>& tokens, const float* centroids, int batch, int head,
+                        int row, bool there) {
+    const int width = tokens.x.width;
+    const int label = there ? min(max(tokens.label(batch, head, row), 0), tokens.clusters - 1) : 0;
+    Lanes<T>::load(tokens.x.rows(there ? batch : 0, there ? head : 0, 0), row, there, y);
+    inverse = Lanes<T>::normalise(width, y);
+    const std::int64_t owner = there ? tokens.owner(head) : 0;
+    Lanes<T>::load_floats(centroids + (owner * tokens.clusters + label) * width, width, difference);
+#pragma unroll
+    for (int i = 0; i < Lanes<T>::kVector; ++i) difference[i] = y[i] - difference[i];
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    add_differences(Tokens<T> tokens, const float* centroids, double* partials) {
+  __shared__ double parts[kGroups<T>];
+  double sum = 0;
+  for_tokens(tokens, [&](int batch, int head, int row, bool there) {
+    const Difference<T> token(tokens, centroids, batch, head, row, there);
+    const float squares = Lanes<T>::dot(token.difference, token.difference);
+    if (there) sum += squares;
+  });
+  if (Lanes<T>::column() == 0) parts[group_number<T>()] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int group = 1; group < kGroups<T>; ++group) sum += parts[group];
+  partials[blockIdx.x] = sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(32)
+    take_mean(Tokens<T> tokens, const double* partials, int count, float* loss) {
+  double sum = 0;
+  for (int i = threadIdx.x; i < count; i += 32) sum += partials[i];
+  sum = warp_sum(sum);
+  const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
+  if (threadIdx.x == 0) *loss = elements > 0 ? static_cast<float>(sum / elements) : 0.0f;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    add_gradients(Tokens<T> tokens, const float* centroids, double weight, Tensor4<T> dx) {
+  const int width = tokens.x.width;
+  const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
+  const float factor = static_cast<float>(2 * weight / elements);
+  for_tokens(tokens, [&](int batch, int head, int row, bool there) {
+    Difference<T> token(tokens, centroids, batch, head, row, there);
+    const float mean = Lanes<T>::total(token.difference) / static_cast<float>(width);
+    const float along = Lanes<T>::dot(token.difference, token.y) / static_cast<float>(width);
+    if (!there) return;
+    typename Lanes<T>::Values sum;
+    const Rows<T> to = dx.rows(batch, head, 0);
+    Lanes<T>::load({to.data, to.pitch, to.width, to.aligned}, row, true, sum);
+#pragma unroll
+    for (int i = 0; i < Lanes<T>::kVector; ++i)
+      sum[i] += factor * (token.difference[i] - mean - token.y[i] * along) * token.inverse;
+    Lanes<T>::store(to, row, sum);
+  });
+}
+
+int token_blocks(const TensorView& x) {
+  const std::int64_t rows = x.size(0) * x.size(1) * x.size(2);
+  return static_cast<int>(
+      min(max((rows + kWarps - 1) / kWarps, std::int64_t{1}), std::int64_t{kPartials}));
+}
+
+}  // namespace
+
+std::string refuse_tokens(const TensorView& x) {
+  for (const std::string& reason : {refuse_type(x.dtype), refuse_width(x.size(3)),
+                                    refuse_more_than(kMaxBlocks, "heads", x.size(1)),
+                                    refuse_more_than(kMaxRows, "rows of a batch entry", x.size(2))})
+    if (!reason.empty()) return reason;
+  return "";
+}
+
+void ema_update(double decay, const TensorView& x, const Sequences& sequences,
+                const TensorView& labels, const CentroidState& state, const Workspace& workspace) {
+  const DeviceGuard guard("ema_update", x.device);
+  const cudaStream_t stream = stream_of(workspace);
+  const dim3 grid(static_cast<unsigned>(state.centroids.size(1)),
+                  static_cast<unsigned>(state.centroids.size(0)));
+  dispatch_element("ema_update", x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Tokens<T> tokens = tokens_of<T>(x, sequences, labels, state.centroids);
+    float* counts = static_cast<float*>(state.counts.data);
+    count_members<<<grid, kThreads, 0, stream>>>(tokens, decay, counts);
+    COTERIE_LAUNCH("count_members");
+    move_centroids<<<grid, kThreads, 0, stream>>>(tokens, decay, counts,
+                                                  static_cast<float*>(state.sums.data),
+                                                  static_cast<float*>(state.centroids.data));
+    COTERIE_LAUNCH("move_centroids");
+  });
+}
+
+std::int64_t commitment_workspace_bytes(const TensorView& x) {
+  Arena arena;
+  arena.take<double>(token_blocks(x));
+  return arena.used();
+}
+
+void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
+                     const TensorView& labels, const TensorView& loss, const Workspace& workspace) {
+  const DeviceGuard guard("commitment_loss", x.device);
+  const cudaStream_t stream = stream_of(workspace);
+  const int blocks = token_blocks(x);
+  Arena arena("commitment_loss", workspace, cuda::commitment_workspace_bytes(x));
+  double* partials = arena.take<double>(blocks);
+  dispatch_element("commitment_loss", x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Tokens<T> tokens = tokens_of<T>(x, sequences, labels, centroids);
+    add_differences<<<blocks, kThreads, 0, stream>>>(
+        tokens, static_cast<const float*>(centroids.data), partials);
+    COTERIE_LAUNCH("add_differences");
+    take_mean<<<1, 32, 0, stream>>>(tokens, partials, blocks, static_cast<float*>(loss.data));
+    COTERIE_LAUNCH("take_mean");
+  });
+}
+
+void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
+                              const TensorView& centroids, const TensorView& labels, double weight,
+                              const TensorView& dx, const Workspace& workspace) {
+  const DeviceGuard guard("commitment_loss_backward", x.device);
+  dispatch_element("commitment_loss_backward", x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    add_gradients<<<token_blocks(x), kThreads, 0, stream_of(workspace)>>>(
+        tokens_of<T>(x, sequences, labels, centroids), static_cast<const float*>(centroids.data),
+        weight, tensor4<T>(dx));
+    COTERIE_LAUNCH("add_gradients");
+  });
+}
+
+}  // namespace coterie::cuda

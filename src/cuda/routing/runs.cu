@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: MIT
+// Strict routing: pairs (row, cluster) sorted by cluster, and what the runs of queries and keys
+// imply for a query: how many keys of its cluster are not after it, and what becomes of its own.
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/splits.cuh"
+#include "cuda/routing/sort.cuh"
+#include "cuda/routing/stages.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+
+struct SortArgs {
+  SortProblems sides[2];
+  Teams teams;
+  std::int32_t* numbers;  // of the sort
+  int shared_words;
+};
+
+// Teams work on the problems of both sides, as group_kernel of cluster/group.cu.
+__global__ void __launch_bounds__(kThreads, 1)
+    sort_runs_kernel(const __grid_constant__ SortArgs args) {
+  extern __shared__ std::int32_t shared[];
+  Team team(args.teams);
+  const int queries = args.sides[0].shape.problems();
+  const int problems = queries + args.sides[1].shape.problems();
+  int turn = 0;
+  for (int number = team.number; number < problems; number += args.teams.count, turn ^= 1) {
+    const bool keys = number >= queries;
+    const SortProblems& side = args.sides[keys];
+    sort_problem(side, keys ? number - queries : number, team,
+                 histograms_of(args.numbers, args.teams, team, turn, side.shape.clusters),
+                 starts_of(args.numbers, args.teams, side.shape.clusters), shared,
+                 args.shared_words);
+  }
+}
+
+constexpr int kEndThreads = 256, kFewRows = 256, kManyRows = 1024;
+constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // that are searched in shared memory
+
+struct EndArgs {
+  ItemSpans spans;
+  ItemChunks tiles;  // of kFewRows or kManyRows queries
+  int items, heads, group, clusters, window, per_row;
+  RoutingRuns q, k;
+  bool same;  // the runs of queries are those of keys
+  bool demote, include_self;
+  RunEnds out;
+};
+
+// The first place in [0, count) where `values` exceeds `value`; they ascend.
+__device__ __forceinline__ int upper_bound(const std::int32_t* values, int count, int value) {
+  int first = 0;
+  while (count > 0) {
+    const int half = count / 2;
+    if (values[first + half] <= value) {
+      first += half + 1;
+      count -= half + 1;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+// The number of keys in sight and whether the own key is among them, to what becomes of it.
+__device__ __forceinline__ std::uint8_t own_key(const EndArgs& args, int keys, bool found) {
+  const bool demoted = args.demote && keys - (found ? 1 : 0) > 0;
+  if (found) return demoted ? kDropOwnKey : 0;
+  return args.include_self && !demoted ? kAddOwnKey : 0;
+}
+
+// Numbers in global memory, or a copy of them in shared memory, counted from `first` there.
+struct Numbers {
+  const std::int32_t* data;
+  int first;
+
+  // Copies [begin, end) if they fit. By all threads, which then synchronise.
+  __device__ void stage(std::int32_t* shared, int room, int begin, int end) {
+    if (end - begin > room) return;
+    for (int i = begin + threadIdx.x; i < end; i += kEndThreads) shared[i - begin] = data[i];
+    data = shared;
+    first = begin;
+  }
+  __device__ const std::int32_t* from(int i) const { return data + (i - first); }
+};
+
+// A block per tile of queries; a thread takes a slot at a time.
+__global__ void __launch_bounds__(kEndThreads)
+    run_ends_kernel(const __grid_constant__ EndArgs args) {
+  await_previous();
+  __shared__ std::int32_t q_starts[kStagedStarts], k_starts[kStagedStarts], k_rows[kStagedKeys];
+  __shared__ int ends[2];
+  const ItemChunk tile = args.tiles.find(args.spans.q, blockIdx.x);
+  if (tile.begin >= tile.end) return;
+  const int head = static_cast<int>(blockIdx.y), clusters = args.clusters, m = args.per_row;
+  const int key_heads = args.heads / args.group, key_head = head / args.group;
+  const ItemSpan span = tile.span, keys = args.spans.k.span(tile.item);
+  Numbers starts{
+      args.q.offsets + (static_cast<std::int64_t>(tile.item) * args.heads + head) * (clusters + 1),
+      0};
+  Numbers key_starts{
+      args.k.offsets +
+          (static_cast<std::int64_t>(tile.item) * key_heads + key_head) * (clusters + 1),
+      0};
+  Numbers rows{
+      args.k.order +
+          (static_cast<std::int64_t>(keys.batch) * key_heads + key_head) * args.spans.k.rows +
+          keys.begin,
+      0};
+  starts.stage(q_starts, kStagedStarts, 0, clusters + 1);
+  if (!args.same) key_starts.stage(k_starts, kStagedStarts, 0, clusters + 1);
+  __syncthreads();
+  const int first = tile.begin * m, end = tile.end * m;
+  // The clusters of the tile's first and last slot, found by a thread each.
+  if (threadIdx.x % 32 == 0 && threadIdx.x < 64)
+    ends[threadIdx.x / 32] =
+        upper_bound(starts.data, clusters + 1, threadIdx.x == 0 ? first : end - 1) - 1;
+  __syncthreads();
+  const int low = ends[0], high = ends[1];
+  if (!args.same) {
+    rows.stage(k_rows, kStagedKeys, key_starts.data[low], key_starts.data[high + 1]);
+    __syncthreads();
+  }
+  const std::int64_t block = static_cast<std::int64_t>(span.batch) * args.heads + head;
+  const std::int64_t slots = (block * args.spans.q.rows + span.begin) * m;
+  for (int slot = first + static_cast<int>(threadIdx.x); slot < end; slot += kEndThreads) {
+    const int row = args.q.order[slots + slot];
+    const int cluster = low + upper_bound(starts.data + low + 1, high - low, slot);
+    int sight = slot - starts.data[cluster] + 1;
+    bool own = true;
+    if (!args.same) {
+      const int position = row + keys.length - span.length, run = key_starts.data[cluster];
+      sight = upper_bound(rows.from(run), key_starts.data[cluster + 1] - run, position);
+      own = sight > 0 && rows.from(run)[sight - 1] == position;
+    }
+    if (args.out.ends) args.out.ends[slots + slot] = sight;
+    if (!args.out.own_row) continue;
+    const int seen = min(sight, args.window);
+    if (m == 1)
+      args.out.own_row[block * args.spans.q.rows + span.begin + row] = own_key(args, seen, own);
+    else
+      args.out.own_slot[slots + slot] = static_cast<std::uint8_t>(min(seen, 2) | (own ? 4 : 0));
+  }
+}
+
+// own_row from what the slots of a row see. A thread per row.
+__global__ void __launch_bounds__(kThreads)
+    own_rows_kernel(const __grid_constant__ EndArgs args, TokenSlots slots) {
+  await_previous();
+  const SequenceSpans& q = args.spans.q;
+  const int row = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  const int head = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
+  if (row >= q.rows) return;
+  const std::int64_t place = (static_cast<std::int64_t>(batch) * args.heads + head) * q.rows + row;
+  const int item = q.item_of(batch, row, args.items);
+  int keys = 0;
+  bool found = false;
+  if (item >= 0) {
+    const std::int64_t start = slots.start(item, q.span(item), head);
+    const std::int32_t* own = slots.slots + start + slots.first[place];
+    for (int i = 0; i < slots.count[place]; ++i) {
+      const std::uint8_t sight = args.out.own_slot[start + own[i]];
+      keys += sight & 3;
+      found = found || (sight & 4);
+    }
+  }
+  args.out.own_row[place] = item >= 0 ? own_key(args, keys, found) : 0;
+}
+
+}  // namespace
+
+void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals, Arena& arena,
+               cudaStream_t stream) {
+  SortArgs args{};
+  int rows = 0, problems = 0;
+  for (const SortSide* sort : {&queries, keys}) {
+    if (!sort) continue;
+    const ClusterShape& shape = sort->side.shape;
+    args.sides[sort == keys] = {shape, sort->clusters, sort->per_row, sort->runs, sort->copy};
+    rows = max(rows, shape.rows * sort->per_row);
+    problems += shape.problems();
+  }
+  const int clusters = queries.side.shape.clusters;
+  args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
+  args.numbers = arena.take<std::int32_t>(sort_numbers(args.teams, clusters));
+  if (arena.counting() || problems == 0) return;
+  const std::size_t bytes = sort_shared_bytes(clusters, kWarps);
+  args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
+  launch_cooperative(sort_runs_kernel, args.teams.blocks(), kThreads, bytes, stream, args);
+}
+
+RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall& call)
+    : per_row(static_cast<int>(min(params.queries_in, params.clusters))) {
+  const std::int64_t rows = call.B * call.H * call.N;
+  if (!params.include_self && params.self != SelfAttention::demote) return;
+  own_row = arena.take<std::uint8_t>(rows);
+  if (per_row > 1) own_slot = arena.take<std::uint8_t>(rows * per_row);
+}
+
+void find_run_ends(const RoutingParams& params, const AttentionCall& call,
+                   const RoutingRuns& queries, const RoutingRuns& keys, const TokenSlots* slots,
+                   const RunEnds& ends, cudaStream_t stream) {
+  EndArgs args{};
+  args.spans = item_spans(call.inputs);
+  args.items = static_cast<int>(call.num_items());
+  args.tiles = row_tiles(args.spans.q, args.items, call.N < 16 * kManyRows ? kFewRows : kManyRows);
+  args.heads = static_cast<int>(call.H);
+  args.group = static_cast<int>(call.H / call.key_heads);
+  args.clusters = static_cast<int>(params.clusters);
+  args.window = static_cast<int>(min(params.window, call.N + call.S));
+  args.per_row = ends.per_row;
+  args.q = queries;
+  args.k = keys;
+  args.same = params.share_qk && ends.per_row == 1;
+  args.demote = params.self == SelfAttention::demote;
+  args.include_self = params.include_self;
+  args.out = ends;
+  if (args.tiles.slots == 0) return;
+  launch_early("run_ends", run_ends_kernel,
+               dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(call.H)),
+               kEndThreads, 0, stream, args);
+  if (!ends.own_slot) return;
+  launch_early("own_rows", own_rows_kernel,
+               dim3(static_cast<unsigned>((call.N + kThreads - 1) / kThreads),
+                    static_cast<unsigned>(call.H), static_cast<unsigned>(call.B)),
+               kThreads, 0, stream, args, *slots);
+}
+
+}  // namespace coterie::cuda

@@ -1,0 +1,1172 @@
+// SPDX-License-Identifier: MIT
+// The nearest cluster of bf16 rows and their statistics (scan_sm90a.cu), and afterwards
+// the sort by cluster; where queries and keys are alike, of both at once, with what queries see.
+#include <cstdint>
+
+#include "cuda/api/padding.h"
+#include "cuda/cluster/first_sync.cuh"
+#include "cuda/cluster/nearest.cuh"
+#include "cuda/launch/dispatch.h"
+#include "cuda/prim/row_chunk.cuh"
+#include "cuda/prim/warp.cuh"
+#include "cuda/prim/wgmma.cuh"
+#include "cuda/prim/wgmma_operands.cuh"
+#include "cuda/routing/centre.cuh"
+#include "cuda/routing/row_statistics.cuh"
+#include "cuda/routing/sort.cuh"
+#include "cuda/routing/stages.h"
+
+namespace coterie::cuda {
+
+namespace {
+
+// The nearest cluster of bf16 rows, exactly, by warpgroup products, and their statistics: for
+// scan_sm90a.cu.
+//
+// A warpgroup takes 64 rows from global memory to registers and meets kScanStep centroids at a
+// time. Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and the
+// centred centroids m; each times a power of two. What rounding takes from m is multiplied in e4m3,
+// if shared memory holds it, which takes half the time. With m = table + low + rest a score and the
+// sum in fp32 that decides differ by at most
+//   |x| max (|rest| + kRowLoss |low|)  +  2^-15 |x| max |m|,
+// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
+// at 2^-24) and the smallest elements; half of it for 64 elements. Of the scores of a row the two
+// largest are found (ScoreGrid in scan_sm90a.cu). A label is certain where they are
+// farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it has
+// 64, multiplies them again, and sums in fp32 for those centroids alone that are near enough to the
+// best (scan_sm90a.cu).
+
+// Scores of rows and centroids for scan_sm90a.cu: 64 rows of a warpgroup, in registers, and
+// kScanStep centroids at a time from shared memory, both in f16.
+
+// A warpgroup product (prim/wgmma.cuh) of 8-bit numbers, with 3 bits behind the point: twice as
+// fast.
+
+// Four numbers in a word, the first in its lowest byte.
+__device__ __forceinline__ std::uint32_t pack_e4m3(float a, float b, float c, float d) {
+  std::uint32_t word;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+// A number of it again.
+__device__ __forceinline__ float unpack_e4m3(std::uint32_t word, int number) {
+  const auto byte = static_cast<std::uint16_t>(word >> 8 * number & 0xff);
+  std::uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(byte));
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<std::uint16_t>(halves & 0xffff)));
+  return value;
+}
+
+// d = a b (kAdd 0) or d += a b, 64 x 32 by 32 x 64; the columns of b are rows in shared memory.
+template <int kAdd>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const std::uint32_t (&a)[4],
+                                           std::uint64_t b) {
+#define COTERIE_E4M3(io, add)                                                             \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                       \
+               ", 0;\n"                                                                   \
+               "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" COTERIE_WGMMA_D32 \
+               "}"                                                                        \
+               ", {%32,%33,%34,%35}, %36, p, 1, 1;}"                                      \
+               : COTERIE_WGMMA_OUT32(io)                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+  if constexpr (kAdd == 1)
+    COTERIE_E4M3("+", "1");
+  else
+    COTERIE_E4M3("=", "0");
+#undef COTERIE_E4M3
+}
+
+using ScanElement = Bf16;
+using ScanHalf = F16;
+
+// Warpgroups of a block, as many as have registers enough for rows of 32 * kChunks elements.
+template <int kChunks>
+constexpr int kScanGroups = kChunks <= 2 ? 4 : 3;
+template <int kChunks>
+constexpr int kScanThreads = kScanGroups<kChunks>* kWarpgroup;
+constexpr int kMostScanGroups = 4, kMostScanWarps = kMostScanGroups * kWarpgroup / 32;
+constexpr int kScanStep = 64;  // centroids at a time
+constexpr int kScanRows = 64;
+
+// Rows of lengths in [2, 2^8) are taken as they are: their elements fit into e4m3, and what is lost
+// there of small ones is less than 2^-7 of the length. Other rows are brought to 2 by a power of
+// two; the longest centroid is brought to 2^11, so that what rounding to f16 takes from the
+// centroids fits into e4m3, too.
+constexpr float kShortestRow = 2.0f, kLongestRow = 0x1p8f, kTableLength = 0x1p11f;
+// What products in e4m3 miss of x . rest, over |x| |rest|: half a unit of x's 4 bits, small
+// elements, and sums of 14 bits.
+constexpr float kRowLoss = 0x1p-4f + 0x1p-7f + 0x1p-7f;
+
+template <int kChunks>
+constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
+
+__device__ __forceinline__ int group_number() {
+  return static_cast<int>(threadIdx.x / unsigned{kWarpgroup});
+}
+
+// What the rows of a block's problem are measured with.
+struct ScanTable {
+  std::uint64_t descriptor;
+  int low_part;  // bytes behind it are what rounding took from the centroids; 0: nowhere
+  int columns, clusters, pitch;
+  int halves;              // twice the steps over the columns
+  const float* centroids;  // (clusters, pitch)
+  bool usable;             // scores are finite, and not too small to scale
+  float norm, slack;       // scaled: the largest |m|, and the error bound over |x|
+};
+
+// The power of two that brings a length to `power`, itself one, or up to twice that; 0: the length
+// is not finite, or so short that squares were lost.
+__device__ __forceinline__ float scale_to(float length, float power) {
+  const std::uint32_t exponent = __float_as_uint(length) >> 23;
+  return length > 0x1p-50f && length < 0x1p100f ? power * __uint_as_float((254 - exponent) << 23)
+                                                : 0.0f;
+}
+__device__ __forceinline__ float row_scale(float length) {
+  return length >= kShortestRow && length < kLongestRow ? 1.0f : scale_to(length, kShortestRow);
+}
+
+// The largest value of the block; NaN counts as larger than all. Synchronises the threads.
+__device__ inline float block_largest(float value) {
+  __shared__ float warps[kMostScanWarps];
+  const auto raise = [&](float other) {
+    if (!(other <= value) && !isnan(value)) value = other;
+  };
+  for (int step = 16; step > 0; step /= 2) raise(__shfl_xor_sync(~0u, value, step));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) raise(warps[w]);
+  return value;
+}
+
+// Bytes of the lower part of the table. A row of 128 bytes has that of a centroid, or of two that
+// are a step apart.
+template <int kChunks>
+constexpr int low_bytes(int columns) {
+  constexpr int kEach = 2 / kScanBands<kChunks>;  // centroids
+  return (columns + kScanStep * kEach - 1) / (kScanStep * kEach) * kScanStep * 128;
+}
+// Where that of a step stands, in 16 bytes; `number` is twice the step's.
+template <int kChunks>
+__device__ __forceinline__ int low_step(int number) {
+  return kScanBands<kChunks> == 2 ? number / 2 * 512 : number / 4 * 512 + number / 2 % 2 * 4;
+}
+
+// Centroids times `scale` to shared memory, and in e4m3 what rounding them to f16 takes, if there
+// is room; depths in the order of RowProducts, zeros behind the last one. Returns the largest |m -
+// table|, and what products miss of it, scaled.
+template <int kChunks>
+__device__ float stage_table(const ScanTable& table, float scale, std::uint32_t memory) {
+  float most = 0.0f;
+  for (int i = threadIdx.x; i < table.columns * kChunks; i += kScanThreads<kChunks>) {
+    const int column = i / kChunks, chunk = i % kChunks;
+    const auto* from = reinterpret_cast<const float4*>(
+        table.centroids + static_cast<std::int64_t>(column) * table.pitch + 32 * chunk);
+    float value[32];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float4 m = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (column < table.clusters) m = from[j];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) value[4 * j + k] = (&m.x)[k] * scale;
+    }
+    // Stores the values, and leaves what is lost of them.
+    const auto store = [&](std::uint32_t to) {
+      std::uint32_t word[16];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        word[j] = pack2<ScanHalf>(value[2 * j], value[2 * j + 1]);
+#pragma unroll
+        for (int k = 2 * j; k < 2 * j + 2; ++k) value[k] -= to_float(from_float<F16>(value[k]));
+      }
+      const Tile<ScanHalf, 64> band{to + chunk / 2 * table.columns * 128};
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair)
+        store_shared16(band.chunk(column, chunk % 2 * 4 + pair),
+                       make_uint4(word[pair], word[4 + pair], word[8 + pair], word[12 + pair]));
+    };
+    store(memory);
+    float low_squares = 0.0f;
+    if (table.low_part) {
+      const Tile<ScanHalf, 64> low{memory + table.low_part +
+                                   16 * low_step<kChunks>(column / kScanStep * 2) / 1024 * 1024};
+      const int place = (kScanBands<kChunks> == 2 ? 0 : column / kScanStep % 2 * 4) + chunk * 2;
+      std::uint32_t word[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int at = j % 4 * 8 + j / 4 * 4;
+        word[j] = pack_e4m3(value[at], value[at + 1], value[at + 2], value[at + 3]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float part = unpack_e4m3(word[j], k);
+          low_squares = fmaf(part, part, low_squares);
+          value[at + k] -= part;
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_shared16(
+            low.chunk(column % kScanStep, place + half),
+            make_uint4(word[4 * half], word[4 * half + 1], word[4 * half + 2], word[4 * half + 3]));
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 32; ++k) squares = fmaf(value[k], value[k], squares);
+#pragma unroll
+    for (int step = 1; step < kChunks; step *= 2) {
+      squares += __shfl_xor_sync(~0u, squares, step);
+      low_squares += __shfl_xor_sync(~0u, low_squares, step);
+    }
+    most = fmaxf(most, sqrtf(squares) + kRowLoss * sqrtf(low_squares));
+  }
+  fence_async_proxy();
+  return block_largest(most);
+}
+
+constexpr std::int32_t kNumbers = 63;  // lower bits of a score that make room for a number
+
+// The two best scores of this lane's columns of a row, of those above 0. In a grid whose rows are
+// the even or the odd columns of a step, and whose columns are the 8 blocks of 8 columns of all
+// steps, two scores differ in their row or in their column: the second best is that of the largest
+// scores of rows or that of columns. So a score takes part in two maxima, of three numbers each,
+// and needs no number of its own. Bits of positive floats ascend with them as integers; those of
+// negative ones are below 0.
+struct ScoreGrid {
+  std::int32_t first = 0, second = 0;  // of rows; lower bits are the number
+  std::int32_t block[8] = {};
+
+  // `number` is twice that of the step.
+  __device__ __forceinline__ void add(const float (&d)[kScanStep / 2], int side, int number) {
+    const auto at = [&](int j, int odd) { return __float_as_int(d[4 * j + 2 * side + odd]); };
+    std::int32_t most[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      most[odd] = __vimax3_s32(at(0, odd), at(1, odd), at(2, odd));
+      most[odd] = __vimax3_s32(most[odd], at(3, odd), at(4, odd));
+      most[odd] = __vimax3_s32(most[odd], at(5, odd), at(6, odd));
+      most[odd] = (max(most[odd], at(7, odd)) & ~kNumbers) | (number + odd);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) block[j] = __vimax3_s32(block[j], at(j, 0), at(j, 1));
+    const std::int32_t large = max(most[0], most[1]);
+    second = __vimax3_s32(second, min(first, large), min(most[0], most[1]));
+    first = max(first, large);
+  }
+  // The second best, and the column of the best.
+  __device__ __forceinline__ std::int32_t finish(int& column, std::uint32_t mask) const {
+    std::uint32_t largest = 0, nearest = 0;
+    std::uint32_t key[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      key[j] = (static_cast<std::uint32_t>(block[j]) & mask) | static_cast<std::uint32_t>(j);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) largest = __vimax3_u32(largest, key[j], key[j + 1]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) nearest = __viaddmax_u32(key[j], 0u - largest, nearest);
+    const int row = first & kNumbers;
+    column = row / 2 * kScanStep + static_cast<int>(largest & kNumbers) * 8 +
+             static_cast<int>(threadIdx.x % 4u * 2u) + row % 2;
+    return max(second, static_cast<std::int32_t>(largest + nearest));
+  }
+};
+
+// The two best scores of a row, and the column of the first. Lane t of a row's four gets those of
+// row t % 2 of its two.
+struct RowBest {
+  std::int32_t first, second;
+  int column;
+
+  __device__ RowBest(const ScoreGrid (&grid)[2], std::uint32_t mask) {
+    const bool own = threadIdx.x % 2u;
+    int columns[2];
+    std::int32_t seconds[2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) seconds[side] = grid[side].finish(columns[side], mask);
+    first = own ? grid[1].first : grid[0].first;
+    second = own ? seconds[1] : seconds[0];
+    column = own ? columns[1] : columns[0];
+    add(__shfl_xor_sync(~0u, own ? grid[0].first : grid[1].first, 1),
+        __shfl_xor_sync(~0u, own ? seconds[0] : seconds[1], 1),
+        __shfl_xor_sync(~0u, own ? columns[0] : columns[1], 1));
+    add(__shfl_xor_sync(~0u, first, 2), __shfl_xor_sync(~0u, second, 2),
+        __shfl_xor_sync(~0u, column, 2));
+  }
+  // Not above it by more than 2^-17 of it.
+  __device__ float score() const { return __int_as_float(first & ~kNumbers); }
+  __device__ float next() const { return __int_as_float(second & ~kNumbers); }
+  __device__ bool found() const { return first > kNumbers; }
+
+ private:
+  __device__ __forceinline__ void add(std::int32_t other, std::int32_t other_second,
+                                      int other_column) {
+    second = __vimax3_s32(second, other_second, min(first, other));
+    column = other > first ? other_column : column;
+    first = max(first, other);
+  }
+};
+
+// 64 rows of a warpgroup.
+template <int kChunks>
+struct RowProducts {
+  RowFragments<ScanHalf, kChunks, 1> rows;
+  std::uint32_t low[kChunks][4];  // in e4m3: of 32 elements those of a lane's first and second four
+
+  __device__ __forceinline__ void set(int side, const float (&x)[8 * kChunks]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kChunks; ++i)  // elements 2 i, 2 i + 1 of the lane's, see RowFragments
+      rows.a[0][i / 2][i % 2 * 2 + side] = pack2<ScanHalf>(x[2 * i], x[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < 2 * kChunks; ++i)
+      low[i / 2][i % 2 * 2 + side] = pack_e4m3(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+  }
+
+  // Starts on the scores of the kScanStep centroids of the step with half this number, which are
+  // `at` in the table; `at` then says the next ones.
+  template <int kParts>
+  __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
+                                        int number, std::uint32_t& at) const {
+    const auto descriptor = [&](std::uint32_t place) {
+      return table.descriptor >> 32 << 32 | place;
+    };
+    wgmma_fence();
+    if constexpr (kParts == 2) {  // small numbers first: sums of e4m3 products have 14 bits
+      const std::uint32_t first = static_cast<std::uint32_t>(table.descriptor) +
+                                  (table.low_part >> 4) + low_step<kChunks>(number);
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        if (chunk == 0)
+          wgmma_e4m3<0>(d, low[chunk], descriptor(first + 2 * chunk));
+        else
+          wgmma_e4m3<1>(d, low[chunk], descriptor(first + 2 * chunk));
+    }
+#pragma unroll
+    for (int depth = 0; depth < 2 * kChunks; ++depth) {
+      const std::uint64_t b = descriptor(at + depth / 4 * table.columns * 8 + depth % 4 * 2);
+      if (depth == 0 && kParts == 1)
+        wgmma<ScanHalf, 0, 0>(d, rows.a[0][depth], b);
+      else
+        wgmma<ScanHalf, 1, 0>(d, rows.a[0][depth], b);
+    }
+    wgmma_commit();
+    at += kScanStep * 128 / 16;
+  }
+  // For the first centroids. The compiler would make it anew for every product if it knew what it
+  // is.
+  __device__ static __forceinline__ std::uint32_t first_columns(const ScanTable& table) {
+    auto low = static_cast<std::uint32_t>(table.descriptor);
+    asm volatile("" : "+r"(low));
+    return low;
+  }
+  __device__ static __forceinline__ void finish(float (&d)[kScanStep / 2]) {
+    wgmma_wait<0>();
+    wgmma_settle(d);
+  }
+
+  // The two best of all centroids.
+  template <int kParts>
+  __device__ __forceinline__ void find(const ScanTable& table, ScoreGrid (&grid)[2]) const {
+    std::uint32_t low = first_columns(table);
+    int number = 0;
+#pragma unroll 1
+    do {
+      float d[kScanStep / 2];
+      start<kParts>(d, table, number, low);
+      finish(d);
+      grid[0].add(d, 0, number);
+      grid[1].add(d, 1, number);
+    } while ((number += 2) < table.halves);
+  }
+};
+
+// Rows whose nearest cluster the products of scan_sm90a.cu leave open: sums in fp32 for the
+// centroids that are near enough to the best.
+
+constexpr int kOpenRounds = 4;  // tiles between looks at the list
+constexpr int kMostOpen = (kOpenRounds + 1) * kScanRows;
+
+// The rows that a block works on, of one side or two: in shared memory, since there are too few
+// registers. Rows of the second side have numbers from kSecondSide on.
+constexpr int kSecondSide = 1 << 30;
+struct ScanSides {
+  Rows<const ScanElement> rows;  // but for their data
+  const ScanElement* data[2];
+  std::int32_t* labels[2];
+  RowStatistics* stats[2];  // null: not wanted
+
+  __device__ Rows<const ScanElement> of(int side) const {
+    return {data[side], rows.pitch, rows.width, rows.aligned};
+  }
+  // For a row by its number.
+  __device__ Rows<const ScanElement> at(int row) const { return of(row / kSecondSide); }
+  __device__ static int index(int row) { return row % kSecondSide; }
+};
+
+// Rows of a warpgroup that are open, up to 63 of them after a look.
+struct OpenRows {
+  std::int32_t row[kMostOpen];  // their numbers
+  float limit[kMostOpen];       // scores that are not below it count; -inf: not known
+  float bound[kMostOpen];       // the limit below the best one
+  float scale[kMostOpen];
+  int count;
+  std::uint64_t barrier;
+
+  // All threads of the warpgroup wait for each other.
+  __device__ PartBarrier<kWarpgroup> meeting() const {
+    return {static_cast<int>(threadIdx.x) / kWarpgroup + kGroupBarriers, shared_address(&barrier)};
+  }
+};
+
+// Pairs (row, centroid) of a warp whose sums are wanted, and the best of its 16 rows.
+struct OpenPairs {
+  std::uint32_t pair[64];
+  unsigned long long best[16];
+};
+
+// x . m in fp32, depths ascending: what decides. Reads `kVectors` times 8 elements at once.
+template <int kVectors, bool kAligned>
+__device__ __forceinline__ float exact_score(const Rows<const ScanElement>& rows, int row,
+                                             const float* centroid) {
+  const ScanElement* x = rows.row(row);
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int column = 0; column < rows.width; column += 8 * kVectors) {
+    union {
+      uint4 words;
+      ScanElement elements[8];
+    } chunk[kVectors];
+    float4 m[2 * kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int first = column + 8 * i;
+      chunk[i].words = make_uint4(0, 0, 0, 0);
+      m[2 * i] = m[2 * i + 1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (first >= rows.width) continue;
+      chunk[i].words =
+          kAligned ? *reinterpret_cast<const uint4*>(x + first) : load_chunk(x, first, rows.width);
+      m[2 * i] = *reinterpret_cast<const float4*>(centroid + first);
+      m[2 * i + 1] = *reinterpret_cast<const float4*>(centroid + first + 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 8 * kVectors; ++i)
+      sum = fmaf(to_float(chunk[i / 8].elements[i % 8]), (&m[i / 4].x)[i % 4], sum);
+  }
+  return sum;
+}
+
+// Larger for a larger score, then for the lower cluster; NaN counts as -inf, -0 as 0.
+__device__ __forceinline__ unsigned long long exact_key(float score, int cluster) {
+  const std::uint32_t bits = __float_as_uint(isnan(score) ? -INFINITY : score + 0.0f);
+  const std::uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<std::uint32_t>(cluster);
+}
+
+// Sums of the warp's last pairs, a lane each, to the best of their rows. A pair's row is one of
+// this warp's 16: own_rows[side] of lane 4 i for i + 8 side.
+__device__ __forceinline__ void sum_pairs(OpenPairs& open, int first, int count,
+                                          const int (&own_rows)[2], const ScanSides& sides,
+                                          const ScanTable& table) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();
+  const std::uint32_t pair = lane < count ? open.pair[first + lane] : 0;
+  const int own = static_cast<int>(pair >> 16), cluster = static_cast<int>(pair & 0xffffu);
+  const int low = __shfl_sync(~0u, own_rows[0], own % 8 * 4),
+            high = __shfl_sync(~0u, own_rows[1], own % 8 * 4);
+  if (lane < count) {
+    const int number = own < 8 ? low : high, row = ScanSides::index(number);
+    const Rows<const ScanElement> rows = sides.at(number);
+    const float* centroid = table.centroids + static_cast<std::int64_t>(cluster) * table.pitch;
+    const float score = rows.aligned ? exact_score<4, true>(rows, row, centroid)
+                                     : exact_score<1, false>(rows, row, centroid);
+    atomicMax(&open.best[own], exact_key(score, cluster));
+  }
+  __syncwarp();
+}
+
+// Labels of up to 64 open rows: the warpgroup's last `count` of `total`.
+template <int kChunks>
+__device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanSides& sides,
+                                             OpenRows& list, int total, int count,
+                                             OpenPairs& open) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int place = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
+  RowProducts<kChunks> products;
+  int row[2];
+  float limit[2], bound[2], scale[2];
+  RowWords<ScanElement, kChunks> words[2];
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int at = place + 8 * side;
+    row[side] = at < count ? list.row[total - count + at] : -1;
+    limit[side] = at < count ? list.limit[total - count + at] : INFINITY;
+    bound[side] = at < count ? list.bound[total - count + at] : 0.0f;
+    scale[side] = at < count ? list.scale[total - count + at] : 0.0f;
+  }
+  const auto load = [&](auto aligned) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      words[side].template load<decltype(aligned)::value>(
+          sides.at(max(row[side], 0)), ScanSides::index(row[side]), row[side] >= 0);
+  };
+  if (sides.rows.aligned)  // one branch around all loads, so that they are on their way together
+    load(std::true_type{});
+  else
+    load(std::false_type{});
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    float x[8 * kChunks];
+    unpack(words[side], x);
+#pragma unroll
+    for (int i = 0; i < 8 * kChunks; ++i) x[i] *= scale[side];
+    products.set(side, x);
+  }
+  bool known = true;  // the limits of all 64
+  for (int at = lane; at < count; at += 32) known &= list.limit[total - count + at] > -INFINITY;
+  known = __all_sync(~0u, known);
+  if (lane < 16) open.best[lane] = 0;
+  list.meeting().sync();  // all have read the list
+  if (threadIdx.x % kWarpgroup == 0) list.count = total - count;
+  // Visits the scores of kScanStep centroids at a time.
+  const auto sweep = [&](const auto& visit) {
+    std::uint32_t low = products.first_columns(table);
+#pragma unroll 1
+    for (int column = 0; column < table.columns; column += kScanStep) {
+      float d[kScanStep / 2];
+      if (table.low_part)
+        products.template start<2>(d, table, column / kScanStep * 2, low);
+      else
+        products.template start<1>(d, table, column / kScanStep * 2, low);
+      products.finish(d);
+      visit(d, column);
+    }
+  };
+  if (!known && table.usable) {
+    float most[2] = {-INFINITY, -INFINITY};
+    sweep([&](const float(&d)[kScanStep / 2], int column) {
+      const int last = table.clusters - column - lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kScanStep / 2; ++i)
+        if (i / 4 * 8 + i % 2 < last) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], d[i]);
+    });
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      most[side] = fmaxf(most[side], __shfl_xor_sync(~0u, most[side], 1));
+      most[side] = fmaxf(most[side], __shfl_xor_sync(~0u, most[side], 2));
+      limit[side] = fmaxf(limit[side], most[side] - bound[side]);
+    }
+  }
+  int pairs = 0;
+  sweep([&](const float(&d)[kScanStep / 2], int column) {
+    unsigned near[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kScanStep / 2; ++i)
+      near[i / 2 % 2] |= (d[i] < limit[i / 2 % 2] ? 0u : 1u) << (i / 4 * 2 + i % 2);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      if (row[side] < 0) near[side] = 0;
+      while (__any_sync(~0u, near[side] != 0)) {
+        const int bit = __ffs(static_cast<int>(near[side])) - 1;
+        const int cluster = column + bit / 2 * 8 + lane % 4 * 2 + bit % 2;
+        const bool push = near[side] != 0 && cluster < table.clusters;
+        const unsigned pushing = __ballot_sync(~0u, push);
+        if (push)
+          open.pair[pairs + __popc(pushing & ((1u << lane) - 1))] =
+              static_cast<std::uint32_t>(lane / 4 + 8 * side) << 16 |
+              static_cast<std::uint32_t>(cluster);
+        pairs += __popc(pushing);
+        near[side] &= near[side] - 1;
+        if (pairs < 32) continue;
+        pairs -= 32;
+        sum_pairs(open, pairs, 32, row, sides, table);
+      }
+    }
+  });
+  sum_pairs(open, 0, pairs, row, sides, table);
+#pragma unroll
+  for (int side = 0; side < 2; ++side)
+    if (lane % 4 == side && row[side] >= 0)
+      sides.labels[row[side] / kSecondSide][ScanSides::index(row[side])] =
+          static_cast<std::int32_t>(~static_cast<std::uint32_t>(open.best[lane / 4 + 8 * side]));
+  list.meeting().sync();
+}
+
+// Rows on their way into scan_sm90a.cu, and what becomes of them there before the products.
+
+// Rows of a tile that are on their way: this lane's parts of rows l/4 and l/4 + 8 of the warp's 16.
+template <int kChunks>
+struct RowsAhead {
+  int end;
+  bool full;  // rows of 32 * kChunks elements that can be read by 16 bytes
+  RowTile<ScanElement, kChunks, 1> tile;
+
+  __device__ RowsAhead(const Rows<const ScanElement>& rows, int last)
+      : end(last), full(in_vectors(rows) && rows.width == 32 * kChunks) {}
+
+  // Rows first .. first + 15; what becomes of those from `end` on does not matter.
+  __device__ __forceinline__ void load(const Rows<const ScanElement>& rows, int first) {
+    if (!full) {
+      tile.load(rows, first, end);
+      return;
+    }
+    const int row = first + static_cast<int>(threadIdx.x % 32u / 4u);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const ScanElement* from = row_address(rows.data + threadIdx.x % 4u * 8u,
+                                            min(row + 8 * side, end - 1), pitch_bytes(rows));
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        tile.words[0][side].word[chunk] = load_once(from + 32 * chunk, true);
+    }
+  }
+};
+
+// What a row needs besides its products; lane t of a row's four has that of row t % 2 of its two.
+template <int kChunks>
+struct RowFacts {
+  RowStatistics stats;
+  float scale;
+  float
+      bound;  // of the difference of two scores; -inf for zeros, +inf or NaN where scores are none
+
+  // `x` becomes what is multiplied.
+  __device__ __forceinline__ RowFacts(const ScanTable& table, int width,
+                                      float (&x)[2][8 * kChunks]) {
+    const int side = static_cast<int>(threadIdx.x % 2u), four = static_cast<int>(threadIdx.x & 28u);
+    const RowSums parts[2] = {RowSums(x[0]), RowSums(x[1])};
+    RowSums sums = side ? parts[1] : parts[0];
+    sums.sum += __shfl_xor_sync(~0u, side ? parts[0].sum : parts[1].sum, 1);
+    sums.squares += __shfl_xor_sync(~0u, side ? parts[0].squares : parts[1].squares, 1);
+    sums.sum += __shfl_xor_sync(~0u, sums.sum, 2);
+    sums.squares += __shfl_xor_sync(~0u, sums.squares, 2);
+    const float mean = sums.mean(width);
+    float variance;
+    const bool good = sums.variance(width, mean, variance);
+    if (__any_sync(~0u, !good)) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const float exact =
+            sum_of_four(variance_part<kChunks>(x[s], width, __shfl_sync(~0u, mean, four + s)));
+        if (!good && side == s) variance = exact;
+      }
+    }
+    stats = {mean, inverse_sigma(variance)};
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(sums.squares));
+    const float length = 1.001f * root;
+    scale = row_scale(length);
+    bound = 2.0f * length * table.slack;
+    if (__any_sync(~0u, scale != 1.0f)) scale_rows(table, x, side, four);
+  }
+
+ private:
+  // The rare part: rows that are scaled, or zero.
+  __device__ void scale_rows(const ScanTable& table, float (&x)[2][8 * kChunks], int side,
+                             int four) {
+    bound = scale > 0.0f ? bound * scale : INFINITY;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const float factor = __shfl_sync(~0u, scale, four + s);
+      bool empty = true;
+#pragma unroll
+      for (int i = 0; i < 8 * kChunks; ++i) {
+        empty = empty && x[s][i] == 0.0f;
+        x[s][i] *= factor;
+      }
+      const unsigned lanes = __ballot_sync(~0u, empty);
+      if (side == s && (lanes >> four & 15u) == 15u && table.usable) bound = -INFINITY;
+    }
+  }
+};
+
+struct ScanSideArgs {
+  SortProblems sort;
+  Tensor4<const ScanElement> x;
+  std::int32_t* labels;
+  RowStatistics* stats;
+};
+
+struct ScanArgs {
+  ScanSideArgs sides[2];
+  const float* given;          // (heads, C, width): centroids
+  CentredCentroids centroids;  // as they come out of it
+  Teams teams;
+  std::int32_t* numbers;  // of the sort
+  std::int32_t* ends;     // not null: teams have the problems of both sides, which are alike
+  int shared_words;
+  int columns;           // centroids in shared memory, zeros behind the last one
+  int halves;            // see ScanTable
+  int low_part;          // see ScanTable
+  unsigned number_mask;  // ~kNumbers, unknown to the compiler so that it stays in a register
+};
+
+struct ScanShared {
+  ScanSides sides;
+  OpenRows open[kMostScanGroups];
+  OpenPairs pairs[kMostScanWarps];
+};
+
+// Labels of the block's rows of a problem, of `count` sides, the same range of each.
+template <int kChunks>
+__device__ void label_rows(const ScanArgs& args, const ScanTable& table, const RowRange& range,
+                           int count, ScanShared& shared) {
+  constexpr int kRound = kScanGroups<kChunks> * kScanRows;
+  const int warp = static_cast<int>(threadIdx.x / 32u);
+  const int half = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane answers for
+  const ScanSides& sides = shared.sides;
+  OpenRows& open = shared.open[group_number()];
+  int side = 0, first = range.begin + warp * 16;
+  RowsAhead<kChunks> ahead(sides.rows, range.end);
+  ahead.load(sides.of(0), first);
+  if (threadIdx.x % kWarpgroup == 0) open.count = 0;
+  open.meeting().sync();
+  const int each = uniform_trips((range.end - range.begin + kRound - 1) / kRound);
+  const int rounds = each * uniform_trips(count);
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    float x[2][8 * kChunks];
+    unpack(ahead.tile.words[0][0], x[0]);
+    unpack(ahead.tile.words[0][1], x[1]);
+    const RowFacts<kChunks> own(table, sides.rows.width, x);
+    RowProducts<kChunks> products;
+    products.set(0, x[0]);
+    products.set(1, x[1]);
+    const int row = first + 8 * half + static_cast<int>(threadIdx.x % 32u / 4u);
+    const bool mine = threadIdx.x % 4u < 2u && row < range.end;
+    if (RowStatistics* to = sides.stats[side]; to && mine) to[row] = own.stats;
+    std::int32_t* labels = sides.labels[side];
+    const int number = row + side * kSecondSide;
+    first += kRound;
+    if (round + 1 == each) {
+      side = 1;
+      first = range.begin + warp * 16;
+    }
+    ahead.load(sides.of(side), first);
+    ScoreGrid grid[2];
+    if (table.low_part)
+      products.template find<2>(table, grid);
+    else
+      products.template find<1>(table, grid);
+    const RowBest best(grid, args.number_mask);
+    const float score = best.score();
+    const bool certain = score - best.next() > own.bound + 0x1p-16f * score;
+    if (mine && certain) {
+      *row_address(labels, row, sizeof(std::int32_t)) = best.found() ? best.column : 0;
+    } else if (mine) {
+      const int place = atomicAdd(&open.count, 1);
+      open.row[place] = number;
+      open.scale[place] = own.scale;
+      open.bound[place] = own.bound;
+      open.limit[place] = best.found() ? score - own.bound : -INFINITY;
+    }
+    const bool last = round + 1 == rounds;
+    if (!last && (round + 1) % kOpenRounds != 0) continue;
+    open.meeting().sync();
+    int total = uniform_trips(open.count);
+    open.meeting().sync();
+    while (total >= kScanRows || (total > 0 && last)) {
+      const int some = min(total, kScanRows);
+      resolve_rows<kChunks>(table, sides, open, total, some, shared.pairs[warp]);
+      total -= some;
+    }
+  }
+}
+
+// A problem of one side, or the same problem of both: sides first to last.
+struct ScanProblem {
+  int first, last, number;
+};
+
+// Centres the centroids of a head, several at a time, and returns the length of the longest of this
+// warp's; NaN is longer. All blocks that need them write the same numbers, each for itself.
+template <int kChunks>
+__device__ __forceinline__ float centre_head(const ScanArgs& args, int head, int width) {
+  constexpr int kWarps = kScanThreads<kChunks> / 32, kBatch = 16 / kChunks;
+  const int clusters = args.centroids.clusters, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t first = static_cast<std::int64_t>(head) * clusters;
+  float longest = 0.0f;
+#pragma unroll 1
+  for (int c = static_cast<int>(threadIdx.x) / 32; c < clusters; c += kWarps * kBatch) {
+    float value[kBatch][kChunks];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      load_centroid(args.given + (first + min(c + kWarps * i, clusters - 1)) * width, width,
+                    value[i]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (c + kWarps * i >= clusters) break;
+      const float norm = centre_centroid(width, value[i]);
+      if (!(norm <= longest) && !isnan(longest)) longest = norm;
+      float* to = args.centroids.rows + (first + c + kWarps * i) * args.centroids.pitch;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) to[lane + 32 * k] = value[i][k];
+    }
+  }
+  return longest;
+}
+
+// Writes down where the rows of the sides are, by two threads. A side alone stands twice: rows
+// ahead of the last ones are read there.
+__device__ __forceinline__ void meet_sides(const ScanArgs& args, const ScanProblem& problem,
+                                           const ItemSpan& span, int head, ScanSides& to) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= 2) return;
+  const ScanSideArgs& side = args.sides[i ? problem.last : problem.first];
+  const Rows<const ScanElement> rows = side.x.rows(span.batch, head, span.begin);
+  const std::int64_t start = side.sort.shape.start(span, head);
+  if (i == 0) to.rows = rows;
+  to.data[i] = rows.data;
+  to.labels[i] = side.labels + start;
+  to.stats[i] = side.stats ? side.stats + start : nullptr;
+}
+
+// Labels and statistics of the block's rows of a problem.
+template <int kChunks>
+__device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanProblem& problem,
+                                              const Team& team, std::uint32_t memory,
+                                              ScanShared& shared) {
+  const ClusterShape& shape = args.sides[problem.first].sort.shape;
+  const int item = problem.number / shape.heads, head = problem.number % shape.heads;
+  const ItemSpan span = shape.q.span(item);
+  const RowRange range = team.share(span.length);
+  if (range.begin >= range.end) return;
+  meet_sides(args, problem, span, head, shared.sides);
+  const int own = head / shape.group, clusters = shape.clusters;
+  ScanTable columns{
+      matrix_descriptor(memory),
+      args.low_part,
+      args.columns,
+      clusters,
+      args.centroids.pitch,
+      args.halves,
+      args.centroids.rows + static_cast<std::int64_t>(own) * clusters * args.centroids.pitch,
+      true,
+      0.0f,
+      0.0f};
+  const float norm =
+      block_largest(centre_head<kChunks>(args, own, args.sides[problem.first].x.width));
+  const float scale = scale_to(norm, kTableLength);
+  const float rest = stage_table<kChunks>(columns, scale, memory);
+  columns.usable = scale > 0.0f;
+  columns.norm = 1.001f * norm * scale;
+  columns.slack = columns.usable ? 1.001f * rest + kChunks * 0x1p-17f * columns.norm : INFINITY;
+  label_rows<kChunks>(args, columns, range, problem.last - problem.first + 1, shared);
+}
+
+// Runs of queries and of keys of equal lengths, sorted together by a team (sort.cuh), and
+// how many keys of its cluster a query sees: those that are not after it. Both are counted in the
+// order of their positions, so what a query sees is known where it is placed.
+
+constexpr int kTwinRows = kSortPairs / 2;  // of either side, that are sorted at a time
+
+// Counters of queries, then of keys; rows in order; and what queries see.
+inline std::size_t twin_shared_bytes(int clusters, int warps) {
+  return group_shared_bytes(2 * clusters, warps) + (kSortPairs + kTwinRows) * sizeof(std::uint16_t);
+}
+
+// Numbers of a block, C of each: two sets of histograms of both sides, where the next queries and
+// keys of a cluster go, and how many keys of it there are before.
+constexpr int kTwinNumbers = 7;
+
+struct TwinLists {
+  const std::int32_t *q_labels, *k_labels;
+  RoutingRuns q, k;
+  std::int32_t* ends;  // by query slot
+  int clusters;
+};
+
+struct TwinShared {
+  BlockCounts counts;    // of clusters of queries, then of keys
+  std::uint16_t* rows;   // in order
+  std::uint16_t* sight;  // of queries: place behind the last key in sight
+};
+
+// This warp's rows of a chunk: visit(first, parts, q labels, k labels) for up to kLabelBatch parts
+// of 32 rows at a time.
+template <class Visit>
+__device__ __forceinline__ void for_twins(const TwinLists& lists, const BlockCounts& counts,
+                                          const RowRange& chunk, const Visit& visit) {
+  const RowRange mine = counts.own(chunk);
+  for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
+    int q[kLabelBatch], k[kLabelBatch];
+    load_labels(lists.q_labels, first, mine.end, q);
+    load_labels(lists.k_labels, first, mine.end, k);
+    visit(first, uniform_trips((mine.end - first + 31) / 32), q, k);
+  }
+}
+
+__device__ inline void count_twins(const TwinLists& lists, const BlockCounts& counts,
+                                   const RowRange& chunk) {
+  counts.clear();
+  std::int32_t* count = counts.own_counts();
+  for_twins(lists, counts, chunk,
+            [&](int, int, const int(&q)[kLabelBatch], const int(&k)[kLabelBatch]) {
+#pragma unroll
+              for (int i = 0; i < kLabelBatch; ++i)
+                if (q[i] >= 0) {
+                  atomicAdd(&count[q[i]], 1);
+                  atomicAdd(&count[lists.clusters + k[i]], 1);
+                }
+            });
+  __syncthreads();
+}
+
+// Lanes whose label is this lane's: queries and keys among themselves, and keys like this query.
+struct TwinLanes {
+  unsigned q, k, cross;
+};
+__device__ __forceinline__ void find_twin_lanes(const int (&q)[kLabelBatch],
+                                                const int (&k)[kLabelBatch], int parts, int bits,
+                                                TwinLanes (&lanes)[kLabelBatch]) {
+#pragma unroll
+  for (int i = 0; i < kLabelBatch; ++i) {
+    const unsigned there = __ballot_sync(~0u, q[i] >= 0);
+    lanes[i] = {there, there, there};
+  }
+  for (int bit = 0; bit < bits; ++bit)
+#pragma unroll
+    for (int i = 0; i < kLabelBatch; ++i) {
+      if (i >= parts) break;
+      const bool q_set = q[i] >> bit & 1, k_set = k[i] >> bit & 1;
+      const unsigned q_lanes = __ballot_sync(~0u, q_set), k_lanes = __ballot_sync(~0u, k_set);
+      lanes[i].q &= q_set ? q_lanes : ~q_lanes;
+      lanes[i].k &= k_set ? k_lanes : ~k_lanes;
+      lanes[i].cross &= q_set ? k_lanes : ~k_lanes;
+    }
+}
+
+// Sorts a chunk in shared memory, whose counts are there.
+__device__ inline void sort_twins(const TwinLists& lists, const TwinShared& shared,
+                                  const RowRange& chunk) {
+  place_clusters(shared.counts);
+  const int lane = static_cast<int>(threadIdx.x % 32u), clusters = lists.clusters;
+  const unsigned below = (1u << lane) - 1;
+  const int bits = 32 - __clz(clusters - 1);
+  std::int32_t* slots = shared.counts.own_counts();
+  for_twins(lists, shared.counts, chunk,
+            [&](int first, int parts, const int(&q)[kLabelBatch], const int(&k)[kLabelBatch]) {
+              TwinLanes lanes[kLabelBatch];
+              find_twin_lanes(q, k, parts, bits, lanes);
+#pragma unroll
+              for (int i = 0; i < kLabelBatch; ++i) {
+                if (i >= parts) break;
+                const bool in = q[i] >= 0;
+                int q_slot = 0, k_slot = 0, seen = 0;
+                if (in) {
+                  q_slot = slots[q[i]];
+                  k_slot = slots[clusters + k[i]];
+                  seen = slots[clusters + q[i]];
+                }
+                __syncwarp();
+                if (in && (lanes[i].q & below) == 0) slots[q[i]] = q_slot + __popc(lanes[i].q);
+                if (in && (lanes[i].k & below) == 0)
+                  slots[clusters + k[i]] = k_slot + __popc(lanes[i].k);
+                __syncwarp();
+                if (!in) continue;
+                const auto row = static_cast<std::uint16_t>(first + 32 * i + lane - chunk.begin);
+                q_slot += __popc(lanes[i].q & below);
+                shared.rows[q_slot] = row;
+                shared.rows[k_slot + __popc(lanes[i].k & below)] = row;
+                seen += __popc(lanes[i].cross & (2 * below + 1));
+                shared.sight[q_slot] = static_cast<std::uint16_t>(seen);
+              }
+            });
+  __syncthreads();
+}
+
+// Writes a sorted chunk. starts: where the next queries and keys of the clusters go; before: how
+// many of these keys there are already. Lanes know a cluster each, and write its rows together.
+__device__ inline void store_twins(const TwinLists& lists, const TwinShared& shared,
+                                   const RowRange& chunk, std::int32_t* starts,
+                                   std::int32_t* before) {
+  const std::int32_t* ends = shared.counts.last_counts();
+  const int clusters = lists.clusters, warps = static_cast<int>(blockDim.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32u);
+  const int each = (clusters + warps - 1) / warps, own = static_cast<int>(threadIdx.x) / 32 * each;
+  const int stop = min(own + each, clusters);
+  for (int side = 0; side < 2; ++side) {
+    const bool queries = side == 0;
+    std::int32_t* order = queries ? lists.q.order : lists.k.order;
+    for (int base = own; base < stop; base += 32) {
+      const int c = base + lane, place = side * clusters + c;
+      int begin = 0, end = 0, start = 0, shift = 0;
+      if (c < stop) {
+        begin = place > 0 ? ends[place - 1] : 0;
+        end = ends[place];
+        start = starts[place];
+        starts[place] = start + end - begin;
+      }
+      if (queries && c < stop) {
+        shift = before[c] - ends[clusters + c - 1];
+        before[c] = shift + ends[clusters + c];
+      }
+      for (int k = 0; k < min(32, stop - base); ++k) {
+        const int from = __shfl_sync(~0u, begin, k), to = __shfl_sync(~0u, end, k);
+        const int target = __shfl_sync(~0u, start, k) - from, add = __shfl_sync(~0u, shift, k);
+        for (int i = from + lane; i < to; i += 32) {
+          order[target + i] = chunk.begin + shared.rows[i];
+          if (queries) lists.ends[target + i] = shared.sight[i] + add;
+        }
+      }
+    }
+  }
+}
+
+// By all threads of the team's blocks, after labels of this block's `range` of `rows` rows were
+// written by it. `memory` has twin_shared_bytes, numbers are those of the block beside
+// `histograms`.
+__device__ inline void sort_twin_runs(const TwinLists& lists, Team& team, const RowRange& range,
+                                      int rows, std::int32_t* histograms, std::int32_t* numbers,
+                                      std::int32_t* memory, int words) {
+  const int clusters = lists.clusters, room = words - (kSortPairs + kTwinRows) / 2;
+  auto* sorted = reinterpret_cast<std::uint16_t*>(memory + room);
+  const TwinShared shared{BlockCounts(nullptr, 2 * clusters, memory, room), sorted,
+                          sorted + kSortPairs};
+  std::int32_t *starts = numbers, *before = numbers + 2 * clusters;
+  count_twins(lists, shared.counts, range);
+  share_counts(team, shared.counts, histograms, [&](int c, int slot, int members) {
+    const bool keys = c >= clusters;
+    const int first = keys ? slot - rows : slot;
+    if (team.rank == 0) (keys ? lists.k.offsets + c - clusters : lists.q.offsets + c)[0] = first;
+    starts[c] = first + members;
+    if (keys) before[c - clusters] = members;
+  });
+  if (team.rank == 0 && threadIdx.x < 2)
+    (threadIdx.x ? lists.k.offsets : lists.q.offsets)[clusters] = rows;
+  __syncthreads();
+  for (int first = range.begin; first < range.end; first += kTwinRows) {
+    const RowRange chunk{first, min(first + kTwinRows, range.end)};
+    if (range.end - range.begin > kTwinRows) count_twins(lists, shared.counts, chunk);
+    sort_twins(lists, shared, chunk);
+    store_twins(lists, shared, chunk, starts, before);
+  }
+}
+
+// The runs of both sides, and what queries see.
+__device__ inline void sort_twins(const ScanArgs& args, int number, int turn, Team& team,
+                                  std::int32_t* memory) {
+  const ClusterShape& shape = args.sides[0].sort.shape;
+  const int clusters = shape.clusters;
+  const ItemSpan span = shape.q.span(number / shape.heads);
+  const std::int64_t start = shape.start(span, number % shape.heads);
+  const std::int64_t lists = static_cast<std::int64_t>(number) * (clusters + 1);
+  const auto runs = [&](const RoutingRuns& of) {
+    return RoutingRuns{of.order + start, of.offsets + lists};
+  };
+  const std::int64_t blocks = static_cast<std::int64_t>(args.teams.count) * team.size;
+  sort_twin_runs(
+      {args.sides[0].labels + start, args.sides[1].labels + start, runs(args.sides[0].sort.runs),
+       runs(args.sides[1].sort.runs), args.ends + start, clusters},
+      team, team.share(span.length), span.length,
+      histograms_of(args.numbers, args.teams, team, turn, 2 * clusters),
+      args.numbers + (4 * blocks + 3 * blockIdx.x) * clusters, memory, args.shared_words);
+}
+
+// What there is behind the last row of an item, and the runs of one side.
+template <int kThreads>
+__device__ __forceinline__ void sort_side(const ScanArgs& args, const ScanSideArgs& side,
+                                          int number, int turn, Team& team, std::int32_t* memory) {
+  const ClusterShape& shape = side.sort.shape;
+  const int item = number / shape.heads, clusters = shape.clusters;
+  const ItemSpan span = shape.q.span(item);
+  const std::int64_t start = shape.start(span, number % shape.heads);
+  if (!shape.q.cu_seqlens || item + 1 == shape.items)
+    for (int i = span.length + team.rank * kThreads + threadIdx.x; i < shape.rows - span.begin;
+         i += team.size * kThreads) {
+      side.labels[start + i] = -1;
+      if (side.stats) side.stats[start + i] = {0.0f, 0.0f};
+    }
+  if (side.sort.runs.order)
+    sort_problem(side.sort, number, team,
+                 histograms_of(args.numbers, args.teams, team, turn, clusters),
+                 starts_of(args.numbers, args.teams, clusters), memory, args.shared_words);
+}
+
+// Teams work on the problems of both sides.
+template <int kChunks>
+__global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
+    routing_scan_kernel(const __grid_constant__ ScanArgs args) {
+  await_previous();
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ ScanShared shared;
+  if (threadIdx.x < kScanGroups<kChunks>) shared.open[threadIdx.x].meeting().init();
+  Team team(args.teams);
+  const int queries = args.sides[0].sort.shape.problems();
+  FirstMeeting meeting(team);
+  const int problems = args.ends ? queries : queries + args.sides[1].sort.shape.problems();
+  auto* words = reinterpret_cast<std::int32_t*>(memory);
+  int turn = 0;
+  for (int all = team.number; all < problems; all += args.teams.count, turn ^= 1) {
+    const int side = all >= queries, number = side ? all - queries : all;
+    __syncthreads();  // the last problem used the same memory
+    label_problem<kChunks>(args, {side, args.ends ? 1 : side, number}, team, shared_address(memory),
+                           shared);
+    meeting.wait();
+    if (args.ends)
+      sort_twins(args, number, turn, team, words);
+    else
+      sort_side<kScanThreads<kChunks>>(args, args.sides[side], number, turn, team, words);
+  }
+}
+
+}  // namespace
+
+bool scan_fits(const AttentionCall& call, std::int64_t clusters) {
+  const std::int64_t columns = (clusters + kScanStep - 1) / kScanStep * kScanStep;
+  return columns <= kMostColumns && columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
+}
+
+bool scan_finds_ends(const AttentionCall& call) {
+  const auto aligned = [](const TensorView& x) { return tensor4<const ScanElement>(x).aligned; };
+  return call.inputs.q.stride(2) == call.k.stride(2) && aligned(call.inputs.q) == aligned(call.k) &&
+         call.H == call.key_heads && call.N == call.S && !ragged(call.inputs.q_sequences) &&
+         !ragged(call.inputs.k_sequences);
+}
+
+void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
+                  const ScanSide& queries, const ScanSide* keys, unsigned* arrivals, Arena& arena,
+                  cudaStream_t stream) {
+  ScanArgs args{};
+  int rows = 0, problems = 0;
+  for (const ScanSide* scan : {&queries, keys}) {
+    if (!scan) continue;
+    const ClusterShape& shape = scan->side.shape;
+    args.sides[scan == keys] = {{shape, scan->labels, 1, scan->runs, scan->copy},
+                                tensor4<const ScanElement>(scan->side.rows),
+                                scan->labels,
+                                scan->side.stats};
+    rows = max(rows, shape.rows);
+    problems += shape.problems();
+  }
+  args.given = static_cast<const float*>(call.inputs.centroids.data);
+  args.centroids = centroids;
+  args.number_mask = ~static_cast<unsigned>(kNumbers);
+  args.ends = queries.ends;
+  if (args.ends) problems /= 2;
+  args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
+  args.numbers = arena.take<std::int32_t>(
+      kTwinNumbers * static_cast<std::int64_t>(multiprocessors()) * centroids.clusters);
+  if (arena.counting() || problems == 0) return;
+  args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
+  args.halves = 2 * args.columns / kScanStep;
+  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+    constexpr int kChunks = decltype(width)::value / 32;
+    const int part = args.columns * kScanBands<kChunks> * 128;
+    const int low = low_bytes<kChunks>(args.columns);
+    args.low_part = part + low <= kTableBytes ? part : 0;
+    constexpr int kWarps = kScanThreads<kChunks> / 32;
+    const std::size_t bytes = max(static_cast<std::size_t>(args.low_part ? part + low : part),
+                                  args.ends ? twin_shared_bytes(centroids.clusters, kWarps)
+                                            : sort_shared_bytes(centroids.clusters, kWarps));
+    args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
+    launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(),
+                             kScanThreads<kChunks>, bytes, stream, args);
+  });
+}
+
+}  // namespace coterie::cuda
