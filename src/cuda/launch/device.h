@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: MIT
-// Whether the current device runs the kernels of *_sm90a.cu.
+// What the current device can do, asked of CUDA once per device.
 #pragma once
-
-#include "cuda/launch/launch.h"
 
 namespace coterie::cuda {
 
-inline bool on_hopper() {
-  int device = 0, major = 0;
-  check_cuda(cudaGetDevice(&device), "asking for the device");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-             "asking for the compute capability");
-  return major == 9;
-}
+struct DeviceLimits {
+  int major, minor;  // compute capability
+  int multiprocessors;
+  int shared_per_block;  // bytes of shared memory that a block may ask for
+  int shared_per_multiprocessor;
+};
+
+const DeviceLimits& device_limits();
+
+inline int multiprocessors() { return device_limits().multiprocessors; }
+// Whether the device runs the kernels of *_sm90a.cu.
+inline bool on_hopper() { return device_limits().major == 9; }
 
 }  // namespace coterie::cuda

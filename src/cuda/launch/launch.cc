@@ -48,9 +48,7 @@ void allow_shared_memory(const void* kernel) {
   const std::uint64_t key =
       static_cast<std::uint64_t>(device) << 48 | reinterpret_cast<std::uintptr_t>(kernel);
   if (raised.contains(key)) return;
-  int most = 0;
-  check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-             "asking for the shared memory of a block");
+  const int most = device_limits().shared_per_block;
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "asking for the attributes of a kernel");
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

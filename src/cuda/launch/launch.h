@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "coterie/view.h"
+#include "cuda/launch/device.h"
 #include "cuda/launch/fail.h"
 
 namespace coterie::cuda {
@@ -66,15 +67,6 @@ template <class... Parameters, class... Arguments>
 void launch_early(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
                   std::size_t shared, cudaStream_t stream, const Arguments&... arguments) {
   launch_kernel(name, {true, false}, kernel, grid, threads, shared, stream, arguments...);
-}
-
-// Multiprocessors of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  check_cuda(cudaGetDevice(&device), "asking for the device");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-             "asking for the number of multiprocessors");
-  return count;
 }
 
 }  // namespace coterie::cuda
