@@ -110,12 +110,16 @@ struct WalkShape {
   static constexpr int kPartsAt = kShiftsAt + kWalkQueries * kStreamRows * 4;
   static constexpr int kPartAt = kPartsAt + 2 * kWalkHalf * kWalkPartStride * 4;
   static constexpr int kSourcesAt = kPartAt + 96;
-  static constexpr int kBytes = kSourcesAt + 4 * 48;
+  static constexpr int kBarrierAt = kSourcesAt + 4 * 48;
+  static constexpr int kBytes = kBarrierAt + 16;
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
   std::uint32_t base;
 
   __device__ explicit WalkShape(unsigned char* at) : memory(at), base(shared_address(at)) {}
+
+  // All threads, from both kinds of half steps: __syncthreads() is for one place in the code.
+  __device__ PartBarrier<kThreads> sums_there() const { return {1, base + kBarrierAt}; }
 
   // Tensors: keys and values; queries and output gradients.
   __device__ std::uint32_t keys(int place, int tensor) const {
@@ -170,11 +174,13 @@ __device__ __forceinline__ int walk_row(unsigned thread) {
 
 // delta of 8 queries, over all keys.
 template <class T>
-__device__ __forceinline__ void exchange(float (&sum)[8], float* parts, unsigned thread) {
+__device__ __forceinline__ void exchange(float (&sum)[8], const WalkShape& shape, int half,
+                                         unsigned thread) {
+  float* parts = shape.parts(half);
   const unsigned own = thread % 32;
   parts[(own / 8 * 8 + own % 4 * 2 + own / 4 % 2) * kWalkPartStride + thread / 32] =
       reduce_columns(sum, own);
-  sync_block_anywhere<kWalkGroups * kWarpgroup>();  // from both kinds of half steps
+  shape.sums_there().sync();
   float total[4];
 #pragma unroll
   for (int i = 0; i < kWalkGroups; ++i) {
@@ -392,7 +398,7 @@ struct WalkGroup {
       }
       weigh_window<true>(s, d, sum, shape.shifts(query_place), half, exponent, low, count, thread);
     }
-    exchange<T>(sum, shape.parts(half), thread);
+    exchange<T>(sum, shape, half, thread);
     const std::uint32_t at = factor_place(half, thread);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -465,7 +471,7 @@ struct WalkGroup {
         sum[i / 4 * 2 + i % 2] = fmaf(s[i], d[i], sum[i / 4 * 2 + i % 2]);
       }
     }
-    exchange<T>(sum, shape.parts(half), thread);
+    exchange<T>(sum, shape, half, thread);
     const std::uint32_t at = factor_place(half, thread);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -642,6 +648,7 @@ __global__ void __launch_bounds__(WalkShape::kThreads, 1)
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   const WalkShape shape(memory);
+  if (threadIdx.x == 0) shape.sums_there().init();
   WalkGroup<T> group(args, shape);
   group.walk(cut);
 }

@@ -77,16 +77,6 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity)
 // Named barriers of a block: 1 to 7 are a kernel's own, the others belong to its warpgroups.
 constexpr int kGroupBarriers = 8;
 
-// All kThreads of a block wait for each other, each warp wherever it is in the code:
-// __syncthreads() is for blocks whose threads all come to the same one.
-template <int kThreads>
-__device__ __forceinline__ void sync_block_anywhere() {
-  if constexpr (kRacecheck)
-    __syncthreads();
-  else
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-
 // kThreads of a block, whole warps, that wait for each other. `number` is that of a named barrier;
 // `memory` are 8 bytes of its shared memory.
 template <int kThreads>
