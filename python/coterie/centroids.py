@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .layout import accumulator
 
-_SMOOTHING = 1e-5  # as in src/cpu/centroid_update.cc
+_SMOOTHING = 1e-5  # as in src/cpu/cluster/centroid_update.cc
 
 
 class Centroids(NamedTuple):
@@ -74,7 +74,7 @@ def ema_update(
     decay: float,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """One step of the moving average, in place, as src/cpu/centroid_update.cc has it.
+    """One step of the moving average, in place, as src/cpu/cluster/centroid_update.cc has it.
 
     Over the tokens of all ranks; a rank without any gives None.
     """

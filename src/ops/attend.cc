@@ -4,8 +4,8 @@
 
 #include "core/check.h"
 #include "core/parallel.h"
-#include "cpu/attend_lists.h"
-#include "cpu/rows.h"
+#include "cpu/engine/attend.h"
+#include "cpu/engine/rows.h"
 #include "ops/call.h"
 #include "ops/lists.h"
 

@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "core/parallel.h"
-#include "cpu/attention.h"
+#include "cpu/mechanisms/attention.h"
 #include "cuda/api/entry.h"
 #include "ops/call.h"
 

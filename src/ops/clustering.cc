@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
 // Clusters of codes and of queries.
-#include "cpu/clustering.h"
+#include "cpu/cluster/clustering.h"
 
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "core/items.h"
 #include "coterie/cluster.h"
 #include "coterie/hash.h"
-#include "cpu/hamming.h"
-#include "cpu/rows.h"
+#include "cpu/cluster/hamming.h"
+#include "cpu/engine/rows.h"
 #include "ops/call.h"
 #include "ops/scratch.h"
 

@@ -4,8 +4,8 @@
 #include "core/check.h"
 #include "core/items.h"
 #include "core/parallel.h"
-#include "cpu/group.h"
-#include "cpu/rows.h"
+#include "cpu/cluster/group.h"
+#include "cpu/engine/rows.h"
 #include "ops/call.h"
 
 namespace coterie {

@@ -5,8 +5,8 @@
 #include "core/dispatch.h"
 #include "core/items.h"
 #include "core/parallel.h"
-#include "cpu/hash.h"
-#include "cpu/rows.h"
+#include "cpu/cluster/hash.h"
+#include "cpu/engine/rows.h"
 #include "ops/call.h"
 #include "ops/scratch.h"
 

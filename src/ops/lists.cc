@@ -4,7 +4,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "cpu/rows.h"
+#include "cpu/engine/rows.h"
 #include "ops/call.h"
 
 namespace coterie::ops {

@@ -7,8 +7,8 @@
 #include "core/dispatch.h"
 #include "core/items.h"
 #include "core/parallel.h"
-#include "cpu/rows.h"
-#include "cpu/top.h"
+#include "cpu/engine/rows.h"
+#include "cpu/engine/top.h"
 #include "ops/call.h"
 #include "ops/scratch.h"
 

@@ -75,7 +75,7 @@ struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
 }  // namespace
 
 at::Tensor normalised_rows(const at::Tensor& x) {
-  constexpr double kVarianceFloor = 1e-6;  // src/cpu/normalise.cc
+  constexpr double kVarianceFloor = 1e-6;  // src/cpu/cluster/normalise.cc
   const at::Tensor wide = x.to(accumulator_of(x));
   const at::Tensor centred = wide - wide.mean(-1, /*keepdim=*/true);
   return centred * (centred.square().mean(-1, /*keepdim=*/true) + kVarianceFloor).rsqrt();
@@ -152,7 +152,7 @@ void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Ten
 }
 
 void ema_update(double decay, const CentroidStatistics& statistics, const CentroidState& state) {
-  constexpr double kSmoothing = 1e-5;  // src/cpu/centroid_update.cc
+  constexpr double kSmoothing = 1e-5;  // src/cpu/cluster/centroid_update.cc
   const at::NoGradGuard no_grad;
   const auto& [members, added] = statistics;
   at::Tensor(state.counts).copy_(decay * state.counts.to(at::kDouble) + (1 - decay) * members);

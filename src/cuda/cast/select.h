@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The scores by which CAST's clusters choose their tokens (cpu/cast_select.h), as the selection
-// reads them: affinities are stored for some clusters at a time, what makes scores of them is
-// stored per token.
+// The scores by which CAST's clusters choose their tokens (cpu/mechanisms/cast_select.h), as the
+// selection reads them: affinities are stored for some clusters at a time, what makes scores of
+// them is stored per token.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -138,7 +138,7 @@ void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first
 // Each cluster takes its `width` best tokens. top.cu
 void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaStream_t stream);
 
-// Every token joins one cluster (cpu/balanced.h). single.cu
+// Every token joins one cluster (cpu/cluster/balanced.h). single.cu
 struct SingleBuffers {
   std::int32_t *labels, *order;  // (list_heads, B, N)
   std::int32_t* offsets;         // (problems, C + 1)

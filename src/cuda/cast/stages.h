@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// CAST on the GPU, as cpu/cast.h describes it: the mechanism's shape and its stages. Slots are
-// places in the members of a head: (items, H, C, w).
+// CAST on the GPU, as cpu/mechanisms/cast.h describes it: the mechanism's shape and its stages.
+// Slots are places in the members of a head: (items, H, C, w).
 //
 // What a token takes from the clusters is computed for all of them as if it were in none; slots
 // then add the difference that membership makes.

@@ -74,7 +74,7 @@ struct ListFilters {
   bool any() const { return causal_rows || drop_own || mask.present(); }
 };
 
-// As cpu/segment.h: laplace(score) is not normalised and has no log-sum-exps.
+// As cpu/engine/segment.h: laplace(score) is not normalised and has no log-sum-exps.
 enum class ListWeighting : std::uint8_t { softmax, laplace };
 
 // Rows normalised on the fly: a row x counts as (x - mean) * inverse.

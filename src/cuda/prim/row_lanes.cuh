@@ -11,7 +11,7 @@
 
 namespace coterie::cuda {
 
-constexpr float kVarianceFloor = 1e-6f;  // src/cpu/normalise.cc
+constexpr float kVarianceFloor = 1e-6f;  // src/cpu/cluster/normalise.cc
 
 __device__ __forceinline__ float inverse_sigma(float variance) {
   return rsqrtf(variance + kVarianceFloor);

@@ -16,7 +16,7 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr double kSmoothing = 1e-5;  // src/cpu/centroid_update.cc
+constexpr double kSmoothing = 1e-5;  // src/cpu/cluster/centroid_update.cc
 constexpr int kPartials = 1024;      // of the loss
 
 template <class T>

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT
+// Attention of a list of queries over a list of keys: the one engine under every mechanism.
+//
+// Full, local, strided, banded, shared-list and member attention differ only in their lists and in
+// which ranks of the key list a query may see. The engine walks tiles of kQueryTile queries and
+// kKeyTile keys, keeps a running maximum and sum per row, and never stores more than one tile of
+// scores. Key tiles are aligned to the start of the list, so the order of a row's sums depends on
+// its own keys only.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/parallel.h"
+#include "cpu/kernels/kernels.h"
+
+namespace coterie::cpu {
+
+constexpr std::int64_t kQueryTile = 96;  // a multiple of every kernel's row tile
+constexpr std::int64_t kKeyTile = 128;
+
+struct Range {
+  std::int64_t begin = 0, end = 0;
+};
+
+// Which key ranks the queries of a list may see.
+template <class T>
+struct Rule {
+  // Writes the range of query ranks first .. first+count-1.
+  std::function<void(std::int64_t first, std::int64_t count, Range* ranges)> ranges;
+  // Optional: sets the scores of further keys that query rank `query` may not see to -inf;
+  // scores[t] belongs to key rank begin + t.
+  std::function<void(std::int64_t query, std::int64_t begin, std::int64_t count, T* scores)> filter;
+  // Optional: query ranks that may see any of the keys [begin, end); all of them when absent.
+  std::function<Range(std::int64_t begin, std::int64_t end)> queries;
+};
+
+// How scores become weights: softmax over the row, or each by itself and not normalised (CAST),
+//   laplace(x) = (1 + erf((x - mu) / (sigma sqrt 2))) / 2,  mu = sqrt(1/2), sigma = sqrt(1/(4 pi)).
+// Laplace has no log-sum-exps: Tiles::lse is not written, RowGradients::lse and ::delta not read.
+enum class Weighting : std::uint8_t { softmax, laplace };
+
+template <class T>
+struct Segment {
+  Rows q, k, v;
+  std::int64_t num_queries = 0, num_keys = 0;
+  T scale = 1;  // of the logits
+  Rule<T> rule;
+  Weighting weighting = Weighting::softmax;
+  // Weights may be rounded to bf16 for the product with values of bf16. Not where the output is
+  // kept for differences in the backward pass.
+  bool round_weights = false;
+};
+
+// What the backward pass knows of a query rank t: its output gradient, times weight[slot], and
+// lse[slot] and delta[slot] = gradient . output, with slot = index[t] or t * step.
+template <class T>
+struct RowGradients {
+  Rows gradient;
+  const T* weight = nullptr;  // optional
+  const T* lse = nullptr;
+  const T* delta = nullptr;
+  const std::int32_t* index = nullptr;
+  std::int64_t step = 1;
+};
+
+// Called between the exponentials and the products of a tile; lets centroid attention treat its top
+// keys apart. Absent for all others.
+template <class T>
+struct TileHook {
+  // Forward: p[t] = exp(score - running maximum) of key rank begin + t is already in the row's sum.
+  // `rescale` is what earlier sums of the row were multiplied by.
+  std::function<void(std::int64_t row, std::int64_t query, std::int64_t begin, std::int64_t count,
+                     T rescale, T* p)>
+      forward;
+  // Backward: may change dp, and clears in p_for_v what contributes nothing to the values.
+  std::function<void(std::int64_t query, std::int64_t begin, std::int64_t count, T* p_for_v, T* dp)>
+      backward;
+};
+
+// Operands of products of bf16 (kernels/kernels.h: PairProduct).
+struct PairTiles {
+  std::uint32_t *q, *g, *p;              // kQueryTile rows
+  std::uint32_t *k_columns, *v_columns;  // transposed, as in Tiles
+  std::uint32_t* v;                      // pairs of keys x value_row
+};
+
+// One worker's tiles, sized for rows of up to `key_width` and `value_width` elements.
+template <class T>
+struct Tiles {
+  std::int64_t key_row = 0, value_row = 0;  // padded widths
+  T *q, *g, *o, *dq;                        // kQueryTile rows
+  T *k, *v;                                 // kKeyTile rows
+  T *k_columns, *v_columns;                 // transposed: width x padded(keys of the tile)
+  T *dk, *dv;                               // kKeyTile rows
+  T *s, *dp, *p_for_v;                      // kQueryTile x kKeyTile
+  PairTiles pairs;                          // if T is float
+  T *max, *sum, *rescale, *lse, *delta;     // kQueryTile
+  Range* ranges;                            // kQueryTile
+
+  Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width);
+};
+
+// Tiles for every thread.
+template <class T>
+std::vector<Tiles<T>> make_tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width) {
+  std::vector<Tiles<T>> tiles;
+  for (int worker = 0; worker < call_threads(); ++worker)
+    tiles.emplace_back(arena, key_width, value_width);
+  return tiles;
+}
+
+// Attends queries [first, first + count) of the segment, count <= kQueryTile. Leaves normalised
+// outputs in tiles.o and log-sum-exps in tiles.lse.
+template <class T>
+void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t count,
+                  Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
+
+// Leaves the gradients of queries [first, first + count) in tiles.dq.
+template <class T>
+void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                         std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
+
+// Adds what the keys at hand contribute to the gradients of queries [first, first + count): to the
+// sum so far, tiles.dp times tiles.k (which has the scale in it) with add_to_queries.
+using QuerySums = std::function<void(std::int64_t first, std::int64_t count)>;
+
+// Adds the gradients of keys [first, first + count), count <= kKeyTile and first a multiple of
+// kKeyTile, to tiles.dk and tiles.dv; the caller clears them, and calls again for every query head
+// that shares the keys. With `sums` the gradients of queries are not left to backward_query_tile:
+// that saves two of seven products.
+template <class T>
+void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                       std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr,
+                       const QuerySums* sums = nullptr);
+
+// rows [first, first + count) += tiles.dp (count x keys) times tiles.k. The rows are of type T.
+template <class T>
+void add_to_queries(const Rows& rows, std::int64_t first, std::int64_t count, std::int64_t keys,
+                    Tiles<T>& tiles);
+
+// delta[slot] = sum over keys of p (gradient . v) for queries whose outputs were not kept; leaves
+// it in tiles.delta for queries [first, first + count).
+template <class T>
+void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
+                std::int64_t count, Tiles<T>& tiles);
+
+}  // namespace coterie::cpu

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT
+// Clustered attention: queries of a cluster take the attention output of their mean.
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "cpu/cluster/clustering.h"
+#include "cpu/mechanisms/attention.h"
+#include "cpu/mechanisms/centroid_attention.h"
+
+namespace coterie::cpu {
+
+namespace {
+
+// Positions in `saved`.
+enum { kLabels, kOrder, kOffsets, kCentroids, kLse, kOut };
+
+CentroidTensors centroid_tensors(const std::vector<TensorView>& saved) {
+  CentroidTensors tensors;
+  tensors.lists.order = saved[kOrder];
+  tensors.lists.offsets = saved[kOffsets];
+  tensors.centroids = saved[kCentroids];
+  tensors.lse = saved[kLse];
+  tensors.out = saved[kOut];
+  return tensors;
+}
+
+template <class T>
+struct ClusteredWorkspace {
+  ClusteringWorkspace<T> clustering;
+  std::vector<Tiles<T>> tiles;
+  CentroidGradients<T> gradients;
+
+  ClusteredWorkspace(Arena& arena, const ClusteredParams& params, const AttentionCall& call)
+      : clustering(arena, params.clustering, call),
+        tiles(make_tiles<T>(arena, call.Dk, call.Dv)),
+        gradients(arena, call, params.clustering.clusters) {}
+};
+
+// Row i of `to` (B, H, N, D) becomes row labels[i] of `from`, (items, H, C, width) in memory.
+template <class T>
+void broadcast_rows(const AttentionCall& call, const TensorView& labels, std::int64_t clusters,
+                    T* from, std::int64_t width, const TensorView& to,
+                    std::vector<Tiles<T>>& tiles) {
+  fill_padding(to, query_spans(call), 0);
+  for_tiles(span_tiles(query_spans(call), call.H), tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const Span& span = call.item(tile.item).q;
+    T* scratch = width == call.Dv ? own.o : own.dq;
+    Rows rows = memory_rows(from + (tile.item * call.H + tile.head) * clusters * width, width);
+    rows.index = span_at<std::int32_t>(labels, span, tile.head);
+    kernels<T>().load(rows, tile.first, tile.count, T(1), scratch, padded(width));
+    kernels<T>().store(span_rows(to, span, tile.head), tile.first, tile.count, T(1), scratch,
+                       padded(width));
+  });
+}
+
+}  // namespace
+
+template <>
+std::int64_t workspace_bytes(const ClusteredParams& params, const AttentionCall& call) {
+  Arena arena;
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    ClusteredWorkspace<typename decltype(tag)::type>(arena, params, call);
+  });
+  return arena.used();
+}
+
+template <>
+void select(const ClusteredParams& params, const AttentionCall& call,
+            const std::vector<TensorView>& saved, const Workspace& workspace) {
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ClusteredWorkspace<T> ws(arena, params, call);
+    cluster_queries(params.clustering, call, saved[kLabels], ws.clustering);
+  });
+  ClusterLists lists;
+  lists.order = saved[kOrder];
+  lists.offsets = saved[kOffsets];
+  group_queries(call, saved[kLabels], lists);
+}
+
+template <>
+void attend(const ClusteredParams& params, const AttentionCall& call, const AttentionResult& result,
+            const Workspace& workspace) {
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
+  const CentroidTensors tensors = centroid_tensors(result.saved);
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ClusteredWorkspace<T> ws(arena, params, call);
+    cluster_means(call, tensors.lists, tensors.centroids, ws.tiles);
+    centroid_forward(call, tensors, ws.tiles);
+    broadcast_rows(call, result.saved[kLabels], tensors.clusters(),
+                   static_cast<T*>(tensors.out.data), call.Dv, result.out, ws.tiles);
+  });
+}
+
+template <>
+void backward(const ClusteredParams& params, const AttentionCall& call,
+              const AttentionResult& result, const TensorView& grad_out,
+              const AttentionGradients& gradients, const Workspace& workspace) {
+  Arena arena(call.op, workspace, workspace_bytes(params, call));
+  const CentroidTensors tensors = centroid_tensors(result.saved);
+  dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ClusteredWorkspace<T> ws(arena, params, call);
+    centroid_output_gradients(call, tensors, grad_out, ws.gradients, ws.tiles);
+    const bool means = gradients.dq.present();
+    if (gradients.dk.present() || gradients.dv.present())
+      centroid_backward_keys<T>(call, tensors, ws.gradients, nullptr, means, gradients.dk,
+                                gradients.dv, ws.tiles);
+    else if (means)
+      centroid_backward_means(call, tensors, ws.gradients, ws.tiles);
+    if (means)
+      broadcast_rows(call, result.saved[kLabels], tensors.clusters(), ws.gradients.dmean, call.Dk,
+                     gradients.dq, ws.tiles);
+  });
+}
+
+}  // namespace coterie::cpu
