@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT
+// Writes a value to the rows of a tensor that belong to no item (a warp per row, the heads in a
+// loop), or to every element of a tensor with any strides (a thread per element). No shared memory.
 #include "cuda/api/padding.h"
 
 #include <type_traits>

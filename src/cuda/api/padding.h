@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What tensors hold in rows that belong to no item.
+// Padding: rows of tensors that belong to no item.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The CUDA back end as its mechanisms see it: one class per mechanism, for calls that src/ops has
-// checked and parameters that resolve() has settled.
+// The interface of a mechanism in the CUDA back end: one class per mechanism, for calls that
+// src/ops has checked and parameters that resolve() has settled.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ class Pass {
   const AttentionCall& call_;
 };
 
-// Defined in the mechanism's file, attend_*.cu.
+// Defined in the mechanism's folder.
 std::unique_ptr<Pass> make_pass(const FullParams& params, const AttentionCall& call);
 std::unique_ptr<Pass> make_pass(const LocalParams& params, const AttentionCall& call);
 std::unique_ptr<Pass> make_pass(const StridedParams& params, const AttentionCall& call);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Why there is no kernel for something; "" where there is one.
+// Reasons why no kernel can run a call; "" where one can.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the CUDA back end supports, and tile sizes: each list stands here once.
+// The element types, head sizes and counts that the CUDA kernels support, and the dispatch to them.
 #pragma once
 
 #include <cstdint>

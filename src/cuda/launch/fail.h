@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Errors of files of kernels. The texts are put together elsewhere: strings and streams of the
-// standard library would cost each of those files a third of its time in the compiler's front ends.
+// Errors of kernel files. fail.cc formats the messages: strings and streams of the standard library
+// would cost each kernel file a third of its compile time.
 #pragma once
 
 #include <cuda_runtime_api.h>

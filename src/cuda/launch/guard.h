@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Makes the device of a call's tensors the current one while the call lasts.
+// Makes the device of a call's tensors the current device for the duration of the call.
 #pragma once
 
 #include "coterie/view.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Checks of CUDA calls and kernel launches; both throw coterie::Error.
+// Kernel launches and checks of CUDA calls. Failures throw coterie::Error.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Matrices in shared memory as factors of warpgroup products (wgmma.cuh).
+// Matrices in shared memory as operands of warpgroup products (wgmma.cuh), by rows or by columns.
+// Only for sm_90a; the mma.sync kernels use fragments.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Kernels that start while the one before them ends (launch_early in launch.h).
+// Programmatic dependent launch: kernels that start while the one before them in the stream ends
+// (launch_early in launch/launch.h). Every block of such a kernel waits, at its end at the latest.
+// Before sm_90 both functions do nothing and the stream orders the kernels.
 #pragma once
 
 namespace coterie::cuda {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The three element types under one set of conversions. cuda_bf16.h and cuda_fp16.h have them too,
-// and ten thousand lines more, which would be read five times for every file of kernels.
+// Conversions between float and the three element types float, Bf16 and F16. cuda_bf16.h and
+// cuda_fp16.h have them too, but their ten thousand lines cost every kernel file compile time.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Rows of a warp as left factors of products: with keys, and their weights with values.
+// Left operands of mma.sync products: the query rows of a warp for products with keys, and weights
+// for products with values. The warp keeps 16 rows in registers; shared memory holds the tiles.
 #pragma once
 
 #include "cuda/prim/mma.cuh"

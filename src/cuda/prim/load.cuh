@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// From rows in global memory to tiles in shared memory, asynchronously where rows are aligned.
+// Copies of rows from global memory to tiles in shared memory: cp.async where rows are aligned to
+// 16 bytes, else element by element. Columns beyond the row and rows beyond the count become 0.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Barriers in shared memory that count arrivals and flip a phase, and barriers for a part of a
-// block.
+// Barriers in shared memory that count arrivals and flip a phase (mbarrier), and named barriers for
+// a part of a block. A warp that waits by parity takes part in the next phase, so that the phase it
+// waits for cannot pass twice unseen.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// random_normal of coterie/random.h, for the device.
+// The normal random numbers of coterie/random.h on the device.
 #pragma once
 
 #include <cstdint>

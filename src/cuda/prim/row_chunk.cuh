@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Rows in 16-byte chunks, a few lanes for each row.
+// Rows as 16-byte chunks, one chunk per lane: loads, stores and sums in float.
 #pragma once
 
 #include <cstdint>

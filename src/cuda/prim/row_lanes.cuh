@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Rows of up to kWidth elements shared by neighbouring lanes, 16 bytes of the row's type a lane, in
-// float.
+// Rows of up to kWidth elements held by neighbouring lanes as floats: 16 bytes of the row's type
+// per lane, several rows per warp.
 #pragma once
 
 #include <cstdint>

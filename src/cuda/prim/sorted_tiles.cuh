@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Sorted queries cut in tiles of one cluster each, one per thread block, without a list of tiles.
+// Tiles of queries that are sorted by cluster: one cluster per tile, one tile per thread block. A
+// block finds its tile by binary search in the offsets; there is no list of tiles.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Keys of an item cut in chunks, one per thread block; rows of queries and tokens likewise. The
-// number of chunks of an item is known on the device only; slots number them without a scan, so
-// that partial results have a place each.
+// Chunks of the keys (or rows) of an item, one per thread block. Only the device knows how many
+// chunks an item has; slots number the chunks without a scan, and partial results are kept by slot.
 #pragma once
 
 #include <cstdint>

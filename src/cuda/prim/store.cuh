@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// From accumulators (mma.cuh) to rows in global memory, 16 bytes a lane where rows are aligned.
+// Stores of accumulators (mma.cuh) to rows in global memory: 16 bytes per lane where rows are
+// aligned.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Clustering problems, one per (item, head), and the teams of thread blocks that work on them.
-// Blocks of a team meet at barriers in global memory, so they must all be resident: such kernels
-// are launched cooperatively.
+// Teams of thread blocks that share a clustering problem, one problem per (item, head). The blocks
+// of a team synchronise at counters in global memory that are 0 at launch. Precondition: all blocks
+// are resident, so these kernels are launched cooperatively.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT
+// Reductions, scans and searches of a warp or a block. Preconditions: all lanes of the warp call,
+// and for the block functions all threads of the block.
 #pragma once
 
 #include <cstdint>

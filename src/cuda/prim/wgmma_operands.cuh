@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Lists of the 4, 16, 32, 64 or 128 accumulators d of a warpgroup product: as operands %0, %1, ...
-// of the assembler, and as outputs, with `io` "+" or "=".
+// The accumulators d[4] to d[128] of a warpgroup product as inline assembly wants them: the
+// operands %0, %1, ... of the instruction text, and the list of outputs with `io` "+" or "=".
 #pragma once
 
 #define COTERIE_WGMMA_D4 "%0,%1,%2,%3"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Words that the first kernel of a call sets to zero for later ones, for want of a memset.
+// Counters that the first kernel of a call sets to 0 for later ones, which saves a memset.
 #pragma once
 
 #include <cstdint>
