@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Logs of runs and records of benchmarks, read and shown on a page.
-#include "train/report.h"
+#include "report/report.h"
 
 #include <filesystem>
 #include <fstream>

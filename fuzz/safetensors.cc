@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The safetensors reader. Each input is read as a file and, so that mutations get past the header's
 // length, as the header of one. Tensors that are accepted lie inside the file.
-#include "train/safetensors.h"
+#include "formats/safetensors.h"
 
 #include <stdexcept>
 

@@ -9,7 +9,7 @@ if(NOT CLANG_FORMAT)
 endif()
 
 set(files)
-foreach(room include src torch train python fuzz cases bench apps tests examples)
+foreach(room include src torch formats report train python fuzz cases bench apps tests examples)
   file(GLOB_RECURSE some ${root}/${room}/*.h ${root}/${room}/*.cc ${root}/${room}/*.cu
     ${root}/${room}/*.cuh)
   list(APPEND files ${some})

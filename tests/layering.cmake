@@ -9,7 +9,7 @@ string(APPEND std "|(immintrin|x86intrin|cpuid|unistd|fcntl|malloc|signal|sched|
 set(public "coterie/[a-z0-9_]+\\.h")
 set(core "core/[a-z0-9_]+\\.h")
 
-set(rooms include src/core src/ref src/no_cuda src/ops torch python train cases bench apps fuzz)
+set(rooms include src/core src/ref src/no_cuda src/ops torch python formats report train cases bench apps fuzz)
 set(may_include "${std}|${public}")
 set(may_src/core "${std}|${public}|core/.*")
 set(may_src/ref "${std}|${public}|${core}|ref/.*")
@@ -50,14 +50,16 @@ set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly|nn|optim)/.*\\.h")
 set(may_torch "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}")
 # Only what torch keeps stable, so that one binary serves many versions of it.
 set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h")
-set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|train/.*")
+set(may_formats "${std}|${public}|formats/.*|(CLI|fmt|nlohmann)/.*")
+set(may_report "${std}|${public}|report/.*|formats/.*|(fmt|nlohmann)/.*")
+set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|formats/.*|report/.*|train/.*")
 string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h")
 # What needs no torch, so that it can be built with sanitizers.
-set(may_fuzz "${std}|${public}|fuzz/.*|train/(files|safetensors|config|config_text|options|report)\\.h")
+set(may_fuzz "${std}|${public}|fuzz/.*|formats/.*|report/report\\.h|train/(config|options)\\.h")
 set(may_cases "${std}|${public}|cases/.*")
 # The gate compares with the specification; the opponent is torch; the clock of a GPU is CUDA's.
 set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|${libtorch}|cuda_runtime_api\\.h")
-set(may_apps "${std}|${public}|cases/.*|bench/.*|train/.*|coterie/torch/[a-z0-9_]+\\.h|apps/.*")
+set(may_apps "${std}|${public}|cases/.*|bench/.*|formats/.*|report/.*|train/.*|coterie/torch/[a-z0-9_]+\\.h|apps/.*")
 string(APPEND may_apps "|(CLI|fmt|nlohmann)/.*|${libtorch}")
 
 set(wrong)

@@ -4,7 +4,7 @@ cmake_minimum_required(VERSION 3.25)
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 
 set(forgotten)
-foreach(room src torch python train cases bench apps fuzz tests)
+foreach(room src torch python formats report train cases bench apps fuzz tests)
   file(READ ${root}/${room}/CMakeLists.txt lists)
   string(REGEX REPLACE "#[^\n]*" "" lists "${lists}")
   file(GLOB_RECURSE files RELATIVE ${root}/${room} ${root}/${room}/*.cc ${root}/${room}/*.cu)

@@ -9,8 +9,8 @@
 #include <system_error>
 
 #include "coterie/error.h"
-#include "train/files.h"
-#include "train/json_lines.h"
+#include "formats/files.h"
+#include "formats/json_lines.h"
 
 namespace coterie::train {
 namespace {

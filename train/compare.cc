@@ -6,8 +6,8 @@
 #include <memory>
 #include <optional>
 
+#include "formats/files.h"
 #include "train/checkpoint.h"
-#include "train/files.h"
 #include "train/options.h"
 
 namespace coterie::train {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "report/data.h"
 #include "train/config.h"
-#include "train/report_data.h"
 #include "train/trainer.h"
 
 namespace coterie::train {

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "coterie/error.h"
-#include "train/files.h"
+#include "formats/files.h"
 
 namespace coterie::train {
 

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "coterie/error.h"
-#include "train/files.h"
-#include "train/json_lines.h"
+#include "formats/files.h"
+#include "formats/json_lines.h"
 
 namespace coterie::train {
 namespace {

@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-#include "train/safetensors.h"
+#include "formats/safetensors.h"
 
 namespace torch::nn {
 class Module;

@@ -12,8 +12,8 @@
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
-#include "train/config_text.h"
-#include "train/files.h"
+#include "formats/config_text.h"
+#include "formats/files.h"
 
 namespace coterie::train {
 namespace {

@@ -24,7 +24,7 @@ void apply_config(CLI::App& app, const std::string& text, const std::string& nam
 // Why a text names no device (cpu, cuda, cuda:1); "" when it does.
 std::string check_device(const std::string& text);
 
-// All fields, in the format of config_text.h; parse_config reads them back unchanged.
+// All fields, in the format of formats/config_text.h; parse_config reads them back unchanged.
 std::string config_text(const Config& config);
 Config parse_config(const std::string& text, const std::string& name);
 

@@ -14,8 +14,8 @@
 #include <nlohmann/json.hpp>
 
 #include "coterie/error.h"
+#include "formats/files.h"
 #include "train/eval_mode.h"
-#include "train/files.h"
 #include "train/gradients.h"
 #include "train/memory.h"
 #include "train/optimizer.h"

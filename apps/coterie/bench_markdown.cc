@@ -6,7 +6,7 @@
 
 #include "bench_report.h"
 #include "coterie/error.h"
-#include "train/report_json.h"
+#include "report/json.h"
 
 namespace coterie::cli {
 namespace {

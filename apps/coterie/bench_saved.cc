@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "coterie/error.h"
-#include "train/safetensors.h"
+#include "formats/safetensors.h"
 
 namespace coterie::cli {
 namespace {

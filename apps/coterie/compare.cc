@@ -12,10 +12,10 @@
 #include "apps/coterie/interrupt.h"
 #include "apps/coterie/progress.h"
 #include "coterie/runtime.h"
+#include "formats/files.h"
+#include "report/report.h"
 #include "train/compare.h"
-#include "train/files.h"
 #include "train/options.h"
-#include "train/report.h"
 #include "verbs.h"
 
 namespace coterie::cli {

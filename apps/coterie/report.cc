@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // coterie report: one HTML page about runs and a bench record.
-#include "train/report.h"
+#include "report/report.h"
 
 #include <fmt/core.h>
 
@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "train/files.h"
+#include "formats/files.h"
 #include "verbs.h"
 
 namespace coterie::cli {

@@ -11,7 +11,7 @@
 #include "apps/coterie/progress.h"
 #include "coterie/error.h"
 #include "coterie/spec.h"
-#include "train/files.h"
+#include "formats/files.h"
 #include "train/options.h"
 #include "train/trainer.h"
 #include "verbs.h"

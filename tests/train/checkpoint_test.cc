@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/files.h"
 #include "tests/support/tensors.h"
 #include "tests/train/temporary_folder.h"
-#include "train/files.h"
 
 namespace coterie::train {
 namespace {

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/files.h"
 #include "tests/train/temporary_folder.h"
-#include "train/files.h"
 
 namespace coterie::train {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/files.h"
+#include "formats/files.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

@@ -18,17 +18,17 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/files.h"
+#include "formats/json_lines.h"
+#include "formats/safetensors.h"
+#include "report/data.h"
+#include "report/report.h"
 #include "tests/support/tensors.h"
 #include "tests/train/temporary_folder.h"
 #include "train/checkpoint.h"
 #include "train/corpus.h"
-#include "train/files.h"
-#include "train/json_lines.h"
 #include "train/log.h"
 #include "train/options.h"
-#include "train/report.h"
-#include "train/report_data.h"
-#include "train/safetensors.h"
 
 namespace coterie::train {
 namespace {

@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "coterie/error.h"
+#include "formats/files.h"
 #include "temporary_folder.h"
-#include "train/files.h"
 
 namespace coterie::train {
 namespace {

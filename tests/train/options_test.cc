@@ -11,8 +11,8 @@
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
+#include "formats/config_text.h"
 #include "temporary_folder.h"
-#include "train/config_text.h"
 
 namespace coterie::train {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Scales, ticks and the shapes of plots.
-#include "train/plot.h"
+#include "report/plot.h"
 
 #include <gtest/gtest.h>
 

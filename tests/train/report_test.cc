@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The report: what is read, what is shown, and that nothing in a log can break the page.
-#include "train/report.h"
+#include "report/report.h"
 
 #include <gtest/gtest.h>
 
@@ -9,11 +9,11 @@
 #include <string>
 
 #include "coterie/error.h"
+#include "report/data.h"
+#include "report/groups.h"
+#include "report/plot.h"
+#include "report/text.h"
 #include "tests/train/temporary_folder.h"
-#include "train/plot.h"
-#include "train/report_data.h"
-#include "train/report_groups.h"
-#include "train/report_text.h"
 
 namespace coterie::train {
 namespace {

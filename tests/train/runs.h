@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "train/files.h"
+#include "formats/files.h"
 #include "train/trainer.h"
 
 namespace coterie::train {

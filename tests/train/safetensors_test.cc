@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/safetensors.h"
+#include "formats/safetensors.h"
 
 #include <gtest/gtest.h>
 
@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/files.h"
 #include "tests/train/temporary_folder.h"
-#include "train/files.h"
 
 namespace coterie::train {
 namespace {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/files.h"
 #include "tests/train/temporary_folder.h"
 #include "train/corpus.h"
-#include "train/files.h"
 #include "train/task.h"
 
 namespace coterie::train {

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "train/plot_frame.h"
-#include "train/plot_svg.h"
-#include "train/report_text.h"
+#include "report/plot_frame.h"
+#include "report/plot_svg.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "train/report_sections.h"
-#include "train/report_text.h"
+#include "report/sections.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

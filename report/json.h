@@ -7,14 +7,14 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "train/report_data.h"
+#include "report/data.h"
 
 namespace coterie::train {
 
 using Json = nlohmann::ordered_json;
 
 // Calls `use` with every line that is a JSON object; returns how many other lines there are, blank
-// ones aside. Throws Error when the file cannot be read or has lines beyond train/json_lines.h.
+// ones aside. Throws Error when the file cannot be read or has lines beyond formats/json_lines.h.
 std::int64_t for_each_line(const std::string& path, const std::function<void(const Json&)>& use);
 
 double number_at(const Json& object, const char* key);         // kUnknown when it is no number

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-#include "train/plot_svg.h"
+#include "report/plot_svg.h"
 
 #include <fmt/core.h>
 
 #include <cmath>
 
-#include "train/plot.h"
-#include "train/report_text.h"
+#include "report/plot.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-#include "train/report.h"
+#include "report/report.h"
 
 #include <fmt/core.h>
 
 #include <set>
 
 #include "coterie/error.h"
-#include "train/report_sections.h"
-#include "train/report_text.h"
+#include "report/sections.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

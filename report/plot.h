@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "train/plot_scale.h"
+#include "report/plot_scale.h"
 
 namespace coterie::train {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "train/report_data.h"
-#include "train/report_groups.h"
+#include "report/data.h"
+#include "report/groups.h"
 
 namespace coterie::train {
 

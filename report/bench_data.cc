@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "train/report_data.h"
-#include "train/report_json.h"
+#include "report/data.h"
+#include "report/json.h"
 
 namespace coterie::train {
 

@@ -7,9 +7,9 @@
 #include <cmath>
 #include <numeric>
 
-#include "train/plot.h"
-#include "train/plot_svg.h"
-#include "train/report_text.h"
+#include "report/plot.h"
+#include "report/plot_svg.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-#include "train/plot_frame.h"
+#include "report/plot_frame.h"
 
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "train/plot_svg.h"
-#include "train/report_text.h"
+#include "report/plot_svg.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

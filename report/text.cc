@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/report_text.h"
+#include "report/text.h"
 
 #include <fmt/core.h>
 

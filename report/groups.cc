@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/report_groups.h"
+#include "report/groups.h"
 
 #include <algorithm>
 #include <cctype>
@@ -10,8 +10,8 @@
 
 #include "coterie/error.h"
 #include "coterie/spec.h"
-#include "train/config_text.h"
-#include "train/plot.h"
+#include "formats/config_text.h"
+#include "report/plot.h"
 
 namespace coterie::train {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-#include "train/report_json.h"
+#include "report/json.h"
 
 #include <fmt/core.h>
 
-#include "train/json_lines.h"
+#include "formats/json_lines.h"
 
 namespace coterie::train {
 

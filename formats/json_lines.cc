@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-#include "train/json_lines.h"
+#include "formats/json_lines.h"
 
 #include <algorithm>
 
 #include "coterie/error.h"
-#include "train/files.h"
+#include "formats/files.h"
 
 namespace coterie::train {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "train/report_sections.h"
-#include "train/report_text.h"
+#include "report/sections.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Temporary name, write, fsync, rename, fsync of the folder: after a crash or with a full disk the
 // old content is there or the new one.
-#include "train/files.h"
+#include "formats/files.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <functional>
 
-#include "train/plot.h"
-#include "train/report_sections.h"
-#include "train/report_text.h"
+#include "report/plot.h"
+#include "report/sections.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "train/plot.h"
+#include "report/plot.h"
 
 namespace coterie::train {
 

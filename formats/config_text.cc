@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/config_text.h"
+#include "formats/config_text.h"
 
 #include <fmt/core.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Logs of runs.
-#include "train/report_data.h"
+#include "report/data.h"
 
 #include <algorithm>
 #include <cctype>
@@ -8,8 +8,8 @@
 #include <filesystem>
 
 #include "coterie/error.h"
-#include "train/report_json.h"
-#include "train/report_text.h"
+#include "report/json.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

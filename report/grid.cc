@@ -7,9 +7,9 @@
 #include <map>
 #include <set>
 
-#include "train/plot.h"
-#include "train/report_sections.h"
-#include "train/report_text.h"
+#include "report/plot.h"
+#include "report/sections.h"
+#include "report/text.h"
 
 namespace coterie::train {
 

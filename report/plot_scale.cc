@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/plot_scale.h"
+#include "report/plot_scale.h"
 
 #include <algorithm>
 #include <cmath>

@@ -2,7 +2,7 @@
 // Reader and writer. The reader takes nothing on trust: the header's nesting is limited before it
 // is built, tensors must fill the rest of the file in some order without gaps or overlaps, and each
 // must be as large as its shape and type say.
-#include "train/safetensors.h"
+#include "formats/safetensors.h"
 
 #include <unistd.h>
 
@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "coterie/error.h"
-#include "train/files.h"
+#include "formats/files.h"
 
 namespace coterie::train {
 namespace {
