@@ -114,8 +114,7 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
     const bool hopper = takes(call, plan, args);
     if constexpr (sizeof(T) == 2) {
       if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args)) {
-        launch_whole_lists_sm90a(args, gradients.cleared, stream);
-        return true;
+        return launch_whole_lists_sm90a(args, gradients.cleared, stream);
       }
       if (hopper && form == ListForm::plain && wanted.keys && takes_windows(args)) {
         launch_windows_sm90a(args, stream);

@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cstdint>
 
 #include "core/arena.h"
@@ -136,15 +137,14 @@ struct ListGradients {
   // are not written.
   void *slot_dq = nullptr, *slot_dk = nullptr, *slot_dv = nullptr;
   bool slots_rounded = false;
-  // Dense tensors that may become 0 on the way (lists_backward says so), which costs next to
-  // nothing there.
-  TensorView cleared[3];
+  // Optional tensors that may become 0 on the way, where that costs next to nothing.
+  std::array<TensorView, 3> cleared;
 };
 
 // Gradients with respect to q and k as the scores see them: with statistics those of the normalised
-// rows, up to a constant per row, which the way back through the normalisation takes out. Whether
-// `cleared` are 0, and the next kernel starts behind all that came before this one (SlotSum's
-// `listed`). backward.cu
+// rows, up to a constant per row, which the way back through the normalisation takes out. Returns
+// whether `cleared` are 0 now. The next kernel starts behind all that came before this pass
+// (SlotSumStart::slots_ready). backward.cu
 bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
                     Arena& arena, cudaStream_t stream);
 

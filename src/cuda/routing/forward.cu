@@ -97,8 +97,8 @@ void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream)
   if (!params_.share_qk) clear_slots(at.k_slots);
 }
 
-void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, bool cleared,
-                               Arena& arena, cudaStream_t stream) const {
+void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
+                               cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(result.saved);
   const NormalisedSides sides = saved_sides(at);
   const float* head_scale = floats(call_.inputs.logit_scale);
@@ -135,8 +135,7 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, b
     merge_slots(call_, {tokens, slot_out}, slot_lse, own_keys(sides, ends, head_scale), result.out,
                 floats(at.lse), stream);
   else
-    combine_slots(call_, {tokens, slot_out, cleared, true}, slot_weight(), result.out,
-                  floats(at.weights), stream);
+    combine_slots(call_, {tokens, slot_out}, slot_weight(), result.out, floats(at.weights), stream);
 }
 
 std::unique_ptr<Pass> make_pass(const RoutingParams& params, const AttentionCall& call) {

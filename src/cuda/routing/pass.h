@@ -96,8 +96,8 @@ class RoutingPass : public Pass {
 
   std::int64_t workspace_bytes() const override {
     Arena select, attend, backward;
-    select_lists(own_sides(select), {}, {}, select, nullptr);
-    attend_lists({}, false, false, attend, nullptr);
+    select_lists(own_sides(select), {}, select, nullptr);
+    attend_lists({}, false, attend, nullptr);
     Gradients all;
     all.wanted = {true, true, true};
     backward_lists(all, backward, nullptr);
@@ -107,23 +107,22 @@ class RoutingPass : public Pass {
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
     const NormalisedSides sides = own_sides(arena);
-    select_lists(sides, saved, {}, arena, stream_of(workspace));
+    select_lists(sides, saved, arena, stream_of(workspace));
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
     statistics(saved_sides(tensors_of(result.saved)), stream_of(workspace));
     Arena arena = take_workspace(workspace);
-    attend_lists(result, false, false, arena, stream_of(workspace));
+    attend_lists(result, false, arena, stream_of(workspace));
   }
 
   // One computation of the rows' statistics serves both.
   void forward(const AttentionResult& result, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
     Arena scratch = arena;  // the selection's memory is free again afterwards
-    const bool cleared =
-        select_lists(saved_sides(tensors_of(result.saved)), result.saved,
-                     mostly_empty() ? result.out : TensorView{}, scratch, stream_of(workspace));
-    attend_lists(result, scan_has_ends(), cleared, arena, stream_of(workspace));
+    select_lists(saved_sides(tensors_of(result.saved)), result.saved, scratch,
+                 stream_of(workspace));
+    attend_lists(result, scan_has_ends(), arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -182,17 +181,16 @@ class RoutingPass : public Pass {
            scan_finds_ends(call_);
   }
   // Also the statistics of the sides, if they have room for them.
-  // Whether `cleared`, which may be absent, has become 0 on the way.
-  bool select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
-                    const TensorView& cleared, Arena& arena, cudaStream_t stream) const;
+  void select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
+                    Arena& arena, cudaStream_t stream) const;
   void scan(const NormalisedSides& sides, const CentredCentroids& centroids, const RoutingSaved& at,
             unsigned* arrivals, Arena& arena, cudaStream_t stream) const;
   void sum_and_sort(const NormalisedSides& sides, const CentredCentroids& centroids,
                     const RoutingSaved& at, unsigned* arrivals, Arena& arena,
                     cudaStream_t stream) const;
-  bool select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
-                      const RoutingSaved& at, const TensorView& cleared, unsigned* arrivals,
-                      Arena& arena, cudaStream_t stream) const;
+  void select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
+                      const RoutingSaved& at, unsigned* arrivals, Arena& arena,
+                      cudaStream_t stream) const;
 
   // Rows of a side's lists: members of a list, as attention_saved says.
   std::int64_t width(std::int64_t rows) const {
@@ -275,7 +273,7 @@ class RoutingPass : public Pass {
                           ListPlan& plan) const;
   OwnKeys own_keys(const NormalisedSides& sides, const RunEnds& ends,
                    const float* head_scale) const;
-  void attend_lists(const AttentionResult& result, bool ends_there, bool cleared, Arena& arena,
+  void attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
                     cudaStream_t stream) const;
   // Deltas and the weights of own keys, where queries have several parts.
   void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListPlan& plan,
