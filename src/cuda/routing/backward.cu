@@ -18,7 +18,7 @@ void RoutingPass::backward(const AttentionResult& result, const TensorView& grad
 }
 
 void RoutingPass::merge_parts(const RoutingSaved& at, const TokenSlots& tokens,
-                              const ListPlan& plan, const TensorView& grad_out, Arena& arena,
+                              const ListCall& plan, const TensorView& grad_out, Arena& arena,
                               cudaStream_t stream, ListGradients& lists, OwnKeys& own) const {
   const std::int64_t rows = call_.B * call_.H * call_.N;
   auto* parts = arena.take<float>(query_slots());
@@ -51,7 +51,7 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
   else if (single && !value_rows)
     find_token_slots(values, call_.B, arena, stream);
   RunEnds ends;
-  const ListPlan plan = list_plan(true, sides, at, head_scale, &queries, arena, stream, ends);
+  const ListCall plan = list_plan(true, sides, at, head_scale, &queries, arena, stream, ends);
   OwnKeys own = own_keys(sides, ends, head_scale);
 
   ListGradients lists;

@@ -8,11 +8,11 @@
 
 namespace coterie::cuda {
 
-ListPlan RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
+ListCall RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
                                 const RoutingSaved& at, const float* head_scale,
                                 const TokenSlots* tokens, Arena& arena, cudaStream_t stream,
                                 RunEnds& ends) const {
-  ListPlan plan = make_plan(sides, head_scale);
+  ListCall plan = make_plan(sides, head_scale);
   if (strict_)
     plan_runs(ends_there, at, tokens, arena, stream, plan, ends);
   else
@@ -21,7 +21,7 @@ ListPlan RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
 }
 
 void RoutingPass::plan_runs(bool ends_there, const RoutingSaved& at, const TokenSlots* tokens,
-                            Arena& arena, cudaStream_t stream, ListPlan& plan,
+                            Arena& arena, cudaStream_t stream, ListCall& plan,
                             RunEnds& ends) const {
   plan.queries.layout = plan.keys.layout = ListLayout::runs;
   plan.queries.index = ints(at.q_order);
@@ -43,7 +43,7 @@ void RoutingPass::plan_runs(bool ends_there, const RoutingSaved& at, const Token
 }
 
 MemberEnds RoutingPass::plan_members(bool ends_there, const RoutingSaved& at, Arena& arena,
-                                     ListPlan& plan) const {
+                                     ListCall& plan) const {
   plan.queries.layout = plan.keys.layout = ListLayout::members;
   plan.queries.index = ints(at.q_members);
   plan.queries.width = width(call_.N);
@@ -105,7 +105,7 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, A
   RunEnds ends;
   if (!arena.counting()) clear_empty_slots(at, stream);
   if (slots_are_rows()) {
-    const ListPlan plan =
+    const ListCall plan =
         list_plan(ends_there, sides, at, head_scale, nullptr, arena, stream, ends);
     if (!arena.counting())
       lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
@@ -114,7 +114,7 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, A
   const TokenSlots tokens = query_tokens(at, arena);
   const bool both = !strict_ && !params_.share_qk;  // those of keys are for the backward pass
   const TokenSlots keys = both ? key_tokens(at, arena) : tokens;
-  ListPlan plan = make_plan(sides, head_scale);
+  ListCall plan = make_plan(sides, head_scale);
   MemberEnds member_ends{};
   if (!strict_) member_ends = plan_members(ends_there, at, arena, plan);
   const bool done =

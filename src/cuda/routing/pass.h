@@ -248,8 +248,8 @@ class RoutingPass : public Pass {
     return {params_.membership == Membership::top, static_cast<float>(params_.count_eps)};
   }
 
-  ListPlan make_plan(const NormalisedSides& sides, const float* head_scale) const {
-    ListPlan plan;
+  ListCall make_plan(const NormalisedSides& sides, const float* head_scale) const {
+    ListCall plan;
     plan.lists = params_.clusters;
     plan.queries.index_heads = static_cast<int>(call_.H);
     plan.keys.index_heads = static_cast<int>(call_.key_heads);
@@ -263,20 +263,20 @@ class RoutingPass : public Pass {
   void clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const;
   // The lists of the call. Launches what ranges and filters need; ends may be there already.
   // `tokens` are the queries'.
-  ListPlan list_plan(bool ends_there, const NormalisedSides& sides, const RoutingSaved& at,
+  ListCall list_plan(bool ends_there, const NormalisedSides& sides, const RoutingSaved& at,
                      const float* head_scale, const TokenSlots* tokens, Arena& arena,
                      cudaStream_t stream, RunEnds& ends) const;
   void plan_runs(bool ends_there, const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
-                 cudaStream_t stream, ListPlan& plan, RunEnds& ends) const;
+                 cudaStream_t stream, ListCall& plan, RunEnds& ends) const;
   // Returns what is to be found yet.
   MemberEnds plan_members(bool ends_there, const RoutingSaved& at, Arena& arena,
-                          ListPlan& plan) const;
+                          ListCall& plan) const;
   OwnKeys own_keys(const NormalisedSides& sides, const RunEnds& ends,
                    const float* head_scale) const;
   void attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
                     cudaStream_t stream) const;
   // Deltas and the weights of own keys, where queries have several parts.
-  void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListPlan& plan,
+  void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListCall& plan,
                    const TensorView& grad_out, Arena& arena, cudaStream_t stream,
                    ListGradients& lists, OwnKeys& own) const;
   void backward_lists(const Gradients& pass, Arena& arena, cudaStream_t stream) const;
