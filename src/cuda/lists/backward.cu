@@ -8,6 +8,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_products.cuh"
+#include "cuda/lists/backward_tiles.cuh"
 
 namespace coterie::cuda {
 namespace {
@@ -67,7 +68,8 @@ void launch(const ListBackwardArgs<T>& args, ListForm form, bool hopper, const L
     if constexpr (sizeof(T) == 2)
       if (form != ListForm::general && hopper)
         return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
-    launch_lists<WarpProducts<T, kWidth>, ListForm::general>(args, wanted, stream);
+    if (wanted.queries) launch_list_tiles<WarpProducts<T, kWidth>, false>(args, stream);
+    if (wanted.keys) launch_list_tiles<WarpProducts<T, kWidth>, true>(args, stream);
   });
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
 #include "cuda/lists/backward_products.cuh"
+#include "cuda/lists/backward_tiles.cuh"
 #include "cuda/prim/bands.cuh"
 
 namespace coterie::cuda {
@@ -476,7 +477,7 @@ __device__ void query_steps(const ListBackwardArgs<T>& args,
   walk.release_below(plan.tiles);
 }
 
-// Products of the backward pass of lists (backward.h) by warpgroup products: 16-bit types, rows
+// Products of the backward pass of lists (backward_tiles.cuh) by warpgroup products: 16-bit types, rows
 // of 64 or 128 elements, only for sm_90a. As backward_products.cuh, but the work is only started:
 // every function that starts some makes one group of it, for wait.
 
@@ -484,6 +485,7 @@ template <class Type, int kRowWidth>
 struct GroupProducts {
   using T = Type;
   static constexpr int kWidth = kRowWidth;
+  static constexpr bool kFilters = false;
   static constexpr int kColumns = 64;
   static constexpr int kUnit = 64;
   static constexpr int kRowBytes = kWidth * 2;
@@ -692,7 +694,8 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
       launch_form<T, ListForm::normalised>(args, wanted, stream);
   } else {
     // Of wide rows one form serves both, for the sake of the time to compile.
-    launch_lists<GroupProducts<T, kWidth>, ListForm::normalised>(args, wanted, stream);
+    if (wanted.queries) launch_list_tiles<GroupProducts<T, kWidth>, false>(args, stream);
+    if (wanted.keys) launch_list_tiles<GroupProducts<T, kWidth>, true>(args, stream);
   }
 }
 

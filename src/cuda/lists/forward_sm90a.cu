@@ -53,7 +53,7 @@ __device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace&
   const int head = at.head;
   const ListTile& tile = at.tile;
   if (tile.first == kNoRank) return;
-  const ListPair pair = problem.pair<true>(tile.item, head, tile.list);
+  const ListPair pair = problem.pair(tile.item, head, tile.list);
   step.rows = min(pair.q.count - tile.first, kStreamRows);
   // Members of a list end before its last slot: the log-sum-exps of empty slots.
   if (problem.q.layout == ListLayout::members && args.slot_rows && args.lse)
