@@ -6,11 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/lists/backward_block.cuh"
-#include "cuda/lists/backward_ranges.cuh"
+#include "cuda/lists/backward.h"
 #include "cuda/lists/cut.cuh"
 #include "cuda/prim/bands.cuh"
+#include "cuda/prim/mma.cuh"
 #include "cuda/prim/row_chunk.cuh"
+#include "cuda/prim/store.cuh"
 #include "cuda/prim/warp.cuh"
 
 namespace coterie::cuda {
@@ -103,15 +104,14 @@ __device__ void make_step(const ListBackwardArgs<T>& args, const StepPlace& at, 
   const int head = at.head;
   const ListTile& tile = at.tile;
   if (tile.first == kNoRank) return;
-  const ListPair pair =
-      problem.pair<true>(tile.item, kKeys ? head * problem.group : head, tile.list);
+  const ListPair pair = problem.pair(tile.item, kKeys ? head * problem.group : head, tile.list);
   const SlotList& own = kKeys ? pair.k : pair.q;
   const SlotList& other = kKeys ? pair.q : pair.k;
   step.rows = min(own.count - tile.first, kStreamRows);
   if (step.rows <= 0) return;
   RankRange range;
   if constexpr (kKeys)
-    range = queries_of<true>(problem, pair, tile.first, tile.first + step.rows);
+    range = problem.queries_of(pair, tile.first, tile.first + step.rows);
   else
     range = {problem.range(pair, tile.first).low,
              problem.range(pair, tile.first + step.rows - 1).high};

@@ -22,7 +22,7 @@ __device__ inline StepPlace numbered_step(const SlotSide& side, const ListTiles&
                                           int number) {
   if (number < 0) return {0, {0, 0, kNoRank}};
   const int head = number / tiles.total;
-  return {head, tiles.find<true>(side, head, number - head * tiles.total)};
+  return {head, tiles.find(side, head, number - head * tiles.total)};
 }
 
 constexpr int kCutLists = 16384, kCutBlocks = 4096;  // that are measured and cut, at most

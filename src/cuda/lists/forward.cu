@@ -25,6 +25,34 @@ namespace coterie::cuda {
 constexpr int kForwardThreads = 128, kForwardRowBits = 7, kForwardRows = 1 << kForwardRowBits,
               kForwardKeys = 64;
 
+// What scores need to know of a query.
+struct QueryFacts {
+  float mean, inverse;  // mean times the row's width
+  QueryFilter filter;
+
+  __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
+    mean = 0.0f;
+    inverse = 1.0f;
+    if (problem.q_stats) {
+      const RowStatistics own =
+          problem.q_stats[ListProblem::row_base(problem.q, pair.q_span, head) + pair.q.row(rank)];
+      mean = own.mean * static_cast<float>(problem.width);
+      if (problem.score_scale(head) < 0.0f) mean = -mean;  // as that of the negated row
+      inverse = own.inverse;
+    }
+    filter = QueryFilter(problem, pair, head, rank);
+  }
+};
+
+// The score of a query and a key, from the product of the rows as they are.
+__device__ __forceinline__ float finished_score(const ListProblem& problem, float product,
+                                                const QueryFacts& query, const ListKey& key) {
+  float score = product;
+  if (problem.k_stats) score = fmaf(-query.mean, key.stats.mean, score) * key.stats.inverse;
+  score *= query.inverse;
+  return query.filter.sees(key.row) ? score : -INFINITY;
+}
+
 template <class T, int kDim>
 struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
   using AttendTiles<T, kDim, kForwardRows, kForwardKeys>::AttendTiles;
@@ -95,13 +123,13 @@ struct ForwardRows {
   }
 
   __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
-                                const KeyFacts<kForwardKeys>& keys, int column) const {
+                                const ListKey* keys, int column) const {
 #pragma unroll
     for (int i = 0; i < 16 * kBlock; ++i) {
       const int m = i / 8 % 2, half = i / 2 % 2;
       const int key = column + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
       float& score = s[i / 16][m][i / 4 % 2][i % 4];
-      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys, key);
+      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys[key]);
     }
   }
 
@@ -140,8 +168,8 @@ struct ForwardRows {
 
   // Keys column .. column + 16 kBlock - 1 of the tile that starts at rank `begin`.
   __device__ void attend(const ListProblem& problem, const Tile<T, kDim>& keys,
-                         const Tile<T, kDim>& values, const KeyFacts<kForwardKeys>& key_facts,
-                         int begin, int column, float scale) {
+                         const Tile<T, kDim>& values, const ListKey* key_facts, int begin,
+                         int column, float scale) {
     const int first = begin + column;
     if (first >= seen.high || first + 16 * kBlock <= seen.low) return;
     Accumulator s[kBlock][2];
@@ -216,11 +244,11 @@ static std::int64_t list_slots(const ListSide& side, std::int64_t lists, std::in
   }
 }
 
-std::int64_t list_query_slots(const AttentionCall& call, const ListPlan& plan) {
+std::int64_t list_query_slots(const AttentionCall& call, const ListCall& plan) {
   return list_slots(plan.queries, plan.lists, call.num_items(), call.B, call.H, call.N);
 }
 
-std::int64_t list_key_slots(const AttentionCall& call, const ListPlan& plan) {
+std::int64_t list_key_slots(const AttentionCall& call, const ListCall& plan) {
   return list_slots(plan.keys, plan.lists, call.num_items(), call.B, call.key_heads, call.S);
 }
 
@@ -230,7 +258,7 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kForwardThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ KeyFacts<kForwardKeys> facts[2];
+  __shared__ ListKey facts[2][kForwardKeys];
   __shared__ RankRange ranges[kForwardRows];
   __shared__ QueryFacts query_facts[kForwardRows];
   const ForwardTiles<T, kDim> tiles(memory);
@@ -260,7 +288,8 @@ __global__ void __launch_bounds__(kForwardThreads)
   const int end = ranges[kForwardRows - 1].high;
   const auto load_keys = [&](int stage, int from) {
     tiles.load(stage, k, v, pair.k, from);
-    facts[stage].load(problem, pair, head, from);
+    if (const int own = static_cast<int>(threadIdx.x); own < kForwardKeys)
+      facts[stage][own] = load_key(problem, pair, head / problem.group, from + own);
   };
   load_keys(0, begin);
 
@@ -298,7 +327,7 @@ void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
   COTERIE_LAUNCH("list_forward");
 }
 
-void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+void write_padding(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
                    cudaStream_t stream) {
   const Sequences& sequences = call.inputs.q_sequences;
   const bool by_row = !outputs.slot_rows;
@@ -310,7 +339,7 @@ void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOu
 
 }  // namespace
 
-void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+void lists_forward(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
                    cudaStream_t stream) {
   write_padding(call, plan, outputs, stream);
   const ListProblem problem = list_problem(call, plan);

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
-#include "cuda/lists/backward_block.cuh"
 #include "cuda/lists/backward_group.cuh"
 #include "cuda/lists/stream_copy.cuh"
 #include "cuda/lists/stream_rows.cuh"

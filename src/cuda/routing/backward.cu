@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
 // Routing: gradients, from those of lists.
-#include "cuda/prim/cleared.cuh"
 #include "cuda/routing/pass.h"
 
 namespace coterie::cuda {
@@ -19,7 +18,7 @@ void RoutingPass::backward(const AttentionResult& result, const TensorView& grad
 }
 
 void RoutingPass::merge_parts(const RoutingSaved& at, const TokenSlots& tokens,
-                              const ListPlan& plan, const TensorView& grad_out, Arena& arena,
+                              const ListCall& plan, const TensorView& grad_out, Arena& arena,
                               cudaStream_t stream, ListGradients& lists, OwnKeys& own) const {
   const std::int64_t rows = call_.B * call_.H * call_.N;
   auto* parts = arena.take<float>(query_slots());
@@ -52,7 +51,7 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
   else if (single && !value_rows)
     find_token_slots(values, call_.B, arena, stream);
   RunEnds ends;
-  const ListPlan plan = list_plan(true, sides, at, head_scale, &queries, arena, stream, ends);
+  const ListCall plan = list_plan(true, sides, at, head_scale, &queries, arena, stream, ends);
   OwnKeys own = own_keys(sides, ends, head_scale);
 
   ListGradients lists;
@@ -91,18 +90,12 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
     lists.dv = pass.gradients.dv;
   else if (pass.wanted.dv)
     lists.slot_dv = take_slots(key_slots(), call_.Dv);
-  SlotRows dq{queries, lists.slot_dq}, dk{keys, lists.slot_dk}, dv{values, lists.slot_dv};
-  const TensorView all[] = {pass.gradients.dq, pass.gradients.dk, pass.gradients.dv};
   if (rounded && mostly_empty())
-    for (int i = 0; i < 3; ++i)
-      if (clearable(all[i])) lists.cleared[i] = all[i];
-  if (lists_backward(call_, plan, lists, arena, stream)) {
-    dq.listed = dk.listed = dv.listed = true;
-    dq.zeroed = lists.cleared[0].present();
-    dk.zeroed = lists.cleared[1].present();
-    dv.zeroed = lists.cleared[2].present();
-  }
+    lists.cleared = {pass.gradients.dq, pass.gradients.dk, pass.gradients.dv};
+  const bool cleared = lists_backward(call_, plan, lists, arena, stream);
   if (arena.counting()) return;
+  const SlotRows dq{queries, lists.slot_dq, cleared}, dk{keys, lists.slot_dk, cleared},
+      dv{values, lists.slot_dv, cleared};
   write_gradients(sides, pass, rounded, dq, dk, dv, own, products, stream);
   if (pass.gradients.dlogit_scale.present())
     logit_scale_gradient(call_, products, head_scale, pass.gradients.dlogit_scale, stream);

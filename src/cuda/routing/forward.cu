@@ -8,11 +8,11 @@
 
 namespace coterie::cuda {
 
-ListPlan RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
+ListCall RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
                                 const RoutingSaved& at, const float* head_scale,
                                 const TokenSlots* tokens, Arena& arena, cudaStream_t stream,
                                 RunEnds& ends) const {
-  ListPlan plan = make_plan(sides, head_scale);
+  ListCall plan = make_plan(sides, head_scale);
   if (strict_)
     plan_runs(ends_there, at, tokens, arena, stream, plan, ends);
   else
@@ -21,7 +21,7 @@ ListPlan RoutingPass::list_plan(bool ends_there, const NormalisedSides& sides,
 }
 
 void RoutingPass::plan_runs(bool ends_there, const RoutingSaved& at, const TokenSlots* tokens,
-                            Arena& arena, cudaStream_t stream, ListPlan& plan,
+                            Arena& arena, cudaStream_t stream, ListCall& plan,
                             RunEnds& ends) const {
   plan.queries.layout = plan.keys.layout = ListLayout::runs;
   plan.queries.index = ints(at.q_order);
@@ -43,7 +43,7 @@ void RoutingPass::plan_runs(bool ends_there, const RoutingSaved& at, const Token
 }
 
 MemberEnds RoutingPass::plan_members(bool ends_there, const RoutingSaved& at, Arena& arena,
-                                     ListPlan& plan) const {
+                                     ListCall& plan) const {
   plan.queries.layout = plan.keys.layout = ListLayout::members;
   plan.queries.index = ints(at.q_members);
   plan.queries.width = width(call_.N);
@@ -97,15 +97,15 @@ void RoutingPass::clear_empty_slots(const RoutingSaved& at, cudaStream_t stream)
   if (!params_.share_qk) clear_slots(at.k_slots);
 }
 
-void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, bool cleared,
-                               Arena& arena, cudaStream_t stream) const {
+void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
+                               cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(result.saved);
   const NormalisedSides sides = saved_sides(at);
   const float* head_scale = floats(call_.inputs.logit_scale);
   RunEnds ends;
   if (!arena.counting()) clear_empty_slots(at, stream);
   if (slots_are_rows()) {
-    const ListPlan plan =
+    const ListCall plan =
         list_plan(ends_there, sides, at, head_scale, nullptr, arena, stream, ends);
     if (!arena.counting())
       lists_forward(call_, plan, {result.out, nullptr, floats(at.lse)}, stream);
@@ -114,7 +114,7 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, b
   const TokenSlots tokens = query_tokens(at, arena);
   const bool both = !strict_ && !params_.share_qk;  // those of keys are for the backward pass
   const TokenSlots keys = both ? key_tokens(at, arena) : tokens;
-  ListPlan plan = make_plan(sides, head_scale);
+  ListCall plan = make_plan(sides, head_scale);
   MemberEnds member_ends{};
   if (!strict_) member_ends = plan_members(ends_there, at, arena, plan);
   const bool done =
@@ -135,8 +135,7 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, b
     merge_slots(call_, {tokens, slot_out}, slot_lse, own_keys(sides, ends, head_scale), result.out,
                 floats(at.lse), stream);
   else
-    combine_slots(call_, {tokens, slot_out, cleared, true}, slot_weight(), result.out,
-                  floats(at.weights), stream);
+    combine_slots(call_, {tokens, slot_out}, slot_weight(), result.out, floats(at.weights), stream);
 }
 
 std::unique_ptr<Pass> make_pass(const RoutingParams& params, const AttentionCall& call) {

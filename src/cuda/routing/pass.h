@@ -96,8 +96,8 @@ class RoutingPass : public Pass {
 
   std::int64_t workspace_bytes() const override {
     Arena select, attend, backward;
-    select_lists(own_sides(select), {}, {}, select, nullptr);
-    attend_lists({}, false, false, attend, nullptr);
+    select_lists(own_sides(select), {}, select, nullptr);
+    attend_lists({}, false, attend, nullptr);
     Gradients all;
     all.wanted = {true, true, true};
     backward_lists(all, backward, nullptr);
@@ -107,23 +107,22 @@ class RoutingPass : public Pass {
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
     const NormalisedSides sides = own_sides(arena);
-    select_lists(sides, saved, {}, arena, stream_of(workspace));
+    select_lists(sides, saved, arena, stream_of(workspace));
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
     statistics(saved_sides(tensors_of(result.saved)), stream_of(workspace));
     Arena arena = take_workspace(workspace);
-    attend_lists(result, false, false, arena, stream_of(workspace));
+    attend_lists(result, false, arena, stream_of(workspace));
   }
 
   // One computation of the rows' statistics serves both.
   void forward(const AttentionResult& result, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
     Arena scratch = arena;  // the selection's memory is free again afterwards
-    const bool cleared =
-        select_lists(saved_sides(tensors_of(result.saved)), result.saved,
-                     mostly_empty() ? result.out : TensorView{}, scratch, stream_of(workspace));
-    attend_lists(result, scan_has_ends(), cleared, arena, stream_of(workspace));
+    select_lists(saved_sides(tensors_of(result.saved)), result.saved, scratch,
+                 stream_of(workspace));
+    attend_lists(result, scan_has_ends(), arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -182,17 +181,16 @@ class RoutingPass : public Pass {
            scan_finds_ends(call_);
   }
   // Also the statistics of the sides, if they have room for them.
-  // Whether `cleared`, which may be absent, has become 0 on the way.
-  bool select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
-                    const TensorView& cleared, Arena& arena, cudaStream_t stream) const;
+  void select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
+                    Arena& arena, cudaStream_t stream) const;
   void scan(const NormalisedSides& sides, const CentredCentroids& centroids, const RoutingSaved& at,
             unsigned* arrivals, Arena& arena, cudaStream_t stream) const;
   void sum_and_sort(const NormalisedSides& sides, const CentredCentroids& centroids,
                     const RoutingSaved& at, unsigned* arrivals, Arena& arena,
                     cudaStream_t stream) const;
-  bool select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
-                      const RoutingSaved& at, const TensorView& cleared, unsigned* arrivals,
-                      Arena& arena, cudaStream_t stream) const;
+  void select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
+                      const RoutingSaved& at, unsigned* arrivals, Arena& arena,
+                      cudaStream_t stream) const;
 
   // Rows of a side's lists: members of a list, as attention_saved says.
   std::int64_t width(std::int64_t rows) const {
@@ -250,8 +248,8 @@ class RoutingPass : public Pass {
     return {params_.membership == Membership::top, static_cast<float>(params_.count_eps)};
   }
 
-  ListPlan make_plan(const NormalisedSides& sides, const float* head_scale) const {
-    ListPlan plan;
+  ListCall make_plan(const NormalisedSides& sides, const float* head_scale) const {
+    ListCall plan;
     plan.lists = params_.clusters;
     plan.queries.index_heads = static_cast<int>(call_.H);
     plan.keys.index_heads = static_cast<int>(call_.key_heads);
@@ -265,20 +263,20 @@ class RoutingPass : public Pass {
   void clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const;
   // The lists of the call. Launches what ranges and filters need; ends may be there already.
   // `tokens` are the queries'.
-  ListPlan list_plan(bool ends_there, const NormalisedSides& sides, const RoutingSaved& at,
+  ListCall list_plan(bool ends_there, const NormalisedSides& sides, const RoutingSaved& at,
                      const float* head_scale, const TokenSlots* tokens, Arena& arena,
                      cudaStream_t stream, RunEnds& ends) const;
   void plan_runs(bool ends_there, const RoutingSaved& at, const TokenSlots* tokens, Arena& arena,
-                 cudaStream_t stream, ListPlan& plan, RunEnds& ends) const;
+                 cudaStream_t stream, ListCall& plan, RunEnds& ends) const;
   // Returns what is to be found yet.
   MemberEnds plan_members(bool ends_there, const RoutingSaved& at, Arena& arena,
-                          ListPlan& plan) const;
+                          ListCall& plan) const;
   OwnKeys own_keys(const NormalisedSides& sides, const RunEnds& ends,
                    const float* head_scale) const;
-  void attend_lists(const AttentionResult& result, bool ends_there, bool cleared, Arena& arena,
+  void attend_lists(const AttentionResult& result, bool ends_there, Arena& arena,
                     cudaStream_t stream) const;
   // Deltas and the weights of own keys, where queries have several parts.
-  void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListPlan& plan,
+  void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListCall& plan,
                    const TensorView& grad_out, Arena& arena, cudaStream_t stream,
                    ListGradients& lists, OwnKeys& own) const;
   void backward_lists(const Gradients& pass, Arena& arena, cudaStream_t stream) const;

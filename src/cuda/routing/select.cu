@@ -4,19 +4,15 @@
 
 namespace coterie::cuda {
 
-bool RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
-                               const TensorView& cleared, Arena& arena, cudaStream_t stream) const {
+void RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<TensorView>& saved,
+                               Arena& arena, cudaStream_t stream) const {
   const RoutingSaved at = tensors_of(saved);
   const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
   const ZeroedWords counters = team_counters(arena, call_);
-  if (strict_ && scans()) {
-    scan(sides, centroids, at, counters.data, arena, stream);
-    return false;
-  }
+  if (strict_ && scans()) return scan(sides, centroids, at, counters.data, arena, stream);
   if (!arena.counting()) centre_centroids(call_, centroids, counters, stream);
-  if (!strict_) return select_members(sides, centroids, at, cleared, counters.data, arena, stream);
+  if (!strict_) return select_members(sides, centroids, at, counters.data, arena, stream);
   sum_and_sort(sides, centroids, at, counters.data, arena, stream);
-  return false;
 }
 
 void RoutingPass::scan(const NormalisedSides& sides, const CentredCentroids& centroids,
@@ -50,19 +46,19 @@ void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentro
   sort_runs(q, same ? nullptr : &k, arrivals, arena, stream);
 }
 
-bool RoutingPass::select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
-                                 const RoutingSaved& at, const TensorView& cleared,
-                                 unsigned* arrivals, Arena& arena, cudaStream_t stream) const {
+void RoutingPass::select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
+                                 const RoutingSaved& at, unsigned* arrivals, Arena& arena,
+                                 cudaStream_t stream) const {
   const bool shared = params_.share_qk;
   if (params_.membership == Membership::balanced) {
     if (!arena.counting()) statistics(sides, stream);
     select_balanced(call_, sides.q, centroids, at.q_members, arena, stream);
     if (!shared) select_balanced(call_, sides.k, centroids, at.k_members, arena, stream);
-    return false;
+    return;
   }
   const TopSide q{sides.q, width(call_.N), at.q_members};
   const TopSide k{sides.k, width(call_.S), at.k_members};
-  return select_top(call_, centroids, q, shared ? nullptr : &k, cleared, arrivals, arena, stream);
+  select_top(call_, centroids, q, shared ? nullptr : &k, arrivals, arena, stream);
 }
 
 }  // namespace coterie::cuda

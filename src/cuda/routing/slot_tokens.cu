@@ -296,12 +296,10 @@ dim3 token_grid(std::int64_t batches, std::int64_t heads, std::int64_t rows) {
 void combine_slots(const AttentionCall& call, const SlotRows& slots, const SlotWeight& weight,
                    const TensorView& out, float* weights, cudaStream_t stream) {
   SlotSum sum{slots.tokens, slots.values, call.H, out};
-  sum.zeroed = slots.zeroed;
-  sum.listed = slots.listed;
   sum.mean = weight.mean;
   sum.eps = weight.eps;
   sum.weights = weights;
-  sum_slots(call, {sum}, false, stream);
+  sum_slots(call, {sum}, SlotSumStart::slots_ready, stream);
 }
 
 void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>& gradients,
@@ -312,9 +310,8 @@ void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>
       sums.push_back({gradient.first.tokens, gradient.first.values, gradient.gradient.size(1),
                       gradient.gradient});
       sums.back().zeroed = gradient.first.zeroed;
-      sums.back().listed = gradient.first.listed;
     }
-    sum_slots(call, sums, false, stream);
+    sum_slots(call, sums, SlotSumStart::slots_ready, stream);
     return;
   }
   dispatch_rows(call, [&](auto tag, auto width) {

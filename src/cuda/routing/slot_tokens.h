@@ -18,7 +18,6 @@ struct SlotRows {
   TokenSlots tokens;
   const void* values = nullptr;  // (slots, width); null: none
   bool zeroed = false;           // what tokens without slots add up to is 0 already
-  bool listed = false;           // see SlotSum
 };
 
 // A token's factor of the rows of its slots: 1 / (their number + eps), or 1.

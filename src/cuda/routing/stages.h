@@ -137,11 +137,10 @@ struct CandidateRun {
 // For long bf16 sequences on Hopper. candidates_sm90a.cu
 bool candidates_pay(const RoutingSide& side, std::int64_t width);
 // Fills the lists of the wanted runs, and the statistics of their rows; zeroes words for later
-// kernels, and `cleared`, which may be absent: whether it did. arrivals are team_counters.
-bool find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
+// kernels. arrivals are team_counters.
+void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
                      CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
-                     const TensorView& cleared, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream);
+                     unsigned* arrivals, Arena& arena, cudaStream_t stream);
 
 // members (items, heads, C, width): the `width` best rows of every centroid, ascending, -1 beyond
 // them; and the statistics of the rows. top.cu
@@ -150,10 +149,10 @@ struct TopSide {
   std::int64_t width;
   TensorView members;
 };
-// `keys` may be null. Whether `cleared`, which may be absent, has become 0 on the way.
-bool select_top(const AttentionCall& call, const CentredCentroids& centroids,
-                const TopSide& queries, const TopSide* keys, const TensorView& cleared,
-                unsigned* arrivals, Arena& arena, cudaStream_t stream);
+// `keys` may be null.
+void select_top(const AttentionCall& call, const CentredCentroids& centroids,
+                const TopSide& queries, const TopSide* keys, unsigned* arrivals, Arena& arena,
+                cudaStream_t stream);
 
 // The same for a partition of the rows into clusters of equal size. balanced.cu
 void select_balanced(const AttentionCall& call, const RoutingSide& side,

@@ -349,15 +349,14 @@ OpenLists take_open(Arena& arena, bool chosen, int rows, int problems, int clust
 
 }  // namespace
 
-bool select_top(const AttentionCall& call, const CentredCentroids& centroids,
-                const TopSide& queries, const TopSide* keys, const TensorView& cleared,
-                unsigned* arrivals, Arena& arena, cudaStream_t stream) {
+void select_top(const AttentionCall& call, const CentredCentroids& centroids,
+                const TopSide& queries, const TopSide* keys, unsigned* arrivals, Arena& arena,
+                cudaStream_t stream) {
   const auto run = [](const TopSide& side) -> CandidateRun {
     return {side.side, static_cast<int>(side.width), candidates_pay(side.side, side.width), {}};
   };
   CandidateRun q = run(queries), k = keys ? run(*keys) : CandidateRun{};
   const bool chosen = q.wanted || k.wanted, launches = !arena.counting();
-  bool clears = false;
   const int rows = max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
   dispatch_element(call.op, queries.side.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -366,8 +365,7 @@ bool select_top(const AttentionCall& call, const CentredCentroids& centroids,
     // Candidates bring the statistics of their rows along.
     if (launches && (!q.wanted || (keys && !k.wanted)))
       row_statistics(call, queries.side, keys ? &keys->side : nullptr, stream);
-    if (chosen)
-      clears = find_candidates(call, centroids, q, k, open.words, cleared, arrivals, arena, stream);
+    if (chosen) find_candidates(call, centroids, q, k, open.words, arrivals, arena, stream);
     if (!launches || problems == 0 || rows == 0) return;
     TopArgs<T> args{};
     args.sides[0] = top_rows<T>(queries, q.lists);
@@ -389,7 +387,6 @@ bool select_top(const AttentionCall& call, const CentredCentroids& centroids,
                      stream, args);
     });
   });
-  return clears;
 }
 
 }  // namespace coterie::cuda
