@@ -540,7 +540,7 @@ struct KeyKMeans {
     }
   }
 
-  __device__ __forceinline__ void make_metric(FirstMeeting& meeting) const {
+  __device__ __forceinline__ void make_metric(FirstTeamSync& first_sync) const {
     const ItemSpan keys = uniform(args.shape.k.span(item));
     const int samples = min(keys.length, 8 * args.width);
     const int next = range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
@@ -559,7 +559,7 @@ struct KeyKMeans {
       add_keys();
     else
       stage_initial();
-    meeting.wait();
+    first_sync.wait();
     covariance(samples);
     __syncthreads();
   }
@@ -988,13 +988,13 @@ struct KeyKMeans {
   }
 
   // Returns the rounds so far.
-  __device__ int run(FirstMeeting& meeting) {
+  __device__ int run(FirstTeamSync& first_sync) {
     fill_padding(args.shape, team, item, head, args.run.labels, args.run.order);
     if (span.length <= args.shape.clusters) {
       run_single();
       return done;
     }
-    make_metric(meeting);
+    make_metric(first_sync);
     load(0);
     load(1);
 #pragma unroll 1
@@ -1039,11 +1039,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   Team team(args.teams);
   await_writes();
-  FirstMeeting meeting(team);
+  FirstTeamSync first_sync(team);
   args.run.zeroed.zero();
   int done = 0;
   for (int number = team.number; number < args.shape.problems(); number += args.teams.count)
-    done = KeyKMeans<T>(args, memory, team, number, done).run(meeting);
+    done = KeyKMeans<T>(args, memory, team, number, done).run(first_sync);
 }
 
 Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {

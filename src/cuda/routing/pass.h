@@ -188,8 +188,7 @@ class RoutingPass : public Pass {
   void scan(const NormalisedSides& sides, const CentredCentroids& centroids, const RoutingSaved& at,
             unsigned* arrivals, Arena& arena, cudaStream_t stream) const;
   void sum_and_sort(const NormalisedSides& sides, const CentredCentroids& centroids,
-                    const RoutingSaved& at, unsigned* arrivals, Arena& arena,
-                    cudaStream_t stream) const;
+                    const RoutingSaved& at, Arena& arena, cudaStream_t stream) const;
   bool select_members(const NormalisedSides& sides, const CentredCentroids& centroids,
                       const RoutingSaved& at, const TensorView& cleared, unsigned* arrivals,
                       Arena& arena, cudaStream_t stream) const;

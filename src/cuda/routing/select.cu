@@ -15,7 +15,7 @@ bool RoutingPass::select_lists(const NormalisedSides& sides, const std::vector<T
   }
   if (!arena.counting()) centre_centroids(call_, centroids, counters, stream);
   if (!strict_) return select_members(sides, centroids, at, cleared, counters.data, arena, stream);
-  sum_and_sort(sides, centroids, at, counters.data, arena, stream);
+  sum_and_sort(sides, centroids, at, arena, stream);
   return false;
 }
 
@@ -30,8 +30,7 @@ void RoutingPass::scan(const NormalisedSides& sides, const CentredCentroids& cen
 }
 
 void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentroids& centroids,
-                               const RoutingSaved& at, unsigned* arrivals, Arena& arena,
-                               cudaStream_t stream) const {
+                               const RoutingSaved& at, Arena& arena, cudaStream_t stream) const {
   const bool shared = params_.share_qk;
   if (!arena.counting() && (sides.q.stats || sides.k.stats)) statistics(sides, stream);
   NearestClusters queries{ints(at.q_labels), nullptr, static_cast<int>(per_row_)};
@@ -39,15 +38,15 @@ void RoutingPass::sum_and_sort(const NormalisedSides& sides, const CentredCentro
   nearest_exact(call_, sides.q, centroids, queries, arena, stream);
   if (!shared)
     nearest_exact(call_, sides.k, centroids, {ints(at.k_labels), nullptr, 1}, arena, stream);
-  SortSide q{sides.q,
+  SortSide q{sides.q.shape,
              per_row_ > 1 ? queries.clusters : queries.labels,
              queries.per_row,
              {ints(at.q_order), ints(at.q_offsets)},
              {}};
-  const SortSide k{sides.k, ints(at.k_labels), 1, {ints(at.k_order), ints(at.k_offsets)}, {}};
+  const SortSide k{sides.k.shape, ints(at.k_labels), 1, {ints(at.k_order), ints(at.k_offsets)}, {}};
   const bool same = shared && per_row_ == 1;
   if (same) q.copy = k.runs;
-  sort_runs(q, same ? nullptr : &k, arrivals, arena, stream);
+  sort_by_cluster(q, same ? nullptr : &k, arena, stream);
 }
 
 bool RoutingPass::select_members(const NormalisedSides& sides, const CentredCentroids& centroids,

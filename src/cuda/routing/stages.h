@@ -10,6 +10,7 @@
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/params.h"
+#include "cuda/cluster/group.h"
 #include "cuda/lists/lists.h"
 #include "cuda/lists/slots.h"
 #include "cuda/prim/splits.cuh"
@@ -67,30 +68,14 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
                    const CentredCentroids& centroids, const NearestClusters& nearest, Arena& arena,
                    cudaStream_t stream);
 
-// order (B, heads, rows * per_row) and offsets (items, heads, C + 1): pairs (row, cluster) by
-// cluster, then row. runs.cu
-struct RoutingRuns {
-  std::int32_t *order = nullptr, *offsets = nullptr;
-};
-struct SortSide {
-  RoutingSide side;
-  const std::int32_t* clusters;  // (B, heads, rows, per_row)
-  int per_row;
-  RoutingRuns runs;
-  RoutingRuns copy;  // optional: to be the same
-};
-// `keys` may be null.
-void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals, Arena& arena,
-               cudaStream_t stream);
-
 // The first cluster of bf16 rows by tensor cores, which leave few rows and centroids to sum, and
 // the statistics of these rows and their runs where they are wanted. For Hopper, and as many
 // clusters as shared memory holds. Centres the centroids itself. `keys` may be null.
 // scan_sm90a.cu
 struct ScanSide {
-  RoutingSide side;        // its statistics are written where there is room
-  std::int32_t* labels;    // (B, heads, rows)
-  RoutingRuns runs, copy;  // optional
+  RoutingSide side;       // its statistics are written where there is room
+  std::int32_t* labels;   // (B, heads, rows)
+  SortedRuns runs, copy;  // optional
   // Optional, of queries where scan_finds_ends, if both sides have runs: see RunEnds.
   std::int32_t* ends = nullptr;
 };
@@ -117,7 +102,7 @@ constexpr std::uint8_t kAddOwnKey = 2;   // it is in no run, and is wanted
 
 // `slots` are those of the queries, needed where they have several.
 void find_run_ends(const RoutingParams& params, const AttentionCall& call,
-                   const RoutingRuns& queries, const RoutingRuns& keys, const TokenSlots* slots,
+                   const SortedRuns& queries, const SortedRuns& keys, const TokenSlots* slots,
                    const RunEnds& ends, cudaStream_t stream);
 
 // Rows that may be among the `width` best of a centroid: those whose rounded score is not below the
