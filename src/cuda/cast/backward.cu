@@ -126,7 +126,9 @@ void cast_backward(const CastParams& params, const AttentionCall& call,
   }
   if (arena.counting()) return;
   const bool folds = cast_fold_heads(shape, call, pass, stream);
-  if (pass.resident) return sum_slots(call, slot_sums(call, pass), folds, stream);
+  if (pass.resident)
+    return sum_slots(call, slot_sums(call, pass),
+                     folds ? SlotSumStart::beside : SlotSumStart::behind, stream);
   cast_fold(shape, call, pass, stream);
   for (const TensorView* rows : {&gradients.dk, &gradients.dv})
     if (rows->present()) zero_padding(*rows, call.inputs.q_sequences, call.num_items(), stream);

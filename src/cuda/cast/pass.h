@@ -21,7 +21,7 @@ CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& sa
 // their own, keys and values are copied for each.
 struct CastInner {
   AttentionCall call;
-  ListPlan plan;
+  ListCall plan;
 };
 CastInner cast_inner_lists(const CastShape& shape, const AttentionCall& call, Arena& arena,
                            cudaStream_t stream);

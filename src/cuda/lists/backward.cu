@@ -13,14 +13,14 @@ namespace coterie::cuda {
 namespace {
 
 // Row statistics and factors of gradients are parts of one form.
-ListForm backward_form(const ListPlan& plan, const ListGradients& gradients) {
+ListForm backward_form(const ListCall& plan, const ListGradients& gradients) {
   const ListForm form = list_form(plan);
   const bool factors = gradients.weight.data || plan.head_scale;
   return form == ListForm::plain && factors ? ListForm::normalised : form;
 }
 
 template <class T>
-ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& plan,
+ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListCall& plan,
                                   const ListGradients& gradients) {
   ListBackwardArgs<T> args{};
   args.problem = list_problem(call, plan);
@@ -41,7 +41,7 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListPlan& pla
 // are less than 2 GiB apart; ranks, places and slots are ints there; query heads that share keys
 // share lists.
 template <class T>
-bool takes(const AttentionCall& call, const ListPlan& plan, const ListBackwardArgs<T>& args) {
+bool takes(const AttentionCall& call, const ListCall& plan, const ListBackwardArgs<T>& args) {
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
   const auto near = [](const Tensor4<const T>& rows) {
     return rows.aligned && rows.row < kMost / 2;
@@ -82,7 +82,7 @@ ListSums<T> sums_of(const TensorView& rows, void* slots, bool rounded) {
 
 }  // namespace
 
-bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+bool lists_backward(const AttentionCall& call, const ListCall& plan, const ListGradients& gradients,
                     Arena& arena, cudaStream_t stream) {
   const bool recompute = plan.weighting == ListWeighting::softmax && !gradients.delta.data;
   const std::int64_t values =
@@ -114,8 +114,7 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
     const bool hopper = takes(call, plan, args);
     if constexpr (sizeof(T) == 2) {
       if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args)) {
-        launch_whole_lists_sm90a(args, gradients.cleared, stream);
-        return true;
+        return launch_whole_lists_sm90a(args, gradients.cleared, stream);
       }
       if (hopper && form == ListForm::plain && wanted.keys && takes_windows(args)) {
         launch_windows_sm90a(args, stream);
@@ -129,7 +128,7 @@ bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListG
   });
 }
 
-void lists_delta(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+void lists_delta(const AttentionCall& call, const ListCall& plan, const ListGradients& gradients,
                  float* delta, cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

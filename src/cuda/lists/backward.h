@@ -29,7 +29,8 @@ namespace coterie::cuda {
 template <class P, ListForm kForm>
 __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     list_query_kernel(const __grid_constant__ ListBackwardArgs<typename P::T> args) {
-  await_previous();
+  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  release_next();
   using S = ListBlockShape<P>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ListBlock<typename P::T> block;
@@ -155,7 +156,8 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
 template <class P, ListForm kForm>
 __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     list_key_kernel(const __grid_constant__ ListBackwardArgs<typename P::T> args) {
-  await_previous();
+  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  release_next();
   using S = ListBlockShape<P>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ListBlock<typename P::T> block;
@@ -290,12 +292,12 @@ void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const Li
                         cudaStream_t stream);
 
 // Lists that fit a block as a whole, all gradients at once: calls that launch_lists_sm90a would
-// serve, of which this one is taken; cleared tensors become 0. whole_backward_sm90a.cu
+// serve, of which this one is taken. Returns whether `cleared` become 0. whole_backward_sm90a.cu
 template <class T>
 bool takes_whole_lists(const ListBackwardArgs<T>& args);
 template <class T>
-void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const TensorView (&cleared)[3],
-                              cudaStream_t stream);
+bool launch_whole_lists_sm90a(const ListBackwardArgs<T>& args,
+                              const std::array<TensorView, 3>& cleared, cudaStream_t stream);
 
 // Windows along all rows of an item, all gradients at once: plain calls that launch_lists_sm90a
 // would serve, of which this one is taken. window_backward_sm90a.cu

@@ -598,7 +598,8 @@ template <class T, ListForm kForm, bool kKeys>
 __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1)
     list_stream_kernel(const __grid_constant__ ListBackwardArgs<T> args,
                        const __grid_constant__ ListTiles tiles, const StepRun run) {
-  await_previous();
+  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const StreamBackwardShape<kForm, kKeys> shape(memory);
   shape.template init<0>();

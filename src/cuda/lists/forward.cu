@@ -216,11 +216,11 @@ static std::int64_t list_slots(const ListSide& side, std::int64_t lists, std::in
   }
 }
 
-std::int64_t list_query_slots(const AttentionCall& call, const ListPlan& plan) {
+std::int64_t list_query_slots(const AttentionCall& call, const ListCall& plan) {
   return list_slots(plan.queries, plan.lists, call.num_items(), call.B, call.H, call.N);
 }
 
-std::int64_t list_key_slots(const AttentionCall& call, const ListPlan& plan) {
+std::int64_t list_key_slots(const AttentionCall& call, const ListCall& plan) {
   return list_slots(plan.keys, plan.lists, call.num_items(), call.B, call.key_heads, call.S);
 }
 
@@ -298,7 +298,7 @@ void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
   COTERIE_LAUNCH("list_forward");
 }
 
-void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+void write_padding(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
                    cudaStream_t stream) {
   const Sequences& sequences = call.inputs.q_sequences;
   const bool by_row = !outputs.slot_rows;
@@ -310,7 +310,7 @@ void write_padding(const AttentionCall& call, const ListPlan& plan, const ListOu
 
 }  // namespace
 
-void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+void lists_forward(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
                    cudaStream_t stream) {
   write_padding(call, plan, outputs, stream);
   const ListProblem problem = list_problem(call, plan);

@@ -23,7 +23,7 @@ struct ListForwardArgs {
 // (forward_sm90a.cu): true, and launched, when the kernel takes the plan; 16-bit types
 // only.
 template <class T>
-bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
+bool list_forward_sm90a(const AttentionCall& call, const ListCall& plan,
                         const ListForwardArgs<T>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -399,7 +399,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
 
 // Tiles of keys that the queries of a tile span, at most; for ends, and lists of unknown lengths,
 // what is to be expected.
-std::int64_t span_tiles(const AttentionCall& call, const ListPlan& plan) {
+std::int64_t span_tiles(const AttentionCall& call, const ListCall& plan) {
   std::int64_t keys = call.S;
   if (plan.keys.layout == ListLayout::residues) keys = (call.S + plan.lists - 1) / plan.lists;
   if (plan.keys.layout == ListLayout::members) keys = plan.keys.width;
@@ -412,7 +412,7 @@ std::int64_t span_tiles(const AttentionCall& call, const ListPlan& plan) {
 
 // Ranks, places and slots are ints there, and rows are copied 16 bytes at a time.
 template <class T>
-bool takes(const AttentionCall& call, const ListPlan& plan, const ListForwardArgs<T>& args) {
+bool takes(const AttentionCall& call, const ListCall& plan, const ListForwardArgs<T>& args) {
   constexpr std::int64_t kMost = 1ll << 30;
   const auto near = [](const auto& x) { return x.aligned && x.row < kMost / 2; };
   return on_hopper() && list_form(plan) != ListForm::general && call.Dk <= 128 &&
@@ -450,7 +450,7 @@ void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stre
 }  // namespace
 
 template <class T>
-bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
+bool list_forward_sm90a(const AttentionCall& call, const ListCall& plan,
                         const ListForwardArgs<T>& given, cudaStream_t stream) {
   if (!takes(call, plan, given)) return false;
   ListForwardArgs<T> args = given;
@@ -472,9 +472,9 @@ bool list_forward_sm90a(const AttentionCall& call, const ListPlan& plan,
   return true;
 }
 
-template bool list_forward_sm90a(const AttentionCall&, const ListPlan&,
+template bool list_forward_sm90a(const AttentionCall&, const ListCall&,
                                  const ListForwardArgs<Bf16>&, cudaStream_t);
-template bool list_forward_sm90a(const AttentionCall&, const ListPlan&, const ListForwardArgs<F16>&,
+template bool list_forward_sm90a(const AttentionCall&, const ListCall&, const ListForwardArgs<F16>&,
                                  cudaStream_t);
 
 }  // namespace coterie::cuda

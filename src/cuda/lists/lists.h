@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cstdint>
 
 #include "core/arena.h"
@@ -82,7 +83,8 @@ struct RowStatistics {
   float mean, inverse;
 };
 
-struct ListPlan {
+// What lists there are, and what rows see of each other.
+struct ListCall {
   std::int64_t lists = 1;
   ListSide queries, keys;
   ListRanges ranges;
@@ -95,8 +97,8 @@ struct ListPlan {
 };
 
 // Slots of a side: elements of arrays by slot.
-std::int64_t list_query_slots(const AttentionCall& call, const ListPlan& plan);
-std::int64_t list_key_slots(const AttentionCall& call, const ListPlan& plan);
+std::int64_t list_query_slots(const AttentionCall& call, const ListCall& lists);
+std::int64_t list_key_slots(const AttentionCall& call, const ListCall& lists);
 
 // Results by row, where every row is in one list (rows in no item get 0 and -inf), or by slot.
 // Queries that see no key get 0 and -inf.
@@ -109,7 +111,7 @@ struct ListOutputs {
 };
 
 // Reads call.inputs.q, call.k and call.inputs.v. forward.cu
-void lists_forward(const AttentionCall& call, const ListPlan& plan, const ListOutputs& outputs,
+void lists_forward(const AttentionCall& call, const ListCall& lists, const ListOutputs& outputs,
                    cudaStream_t stream);
 
 // One float per query row (B, H, N), or per query slot.
@@ -136,21 +138,20 @@ struct ListGradients {
   // are not written.
   void *slot_dq = nullptr, *slot_dk = nullptr, *slot_dv = nullptr;
   bool slots_rounded = false;
-  // Dense tensors that may become 0 on the way (lists_backward says so), which costs next to
-  // nothing there.
-  TensorView cleared[3];
+  // Optional tensors that may become 0 on the way, where that costs next to nothing.
+  std::array<TensorView, 3> cleared;
 };
 
 // Gradients with respect to q and k as the scores see them: with statistics those of the normalised
-// rows, up to a constant per row, which the way back through the normalisation takes out. Whether
-// `cleared` are 0, and the next kernel starts behind all that came before this one (SlotSum's
-// `listed`). backward.cu
-bool lists_backward(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
-                    Arena& arena, cudaStream_t stream);
+// rows, up to a constant per row, which the way back through the normalisation takes out. Returns
+// whether `cleared` are 0 now. The next kernel starts behind all that came before this pass
+// (SlotSumStart::slots_ready). backward.cu
+bool lists_backward(const AttentionCall& call, const ListCall& lists,
+                    const ListGradients& gradients, Arena& arena, cudaStream_t stream);
 
 // delta[query slot] = sum over the keys in sight of exp(score - lse) gradient . v, times weight:
 // the part of gradient . output that a list adds. backward.cu
-void lists_delta(const AttentionCall& call, const ListPlan& plan, const ListGradients& gradients,
+void lists_delta(const AttentionCall& call, const ListCall& lists, const ListGradients& gradients,
                  float* delta, cudaStream_t stream);
 
 }  // namespace coterie::cuda

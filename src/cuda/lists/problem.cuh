@@ -107,7 +107,7 @@ struct SlotSide {
   }
 };
 
-inline SlotSide slot_side(const AttentionCall& call, const ListPlan& plan, bool keys) {
+inline SlotSide slot_side(const AttentionCall& call, const ListCall& plan, bool keys) {
   const ListSide& side = keys ? plan.keys : plan.queries;
   SlotSide slots;
   slots.spans = keys ? item_spans(call.inputs).k : item_spans(call.inputs).q;
@@ -239,7 +239,7 @@ enum class ListForm {
   general,     // and filters, and laplace
 };
 
-inline ListForm list_form(const ListPlan& plan) {
+inline ListForm list_form(const ListCall& plan) {
   if (plan.filters.any() || plan.weighting == ListWeighting::laplace) return ListForm::general;
   return plan.q_stats || plan.k_stats ? ListForm::normalised : ListForm::plain;
 }
@@ -374,7 +374,7 @@ struct QueryFilter {
 // Of a row without statistics.
 constexpr RowStatistics kNoStatistics{0.0f, 1.0f};
 
-inline ListProblem list_problem(const AttentionCall& call, const ListPlan& plan) {
+inline ListProblem list_problem(const AttentionCall& call, const ListCall& plan) {
   ListProblem problem{};
   problem.q = slot_side(call, plan, false);
   problem.k = slot_side(call, plan, true);

@@ -49,8 +49,7 @@ template <class T>
 struct SumSet {
   static constexpr int kMost = 3;
   SumArgs<T> sum[kMost];
-  bool beside;  // the kernel ahead
-  bool listed;  // slots are there before what that writes
+  SlotSumStart start;
 };
 
 // The tokens of a block.
@@ -279,7 +278,7 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kSumThreads, kBlocks)
     sum_kernel(const __grid_constant__ SumSet<T> set) {
   release_next();
-  if (!set.beside && !set.listed) await_writes();
+  if (set.start == SlotSumStart::behind) await_writes();
   __shared__ typename TokenSums<T, kWidth>::Shared shared;
   int number = 0, head = static_cast<int>(blockIdx.y);
   while (head >= set.sum[number].heads) head -= set.sum[number++].heads;
@@ -288,9 +287,9 @@ __global__ void __launch_bounds__(kSumThreads, kBlocks)
     const ItemChunk tile = args.tiles.find(args.tokens.spans, static_cast<int>(blockIdx.x));
     TokenSums<T, kWidth> tokens(args, tile, head, shared);
     if (args.to.aligned && args.to.row < std::int64_t{1} << 30)
-      tokens.template add<kSumBatch>(set.listed);
+      tokens.template add<kSumBatch>(set.start == SlotSumStart::slots_ready);
     else
-      tokens.template add<1>(set.listed);
+      tokens.template add<1>(set.start == SlotSumStart::slots_ready);
   }
   await_writes();  // whoever waits for this kernel waits for the one ahead
 }
@@ -313,7 +312,7 @@ SumArgs<T> sum_args(const SlotSum& sum, int chunk) {
 
 }  // namespace
 
-void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, bool beside,
+void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, SlotSumStart start,
                cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {
@@ -324,13 +323,11 @@ void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, bool
       for (const SlotSum& sum : sums) rows += sum.to.size(0) * sum.to.size(1) * sum.to.size(2);
       int chunk = kSumTokens;  // less, if the GPU were not full some times over
       while (chunk > kSumThreads && rows / chunk < 4ll * kBlocks * multiprocessors()) chunk /= 2;
-      set.beside = beside;
-      set.listed = !beside;
+      set.start = start;
       unsigned heads = 0, blocks = 0, count = 0;
       for (const SlotSum& sum : sums) {
         if (sum.to.count() == 0) continue;
         SumArgs<T>& args = set.sum[count++];
-        set.listed = set.listed && sum.listed;
         args = sum_args<T>(sum, chunk);
         heads += static_cast<unsigned>(args.heads);
         blocks = max(blocks, static_cast<unsigned>(args.tiles.slots));

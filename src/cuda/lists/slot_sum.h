@@ -18,15 +18,19 @@ struct SlotSum {
   TensorView to;                 // (B, heads, rows, width); zeros in padding, unless added
   bool added = false;            // to what is there already; then there are as many heads
   bool zeroed = false;           // rows of tokens without slots are 0 already
-  bool listed = false;           // the kernel ahead had the tokens' slots before it let this start
   // Sums are divided by the number of slots + eps; optional (B, heads, rows): the factors.
   bool mean = false;
   float eps = 0.0f;
   float* weights = nullptr;
 };
-// Up to three of them in one launch. It may run `beside` the kernel ahead, if that has waited for
-// all that is read here before it let this one start.
-void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, bool beside,
+// What the kernel ahead of a sum had waited for before it let the sum start.
+enum class SlotSumStart {
+  behind,       // nothing: the sum waits for it
+  slots_ready,  // the tokens' slots, which the sum reads early
+  beside,       // all that the sum reads
+};
+// Up to three of them in one launch.
+void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, SlotSumStart start,
                cudaStream_t stream);
 
 }  // namespace coterie::cuda

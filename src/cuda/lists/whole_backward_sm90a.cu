@@ -2,6 +2,8 @@
 // Backward pass of attention of lists that fit a block as a whole (lists.h): one kernel of five
 // products, where backward_sm90a.cu has two of eight. A block takes one list after the
 // other: one warpgroup loads, two compute, each of which owns half of the keys.
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <type_traits>
 
@@ -10,7 +12,6 @@
 #include "cuda/lists/backward_group.cuh"
 #include "cuda/lists/stream_copy.cuh"
 #include "cuda/lists/stream_rows.cuh"
-#include "cuda/prim/cleared.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/warp.cuh"
 
@@ -618,16 +619,39 @@ struct WholeLoader {
   }
 };
 
-// Tensors that become 0, a part with every list.
+// A tensor without gaps that becomes 0, a part with every list: the loading warps have bandwidth to
+// spare.
+struct ClearedSpan {
+  uint4* data;
+  std::int64_t vectors, each;  // in all, and with a list
+
+  __device__ __forceinline__ void clear(int list) const {
+    const std::int64_t first = list * each;
+    const auto count = static_cast<int>(min(each, vectors - first));
+    uint4* to = data + first;
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < count; i += kWarpgroup)
+      __stcs(to + i, make_uint4(0, 0, 0, 0));
+  }
+};
 struct WholeCleared {
   ClearedSpan tensor[3];
 
-  __device__ __forceinline__ void clear(int part) const {
+  __device__ __forceinline__ void clear(int list) const {
 #pragma unroll 1
-    for (const ClearedSpan& each : tensor)
-      each.clear(part, static_cast<int>(threadIdx.x) % kWarpgroup, kWarpgroup);
+    for (const ClearedSpan& each : tensor) each.clear(list);
   }
 };
+
+// Whether a tensor's memory has no gaps, in whatever order its dimensions are.
+bool clearable(const TensorView& tensor) {
+  std::int64_t covered = 1;
+  for (int step = 0; step < tensor.rank; ++step)
+    for (int dim = 0; dim < tensor.rank; ++dim)
+      if (tensor.size(dim) > 1 && tensor.stride(dim) == covered) covered *= tensor.size(dim);
+  return covered == tensor.count() && reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0 &&
+         covered * static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) % 16 == 0;
+}
 
 // Lists of a block, one after the other.
 template <class T>
@@ -705,22 +729,29 @@ bool takes_whole_lists(const ListBackwardArgs<T>& args) {
 }
 
 template <class T>
-void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const TensorView (&cleared)[3],
-                              cudaStream_t stream) {
+bool launch_whole_lists_sm90a(const ListBackwardArgs<T>& args,
+                              const std::array<TensorView, 3>& cleared, cudaStream_t stream) {
   const SlotSide& queries = args.problem.q;
   const int lists = queries.items * queries.lists * queries.heads;
-  if (lists == 0) return;
-  WholeCleared spans;
-  for (int i = 0; i < 3; ++i) spans.tensor[i] = ClearedSpan(cleared[i], lists);
+  if (lists == 0) return false;
+  const bool clears = std::all_of(cleared.begin(), cleared.end(), clearable);
+  WholeCleared spans{};
+  for (int i = 0; i < 3 && clears; ++i) {
+    const std::int64_t vectors =
+        cleared[i].count() * static_cast<std::int64_t>(dtype_bytes(cleared[i].dtype)) / 16;
+    spans.tensor[i] = {static_cast<uint4*>(cleared[i].data), vectors,
+                       (vectors + lists - 1) / lists};
+  }
   launch_early("whole_list_kernel", whole_list_kernel<T>,
                dim3(static_cast<unsigned>(min(lists, multiprocessors()))), WholeShape::kThreads,
                WholeShape::kBytes, stream, args, spans, lists);
+  return clears;
 }
 
-#define COTERIE_INSTANTIATE(T)                                                                  \
-  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&);                               \
-  template void launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, const TensorView(&)[3], \
-                                            cudaStream_t)
+#define COTERIE_INSTANTIATE(T)                                          \
+  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&);       \
+  template bool launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, \
+                                            const std::array<TensorView, 3>&, cudaStream_t)
 COTERIE_INSTANTIATE(Bf16);
 COTERIE_INSTANTIATE(F16);
 #undef COTERIE_INSTANTIATE

@@ -111,8 +111,8 @@ std::int64_t LshLists::wrap_slots(const AttentionCall& call) const {
   return wraps ? call.num_items() * call.H * rounds * chunk : 0;
 }
 
-ListPlan LshLists::band(const AttentionCall& call, const TensorView& order) const {
-  ListPlan plan;
+ListCall LshLists::band(const AttentionCall& call, const TensorView& order) const {
+  ListCall plan;
   plan.lists = rounds;
   plan.queries.layout = ListLayout::rounds;
   plan.queries.index = static_cast<const std::int32_t*>(order.data);
@@ -128,8 +128,8 @@ ListPlan LshLists::band(const AttentionCall& call, const TensorView& order) cons
   return plan;
 }
 
-ListPlan LshLists::wrap(const AttentionCall& call) const {
-  ListPlan plan;
+ListCall LshLists::wrap(const AttentionCall& call) const {
+  ListCall plan;
   plan.lists = rounds;
   plan.queries.layout = plan.keys.layout = ListLayout::members;
   plan.queries.index_heads = plan.keys.index_heads = static_cast<int>(call.H);

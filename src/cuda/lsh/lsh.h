@@ -39,8 +39,8 @@ struct LshLists {
   // Rows of arrays by slot of the band, and of the wrap.
   std::int64_t band_slots(const AttentionCall& call) const;
   std::int64_t wrap_slots(const AttentionCall& call) const;
-  ListPlan band(const AttentionCall& call, const TensorView& order) const;
-  ListPlan wrap(const AttentionCall& call) const;
+  ListCall band(const AttentionCall& call, const TensorView& order) const;
+  ListCall wrap(const AttentionCall& call) const;
 };
 
 // Fills the arrays of `lists`. lists.cu

@@ -12,7 +12,6 @@
 #include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
-#include "cuda/prim/cleared.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/team.cuh"
@@ -61,7 +60,6 @@ struct CandidateArgs {
   CandidateSide sides[2];
   CentredCentroids centroids;
   ZeroedWords zeroed;
-  ClearedSpan cleared;  // a part for every tile of all rows
   Teams teams;
   int passes;             // over the rows, for kTeamColumns centroids each
   int warp_cells;         // parts of the sample that a warp tells apart: 1, 2, 4 or 8
@@ -504,9 +502,6 @@ __device__ __forceinline__ void find_hits(const CandidateArgs& args,
         reinterpret_cast<float2*>(problem.stats)[at] = make_float2(stats.mean, stats.inverse);
     });
     load(tile + own.groups);
-    if (problem.column == 0)
-      args.cleared.clear(problem.number / args.passes * tiles + tile,
-                         static_cast<int>(threadIdx.x) % kWarpgroup, kWarpgroup);
 #pragma unroll 1
     for (int c = 0; c < steps; ++c) {
       float d[32];
@@ -584,7 +579,7 @@ std::int64_t list_count(const CandidateRun& run) {
 
 void take_lists(CandidateRun& run, int parts, Arena& arena) {
   run.lists.parts = parts;
-  run.lists.capacity = kCandidateRoom * run.width / parts + (parts > 1 ? kPartRoom : 0);
+  run.lists.capacity = kCandidateRoom * run.side.width / parts + (parts > 1 ? kPartRoom : 0);
   run.lists.count = arena.take<std::int32_t>(list_count(run));
   run.lists.entries = arena.take<uint2>(list_count(run) * run.lists.capacity);
 }
@@ -597,7 +592,7 @@ void leave_open(const AttentionCall& call, const CandidateRun& queries, const Ca
     if (run->wanted)
       COTERIE_CUDA(
           cudaMemsetAsync(run->lists.count, 0, list_count(*run) * sizeof(std::int32_t), stream));
-  row_statistics(call, queries.side, keys.width > 0 ? &keys.side : nullptr, stream);
+  row_statistics(call, queries.side, keys.side.width > 0 ? &keys.side : nullptr, stream);
 }
 
 CandidateSide candidate_side(const CandidateRun& run) {
@@ -607,13 +602,14 @@ CandidateSide candidate_side(const CandidateRun& run) {
           run.side.shape.group,
           run.side.shape.problems(),
           run.side.stats,
-          run.width,
+          run.side.width,
           run.lists};
 }
 
 }  // namespace
 
-bool candidates_pay(const RoutingSide& side, std::int64_t width) {
+bool candidates_pay(const RoutingSide& side) {
+  const int width = side.width;
   // Memory for the lists must not depend on where rows are: find_candidates looks at that.
   return side.rows.size(3) % 8 == 0 && side.rows.dtype == DType::bf16 && !side.shape.q.cu_seqlens &&
          width >= kLeastWidth && width <= kMostWidth &&
@@ -621,10 +617,9 @@ bool candidates_pay(const RoutingSide& side, std::int64_t width) {
          on_hopper();
 }
 
-bool find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
+void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
                      CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
-                     const TensorView& cleared, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream) {
+                     unsigned* arrivals, Arena& arena, cudaStream_t stream) {
   CandidateArgs args{};
   args.centroids = centroids;
   args.zeroed = zeroed;
@@ -643,22 +638,16 @@ bool find_candidates(const AttentionCall& call, const CentredCentroids& centroid
   if (queries.wanted && keys.wanted) args.sides[1] = candidate_side(keys);
   args.maxima = arena.take<std::uint32_t>(static_cast<std::int64_t>(problems) * args.passes *
                                           args.cells() * (kTeamColumns / 2));
-  if (arena.counting() || problems == 0) return false;
+  if (arena.counting() || problems == 0) return;
   if (!args.sides[0].x.aligned || (args.sides[1].problems && !args.sides[1].x.aligned)) {
     leave_open(call, queries, keys, zeroed, stream);
-    return false;
+    return;
   }
-  const bool clears = clearable(cleared) && call.N == call.S &&
-                      !call.inputs.q_sequences.lengths.present() &&
-                      !call.inputs.k_sequences.lengths.present();
-  if (clears)
-    args.cleared = ClearedSpan(cleared, problems * ((call.N + kTokenTile - 1) / kTokenTile));
   dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
     launch_cooperative_early(candidates_kernel<kChunks>, args.teams.blocks(), kCandidateThreads,
                              CandidateMemory<kChunks>::kBytes, stream, args);
   });
-  return clears;
 }
 
 }  // namespace coterie::cuda

@@ -21,7 +21,7 @@
 //
 // Shared memory: the table, 128 or 256 bytes a centroid and part, up to 192 KB; the sort uses the
 // same memory (sort_shared_bytes); 28 KB for undecided rows. __launch_bounds__(512 or 384, 1): 128
-// or 168 registers. Preconditions: scan_fits (Hopper, bf16, as many centroids as shared memory
+// or 168 registers. Preconditions: scan_serves (Hopper, bf16, as many centroids as shared memory
 // holds), one cluster a row. Otherwise nearest.cu and cluster/group.cu run.
 #include <cstdint>
 
@@ -29,11 +29,12 @@
 #include "cuda/cluster/first_sync.cuh"
 #include "cuda/cluster/nearest.cuh"
 #include "cuda/cluster/sorted_runs.cuh"
+#include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/warp.cuh"
 #include "cuda/prim/wgmma.cuh"
-#include "cuda/routing/centre.cuh"
+#include "cuda/routing/centred_centroid.cuh"
 #include "cuda/routing/row_statistics.cuh"
 #include "cuda/routing/stages.h"
 
@@ -847,9 +848,10 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
 
 }  // namespace
 
-bool scan_fits(const AttentionCall& call, std::int64_t clusters) {
+bool scan_serves(const AttentionCall& call, std::int64_t clusters) {
   const std::int64_t columns = (clusters + kScanStep - 1) / kScanStep * kScanStep;
-  return columns <= kMostColumns && columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
+  return call.inputs.q.dtype == DType::bf16 && on_hopper() && columns <= kMostColumns &&
+         columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
 }
 
 bool scan_finds_ends(const AttentionCall& call) {
@@ -860,24 +862,24 @@ bool scan_finds_ends(const AttentionCall& call) {
 }
 
 void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
-                  const ScanSide& queries, const ScanSide* keys, unsigned* arrivals, Arena& arena,
-                  cudaStream_t stream) {
+                  const RoutingSide& queries, const RoutingSide* keys, std::int32_t* ends,
+                  unsigned* arrivals, Arena& arena, cudaStream_t stream) {
   ScanArgs args{};
   int rows = 0, problems = 0;
-  for (const ScanSide* scan : {&queries, keys}) {
-    if (!scan) continue;
-    const ClusterShape& shape = scan->side.shape;
-    args.sides[scan == keys] = {{shape, scan->labels, 1, scan->runs, scan->copy},
-                                tensor4<const ScanElement>(scan->side.rows),
-                                scan->labels,
-                                scan->side.stats};
+  for (const RoutingSide* side : {&queries, keys}) {
+    if (!side) continue;
+    const ClusterShape& shape = side->shape;
+    args.sides[side == keys] = {{shape, side->labels, 1, side->runs, side->copy},
+                                tensor4<const ScanElement>(side->rows),
+                                side->labels,
+                                side->stats};
     rows = max(rows, shape.rows);
     problems += shape.problems();
   }
   args.given = static_cast<const float*>(call.inputs.centroids.data);
   args.centroids = centroids;
   args.number_mask = ~static_cast<unsigned>(kNumbers);
-  args.ends = queries.ends;
+  args.ends = ends;
   if (args.ends) problems /= 2;
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
   args.numbers = arena.take<std::int32_t>(
