@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/cluster/group.h"
 #include "cuda/prim/team.cuh"
 #include "cuda/prim/warp.cuh"
 
@@ -222,12 +223,11 @@ struct TeamProblem {
   RowRange range;      // this block's share of them
 };
 
-// order and offsets of all problems, of which a block's team takes some; `all` has the tensors and
-// histograms of all. label(team, problem) labels the block's rows; `labels` are then all.labels, or
-// null where they are there already.
+// Labels, order and offsets of all problems, of which a block's team takes some. label(team,
+// problem) labels the block's rows.
 template <class Label>
 __device__ __forceinline__ void group_problems(const ClusterShape& shape, const Teams& teams,
-                                               const GroupLists& all, std::int32_t* labels,
+                                               const ClusterLists& all, std::int32_t* histograms,
                                                std::int32_t* shared, int shared_words,
                                                const Label& label) {
   Team team(teams);
@@ -237,11 +237,12 @@ __device__ __forceinline__ void group_problems(const ClusterShape& shape, const 
     const ItemSpan span = shape.q.span(item);
     const TeamProblem problem{
         number, item, head, span, shape.start(span, head), team.share(span.length)};
+    __syncthreads();  // the sort of the last problem used the same memory
     label(team, problem);
-    fill_padding(shape, team, item, head, labels, all.order);
+    fill_padding(shape, team, item, head, all.labels, all.order);
     const GroupLists lists{all.labels + problem.start, all.order + problem.start,
                            all.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
-                           histograms_of(all.histograms, teams, team, turn, shape.clusters),
+                           histograms_of(histograms, teams, team, turn, shape.clusters),
                            shape.clusters};
     group_rows(team, problem.range, lists, shared, shared_words);
   }

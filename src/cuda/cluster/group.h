@@ -28,6 +28,13 @@ struct SortSide {
 void sort_by_cluster(const SortSide& first, const SortSide* second, Arena& arena,
                      cudaStream_t stream);
 
+// Labels of rows and their stable sort, of all items and heads: what a clustering writes.
+struct ClusterLists {
+  std::int32_t* labels = nullptr;   // (B, H, N), -1 in padding
+  std::int32_t* order = nullptr;    // (B, H, N), -1 in padding
+  std::int32_t* offsets = nullptr;  // (items, H, C+1)
+};
+
 struct GroupRun {
   const std::int32_t* labels;     // (B, H, N)
   std::int32_t *order, *offsets;  // (B, H, N); (items, H, C+1)

@@ -256,7 +256,7 @@ struct KeyKMeans {
     for (int i = 0; i < kBatch; ++i) {  // all loads are on their way together
       const std::int64_t row =
           first + min(range.begin + begin + i * kThreads, max(range.end, 1) - 1);
-      places.labels[i] = args.run.labels[row];
+      places.labels[i] = args.run.out.labels[row];
       places.ranks[i] = args.ranks[row];
     }
     return places;
@@ -308,11 +308,11 @@ struct KeyKMeans {
       memory.initial[c] = start.x + members.before;
       memory.numbers[c] = start.y;
       if (team.rank == 0)
-        args.run.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start.x;
+        args.run.out.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start.x;
     }
     __syncthreads();
     auto* sorted = reinterpret_cast<std::uint16_t*>(memory.ring);
-    std::int32_t* order = args.run.order + args.shape.start(span, head);
+    std::int32_t* order = args.run.out.order + args.shape.start(span, head);
 #pragma unroll 1
     for (int begin = c; begin < count;) {
 #pragma unroll
@@ -343,9 +343,10 @@ struct KeyKMeans {
   __device__ void run_single() const {
     const std::int64_t start = args.shape.start(span, head);
     const int clusters = args.shape.clusters;
-    std::int32_t* offsets = args.run.offsets + static_cast<std::int64_t>(problem) * (clusters + 1);
+    std::int32_t* offsets =
+        args.run.out.offsets + static_cast<std::int64_t>(problem) * (clusters + 1);
     for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
-      args.run.labels[start + i] = args.run.order[start + i] = i;
+      args.run.out.labels[start + i] = args.run.out.order[start + i] = i;
     if (team.rank == 0)
       for (int c = threadIdx.x; c <= clusters; c += kThreads) offsets[c] = min(c, span.length);
     if (!args.run.means) return;
@@ -823,7 +824,7 @@ struct KeyKMeans {
     if (quad < 2) {
       memory.labels[place(round)][row % 32 * 8 + row / 32] = static_cast<std::uint8_t>(label);
       if (last && static_cast<int>(row) < left(round))
-        args.run.labels[first_row(round) + row] = label;
+        args.run.out.labels[first_row(round) + row] = label;
     }
     if (__any_sync(~0u, max(most[0], most[1]) >= kInfinity<T>)) clear(tile, warp_row, most);
     mbarrier_arrive(ready(round));
@@ -989,7 +990,7 @@ struct KeyKMeans {
 
   // Returns the rounds so far.
   __device__ int run(FirstTeamSync& first_sync) {
-    fill_padding(args.shape, team, item, head, args.run.labels, args.run.order);
+    fill_padding(args.shape, team, item, head, args.run.out.labels, args.run.out.order);
     if (span.length <= args.shape.clusters) {
       run_single();
       return done;
