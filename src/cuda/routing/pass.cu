@@ -392,9 +392,13 @@ class RoutingPass : public Pass {
       sums.back().zeroed = cleared;
     };
     add(queries, gradients.slot_dq, wanted.dq);
-    add(keys, gradients.slot_dk, wanted.dk);
+    if (!plan_.shared) add(keys, gradients.slot_dk, wanted.dk);
     add(keys, gradients.slot_dv, wanted.dv);
     sum_slots(call_, sums, SlotSumStart::slots_ready, stream);
+    if (!plan_.shared || !gradients.slot_dk) return;
+    SlotSum second{keys, gradients.slot_dk, wanted.dq.size(1), wanted.dq};
+    second.added = true;
+    sum_slots(call_, {second}, SlotSumStart::behind, stream);
   }
 
   // From slots of floats, back through the normalisation. Gradients without values are in place

@@ -57,8 +57,7 @@ struct RoutingPlan {
     rows_direct = strict && per_row == 1 && !params.include_self;
     value_rows = rows_direct && call.key_heads == call.value_heads;
     normalises = rows_direct && !shared;
-    rounded = !strict && !shared && call.key_heads == call.value_heads &&
-              !call.inputs.logit_scale.present();
+    rounded = !strict && call.key_heads == call.value_heads && !call.inputs.logit_scale.present();
     sparse = params.membership == Membership::top && params.clusters >= 32;
     const auto gaps = [&](const Sequences& sequences, std::int64_t rows) {
       return ragged(sequences) || (balanced && rows % params.clusters != 0);
