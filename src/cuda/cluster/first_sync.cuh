@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: MIT
+// The first barrier of a team whose counters are not zero yet.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -9,12 +10,12 @@
 
 namespace coterie::cuda {
 
-// Counters of the teams start from zero: before the blocks of a team meet for the first time, all
-// of the grid do, at the barrier that every cooperative launch has. In two steps, so that nobody
-// waits; each is a __syncthreads() besides.
-class FirstMeeting {
+// Sets the teams' counters to zero. Before the first barrier of a team comes one of the whole grid,
+// which every cooperative launch has, in two steps (arrive in the constructor, wait later), so that
+// no block stalls. Each step is a __syncthreads(), too.
+class FirstTeamSync {
  public:
-  __device__ explicit FirstMeeting(const Team& team) : ahead_(team.size > 1) {
+  __device__ explicit FirstTeamSync(const Team& team) : ahead_(team.size > 1) {
     if (ahead_) {
       if (team.rank == 0 && threadIdx.x == 0) *team.arrivals = 0;
       token_ = cooperative_groups::this_grid().barrier_arrive();

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/cluster/group.h"
 #include "cuda/prim/team.cuh"
 #include "cuda/prim/warp.cuh"
 
@@ -62,18 +63,39 @@ __device__ __forceinline__ void find_alike(const int (&label)[kLabelBatch], int 
     }
 }
 
+// The first place in [0, count) where `values` exceeds `value`; they ascend.
+template <class Value>
+__device__ __forceinline__ int upper_bound(const Value* values, int count, int value) {
+  int first = 0;
+  while (count > 0) {
+    const int half = count / 2;
+    if (values[first + half] <= value) {
+      first += half + 1;
+      count -= half + 1;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
 // Members of the clusters among some rows of a block, warp by warp; later where the next ones go.
+// kSides: label arrays of the same rows that are sorted together, clusters of one behind the other.
+template <int kSides = 1>
 struct BlockCounts {
-  const std::int32_t* labels;
-  int clusters, warps;   // warps that have counters
+  const std::int32_t* labels[kSides];
+  int clusters, warps;   // clusters of all sides; warps that have counters
   std::int32_t* counts;  // (warps, clusters)
 
-  // `shared` has room for `words` >= clusters.
-  __device__ BlockCounts(const std::int32_t* of, int clusters_, std::int32_t* shared, int words)
-      : labels(of),
-        clusters(clusters_),
-        warps(min(static_cast<int>(blockDim.x) / 32, words / clusters_)),
-        counts(shared) {}
+  // `each` clusters a side; `shared` has room for `words` >= clusters.
+  __device__ BlockCounts(const std::int32_t* const (&of)[kSides], int each, std::int32_t* shared,
+                         int words)
+      : clusters(kSides * each),
+        warps(min(static_cast<int>(blockDim.x) / 32, words / clusters)),
+        counts(shared) {
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) labels[side] = of[side];
+  }
 
   // Those of this warp, and of the last one that has any.
   __device__ std::int32_t* own_counts() const { return counts + threadIdx.x / 32 * clusters; }
@@ -86,22 +108,31 @@ struct BlockCounts {
     const int begin = min(rows.begin + warp * each, rows.end);
     return {begin, warp < warps ? min(begin + each, rows.end) : begin};
   }
-  __device__ void clear() const {
+  // visit(first row, labels of all sides) for batches of this warp's part.
+  template <class Visit>
+  __device__ __forceinline__ void for_batches(const RowRange& rows, const Visit& visit) const {
+    const RowRange mine = own(rows);
+    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
+      int label[kSides][kLabelBatch];
+#pragma unroll
+      for (int side = 0; side < kSides; ++side)
+        load_labels(labels[side], first, mine.end, label[side]);
+      visit(first, label);
+    }
+  }
+  __device__ void count(const RowRange& rows) const {
     __syncthreads();  // whoever used the memory before
     for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) counts[i] = 0;
     __syncthreads();
-  }
-  __device__ void count(const RowRange& rows) const {
-    clear();
-    const RowRange mine = own(rows);
     std::int32_t* count = own_counts();
-    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
-      int label[kLabelBatch];
-      load_labels(labels, first, mine.end, label);
+    for_batches(rows, [&](int, const int(&label)[kSides][kLabelBatch]) {
 #pragma unroll
-      for (int i = 0; i < kLabelBatch; ++i)
-        if (label[i] >= 0) atomicAdd(&count[label[i]], 1);
-    }
+      for (int side = 0; side < kSides; ++side)
+#pragma unroll
+        for (int i = 0; i < kLabelBatch; ++i)
+          if (label[side][i] >= 0)
+            atomicAdd(&count[side * (clusters / kSides) + label[side][i]], 1);
+    });
     __syncthreads();
   }
   __device__ int total(int cluster) const {
@@ -120,32 +151,33 @@ struct BlockCounts {
   // write(slot, row) for the rows, whose clusters were placed; in order.
   template <class Write>
   __device__ void fill(const RowRange& rows, const Write& write) const {
-    const RowRange mine = own(rows);
-    const int lane = threadIdx.x % 32, bits = 32 - __clz(clusters - 1);
-    std::int32_t* slots = own_counts();
-    for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
-      int label[kLabelBatch];
-      unsigned alike[kLabelBatch];
-      load_labels(labels, first, mine.end, label);
-      find_alike(label, bits, alike);
+    const int lane = threadIdx.x % 32, each = clusters / kSides, bits = 32 - __clz(each - 1);
+    for_batches(rows, [&](int first, const int(&labels_of)[kSides][kLabelBatch]) {
 #pragma unroll
-      for (int i = 0; i < kLabelBatch; ++i) {
-        const int before = __popc(alike[i] & ((1u << lane) - 1));
-        const int slot = label[i] >= 0 ? slots[label[i]] : 0;
-        __syncwarp();
-        if (label[i] >= 0 && before == 0) slots[label[i]] = slot + __popc(alike[i]);
-        __syncwarp();
-        if (label[i] >= 0) write(slot + before, first + 32 * i + lane);
+      for (int side = 0; side < kSides; ++side) {
+        const int(&label)[kLabelBatch] = labels_of[side];
+        std::int32_t* slots = own_counts() + side * each;
+        unsigned alike[kLabelBatch];
+        find_alike(label, bits, alike);
+#pragma unroll
+        for (int i = 0; i < kLabelBatch; ++i) {
+          const int before = __popc(alike[i] & ((1u << lane) - 1));
+          const int slot = label[i] >= 0 ? slots[label[i]] : 0;
+          __syncwarp();
+          if (label[i] >= 0 && before == 0) slots[label[i]] = slot + __popc(alike[i]);
+          __syncwarp();
+          if (label[i] >= 0) write(slot + before, first + 32 * i + lane);
+        }
       }
-    }
+    });
   }
 };
 
 // From the counts of all blocks of the team, which meet here: calls visit(cluster, slot, before)
 // with the place of the cluster's first member, and how many members are of blocks before this one,
 // by one thread each. Returns how many there are in all.
-template <class Visit>
-__device__ int share_counts(Team& team, const BlockCounts& counts, std::int32_t* histograms,
+template <int kSides, class Visit>
+__device__ int share_counts(Team& team, const BlockCounts<kSides>& counts, std::int32_t* histograms,
                             const Visit& visit) {
   const int clusters = counts.clusters;
   for (int c = threadIdx.x; c < clusters; c += blockDim.x)
@@ -168,26 +200,18 @@ __device__ int share_counts(Team& team, const BlockCounts& counts, std::int32_t*
   return carry;
 }
 
-// Writes the offsets, and calls start(cluster, slot) with the place of this block's first member of
-// each cluster, by one thread each.
-template <class Start>
-__device__ void find_starts(Team& team, const BlockCounts& counts, const GroupLists& lists,
-                            const Start& start) {
-  const int all = share_counts(team, counts, lists.histograms, [&](int c, int slot, int before) {
-    if (team.rank == 0) lists.offsets[c] = slot;
-    start(c, slot + before);
-  });
-  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[lists.clusters] = all;
-  __syncthreads();
-}
-
 // order and offsets of a problem; `range` is this block's share of its rows, `shared` room for
 // `shared_words` >= clusters. Labels of the range were written by this block.
 __device__ inline void group_rows(Team& team, const RowRange& range, const GroupLists& lists,
                                   std::int32_t* shared, int shared_words) {
-  const BlockCounts counts(lists.labels, lists.clusters, shared, shared_words);
+  const BlockCounts<> counts({lists.labels}, lists.clusters, shared, shared_words);
   counts.count(range);
-  find_starts(team, counts, lists, [&](int c, int slot) { counts.place(c, slot); });
+  const int all = share_counts(team, counts, lists.histograms, [&](int c, int slot, int before) {
+    if (team.rank == 0) lists.offsets[c] = slot;
+    counts.place(c, slot + before);
+  });
+  if (team.rank == 0 && threadIdx.x == 0) lists.offsets[lists.clusters] = all;
+  __syncthreads();
   counts.fill(range, [&](int slot, int row) { lists.order[slot] = row; });
 }
 
@@ -199,12 +223,11 @@ struct TeamProblem {
   RowRange range;      // this block's share of them
 };
 
-// order and offsets of all problems, of which a block's team takes some; `all` has the tensors and
-// histograms of all. label(team, problem) labels the block's rows; `labels` are then all.labels, or
-// null where they are there already.
+// Labels, order and offsets of all problems, of which a block's team takes some. label(team,
+// problem) labels the block's rows.
 template <class Label>
 __device__ __forceinline__ void group_problems(const ClusterShape& shape, const Teams& teams,
-                                               const GroupLists& all, std::int32_t* labels,
+                                               const ClusterLists& all, std::int32_t* histograms,
                                                std::int32_t* shared, int shared_words,
                                                const Label& label) {
   Team team(teams);
@@ -214,11 +237,12 @@ __device__ __forceinline__ void group_problems(const ClusterShape& shape, const 
     const ItemSpan span = shape.q.span(item);
     const TeamProblem problem{
         number, item, head, span, shape.start(span, head), team.share(span.length)};
+    __syncthreads();  // the sort of the last problem used the same memory
     label(team, problem);
-    fill_padding(shape, team, item, head, labels, all.order);
+    fill_padding(shape, team, item, head, all.labels, all.order);
     const GroupLists lists{all.labels + problem.start, all.order + problem.start,
                            all.offsets + static_cast<std::int64_t>(number) * (shape.clusters + 1),
-                           histograms_of(all.histograms, teams, team, turn, shape.clusters),
+                           histograms_of(histograms, teams, team, turn, shape.clusters),
                            shape.clusters};
     group_rows(team, problem.range, lists, shared, shared_words);
   }

@@ -11,13 +11,37 @@
 
 namespace coterie::cuda {
 
-struct GroupRun {
-  const std::int32_t* labels;     // (B, H, N), in [0, C) for rows of an item
-  std::int32_t *order, *offsets;  // (B, H, N), -1 in padding; (items, H, C+1)
+// order (B, heads, rows * per_row), -1 in padding, and offsets (items, heads, C + 1): rows by
+// cluster, then row.
+struct SortedRuns {
+  std::int32_t *order = nullptr, *offsets = nullptr;
+};
+// Rows that are in `per_row` clusters each.
+struct SortSide {
+  ClusterShape shape;
+  const std::int32_t* labels;  // (B, heads, rows, per_row), in [0, C) for rows of an item
+  int per_row = 1;
+  SortedRuns runs, copy;  // copy is optional: to be the same
+};
+// Sorts the rows of one side or two in one launch. Scratch memory comes from the arena; with one
+// that only counts nothing is launched.
+void sort_by_cluster(const SortSide& first, const SortSide* second, Arena& arena,
+                     cudaStream_t stream);
+
+// Labels of rows and their stable sort, of all items and heads: what a clustering writes.
+struct ClusterLists {
+  std::int32_t* labels = nullptr;   // (B, H, N), -1 in padding
+  std::int32_t* order = nullptr;    // (B, H, N), -1 in padding
+  std::int32_t* offsets = nullptr;  // (items, H, C+1)
 };
 
-// Scratch memory comes from the arena; with one that only counts nothing is launched.
-void group_by_label(const ClusterShape& shape, const GroupRun& run, Arena& arena,
-                    cudaStream_t stream);
+struct GroupRun {
+  const std::int32_t* labels;     // (B, H, N)
+  std::int32_t *order, *offsets;  // (B, H, N); (items, H, C+1)
+};
+inline void group_by_label(const ClusterShape& shape, const GroupRun& run, Arena& arena,
+                           cudaStream_t stream) {
+  sort_by_cluster({shape, run.labels, 1, {run.order, run.offsets}, {}}, nullptr, arena, stream);
+}
 
 }  // namespace coterie::cuda

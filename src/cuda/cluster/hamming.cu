@@ -1,12 +1,22 @@
 // SPDX-License-Identifier: MIT
 // k-means of 64-bit codes in Hamming distance (docs/mechanisms.md: clustered), all iterations and
-// the counting sort in one kernel. A team of blocks works on one (item, head).
+// the counting sort in one kernel.
+//
+// Grid and block: cooperative, one block of 512 threads a multiprocessor; a team of blocks works on
+// one (item, head), a warp takes 32 rows at a time. Shared memory: centroids, changes of votes, and
+// codes and labels of the block's rows where they fit, up to 225 KB. __launch_bounds__(512, 1).
+//
+// Assignment: rows against centroids by 1-bit tensor-core products. Once few centroids move, a pass
+// looks at these only: a row that is as near to its own centroid as before has no other candidates.
+// Rows that lost similarity are listed and compare with all.
 //
 // Update: only codes that changed their cluster vote. A block counts changes of its rows in shared
 // memory, lane l of a warp bits l%16 and l%16 + 16 of word l/16 as two 16-bit halves of one
 // counter; the owner of a cluster adds the blocks' changes to the cluster's votes. Bit 63, which
 // codes leave free, counts the members. All sums are of integers, so the order of the atomics does
-// not matter.
+// not matter. Where shared memory does not hold the changes of all clusters (kShared false) votes
+// go to global memory at once. Preconditions: up to 63 bits, sm_80 or later. Any number of
+// clusters.
 #include <cstdint>
 
 #include "coterie/random.h"
@@ -16,22 +26,12 @@
 
 namespace coterie::cuda {
 
-// The assignment of a block's codes to their nearest centroids (hamming.cu); those that change
-// their cluster vote.
-//
-// Once few centroids move, a pass looks at these only: a row that is as near to its own centroid as
-// before has no other candidates. Rows that lost similarity are listed and compare with all.
+namespace {
 
-// The k-means of codes (hamming.cu): its arguments, a block's shared memory, and the centroids in
-// it.
-
-// Nearest codes by 1-bit tensor-core products (hamming.cu). The row [x, ~x] of 128 bits against the
-// column [c, ~c] has popcount(and) = 64 - Hamming(x, c). Two products, as 16-bit halves of a word,
-// times 512 plus the reversed number of the column tile, are keys whose maximum is the nearest
-// centroid, the lower index on ties: one permute, one multiply-add and half a three-way maximum for
-// two pairs.
-
-namespace hamming_detail {
+// Nearest codes by 1-bit tensor-core products. The row [x, ~x] of 128 bits against the column [c,
+// ~c] has popcount(and) = 64 - Hamming(x, c). Two products, as 16-bit halves of a word, times 512
+// plus the reversed number of the column tile, are keys whose maximum is the nearest centroid, the
+// lower index on ties: one permute, one multiply-add and half a three-way maximum for two pairs.
 
 constexpr int kMTiles = 2, kTileRows = 16 * kMTiles;  // rows of a warp's tile, one a lane
 constexpr int kColumnStep = 128;                      // centroids of an unrolled sweep
@@ -120,10 +120,6 @@ __device__ __forceinline__ Point decode_keys(const std::uint32_t (&best)[kTiles]
           columns - 8 - static_cast<int>(own >> 3 & 511u) * 8 + 7 - static_cast<int>(own & 7u)};
 }
 
-}  // namespace hamming_detail
-
-namespace hamming_detail {
-
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kSegmentRows = 32704;       // changes of a segment fit in 16 bits, signed
 constexpr int kSharedBytes = 225 * 1024;  // of a block, static shared memory left out
@@ -135,9 +131,7 @@ struct HammingArgs {
   ClusterShape shape;
   Teams teams;
   HammingRun run;
-  std::uint64_t* centroids;
-  std::int32_t *votes, *histograms;
-  std::uint32_t* changes;
+  HammingBuffers at;
   int* busy;           // (problems, iterations): whether a centroid moved or was drawn anew
   int segments;        // of a block's rows
   int columns;         // centroids in shared memory at a time, a multiple of kColumnStep
@@ -195,7 +189,7 @@ struct Stage {
 __device__ inline std::uint64_t centroid(const HammingArgs& args, const Problem& problem, int c,
                                          bool initial) {
   if (!initial)
-    return args.centroids[static_cast<std::int64_t>(problem.number) * args.shape.clusters + c];
+    return args.at.centroids[static_cast<std::int64_t>(problem.number) * args.shape.clusters + c];
   const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
                             static_cast<std::uint32_t>(problem.number)};
   return problem.all_codes[random_permutation(stream, static_cast<std::uint32_t>(c),
@@ -264,10 +258,6 @@ __device__ inline int stage_all(const HammingArgs& args, const Problem& problem,
   for (int i = carry + threadIdx.x; i < end; i += kThreads) store_column(stage.moved, i, 0, 0);
   return carry;
 }
-
-}  // namespace hamming_detail
-
-namespace hamming_detail {
 
 // Adds the bits of listed rows to their new clusters and takes them from the old ones.
 template <bool kShared>
@@ -357,7 +347,7 @@ struct RowAssigner {
       cast_votes<kShared>(
           records, __popc(lanes),
           kShared ? stage.changes
-                  : reinterpret_cast<std::uint32_t*>(args.votes) +
+                  : reinterpret_cast<std::uint32_t*>(args.at.votes) +
                         static_cast<std::int64_t>(problem.number) * args.shape.clusters * 64);
     __syncwarp();
   }
@@ -487,17 +477,11 @@ struct RowAssigner {
   }
 };
 
-}  // namespace hamming_detail
-
-using namespace hamming_detail;
-
-namespace {
-
 // The block's changes to global memory, and zeros in their place.
 __device__ __forceinline__ void write_changes(const HammingArgs& args, const Stage& stage,
                                               std::int64_t part) {
   auto* from = reinterpret_cast<uint4*>(stage.changes);
-  auto* to = reinterpret_cast<uint4*>(args.changes) + part * args.shape.clusters * 8;
+  auto* to = reinterpret_cast<uint4*>(args.at.changes) + part * args.shape.clusters * 8;
 #pragma unroll 4
   for (int i = threadIdx.x; i < args.shape.clusters * 8; i += kThreads) {
     to[i] = from[i];
@@ -540,11 +524,11 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
   const int parts = kShared ? team.size * args.segments : 0;
   for (int c = threadIdx.x / 32 * team.size + team.rank; c < clusters; c += kWarps * team.size) {
     const std::int64_t row = static_cast<std::int64_t>(problem.number) * clusters + c;
-    auto* votes = reinterpret_cast<int2*>(args.votes) + row * 32 + lane;
-    const std::uint64_t before = iteration == 0 ? 0 : args.centroids[row];
+    auto* votes = reinterpret_cast<int2*>(args.at.votes) + row * 32 + lane;
+    const std::uint64_t before = iteration == 0 ? 0 : args.at.centroids[row];
     int2 sum = kShared && iteration == 0 ? make_int2(0, 0) : *votes;
     const std::uint32_t* changes =
-        args.changes +
+        args.at.changes +
         (static_cast<std::int64_t>(team.number) * team.size * args.segments * clusters + c) * 32 +
         lane;
 #pragma unroll 8
@@ -565,7 +549,7 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
     if (members == 0)
       code = random_u64(stream, static_cast<std::uint64_t>(iteration) * clusters + c);
     code &= mask;
-    args.centroids[row] = code;
+    args.at.centroids[row] = code;
     if (iteration == 0 || members == 0 || code != before)
       args.busy[problem.number * args.run.iterations + iteration] = 1;
   }
@@ -581,7 +565,7 @@ __device__ void cluster_codes(const HammingArgs& args, Team& team, const Problem
   } else {
     const std::int64_t first = static_cast<std::int64_t>(problem.number) * clusters * 64;
     for (int i = team.rank * kThreads + threadIdx.x; i < clusters * 64; i += team.size * kThreads)
-      args.votes[first + i] = 0;
+      args.at.votes[first + i] = 0;
     team.sync();
   }
   for (int iteration = 0; iteration <= args.run.iterations; ++iteration) {
@@ -605,9 +589,7 @@ __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs
   await_previous();
   extern __shared__ uint4 shared[];
   const Stage stage(shared, args, kShared);
-  const GroupLists all{args.run.labels, args.run.order, args.run.offsets, args.histograms,
-                       args.shape.clusters};
-  group_problems(args.shape, args.teams, all, args.run.labels,
+  group_problems(args.shape, args.teams, args.run.out, args.at.histograms,
                  reinterpret_cast<std::int32_t*>(shared), args.shared_words,
                  [&](Team& team, const TeamProblem& own) {
                    const RowRange& range = own.range;
@@ -616,8 +598,7 @@ __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs
                                          args.run.codes + own.start,
                                          range,
                                          args.run.codes + own.start + range.begin,
-                                         args.run.labels + own.start + range.begin};
-                   __syncthreads();  // the sort of the last problem used the same memory
+                                         args.run.out.labels + own.start + range.begin};
                    if (own.span.length <= args.shape.clusters) {
                      for (int i = threadIdx.x; i < problem.rows(); i += kThreads)
                        problem.labels[i] = range.begin + i;
@@ -630,10 +611,6 @@ __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs
                    for (int i = threadIdx.x; stage.held && i < problem.rows(); i += kThreads)
                      problem.labels[i] = stage.labels[i];
                  });
-}
-
-Teams hamming_teams(const ClusterShape& shape, unsigned* arrivals) {
-  return make_teams(shape.problems(), shape.rows, multiprocessors(), arrivals);
 }
 
 // Rows of a block, at most.
@@ -672,7 +649,7 @@ void launch(HammingArgs args, cudaStream_t stream) {
 }  // namespace
 
 HammingBuffers::HammingBuffers(Arena& arena, const ClusterShape& shape, int iterations) {
-  const Teams teams = hamming_teams(shape, nullptr);
+  const Teams teams = make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr);
   const std::int64_t problems = shape.problems(), clusters = shape.clusters;
   centroids = arena.take<std::uint64_t>(problems * clusters);
   votes = arena.take<std::int32_t>(problems * clusters * 64);
@@ -689,11 +666,8 @@ void hamming_kmeans(const ClusterShape& shape, const HammingRun& run, const Hamm
   HammingArgs args{};
   args.shape = shape;
   args.run = run;
-  args.teams = hamming_teams(shape, buffers.zeroed);
-  args.centroids = buffers.centroids;
-  args.votes = buffers.votes;
-  args.histograms = buffers.histograms;
-  args.changes = buffers.changes;
+  args.teams = make_teams(shape.problems(), shape.rows, multiprocessors(), buffers.zeroed);
+  args.at = buffers;
   args.busy = reinterpret_cast<int*>(buffers.zeroed + args.teams.count);
   args.segments = num_segments(shape, args.teams);
   args.columns = staged_columns(shape);

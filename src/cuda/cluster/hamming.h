@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/arena.h"
+#include "cuda/cluster/group.h"
 #include "cuda/prim/team.cuh"
 
 namespace coterie::cuda {
@@ -20,13 +21,14 @@ struct HammingBuffers {
   unsigned* zeroed = nullptr;          // to be zeroed by an earlier kernel
   std::int64_t zeroed_count = 0;
 
+  HammingBuffers() = default;
   HammingBuffers(Arena& arena, const ClusterShape& shape, int iterations);
 };
 
 struct HammingRun {
   int iterations, bits;
-  const std::uint64_t* codes;              // (B, H, N)
-  std::int32_t *labels, *order, *offsets;  // outputs, see clustering.h
+  const std::uint64_t* codes;  // (B, H, N)
+  ClusterLists out;
 };
 
 // Labels by k-means, then order and offsets. With at most C rows every row is its own cluster.

@@ -1,8 +1,19 @@
 // SPDX-License-Identifier: MIT
 // Hash codes: bit r of query q is [p_r . q > t_r] (docs/mechanisms.md: hamming, hamming-keys).
+// Planes are normal numbers, or sums of key differences with thresholds at the mean query.
+//
+// isotropic_planes: a thread per element of a plane. key_planes: blocks of 256 threads, the first
+//   ones add up queries of a split each, the others make planes, a warp for each.
+// hash: blocks of 256 threads share an item and head; a warp takes 16 or 32 rows at a time, in
+//   registers, times all 64 planes by mma.sync; inputs of more digits than a factor are sums of
+//   parts. Shared memory: planes as a table of columns and as floats, 50 to 130 KB; two blocks a
+//   multiprocessor for 16-bit types (__launch_bounds__).
+// Preconditions: up to 63 bits, Dk <= 128. Any alignment.
 #include "cuda/cluster/hash.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/normal.cuh"
+#include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/row_fragments.cuh"
 #include "cuda/prim/warp.cuh"
 
@@ -12,6 +23,118 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPlanes = 64;  // of which `bits` are in use
+
+struct HashArgs {
+  ClusterShape shape;
+  HashBuffers at;
+  int bits, width;
+  int splits, split_rows;  // of the sums over queries
+  int blocks;              // of the hash kernel, per problem
+  bool by_keys;            // planes from keys, and thresholds from the mean query
+  ZeroedWords zeroed;
+  std::uint32_t zero;  // 0, unknown to the compiler: see RowFragments
+};
+
+constexpr int kPairsPerPlane = 16;
+
+// Planes rounded to bf16, so that products with 16-bit inputs are exact, and thresholds.
+__global__ void __launch_bounds__(kThreads) isotropic_planes_kernel(HashArgs args, bool bias) {
+  // The next kernel may read its inputs at once: nothing but this one has still to be waited for.
+  await_writes();
+  release_next();
+  args.zeroed.zero();
+  const int element = blockIdx.x * kThreads + threadIdx.x, total = args.bits * args.width;
+  if (element < total) {
+    const double value =
+        normal({args.shape.seed, RandomUse::hash_plane, 0}, static_cast<std::uint64_t>(element));
+    args.at.planes[element] = to_float(from_float<Bf16>(static_cast<float>(value)));
+  } else if (element < total + args.bits) {
+    const auto r = static_cast<std::uint64_t>(element - total);
+    args.at.thresholds[r] =
+        bias ? static_cast<float>(normal({args.shape.seed, RandomUse::hash_threshold, 0}, r))
+             : 0.0f;
+  }
+}
+
+// Plane r of an item and key head: the sum of (k_a - k_b) over random pairs of its keys, by a warp.
+template <class T>
+__device__ void key_plane(const HashArgs& args, const Tensor4<const T>& k, int key_problem, int r) {
+  const int key_heads = args.shape.heads / args.shape.group, item = key_problem / key_heads;
+  const ItemSpan span = args.shape.k.span(item);
+  const Rows<const T> keys = k.rows(span.batch, key_problem % key_heads, span.begin);
+  const RandomStream pairs{args.shape.seed, RandomUse::key_pair,
+                           static_cast<std::uint32_t>(key_problem)};
+  // Lane l draws number l of the plane's 2 * kPairsPerPlane = 32.
+  const int lane = threadIdx.x % 32;
+  const int drawn = span.length == 0
+                        ? 0
+                        : static_cast<int>(random_below(
+                              pairs, static_cast<std::uint64_t>(r * 2 * kPairsPerPlane + lane),
+                              static_cast<std::uint32_t>(span.length)));
+  float* plane =
+      args.at.planes + (static_cast<std::int64_t>(key_problem) * args.bits + r) * args.width;
+  for (int d = lane; d - lane < args.width; d += 32) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int m = 0; m < kPairsPerPlane; ++m) {
+      const int a = __shfl_sync(0xffffffffu, drawn, 2 * m),
+                b = __shfl_sync(0xffffffffu, drawn, 2 * m + 1);
+      if (span.length > 0 && d < args.width)
+        sum += to_float(keys.row(a)[d]) - to_float(keys.row(b)[d]);
+    }
+    if (d < args.width) plane[d] = sum;
+  }
+}
+
+// Sum of rows [begin, end) to `sums`, threads over vectors and groups of rows.
+template <class T>
+__device__ void sum_queries(const Rows<const T>& rows, RowRange range, float* sums) {
+  constexpr int kVector = VectorSum<T>::kVector;
+  __shared__ float partial[kThreads * kVector];
+  const int vectors = (rows.width + kVector - 1) / kVector, groups = kThreads / vectors;
+  const int vector = threadIdx.x % vectors, group = threadIdx.x / vectors;
+  VectorSum<T> sum;
+  if (group < groups) {
+    int row = range.begin + group;
+    for (; row + 3 * groups < range.end; row += 4 * groups) {
+      uint4 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = sum.load(rows, row + i * groups, vector * kVector);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum.add(words[i]);
+    }
+    for (; row < range.end; row += groups) sum.add(sum.load(rows, row, vector * kVector));
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      partial[(group * vectors + vector) * kVector + i] = sum.sum[i];
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < rows.width; d += kThreads) {
+    float total = 0.0f;
+    for (int g = 0; g < groups; ++g) total += partial[g * vectors * kVector + d];
+    sums[d] = total;
+  }
+}
+
+// Blocks below problems x splits add up queries, the others make planes, a warp for each.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    key_planes_kernel(HashArgs args, Tensor4<const T> q, Tensor4<const T> k) {
+  args.zeroed.zero();
+  const int sums = args.shape.problems() * args.splits, block = blockIdx.x;
+  if (block >= sums) {
+    const int plane = (block - sums) * kWarps + threadIdx.x / 32;
+    if (plane < args.shape.key_problems() * args.bits)
+      key_plane(args, k, plane / args.bits, plane % args.bits);
+    return;
+  }
+  const int problem = block / args.splits, split = block % args.splits;
+  const ItemSpan span = args.shape.q.span(problem / args.shape.heads);
+  const int begin = min(split * args.split_rows, span.length);
+  sum_queries(q.rows(span.batch, problem % args.shape.heads, span.begin),
+              RowRange{begin, min(begin + args.split_rows, span.length)},
+              args.at.query_sums + static_cast<std::int64_t>(block) * args.width);
+}
 
 // How a type is multiplied: parts of rows and of planes, and which products of parts count. Planes
 // from keys have more digits than bf16 and fp16.
@@ -25,20 +148,20 @@ struct HashParts {
 
 // The planes of a problem as a table of columns, and their thresholds; +inf beyond the last bit.
 template <class T, int kChunks>
-__device__ void stage_planes(const HashShape& args, int problem, int length, float* planes,
+__device__ void stage_planes(const HashArgs& args, int problem, int length, float* planes,
                              Factor<T>* table, float* thresholds) {
   constexpr int kParts = HashParts<T, kChunks>::kPlane;
   __shared__ double mean[32 * kChunks];
-  const bool by_keys = args.query_sums != nullptr;
+  const bool by_keys = args.by_keys;
   const int lane = threadIdx.x % 32, elements = args.bits * args.width;
-  const float* set = args.planes;
+  const float* set = args.at.planes;
   if (by_keys) set += static_cast<std::int64_t>(args.shape.key_problem(problem)) * elements;
 #pragma unroll 8
   for (int i = threadIdx.x; i < elements; i += kThreads) planes[i] = set[i];
   for (int d = threadIdx.x; by_keys && d < 32 * kChunks; d += kThreads) {
     double sum = 0.0;
     const float* sums =
-        args.query_sums + static_cast<std::int64_t>(problem) * args.splits * args.width + d;
+        args.at.query_sums + static_cast<std::int64_t>(problem) * args.splits * args.width + d;
     for (int split = 0; d < args.width && split < args.splits; ++split)
       sum += sums[static_cast<std::int64_t>(split) * args.width];
     mean[d] = length > 0 ? sum / length : 0.0;
@@ -74,7 +197,7 @@ __device__ void stage_planes(const HashShape& args, int problem, int length, flo
     if (lane != 0) continue;
     float threshold = INFINITY;
     if (r < args.bits)
-      threshold = by_keys ? static_cast<float>(projection) * scale : args.thresholds[r];
+      threshold = by_keys ? static_cast<float>(projection) * scale : args.at.thresholds[r];
     thresholds[r] = threshold;
   }
 }
@@ -122,7 +245,7 @@ __device__ __forceinline__ void hash_rows(
 
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
-    hash_kernel(HashShape args, Tensor4<const T> q) {
+    hash_kernel(HashArgs args, Tensor4<const T> q) {
   release_next();
   using Parts = HashParts<T, kChunks>;
   constexpr int kRows = 16 * Parts::kMTiles;
@@ -141,9 +264,9 @@ __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
   stage_planes<T, kChunks>(args, problem, span.length, planes, reinterpret_cast<Factor<T>*>(table),
                            thresholds);
   __syncthreads();
-  std::uint64_t* codes = args.codes + args.shape.start(span, head);
+  std::uint64_t* codes = args.at.codes + args.shape.start(span, head);
   const int lane = threadIdx.x % 32;
-  const bool exact = args.query_sums == nullptr;  // planes are one part
+  const bool exact = !args.by_keys;  // planes are one part
   for (; tile * kRows < span.length; tile += args.blocks * kWarps) {
     RowFragments<T, kChunks, Parts::kRow> left[Parts::kMTiles];
 #pragma unroll
@@ -172,24 +295,22 @@ int split_rows(const ClusterShape& shape) {
   return max(1024, (shape.rows + splits - 1) / splits);
 }
 
-HashShape hash_shape(const ClusteringParams& params, const AttentionCall& call,
-                     const HashBuffers& buffers, const ZeroedWords& zeroed) {
-  HashShape args{};
+HashArgs hash_args(const ClusteringParams& params, const AttentionCall& call,
+                   const HashBuffers& buffers, const ZeroedWords& zeroed) {
+  HashArgs args{};
   args.shape = cluster_shape(call, params.clusters);
   args.bits = static_cast<int>(params.bits);
   args.width = static_cast<int>(call.Dk);
   args.split_rows = split_rows(args.shape);
   args.splits = static_cast<int>((call.N + args.split_rows - 1) / args.split_rows);
-  args.planes = buffers.planes;
-  args.thresholds = buffers.thresholds;
-  args.query_sums = params.method == Clustering::hamming_keys ? buffers.query_sums : nullptr;
-  args.codes = buffers.codes;
+  args.at = buffers;
+  args.by_keys = params.method == Clustering::hamming_keys;
   args.zeroed = zeroed;
   return args;
 }
 
 template <class T, int kChunks>
-void hash_rows_of(const AttentionCall& call, HashShape args, cudaStream_t stream) {
+void hash_rows_of(const AttentionCall& call, HashArgs args, cudaStream_t stream) {
   const int problems = args.shape.problems(), rows = kWarps * 16 * HashParts<T, kChunks>::kMTiles;
   args.blocks = min(max(HashParts<T, kChunks>::kBlocks * multiprocessors() / problems, 1),
                     max(1, (args.shape.rows + rows - 1) / rows));
@@ -198,6 +319,24 @@ void hash_rows_of(const AttentionCall& call, HashShape args, cudaStream_t stream
       kPlanes * 4 + table + static_cast<std::size_t>(args.bits) * args.width * 4;
   launch_early("hash", hash_kernel<T, kChunks>, static_cast<unsigned>(args.blocks * problems),
                kThreads, shared, stream, args, tensor4<const T>(call.inputs.q));
+}
+
+void make_planes(const ClusteringParams& params, const AttentionCall& call, const HashArgs& args,
+                 cudaStream_t stream) {
+  if (params.method == Clustering::hamming) {
+    const int elements = args.bits * (args.width + 1);
+    launch_early("isotropic_planes", isotropic_planes_kernel,
+                 static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0, stream,
+                 args, params.hash_bias);
+    return;
+  }
+  const int planes = (args.shape.key_problems() * args.bits + kWarps - 1) / kWarps;
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    key_planes_kernel<T><<<args.shape.problems() * args.splits + planes, kThreads, 0, stream>>>(
+        args, tensor4<const T>(call.inputs.q), tensor4<const T>(call.k));
+  });
+  COTERIE_LAUNCH("key_planes");
 }
 
 }  // namespace
@@ -209,7 +348,7 @@ HashBuffers::HashBuffers(Arena& arena, const ClusteringParams& params, const Att
     thresholds = arena.take<float>(params.bits);
     return;
   }
-  const HashShape args = hash_shape(params, call, {}, {});
+  const HashArgs args = hash_args(params, call, {}, {});
   planes = arena.take<float>(args.shape.key_problems() * params.bits * call.Dk);
   query_sums =
       arena.take<float>(static_cast<std::int64_t>(args.shape.problems()) * args.splits * call.Dk);
@@ -217,7 +356,7 @@ HashBuffers::HashBuffers(Arena& arena, const ClusteringParams& params, const Att
 
 void hash_queries(const ClusteringParams& params, const AttentionCall& call,
                   const HashBuffers& buffers, const ZeroedWords& zeroed, cudaStream_t stream) {
-  const HashShape args = hash_shape(params, call, buffers, zeroed);
+  const HashArgs args = hash_args(params, call, buffers, zeroed);
   make_planes(params, call, args, stream);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -9,6 +9,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
+#include "cuda/cluster/group.h"
 #include "cuda/cluster/key_metric.h"
 #include "cuda/prim/team.cuh"
 
@@ -26,14 +27,15 @@ struct KeyKMeansBuffers {
   std::int32_t* ranks = nullptr;    // (B, H, N): of a row among those of its block and cluster
   unsigned* arrivals = nullptr;     // a word for each team
 
+  KeyKMeansBuffers() = default;
   KeyKMeansBuffers(Arena& arena, const AttentionCall& call, const ClusterShape& shape);
 };
 
 struct KeyKMeansRun {
   int passes;
-  std::int32_t *labels, *order, *offsets;  // outputs, see clustering.h
-  float* means;                            // (items, H, C, Dk) of the final clusters, or null
-  ZeroedWords zeroed;                      // besides, for later kernels
+  ClusterLists out;
+  float* means;        // (items, H, C, Dk) of the final clusters, or null
+  ZeroedWords zeroed;  // besides, for later kernels
 };
 
 // `metric` keeps the covariance and the centroids.

@@ -1,6 +1,24 @@
 // SPDX-License-Identifier: MIT
-// A team of blocks takes one problem; each block takes a part of its rows, and in the steps by
-// centroids a part of these. What blocks tell each other goes through global memory.
+// All passes of the k-means by keys (key_metric.h) in one kernel: covariance of the keys, first
+// centroids, labels argmax_c x.m_c + b_c, means, and at the end the stable sort of the rows by
+// label.
+//
+// Grid and block: cooperative; a team of up to kMostParts blocks of 4 warpgroups takes one item and
+// head. Each block takes a part of its rows, and in the steps by centroids a part of these; blocks
+// exchange sums and tables through global memory. Three team barriers for two passes.
+//   start    the covariance and the first table by every block for itself, which takes less time
+//            than an exchange: one warpgroup multiplies the keys, one adds them up, two load the
+//            first centroids. A warpgroup makes 64 columns m_c = S (mu_c - r) of the table, both
+//            factors as sums of two bf16 numbers
+//   labels   a round is 256 rows, 64 for each warpgroup, times all centroids, as in
+//   nearest_sm90a.cu lists    a warp picks the rows of its 16 clusters, in order sums
+//   onehot(labels)^T times the listed rows by mma.sync: exact products, added up in fp32
+//            registers over many rounds. A round is labelled before the one before it is listed
+// Shared memory: struct Memory, about 209 KB, most of it a ring of four rounds of rows (128 KB) and
+// the table (40 KB). __launch_bounds__(512, 1): 128 registers; loops are rolled up where nothing is
+// lost, because at 4k most of this code runs once or twice and instruction fetches dominate.
+// Preconditions: key_kmeans_serves (Hopper, aligned 16-bit rows of up to 64 elements, up to 256
+// clusters). Otherwise the stages of key_metric.cu, means.cu and nearest.cu run.
 #include <cstdint>
 
 #include "coterie/random.h"
@@ -17,35 +35,7 @@
 
 namespace coterie::cuda {
 
-// The steps by rows of the one-kernel k-means (key_kmeans_sm90a.cu). A round is 256 rows, 64 for
-// each warpgroup:
-//   labels   a warpgroup's rows times all centroids, as in nearest_sm90a.cu
-//   lists    a warp picks the rows of its 16 clusters, in order
-//   sums     onehot(labels)ᵀ times the listed rows by mma.sync: exact products, added up in fp32
-//            registers over many rounds
-// A round is labelled before the one before it is listed, so that warps seldom wait for each other.
-
-// The table of all centroids inside the one-kernel k-means
-// (key_kmeans_sm90a.cu), which every block computes for itself.
-//
-// A warpgroup makes 64 columns of the table, m_c = S (mu_c - r) with both
-// factors as sums of two bf16 numbers. A lane has the same elements of mu_c as
-// left factor and of m_c as sum: rows l/4 and l/4 + 8 of its warp's 16, columns
-// 8 n + 2 (l%4) + {0, 1}. Loops are rolled up where nothing is lost: at 4k most
-// of this code runs once or twice, and instructions come from far away.
-
-// The start of the one-kernel k-means (key_kmeans_sm90a.cu): the first centroids, and the keys'
-// covariance. Every block computes it for itself: that takes less time than blocks need to tell
-// each other. Of its warpgroups the first multiplies the keys, the second adds them up, and the
-// others fetch the first centroids.
-
-// The steps by centroids of the one-kernel k-means (key_kmeans_sm90a.cu), which a team's blocks
-// share: means of the blocks' sums, and places of the clusters' rows.
-
-// The one-kernel k-means of key_kmeans_sm90a.cu: its sizes, arguments and shared memory, and what
-// keeps values out of registers.
-
-namespace key_kmeans_detail {
+namespace {
 
 constexpr int kGroups = 4, kThreads = kGroups * kWarpgroup, kWarps = kThreads / 32;
 constexpr int kWidth = 64, kClusters = 64 * kGroups;
@@ -59,6 +49,7 @@ constexpr int kSamples = 8 * kWidth;  // keys of the covariance, at most
 // Of a table of centroids: rows, then biases; in global memory bounds of the blocks' warps behind.
 constexpr int kTableBytes = kClusters * (128 + kBiasBytes);
 constexpr int kSharedTableBytes = kTableBytes + kMostParts * kWarps * 8;
+constexpr int kMostRows = 1 << 24;  // counts of rows are exact below that many
 
 template <class T>
 struct KeyKMeansArgs {
@@ -120,13 +111,36 @@ __device__ __forceinline__ Rows<const T> aligned_rows(Rows<const T> rows) {
   return rows;
 }
 
-}  // namespace key_kmeans_detail
+// 1 where two pairs of numbers are equal, else 0.
+__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, Bf16) {
+  std::uint32_t ones;
+  asm("set.eq.bf16x2.bf16x2 %0, %1, %2;" : "=r"(ones) : "r"(a), "r"(b));
+  return ones;
+}
+__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, F16) {
+  std::uint32_t ones;
+  asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(ones) : "r"(a), "r"(b));
+  return ones;
+}
 
-namespace key_kmeans_detail {
+// A list entry: the row above, the cluster as a number of either type below; distinct bits are
+// distinct numbers here. kNobody is no cluster's.
+constexpr std::uint32_t kNumber = 0x4000, kNobody = 0x5000;
 
-// One problem of a team.
+// The bits of infinity.
 template <class T>
-struct KeyProblem {
+constexpr std::uint32_t kInfinity = std::is_same_v<T, F16> ? 0x7c00u : 0x7f80u;
+
+// The bits of the larger absolute value of two numbers, as a float.
+template <class T>
+__device__ __forceinline__ float magnitude(std::uint32_t bits) {
+  if constexpr (std::is_same_v<T, F16>) return to_float(F16{static_cast<std::uint16_t>(bits)});
+  return __uint_as_float(bits << 16);
+}
+
+// One problem of a team, from its keys to the order of its rows.
+template <class T>
+struct KeyKMeans {
   const KeyKMeansArgs<T>& args;
   Memory& memory;
   Team& team;
@@ -138,7 +152,7 @@ struct KeyProblem {
   const int rounds;
   int done;  // rounds of earlier passes, for the phases of the barriers
 
-  __device__ KeyProblem(const KeyKMeansArgs<T>& a, Memory& m, Team& t, int number, int before)
+  __device__ KeyKMeans(const KeyKMeansArgs<T>& a, Memory& m, Team& t, int number, int before)
       : args(a),
         memory(m),
         team(t),
@@ -242,7 +256,7 @@ struct KeyProblem {
     for (int i = 0; i < kBatch; ++i) {  // all loads are on their way together
       const std::int64_t row =
           first + min(range.begin + begin + i * kThreads, max(range.end, 1) - 1);
-      places.labels[i] = args.run.labels[row];
+      places.labels[i] = args.run.out.labels[row];
       places.ranks[i] = args.ranks[row];
     }
     return places;
@@ -294,11 +308,11 @@ struct KeyProblem {
       memory.initial[c] = start.x + members.before;
       memory.numbers[c] = start.y;
       if (team.rank == 0)
-        args.run.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start.x;
+        args.run.out.offsets[static_cast<std::int64_t>(problem) * (clusters + 1) + c] = start.x;
     }
     __syncthreads();
     auto* sorted = reinterpret_cast<std::uint16_t*>(memory.ring);
-    std::int32_t* order = args.run.order + args.shape.start(span, head);
+    std::int32_t* order = args.run.out.order + args.shape.start(span, head);
 #pragma unroll 1
     for (int begin = c; begin < count;) {
 #pragma unroll
@@ -329,9 +343,10 @@ struct KeyProblem {
   __device__ void run_single() const {
     const std::int64_t start = args.shape.start(span, head);
     const int clusters = args.shape.clusters;
-    std::int32_t* offsets = args.run.offsets + static_cast<std::int64_t>(problem) * (clusters + 1);
+    std::int32_t* offsets =
+        args.run.out.offsets + static_cast<std::int64_t>(problem) * (clusters + 1);
     for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
-      args.run.labels[start + i] = args.run.order[start + i] = i;
+      args.run.out.labels[start + i] = args.run.out.order[start + i] = i;
     if (team.rank == 0)
       for (int c = threadIdx.x; c <= clusters; c += kThreads) offsets[c] = min(c, span.length);
     if (!args.run.means) return;
@@ -347,27 +362,6 @@ struct KeyProblem {
                                  column) = make_float4(values[0], values[1], values[2], values[3]);
     });
   }
-};
-
-}  // namespace key_kmeans_detail
-
-namespace key_kmeans_detail {
-
-template <class T>
-struct KeyCovariance : KeyProblem<T> {
-  using Base = KeyProblem<T>;
-  using Base::args;
-  using Base::Base;
-  using Base::group;
-  using Base::head;
-  using Base::item;
-  using Base::memory;
-  using Base::own_lane;
-  using Base::problem;
-  using Base::rows;
-  using Base::span;
-  using Base::team;
-  using Base::warp;
 
   // The row of a first centroid; by one half of the warps.
   __device__ __forceinline__ void choose_row() const {
@@ -386,7 +380,7 @@ struct KeyCovariance : KeyProblem<T> {
     const int lane = own_lane(), first = warp * 64;
     const Rows<const T> from =
         aligned_rows(args.k.rows(keys.batch, head / args.shape.group, keys.begin));
-    const Tile<T, kWidth> tile{this->slot(first / kRound)};
+    const Tile<T, kWidth> tile{slot(first / kRound)};
     const int column = lane % 8 * 8, each = keys.length / max(samples, 1),
               rest = keys.length - each * samples;
 #pragma unroll 1
@@ -411,7 +405,7 @@ struct KeyCovariance : KeyProblem<T> {
   // Sums of the keys' elements, by the second warpgroup: ones times the keys, 128 of them a warp.
   __device__ __forceinline__ void add_keys() const {
     const int lane = own_lane(), own = warp % 4;
-    const Tile<T, kWidth> tile{this->slot(own / 2)};
+    const Tile<T, kWidth> tile{slot(own / 2)};
     const std::uint32_t one = pack2<T>(1.0f, 1.0f), ones[4] = {one, one, one, one};
     float sums[kWidth / 8][4] = {};
 #pragma unroll 2
@@ -443,7 +437,7 @@ struct KeyCovariance : KeyProblem<T> {
     wgmma_fence();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::uint64_t keys = matrix_descriptor(this->slot(half));
+      const std::uint64_t keys = matrix_descriptor(slot(half));
 #pragma unroll
       for (int step = 0; step < kRound / 16; ++step) {
         const std::uint64_t tile = descriptor_behind(keys, step * (16 * 128));
@@ -535,24 +529,24 @@ struct KeyCovariance : KeyProblem<T> {
         for (int e = 0; e < 8; e += 4) {
           const float4 values = make_float4(to_float(elements[e]), to_float(elements[e + 1]),
                                             to_float(elements[e + 2]), to_float(elements[e + 3]));
-          store_shared16(this->staged(c, column + e),
+          store_shared16(staged(c, column + e),
                          make_uint4(__float_as_uint(values.x), __float_as_uint(values.y),
                                     __float_as_uint(values.z), __float_as_uint(values.w)));
           if (c == 0) *reinterpret_cast<float4*>(&memory.reference[column + e]) = values;
           if (inside && c >= share.begin && c < share.end)
-            *reinterpret_cast<float4*>(args.centroids + (this->first_centroid() + c) * args.width +
+            *reinterpret_cast<float4*>(args.centroids + (first_centroid() + c) * args.width +
                                        column + e) = values;
         }
       }
     }
   }
 
-  __device__ __forceinline__ void make_metric(FirstMeeting& meeting) const {
+  __device__ __forceinline__ void make_metric(FirstTeamSync& first_sync) const {
     const ItemSpan keys = uniform(args.shape.k.span(item));
     const int samples = min(keys.length, 8 * args.width);
-    const int next = this->range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
-    if (next < this->range.end) prefetch(rows.row(next));
-    if (threadIdx.x == 0) memory.share = this->find_share();
+    const int next = range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
+    if (next < range.end) prefetch(rows.row(next));
+    if (threadIdx.x == 0) memory.share = find_share();
     if (warp < kWarps / 2)  // the first one still meets the other blocks
       load_keys(keys, samples);
     else
@@ -566,27 +560,10 @@ struct KeyCovariance : KeyProblem<T> {
       add_keys();
     else
       stage_initial();
-    meeting.wait();
+    first_sync.wait();
     covariance(samples);
     __syncthreads();
   }
-};
-
-}  // namespace key_kmeans_detail
-
-namespace key_kmeans_detail {
-
-template <class T>
-struct KeyMetric : KeyCovariance<T> {
-  using Base = KeyCovariance<T>;
-  using Base::args;
-  using Base::Base;
-  using Base::group;
-  using Base::memory;
-  using Base::own_lane;
-  using Base::split_pair;
-  using Base::store_shared32;
-  using Base::warp;
 
   // The table's rows of `count` staged centroids, from cluster `first` on, and bounds of them for
   // each warp.
@@ -601,15 +578,14 @@ struct KeyMetric : KeyCovariance<T> {
 
   // The block's share of the table to global memory.
   __device__ __forceinline__ void share_table() const {
-    const RowRange own = this->share();
+    const RowRange own = share();
     unsigned char* to = team_table();
 #pragma unroll 1
     for (int i = own.begin * 8 + static_cast<int>(threadIdx.x); i < own.end * 8; i += kThreads) {
       copy16(to, row_offset(i / 8, i % 8));
       if (i % 8 == 0) copy16(to, bias_offset(i / 8));
     }
-    if (threadIdx.x < kWarps)
-      team_bounds(this->team.rank)[threadIdx.x] = memory.bounds[threadIdx.x];
+    if (threadIdx.x < kWarps) team_bounds(team.rank)[threadIdx.x] = memory.bounds[threadIdx.x];
   }
   __device__ void copy16(unsigned char* to, int offset) const {
     *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(memory.table + offset);
@@ -631,7 +607,7 @@ struct KeyMetric : KeyCovariance<T> {
       uint2 most = make_uint2(0, 0);
 #pragma unroll
       for (int rank = 0; rank < kMostParts; ++rank) {
-        const uint2 part = __ldcg(team_bounds(min(rank, this->team.size - 1)) + threadIdx.x);
+        const uint2 part = __ldcg(team_bounds(min(rank, team.size - 1)) + threadIdx.x);
         most = make_uint2(max(most.x, part.x), max(most.y, part.y));
       }
       memory.bounds[threadIdx.x] = most;
@@ -642,7 +618,7 @@ struct KeyMetric : KeyCovariance<T> {
   }
 
   __device__ unsigned char* team_table() const {
-    return args.tables + static_cast<std::int64_t>(this->team.number) * kSharedTableBytes;
+    return args.tables + static_cast<std::int64_t>(team.number) * kSharedTableBytes;
   }
   __device__ uint2* team_bounds(int rank) const {
     return reinterpret_cast<uint2*>(team_table() + kTableBytes) + rank * kWarps;
@@ -720,7 +696,7 @@ struct KeyMetric : KeyCovariance<T> {
     float2 pair;
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
                  : "=f"(pair.x), "=f"(pair.y)
-                 : "r"(this->staged(r, column))
+                 : "r"(staged(r, column))
                  : "memory");
     return pair;
   }
@@ -742,59 +718,6 @@ struct KeyMetric : KeyCovariance<T> {
     return make_float2(__uint_as_float(__reduce_max_sync(~0u, part.x)),
                        __uint_as_float(__reduce_max_sync(~0u, part.y)));
   }
-};
-
-}  // namespace key_kmeans_detail
-
-namespace key_kmeans_detail {
-
-// 1 where two pairs of numbers are equal, else 0.
-__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, Bf16) {
-  std::uint32_t ones;
-  asm("set.eq.bf16x2.bf16x2 %0, %1, %2;" : "=r"(ones) : "r"(a), "r"(b));
-  return ones;
-}
-__device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint32_t b, F16) {
-  std::uint32_t ones;
-  asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(ones) : "r"(a), "r"(b));
-  return ones;
-}
-
-// A list entry: the row above, the cluster as a number of either type below; distinct bits are
-// distinct numbers here. kNobody is no cluster's.
-constexpr std::uint32_t kNumber = 0x4000, kNobody = 0x5000;
-
-// The bits of infinity.
-template <class T>
-constexpr std::uint32_t kInfinity = std::is_same_v<T, F16> ? 0x7c00u : 0x7f80u;
-
-// The bits of the larger absolute value of two numbers, as a float.
-template <class T>
-__device__ __forceinline__ float magnitude(std::uint32_t bits) {
-  if constexpr (std::is_same_v<T, F16>) return to_float(F16{static_cast<std::uint16_t>(bits)});
-  return __uint_as_float(bits << 16);
-}
-
-// The steps by rows.
-template <class T>
-struct KeyRows : KeyMetric<T> {
-  using Base = KeyMetric<T>;
-  using Base::args;
-  using Base::Base;
-  using Base::done;
-  using Base::group;
-  using Base::head;
-  using Base::item;
-  using Base::memory;
-  using Base::own_lane;
-  using Base::place;
-  using Base::range;
-  using Base::rounds;
-  using Base::rows;
-  using Base::slot;
-  using Base::span;
-  using Base::team;
-  using Base::warp;
 
   __device__ std::uint32_t ready(int round) const {
     return shared_address(memory.ready + place(round));
@@ -901,7 +824,7 @@ struct KeyRows : KeyMetric<T> {
     if (quad < 2) {
       memory.labels[place(round)][row % 32 * 8 + row / 32] = static_cast<std::uint8_t>(label);
       if (last && static_cast<int>(row) < left(round))
-        args.run.labels[first_row(round) + row] = label;
+        args.run.out.labels[first_row(round) + row] = label;
     }
     if (__any_sync(~0u, max(most[0], most[1]) >= kInfinity<T>)) clear(tile, warp_row, most);
     mbarrier_arrive(ready(round));
@@ -1005,7 +928,7 @@ struct KeyRows : KeyMetric<T> {
   // place.
   __device__ __forceinline__ void flush(float (&sums)[kWidth / 8][4], bool more) const {
     const int lane = own_lane();
-    const std::int64_t row = this->part(team.rank) + warp * kOwn;
+    const std::int64_t row = part(team.rank) + warp * kOwn;
     auto* to = reinterpret_cast<float2*>(args.sums + row * kWidth) + lane / 4 * 32 + lane % 4;
     if (more)
 #pragma unroll
@@ -1028,7 +951,7 @@ struct KeyRows : KeyMetric<T> {
   // Labels of the block's rows, and its sums of clusters and their sizes to global memory.
   __device__ void pass(bool last) {
     constexpr int kTogether = 64;  // rounds that the tensor cores add up: they lose digits
-    const float2 bounds = this->table_bounds();
+    const float2 bounds = table_bounds();
     float sums[kWidth / 8][4] = {}, counts[4] = {};
     int members = 0;
 #pragma unroll 1
@@ -1056,7 +979,7 @@ struct KeyRows : KeyMetric<T> {
     cp_async_wait<0>();
     __syncthreads();
     done += rounds;
-    const std::int64_t start = this->part(team.rank);
+    const std::int64_t start = part(team.rank);
     const int lane = own_lane();
     if (lane % 4 == 0) {
       args.counts[start + warp * kOwn + lane / 4] = static_cast<int>(counts[0]);
@@ -1064,64 +987,43 @@ struct KeyRows : KeyMetric<T> {
     }
     if (memory.poisoned && threadIdx.x < kWidth) args.sums[start * kWidth + threadIdx.x] = NAN;
   }
-};
-
-}  // namespace key_kmeans_detail
-
-using namespace key_kmeans_detail;
-
-namespace {
-
-constexpr int kMostRows = 1 << 24;  // counts of rows are exact below that many
-
-// One problem from its keys to the order of its rows.
-template <class T>
-struct KeyKMeans : KeyRows<T> {
-  using Base = KeyRows<T>;
-  using Base::args;
-  using Base::Base;
-  using Base::done;
-  using Base::head;
-  using Base::item;
-  using Base::span;
-  using Base::team;
 
   // Returns the rounds so far.
-  __device__ int run(FirstMeeting& meeting) {
-    fill_padding(args.shape, team, item, head, args.run.labels, args.run.order);
+  __device__ int run(FirstTeamSync& first_sync) {
+    fill_padding(args.shape, team, item, head, args.run.out.labels, args.run.out.order);
     if (span.length <= args.shape.clusters) {
-      this->run_single();
+      run_single();
       return done;
     }
-    this->make_metric(meeting);
-    this->load(0);
-    this->load(1);
+    make_metric(first_sync);
+    load(0);
+    load(1);
 #pragma unroll 1
     for (int number = 0;; ++number) {
       // All rows of the first table by every block for itself, later ones by the team.
       const bool alone = number == 0;
-      const RowRange own = this->share();
-      this->weigh(alone ? 0 : own.begin, alone ? kClusters : own.end - own.begin);
-      if (!alone) this->share_table();
+      const RowRange own = share();
+      weigh(alone ? 0 : own.begin, alone ? kClusters : own.end - own.begin);
+      if (!alone) share_table();
       if (!alone) {
         team.sync();
-        this->stage_table();
+        stage_table();
       }
-      this->pass(number + 1 == args.run.passes);
+      pass(number + 1 == args.run.passes);
       if (number + 1 == args.run.passes) break;
       team.arrive();
-      this->load(0);
-      this->load(1);
+      load(0);
+      load(1);
       team.wait();
-      this->write_means(args.centroids, true);
+      write_means(args.centroids, true);
       __syncthreads();
     }
     team.arrive();
-    const auto places = this->load_places(static_cast<int>(threadIdx.x));
+    const auto places = load_places(static_cast<int>(threadIdx.x));
     team.wait();
-    const auto members = this->load_members();
-    if (args.run.means) this->write_means(args.run.means, false);
-    this->write_order(members, places);
+    const auto members = load_members();
+    if (args.run.means) write_means(args.run.means, false);
+    write_order(members, places);
     __syncthreads();  // before the next problem's keys
     return done;
   }
@@ -1138,11 +1040,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   Team team(args.teams);
   await_writes();
-  FirstMeeting meeting(team);
+  FirstTeamSync first_sync(team);
   args.run.zeroed.zero();
   int done = 0;
   for (int number = team.number; number < args.shape.problems(); number += args.teams.count)
-    done = KeyKMeans<T>(args, memory, team, number, done).run(meeting);
+    done = KeyKMeans<T>(args, memory, team, number, done).run(first_sync);
 }
 
 Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Sums and means of the rows of every cluster (see sums.cuh).
+// Sums and means of the rows of every cluster, in two steps (see sums.h).
+//
+// cluster_sums: a warp per tile of 32, 128 or 512 slots of the sorted order and head; lanes share a
+//   row, 16 bytes each. Eight warps a block, __launch_bounds__(256, 2), no shared memory.
+// finish_sums: a warp per cluster adds up the parts of the tiles that it lies in, in their order.
+// Preconditions: order and offsets of the rows; any width up to 128 and alignment.
 #include "cuda/cluster/means.h"
 
 #include "cuda/cluster/sums.h"
@@ -147,15 +152,6 @@ __global__ void __launch_bounds__(kThreads)
           mean && size > 0 ? sum[i] / static_cast<float>(size) : sum[i];
 }
 
-void finish_sums(const ClusterSums& args, bool mean, const ZeroedWords& zeroed,
-                 cudaStream_t stream) {
-  const std::int64_t rows = static_cast<std::int64_t>(args.shape.problems()) * args.shape.clusters;
-  if (rows == 0) return;
-  launch_early("finish_sums", finish_sums_kernel,
-               static_cast<unsigned>((rows + kWarps - 1) / kWarps), kThreads, 0, stream, args, mean,
-               zeroed);
-}
-
 }  // namespace
 
 ClusterSums make_cluster_sums(Arena& arena, const ClusterShape& shape, const TensorView& x,
@@ -190,27 +186,17 @@ void sum_cluster_tiles(const char* op, const ClusterSums& args, const TensorView
 
 void cluster_sums(const AttentionCall& call, const TensorView& x, const TensorView& order,
                   const TensorView& offsets, const TensorView& sums, Arena& arena,
-                  cudaStream_t stream) {
+                  cudaStream_t stream, bool mean, const ZeroedWords& zeroed) {
   const std::int64_t clusters = offsets.present() ? offsets.size(2) - 1 : 0;
   const ClusterSums args = make_cluster_sums(
       arena, cluster_shape(call, clusters), x, static_cast<const std::int32_t*>(order.data),
       static_cast<const std::int32_t*>(offsets.data), static_cast<float*>(sums.data));
-  if (arena.counting()) return;
+  const std::int64_t rows = args.shape.problems() * clusters;
+  if (arena.counting() || rows == 0) return;
   sum_cluster_tiles(call.op, args, x, stream);
-  finish_sums(args, false, {}, stream);
-}
-
-void centroid_means(const AttentionCall& call, const TensorView& order, const TensorView& offsets,
-                    const TensorView& centroids, Arena& arena, cudaStream_t stream,
-                    const ZeroedWords& zeroed) {
-  const std::int64_t clusters = offsets.present() ? offsets.size(2) - 1 : 0;
-  const ClusterSums args = make_cluster_sums(arena, cluster_shape(call, clusters), call.inputs.q,
-                                             static_cast<const std::int32_t*>(order.data),
-                                             static_cast<const std::int32_t*>(offsets.data),
-                                             static_cast<float*>(centroids.data));
-  if (arena.counting()) return;
-  sum_cluster_tiles(call.op, args, call.inputs.q, stream);
-  finish_sums(args, true, zeroed, stream);
+  launch_early("finish_sums", finish_sums_kernel,
+               static_cast<unsigned>((rows + kWarps - 1) / kWarps), kThreads, 0, stream, args, mean,
+               zeroed);
 }
 
 }  // namespace coterie::cuda

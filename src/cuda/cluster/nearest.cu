@@ -174,18 +174,16 @@ NearestBuffers::NearestBuffers(Arena& arena, const ClusterShape& shape, std::int
 }
 
 void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
-                      const CentroidTable& table, const NearestBuffers& buffers,
-                      const NearestRun& run, cudaStream_t stream) {
+                      const CentroidTable& table, const NearestBuffers& buffers, std::int64_t pass,
+                      const ClusterLists& out, cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     NearestArgs<T> args{};
     args.shape = shape;
-    args.teams = nearest_teams(shape, buffers.zeroed + run.pass * buffers.teams);
+    args.teams = nearest_teams(shape, buffers.zeroed + pass * buffers.teams);
     args.x = tensor4<const T>(call.inputs.q);
     args.table = table;
-    args.labels = run.labels;
-    args.order = run.order;
-    args.offsets = run.offsets;
+    args.out = out;
     args.histograms = buffers.histograms;
     args.key_scale = 512;
     if constexpr (sizeof(T) == 2)

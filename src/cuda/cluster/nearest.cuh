@@ -23,7 +23,8 @@ struct NearestArgs {
   Teams teams;
   Tensor4<const T> x;
   CentroidTable table;
-  std::int32_t *labels, *order, *offsets, *histograms;
+  ClusterLists out;
+  std::int32_t* histograms;
   int columns;  // centroids in shared memory at a time
   int shared_words;
   unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
@@ -116,13 +117,11 @@ __device__ float2 table_bounds(const NearestArgs<T>& args, int problem) {
 template <int kThreads, class T, class Assign>
 __device__ __forceinline__ void label_problems(const NearestArgs<T>& args, std::int32_t* shared,
                                                const Assign& assign) {
-  const GroupLists all{args.labels, args.order, args.offsets, args.histograms, args.shape.clusters};
-  group_problems(args.shape, args.teams, all, args.labels, shared, args.shared_words,
+  group_problems(args.shape, args.teams, args.out, args.histograms, shared, args.shared_words,
                  [&](const Team&, const TeamProblem& problem) {
                    const ItemSpan& span = problem.span;
                    const RowRange& range = problem.range;
-                   std::int32_t* labels = args.labels + problem.start;
-                   __syncthreads();  // the sort of the last problem used the same memory
+                   std::int32_t* labels = args.out.labels + problem.start;
                    if (span.length <= args.shape.clusters) {
                      for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
                        labels[i] = i;

@@ -9,6 +9,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
+#include "cuda/cluster/group.h"
 #include "cuda/cluster/key_metric.h"
 #include "cuda/prim/team.cuh"
 
@@ -28,15 +29,11 @@ struct NearestBuffers {
   NearestBuffers(Arena& arena, const ClusterShape& shape, std::int64_t passes);
 };
 
-struct NearestRun {
-  std::int64_t pass;                       // number of this launch, below buffers.passes
-  std::int32_t *labels, *order, *offsets;  // outputs, see clustering.h
-};
-
 // Labels of the rows of x (B, H, N, D), then order and offsets. With at most C rows every row is
-// its own cluster. Ties go to the lower cluster; a row with a NaN or infinite score to cluster 0.
+// its own cluster. `pass` is the number of this launch, below buffers.passes. Ties go to the lower
+// cluster; a row with a NaN or infinite score to cluster 0.
 void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
-                      const CentroidTable& table, const NearestBuffers& buffers,
-                      const NearestRun& run, cudaStream_t stream);
+                      const CentroidTable& table, const NearestBuffers& buffers, std::int64_t pass,
+                      const ClusterLists& out, cudaStream_t stream);
 
 }  // namespace coterie::cuda

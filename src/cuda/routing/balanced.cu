@@ -227,8 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 void select_balanced(const AttentionCall& call, const RoutingSide& side,
-                     const CentredCentroids& centroids, const TensorView& members, Arena& arena,
-                     cudaStream_t stream) {
+                     const CentredCentroids& centroids, Arena& arena, cudaStream_t stream) {
   const ClusterShape& shape = side.shape;
   dispatch_element(call.op, side.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -249,9 +248,9 @@ void select_balanced(const AttentionCall& call, const RoutingSide& side,
     args.histograms = arena.take<std::int32_t>(2 * static_cast<std::int64_t>(args.teams.blocks()) *
                                                shape.clusters);
     args.teams.arrivals = arena.take<unsigned>(args.teams.count);
-    if (arena.counting() || members.count() == 0) return;
-    args.members = static_cast<std::int32_t*>(members.data);
-    args.width = static_cast<int>(members.size(3));
+    if (arena.counting() || shape.problems() * side.width == 0) return;
+    args.members = side.members;
+    args.width = side.width;
     COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,
                                  static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
                                  stream));

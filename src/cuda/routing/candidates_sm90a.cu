@@ -579,7 +579,7 @@ std::int64_t list_count(const CandidateRun& run) {
 
 void take_lists(CandidateRun& run, int parts, Arena& arena) {
   run.lists.parts = parts;
-  run.lists.capacity = kCandidateRoom * run.width / parts + (parts > 1 ? kPartRoom : 0);
+  run.lists.capacity = kCandidateRoom * run.side.width / parts + (parts > 1 ? kPartRoom : 0);
   run.lists.count = arena.take<std::int32_t>(list_count(run));
   run.lists.entries = arena.take<uint2>(list_count(run) * run.lists.capacity);
 }
@@ -592,7 +592,7 @@ void leave_open(const AttentionCall& call, const CandidateRun& queries, const Ca
     if (run->wanted)
       COTERIE_CUDA(
           cudaMemsetAsync(run->lists.count, 0, list_count(*run) * sizeof(std::int32_t), stream));
-  row_statistics(call, queries.side, keys.width > 0 ? &keys.side : nullptr, stream);
+  row_statistics(call, queries.side, keys.side.width > 0 ? &keys.side : nullptr, stream);
 }
 
 CandidateSide candidate_side(const CandidateRun& run) {
@@ -602,13 +602,14 @@ CandidateSide candidate_side(const CandidateRun& run) {
           run.side.shape.group,
           run.side.shape.problems(),
           run.side.stats,
-          run.width,
+          run.side.width,
           run.lists};
 }
 
 }  // namespace
 
-bool candidates_pay(const RoutingSide& side, std::int64_t width) {
+bool candidates_pay(const RoutingSide& side) {
+  const int width = side.width;
   // Memory for the lists must not depend on where rows are: find_candidates looks at that.
   return side.rows.size(3) % 8 == 0 && side.rows.dtype == DType::bf16 && !side.shape.q.cu_seqlens &&
          width >= kLeastWidth && width <= kMostWidth &&

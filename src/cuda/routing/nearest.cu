@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: MIT
-// The nearest clusters of rows: argmax_c x . m_c with m_c the centred centroids, in fp32 with one
-// order of summation.
+// The nearest clusters of rows: argmax_c x . m_c with m_c the centred centroids, in fp32, summed
+// over ascending depths. Several clusters of a row are found one launch after the other.
+//
+// Grid: (tiles of 64 rows, heads), 128 threads; a thread has 4 rows and 8 centroids of a tile
+// of 64. Shared memory: a tile of rows and one of centroids, transposed: 34 KB for Dk <= 64, 68 KB
+// for 128. Preconditions: none. The scan (scan_sm90a.cu) serves instead where it can.
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -26,12 +30,13 @@ __device__ __forceinline__ bool before(const Choice& a, const Choice& b) {
 }
 
 template <class T>
-struct RoutingNearestArgs {
+struct NearestRowsArgs {
   ClusterShape shape;
   Tensor4<const T> x;
   ItemChunks tiles;  // of kRowTile rows
   CentredCentroids centroids;
-  NearestClusters out;
+  std::int32_t *labels, *clusters;
+  int per_row;
   int choice;     // number of this choice of a row; the ones before it are known
   float* scores;  // (B, heads, rows): of the choice before, and then of this one
 };
@@ -48,7 +53,7 @@ __device__ __forceinline__ void stage_transposed(float* shared, int width, const
 // The clusters of up to kRowTile rows of an item and head. A block per tile.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    nearest_rows_kernel(const __grid_constant__ RoutingNearestArgs<T> args) {
+    nearest_rows_kernel(const __grid_constant__ NearestRowsArgs<T> args) {
   await_previous();
   extern __shared__ float4 shared[];
   const ItemChunk tile = args.tiles.find(args.shape.q, blockIdx.x);
@@ -71,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     best[i] = {-INFINITY, -1};
     if (args.choice > 0 && r < count)
       last[i] = {args.scores[start + r],
-                 args.out.clusters[(start + r) * args.out.per_row + args.choice - 1]};
+                 args.clusters[(start + r) * args.per_row + args.choice - 1]};
   }
   const float* centroids =
       args.centroids.rows + static_cast<std::int64_t>(head / args.shape.group) * clusters * pitch;
@@ -118,37 +123,35 @@ __global__ void __launch_bounds__(kThreads)
     const int r = 4 * ty + i;
     if (tx != 0 || r >= count) continue;
     const std::int64_t row = start + r;
-    if (args.choice == 0) args.out.labels[row] = best[i].cluster;
-    if (args.out.per_row == 1) continue;
-    args.out.clusters[row * args.out.per_row + args.choice] = best[i].cluster;
+    if (args.choice == 0) args.labels[row] = best[i].cluster;
+    if (args.per_row == 1) continue;
+    args.clusters[row * args.per_row + args.choice] = best[i].cluster;
     args.scores[row] = best[i].score;
   }
-}
-
-std::size_t tile_bytes(const CentredCentroids& centroids) {
-  return sizeof(float) * static_cast<std::size_t>(centroids.pitch) * 2 * kPitch;
 }
 
 }  // namespace
 
 void nearest_exact(const AttentionCall& call, const RoutingSide& side,
-                   const CentredCentroids& centroids, const NearestClusters& nearest, Arena& arena,
-                   cudaStream_t stream) {
-  float* scores = nearest.per_row > 1 ? arena.take<float>(side.count()) : nullptr;
+                   const CentredCentroids& centroids, int per_row, std::int32_t* clusters,
+                   Arena& arena, cudaStream_t stream) {
+  float* scores = per_row > 1 ? arena.take<float>(side.count()) : nullptr;
   const ItemChunks tiles = row_tiles(side.shape.q, side.shape.items, kRowTile);
   if (arena.counting() || side.count() == 0) return;
   COTERIE_CUDA(cudaMemsetAsync(
-      nearest.labels, 0xff, static_cast<std::size_t>(side.count()) * sizeof(std::int32_t), stream));
+      side.labels, 0xff, static_cast<std::size_t>(side.count()) * sizeof(std::int32_t), stream));
   if (tiles.slots == 0) return;
+  const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(side.shape.heads));
+  const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(centroids.pitch) * 2 * kPitch;
   dispatch_element(call.op, side.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    RoutingNearestArgs<T> args{
-        side.shape, tensor4<const T>(side.rows), tiles, centroids, nearest, 0, scores};
-    for (args.choice = 0; args.choice < nearest.per_row; ++args.choice)
-      launch_early(
-          "nearest_rows", nearest_rows_kernel<T>,
-          dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(side.shape.heads)),
-          kThreads, tile_bytes(centroids), stream, args);
+    NearestRowsArgs<T> args{side.shape,  tensor4<const T>(side.rows),
+                            tiles,       centroids,
+                            side.labels, clusters,
+                            per_row,     0,
+                            scores};
+    for (; args.choice < per_row; ++args.choice)
+      launch_early("nearest_rows", nearest_rows_kernel<T>, grid, kThreads, bytes, stream, args);
   });
 }
 

@@ -3,7 +3,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
-#include "cuda/routing/centre.cuh"
+#include "cuda/routing/centred_centroid.cuh"
 #include "cuda/routing/row_statistics.cuh"
 #include "cuda/routing/stages.h"
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
                   row % clusters;
   float value[kMaxHeadDim / 32];
   load_centroid(from, width, value);
-  const float norm = centre_centroid(width, value);
+  centre_centroid(width, value);
 #pragma unroll
   for (int i = 0; i < kMaxHeadDim / 32; ++i) {
     const int d = lane + 32 * i;
@@ -105,31 +105,22 @@ __global__ void __launch_bounds__(kThreads)
     to[d] = value[i];
     if (centred.columns) column[static_cast<std::int64_t>(d) * clusters] = value[i];
   }
-  if (lane == 0) centred.norms[row] = norm;
-}
-
-RoutingSide make_side(const TensorView& rows, const AttentionCall& call, const Sequences& sequences,
-                      std::int64_t clusters) {
-  RoutingSide side;
-  side.rows = rows;
-  side.shape.items = static_cast<int>(call.num_items());
-  side.shape.heads = static_cast<int>(rows.size(1));
-  side.shape.group = static_cast<int>(rows.size(1) / call.value_heads);
-  side.shape.rows = static_cast<int>(rows.size(2));
-  side.shape.clusters = static_cast<int>(clusters);
-  side.shape.q = side.shape.k = sequence_spans(sequences, rows.size(2));
-  side.shape.seed = 0;
-  return side;
 }
 
 }  // namespace
 
-RoutingSide query_side(const AttentionCall& call, std::int64_t clusters) {
-  return make_side(call.inputs.q, call, call.inputs.q_sequences, clusters);
-}
-
-RoutingSide key_side(const AttentionCall& call, std::int64_t clusters) {
-  return make_side(call.k, call, call.inputs.k_sequences, clusters);
+RoutingSide::RoutingSide(const AttentionCall& call, const TensorView& of,
+                         const Sequences& sequences, std::int64_t clusters)
+    : rows(of) {
+  const SequenceSpans spans = sequence_spans(sequences, of.size(2));
+  shape = {static_cast<int>(call.num_items()),
+           static_cast<int>(of.size(1)),
+           static_cast<int>(of.size(1) / call.value_heads),
+           static_cast<int>(of.size(2)),
+           static_cast<int>(clusters),
+           spans,
+           spans,
+           0};
 }
 
 void row_statistics(const AttentionCall& call, const RoutingSide& queries, const RoutingSide* keys,
@@ -157,7 +148,6 @@ CentredCentroids::CentredCentroids(Arena& arena, const AttentionCall& call, std:
                                    Membership membership)
     : pitch(call.Dk <= 64 ? 64 : 128), clusters(static_cast<int>(count)) {
   rows = arena.take<float>(call.value_heads * count * pitch);
-  norms = arena.take<float>(call.value_heads * count);
   if (membership == Membership::balanced)
     columns = arena.take<float>(call.value_heads * count * pitch);
 }

@@ -1,86 +1,46 @@
 // SPDX-License-Identifier: MIT
-// The nearest cluster of bf16 rows and their statistics (scan_sm90a.cu), and afterwards
-// the sort by cluster; where queries and keys are alike, of both at once, with what queries see.
+// Strict routing's selection in one kernel: the nearest cluster argmax_c x . m_c of bf16 rows with
+// the centred centroids m, exactly as sums in fp32 over ascending depths decide it; statistics of
+// the rows; and the sort of the rows by cluster. Where queries and keys have as many heads and
+// rows, both are sorted together, with the number of keys that a query sees.
+//
+// Grid and block: cooperative, one block of four warpgroups (three for Dk = 128) a multiprocessor;
+// a team of blocks takes an item and head, the rows of a block are neighbours. A warpgroup takes 64
+// rows from global memory to registers and 64 centroids at a time from shared memory.
+//
+// Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and m, each
+// times a power of two. What rounding takes from m is multiplied as well, as a second f16 number,
+// if shared memory holds it. With m = table + low + rest a score and the sum in fp32 differ by at
+// most
+//   |x| max |rest|  +  2^-15 |x| max |m|,
+// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
+// at 2^-24) and the smallest elements; half of it for 64 elements. A label is certain where the two
+// largest scores of a row (ScoreGrid) are farther apart than twice the bound. Other rows are
+// undecided: the warpgroup keeps them until it has 64, multiplies them again, and sums in fp32 for
+// those centroids alone that are near enough to the best.
+//
+// Shared memory: the table, 128 or 256 bytes a centroid and part, up to 192 KB; the sort uses the
+// same memory (sort_shared_bytes); 28 KB for undecided rows. __launch_bounds__(512 or 384, 1): 128
+// or 168 registers. Preconditions: scan_serves (Hopper, bf16, as many centroids as shared memory
+// holds), one cluster a row. Otherwise nearest.cu and cluster/group.cu run.
 #include <cstdint>
 
 #include "cuda/api/padding.h"
 #include "cuda/cluster/first_sync.cuh"
 #include "cuda/cluster/nearest.cuh"
+#include "cuda/cluster/sorted_runs.cuh"
+#include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/warp.cuh"
 #include "cuda/prim/wgmma.cuh"
-#include "cuda/prim/wgmma_operands.cuh"
-#include "cuda/routing/centre.cuh"
+#include "cuda/routing/centred_centroid.cuh"
 #include "cuda/routing/row_statistics.cuh"
-#include "cuda/routing/sort.cuh"
 #include "cuda/routing/stages.h"
 
 namespace coterie::cuda {
 
 namespace {
-
-// The nearest cluster of bf16 rows, exactly, by warpgroup products, and their statistics: for
-// scan_sm90a.cu.
-//
-// A warpgroup takes 64 rows from global memory to registers and meets kScanStep centroids at a
-// time. Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and the
-// centred centroids m; each times a power of two. What rounding takes from m is multiplied in e4m3,
-// if shared memory holds it, which takes half the time. With m = table + low + rest a score and the
-// sum in fp32 that decides differ by at most
-//   |x| max (|rest| + kRowLoss |low|)  +  2^-15 |x| max |m|,
-// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
-// at 2^-24) and the smallest elements; half of it for 64 elements. Of the scores of a row the two
-// largest are found (ScoreGrid in scan_sm90a.cu). A label is certain where they are
-// farther apart than twice the bound. Other rows are open: the warpgroup keeps them until it has
-// 64, multiplies them again, and sums in fp32 for those centroids alone that are near enough to the
-// best (scan_sm90a.cu).
-
-// Scores of rows and centroids for scan_sm90a.cu: 64 rows of a warpgroup, in registers, and
-// kScanStep centroids at a time from shared memory, both in f16.
-
-// A warpgroup product (prim/wgmma.cuh) of 8-bit numbers, with 3 bits behind the point: twice as
-// fast.
-
-// Four numbers in a word, the first in its lowest byte.
-__device__ __forceinline__ std::uint32_t pack_e4m3(float a, float b, float c, float d) {
-  std::uint32_t word;
-  asm("{.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};}"
-      : "=r"(word)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return word;
-}
-// A number of it again.
-__device__ __forceinline__ float unpack_e4m3(std::uint32_t word, int number) {
-  const auto byte = static_cast<std::uint16_t>(word >> 8 * number & 0xff);
-  std::uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(byte));
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<std::uint16_t>(halves & 0xffff)));
-  return value;
-}
-
-// d = a b (kAdd 0) or d += a b, 64 x 32 by 32 x 64; the columns of b are rows in shared memory.
-template <int kAdd>
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const std::uint32_t (&a)[4],
-                                           std::uint64_t b) {
-#define COTERIE_E4M3(io, add)                                                             \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                       \
-               ", 0;\n"                                                                   \
-               "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" COTERIE_WGMMA_D32 \
-               "}"                                                                        \
-               ", {%32,%33,%34,%35}, %36, p, 1, 1;}"                                      \
-               : COTERIE_WGMMA_OUT32(io)                                                  \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-  if constexpr (kAdd == 1)
-    COTERIE_E4M3("+", "1");
-  else
-    COTERIE_E4M3("=", "0");
-#undef COTERIE_E4M3
-}
 
 using ScanElement = Bf16;
 using ScanHalf = F16;
@@ -94,14 +54,11 @@ constexpr int kMostScanGroups = 4, kMostScanWarps = kMostScanGroups * kWarpgroup
 constexpr int kScanStep = 64;  // centroids at a time
 constexpr int kScanRows = 64;
 
-// Rows of lengths in [2, 2^8) are taken as they are: their elements fit into e4m3, and what is lost
-// there of small ones is less than 2^-7 of the length. Other rows are brought to 2 by a power of
-// two; the longest centroid is brought to 2^11, so that what rounding to f16 takes from the
-// centroids fits into e4m3, too.
-constexpr float kShortestRow = 2.0f, kLongestRow = 0x1p8f, kTableLength = 0x1p11f;
-// What products in e4m3 miss of x . rest, over |x| |rest|: half a unit of x's 4 bits, small
-// elements, and sums of 14 bits.
-constexpr float kRowLoss = 0x1p-4f + 0x1p-7f + 0x1p-7f;
+// Rows of lengths in [2^-2, 2^12) are f16 numbers as they are: their elements are below 2^12, and
+// what is lost of those below 2^-14 is less than 2^-22 of the length. Other rows are brought to
+// 2^-2 by a power of two; the longest centroid is brought to 2^11, so that its lower part keeps its
+// digits.
+constexpr float kShortestRow = 0x1p-2f, kLongestRow = 0x1p12f, kTableLength = 0x1p11f;
 
 template <int kChunks>
 constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
@@ -146,22 +103,9 @@ __device__ inline float block_largest(float value) {
   return value;
 }
 
-// Bytes of the lower part of the table. A row of 128 bytes has that of a centroid, or of two that
-// are a step apart.
-template <int kChunks>
-constexpr int low_bytes(int columns) {
-  constexpr int kEach = 2 / kScanBands<kChunks>;  // centroids
-  return (columns + kScanStep * kEach - 1) / (kScanStep * kEach) * kScanStep * 128;
-}
-// Where that of a step stands, in 16 bytes; `number` is twice the step's.
-template <int kChunks>
-__device__ __forceinline__ int low_step(int number) {
-  return kScanBands<kChunks> == 2 ? number / 2 * 512 : number / 4 * 512 + number / 2 % 2 * 4;
-}
-
-// Centroids times `scale` to shared memory, and in e4m3 what rounding them to f16 takes, if there
-// is room; depths in the order of RowProducts, zeros behind the last one. Returns the largest |m -
-// table|, and what products miss of it, scaled.
+// Centroids times `scale` to shared memory, and what rounding them to f16 takes, if there is room;
+// depths in the order of RowFragments, zeros behind the last one. Returns the largest |m - table|,
+// scaled.
 template <int kChunks>
 __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t memory) {
   float most = 0.0f;
@@ -193,41 +137,16 @@ __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t 
                        make_uint4(word[pair], word[4 + pair], word[8 + pair], word[12 + pair]));
     };
     store(memory);
-    float low_squares = 0.0f;
-    if (table.low_part) {
-      const Tile<ScanHalf, 64> low{memory + table.low_part +
-                                   16 * low_step<kChunks>(column / kScanStep * 2) / 1024 * 1024};
-      const int place = (kScanBands<kChunks> == 2 ? 0 : column / kScanStep % 2 * 4) + chunk * 2;
-      std::uint32_t word[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int at = j % 4 * 8 + j / 4 * 4;
-        word[j] = pack_e4m3(value[at], value[at + 1], value[at + 2], value[at + 3]);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float part = unpack_e4m3(word[j], k);
-          low_squares = fmaf(part, part, low_squares);
-          value[at + k] -= part;
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        store_shared16(
-            low.chunk(column % kScanStep, place + half),
-            make_uint4(word[4 * half], word[4 * half + 1], word[4 * half + 2], word[4 * half + 3]));
-    }
+    if (table.low_part) store(memory + table.low_part);
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < 32; ++k) squares = fmaf(value[k], value[k], squares);
 #pragma unroll
-    for (int step = 1; step < kChunks; step *= 2) {
-      squares += __shfl_xor_sync(~0u, squares, step);
-      low_squares += __shfl_xor_sync(~0u, low_squares, step);
-    }
-    most = fmaxf(most, sqrtf(squares) + kRowLoss * sqrtf(low_squares));
+    for (int step = 1; step < kChunks; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    most = fmaxf(most, squares);
   }
   fence_async_proxy();
-  return block_largest(most);
+  return sqrtf(block_largest(most));
 }
 
 constexpr std::int32_t kNumbers = 63;  // lower bits of a score that make room for a number
@@ -316,43 +235,26 @@ struct RowBest {
 template <int kChunks>
 struct RowProducts {
   RowFragments<ScanHalf, kChunks, 1> rows;
-  std::uint32_t low[kChunks][4];  // in e4m3: of 32 elements those of a lane's first and second four
 
   __device__ __forceinline__ void set(int side, const float (&x)[8 * kChunks]) {
 #pragma unroll
     for (int i = 0; i < 4 * kChunks; ++i)  // elements 2 i, 2 i + 1 of the lane's, see RowFragments
       rows.a[0][i / 2][i % 2 * 2 + side] = pack2<ScanHalf>(x[2 * i], x[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; i < 2 * kChunks; ++i)
-      low[i / 2][i % 2 * 2 + side] = pack_e4m3(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
 
-  // Starts on the scores of the kScanStep centroids of the step with half this number, which are
-  // `at` in the table; `at` then says the next ones.
+  // Starts on the scores of the kScanStep centroids that are `at` in the table; `at` then says the
+  // next ones.
   template <int kParts>
   __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
-                                        int number, std::uint32_t& at) const {
-    const auto descriptor = [&](std::uint32_t place) {
-      return table.descriptor >> 32 << 32 | place;
-    };
-    wgmma_fence();
-    if constexpr (kParts == 2) {  // small numbers first: sums of e4m3 products have 14 bits
-      const std::uint32_t first = static_cast<std::uint32_t>(table.descriptor) +
-                                  (table.low_part >> 4) + low_step<kChunks>(number);
+                                        std::uint32_t& at) const {
+    constexpr int kDepths = 2 * kChunks;
+    wgmma_fence();  // lower parts first: less is lost of small sums
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk)
-        if (chunk == 0)
-          wgmma_e4m3<0>(d, low[chunk], descriptor(first + 2 * chunk));
-        else
-          wgmma_e4m3<1>(d, low[chunk], descriptor(first + 2 * chunk));
-    }
-#pragma unroll
-    for (int depth = 0; depth < 2 * kChunks; ++depth) {
-      const std::uint64_t b = descriptor(at + depth / 4 * table.columns * 8 + depth % 4 * 2);
-      if (depth == 0 && kParts == 1)
-        wgmma<ScanHalf, 0, 0>(d, rows.a[0][depth], b);
-      else
-        wgmma<ScanHalf, 1, 0>(d, rows.a[0][depth], b);
+    for (int i = 0; i < kDepths * kParts; ++i) {
+      const int depth = i % kDepths;
+      const std::uint32_t place = at + ((kParts - 1 - i / kDepths) * table.low_part >> 4) +
+                                  depth / 4 * table.columns * 8 + depth % 4 * 2;
+      wgmma_step<ScanHalf, 0>(i, d, rows.a[0][depth], table.descriptor >> 32 << 32 | place);
     }
     wgmma_commit();
     at += kScanStep * 128 / 16;
@@ -377,7 +279,7 @@ struct RowProducts {
 #pragma unroll 1
     do {
       float d[kScanStep / 2];
-      start<kParts>(d, table, number, low);
+      start<kParts>(d, table, low);
       finish(d);
       grid[0].add(d, 0, number);
       grid[1].add(d, 1, number);
@@ -385,11 +287,11 @@ struct RowProducts {
   }
 };
 
-// Rows whose nearest cluster the products of scan_sm90a.cu leave open: sums in fp32 for the
-// centroids that are near enough to the best.
+// Rows whose nearest cluster the products leave undecided: sums in fp32 for the centroids that are
+// near enough to the best.
 
-constexpr int kOpenRounds = 4;  // tiles between looks at the list
-constexpr int kMostOpen = (kOpenRounds + 1) * kScanRows;
+constexpr int kUndecidedRounds = 4;  // tiles between looks at the list
+constexpr int kMostUndecided = (kUndecidedRounds + 1) * kScanRows;
 
 // The rows that a block works on, of one side or two: in shared memory, since there are too few
 // registers. Rows of the second side have numbers from kSecondSide on.
@@ -408,23 +310,23 @@ struct ScanSides {
   __device__ static int index(int row) { return row % kSecondSide; }
 };
 
-// Rows of a warpgroup that are open, up to 63 of them after a look.
-struct OpenRows {
-  std::int32_t row[kMostOpen];  // their numbers
-  float limit[kMostOpen];       // scores that are not below it count; -inf: not known
-  float bound[kMostOpen];       // the limit below the best one
-  float scale[kMostOpen];
+// Rows of a warpgroup that are undecided, up to 63 of them after a look.
+struct UndecidedRows {
+  std::int32_t row[kMostUndecided];  // their numbers
+  float limit[kMostUndecided];       // scores that are not below it count; -inf: not known
+  float bound[kMostUndecided];       // the limit below the best one
+  float scale[kMostUndecided];
   int count;
   std::uint64_t barrier;
 
   // All threads of the warpgroup wait for each other.
-  __device__ PartBarrier<kWarpgroup> meeting() const {
+  __device__ PartBarrier<kWarpgroup> group_barrier() const {
     return {static_cast<int>(threadIdx.x) / kWarpgroup + kGroupBarriers, shared_address(&barrier)};
   }
 };
 
 // Pairs (row, centroid) of a warp whose sums are wanted, and the best of its 16 rows.
-struct OpenPairs {
+struct UndecidedPairs {
   std::uint32_t pair[64];
   unsigned long long best[16];
 };
@@ -469,12 +371,12 @@ __device__ __forceinline__ unsigned long long exact_key(float score, int cluster
 
 // Sums of the warp's last pairs, a lane each, to the best of their rows. A pair's row is one of
 // this warp's 16: own_rows[side] of lane 4 i for i + 8 side.
-__device__ __forceinline__ void sum_pairs(OpenPairs& open, int first, int count,
+__device__ __forceinline__ void sum_pairs(UndecidedPairs& undecided, int first, int count,
                                           const int (&own_rows)[2], const ScanSides& sides,
                                           const ScanTable& table) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   __syncwarp();
-  const std::uint32_t pair = lane < count ? open.pair[first + lane] : 0;
+  const std::uint32_t pair = lane < count ? undecided.pair[first + lane] : 0;
   const int own = static_cast<int>(pair >> 16), cluster = static_cast<int>(pair & 0xffffu);
   const int low = __shfl_sync(~0u, own_rows[0], own % 8 * 4),
             high = __shfl_sync(~0u, own_rows[1], own % 8 * 4);
@@ -484,16 +386,16 @@ __device__ __forceinline__ void sum_pairs(OpenPairs& open, int first, int count,
     const float* centroid = table.centroids + static_cast<std::int64_t>(cluster) * table.pitch;
     const float score = rows.aligned ? exact_score<4, true>(rows, row, centroid)
                                      : exact_score<1, false>(rows, row, centroid);
-    atomicMax(&open.best[own], exact_key(score, cluster));
+    atomicMax(&undecided.best[own], exact_key(score, cluster));
   }
   __syncwarp();
 }
 
-// Labels of up to 64 open rows: the warpgroup's last `count` of `total`.
+// Labels of up to 64 undecided rows: the warpgroup's last `count` of `total`.
 template <int kChunks>
 __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanSides& sides,
-                                             OpenRows& list, int total, int count,
-                                             OpenPairs& open) {
+                                             UndecidedRows& list, int total, int count,
+                                             UndecidedPairs& undecided) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int place = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
   RowProducts<kChunks> products;
@@ -529,8 +431,8 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
   bool known = true;  // the limits of all 64
   for (int at = lane; at < count; at += 32) known &= list.limit[total - count + at] > -INFINITY;
   known = __all_sync(~0u, known);
-  if (lane < 16) open.best[lane] = 0;
-  list.meeting().sync();  // all have read the list
+  if (lane < 16) undecided.best[lane] = 0;
+  list.group_barrier().sync();  // all have read the list
   if (threadIdx.x % kWarpgroup == 0) list.count = total - count;
   // Visits the scores of kScanStep centroids at a time.
   const auto sweep = [&](const auto& visit) {
@@ -539,9 +441,9 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
     for (int column = 0; column < table.columns; column += kScanStep) {
       float d[kScanStep / 2];
       if (table.low_part)
-        products.template start<2>(d, table, column / kScanStep * 2, low);
+        products.template start<2>(d, table, low);
       else
-        products.template start<1>(d, table, column / kScanStep * 2, low);
+        products.template start<1>(d, table, low);
       products.finish(d);
       visit(d, column);
     }
@@ -576,27 +478,26 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
         const bool push = near[side] != 0 && cluster < table.clusters;
         const unsigned pushing = __ballot_sync(~0u, push);
         if (push)
-          open.pair[pairs + __popc(pushing & ((1u << lane) - 1))] =
+          undecided.pair[pairs + __popc(pushing & ((1u << lane) - 1))] =
               static_cast<std::uint32_t>(lane / 4 + 8 * side) << 16 |
               static_cast<std::uint32_t>(cluster);
         pairs += __popc(pushing);
         near[side] &= near[side] - 1;
         if (pairs < 32) continue;
         pairs -= 32;
-        sum_pairs(open, pairs, 32, row, sides, table);
+        sum_pairs(undecided, pairs, 32, row, sides, table);
       }
     }
   });
-  sum_pairs(open, 0, pairs, row, sides, table);
+  sum_pairs(undecided, 0, pairs, row, sides, table);
 #pragma unroll
   for (int side = 0; side < 2; ++side)
     if (lane % 4 == side && row[side] >= 0)
       sides.labels[row[side] / kSecondSide][ScanSides::index(row[side])] =
-          static_cast<std::int32_t>(~static_cast<std::uint32_t>(open.best[lane / 4 + 8 * side]));
-  list.meeting().sync();
+          static_cast<std::int32_t>(
+              ~static_cast<std::uint32_t>(undecided.best[lane / 4 + 8 * side]));
+  list.group_barrier().sync();
 }
-
-// Rows on their way into scan_sm90a.cu, and what becomes of them there before the products.
 
 // Rows of a tile that are on their way: this lane's parts of rows l/4 and l/4 + 8 of the warp's 16.
 template <int kChunks>
@@ -685,7 +586,7 @@ struct RowFacts {
 };
 
 struct ScanSideArgs {
-  SortProblems sort;
+  SortSide sort;
   Tensor4<const ScanElement> x;
   std::int32_t* labels;
   RowStatistics* stats;
@@ -707,8 +608,8 @@ struct ScanArgs {
 
 struct ScanShared {
   ScanSides sides;
-  OpenRows open[kMostScanGroups];
-  OpenPairs pairs[kMostScanWarps];
+  UndecidedRows undecided[kMostScanGroups];
+  UndecidedPairs pairs[kMostScanWarps];
 };
 
 // Labels of the block's rows of a problem, of `count` sides, the same range of each.
@@ -719,12 +620,12 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table, const R
   const int warp = static_cast<int>(threadIdx.x / 32u);
   const int half = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane answers for
   const ScanSides& sides = shared.sides;
-  OpenRows& open = shared.open[group_number()];
+  UndecidedRows& undecided = shared.undecided[group_number()];
   int side = 0, first = range.begin + warp * 16;
   RowsAhead<kChunks> ahead(sides.rows, range.end);
   ahead.load(sides.of(0), first);
-  if (threadIdx.x % kWarpgroup == 0) open.count = 0;
-  open.meeting().sync();
+  if (threadIdx.x % kWarpgroup == 0) undecided.count = 0;
+  undecided.group_barrier().sync();
   const int each = uniform_trips((range.end - range.begin + kRound - 1) / kRound);
   const int rounds = each * uniform_trips(count);
 #pragma unroll 1
@@ -758,20 +659,20 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table, const R
     if (mine && certain) {
       *row_address(labels, row, sizeof(std::int32_t)) = best.found() ? best.column : 0;
     } else if (mine) {
-      const int place = atomicAdd(&open.count, 1);
-      open.row[place] = number;
-      open.scale[place] = own.scale;
-      open.bound[place] = own.bound;
-      open.limit[place] = best.found() ? score - own.bound : -INFINITY;
+      const int place = atomicAdd(&undecided.count, 1);
+      undecided.row[place] = number;
+      undecided.scale[place] = own.scale;
+      undecided.bound[place] = own.bound;
+      undecided.limit[place] = best.found() ? score - own.bound : -INFINITY;
     }
     const bool last = round + 1 == rounds;
-    if (!last && (round + 1) % kOpenRounds != 0) continue;
-    open.meeting().sync();
-    int total = uniform_trips(open.count);
-    open.meeting().sync();
+    if (!last && (round + 1) % kUndecidedRounds != 0) continue;
+    undecided.group_barrier().sync();
+    int total = uniform_trips(undecided.count);
+    undecided.group_barrier().sync();
     while (total >= kScanRows || (total > 0 && last)) {
       const int some = min(total, kScanRows);
-      resolve_rows<kChunks>(table, sides, open, total, some, shared.pairs[warp]);
+      resolve_rows<kChunks>(table, sides, undecided, total, some, shared.pairs[warp]);
       total -= some;
     }
   }
@@ -812,8 +713,8 @@ __device__ __forceinline__ float centre_head(const ScanArgs& args, int head, int
 
 // Writes down where the rows of the sides are, by two threads. A side alone stands twice: rows
 // ahead of the last ones are read there.
-__device__ __forceinline__ void meet_sides(const ScanArgs& args, const ScanProblem& problem,
-                                           const ItemSpan& span, int head, ScanSides& to) {
+__device__ __forceinline__ void describe_sides(const ScanArgs& args, const ScanProblem& problem,
+                                               const ItemSpan& span, int head, ScanSides& to) {
   const int i = static_cast<int>(threadIdx.x);
   if (i >= 2) return;
   const ScanSideArgs& side = args.sides[i ? problem.last : problem.first];
@@ -835,7 +736,7 @@ __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanPr
   const ItemSpan span = shape.q.span(item);
   const RowRange range = team.share(span.length);
   if (range.begin >= range.end) return;
-  meet_sides(args, problem, span, head, shared.sides);
+  describe_sides(args, problem, span, head, shared.sides);
   const int own = head / shape.group, clusters = shape.clusters;
   ScanTable columns{
       matrix_descriptor(memory),
@@ -858,213 +759,44 @@ __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanPr
   label_rows<kChunks>(args, columns, range, problem.last - problem.first + 1, shared);
 }
 
-// Runs of queries and of keys of equal lengths, sorted together by a team (sort.cuh), and
-// how many keys of its cluster a query sees: those that are not after it. Both are counted in the
-// order of their positions, so what a query sees is known where it is placed.
-
-constexpr int kTwinRows = kSortPairs / 2;  // of either side, that are sorted at a time
-
-// Counters of queries, then of keys; rows in order; and what queries see.
-inline std::size_t twin_shared_bytes(int clusters, int warps) {
-  return group_shared_bytes(2 * clusters, warps) + (kSortPairs + kTwinRows) * sizeof(std::uint16_t);
-}
-
 // Numbers of a block, C of each: two sets of histograms of both sides, where the next queries and
-// keys of a cluster go, and how many keys of it there are before.
-constexpr int kTwinNumbers = 7;
+// keys of a cluster go, and where its keys begin.
+constexpr int kJointNumbers = 7;
 
-struct TwinLists {
-  const std::int32_t *q_labels, *k_labels;
-  RoutingRuns q, k;
-  std::int32_t* ends;  // by query slot
-  int clusters;
-};
-
-struct TwinShared {
-  BlockCounts counts;    // of clusters of queries, then of keys
-  std::uint16_t* rows;   // in order
-  std::uint16_t* sight;  // of queries: place behind the last key in sight
-};
-
-// This warp's rows of a chunk: visit(first, parts, q labels, k labels) for up to kLabelBatch parts
-// of 32 rows at a time.
-template <class Visit>
-__device__ __forceinline__ void for_twins(const TwinLists& lists, const BlockCounts& counts,
-                                          const RowRange& chunk, const Visit& visit) {
-  const RowRange mine = counts.own(chunk);
-  for (int first = mine.begin; first < mine.end; first += 32 * kLabelBatch) {
-    int q[kLabelBatch], k[kLabelBatch];
-    load_labels(lists.q_labels, first, mine.end, q);
-    load_labels(lists.k_labels, first, mine.end, k);
-    visit(first, uniform_trips((mine.end - first + 31) / 32), q, k);
-  }
-}
-
-__device__ inline void count_twins(const TwinLists& lists, const BlockCounts& counts,
-                                   const RowRange& chunk) {
-  counts.clear();
-  std::int32_t* count = counts.own_counts();
-  for_twins(lists, counts, chunk,
-            [&](int, int, const int(&q)[kLabelBatch], const int(&k)[kLabelBatch]) {
-#pragma unroll
-              for (int i = 0; i < kLabelBatch; ++i)
-                if (q[i] >= 0) {
-                  atomicAdd(&count[q[i]], 1);
-                  atomicAdd(&count[lists.clusters + k[i]], 1);
-                }
-            });
-  __syncthreads();
-}
-
-// Lanes whose label is this lane's: queries and keys among themselves, and keys like this query.
-struct TwinLanes {
-  unsigned q, k, cross;
-};
-__device__ __forceinline__ void find_twin_lanes(const int (&q)[kLabelBatch],
-                                                const int (&k)[kLabelBatch], int parts, int bits,
-                                                TwinLanes (&lanes)[kLabelBatch]) {
-#pragma unroll
-  for (int i = 0; i < kLabelBatch; ++i) {
-    const unsigned there = __ballot_sync(~0u, q[i] >= 0);
-    lanes[i] = {there, there, there};
-  }
-  for (int bit = 0; bit < bits; ++bit)
-#pragma unroll
-    for (int i = 0; i < kLabelBatch; ++i) {
-      if (i >= parts) break;
-      const bool q_set = q[i] >> bit & 1, k_set = k[i] >> bit & 1;
-      const unsigned q_lanes = __ballot_sync(~0u, q_set), k_lanes = __ballot_sync(~0u, k_set);
-      lanes[i].q &= q_set ? q_lanes : ~q_lanes;
-      lanes[i].k &= k_set ? k_lanes : ~k_lanes;
-      lanes[i].cross &= q_set ? k_lanes : ~k_lanes;
-    }
-}
-
-// Sorts a chunk in shared memory, whose counts are there.
-__device__ inline void sort_twins(const TwinLists& lists, const TwinShared& shared,
-                                  const RowRange& chunk) {
-  place_clusters(shared.counts);
-  const int lane = static_cast<int>(threadIdx.x % 32u), clusters = lists.clusters;
-  const unsigned below = (1u << lane) - 1;
-  const int bits = 32 - __clz(clusters - 1);
-  std::int32_t* slots = shared.counts.own_counts();
-  for_twins(lists, shared.counts, chunk,
-            [&](int first, int parts, const int(&q)[kLabelBatch], const int(&k)[kLabelBatch]) {
-              TwinLanes lanes[kLabelBatch];
-              find_twin_lanes(q, k, parts, bits, lanes);
-#pragma unroll
-              for (int i = 0; i < kLabelBatch; ++i) {
-                if (i >= parts) break;
-                const bool in = q[i] >= 0;
-                int q_slot = 0, k_slot = 0, seen = 0;
-                if (in) {
-                  q_slot = slots[q[i]];
-                  k_slot = slots[clusters + k[i]];
-                  seen = slots[clusters + q[i]];
-                }
-                __syncwarp();
-                if (in && (lanes[i].q & below) == 0) slots[q[i]] = q_slot + __popc(lanes[i].q);
-                if (in && (lanes[i].k & below) == 0)
-                  slots[clusters + k[i]] = k_slot + __popc(lanes[i].k);
-                __syncwarp();
-                if (!in) continue;
-                const auto row = static_cast<std::uint16_t>(first + 32 * i + lane - chunk.begin);
-                q_slot += __popc(lanes[i].q & below);
-                shared.rows[q_slot] = row;
-                shared.rows[k_slot + __popc(lanes[i].k & below)] = row;
-                seen += __popc(lanes[i].cross & (2 * below + 1));
-                shared.sight[q_slot] = static_cast<std::uint16_t>(seen);
-              }
-            });
-  __syncthreads();
-}
-
-// Writes a sorted chunk. starts: where the next queries and keys of the clusters go; before: how
-// many of these keys there are already. Lanes know a cluster each, and write its rows together.
-__device__ inline void store_twins(const TwinLists& lists, const TwinShared& shared,
-                                   const RowRange& chunk, std::int32_t* starts,
-                                   std::int32_t* before) {
-  const std::int32_t* ends = shared.counts.last_counts();
-  const int clusters = lists.clusters, warps = static_cast<int>(blockDim.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x % 32u);
-  const int each = (clusters + warps - 1) / warps, own = static_cast<int>(threadIdx.x) / 32 * each;
-  const int stop = min(own + each, clusters);
-  for (int side = 0; side < 2; ++side) {
-    const bool queries = side == 0;
-    std::int32_t* order = queries ? lists.q.order : lists.k.order;
-    for (int base = own; base < stop; base += 32) {
-      const int c = base + lane, place = side * clusters + c;
-      int begin = 0, end = 0, start = 0, shift = 0;
-      if (c < stop) {
-        begin = place > 0 ? ends[place - 1] : 0;
-        end = ends[place];
-        start = starts[place];
-        starts[place] = start + end - begin;
-      }
-      if (queries && c < stop) {
-        shift = before[c] - ends[clusters + c - 1];
-        before[c] = shift + ends[clusters + c];
-      }
-      for (int k = 0; k < min(32, stop - base); ++k) {
-        const int from = __shfl_sync(~0u, begin, k), to = __shfl_sync(~0u, end, k);
-        const int target = __shfl_sync(~0u, start, k) - from, add = __shfl_sync(~0u, shift, k);
-        for (int i = from + lane; i < to; i += 32) {
-          order[target + i] = chunk.begin + shared.rows[i];
-          if (queries) lists.ends[target + i] = shared.sight[i] + add;
-        }
-      }
-    }
-  }
-}
-
-// By all threads of the team's blocks, after labels of this block's `range` of `rows` rows were
-// written by it. `memory` has twin_shared_bytes, numbers are those of the block beside
-// `histograms`.
-__device__ inline void sort_twin_runs(const TwinLists& lists, Team& team, const RowRange& range,
-                                      int rows, std::int32_t* histograms, std::int32_t* numbers,
-                                      std::int32_t* memory, int words) {
-  const int clusters = lists.clusters, room = words - (kSortPairs + kTwinRows) / 2;
-  auto* sorted = reinterpret_cast<std::uint16_t*>(memory + room);
-  const TwinShared shared{BlockCounts(nullptr, 2 * clusters, memory, room), sorted,
-                          sorted + kSortPairs};
-  std::int32_t *starts = numbers, *before = numbers + 2 * clusters;
-  count_twins(lists, shared.counts, range);
-  share_counts(team, shared.counts, histograms, [&](int c, int slot, int members) {
-    const bool keys = c >= clusters;
-    const int first = keys ? slot - rows : slot;
-    if (team.rank == 0) (keys ? lists.k.offsets + c - clusters : lists.q.offsets + c)[0] = first;
-    starts[c] = first + members;
-    if (keys) before[c - clusters] = members;
-  });
-  if (team.rank == 0 && threadIdx.x < 2)
-    (threadIdx.x ? lists.k.offsets : lists.q.offsets)[clusters] = rows;
-  __syncthreads();
-  for (int first = range.begin; first < range.end; first += kTwinRows) {
-    const RowRange chunk{first, min(first + kTwinRows, range.end)};
-    if (range.end - range.begin > kTwinRows) count_twins(lists, shared.counts, chunk);
-    sort_twins(lists, shared, chunk);
-    store_twins(lists, shared, chunk, starts, before);
-  }
-}
-
-// The runs of both sides, and what queries see.
-__device__ inline void sort_twins(const ScanArgs& args, int number, int turn, Team& team,
-                                  std::int32_t* memory) {
+// The runs of queries and keys of equal lengths, sorted together, and how many keys of its cluster
+// a query sees: those of blocks and chunks before, and those of its chunk that are not after it.
+__device__ inline void sort_both_sides(const ScanArgs& args, int number, int turn, Team& team,
+                                       std::int32_t* memory) {
   const ClusterShape& shape = args.sides[0].sort.shape;
   const int clusters = shape.clusters;
   const ItemSpan span = shape.q.span(number / shape.heads);
   const std::int64_t start = shape.start(span, number % shape.heads);
   const std::int64_t lists = static_cast<std::int64_t>(number) * (clusters + 1);
-  const auto runs = [&](const RoutingRuns& of) {
-    return RoutingRuns{of.order + start, of.offsets + lists};
-  };
+  const SortedRuns &q = args.sides[0].sort.runs, &k = args.sides[1].sort.runs;
   const std::int64_t blocks = static_cast<std::int64_t>(args.teams.count) * team.size;
-  sort_twin_runs(
-      {args.sides[0].labels + start, args.sides[1].labels + start, runs(args.sides[0].sort.runs),
-       runs(args.sides[1].sort.runs), args.ends + start, clusters},
-      team, team.share(span.length), span.length,
-      histograms_of(args.numbers, args.teams, team, turn, 2 * clusters),
-      args.numbers + (4 * blocks + 3 * blockIdx.x) * clusters, memory, args.shared_words);
+  std::int32_t* starts = args.numbers + (4 * blocks + 3 * blockIdx.x) * clusters;
+  std::int32_t* first_keys = starts + 2 * clusters;
+  if (team.rank == 0 && threadIdx.x == 0) q.offsets[lists + clusters] = span.length;
+  sort_pairs<2>(
+      team, {args.sides[0].labels + start, args.sides[1].labels + start}, clusters,
+      team.share(span.length), histograms_of(args.numbers, args.teams, team, turn, 2 * clusters),
+      starts, memory, args.shared_words,
+      [&](int c, int slot, int before) {  // keys are behind all queries
+        const bool keys = c >= clusters;
+        const int first = keys ? slot - span.length : slot;
+        if (team.rank == 0) (keys ? k.offsets + c - clusters : q.offsets + c)[lists] = first;
+        if (keys && c < 2 * clusters) first_keys[c - clusters] = first;
+        return first + before;
+      },
+      [&](int c, int place, int row, const SortedChunk& sorted) {
+        const bool keys = c >= clusters;
+        (keys ? k.order : q.order)[start + place] = row;
+        if (keys) return;
+        const int own = clusters + c, begin = sorted.ends[own - 1];
+        args.ends[start + place] =
+            starts[own] - first_keys[c] +
+            upper_bound(sorted.pairs + begin, sorted.ends[own] - begin, row - sorted.begin);
+      });
 }
 
 // What there is behind the last row of an item, and the runs of one side.
@@ -1094,10 +826,10 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ScanShared shared;
-  if (threadIdx.x < kScanGroups<kChunks>) shared.open[threadIdx.x].meeting().init();
+  if (threadIdx.x < kScanGroups<kChunks>) shared.undecided[threadIdx.x].group_barrier().init();
   Team team(args.teams);
   const int queries = args.sides[0].sort.shape.problems();
-  FirstMeeting meeting(team);
+  FirstTeamSync first_sync(team);
   const int problems = args.ends ? queries : queries + args.sides[1].sort.shape.problems();
   auto* words = reinterpret_cast<std::int32_t*>(memory);
   int turn = 0;
@@ -1106,9 +838,9 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
     __syncthreads();  // the last problem used the same memory
     label_problem<kChunks>(args, {side, args.ends ? 1 : side, number}, team, shared_address(memory),
                            shared);
-    meeting.wait();
+    first_sync.wait();
     if (args.ends)
-      sort_twins(args, number, turn, team, words);
+      sort_both_sides(args, number, turn, team, words);
     else
       sort_side<kScanThreads<kChunks>>(args, args.sides[side], number, turn, team, words);
   }
@@ -1116,9 +848,10 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
 
 }  // namespace
 
-bool scan_fits(const AttentionCall& call, std::int64_t clusters) {
+bool scan_serves(const AttentionCall& call, std::int64_t clusters) {
   const std::int64_t columns = (clusters + kScanStep - 1) / kScanStep * kScanStep;
-  return columns <= kMostColumns && columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
+  return call.inputs.q.dtype == DType::bf16 && on_hopper() && columns <= kMostColumns &&
+         columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
 }
 
 bool scan_finds_ends(const AttentionCall& call) {
@@ -1129,40 +862,39 @@ bool scan_finds_ends(const AttentionCall& call) {
 }
 
 void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
-                  const ScanSide& queries, const ScanSide* keys, unsigned* arrivals, Arena& arena,
-                  cudaStream_t stream) {
+                  const RoutingSide& queries, const RoutingSide* keys, std::int32_t* ends,
+                  unsigned* arrivals, Arena& arena, cudaStream_t stream) {
   ScanArgs args{};
   int rows = 0, problems = 0;
-  for (const ScanSide* scan : {&queries, keys}) {
-    if (!scan) continue;
-    const ClusterShape& shape = scan->side.shape;
-    args.sides[scan == keys] = {{shape, scan->labels, 1, scan->runs, scan->copy},
-                                tensor4<const ScanElement>(scan->side.rows),
-                                scan->labels,
-                                scan->side.stats};
+  for (const RoutingSide* side : {&queries, keys}) {
+    if (!side) continue;
+    const ClusterShape& shape = side->shape;
+    args.sides[side == keys] = {{shape, side->labels, 1, side->runs, side->copy},
+                                tensor4<const ScanElement>(side->rows),
+                                side->labels,
+                                side->stats};
     rows = max(rows, shape.rows);
     problems += shape.problems();
   }
   args.given = static_cast<const float*>(call.inputs.centroids.data);
   args.centroids = centroids;
   args.number_mask = ~static_cast<unsigned>(kNumbers);
-  args.ends = queries.ends;
+  args.ends = ends;
   if (args.ends) problems /= 2;
   args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
   args.numbers = arena.take<std::int32_t>(
-      kTwinNumbers * static_cast<std::int64_t>(multiprocessors()) * centroids.clusters);
+      kJointNumbers * static_cast<std::int64_t>(multiprocessors()) * centroids.clusters);
   if (arena.counting() || problems == 0) return;
   args.columns = (centroids.clusters + kScanStep - 1) / kScanStep * kScanStep;
   args.halves = 2 * args.columns / kScanStep;
   dispatch_head_dim(call.op, call.Dk, [&](auto width) {
     constexpr int kChunks = decltype(width)::value / 32;
     const int part = args.columns * kScanBands<kChunks> * 128;
-    const int low = low_bytes<kChunks>(args.columns);
-    args.low_part = part + low <= kTableBytes ? part : 0;
+    args.low_part = 2 * part <= kTableBytes ? part : 0;
     constexpr int kWarps = kScanThreads<kChunks> / 32;
-    const std::size_t bytes = max(static_cast<std::size_t>(args.low_part ? part + low : part),
-                                  args.ends ? twin_shared_bytes(centroids.clusters, kWarps)
-                                            : sort_shared_bytes(centroids.clusters, kWarps));
+    const std::size_t bytes =
+        max(static_cast<std::size_t>(part + args.low_part),
+            sort_shared_bytes((args.ends ? 2 : 1) * centroids.clusters, kWarps));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
     launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(),
                              kScanThreads<kChunks>, bytes, stream, args);

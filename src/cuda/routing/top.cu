@@ -305,15 +305,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-TopRows<T> top_rows(const TopSide& top, const CandidateLists& candidates) {
-  const ClusterShape& shape = top.side.shape;
-  return {shape,
-          tensor4<const T>(top.side.rows),
-          top.side.stats,
-          static_cast<std::int32_t*>(top.members.data),
-          static_cast<int>(top.width),
-          shape.problems() * shape.clusters,
-          candidates};
+TopRows<T> top_rows(const CandidateRun& run) {
+  const ClusterShape& shape = run.side.shape;
+  return {shape,          tensor4<const T>(run.side.rows),   run.side.stats, run.side.members,
+          run.side.width, shape.problems() * shape.clusters, run.lists};
 }
 
 // Teams and their memory. Open lists are few: many blocks share some.
@@ -350,26 +345,23 @@ OpenLists take_open(Arena& arena, bool chosen, int rows, int problems, int clust
 }  // namespace
 
 void select_top(const AttentionCall& call, const CentredCentroids& centroids,
-                const TopSide& queries, const TopSide* keys, unsigned* arrivals, Arena& arena,
-                cudaStream_t stream) {
-  const auto run = [](const TopSide& side) -> CandidateRun {
-    return {side.side, static_cast<int>(side.width), candidates_pay(side.side, side.width), {}};
-  };
-  CandidateRun q = run(queries), k = keys ? run(*keys) : CandidateRun{};
+                const RoutingSide& queries, const RoutingSide* keys, unsigned* arrivals,
+                Arena& arena, cudaStream_t stream) {
+  CandidateRun q{queries, candidates_pay(queries), {}}, k;
+  if (keys) k = {*keys, candidates_pay(*keys), {}};
   const bool chosen = q.wanted || k.wanted, launches = !arena.counting();
-  const int rows = max(queries.side.shape.rows, keys ? keys->side.shape.rows : 0);
-  dispatch_element(call.op, queries.side.rows.dtype, [&](auto tag) {
+  const int rows = max(queries.shape.rows, k.side.shape.rows);
+  dispatch_element(call.op, queries.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int problems = queries.side.shape.problems() + (keys ? keys->side.shape.problems() : 0);
-    const OpenLists open = take_open(arena, chosen, rows, problems, queries.side.shape.clusters);
+    const int problems = queries.shape.problems() + k.side.shape.problems();
+    const OpenLists open = take_open(arena, chosen, rows, problems, queries.shape.clusters);
     // Candidates bring the statistics of their rows along.
-    if (launches && (!q.wanted || (keys && !k.wanted)))
-      row_statistics(call, queries.side, keys ? &keys->side : nullptr, stream);
+    if (launches && (!q.wanted || (keys && !k.wanted))) row_statistics(call, queries, keys, stream);
     if (chosen) find_candidates(call, centroids, q, k, open.words, arrivals, arena, stream);
     if (!launches || problems == 0 || rows == 0) return;
     TopArgs<T> args{};
-    args.sides[0] = top_rows<T>(queries, q.lists);
-    if (keys) args.sides[1] = top_rows<T>(*keys, k.lists);
+    args.sides[0] = top_rows<T>(q);
+    if (keys) args.sides[1] = top_rows<T>(k);
     args.centroids = centroids;
     args.open = open;
     if constexpr (std::is_same_v<T, Bf16>)

@@ -1,43 +1,25 @@
 // SPDX-License-Identifier: MIT
-// Strict routing: pairs (row, cluster) sorted by cluster, and what the runs of queries and keys
-// imply for a query: how many keys of its cluster are not after it, and what becomes of its own.
+// What queries see of their lists. Runs (strict): how many keys of the query's cluster are not
+// after it, and what becomes of its own key. Members: the same for member lists
+// (lists/member_ends.cuh).
+//
+// run_ends: a block of 256 threads per tile of 256 or 1024 query slots and head; a binary search in
+//   the run of keys, which is staged in shared memory where it fits (24 KB).
+// own_rows: with several slots of a query, a thread per row joins what they see.
+// member_ends: a thread per query slot; lists/member_slots.cu does the same on its way where it
+// serves. Preconditions: none. The scan finds the ends of queries and keys that it sorts together.
+#include "cuda/cluster/group.cuh"
 #include "cuda/launch/launch.h"
+#include "cuda/lists/member_ends.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/splits.cuh"
-#include "cuda/routing/sort.cuh"
 #include "cuda/routing/stages.h"
 
 namespace coterie::cuda {
 
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-
-struct SortArgs {
-  SortProblems sides[2];
-  Teams teams;
-  std::int32_t* numbers;  // of the sort
-  int shared_words;
-};
-
-// Teams work on the problems of both sides, as group_kernel of cluster/group.cu.
-__global__ void __launch_bounds__(kThreads, 1)
-    sort_runs_kernel(const __grid_constant__ SortArgs args) {
-  extern __shared__ std::int32_t shared[];
-  Team team(args.teams);
-  const int queries = args.sides[0].shape.problems();
-  const int problems = queries + args.sides[1].shape.problems();
-  int turn = 0;
-  for (int number = team.number; number < problems; number += args.teams.count, turn ^= 1) {
-    const bool keys = number >= queries;
-    const SortProblems& side = args.sides[keys];
-    sort_problem(side, keys ? number - queries : number, team,
-                 histograms_of(args.numbers, args.teams, team, turn, side.shape.clusters),
-                 starts_of(args.numbers, args.teams, side.shape.clusters), shared,
-                 args.shared_words);
-  }
-}
-
+constexpr int kThreads = 512;
 constexpr int kEndThreads = 256, kFewRows = 256, kManyRows = 1024;
 constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // that are searched in shared memory
 
@@ -45,26 +27,11 @@ struct EndArgs {
   ItemSpans spans;
   ItemChunks tiles;  // of kFewRows or kManyRows queries
   int items, heads, group, clusters, window, per_row;
-  RoutingRuns q, k;
+  SortedRuns q, k;
   bool same;  // the runs of queries are those of keys
   bool demote, include_self;
   RunEnds out;
 };
-
-// The first place in [0, count) where `values` exceeds `value`; they ascend.
-__device__ __forceinline__ int upper_bound(const std::int32_t* values, int count, int value) {
-  int first = 0;
-  while (count > 0) {
-    const int half = count / 2;
-    if (values[first + half] <= value) {
-      first += half + 1;
-      count -= half + 1;
-    } else {
-      count = half;
-    }
-  }
-  return first;
-}
 
 // The number of keys in sight and whether the own key is among them, to what becomes of it.
 __device__ __forceinline__ std::uint8_t own_key(const EndArgs& args, int keys, bool found) {
@@ -171,27 +138,21 @@ __global__ void __launch_bounds__(kThreads)
   args.out.own_row[place] = item >= 0 ? own_key(args, keys, found) : 0;
 }
 
-}  // namespace
-
-void sort_runs(const SortSide& queries, const SortSide* keys, unsigned* arrivals, Arena& arena,
-               cudaStream_t stream) {
-  SortArgs args{};
-  int rows = 0, problems = 0;
-  for (const SortSide* sort : {&queries, keys}) {
-    if (!sort) continue;
-    const ClusterShape& shape = sort->side.shape;
-    args.sides[sort == keys] = {shape, sort->clusters, sort->per_row, sort->runs, sort->copy};
-    rows = max(rows, shape.rows * sort->per_row);
-    problems += shape.problems();
-  }
-  const int clusters = queries.side.shape.clusters;
-  args.teams = make_teams(problems, rows, multiprocessors(), arrivals);
-  args.numbers = arena.take<std::int32_t>(sort_numbers(args.teams, clusters));
-  if (arena.counting() || problems == 0) return;
-  const std::size_t bytes = sort_shared_bytes(clusters, kWarps);
-  args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
-  launch_cooperative(sort_runs_kernel, args.teams.blocks(), kThreads, bytes, stream, args);
+// A thread per query slot; the blocks of an item and head are neighbours.
+__global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEnds args) {
+  await_previous();
+  const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
+  const auto each = static_cast<unsigned>((block + kEndThreads - 1) / kEndThreads);
+  const unsigned problem = blockIdx.x / each;
+  const std::int64_t place =
+      static_cast<std::int64_t>(blockIdx.x % each) * kEndThreads + threadIdx.x;
+  if (place < block)
+    write_member_end(args, static_cast<int>(problem) / args.heads,
+                     static_cast<int>(problem) % args.heads, place,
+                     args.q_members[problem * block + place]);
 }
+
+}  // namespace
 
 RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall& call)
     : per_row(static_cast<int>(min(params.queries_in, params.clusters))) {
@@ -202,7 +163,7 @@ RunEnds::RunEnds(Arena& arena, const RoutingParams& params, const AttentionCall&
 }
 
 void find_run_ends(const RoutingParams& params, const AttentionCall& call,
-                   const RoutingRuns& queries, const RoutingRuns& keys, const TokenSlots* slots,
+                   const SortedRuns& queries, const SortedRuns& keys, const TokenSlots& slots,
                    const RunEnds& ends, cudaStream_t stream) {
   EndArgs args{};
   args.spans = item_spans(call.inputs);
@@ -227,7 +188,33 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
   launch_early("own_rows", own_rows_kernel,
                dim3(static_cast<unsigned>((call.N + kThreads - 1) / kThreads),
                     static_cast<unsigned>(call.H), static_cast<unsigned>(call.B)),
-               kThreads, 0, stream, args, *slots);
+               kThreads, 0, stream, args, slots);
+}
+
+MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
+                       const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags) {
+  MemberEnds args{};
+  args.spans = item_spans(call.inputs);
+  args.causal = call.causal;
+  args.items = static_cast<int>(q_members.size(0));
+  args.heads = static_cast<int>(call.H);
+  args.group = static_cast<int>(call.H / call.key_heads);
+  args.clusters = static_cast<int>(q_members.size(2));
+  args.q_width = static_cast<int>(q_members.size(3));
+  args.k_width = static_cast<int>(k_members.size(3));
+  args.q_members = static_cast<const std::int32_t*>(q_members.data);
+  args.k_members = static_cast<const std::int32_t*>(k_members.data);
+  args.ends = ends;
+  args.flags = flags;
+  return args;
+}
+
+void find_member_ends(const MemberEnds& args, cudaStream_t stream) {
+  const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
+  const std::int64_t blocks = (block + kEndThreads - 1) / kEndThreads * args.items * args.heads;
+  if (!args.wanted() || blocks == 0) return;
+  launch_early("member_ends", member_ends_kernel, dim3(static_cast<unsigned>(blocks)), kEndThreads,
+               0, stream, args);
 }
 
 }  // namespace coterie::cuda
