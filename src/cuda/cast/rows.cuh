@@ -30,6 +30,10 @@ struct CastLanes {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) value[i] *= factor;
     }
+    __device__ void round() {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) value[i] = to_float(from_float<T>(value[i]));
+    }
   };
   int lane, group;  // of the row; rows go to groups in turn
 
@@ -38,6 +42,10 @@ struct CastLanes {
         group(static_cast<int>(threadIdx.x) / kLanes) {}
 
   __device__ bool first() const { return lane == 0; }
+  // The number of this group's row where a grid has one per group.
+  __device__ std::int64_t row_of_grid() const {
+    return (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
+  }
   __device__ int column() const { return lane * kVector; }
 
   __device__ Floats load(const Rows<const T>& rows, std::int64_t row) const {
@@ -55,15 +63,6 @@ struct CastLanes {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) floats.value[i] = to_float(elements[i]);
     return floats;
-  }
-  // The 16 bytes of this lane in shared memory.
-  __device__ Floats load_shared(std::uint32_t address) const {
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (column() < kDim)
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "r"(address));
-    return to_floats(words);
   }
   __device__ Floats load_floats(const float* row, int width) const {
     Floats floats;
