@@ -11,30 +11,6 @@
 
 namespace coterie::cuda {
 
-// A weight of the mix, and what makes dlogit of (dalpha - delta).
-struct MixWeight {
-  float value, slope;
-
-  __device__ MixWeight(const CastShape& shape, float logit, float lse) {
-    value = cast_weight(shape, logit, lse);
-    slope = shape.laplace ? laplace_slope(logit) : value;
-  }
-};
-
-// What 16 bytes of a row's type are to a lane; nothing beyond the row. Several are fetched before
-// the first is looked at: with kAligned there is no branch between them.
-template <bool kAligned, class T>
-__device__ __forceinline__ uint4 fetch(const Rows<const T>& rows, int row, int column, bool there) {
-  uint4 words = make_uint4(0, 0, 0, 0);
-  if (there && column < rows.width) {
-    if constexpr (kAligned)
-      words = *reinterpret_cast<const uint4*>(rows.row(row) + column);
-    else
-      words = load_chunk(rows.row(row), column, rows.width);
-  }
-  return words;
-}
-
 // The gradient of a cluster's surrogate (`which` 0) or summary (1) by the mix, in parts that add up
 // in their order: what members add, then the parts of the tokens. These are (chunks, H, C, 2, D)
 // with warpgroups, else (2, items, H, runs, C, D).
