@@ -14,8 +14,9 @@
 // KiB for 64 elements of 16 bits, 114 KiB for 128 floats. Lists lie in global memory.
 // Attention: a warp per query for out and for dq, which also leaves p, ds and the key of every
 // (query, slot). These entries are sorted by tile of 64 keys, stably; then a warp per key adds up
-// its own. Sums have a fixed order; there are no atomics. Shared memory: 512 or 1024 bytes a warp.
-// Preconditions: rows of at most 128 elements, topk of at most 128, 2^20 rows; others are refused.
+// its own, a lane every 32nd column. Sums have a fixed order; there are no atomics. Shared memory:
+// 512 or 1024 bytes a warp. Preconditions: rows of at most 128 elements, topk of at most 128, 2^20
+// rows; others are refused.
 #include <algorithm>
 #include <cfloat>
 
@@ -27,7 +28,7 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/candidates.cuh"
 #include "cuda/prim/fragments.cuh"
-#include "cuda/prim/row_lanes.cuh"
+#include "cuda/prim/load.cuh"
 #include "cuda/prim/splits.cuh"
 #include "cuda/prim/warp.cuh"
 
@@ -66,11 +67,19 @@ struct Entry {
   int key;  // row of its batch entry
 };
 
-// Taken from the workspace by one stage or the other.
 struct OracleScratch {
   CandidateKey* candidates;               // (select_blocks, kRows, capacity)
   Entry* entries;                         // (B, H, N, topk)
   std::int32_t *tiles, *order, *offsets;  // tile of every entry, -1 for none; their sort
+
+  OracleScratch(const OraclePlan& plan, const AttentionCall& call, Arena& arena) {
+    const std::int64_t count = call.B * call.H * call.N * plan.topk;
+    candidates = arena.take<CandidateKey>(std::int64_t{plan.select_blocks} * kRows * plan.capacity);
+    entries = arena.take<Entry>(count);
+    tiles = arena.take<std::int32_t>(count);
+    order = arena.take<std::int32_t>(count);
+    offsets = arena.take<std::int32_t>(call.B * call.H * (plan.key_tiles + 1));
+  }
 };
 
 template <class T>
@@ -82,11 +91,13 @@ struct OracleArgs {
   bool causal;
   const std::uint8_t* mask;  // or null
   std::int64_t mask_strides[4];
-  Tensor4<const T> q, k, v, g;
-  std::int32_t* top_keys;      // (B, H, N, topk)
-  float* lse;                  // (B, H, N)
-  Tensor4<T> out, dq, dk, dv;  // data is null for absent gradients
-  OracleScratch scratch;       // without entries if neither dk nor dv is asked for
+  Tensor4<const T> q, k, v;
+  std::int32_t* top_keys;  // (B, H, N, topk)
+  OracleScratch scratch;   // without entries if neither dk nor dv is asked for
+  // What a stage sets; data is null for absent gradients.
+  float* lse;  // (B, H, N)
+  Tensor4<const T> g;
+  Tensor4<T> out, dq, dk, dv;
 };
 
 // Cuts a list to its best `wanted` keys, in order. Returns what later keys have to reach. By a
@@ -248,36 +259,16 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(T) == 2 ? 3 : 1)
   }
 }
 
-template <class Lanes>
-__device__ void add_row(typename Lanes::Values& sum, float factor,
-                        const typename Lanes::Values& x) {
-#pragma unroll
-  for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(factor, x[i], sum[i]);
-}
-// The sum over a warp's groups of lanes, in all of them.
-template <class Lanes>
-__device__ void add_groups(typename Lanes::Values& sum) {
-#pragma unroll
-  for (int i = 0; i < Lanes::kVector; ++i)
-#pragma unroll
-    for (int step = Lanes::kLanes; step < 32; step *= 2)
-      sum[i] += __shfl_xor_sync(~0u, sum[i], step);
-}
-
-// A warp's query, its rows in 16-byte chunks by groups of lanes: several keys at a time.
-template <class T, int kWidth>
+// A warp's query; a lane has every 32nd column of a row.
+template <class T>
 struct OracleQuery {
-  using Lanes = RowLanes<T, kWidth>;
-  using Values = typename Lanes::Values;
-  static constexpr int kGroups = 32 / Lanes::kLanes;  // keys at a time
-  static constexpr int kBatch = 4;                    // times that, in flight
-  std::int64_t number;                                // of (B, H, N)
-  int batch, head, row, count;                        // count: of its top keys, 0 in the padding
+  static constexpr int kColumns = kMaxHeadDim / 32;
+  int batch, head, row, count;  // count: of its top keys, 0 in the padding
   ItemSpan key_span;
   const std::int32_t* top;
   Rows<const T> k, v;
 
-  __device__ OracleQuery(const OracleArgs<T>& args, std::int64_t query) : number(query), count(0) {
+  __device__ OracleQuery(const OracleArgs<T>& args, std::int64_t number) : count(0) {
     row = static_cast<int>(number % args.N);
     head = static_cast<int>(number / args.N % args.H);
     batch = static_cast<int>(number / args.N / args.H);
@@ -292,53 +283,55 @@ struct OracleQuery {
     v = args.v.rows(key_span.batch, head / args.group, key_span.begin);
   }
 
-  // Calls visit(slot, x) with this lane's part of the row of the slot's key, slots in turn over the
-  // groups of lanes; zeros beyond the last.
-  template <class Visit>
-  __device__ void for_keys(const Rows<const T>& rows, const Visit& visit) const {
-    const int group = threadIdx.x % 32 / Lanes::kLanes;
-    for (int first = group; first - group < count; first += kBatch * kGroups) {
-      Values x[kBatch];
+  // Calls body(i, column) for the columns of this lane.
+  template <class Body>
+  __device__ static void for_columns(int width, const Body& body) {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int slot = first + b * kGroups;
-        Lanes::load(rows, slot < count ? top[slot] : 0, slot < count, x[b]);
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) visit(first + b * kGroups, x[b]);
-    }
+    for (int i = 0; i < kColumns; ++i)
+      if (const int column = 32 * i + static_cast<int>(threadIdx.x) % 32; column < width)
+        body(i, column);
   }
   // products[slot] = the query's row of `left` . row of the slot's key, for all slots.
   __device__ void multiply(const Tensor4<const T>& left, const Rows<const T>& rows,
                            float* products) const {
-    Values x;
-    Lanes::load(left.rows(batch, head, 0), row, count > 0, x);
-    for_keys(rows, [&](int slot, const Values& key) {
-      const float product = Lanes::dot(x, key);
-      if (threadIdx.x % Lanes::kLanes == 0 && slot < count) products[slot] = product;
-    });
+    const T* own = left.rows(batch, head, row).data;
+    float x[kColumns] = {};
+    for_columns(left.width, [&](int i, int column) { x[i] = to_float(own[column]); });
+#pragma unroll 4
+    for (int slot = 0; slot < count; ++slot) {
+      const T* key = rows.row(top[slot]);
+      float product = 0.0f;
+      for_columns(left.width,
+                  [&](int i, int column) { product = fmaf(x[i], to_float(key[column]), product); });
+      product = warp_sum(product);
+      if (threadIdx.x % 32 == 0) products[slot] = product;
+    }
     __syncwarp();
   }
   // The query's row of `to`: the sum of factors[slot] times the rows of the keys.
   __device__ void add_up(const Rows<const T>& rows, const float* factors,
                          const Tensor4<T>& to) const {
-    Values sum = {};
-    for_keys(rows, [&](int slot, const Values& key) {
-      add_row<Lanes>(sum, slot < count ? factors[slot] : 0.0f, key);
-    });
-    add_groups<Lanes>(sum);
-    if (threadIdx.x % 32 < Lanes::kLanes) Lanes::store(to.rows(batch, head, 0), row, sum);
+    float sum[kColumns] = {};
+#pragma unroll 4
+    for (int slot = 0; slot < count; ++slot) {
+      const T* key = rows.row(top[slot]);
+      const float factor = factors[slot];
+      for_columns(to.width,
+                  [&](int i, int column) { sum[i] = fmaf(factor, to_float(key[column]), sum[i]); });
+    }
+    T* own = to.rows(batch, head, row).data;
+    for_columns(to.width, [&](int i, int column) { own[column] = from_float<T>(sum[i]); });
   }
 };
 
-template <class T, int kWidth>
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     oracle_attend_kernel(const __grid_constant__ OracleArgs<T> args) {
   __shared__ float weights[kWarps][kMaxTopKeys];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (number >= static_cast<std::int64_t>(args.B) * args.H * args.N) return;
-  const OracleQuery<T, kWidth> query(args, number);
+  const OracleQuery<T> query(args, number);
   float* p = weights[warp];
   query.multiply(args.q, query.k, p);
   float largest = -INFINITY, total = 0.0f;
@@ -356,14 +349,14 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) args.lse[number] = query.count > 0 ? largest + logf(total) : -INFINITY;
 }
 
-template <class T, int kWidth>
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     oracle_query_backward_kernel(const __grid_constant__ OracleArgs<T> args) {
   __shared__ float products[kWarps][2][kMaxTopKeys];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (number >= static_cast<std::int64_t>(args.B) * args.H * args.N) return;
-  const OracleQuery<T, kWidth> query(args, number);
+  const OracleQuery<T> query(args, number);
   float *weight = products[warp][0], *dscore = products[warp][1];
   query.multiply(args.q, query.k, weight);
   query.multiply(args.g, query.v, dscore);
@@ -386,16 +379,15 @@ __global__ void __launch_bounds__(kThreads)
   if (args.dq.data) query.add_up(query.k, dscore, args.dq);
 }
 
-// A group of lanes has a share of the warp's entries at a time; y = key head, z = batch entry.
-template <class T, int kWidth>
+// A warp per key; y = key head, z = batch entry.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     oracle_key_backward_kernel(const __grid_constant__ OracleArgs<T> args) {
-  using Lanes = RowLanes<T, kWidth>;
-  const int lane = threadIdx.x % 32, first_lane = lane / Lanes::kLanes * Lanes::kLanes;
+  using Query = OracleQuery<T>;
+  const int lane = threadIdx.x % 32, key_head = blockIdx.y, batch = blockIdx.z;
   const int key = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  const int key_head = blockIdx.y, batch = blockIdx.z;
   if (key >= args.S) return;
-  typename Lanes::Values dk = {}, dv = {};
+  float dk[Query::kColumns] = {}, dv[Query::kColumns] = {};
   for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
     const std::int64_t problem = static_cast<std::int64_t>(batch) * args.H + head,
                        base = problem * args.N * args.plan.topk;
@@ -406,33 +398,26 @@ __global__ void __launch_bounds__(kThreads)
       const bool there = first + lane < offset[1];
       const int number = there ? args.scratch.order[base + first + lane] : 0;
       const Entry entry = there ? args.scratch.entries[base + number] : Entry{0.0f, 0.0f, -1};
-      unsigned mine = __ballot_sync(~0u, entry.key == key) >> first_lane;
-      if (Lanes::kLanes < 32) mine &= (1u << Lanes::kLanes % 32) - 1;
-      while (__any_sync(~0u, mine != 0)) {
-        const int from = mine ? first_lane + __ffs(static_cast<int>(mine)) - 1 : lane;
+      for (unsigned left = __ballot_sync(~0u, entry.key == key); left; left &= left - 1) {
+        const int from = __ffs(static_cast<int>(left)) - 1;
         const float weight = __shfl_sync(~0u, entry.weight, from);
         const float dscore = __shfl_sync(~0u, entry.dscore, from);
         const int row = __shfl_sync(~0u, number, from) / args.plan.topk;
-        typename Lanes::Values x, y;
-        Lanes::load(q, row, mine != 0, x);
-        Lanes::load(g, row, mine != 0, y);
-        add_row<Lanes>(dk, mine ? dscore : 0.0f, x);
-        add_row<Lanes>(dv, mine ? weight : 0.0f, y);
-        mine &= mine - 1;
+        Query::for_columns(args.q.width, [&](int i, int column) {
+          dk[i] = fmaf(dscore, to_float(q.row(row)[column]), dk[i]);
+          dv[i] = fmaf(weight, to_float(g.row(row)[column]), dv[i]);
+        });
       }
     }
   }
-  add_groups<Lanes>(dk);
-  add_groups<Lanes>(dv);
-  if (first_lane > 0) return;
-  if (args.dk.data) Lanes::store(args.dk.rows(batch, key_head, 0), key, dk);
-  if (args.dv.data) Lanes::store(args.dv.rows(batch, key_head, 0), key, dv);
+  const auto write = [&](const Tensor4<T>& to, const float(&sum)[Query::kColumns]) {
+    if (!to.data) return;
+    T* row = to.rows(batch, key_head, key).data;
+    Query::for_columns(to.width, [&](int i, int column) { row[column] = from_float<T>(sum[i]); });
+  };
+  write(args.dk, dk);
+  write(args.dv, dv);
 }
-
-// Shared memory of the selection.
-template <class T, int kDim>
-constexpr std::size_t kSelectBytes = (kRows + 2 * kKeys) * Tile<T, kDim>::kRowBytes
-                                     + kRows* kPitch * sizeof(float);
 
 class OraclePass : public Pass {
  public:
@@ -449,37 +434,43 @@ class OraclePass : public Pass {
 
   std::int64_t workspace_bytes() const override {
     const OraclePlan plan(call_, topk_);
-    Arena select, backward;
-    take_candidates(plan, select);
-    sort_entries(plan, take_entries(plan, backward), backward, nullptr);
-    return std::max(select.used(), backward.used());
+    Arena arena;
+    const OracleScratch scratch(plan, call_, arena);
+    sort_entries(plan, scratch, arena, nullptr);
+    return arena.used();
   }
 
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
     const OraclePlan plan(call_, topk_);
     Arena arena = take_workspace(workspace);
-    const OracleScratch scratch = take_candidates(plan, arena);
+    const OracleScratch scratch(plan, call_, arena);
     if (ragged(call_.inputs.q_sequences) && saved[0].count() > 0)
       COTERIE_CUDA(cudaMemsetAsync(
           saved[0].data, 0xff, static_cast<std::size_t>(saved[0].count()) * sizeof(std::int32_t),
           stream_of(workspace)));
     if (plan.select_blocks == 0 || topk_ == 0) return;
-    dispatch(plan, saved, scratch, [&](auto tag, auto width, auto& args) {
+    dispatch(plan, saved, scratch, [&](auto tag, const auto& args) {
       using T = typename decltype(tag)::type;
-      constexpr int kDim = decltype(width)::value;
-      launch_kernel("oracle select", {}, oracle_select_kernel<T, kDim>,
-                    dim3(static_cast<unsigned>(plan.select_blocks)), kSelectThreads,
-                    kSelectBytes<T, kDim>, stream_of(workspace), args);
+      dispatch_head_dim(call_.op, call_.Dk, [&](auto width) {
+        constexpr int kDim = decltype(width)::value;
+        constexpr std::size_t kBytes =
+            (kRows + 2 * kKeys) * Tile<T, kDim>::kRowBytes + kRows * kPitch * sizeof(float);
+        launch_kernel("oracle select", {}, oracle_select_kernel<T, kDim>,
+                      dim3(static_cast<unsigned>(plan.select_blocks)), kSelectThreads, kBytes,
+                      stream_of(workspace), args);
+      });
     });
   }
 
   void attend(const AttentionResult& result, const Workspace& workspace) const override {
+    const OraclePlan plan(call_, topk_);
+    Arena arena = take_workspace(workspace);
     if (query_grid().x == 0) return;
-    dispatch(OraclePlan(call_, topk_), result.saved, {}, [&](auto tag, auto width, auto& args) {
+    dispatch(plan, result.saved, {plan, call_, arena}, [&](auto tag, auto& args) {
       using T = typename decltype(tag)::type;
       args.out = tensor4<T>(result.out);
-      launch_kernel("oracle attend", {}, oracle_attend_kernel<T, decltype(width)::value>,
-                    query_grid(), kThreads, 0, stream_of(workspace), args);
+      launch_kernel("oracle attend", {}, oracle_attend_kernel<T>, query_grid(), kThreads, 0,
+                    stream_of(workspace), args);
     });
   }
 
@@ -488,46 +479,30 @@ class OraclePass : public Pass {
     const OraclePlan plan(call_, topk_);
     const cudaStream_t stream = stream_of(workspace);
     Arena arena = take_workspace(workspace);
-    const OracleScratch scratch = take_entries(plan, arena);
+    const OracleScratch scratch(plan, call_, arena);
     const bool keys = gradients.dk.present() || gradients.dv.present();
-    dispatch(plan, result.saved, scratch, [&](auto tag, auto width, auto& args) {
+    dispatch(plan, result.saved, scratch, [&](auto tag, auto& args) {
       using T = typename decltype(tag)::type;
-      constexpr int kWidth = decltype(width)::value;
       args.g = tensor4<const T>(grad_out);
       if (gradients.dq.present()) args.dq = tensor4<T>(gradients.dq);
       if (gradients.dk.present()) args.dk = tensor4<T>(gradients.dk);
       if (gradients.dv.present()) args.dv = tensor4<T>(gradients.dv);
       if (!keys) args.scratch.entries = nullptr;
       if (query_grid().x > 0)
-        launch_kernel("oracle query backward", {}, oracle_query_backward_kernel<T, kWidth>,
-                      query_grid(), kThreads, 0, stream, args);
+        launch_kernel("oracle query backward", {}, oracle_query_backward_kernel<T>, query_grid(),
+                      kThreads, 0, stream, args);
       if (!keys || call_.B * call_.S == 0) return;
       sort_entries(plan, scratch, arena, stream);
       const dim3 grid(static_cast<unsigned>((call_.S + kWarps - 1) / kWarps),
                       static_cast<unsigned>(call_.key_heads), static_cast<unsigned>(call_.B));
-      launch_kernel("oracle key backward", {}, oracle_key_backward_kernel<T, kWidth>, grid,
-                    kThreads, 0, stream, args);
+      launch_kernel("oracle key backward", {}, oracle_key_backward_kernel<T>, grid, kThreads, 0,
+                    stream, args);
     });
   }
 
  private:
   dim3 query_grid() const {
     return {static_cast<unsigned>((call_.B * call_.H * call_.N + kWarps - 1) / kWarps)};
-  }
-  OracleScratch take_candidates(const OraclePlan& plan, Arena& arena) const {
-    OracleScratch scratch{};
-    scratch.candidates = arena.take<CandidateKey>(static_cast<std::int64_t>(plan.select_blocks) *
-                                                  kRows * plan.capacity);
-    return scratch;
-  }
-  OracleScratch take_entries(const OraclePlan& plan, Arena& arena) const {
-    const std::int64_t count = call_.B * call_.H * call_.N * plan.topk;
-    OracleScratch scratch{};
-    scratch.entries = arena.take<Entry>(count);
-    scratch.tiles = arena.take<std::int32_t>(count);
-    scratch.order = arena.take<std::int32_t>(count);
-    scratch.offsets = arena.take<std::int32_t>(call_.B * call_.H * (plan.key_tiles + 1));
-    return scratch;
   }
   void sort_entries(const OraclePlan& plan, const OracleScratch& scratch, Arena& arena,
                     cudaStream_t stream) const {
@@ -537,7 +512,7 @@ class OraclePass : public Pass {
                     all, all, 0},
                    {scratch.tiles, scratch.order, scratch.offsets}, arena, stream);
   }
-  // Calls body(type, width, args). `saved`: top_keys, lse.
+  // Calls body(type, args). `saved`: top_keys, lse.
   template <class Body>
   void dispatch(const OraclePlan& plan, const std::vector<TensorView>& saved,
                 const OracleScratch& scratch, const Body& body) const {
@@ -558,12 +533,12 @@ class OraclePass : public Pass {
                          {},
                          tensor4<const T>(call_.inputs.q),
                          tensor4<const T>(call_.k),
-                         tensor4<const T>(call_.inputs.v)};
+                         tensor4<const T>(call_.inputs.v),
+                         static_cast<std::int32_t*>(saved[0].data),
+                         scratch};
       for (int dim = 0; mask.present() && dim < 4; ++dim) args.mask_strides[dim] = mask.stride(dim);
-      args.top_keys = static_cast<std::int32_t*>(saved[0].data);
       if (saved.size() > 1) args.lse = static_cast<float*>(saved[1].data);
-      args.scratch = scratch;
-      dispatch_head_dim(call_.op, call_.Dk, [&](auto width) { body(tag, width, args); });
+      body(tag, args);
     });
   }
 
