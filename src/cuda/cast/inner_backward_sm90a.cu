@@ -663,9 +663,11 @@ __device__ void InnerKeys<T>::finish(int n, int tile, int ring, int place, Sum<6
 // setmaxnreg: of 384 threads with 168 each.
 constexpr int kLoadRegisters = 72, kComputeRegisters = 216;
 
-template <class T, class Load, class Compute>
-__device__ __forceinline__ void run_block(const InnerArgs<T>& args, unsigned char* shared,
-                                          const Load& load, const Compute& compute) {
+template <class T, template <class> class Part>
+__global__ void __launch_bounds__(InnerMemory<T>::kThreads, 1)
+    inner_kernel(const __grid_constant__ InnerArgs<T> args) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  if (!Part<T>::kBeside) await_previous();
   const InnerMemory<T> memory(shared);
   if (threadIdx.x == 0) memory.start();
   __syncthreads();
@@ -673,49 +675,30 @@ __device__ __forceinline__ void run_block(const InnerArgs<T>& args, unsigned cha
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int each = args.clusters() / blocks, more = args.clusters() % blocks;
   const int begin = block * each + min(block, more), end = begin + each + (block < more);
+  const Part<T> part{args, memory};
   if (threadIdx.x >= InnerMemory<T>::kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
-    load(memory, begin, end);
+    const auto load_own = [&](int n, int tile, int place) {
+      const InnerCluster<T> cluster(args, n);
+      part.load_own(cluster, {cluster.list, 64 * tile, args.shape.width}, tile, place);
+    };
+    const auto load_ring = [&](int n, int tile, int place) {
+      const InnerCluster<T> cluster(args, n);
+      part.load_ring(cluster, {cluster.list, 64 * tile, args.shape.width}, tile, place);
+    };
+    load_clusters<T>(args, memory, begin, end, load_own, load_ring);
+    if (!Part<T>::kBeside) return;
+    await_writes();
+    release_next();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
-    compute(memory, begin, end);
+    const int tiles = args.tiles();
+    int n = begin, at = 0;  // the cluster whose first tile in the ring is at
+    for_own_tiles<T>(args, memory, begin, end, [&](int ring, int tile, int place) {
+      for (; at < ring; at += tiles) ++n;
+      part.compute(n, tile, ring, place);
+    });
   }
-}
-
-template <class T, template <class> class Part>
-__global__ void __launch_bounds__(InnerMemory<T>::kThreads, 1)
-    inner_kernel(const __grid_constant__ InnerArgs<T> args) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  if (!Part<T>::kBeside) await_previous();
-  run_block<T>(
-      args, shared,
-      [&](const InnerMemory<T>& memory, int begin, int end) {
-        const Part<T> part{args, memory};
-        load_clusters<T>(
-            args, memory, begin, end,
-            [&](int n, int tile, int place) {
-              const InnerCluster<T> cluster(args, n);
-              const MemberRows rows(cluster.list, 64 * tile, args.shape.width);
-              part.load_own(cluster, rows, tile, place);
-            },
-            [&](int n, int tile, int place) {
-              const InnerCluster<T> cluster(args, n);
-              const MemberRows rows(cluster.list, 64 * tile, args.shape.width);
-              part.load_ring(cluster, rows, tile, place);
-            });
-        if (!Part<T>::kBeside) return;
-        await_writes();
-        release_next();
-      },
-      [&](const InnerMemory<T>& memory, int begin, int end) {
-        const Part<T> part{args, memory};
-        const int tiles = args.tiles();
-        int n = begin, at = 0;  // the cluster whose first tile in the ring is at
-        for_own_tiles<T>(args, memory, begin, end, [&](int ring, int tile, int place) {
-          for (; at < ring; at += tiles) ++n;
-          part.compute(n, tile, ring, place);
-        });
-      });
 }
 
 template <template <class> class Part>

@@ -224,7 +224,7 @@ struct MixLoader {
 
 // The tokens of a warpgroup, by warps of 16; a thread has two rows.
 template <class T, int kDim>
-struct MixClusters {
+struct MixTokens {
   using Memory = MixMemory<T, kDim>;
   using Loader = MixLoader<T, kDim>;
   const MixArgs<T>& args;
@@ -241,7 +241,7 @@ struct MixClusters {
   int slot_row, slot_cluster;
   float slot_weight;
 
-  __device__ MixClusters(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
+  __device__ MixTokens(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
       : args(all),
         memory(shared),
         loader(all, shared, run),
@@ -406,25 +406,6 @@ struct MixClusters {
   __device__ static std::uint32_t row_chunk(std::uint32_t tile, int row, int chunk) {
     return Tile<T, 64>{tile + chunk / 8 * (kRows * 128)}.chunk(row, chunk % 8);
   }
-};
-
-template <class T, int kDim>
-struct MixTokens : MixClusters<T, kDim> {
-  using Base = MixClusters<T, kDim>;
-  using Base::args;
-  using Base::lane;
-  using Base::loader;
-  using Base::memory;
-  using Base::out;
-  using Base::queries;
-  using Base::slot_row;
-  using Base::slot_weight;
-  using Base::softmax;
-  using typename Base::Loader;
-  using typename Base::Memory;
-
-  __device__ MixTokens(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
-      : Base(all, shared, run) {}
 
   // Weights of 16 slots as a left factor, one in each column; lane i has weight and row of slot
   // i % 16.
@@ -470,8 +451,7 @@ struct MixTokens : MixClusters<T, kDim> {
       const FragmentA<T> weights = spread(weight, __shfl_sync(~0u, slot_row, from));
       add_rows(weights, [&](int d) {
         FragmentB<T> b;
-        ldmatrix_x4_trans(
-            b.r, Base::template row_chunk<Memory::kSlots>(memory.inner(), last, 2 * d + lane / 16));
+        ldmatrix_x4_trans(b.r, row_chunk<Memory::kSlots>(memory.inner(), last, 2 * d + lane / 16));
         return b;
       });
     }
@@ -486,10 +466,8 @@ struct MixTokens : MixClusters<T, kDim> {
     for (int d = 0; d < kDim / 16; ++d) {
       FragmentA<T> a;
       std::uint32_t s[4];
-      ldmatrix_x4(a.r, Base::template row_chunk<kMixRows>(queries, loader.warp_row + row,
-                                                          2 * d + lane / 16));
-      ldmatrix_x4(s,
-                  Base::template row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
+      ldmatrix_x4(a.r, row_chunk<kMixRows>(queries, loader.warp_row + row, 2 * d + lane / 16));
+      ldmatrix_x4(s, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
       const FragmentB<T> b{{s[0], s[2], s[1], s[3]}};
       multiply_add(product, a, b);
     }
@@ -499,8 +477,8 @@ struct MixTokens : MixClusters<T, kDim> {
     const float low = __shfl_sync(~0u, odd ? product[0][1] : product[0][0], from);
     const float high = __shfl_sync(~0u, odd ? product[1][3] : product[1][2], from);
     const float shifts[2] = {softmax[0].shift, softmax[1].shift};
-    return exp2_approximate(fmaf(lane % 16 < 8 ? low : high, __shfl_sync(~0u, this->factor, row),
-                                 -Base::of_row(shifts, row)));
+    return exp2_approximate(
+        fmaf(lane % 16 < 8 ? low : high, __shfl_sync(~0u, factor, row), -of_row(shifts, row)));
   }
   // Slots that have no room, straight from memory; their clusters' summaries are in the sums.
   __device__ __forceinline__ void sum_rest(const typename Loader::Range& range, int slot) {
@@ -538,8 +516,7 @@ struct MixTokens : MixClusters<T, kDim> {
       const std::uint32_t table = memory.clusters(cluster / kMixRows, 1);
       add_rows(weights, [&](int d) {
         FragmentB<T> b;
-        ldmatrix_x4_trans(
-            b.r, Base::template row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
+        ldmatrix_x4_trans(b.r, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
         return b;
       });
     }
@@ -564,7 +541,7 @@ struct MixTokens : MixClusters<T, kDim> {
       const float* eight = out[d / 4] + d % 4 * 8;
       const std::uint32_t words[4] = {pack2<T>(eight[0], eight[1]), pack2<T>(eight[2], eight[3]),
                                       pack2<T>(eight[4], eight[5]), pack2<T>(eight[6], eight[7])};
-      this->store_matrices(queries, loader.warp_row, 2 * d, words);
+      store_matrices(queries, loader.warp_row, 2 * d, words);
     }
     __syncwarp();
     uint4 words[kDim / 16];
@@ -610,7 +587,7 @@ struct MixTokens : MixClusters<T, kDim> {
       loader.copy_inner(range.count, entry);
       if (Memory::kQueries == 2) loader.copy_queries(turn + 1, tile + step);
       slot_row = token % 16;
-      this->begin(turn, gate, lane < min(range.count, Memory::kSlots) ? entry : -1);
+      begin(turn, gate, lane < min(range.count, Memory::kSlots) ? entry : -1);
       const typename Loader::Range own = range;
       range = next;
       entry = next_entry;
@@ -619,7 +596,7 @@ struct MixTokens : MixClusters<T, kDim> {
       next = loader.range(bounds);
       next_entry = loader.fetch_entry(next, lane);
       bounds = loader.fetch_bounds(tile + 3 * step);
-      this->sum_clusters();
+      sum_clusters();
       cp_async_wait<Memory::kQueries - 1>();
       __syncwarp();
       sum_slots(own);
