@@ -7,7 +7,7 @@
 namespace coterie::cpu {
 
 template <class T>
-std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListPlan<T>& plan) {
+std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListCall<T>& plan) {
   return list_tiles({call.num_items(), call.H, plan.lists}, kQueryTile,
                     [&](std::int64_t item, std::int64_t head, std::int64_t list) {
                       return plan.pair(item, head, list).queries.count;
@@ -15,7 +15,7 @@ std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListPlan<
 }
 
 template <class T>
-Segment<T> make_segment(const AttentionCall& call, const ListPlan<T>& plan, std::int64_t number,
+Segment<T> make_segment(const AttentionCall& call, const ListCall<T>& plan, std::int64_t number,
                         std::int64_t head, const ListPair<T>& pair) {
   const Item& item = call.item(number);
   Segment<T> segment;
@@ -30,7 +30,7 @@ Segment<T> make_segment(const AttentionCall& call, const ListPlan<T>& plan, std:
 }
 
 template <class T>
-RowGradients<T> list_row_gradients(const AttentionCall& call, const ListPlan<T>& plan,
+RowGradients<T> list_row_gradients(const AttentionCall& call, const ListCall<T>& plan,
                                    const ListGradients& gradients, const T* delta,
                                    std::int64_t item, std::int64_t head, const RowList& list) {
   const Span& span = call.item(item).q;
@@ -51,7 +51,7 @@ ListWorkspace<T>::ListWorkspace(Arena& arena, const AttentionCall& call)
       delta(arena.take<T>(call.B * call.H * call.N)) {}
 
 template <class T>
-void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const TensorView& out,
+void lists_forward(const AttentionCall& call, const ListCall<T>& plan, const TensorView& out,
                    const TensorView& lse, ListWorkspace<T>& workspace) {
   fill_padding(out, query_spans(call), 0);
   fill_padding(lse, query_spans(call), -std::numeric_limits<double>::infinity());
@@ -72,7 +72,7 @@ void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const Ten
 }
 
 template <class T>
-static void recompute_deltas(const AttentionCall& call, const ListPlan<T>& plan,
+static void recompute_deltas(const AttentionCall& call, const ListCall<T>& plan,
                              const ListGradients& gradients, ListWorkspace<T>& workspace) {
   const std::vector<RowTile> row_list = list_query_tiles(call, plan);
   for_tiles(row_list, workspace.tiles, [&](const RowTile& tile, Tiles<T>& tiles) {
@@ -89,7 +89,7 @@ static void recompute_deltas(const AttentionCall& call, const ListPlan<T>& plan,
 }
 
 template <class T>
-void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_deltas(const AttentionCall& call, const ListCall<T>& plan,
                   const ListGradients& gradients, ListWorkspace<T>& workspace) {
   if (dtype_bytes(gradients.out.dtype) == 2)
     return recompute_deltas(call, plan, gradients, workspace);
@@ -109,7 +109,7 @@ void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
 }
 
 template <class T>
-void lists_backward_queries(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward_queries(const AttentionCall& call, const ListCall<T>& plan,
                             const ListGradients& gradients, ListWorkspace<T>& workspace) {
   fill_padding(gradients.dq, query_spans(call), 0);
   const std::vector<RowTile> row_list = list_query_tiles(call, plan);
@@ -158,7 +158,7 @@ void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddK
 }
 
 template <class T>
-KeyLists key_lists(const AttentionCall& call, const ListPlan<T>& plan) {
+KeyLists key_lists(const AttentionCall& call, const ListCall<T>& plan) {
   const std::int64_t sharing = call.H / call.value_heads;
   return {plan.lists, [&plan, sharing](std::int64_t item, std::int64_t head, std::int64_t list) {
             return plan.pair(item, head * sharing, list).keys;
@@ -166,7 +166,7 @@ KeyLists key_lists(const AttentionCall& call, const ListPlan<T>& plan) {
 }
 
 template <class T>
-void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward_keys(const AttentionCall& call, const ListCall<T>& plan,
                          const ListGradients& gradients, ListWorkspace<T>& workspace) {
   const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& tiles) {
     const ListPair<T> pair = plan.pair(tile.item, head, tile.list);
@@ -179,7 +179,7 @@ void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
 }
 
 template <class T>
-void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward(const AttentionCall& call, const ListCall<T>& plan,
                     const ListGradients& gradients, ListWorkspace<T>& workspace) {
   lists_deltas(call, plan, gradients, workspace);
   const bool keys = gradients.dk.present() || gradients.dv.present();
@@ -191,25 +191,25 @@ void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
 }
 
 #define COTERIE_INSTANTIATE(T)                                                                 \
-  template Segment<T> make_segment(const AttentionCall&, const ListPlan<T>&, std::int64_t,     \
+  template Segment<T> make_segment(const AttentionCall&, const ListCall<T>&, std::int64_t,     \
                                    std::int64_t, const ListPair<T>&);                          \
-  template RowGradients<T> list_row_gradients(const AttentionCall&, const ListPlan<T>&,        \
+  template RowGradients<T> list_row_gradients(const AttentionCall&, const ListCall<T>&,        \
                                               const ListGradients&, const T*, std::int64_t,    \
                                               std::int64_t, const RowList&);                   \
-  template std::vector<RowTile> list_query_tiles(const AttentionCall&, const ListPlan<T>&);    \
-  template KeyLists key_lists(const AttentionCall&, const ListPlan<T>&);                       \
+  template std::vector<RowTile> list_query_tiles(const AttentionCall&, const ListCall<T>&);    \
+  template KeyLists key_lists(const AttentionCall&, const ListCall<T>&);                       \
   template void write_key_tiles(const AttentionCall&, const KeyLists&, const AddKeyTile<T>&,   \
                                 const TensorView&, const TensorView&, std::vector<Tiles<T>>&); \
   template struct ListWorkspace<T>;                                                            \
-  template void lists_forward(const AttentionCall&, const ListPlan<T>&, const TensorView&,     \
+  template void lists_forward(const AttentionCall&, const ListCall<T>&, const TensorView&,     \
                               const TensorView&, ListWorkspace<T>&);                           \
-  template void lists_deltas(const AttentionCall&, const ListPlan<T>&, const ListGradients&,   \
+  template void lists_deltas(const AttentionCall&, const ListCall<T>&, const ListGradients&,   \
                              ListWorkspace<T>&);                                               \
-  template void lists_backward_queries(const AttentionCall&, const ListPlan<T>&,               \
+  template void lists_backward_queries(const AttentionCall&, const ListCall<T>&,               \
                                        const ListGradients&, ListWorkspace<T>&);               \
-  template void lists_backward_keys(const AttentionCall&, const ListPlan<T>&,                  \
+  template void lists_backward_keys(const AttentionCall&, const ListCall<T>&,                  \
                                     const ListGradients&, ListWorkspace<T>&);                  \
-  template void lists_backward(const AttentionCall&, const ListPlan<T>&, const ListGradients&, \
+  template void lists_backward(const AttentionCall&, const ListCall<T>&, const ListGradients&, \
                                ListWorkspace<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

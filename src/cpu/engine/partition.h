@@ -24,7 +24,7 @@ struct ListPair {
 // The lists of a call: `lists` of them per (item, head). Lists of query heads that share a key head
 // have the same keys.
 template <class T>
-struct ListPlan {
+struct ListCall {
   std::int64_t lists = 1;
   std::function<ListPair<T>(std::int64_t item, std::int64_t head, std::int64_t list)> pair;
   T scale = 1;
@@ -37,7 +37,7 @@ struct ListPlan {
 };
 
 template <class T>
-Segment<T> make_segment(const AttentionCall& call, const ListPlan<T>& plan, std::int64_t item,
+Segment<T> make_segment(const AttentionCall& call, const ListCall<T>& plan, std::int64_t item,
                         std::int64_t head, const ListPair<T>& pair);
 
 template <class T>
@@ -51,7 +51,7 @@ struct ListWorkspace {
 // out (B, H, N, Dv) and lse (B, H, N); rows beyond an item's length get 0 and -inf, rows without
 // admissible keys too. Every row of an item is in a list.
 template <class T>
-void lists_forward(const AttentionCall& call, const ListPlan<T>& plan, const TensorView& out,
+void lists_forward(const AttentionCall& call, const ListCall<T>& plan, const TensorView& out,
                    const TensorView& lse, ListWorkspace<T>& workspace);
 
 struct ListGradients {
@@ -63,37 +63,37 @@ struct ListGradients {
 // was rounded to 16 bits, from the weights again. The rounding error would not cancel in
 // differences grad_out . v - delta that ought to be small.
 template <class T>
-void lists_deltas(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_deltas(const AttentionCall& call, const ListCall<T>& plan,
                   const ListGradients& gradients, ListWorkspace<T>& workspace);
 
 // The two halves of the backward pass, from workspace.delta. The key half needs lists that do not
 // share keys.
 template <class T>
-void lists_backward_queries(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward_queries(const AttentionCall& call, const ListCall<T>& plan,
                             const ListGradients& gradients, ListWorkspace<T>& workspace);
 template <class T>
-void lists_backward_keys(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward_keys(const AttentionCall& call, const ListCall<T>& plan,
                          const ListGradients& gradients, ListWorkspace<T>& workspace);
 
 // Both halves in one pass. Needs a dq of type T and no plan.finish_backward.
 template <class T>
-void lists_backward_together(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward_together(const AttentionCall& call, const ListCall<T>& plan,
                              const ListGradients& gradients, ListWorkspace<T>& workspace);
 
 // Deltas, then both halves.
 template <class T>
-void lists_backward(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward(const AttentionCall& call, const ListCall<T>& plan,
                     const ListGradients& gradients, ListWorkspace<T>& workspace);
 
 // What the backward pass of a list needs to know of its queries.
 template <class T>
-RowGradients<T> list_row_gradients(const AttentionCall& call, const ListPlan<T>& plan,
+RowGradients<T> list_row_gradients(const AttentionCall& call, const ListCall<T>& plan,
                                    const ListGradients& gradients, const T* delta,
                                    std::int64_t item, std::int64_t head, const RowList& list);
 
 // Tiles of the queries of all lists.
 template <class T>
-std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListPlan<T>& plan);
+std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListCall<T>& plan);
 
 // Key lists by key/value head: `lists` per (item, head), one of all keys unless `list` says
 // otherwise.
@@ -104,7 +104,7 @@ struct KeyLists {
 
 // The lists of a plan by key/value head; refers to the plan.
 template <class T>
-KeyLists key_lists(const AttentionCall& call, const ListPlan<T>& plan);
+KeyLists key_lists(const AttentionCall& call, const ListCall<T>& plan);
 
 // Adds to tiles.dk and tiles.dv what keys [tile.first, tile.first + tile.count) of a list get from
 // one query head.

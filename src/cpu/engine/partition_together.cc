@@ -16,12 +16,12 @@ namespace {
 template <class T>
 struct QueryTurns {
   const AttentionCall& call;
-  const ListPlan<T>& plan;
+  const ListCall<T>& plan;
   std::vector<std::int64_t> first_tile;  // of each (item, head, list)
   std::vector<Range> spans;              // in key tiles
   Turns turns;
 
-  QueryTurns(const AttentionCall& calling, const ListPlan<T>& planned,
+  QueryTurns(const AttentionCall& calling, const ListCall<T>& planned,
              const std::vector<RowTile>& row_list);
 
   std::size_t list_number(std::int64_t item, std::int64_t head, std::int64_t list) const {
@@ -32,7 +32,7 @@ struct QueryTurns {
 };
 
 template <class T>
-QueryTurns<T>::QueryTurns(const AttentionCall& calling, const ListPlan<T>& planned,
+QueryTurns<T>::QueryTurns(const AttentionCall& calling, const ListCall<T>& planned,
                           const std::vector<RowTile>& row_list)
     : call(calling), plan(planned), turns(static_cast<std::int64_t>(row_list.size())) {
   first_tile.assign(list_number(call.num_items(), 0, 0) + 1, 0);
@@ -77,7 +77,7 @@ void QueryTurns<T>::add(const RowTile& keys, std::int64_t head, const ListGradie
 }  // namespace
 
 template <class T>
-void lists_backward_together(const AttentionCall& call, const ListPlan<T>& plan,
+void lists_backward_together(const AttentionCall& call, const ListCall<T>& plan,
                              const ListGradients& gradients, ListWorkspace<T>& workspace) {
   fill_padding(gradients.dq, query_spans(call), 0);
   const std::vector<RowTile> row_list = list_query_tiles(call, plan);
@@ -95,7 +95,7 @@ void lists_backward_together(const AttentionCall& call, const ListPlan<T>& plan,
 }
 
 #define COTERIE_INSTANTIATE(T)                                                    \
-  template void lists_backward_together(const AttentionCall&, const ListPlan<T>&, \
+  template void lists_backward_together(const AttentionCall&, const ListCall<T>&, \
                                         const ListGradients&, ListWorkspace<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)

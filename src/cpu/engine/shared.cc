@@ -16,8 +16,8 @@ const std::int32_t* ClusterLists::key_row(std::int64_t item, std::int64_t head,
 }
 
 template <class T>
-ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists) {
-  ListPlan<T> plan;
+ListCall<T> shared_plan(const AttentionCall& call, const ClusterLists& lists) {
+  ListCall<T> plan;
   plan.lists = lists.clusters();
   plan.scale = static_cast<T>(call.scale);
   plan.pair = [&call, lists](std::int64_t number, std::int64_t head, std::int64_t cluster) {
@@ -50,7 +50,7 @@ KeySlots<T>::KeySlots(Arena& arena, const AttentionCall& call, std::int64_t clus
       dv(arena.take<T>(call.num_items() * call.H * clusters * width * padded(call.Dv))) {}
 
 template <class T>
-void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
+void shared_backward_slots(const AttentionCall& call, const ListCall<T>& plan,
                            const ClusterLists& lists, const ListGradients& gradients,
                            KeySlots<T>& slots, ListWorkspace<T>& workspace) {
   const auto length = [&](std::int64_t item, std::int64_t head, std::int64_t c) {
@@ -97,7 +97,7 @@ void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_
 }
 
 template <class T>
-void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const ClusterLists& lists,
+void shared_backward(const AttentionCall& call, const ListCall<T>& plan, const ClusterLists& lists,
                      const ListGradients& gradients, KeySlots<T>& slots,
                      ListWorkspace<T>& workspace) {
   lists_deltas(call, plan, gradients, workspace);
@@ -112,12 +112,12 @@ void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const C
 }
 
 #define COTERIE_INSTANTIATE(T)                                                                   \
-  template ListPlan<T> shared_plan(const AttentionCall&, const ClusterLists&);                   \
+  template ListCall<T> shared_plan(const AttentionCall&, const ClusterLists&);                   \
   template struct KeySlots<T>;                                                                   \
-  template void shared_backward_slots(const AttentionCall&, const ListPlan<T>&,                  \
+  template void shared_backward_slots(const AttentionCall&, const ListCall<T>&,                  \
                                       const ClusterLists&, const ListGradients&, KeySlots<T>&,   \
                                       ListWorkspace<T>&);                                        \
-  template void shared_backward(const AttentionCall&, const ListPlan<T>&, const ClusterLists&,   \
+  template void shared_backward(const AttentionCall&, const ListCall<T>&, const ClusterLists&,   \
                                 const ListGradients&, KeySlots<T>&, ListWorkspace<T>&);          \
   template void add_slots(const AttentionCall&, const ClusterLists&, std::int64_t, std::int64_t, \
                           std::int64_t, std::int64_t, const KeySlots<T>&, Tiles<T>&);

@@ -23,7 +23,7 @@ struct ClusterLists {
 
 // One list per cluster; with call.causal a query sees the listed keys that are not after it.
 template <class T>
-ListPlan<T> shared_plan(const AttentionCall& call, const ClusterLists& lists);
+ListCall<T> shared_plan(const AttentionCall& call, const ClusterLists& lists);
 
 // Key and value gradients of every (cluster, slot): items x H x C x width rows each.
 template <class T>
@@ -35,7 +35,7 @@ struct KeySlots {
 
 // Fills the slots, from workspace.delta.
 template <class T>
-void shared_backward_slots(const AttentionCall& call, const ListPlan<T>& plan,
+void shared_backward_slots(const AttentionCall& call, const ListCall<T>& plan,
                            const ClusterLists& lists, const ListGradients& gradients,
                            KeySlots<T>& slots, ListWorkspace<T>& workspace);
 
@@ -47,7 +47,7 @@ void add_slots(const AttentionCall& call, const ClusterLists& lists, std::int64_
 
 // The whole backward pass of attention over shared lists.
 template <class T>
-void shared_backward(const AttentionCall& call, const ListPlan<T>& plan, const ClusterLists& lists,
+void shared_backward(const AttentionCall& call, const ListCall<T>& plan, const ClusterLists& lists,
                      const ListGradients& gradients, KeySlots<T>& slots,
                      ListWorkspace<T>& workspace);
 

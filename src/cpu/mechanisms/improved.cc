@@ -78,7 +78,7 @@ void select_top_keys(const AttentionCall& call, const ClusterLists& lists,
 
 // out = mass * (attention over the top keys) + bottom.
 template <class T>
-void add_bottom(const AttentionCall& call, const CentroidTensors& tensors, ListPlan<T>& plan) {
+void add_bottom(const AttentionCall& call, const CentroidTensors& tensors, ListCall<T>& plan) {
   plan.finish = [&call, &tensors](const RowTile& tile, Tiles<T>& tiles) {
     const Kernels<T>& kernel = kernels<T>();
     const T mass = block_at<T>(tensors.mass, tile.item, tile.head)[tile.list];
@@ -94,7 +94,7 @@ void add_bottom(const AttentionCall& call, const CentroidTensors& tensors, ListP
 // is its attention over the top keys. u is recomputed: taking it from the stored output would
 // divide that output's rounding error by the mass.
 template <class T>
-void inner_products(const AttentionCall& call, const ListPlan<T>& plan,
+void inner_products(const AttentionCall& call, const ListCall<T>& plan,
                     const CentroidTensors& tensors, const ListGradients& gradients,
                     ImprovedWorkspace<T>& ws) {
   const std::vector<RowTile> row_list = list_query_tiles(call, plan);
@@ -138,7 +138,7 @@ void mass_gradients(const AttentionCall& call, const ClusterLists& lists, bool m
 // Adds the share of the mean's gradient to every member's.
 template <class T>
 void add_mean_gradient(const AttentionCall& call, std::int64_t clusters, const T* dmean,
-                       ListPlan<T>& plan) {
+                       ListCall<T>& plan) {
   plan.finish_backward = [&call, clusters, dmean](const RowTile& tile, Tiles<T>& tiles) {
     const std::int64_t row = (tile.item * call.H + tile.head) * clusters + tile.list;
     for (std::int64_t r = 0; r < tile.count; ++r)
@@ -151,7 +151,7 @@ void backward_exact(const ImprovedClusteredParams& params, const AttentionCall& 
                     const AttentionResult& result, const ListGradients& gradients,
                     ImprovedWorkspace<T>& ws) {
   const CentroidTensors tensors = centroid_tensors(result.saved);
-  ListPlan<T> plan = shared_plan<T>(call, tensors.lists);
+  ListCall<T> plan = shared_plan<T>(call, tensors.lists);
   inner_products(call, plan, tensors, gradients, ws);
   mass_gradients(call, tensors.lists, params.mass_grad, ws);
   plan.weight = ws.weight;
@@ -202,7 +202,7 @@ void attend(const ImprovedClusteredParams& params, const AttentionCall& call,
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ImprovedWorkspace<T> ws(arena, params, call);
-    ListPlan<T> plan = shared_plan<T>(call, lists);
+    ListCall<T> plan = shared_plan<T>(call, lists);
     if (leaking(params))
       return lists_forward(call, plan, result.out, result.saved[kLeakingLse], ws.lists);
     const CentroidTensors tensors = centroid_tensors(result.saved);

@@ -179,8 +179,8 @@ void lsh_find_alone(const LshParams& params, const AttentionCall& call, const Te
 }
 
 template <class T>
-ListPlan<T> LshParts<T>::plan(std::int64_t round, int part) const {
-  ListPlan<T> plan;
+ListCall<T> LshParts<T>::plan(std::int64_t round, int part) const {
+  ListCall<T> plan;
   plan.scale = static_cast<T>(call.scale);
   plan.pair = [=, this](std::int64_t number, std::int64_t head, std::int64_t) {
     const Span& span = call.item(number).q;

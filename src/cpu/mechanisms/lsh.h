@@ -41,7 +41,7 @@ struct LshParts {
   const std::uint8_t* alone;  // (B, H, N): the query meets no key but its own in any round
 
   int num_parts() const { return params.combine == LshCombine::lse ? 2 : 1; }
-  ListPlan<T> plan(std::int64_t round, int part) const;
+  ListCall<T> plan(std::int64_t round, int part) const;
 };
 
 // Fills LshParts::alone from the order.

@@ -35,7 +35,7 @@ void merge_part(T part_lse, const T* part, T& lse, T* sum, std::int64_t width) {
 }
 
 template <class T>
-void forward_part(LshForward<T>& pass, std::int64_t round, const ListPlan<T>& plan,
+void forward_part(LshForward<T>& pass, std::int64_t round, const ListCall<T>& plan,
                   const TensorView& lse) {
   const AttentionCall& call = pass.call;
   const auto count = [&](std::int64_t item, std::int64_t head) {
@@ -65,7 +65,7 @@ void forward(LshForward<T>& pass, const AttentionResult& result) {
   pass.prepare(order);
   pass.out.clear();
   std::fill_n(static_cast<T*>(lse.data), lse.count(), kNegInf<T>);
-  pass.for_parts(order, [&](std::int64_t round, const ListPlan<T>& plan) {
+  pass.for_parts(order, [&](std::int64_t round, const ListCall<T>& plan) {
     forward_part(pass, round, plan, lse);
   });
   pass.out.store(pass.call, pass.round_weight(), result.out);

@@ -114,15 +114,15 @@ void LshBackward<T>::run(const AttentionResult& result, const TensorView& grad_o
   for (TokenSums<T>* sums : {&dq, &dk, &dv}) sums->clear();
   const auto clear_deltas = [&] { std::fill_n(lists.delta, call.B * call.H * call.N, T(0)); };
   if (this->merges() && result.out.dtype == lse.dtype) {
-    lists_deltas(call, ListPlan<T>{}, {result.out, lse, grad_out, {}, {}, {}}, lists);
+    lists_deltas(call, ListCall<T>{}, {result.out, lse, grad_out, {}, {}, {}}, lists);
   } else if (this->merges()) {
     // Outputs that were rounded to half precision would spoil gradients that should be 0.
     clear_deltas();
-    this->for_parts(order, [&](std::int64_t round, const ListPlan<T>& plan) {
+    this->for_parts(order, [&](std::int64_t round, const ListCall<T>& plan) {
       add_deltas({round, plan, lse, grad_out});
     });
   }
-  this->for_parts(order, [&](std::int64_t round, const ListPlan<T>& plan) {
+  this->for_parts(order, [&](std::int64_t round, const ListCall<T>& plan) {
     const Part part{round, plan, lse, grad_out};
     if (!this->merges()) {  // a round is one part, and its output was not kept
       clear_deltas();

@@ -93,7 +93,7 @@ struct LshBackward : LshPass<T> {
   // One part of one round.
   struct Part {
     std::int64_t round;
-    const ListPlan<T>& plan;
+    const ListCall<T>& plan;
     const TensorView &lse, &grad_out;
   };
   RowGradients<T> rows(const Part& part, const Span& span, std::int64_t head,

@@ -137,8 +137,8 @@ void apply_mask(const AttentionCall& call, const Item& item, std::int64_t head, 
 }
 
 template <class T, class Params>
-ListPlan<T> make_plan(const Params& params, const AttentionCall& call) {
-  ListPlan<T> plan;
+ListCall<T> make_plan(const Params& params, const AttentionCall& call) {
+  ListCall<T> plan;
   plan.lists = num_lists(params, call);
   plan.scale = static_cast<T>(call.scale);
   plan.pair = [&](std::int64_t number, std::int64_t head, std::int64_t list) {
@@ -152,9 +152,9 @@ ListPlan<T> make_plan(const Params& params, const AttentionCall& call) {
 
 // Oracle-top attends over all keys with those outside the query's list taken out.
 template <class T>
-ListPlan<T> make_listed_plan(const OracleTopParams& params, const AttentionCall& call,
+ListCall<T> make_listed_plan(const OracleTopParams& params, const AttentionCall& call,
                              const TensorView& top_keys) {
-  ListPlan<T> plan = make_plan<T>(params, call);
+  ListCall<T> plan = make_plan<T>(params, call);
   const std::int64_t width = top_keys.size(3);
   const auto positional = plan.pair;
   plan.pair = [&call, top_keys, width, positional](std::int64_t number, std::int64_t head,
@@ -191,7 +191,7 @@ struct OracleWorkspace {
 template <class T>
 void select_top_keys(const OracleTopParams& params, const AttentionCall& call,
                      const TensorView& top_keys, OracleWorkspace<T>& workspace) {
-  const ListPlan<T> plan = make_plan<T>(params, call);
+  const ListCall<T> plan = make_plan<T>(params, call);
   fill_padding(top_keys, query_spans(call), -1);
   const std::int64_t tiles_per_head = (call.N + kQueryTile - 1) / kQueryTile;
   parallel_for(call.num_items() * call.H * tiles_per_head, [&](std::int64_t task, int worker) {

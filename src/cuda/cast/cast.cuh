@@ -37,7 +37,7 @@ inline ItemChunks token_tiles(const CastShape& shape, int rows) {
 
 // Dense rows (count, width) as the loaders take them.
 template <class T>
-__device__ __forceinline__ Rows<const T> dense_rows(const T* data, int width) {
+__device__ __forceinline__ Rows<T> dense_rows(T* data, int width) {
   return {data, width, width,
           (reinterpret_cast<std::uintptr_t>(data) | width * sizeof(T)) % 16 == 0};
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// CAST: the order of its stages in the forward pass. The attention inside clusters is that of lists
-// (lists/lists.h).
+// CAST: its shape, its plan, and the order of its stages in the forward pass:
+//   select: affinities or scores of tokens and clusters, then the members of every cluster.
+//   attend: slots of tokens, summaries of clusters, attention inside clusters (lists/lists.h), mix.
 #include <algorithm>
+#include <cstddef>
 
 #include "cuda/api/pass.h"
 #include "cuda/api/refusal.h"
-#include "cuda/cast/pass.h"
+#include "cuda/cast/stages.h"
 #include "cuda/cluster/clustering.h"
-#include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
-#include "cuda/prim/dependent.cuh"
 
 namespace coterie::cuda {
 
@@ -38,6 +38,54 @@ CastShape cast_shape(const CastParams& params, const AttentionCall& call,
   return shape;
 }
 
+CastPlan::CastPlan(const CastShape& shape, const AttentionCall& call)
+    : key_slot_heads(static_cast<int>(shape.list_heads > 1 ? call.H : call.value_heads)),
+      member_tiles(1) {
+  constexpr int kBlock = 64;  // clusters of a block
+  const std::int64_t groups = (shape.clusters + kBlock - 1) / kBlock, tokens = max(shape.N, 1);
+  parts = key_chunks(call, shape.H, multiprocessors());
+  chunks = key_chunks(call, groups * shape.H, 2 * multiprocessors());
+  // As many runs as keep the device busy with clusters.
+  const std::int64_t blocks = max(shape.items * shape.H * groups, std::int64_t{1});
+  const std::int64_t wanted = (2 * multiprocessors() + blocks - 1) / blocks;
+  mix_chunk =
+      static_cast<int>((max((tokens + wanted - 1) / wanted, std::int64_t{256}) + 127) / 128 * 128);
+  mix_runs = static_cast<int>((tokens + mix_chunk - 1) / mix_chunk);
+}
+
+namespace {
+
+// Rows that are copied and written 16 bytes at a time, bytes between them counted in 32 bits.
+bool aligned(const TensorView& rows) { return !rows.present() || tensor4<const F16>(rows).aligned; }
+bool near(const TensorView& rows) {
+  return rows.stride(2) >= 0 && rows.stride(2) < std::int64_t{1} << 30;
+}
+
+}  // namespace
+
+void CastPlan::choose_forward(const CastShape& shape, const AttentionCall& call,
+                              const TensorView& out) {
+  warpgroups = on_hopper() && call.inputs.q.dtype != DType::f32 && !shape.laplace &&
+               aligned(call.inputs.q) && aligned(out) && near(call.inputs.q) && near(out) &&
+               cast_mix_fits_sm90a(shape);
+}
+
+void CastPlan::choose_backward(const CastShape& shape, const AttentionCall& call,
+                               const TensorView& grad_out, const AttentionGradients& to) {
+  warpgroups = on_hopper() && call.inputs.q.dtype != DType::f32 && !shape.laplace &&
+               aligned(call.inputs.q) && aligned(grad_out) && aligned(to.dq);
+  // Sums over slots of query heads take one list for all.
+  resident = warpgroups && shape.width <= kCastResident && shape.D <= 64 &&
+             (shape.group == 1 || shape.list_heads == 1) && aligned(call.k) &&
+             aligned(call.inputs.v) && aligned(to.dk) && aligned(to.dv) && near(call.inputs.q) &&
+             near(call.k) && near(call.inputs.v) && near(grad_out);
+  if (!resident) return;
+  key_slot_heads = shape.H;
+  member_tiles = (shape.width + 63) / 64;
+}
+
+namespace {
+
 CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& saved) {
   const auto data = [&](std::size_t t) { return static_cast<float*>(saved[t].data); };
   CastSaved tensors;
@@ -53,73 +101,6 @@ CastSaved cast_saved(const CastParams& params, const std::vector<TensorView>& sa
   tensors.combine_lse = data(4);
   return tensors;
 }
-
-namespace {
-
-template <class T>
-__global__ void repeat_heads_kernel(Tensor4<const T> from, T* to, int batches, int group) {
-  await_previous();
-  const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
-  for (int batch = blockIdx.z; batch < batches; batch += gridDim.z) {
-    const T* source = from.rows(batch, head / group, row).data;
-    T* target =
-        to + ((static_cast<std::int64_t>(batch) * gridDim.y + head) * gridDim.x + row) * from.width;
-    for (int d = threadIdx.x; d < from.width; d += blockDim.x) target[d] = source[d];
-  }
-}
-
-// A copy with every head `group` times.
-TensorView repeat_heads(const AttentionCall& call, const TensorView& from, Arena& arena,
-                        cudaStream_t stream) {
-  TensorView copy;
-  dispatch_element(call.op, from.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    T* to = arena.take<T>(call.B * call.H * call.S * from.size(3));
-    copy = TensorView::contiguous(to, from.dtype, {call.B, call.H, call.S, from.size(3)},
-                                  Device::cuda);
-    if (arena.counting() || copy.count() == 0) return;
-    launch_early("cast heads", repeat_heads_kernel<T>,
-                 dim3(static_cast<unsigned>(call.S), static_cast<unsigned>(call.H),
-                      static_cast<unsigned>(std::min(call.B, kMaxBlocks))),
-                 64, 0, stream, tensor4<const T>(from), to, static_cast<int>(call.B),
-                 static_cast<int>(call.H / from.size(1)));
-  });
-  return copy;
-}
-
-}  // namespace
-
-CastInner cast_inner_lists(const CastShape& shape, const AttentionCall& call, Arena& arena,
-                           cudaStream_t stream) {
-  CastInner inner{call, {}};
-  inner.call.inputs.k_sequences = call.inputs.q_sequences;
-  if (shape.list_heads > 1 && shape.group > 1) {
-    inner.call.k = inner.call.inputs.k = repeat_heads(call, call.k, arena, stream);
-    inner.call.inputs.v = repeat_heads(call, call.inputs.v, arena, stream);
-    inner.call.key_heads = inner.call.value_heads = call.H;
-  }
-  ListSide side;
-  side.layout = ListLayout::members;
-  side.index = shape.members;
-  side.index_heads = shape.list_heads;
-  side.width = shape.width;
-  inner.plan.lists = shape.clusters;
-  inner.plan.queries = inner.plan.keys = side;
-  inner.plan.weighting = shape.laplace ? ListWeighting::laplace : ListWeighting::softmax;
-  inner.plan.scale = shape.scale;
-  return inner;
-}
-
-TokenSlots cast_token_slots(const CastShape& shape, const AttentionCall& call, Arena& arena,
-                            cudaStream_t stream) {
-  const TokenSlots slots = make_token_slots(
-      arena, call.inputs.q_sequences, call.B, call.N, shape.list_heads, shape.members,
-      static_cast<std::int64_t>(shape.clusters) * shape.width, 0, shape.clusters);
-  find_token_slots(slots, call.B, arena, stream);
-  return slots;
-}
-
-namespace {
 
 class CastPass : public Pass {
  public:
@@ -159,44 +140,38 @@ class CastPass : public Pass {
   void backward(const AttentionResult& result, const TensorView& grad_out,
                 const AttentionGradients& gradients, const Workspace& workspace) const override {
     Arena arena = take_workspace(workspace);
-    cast_backward(params_, call_, result, grad_out, gradients, arena, stream_of(workspace));
+    cast_backward(params_, call_, cast_saved(params_, result.saved), grad_out, gradients, arena,
+                  stream_of(workspace));
   }
 
  private:
-  // Inner outputs, of the inputs' type.
-  void* take_inner(const CastShape& shape, Arena& arena) const {
-    const std::int64_t count = shape.slots() * shape.D;
-    if (call_.inputs.q.dtype == DType::f32) return arena.take<float>(count);
-    return arena.take<std::uint16_t>(count);
-  }
-
   // An arena that only counts launches nothing.
   void attend_into(const AttentionResult& result, Arena& arena, cudaStream_t stream) const {
     CastForward pass{};
     pass.saved = cast_saved(params_, result.saved);
     pass.out = result.out;
     const CastShape shape = cast_shape(params_, call_, pass.saved.members);
-    void* inner_out = take_inner(shape, arena);
+    CastPlan plan(shape, call_);
     const std::int64_t table = call_.H * params_.clusters * call_.Dk;
-    std::uint16_t* rounded = nullptr;
-    if (call_.inputs.q.dtype != DType::f32)
-      rounded = arena.take<std::uint16_t>(table * (1 + call_.num_items()));
+    const std::int64_t each = call_.inputs.q.dtype == DType::f32 ? 4 : 2;
+    pass.inner = arena.take<std::byte>(shape.slots() * shape.D * each);
+    auto* rounded = arena.take<std::uint16_t>(table * (1 + call_.num_items()));
+    if (!arena.counting()) plan.choose_forward(shape, call_, pass.out);
+    pass.surrogates = rounded;
+    pass.summaries = rounded + table;
     pass.slots = cast_token_slots(shape, call_, arena, stream);
-    if (!arena.counting()) cast_summaries(shape, call_, pass.saved, rounded, stream);
-    pass.surrogates = shape.surrogates;
-    pass.summaries = pass.saved.summary;
-    if (rounded) {
-      pass.surrogates = rounded;
-      pass.summaries = rounded + table;
+    if (!arena.counting())
+      cast_summaries(shape, call_, pass.saved, plan.warpgroups ? rounded : nullptr, stream);
+    const CastLists inner = cast_inner_lists(shape, call_, arena, stream);
+    if (!arena.counting()) {
+      ListOutputs outputs;
+      outputs.slot_rows = pass.inner;
+      outputs.lse = pass.saved.member_lse;
+      lists_forward(inner.call, inner.plan, outputs, stream);
+      if (plan.warpgroups) return cast_mix_sm90a(shape, call_, pass, stream);
     }
-    pass.inner = inner_out;
-    const CastInner inner = cast_inner_lists(shape, call_, arena, stream);
-    if (arena.counting()) return;
-    ListOutputs outputs;
-    outputs.slot_rows = inner_out;
-    outputs.lse = pass.saved.member_lse;
-    lists_forward(inner.call, inner.plan, outputs, stream);
-    cast_mix(shape, call_, pass, stream);
+    const CastLists mix = cast_mix_lists(shape, plan, call_, pass.saved, arena, stream);
+    if (!arena.counting()) cast_mix(shape, call_, mix, pass, stream);
   }
 
   const CastParams& params_;

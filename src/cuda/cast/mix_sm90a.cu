@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: MIT
-// CAST's mix on Hopper's warpgroup products. A block keeps the surrogates and summaries of an
-// (item, head) in shared memory. Its warpgroups take tiles of 64 tokens in turn, which they load
-// themselves (mix_sm90a.cu). The weights of a token's own clusters are taken out of the
-// softmax's before these are multiplied with the summaries, and multiply the inner outputs.
+// CAST's mix on Hopper's warpgroup products: with alpha the softmax over clusters of a token,
+//   out_i = sum over other clusters of alpha_ic summary_c + sum over its slots of alpha_ic
+//   inner_slot.
+// The weights of a token's own clusters are taken out of the softmax's before these are multiplied
+// with the summaries, and multiply the inner outputs.
+//
+// Grid: one block on a multiprocessor takes runs of tiles of one (item, head), whose surrogates and
+// summaries stay in shared memory. Its one to three warpgroups take tiles of 64 tokens in turn; a
+// warp loads the queries of 16 tokens and the inner outputs of their slots, of this tile and the
+// next, by itself. Shared memory: up to 227 KiB (MixMemory).
+// Preconditions: Hopper, 16-bit types, softmax, aligned rows, all clusters of a head in shared
+// memory (cast_mix_fits_sm90a). Else cast_mix in lists.cu.
 #include <cstdint>
 
+#include "cuda/api/padding.h"
 #include "cuda/cast/cast.cuh"
-#include "cuda/cast/mix.h"
 #include "cuda/cast/rows.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
@@ -17,15 +25,18 @@
 namespace coterie::cuda {
 namespace {
 
-// A warpgroup's part of CAST's mix (mix_sm90a.cu): the slots of its tokens, the outputs, and
-// the walk over tiles.
-
-// 64 tokens against all clusters in CAST's mix (mix_sm90a.cu): the softmax, whose weights for
-// a token's own clusters are kept, and the sum of all others times their summaries.
-
-// What CAST's mix has in shared memory (mix_sm90a.cu): the clusters of an (item, head), and
-// for each warp the queries of 16 tokens and the inner outputs of their slots, of this tile and the
-// next. The slots of neighbouring tokens lie side by side.
+template <class T>
+struct MixArgs {
+  CastShape shape;
+  TokenSlots slots;
+  ItemChunks tiles;
+  Tensor4<const T> q;
+  Tensor4<T> out;
+  const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
+  const T* inner;                   // (slots, D)
+  const float* summary_lse;         // (items, H, C), or null
+  float* lse;                       // (B, H, N), or null
+};
 
 constexpr int kMixRows = 64;  // tokens of a tile, clusters of a tile
 
@@ -46,7 +57,9 @@ struct MixMemory {
     return tiles * (2 * kTile + 8) + groups * kGroup + kPointers;
   }
   // How many warpgroups have room.
-  static int groups(int tiles) { return min((227 * 1024 - bytes(tiles, 0)) / kGroup, kMost); }
+  static int groups(int tiles) {
+    return min((device_limits().shared_per_block - bytes(tiles, 0)) / kGroup, kMost);
+  }
 
   std::uint32_t base, group, own;  // of the block, of the warpgroup, of the warp
   int tiles;
@@ -211,7 +224,7 @@ struct MixLoader {
 
 // The tokens of a warpgroup, by warps of 16; a thread has two rows.
 template <class T, int kDim>
-struct MixClusters {
+struct MixTokens {
   using Memory = MixMemory<T, kDim>;
   using Loader = MixLoader<T, kDim>;
   const MixArgs<T>& args;
@@ -228,7 +241,7 @@ struct MixClusters {
   int slot_row, slot_cluster;
   float slot_weight;
 
-  __device__ MixClusters(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
+  __device__ MixTokens(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
       : args(all),
         memory(shared),
         loader(all, shared, run),
@@ -393,25 +406,6 @@ struct MixClusters {
   __device__ static std::uint32_t row_chunk(std::uint32_t tile, int row, int chunk) {
     return Tile<T, 64>{tile + chunk / 8 * (kRows * 128)}.chunk(row, chunk % 8);
   }
-};
-
-template <class T, int kDim>
-struct MixTokens : MixClusters<T, kDim> {
-  using Base = MixClusters<T, kDim>;
-  using Base::args;
-  using Base::lane;
-  using Base::loader;
-  using Base::memory;
-  using Base::out;
-  using Base::queries;
-  using Base::slot_row;
-  using Base::slot_weight;
-  using Base::softmax;
-  using typename Base::Loader;
-  using typename Base::Memory;
-
-  __device__ MixTokens(const MixArgs<T>& all, const Memory& shared, const MixRun& run)
-      : Base(all, shared, run) {}
 
   // Weights of 16 slots as a left factor, one in each column; lane i has weight and row of slot
   // i % 16.
@@ -457,8 +451,7 @@ struct MixTokens : MixClusters<T, kDim> {
       const FragmentA<T> weights = spread(weight, __shfl_sync(~0u, slot_row, from));
       add_rows(weights, [&](int d) {
         FragmentB<T> b;
-        ldmatrix_x4_trans(
-            b.r, Base::template row_chunk<Memory::kSlots>(memory.inner(), last, 2 * d + lane / 16));
+        ldmatrix_x4_trans(b.r, row_chunk<Memory::kSlots>(memory.inner(), last, 2 * d + lane / 16));
         return b;
       });
     }
@@ -473,10 +466,8 @@ struct MixTokens : MixClusters<T, kDim> {
     for (int d = 0; d < kDim / 16; ++d) {
       FragmentA<T> a;
       std::uint32_t s[4];
-      ldmatrix_x4(a.r, Base::template row_chunk<kMixRows>(queries, loader.warp_row + row,
-                                                          2 * d + lane / 16));
-      ldmatrix_x4(s,
-                  Base::template row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
+      ldmatrix_x4(a.r, row_chunk<kMixRows>(queries, loader.warp_row + row, 2 * d + lane / 16));
+      ldmatrix_x4(s, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
       const FragmentB<T> b{{s[0], s[2], s[1], s[3]}};
       multiply_add(product, a, b);
     }
@@ -486,8 +477,8 @@ struct MixTokens : MixClusters<T, kDim> {
     const float low = __shfl_sync(~0u, odd ? product[0][1] : product[0][0], from);
     const float high = __shfl_sync(~0u, odd ? product[1][3] : product[1][2], from);
     const float shifts[2] = {softmax[0].shift, softmax[1].shift};
-    return exp2_approximate(fmaf(lane % 16 < 8 ? low : high, __shfl_sync(~0u, this->factor, row),
-                                 -Base::of_row(shifts, row)));
+    return exp2_approximate(
+        fmaf(lane % 16 < 8 ? low : high, __shfl_sync(~0u, factor, row), -of_row(shifts, row)));
   }
   // Slots that have no room, straight from memory; their clusters' summaries are in the sums.
   __device__ __forceinline__ void sum_rest(const typename Loader::Range& range, int slot) {
@@ -525,8 +516,7 @@ struct MixTokens : MixClusters<T, kDim> {
       const std::uint32_t table = memory.clusters(cluster / kMixRows, 1);
       add_rows(weights, [&](int d) {
         FragmentB<T> b;
-        ldmatrix_x4_trans(
-            b.r, Base::template row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
+        ldmatrix_x4_trans(b.r, row_chunk<kMixRows>(table, cluster % kMixRows, 2 * d + lane / 16));
         return b;
       });
     }
@@ -551,7 +541,7 @@ struct MixTokens : MixClusters<T, kDim> {
       const float* eight = out[d / 4] + d % 4 * 8;
       const std::uint32_t words[4] = {pack2<T>(eight[0], eight[1]), pack2<T>(eight[2], eight[3]),
                                       pack2<T>(eight[4], eight[5]), pack2<T>(eight[6], eight[7])};
-      this->store_matrices(queries, loader.warp_row, 2 * d, words);
+      store_matrices(queries, loader.warp_row, 2 * d, words);
     }
     __syncwarp();
     uint4 words[kDim / 16];
@@ -597,7 +587,7 @@ struct MixTokens : MixClusters<T, kDim> {
       loader.copy_inner(range.count, entry);
       if (Memory::kQueries == 2) loader.copy_queries(turn + 1, tile + step);
       slot_row = token % 16;
-      this->begin(turn, gate, lane < min(range.count, Memory::kSlots) ? entry : -1);
+      begin(turn, gate, lane < min(range.count, Memory::kSlots) ? entry : -1);
       const typename Loader::Range own = range;
       range = next;
       entry = next_entry;
@@ -606,7 +596,7 @@ struct MixTokens : MixClusters<T, kDim> {
       next = loader.range(bounds);
       next_entry = loader.fetch_entry(next, lane);
       bounds = loader.fetch_bounds(tile + 3 * step);
-      this->sum_clusters();
+      sum_clusters();
       cp_async_wait<Memory::kQueries - 1>();
       __syncwarp();
       sum_slots(own);
@@ -707,28 +697,37 @@ void launch(const MixArgs<T>& args, cudaStream_t stream) {
 
 }  // namespace
 
-template <class T>
-bool mix_suits_sm90a(const MixArgs<T>& args) {
-  const int tiles = (args.shape.clusters + kMixRows - 1) / kMixRows;
-  const int groups =
-      args.shape.D > 64 ? MixMemory<T, 128>::groups(tiles) : MixMemory<T, 64>::groups(tiles);
-  // Bytes between rows are counted in 32 bits.
-  const auto close = [](std::int64_t pitch) { return pitch >= 0 && pitch < 1ll << 30; };
-  return !args.shape.laplace && args.q.aligned && args.out.aligned && close(args.q.row) &&
-         close(args.out.row) && groups > 0;
+bool cast_mix_fits_sm90a(const CastShape& shape) {
+  const int tiles = (shape.clusters + kMixRows - 1) / kMixRows;
+  return (shape.D > 64 ? MixMemory<Bf16, 128>::groups(tiles) : MixMemory<Bf16, 64>::groups(tiles)) >
+         0;
 }
 
-template <class T>
-void mix_sm90a(MixArgs<T> args, cudaStream_t stream) {
-  args.tiles = token_tiles(args.shape, kMixRows);
-  if (args.tiles.slots == 0) return;
-  dispatch_head_dim("cast", args.shape.D,
-                    [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
+void cast_mix_sm90a(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
+                    cudaStream_t stream) {
+  const auto run = [&](auto tag) {
+    using T = decltype(tag);
+    const MixArgs<T> args{shape,
+                          pass.slots,
+                          token_tiles(shape, kMixRows),
+                          tensor4<const T>(call.inputs.q),
+                          tensor4<T>(pass.out),
+                          static_cast<const T*>(pass.surrogates),
+                          static_cast<const T*>(pass.summaries),
+                          static_cast<const T*>(pass.inner),
+                          pass.saved.summary_lse,
+                          pass.saved.combine_lse};
+    if (args.tiles.slots == 0) return;
+    dispatch_head_dim(call.op, call.Dk,
+                      [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
+  };
+  if (call.inputs.q.dtype == DType::bf16)
+    run(Bf16{});
+  else
+    run(F16{});
+  zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), stream);
+  fill_padding(pass.saved.combine_lse, call.B, call.H, call.N, call.inputs.q_sequences,
+               call.num_items(), -INFINITY, stream);
 }
-
-template bool mix_suits_sm90a(const MixArgs<Bf16>&);
-template bool mix_suits_sm90a(const MixArgs<F16>&);
-template void mix_sm90a(MixArgs<Bf16>, cudaStream_t);
-template void mix_sm90a(MixArgs<F16>, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
                      const __grid_constant__ CastBackward pass, ItemChunks tiles) {
   constexpr int kNear = 4;
   release_next();
-  if (!pass.resident) await_writes();
+  if (!pass.plan.resident) await_writes();
   const ItemChunk tile = tiles.find(shape.tokens, static_cast<int>(blockIdx.x));
   const int head = static_cast<int>(blockIdx.y), list_head = shape.list_head(head);
   const int token = tile.begin + static_cast<int>(threadIdx.x);
@@ -63,7 +63,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int e = 0; e < kNear; ++e) fact.z += e < count ? excess[near[e]] : 0.0f;
   for (int e = kNear; e < count; ++e) fact.z += excess[entries[e]];
-  if (there) pass.facts[place] = fact;
+  if (!there) return;
+  pass.facts[place] = fact;
+  if (!pass.plan.warpgroups && !shape.laplace) pass.delta[place] += fact.z;
 }
 
 // `lanes` threads per token, a power of two up to 32: the gradients of its gate by the heads' rows
@@ -125,9 +127,10 @@ __device__ __forceinline__ void fold_surrogates(const CastShape& shape, const Ca
   for (int item = 0; item < shape.items; ++item) {
     const int number = item * heads + cluster;
     sum += MixParts(shape, pass, number, 0).sum(column);
-    const float* keys =
-        pass.key_parts + static_cast<std::int64_t>(number) * shape.D * pass.member_tiles + column;
-    for (int tile = 0; tile < pass.member_tiles; ++tile) sum += keys[tile * shape.D];
+    const float* keys = pass.key_parts +
+                        static_cast<std::int64_t>(number) * shape.D * pass.plan.member_tiles +
+                        column;
+    for (int tile = 0; tile < pass.plan.member_tiles; ++tile) sum += keys[tile * shape.D];
   }
   static_cast<float*>(pass.gradients.dcentroids.data)[i] = sum;
 }

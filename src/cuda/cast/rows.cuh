@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/cast/cast.cuh"
+#include "cuda/prim/row_lanes.cuh"
 
 namespace coterie::cuda {
 
@@ -15,20 +16,24 @@ constexpr int power_of_two(int value) {
   return power;
 }
 
-// kLanes lanes hold a row of up to kDim elements, 16 bytes each: RowLanes (prim/row_lanes.cuh) for
-// CAST, where rows of a warp may be added up apart from each other, come from shared memory or as
-// they lie, and leave in other types.
+// RowLanes (prim/row_lanes.cuh) where rows of a warp may be added up apart from each other and come
+// as they lie.
 template <class T, int kDim>
-struct CastLanes {
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-  static constexpr int kLanes = power_of_two(kDim / kVector);
-  static_assert(kLanes <= 32, "a row in a warp");
+struct CastLanes : RowLanes<T, kDim> {
+  using Base = RowLanes<T, kDim>;
+  using Base::column;
+  using Base::kLanes;
+  using Base::kVector;
 
   struct Floats {
     float value[kVector];
     __device__ void scale(float factor) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) value[i] *= factor;
+    }
+    __device__ void round() {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) value[i] = to_float(from_float<T>(value[i]));
     }
   };
   int lane, group;  // of the row; rows go to groups in turn
@@ -38,16 +43,14 @@ struct CastLanes {
         group(static_cast<int>(threadIdx.x) / kLanes) {}
 
   __device__ bool first() const { return lane == 0; }
-  __device__ int column() const { return lane * kVector; }
-
-  __device__ Floats load(const Rows<const T>& rows, std::int64_t row) const {
-    return to_floats(fetch(rows, row));
+  // The number of this group's row where a grid has one per group.
+  __device__ std::int64_t row_of_grid() const {
+    return (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   }
-  // The 16 bytes of this lane, zeros beyond the row.
-  __device__ uint4 fetch(const Rows<const T>& rows, std::int64_t row) const {
-    if (column() >= rows.width) return make_uint4(0, 0, 0, 0);
-    return rows.aligned ? *reinterpret_cast<const uint4*>(rows.row(row) + column())
-                        : load_chunk(rows.row(row), column(), rows.width);
+  __device__ static Floats load(const Rows<const T>& rows, std::int64_t row) {
+    Floats floats;
+    Base::load(rows, row, true, floats.value);
+    return floats;
   }
   __device__ static Floats to_floats(const uint4& words) {
     const T* elements = reinterpret_cast<const T*>(&words);
@@ -56,28 +59,11 @@ struct CastLanes {
     for (int i = 0; i < kVector; ++i) floats.value[i] = to_float(elements[i]);
     return floats;
   }
-  // The 16 bytes of this lane in shared memory.
-  __device__ Floats load_shared(std::uint32_t address) const {
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (column() < kDim)
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "r"(address));
-    return to_floats(words);
-  }
-  __device__ Floats load_floats(const float* row, int width) const {
+  // Of floats that may lie anywhere.
+  __device__ static Floats load_floats(const float* row, int width) {
     Floats floats;
-    if (((reinterpret_cast<std::uintptr_t>(row) | width * sizeof(float)) & 15) == 0) {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 4) {
-        const float4 four = column() + i < width
-                                ? *reinterpret_cast<const float4*>(row + column() + i)
-                                : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        floats.value[i] = four.x;
-        floats.value[i + 1] = four.y;
-        floats.value[i + 2] = four.z;
-        floats.value[i + 3] = four.w;
-      }
+    if (reinterpret_cast<std::uintptr_t>(row) % 16 == 0) {
+      Base::load_floats(row, width, floats.value);
       return floats;
     }
 #pragma unroll
@@ -85,28 +71,17 @@ struct CastLanes {
       floats.value[i] = column() + i < width ? row[column() + i] : 0.0f;
     return floats;
   }
-  template <class U>
-  __device__ void store(const Rows<U>& rows, std::int64_t row, const Floats& floats) const {
-    if (rows.aligned) {
-      struct alignas(kVector * sizeof(U)) Vector {
-        U element[kVector];
-      } vector;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) vector.element[i] = from_float<U>(floats.value[i]);
-      if (column() < rows.width) *reinterpret_cast<Vector*>(rows.row(row) + column()) = vector;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      if (column() + i < rows.width) rows.row(row)[column() + i] = from_float<U>(floats.value[i]);
+  __device__ static void store(const Rows<T>& rows, std::int64_t row, const Floats& floats) {
+    Base::store(rows, row, floats.value);
   }
 
   // Over the lanes of the row, which call it together.
-  __device__ float dot(const Floats& a, const Floats& b) const {
+  __device__ static float dot(const Floats& a, const Floats& b) {
+    constexpr unsigned kRow = kLanes == 32 ? ~0u : (1u << (kLanes % 32)) - 1;
+    const unsigned mask = kRow << (threadIdx.x % 32 / kLanes * kLanes);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum = fmaf(a.value[i], b.value[i], sum);
-    const unsigned mask = row_mask();
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(mask, sum, step);
     return sum;
@@ -118,23 +93,15 @@ struct CastLanes {
 
   // The sums of a warp's groups, to sums[warp].
   template <int kWarps>
-  __device__ void fold(Floats& sum, float (&sums)[kWarps][kDim]) const {
+  __device__ static void fold(Floats& sum, float (&sums)[kWarps][kDim]) {
 #pragma unroll
     for (int step = kLanes; step < 32; step *= 2)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum.value[i] += __shfl_xor_sync(~0u, sum.value[i], step);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
     if (static_cast<int>(threadIdx.x) % 32 < kLanes)
 #pragma unroll
-      for (int i = 0; i < kVector; ++i)
-        if (column() + i < kDim) sums[warp][column() + i] = sum.value[i];
+      for (int i = 0; i < kVector; ++i) sums[threadIdx.x / 32][column() + i] = sum.value[i];
     __syncthreads();
-  }
-
- private:
-  __device__ static unsigned row_mask() {
-    if constexpr (kLanes == 32) return ~0u;
-    return ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
   }
 };
 

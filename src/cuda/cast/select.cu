@@ -219,12 +219,35 @@ __global__ void norms_kernel(CastScores scores, const float2* partials, float2* 
   norms[number] = make_float2(lse[0] + softplus(-gate), lse[1] + softplus(gate));
 }
 
+template <class T>
+__global__ void round_kernel(const float* from, T* to, std::int64_t count) {
+  await_previous();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = from_float<T>(from[i]);
+}
+
+// Rows of floats as rows of the inputs' type; the memory itself where that is float.
+const void* round_rows(DType dtype, const float* from, std::int64_t count, Arena& arena,
+                       cudaStream_t stream) {
+  if (dtype == DType::f32) return from;
+  void* to = arena.take<std::uint16_t>(count);
+  if (arena.counting() || count == 0) return to;
+  constexpr int kThreads = 256;
+  const dim3 grid(static_cast<unsigned>((count + kThreads - 1) / kThreads));
+  dispatch_element("cast", dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_early("cast rounding", round_kernel<T>, grid, kThreads, 0, stream, from,
+                 static_cast<T*>(to), count);
+  });
+  return to;
+}
+
 // How affinities or scores are kept: `stored` units at a time.
-struct SelectPlan {
+struct CastSelectPlan {
   bool scored;  // scores only
   int blocks, units, stored;
 
-  SelectPlan(const CastParams& params, const AttentionCall& call, const CastShape& shape)
+  CastSelectPlan(const CastParams& params, const AttentionCall& call, const CastShape& shape)
       : scored(call.inputs.q.dtype != DType::f32 && !shape.laplace &&
                shape.clusters <= kMostScored && on_hopper()),
         blocks((shape.clusters + kUnitClusters - 1) / kUnitClusters),
@@ -245,7 +268,7 @@ struct SelectPlan {
 void cast_select(const CastParams& params, const AttentionCall& call, std::int32_t* members,
                  Arena& arena, cudaStream_t stream) {
   const CastShape shape = cast_shape(params, call, members);
-  const SelectPlan plan(params, call, shape);
+  const CastSelectPlan plan(params, call, shape);
   const std::int64_t rows = call.B * call.N;
   const bool norms_wanted = !plan.scored, softmax = !shape.laplace;
   float* affinities = arena.take<float>(plan.sides() * static_cast<std::int64_t>(plan.stored) *
@@ -256,8 +279,8 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   void* table = plan.scored ? arena.take<std::uint16_t>(call.H * kMostScored * 128) : nullptr;
   const void* surrogates = plan.scored
                                ? nullptr
-                               : cast_rounded(call.inputs.q.dtype, shape.surrogates,
-                                              call.H * params.clusters * call.Dk, arena, stream);
+                               : round_rows(call.inputs.q.dtype, shape.surrogates,
+                                            call.H * params.clusters * call.Dk, arena, stream);
   const bool single = params.mode == CastMode::single;
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);

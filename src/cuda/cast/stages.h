@@ -1,19 +1,24 @@
 // SPDX-License-Identifier: MIT
-// CAST on the GPU, as cpu/mechanisms/cast.h describes it: the mechanism's shape and its stages.
-// Slots are places in the members of a head: (items, H, C, w).
+// CAST on the GPU, as cpu/mechanisms/cast.h describes it: the mechanism's shape, its plan and its
+// stages. Slots are places in the members of a head: (items, H, C, w).
 //
-// What a token takes from the clusters is computed for all of them as if it were in none; slots
-// then add the difference that membership makes.
+// What a token takes from the clusters (the mix) is computed for all of them as if it were in none;
+// slots then add the difference that membership makes. Mix and attention inside clusters have
+// kernels for Hopper (*_sm90a.cu), for softmax, 16-bit types and aligned rows; else both are
+// attention over lists (lists.cu).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "core/arena.h"
 #include "core/call.h"
 #include "coterie/inputs.h"
 #include "coterie/params.h"
+#include "coterie/result.h"
+#include "cuda/lists/lists.h"
 #include "cuda/lists/slots.h"
 #include "cuda/prim/splits.cuh"
 #include "cuda/prim/tensor.cuh"
@@ -59,43 +64,75 @@ struct CastSaved {
   float *member_lse = nullptr, *summary = nullptr, *summary_lse = nullptr, *combine_lse = nullptr;
 };
 
-// Fills members. Scratch memory comes from the arena, here and below; with one that only counts
-// nothing is launched. select.cu
+// Members of a cluster that the kernels of inner_backward_sm90a.cu have room for.
+constexpr int kCastResident = 256;
+
+// The choices of a forward or backward pass. forward.cu
+struct CastPlan {
+  bool warpgroups = false;   // the mix takes the kernels of mix*_sm90a.cu
+  bool resident = false;     // backward: attention inside clusters takes inner_backward_sm90a.cu
+  int mix_runs, mix_chunk;   // the mix as lists: runs of mix_chunk tokens of an item
+  int key_slot_heads;        // of the gradients of keys and values by slot
+  int member_tiles;          // parts of a cluster's members
+  ItemChunks parts, chunks;  // of the tokens, with warpgroups: for gradients of tokens, of clusters
+
+  CastPlan(const CastShape& shape, const AttentionCall& call);
+  void choose_forward(const CastShape& shape, const AttentionCall& call, const TensorView& out);
+  void choose_backward(const CastShape& shape, const AttentionCall& call,
+                       const TensorView& grad_out, const AttentionGradients& gradients);
+};
+
+// With an arena that only counts stages launch nothing.
+
+// Fills members. select.cu
 void cast_select(const CastParams& params, const AttentionCall& call, std::int32_t* members,
                  Arena& arena, cudaStream_t stream);
+// The slots of every token. lists.cu
+TokenSlots cast_token_slots(const CastShape& shape, const AttentionCall& call, Arena& arena,
+                            cudaStream_t stream);
 
-// Rows of floats as rows of the inputs' type; the memory itself where that is float. mix.cu
-const void* cast_rounded(DType dtype, const float* from, std::int64_t count, Arena& arena,
-                         cudaStream_t stream);
+// A part of CAST as attention over lists.
+struct CastLists {
+  AttentionCall call;
+  ListCall plan;
+};
+// The attention inside clusters. Where query heads of one key head have lists of their own, keys
+// and values are copied for each. lists.cu
+CastLists cast_inner_lists(const CastShape& shape, const AttentionCall& call, Arena& arena,
+                           cudaStream_t stream);
+// The mix: runs of tokens over all clusters, gates as factors of the queries. Surrogates and
+// summaries are copied in the inputs' type. lists.cu
+CastLists cast_mix_lists(const CastShape& shape, const CastPlan& plan, const AttentionCall& call,
+                         const CastSaved& saved, Arena& arena, cudaStream_t stream);
 
 struct CastForward {
   CastSaved saved;
   TokenSlots slots;
-  const void *surrogates, *summaries;  // of the inputs' type
-  const void* inner;                   // (slots, D), likewise
+  const void *surrogates, *summaries;  // of the inputs' type, with warpgroups
+  void* inner;                         // (slots, D), likewise
   TensorView out;
 };
 
 // The summary of every cluster. `rounded` takes surrogates (H, C, D) and summaries (items, H, C, D)
-// in the inputs' type, one behind the other; null where that is float. Runs beside the search of
-// the slots, which comes ahead of it and waits for what is read here. summary.cu
+// in the inputs' type, one behind the other; or null. Runs beside the search of the slots, which
+// comes ahead of it and waits for what is read here. summary.cu
 void cast_summaries(const CastShape& shape, const AttentionCall& call, const CastSaved& saved,
                     void* rounded, cudaStream_t stream);
-// Outputs from summaries and inner outputs. mix.cu
-void cast_mix(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
-              cudaStream_t stream);
-
-// Members of a cluster that the kernels of cast_inner_*_bwd_sm90a.cu have room for.
-constexpr int kCastResident = 256;
+// Outputs from summaries and inner outputs, which the second one overwrites. mix_sm90a.cu, lists.cu
+void cast_mix_sm90a(const CastShape& shape, const AttentionCall& call, const CastForward& pass,
+                    cudaStream_t stream);
+void cast_mix(const CastShape& shape, const AttentionCall& call, const CastLists& mix,
+              const CastForward& pass, cudaStream_t stream);
+// Whether a head's clusters have room in the shared memory of the first one. mix_sm90a.cu
+bool cast_mix_fits_sm90a(const CastShape& shape);
 
 struct CastBackward {
+  CastPlan plan;
   CastSaved saved;
   TokenSlots slots;
   const void *surrogates, *summaries;  // of the inputs' type
   TensorView grad_out;
   AttentionGradients gradients;
-  bool hopper;    // the mix takes the kernels of cast_*_bwd_sm90a.cu
-  bool resident;  // the attention inside clusters takes those of cast_inner_*_bwd_sm90a.cu
   // By slot.
   float* dots;             // gradient . inner output
   float* excess;           // gradient of the mix's logit that comes from being a member
@@ -106,26 +143,25 @@ struct CastBackward {
   float* summary_weights;  // of the token in the summary (beta)
   float* dgate_slots;
   float* shifts;  // if resident: log-sum-exp inside the cluster - log of the weight, base 2
-  // Of the inputs' type and complete if resident, else floats of the inner attention alone. Keys
-  // and values: (items, key_slot_heads, C, w, D).
+  // Of the inputs' type. Keys and values: (items, key_slot_heads, C, w, D).
   void *dq_slots, *dk_slots, *dv_slots;
-  int key_slot_heads;
   float4* gates;  // (B, N): psi and sigmoid of the gate, and of its opposite
   // (B, H, N)
-  float4* facts;             // see cast_facts
-  float* delta;              // gradient . output
-  float* dgate_rows;         // q . (gradient of q by the mix of no members) / factor of the logits
-  ItemChunks parts, chunks;  // of the tokens: for their gradients, for those of clusters
-  float* partials;           // (chunks.slots, H, C, 2, D): of surrogates and summaries
-  int member_tiles;          // parts of a cluster's members
-  float* member_parts;       // (items, H, C, member_tiles, 2, D): what members add to the partials
-  float* key_parts;          // (items, H, C, member_tiles, D): of surrogates, through the summaries
-  float* dsummary;           // (items, H, C, D): by the mix
-  float* summary_dots;       // (items, H, C): dsummary . summary
+  float4* facts;        // see cast_facts
+  float* delta;         // gradient . output
+  float* dgate_rows;    // q . (gradient of q by the mix of no members) / factor of the logits
+  float* mix_dq;        // (B, H, N, D): gradient of q / psi by lists; in the place of the slots
+  float* partials;      // of surrogates and summaries, see MixParts
+  float* member_parts;  // (items, H, C, member_tiles, 2, D): what members add to the partials
+  float* key_parts;     // (items, H, C, member_tiles, D): of surrogates, through the summaries
+  float* dsummary;      // (items, H, C, D): by the mix
+  float* summary_dots;  // (items, H, C): dsummary . summary
 };
 
-// How tokens are cut: sets parts and chunks. cluster_backward.cu
-void cast_cut_tokens(const CastShape& shape, const AttentionCall& call, CastBackward& pass);
+// backward.cu
+void cast_backward(const CastParams& params, const AttentionCall& call, const CastSaved& saved,
+                   const TensorView& grad_out, const AttentionGradients& gradients, Arena& arena,
+                   cudaStream_t stream);
 
 // Takes and fills gates, surrogates and summaries. row_backward.cu
 void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackward& pass,
@@ -136,20 +172,22 @@ void cast_members_backward(const CastShape& shape, const AttentionCall& call,
                            const CastBackward& pass, cudaStream_t stream);
 // The same with the attention inside clusters: dots, shifts, excess, member_parts, the excess's
 // part of dgate_slots and dq_slots. Runs beside the search of the slots, which comes ahead of it;
-// both are done when the next kernel starts. inner_query_backward_sm90a.cu
+// both are done when the next kernel starts. inner_backward_sm90a.cu
 void cast_inner_queries(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                         cudaStream_t stream);
-// Facts of a row, its logits in base 2: factor of q . surrogate, log-sum-exp, sum of the excess.
-// row_backward.cu
+// Facts of a row, its logits in base 2: factor of q . surrogate, log-sum-exp, sum of the excess,
+// which is added to delta where the mix is one of lists. row_backward.cu
 void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows by the mix, all tokens as if they were in no cluster; delta on the way, in the
-// place of the facts' last two on Hopper: with the factor again, and times the factor.
-// mix_backward.cu
-void cast_tokens_backward(const CastShape& shape, const AttentionCall& call,
-                          const CastBackward& pass, cudaStream_t stream);
-// Gradients of summaries and surrogates by the mix likewise, in parts. cluster_backward.cu
-void cast_clusters_backward(const CastShape& shape, const AttentionCall& call,
-                            const CastBackward& pass, cudaStream_t stream);
+// place of the facts' last two: with the factor again, and times the factor. mix_backward_sm90a.cu
+void cast_tokens_sm90a(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                       cudaStream_t stream);
+// Gradients of summaries and surrogates by the mix likewise, in parts. mix_backward_sm90a.cu
+void cast_clusters_sm90a(const CastShape& shape, const AttentionCall& call,
+                         const CastBackward& pass, cudaStream_t stream);
+// dq and dgate_rows from mix_dq. lists.cu
+void cast_mix_rows(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
+                   cudaStream_t stream);
 // dsummary and summary_dots from partials and member_parts. row_backward.cu
 void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
 // Through the summaries to the members: key_factors, summary_weights, key_parts and their part of
@@ -157,15 +195,19 @@ void cast_totals(const CastShape& shape, const CastBackward& pass, cudaStream_t 
 void cast_summaries_backward(const CastShape& shape, const AttentionCall& call,
                              const CastBackward& pass, cudaStream_t stream);
 // The same with the attention inside clusters: key_parts, the rest of dgate_slots, dk_slots and
-// dv_slots. inner_key_backward_sm90a.cu
+// dv_slots. inner_backward_sm90a.cu
 void cast_inner_keys(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);
-// What slots add to dq, and make of dk and dv. token_sum.cu
-void cast_fold(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-               cudaStream_t stream);
+// Adds to the slots' gradients what comes through the mix and the summaries. lists.cu
+void cast_complete_slots(const CastShape& shape, const AttentionCall& call,
+                         const CastBackward& pass, cudaStream_t stream);
 // dgate from rows and slots, dcentroids from items; whether there was something to do. It waits for
 // what is ahead before it lets the next kernel start. row_backward.cu
 bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);
+// (B, H, N, D) in the inputs' type; and such a tensor with neighbouring heads added up. lists.cu
+TensorView cast_take_rows(const AttentionCall& call, Arena& arena);
+void cast_add_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
+                    cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -3,10 +3,13 @@
 // log-sum-exp and delta = gradient . output; where they are averaged each round has its own, and
 // what comes out is divided by their number. Gradients by slot are added up token by token, and
 // those of the unit keys k = q / |q| go on to q:  dq += (I - k k^T) dk / |q|.
+//
+// Grids: a thread per token for deltas and log-sum-exps, a token per group of lanes for gradients
+// (RowLanes); y = head, z = batch entry. No shared memory. Rounds add up in ascending order.
+// Preconditions: rows of at most 128 elements.
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/lsh/lsh.cuh"
-#include "cuda/lsh/lsh.h"
 #include "cuda/prim/row_lanes.cuh"
 
 namespace coterie::cuda {
@@ -24,16 +27,16 @@ struct LshScratch {
   float *band_values, *wrap_values;  // deltas by slot, or the band's log-sum-exps
   float* delta;                      // (B, H, N)
 
-  LshScratch(Arena& arena, const LshLists& lists, const AttentionCall& call) {
+  LshScratch(const LshPlan& plan, const AttentionCall& call, Arena& arena) {
     const auto take = [&](std::int64_t slots) {
       return SlotGradients{arena.take<float>(slots * call.Dk), arena.take<float>(slots * call.Dk),
                            arena.take<float>(slots * call.Dv)};
     };
-    band = take(lists.band_slots(call));
-    wrap = take(lists.wrap_slots(call));
-    band_values = arena.take<float>(lists.band_slots(call));
-    wrap_values = arena.take<float>(lists.wrap_slots(call));
-    delta = arena.take<float>(lists.merges ? call.B * call.H * call.N : 0);
+    band = take(plan.band_slots);
+    wrap = take(plan.wrap_slots);
+    band_values = arena.take<float>(plan.band_slots);
+    wrap_values = arena.take<float>(plan.wrap_slots);
+    delta = arena.take<float>(plan.merges ? call.B * call.H * call.N : 0);
   }
 };
 
@@ -150,16 +153,11 @@ __global__ void __launch_bounds__(kThreads)
   Lanes::store(args.dv.rows(blockIdx.z, value_head, 0), row, dv);
 }
 
-dim3 token_grid(const AttentionCall& call, std::int64_t each, std::int64_t heads) {
-  return {static_cast<unsigned>((call.N + each - 1) / each), static_cast<unsigned>(heads),
-          static_cast<unsigned>(call.B)};
-}
-
-// What both parts are told of the forward pass.
-ListGradients known(const LshLists& lists, const LshScratch& scratch, const LshBackward& pass) {
+// What both parts of the lists are told of the forward pass.
+ListGradients known(const LshPlan& plan, const LshScratch& scratch, const LshBackward& pass) {
   ListGradients gradients;
   gradients.grad_out = pass.grad_out;
-  if (lists.merges)
+  if (plan.merges)
     gradients.lse = {static_cast<const float*>(pass.lse.data), false};
   else
     gradients.lse = {scratch.band_values, true};
@@ -167,10 +165,10 @@ ListGradients known(const LshLists& lists, const LshScratch& scratch, const LshB
 }
 
 // The same with the gradients that are asked for, by slot.
-ListGradients wanted(const LshLists& lists, const LshScratch& scratch, const LshBackward& pass,
+ListGradients wanted(const LshPlan& plan, const LshScratch& scratch, const LshBackward& pass,
                      const SlotGradients& slots) {
-  ListGradients gradients = known(lists, scratch, pass);
-  if (lists.merges) gradients.delta = {scratch.delta, false};
+  ListGradients gradients = known(plan, scratch, pass);
+  if (plan.merges) gradients.delta = {scratch.delta, false};
   if (pass.gradients.dq.present()) {
     gradients.slot_dq = slots.dq;
     gradients.slot_dk = slots.dk;
@@ -179,74 +177,62 @@ ListGradients wanted(const LshLists& lists, const LshScratch& scratch, const Lsh
   return gradients;
 }
 
-// Sums over the slots of every token.
-template <class T>
-void add_slots(const AttentionCall& call, const LshLists& lists, const LshScratch& scratch,
-               const AttentionGradients& gradients, cudaStream_t stream) {
-  TokenGradientArgs<T> args{};
-  args.tokens = lsh_tokens(call, lists);
-  args.band = scratch.band;
-  args.wrap = scratch.wrap;
-  args.q = tensor4<const T>(call.inputs.q);
-  args.norms = lists.norms;
-  args.group = static_cast<int>(call.H / call.value_heads);
-  args.factor = lists.round_weight;
-  dispatch_head_dim(call.op, call.Dk, [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
-    if (gradients.dq.present()) {
-      args.dq = tensor4<T>(gradients.dq);
-      lsh_query_gradient_kernel<T, kWidth>
-          <<<token_grid(call, kEach, call.H), kThreads, 0, stream>>>(args);
-      COTERIE_LAUNCH("lsh_query_gradient");
-    }
-    if (gradients.dv.present()) {
-      args.dv = tensor4<T>(gradients.dv);
-      lsh_value_gradient_kernel<T, kWidth>
-          <<<token_grid(call, kEach, call.value_heads), kThreads, 0, stream>>>(args);
-      COTERIE_LAUNCH("lsh_value_gradient");
-    }
-  });
+// The log-sum-exps of rounds by slot, or the deltas of tokens.
+void prepare_values(const LshPlan& plan, const AttentionCall& call, const LshScratch& scratch,
+                    const LshBackward& pass, cudaStream_t stream) {
+  if (!plan.merges)
+    return launch_kernel("lsh to slots", {}, lsh_to_slots_kernel,
+                         lsh_token_grid(call, kThreads, call.H * plan.tokens.rounds), kThreads, 0,
+                         stream, plan.tokens, static_cast<const float*>(pass.lse.data),
+                         scratch.band_values);
+  const ListGradients gradients = known(plan, scratch, pass);
+  lists_delta(call, plan.band, gradients, scratch.band_values, stream);
+  if (plan.tokens.wraps) lists_delta(call, plan.wrap, gradients, scratch.wrap_values, stream);
+  launch_kernel("lsh delta", {}, lsh_delta_kernel, lsh_token_grid(call, kThreads, call.H), kThreads,
+                0, stream, plan.tokens, scratch.band_values, scratch.wrap_values, scratch.delta);
 }
 
-// The log-sum-exps of rounds by slot, or the deltas of tokens.
-void prepare_values(const AttentionCall& call, const LshLists& lists, const LshScratch& scratch,
-                    const LshBackward& pass, cudaStream_t stream) {
-  const LshTokens tokens = lsh_tokens(call, lists);
-  if (!lists.merges) {
-    lsh_to_slots_kernel<<<token_grid(call, kThreads, call.H * lists.rounds), kThreads, 0, stream>>>(
-        tokens, static_cast<const float*>(pass.lse.data), scratch.band_values);
-    COTERIE_LAUNCH("lsh_to_slots");
-    return;
-  }
-  const ListGradients gradients = known(lists, scratch, pass);
-  lists_delta(call, lists.band(call, pass.order), gradients, scratch.band_values, stream);
-  if (lists.wraps) lists_delta(call, lists.wrap(call), gradients, scratch.wrap_values, stream);
-  lsh_delta_kernel<<<token_grid(call, kThreads, call.H), kThreads, 0, stream>>>(
-      tokens, scratch.band_values, scratch.wrap_values, scratch.delta);
-  COTERIE_LAUNCH("lsh_delta");
+// Sums over the slots of every token.
+void add_slots(const LshPlan& plan, const AttentionCall& call, const LshScratch& scratch,
+               const AttentionGradients& gradients, cudaStream_t stream) {
+  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto view = [](const TensorView& rows) {
+      return rows.present() ? tensor4<T>(rows) : Tensor4<T>{};
+    };
+    const TokenGradientArgs<T> args{plan.tokens,        scratch.band,
+                                    scratch.wrap,       tensor4<const T>(call.inputs.q),
+                                    plan.norms,         view(gradients.dq),
+                                    view(gradients.dv), static_cast<int>(call.H / call.value_heads),
+                                    plan.round_weight};
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
+      if (args.dq.data)
+        launch_kernel("lsh query gradient", {}, lsh_query_gradient_kernel<T, kWidth>,
+                      lsh_token_grid(call, kEach, call.H), kThreads, 0, stream, args);
+      if (args.dv.data)
+        launch_kernel("lsh value gradient", {}, lsh_value_gradient_kernel<T, kWidth>,
+                      lsh_token_grid(call, kEach, call.value_heads), kThreads, 0, stream, args);
+    });
+  });
 }
 
 }  // namespace
 
 void lsh_backward(const LshParams& params, const AttentionCall& call, const LshBackward& pass,
                   Arena& arena, cudaStream_t stream) {
-  const LshLists lists(arena, params, call);
-  const LshScratch scratch(arena, lists, call);
+  const LshPlan plan(params, call, pass.order, arena);
+  const LshScratch scratch(plan, call, arena);
   if (call.B * call.H * call.N == 0) return;
   if (!arena.counting()) {
-    find_lsh_lists(call, lists, pass.order, stream);
-    prepare_values(call, lists, scratch, pass, stream);
+    lsh_find_lists(plan, call, pass.order, stream);
+    prepare_values(plan, call, scratch, pass, stream);
   }
-  lists_backward(call, lists.band(call, pass.order), wanted(lists, scratch, pass, scratch.band),
-                 arena, stream);
-  if (lists.wraps)
-    lists_backward(call, lists.wrap(call), wanted(lists, scratch, pass, scratch.wrap), arena,
-                   stream);
-  if (arena.counting()) return;
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    add_slots<typename decltype(tag)::type>(call, lists, scratch, pass.gradients, stream);
-  });
+  lists_backward(call, plan.band, wanted(plan, scratch, pass, scratch.band), arena, stream);
+  if (plan.tokens.wraps)
+    lists_backward(call, plan.wrap, wanted(plan, scratch, pass, scratch.wrap), arena, stream);
+  if (!arena.counting()) add_slots(plan, call, scratch, pass.gradients, stream);
 }
 
 }  // namespace coterie::cuda

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: MIT
-// LSH attention: every round attends along its own sorted order (lsh.h), and the rounds are
-// combined token by token: combine=lse by their log-sum-exps, as one softmax, or combine=mean.
+// LSH attention: every round attends along its own sorted order (lsh.cuh), and the rounds are
+// combined token by token: combine=lse by their log-sum-exps, as one softmax,
+//   out_i = sum over rounds r and wraps of exp(lse_ir - lse_i) out_ir,   lse_i their log-sum-exp,
+// or combine=mean. Attention itself is that of lists (lists/lists.h).
+//
+// Grid of the combination: a token per group of lanes, 16 bytes of a row each (RowLanes); y = head,
+// z = batch entry. No shared memory. Preconditions: rows of at most 128 elements, others are
+// refused.
 #include <algorithm>
 
 #include "cuda/api/pass.h"
@@ -22,126 +28,89 @@ struct LshOutputs {
   float *band_lse, *wrap_lse;
 };
 
-struct CombineArgs {
+struct LshCombineArgs {
   LshTokens tokens;
   LshOutputs parts;
   bool merges;
+  float round_weight;
   float* lse;  // (B, H, N) when rounds merge, else (B, H, R, N)
 };
 
-// Rows by slot.
-template <class T>
-__device__ Rows<const T> slot_rows(const void* data, int width) {
-  return {static_cast<const T*>(data), width, width, width * sizeof(T) % 16 == 0};
-}
-
-// out = sum over the parts of exp(lse_part - lse) out_part.
-template <class T, class Lanes>
-__device__ float merge_rounds(const CombineArgs& args, const LshToken& token, int width,
-                              typename Lanes::Values& sum) {
-  const LshOutputs& parts = args.parts;
-  const Rows<const T> band = slot_rows<T>(parts.band, width);
-  const Rows<const T> wrap = slot_rows<T>(parts.wrap, width);
-  float largest = -INFINITY, total = 0.0f;
-  const auto for_parts = [&](const auto& visit) {
-    for (int round = 0; round < args.tokens.rounds; ++round) {
-      const LshPlaces places = token.places(args.tokens, round);
-      visit(parts.band_lse[places.band], band, places.band);
-      if (places.first >= 0) visit(parts.wrap_lse[places.first], wrap, places.first);
-    }
-  };
-  for_parts([&](float lse, const auto&, auto) { largest = fmaxf(largest, lse); });
-  if (largest == -INFINITY) return largest;
-  for_parts([&](float lse, const auto&, auto) { total += expf(lse - largest); });
-  const float lse = largest + logf(total);
-  for_parts([&](float part_lse, const Rows<const T>& rows, std::int64_t place) {
-    typename Lanes::Values x;
-    Lanes::load(rows, place, true, x);
-    const float weight = expf(part_lse - lse);
-#pragma unroll
-    for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
-  });
-  return lse;
-}
-
-// The mean of the rounds' outputs; lse points at the token's in the first round.
-template <class T, class Lanes>
-__device__ void average_rounds(const CombineArgs& args, const LshToken& token, int width,
-                               typename Lanes::Values& sum, float* lse) {
-  const float weight = 1.0f / static_cast<float>(args.tokens.rounds);
-  for (int round = 0; round < args.tokens.rounds; ++round) {
-    const std::int64_t place = token.places(args.tokens, round).band;
-    typename Lanes::Values x;
-    Lanes::load(slot_rows<T>(args.parts.band, width), place, true, x);
-#pragma unroll
-    for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
-    if (Lanes::column() == 0)
-      lse[static_cast<std::int64_t>(round) * args.tokens.spans.rows] = args.parts.band_lse[place];
-  }
-}
-
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    lsh_combine_kernel(const __grid_constant__ CombineArgs args, Tensor4<T> out) {
+    lsh_combine_kernel(const __grid_constant__ LshCombineArgs args, Tensor4<T> out) {
   using Lanes = RowLanes<T, kWidth>;
   const int rows = args.tokens.spans.rows, rounds = args.tokens.rounds;
   const int row =
       static_cast<int>(blockIdx.x * (kThreads / Lanes::kLanes) + threadIdx.x / Lanes::kLanes);
   if (row >= rows) return;
   const LshToken token(args.tokens, blockIdx.z, blockIdx.y, row);
+  const LshOutputs& parts = args.parts;
+  // Calls visit(round, place, log-sum-exp, outputs) for the parts of the token.
+  const auto for_parts = [&](const auto& visit) {
+    for (int round = 0; token.item >= 0 && round < rounds; ++round) {
+      const LshPlaces places = token.places(args.tokens, round);
+      visit(round, places.band, parts.band_lse[places.band], parts.band);
+      if (places.first >= 0) visit(round, places.first, parts.wrap_lse[places.first], parts.wrap);
+    }
+  };
   const std::int64_t line = static_cast<std::int64_t>(token.batch) * args.tokens.H + token.head;
-  typename Lanes::Values sum = {};
+  float* to = args.lse + (args.merges ? line : line * rounds) * rows + row;
+  float lse = -INFINITY;
   if (args.merges) {
-    const float lse =
-        token.item >= 0 ? merge_rounds<T, Lanes>(args, token, out.width, sum) : -INFINITY;
-    if (Lanes::column() == 0) args.lse[line * rows + row] = lse;
-  } else {
-    float* lse = args.lse + line * rounds * rows + row;
-    if (token.item >= 0)
-      average_rounds<T, Lanes>(args, token, out.width, sum, lse);
-    else if (Lanes::column() == 0)
-      for (int round = 0; round < rounds; ++round)
-        lse[static_cast<std::int64_t>(round) * rows] = -INFINITY;
+    float largest = -INFINITY, total = 0.0f;
+    for_parts([&](int, std::int64_t, float own, void*) { largest = fmaxf(largest, own); });
+    if (largest > -INFINITY) {
+      for_parts([&](int, std::int64_t, float own, void*) { total += expf(own - largest); });
+      lse = largest + logf(total);
+    }
+    if (Lanes::column() == 0) *to = lse;
+  } else if (token.item < 0 && Lanes::column() == 0) {
+    for (int round = 0; round < rounds; ++round) to[static_cast<std::int64_t>(round) * rows] = lse;
   }
+  typename Lanes::Values sum = {};
+  if (!args.merges || lse > -INFINITY)
+    for_parts([&](int round, std::int64_t place, float own, const void* outputs) {
+      typename Lanes::Values x;
+      Lanes::load(
+          {static_cast<const T*>(outputs), out.width, out.width, out.width * sizeof(T) % 16 == 0},
+          place, true, x);
+      const float weight = args.merges ? expf(own - lse) : args.round_weight;
+#pragma unroll
+      for (int i = 0; i < Lanes::kVector; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
+      if (!args.merges && Lanes::column() == 0) to[static_cast<std::int64_t>(round) * rows] = own;
+    });
   Lanes::store(out.rows(token.batch, token.head, 0), row, sum);
-}
-
-LshOutputs take_outputs(Arena& arena, const LshLists& lists, const AttentionCall& call) {
-  LshOutputs parts;
-  const std::int64_t row_bytes = call.Dv * dtype_bytes(call.inputs.q.dtype);
-  parts.band = arena.take<std::byte>(lists.band_slots(call) * row_bytes);
-  parts.band_lse = arena.take<float>(lists.band_slots(call));
-  parts.wrap = arena.take<std::byte>(lists.wrap_slots(call) * row_bytes);
-  parts.wrap_lse = arena.take<float>(lists.wrap_slots(call));
-  return parts;
 }
 
 // `saved`: order, lse. With an arena that only counts nothing is launched.
 void lsh_forward(const LshParams& params, const AttentionCall& call, const AttentionResult& result,
                  Arena& arena, cudaStream_t stream) {
-  const LshLists lists(arena, params, call);
-  const LshOutputs parts = take_outputs(arena, lists, call);
-  if (arena.counting() || call.B * call.H * call.N == 0) return;
-  const TensorView &order = result.saved[0], &lse = result.saved[1];
-  find_lsh_lists(call, lists, order, stream);
+  const TensorView order = arena.counting() ? TensorView{} : result.saved[0];
+  const LshPlan plan(params, call, order, arena);
+  const std::int64_t row_bytes = call.Dv * dtype_bytes(call.inputs.q.dtype);
   ListOutputs band, wrap;
-  band.slot_rows = parts.band;
-  band.lse = parts.band_lse;
-  wrap.slot_rows = parts.wrap;
-  wrap.lse = parts.wrap_lse;
-  lists_forward(call, lists.band(call, order), band, stream);
-  if (lists.wraps) lists_forward(call, lists.wrap(call), wrap, stream);
-  const CombineArgs args{lsh_tokens(call, lists), parts, lists.merges,
-                         static_cast<float*>(lse.data)};
+  band.slot_rows = arena.take<std::byte>(plan.band_slots * row_bytes);
+  band.lse = arena.take<float>(plan.band_slots);
+  wrap.slot_rows = arena.take<std::byte>(plan.wrap_slots * row_bytes);
+  wrap.lse = arena.take<float>(plan.wrap_slots);
+  if (arena.counting() || call.B * call.H * call.N == 0) return;
+  lsh_find_lists(plan, call, order, stream);
+  lists_forward(call, plan.band, band, stream);
+  if (plan.tokens.wraps) lists_forward(call, plan.wrap, wrap, stream);
+  const LshCombineArgs args{plan.tokens,
+                            {band.slot_rows, wrap.slot_rows, band.lse, wrap.lse},
+                            plan.merges,
+                            plan.round_weight,
+                            static_cast<float*>(result.saved[1].data)};
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_head_dim(call.op, call.Dv, [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       constexpr int kEach = kThreads / RowLanes<T, kWidth>::kLanes;
-      const dim3 grid(static_cast<unsigned>((call.N + kEach - 1) / kEach),
-                      static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
-      lsh_combine_kernel<T, kWidth><<<grid, kThreads, 0, stream>>>(args, tensor4<T>(result.out));
-      COTERIE_LAUNCH("lsh_combine");
+      launch_kernel("lsh combine", {}, lsh_combine_kernel<T, kWidth>,
+                    lsh_token_grid(call, kEach, call.H), kThreads, 0, stream, args,
+                    tensor4<T>(result.out));
     });
   });
 }

@@ -1,30 +1,63 @@
 // SPDX-License-Identifier: MIT
-// A token of LSH attention and its slots in every round (lsh.h).
+// LSH attention on the GPU: the plan of a call, its stages, and tokens as kernels see them.
+//
+// A round is one list (lists/lists.h) of all tokens of an item in the order of their buckets, cut
+// in chunks. A chunk sees itself and the one before it: a band of the list. With combine=lse the
+// first chunk also sees the last one, by lists of their own (the "wrap"). "Slots" are places in a
+// round's list, counted from the item.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "cuda/lsh/lsh.h"
+#include "core/arena.h"
+#include "core/call.h"
+#include "coterie/inputs.h"
+#include "coterie/params.h"
+#include "cuda/lists/lists.h"
 #include "cuda/prim/tensor.cuh"
 
 namespace coterie::cuda {
 
 struct LshTokens {
   SequenceSpans spans;
-  int items, H, rounds, chunk;
-  bool wraps;
-  const std::int32_t* slots;  // (B, H, R, N)
+  int items, H, rounds, chunk;  // chunk: at most N
+  bool wraps;                   // an item may have two chunks, and the first sees the last
+  std::int32_t* slots;          // (B, H, R, N): the slot of every token
 };
 
-inline LshTokens lsh_tokens(const AttentionCall& call, const LshLists& lists) {
-  return {item_spans(call.inputs).q,
-          static_cast<int>(call.num_items()),
-          static_cast<int>(call.H),
-          lists.rounds,
-          lists.chunk,
-          lists.wraps,
-          lists.slots};
-}
+// What an order implies, and where it is kept.
+struct LshPlan {
+  LshTokens tokens;
+  bool merges;  // combine=lse: rounds are one softmax, own keys are dropped
+  float round_weight;
+  std::int64_t band_slots, wrap_slots;  // rows of arrays by slot
+  RowStatistics* norms = nullptr;       // (B, H, N): mean 0, 1 / |q| or 0 for a zero row
+  std::uint8_t* drop_own = nullptr;     // (B, H, N): another key is in sight in some round
+  std::int32_t* wrap_first = nullptr;   // (items, H, R, chunk): the first chunk, where there is a
+  std::int32_t* wrap_last = nullptr;    // second one, and the last; -1 beyond
+  ListCall band, wrap;
+
+  LshPlan(const LshParams& params, const AttentionCall& call, const TensorView& order,
+          Arena& arena);
+};
+
+// With an arena that only counts stages launch nothing.
+
+// Fills order (B, H, R, N): the tokens by (bucket, position), -1 in padding. select.cu
+void lsh_select(const LshParams& params, const AttentionCall& call, const TensorView& order,
+                Arena& arena, cudaStream_t stream);
+// Fills the arrays of a plan. lists.cu
+void lsh_find_lists(const LshPlan& plan, const AttentionCall& call, const TensorView& order,
+                    cudaStream_t stream);
+// Gradients with respect to q, which are queries and keys, and v. backward.cu
+struct LshBackward {
+  TensorView order, lse, grad_out;
+  AttentionGradients gradients;
+};
+void lsh_backward(const LshParams& params, const AttentionCall& call, const LshBackward& pass,
+                  Arena& arena, cudaStream_t stream);
 
 // Places of a token in arrays by slot; -1: none.
 struct LshPlaces {
@@ -57,5 +90,11 @@ struct LshToken {
     return places;
   }
 };
+
+// A thread or a group of lanes per token of `heads` heads, `each` a block: y = head, z = batch.
+inline dim3 lsh_token_grid(const AttentionCall& call, std::int64_t each, std::int64_t heads) {
+  return {static_cast<unsigned>((call.N + each - 1) / each), static_cast<unsigned>(heads),
+          static_cast<unsigned>(call.B)};
+}
 
 }  // namespace coterie::cuda

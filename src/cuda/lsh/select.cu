@@ -3,10 +3,15 @@
 // is the arg-max of [x R ; -x R] for a random rotation R (docs/mechanisms.md: lsh): a product with
 // the columns of all rounds, in parts (prim/row_fragments.cuh) that keep the digits of fp32, of
 // which only the largest and the smallest entry are kept.
+//
+// Grids: a thread per entry of the rotations' table; for the product blocks of 8 warps per (item,
+// head), a warp for 16 or 32 rows at a time, which stay in registers while the table passes through
+// the caches. No shared memory. The order is a stable sort by bucket (cluster/group.h).
+// Preconditions: rows of at most 128 elements.
 #include "cuda/cluster/group.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
-#include "cuda/lsh/lsh.h"
+#include "cuda/lsh/lsh.cuh"
 #include "cuda/prim/normal.cuh"
 #include "cuda/prim/row_fragments.cuh"
 
@@ -17,13 +22,13 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kColumnParts = 3;  // 24 bits in bf16
 
 template <class T, int kChunks>
-struct HashShape {
+struct LshHashTile {
   static constexpr int kRowParts = sizeof(T) == 2 ? 1 : 3;
   static constexpr int kMTiles = sizeof(T) == 2 && kChunks <= 2 ? 2 : 1;
   static constexpr int kRows = 16 * kMTiles;  // of a warp
 };
 
-struct HashArgs {
+struct LshHashArgs {
   ClusterShape shape;               // its heads are those of the queries
   int rounds, half, padded, width;  // half: buckets / 2; padded: to whole tiles of 8
   int blocks;                       // per problem
@@ -34,7 +39,7 @@ struct HashArgs {
 
 // Entry (d, b) of a round's rotation, split in parts.
 template <class F, int kChunks>
-__global__ void __launch_bounds__(kThreads) rotations_kernel(HashArgs args) {
+__global__ void __launch_bounds__(kThreads) lsh_rotations_kernel(LshHashArgs args) {
   const int element = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   const int depth = element % (32 * kChunks), column = element / (32 * kChunks);
   const int round = column / args.padded, b = column % args.padded;
@@ -80,8 +85,8 @@ struct Extremes {
 
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
-    lsh_hash_kernel(const __grid_constant__ HashArgs args, Tensor4<const T> q) {
-  using Shape = HashShape<T, kChunks>;
+    lsh_hash_kernel(const __grid_constant__ LshHashArgs args, Tensor4<const T> q) {
+  using Shape = LshHashTile<T, kChunks>;
   constexpr int kMTiles = Shape::kMTiles;
   const int problem = blockIdx.x / args.blocks, head = problem % args.shape.heads;
   const ItemSpan span = args.shape.q.span(problem / args.shape.heads);
@@ -128,12 +133,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
 }
 
 template <class T, int kChunks>
-void hash_rows(const AttentionCall& call, HashArgs args, cudaStream_t stream) {
+void hash_rows(const AttentionCall& call, LshHashArgs args, cudaStream_t stream) {
   const int elements = args.rounds * args.padded * 32 * kChunks;
-  rotations_kernel<Factor<T>, kChunks>
+  lsh_rotations_kernel<Factor<T>, kChunks>
       <<<static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0, stream>>>(args);
   COTERIE_LAUNCH("lsh_rotations");
-  const int rows = kWarps * HashShape<T, kChunks>::kRows, problems = args.shape.problems();
+  const int rows = kWarps * LshHashTile<T, kChunks>::kRows, problems = args.shape.problems();
   args.blocks =
       min(max(4 * multiprocessors() / problems, 1), max(1, (args.shape.rows + rows - 1) / rows));
   lsh_hash_kernel<T, kChunks>
@@ -146,7 +151,7 @@ void hash_rows(const AttentionCall& call, HashArgs args, cudaStream_t stream) {
 
 void lsh_select(const LshParams& params, const AttentionCall& call, const TensorView& order,
                 Arena& arena, cudaStream_t stream) {
-  HashArgs args{};
+  LshHashArgs args{};
   args.shape = cluster_shape(call, params.buckets);
   args.rounds = static_cast<int>(params.rounds);
   args.half = static_cast<int>(params.buckets / 2);
