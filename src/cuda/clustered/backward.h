@@ -19,8 +19,6 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
-#include "core/arena.h"
-#include "cuda/clustered/clustered.h"
 #include "cuda/prim/splits.cuh"
 #include "cuda/prim/tensor.cuh"
 
@@ -108,12 +106,15 @@ struct ClusterUnits {
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
+// Which kernels differentiate the attention of the means: centroid_backward.cu, on Hopper and for
+// 16-bit types key_backward_sm90a.cu and mean_backward_sm90a.cu, or centroid_backward_sm90a.cu.
+enum class CentroidBackward : std::uint16_t { all_devices, split_sm90a, fused_sm90a };
+
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  ClusterUnits units;     // the parts of clusters that blocks work on
-  int pitch;              // of scratch rows: the head dim padded to 64 or 128
-  bool sm90a;             // the kernels of *_sm90a.cu serve this call
-  bool fused;             // centroid_gradients_sm90a serves this call
+  ClusterUnits units;  // the parts of clusters that blocks work on
+  int pitch;           // of scratch rows: the head dim padded to 64 or 128
+  CentroidBackward centroid_kernels;
   ItemChunks chunks;      // of the keys, for the gradients of the means
   ItemChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;
@@ -187,6 +188,6 @@ void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // Adds the slots to dk and dv; at the same time as broadcast_gradients, if that was launched just
 // before. topk_backward_sum.cu
 template <class T>
-void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t stream);
+void sum_top_key_gradients(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -16,7 +16,6 @@
 #include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"
 #include "cuda/clustered/select_attend.cuh"
-#include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -215,91 +214,56 @@ void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStrea
                stream, args);
 }
 
-// Teams of as many blocks as take the least time: rounds x (keys of a block + what a problem costs
-// besides, in keys).
-SelectTeams select_teams(const AttentionCall& call, const CentroidBlocks& blocks,
-                         const CentroidQueries& queries) {
-  constexpr std::int64_t kOverhead = 2048;
-  SelectTeams teams{};
-  teams.problems = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
-  std::int64_t least = 0;
-  for (int size = kSelectParts; size > 0; size /= 2) {
-    const int count = max(1, min(teams.problems, blocks.resident / size));
-    const std::int64_t time = (teams.problems + count - 1) / count * (call.S / size + kOverhead);
-    if (least > 0 && time >= least) continue;
-    least = time;
-    teams.teams.size = size;
-    teams.teams.count = count;
-  }
-  return teams;
-}
-
 }  // namespace
 
-std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  if (!blocks.sm90a || sizes.topk == 0) return 0;
-  return select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).teams.count;
-}
-
-bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  if (!blocks.sm90a || sizes.topk == 0 || call.causal) return false;
-  const SelectTeams teams = select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks));
-  // Few problems leave multiprocessors without work here.
-  return 4 * teams.teams.blocks() >= 3 * blocks.resident;
-}
-
-void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
-                     const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream, bool attend, bool inputs_ready) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
-  SelectTeams teams = select_teams(call, blocks, queries);
-  teams.teams.arrivals = arrivals;
-  const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
-  const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * blocks.rows;
+void select_top_keys(const ClusteredForward& pass, Arena& arena) {
+  const ClusteredPlan& plan = pass.plan;
+  const AttentionCall& call = plan.call;
+  SelectTeams teams = plan.selection;
+  teams.teams.arrivals = pass.counters;
+  const bool attend = pass.selection_attends;
+  const int block_rows = plan.means.block_rows;
+  const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * block_rows;
   const std::int64_t part_rows = team_rows * teams.teams.size;
-  const std::int64_t lists = blocks.sm90a
-                                 ? part_rows * kLaneLists
-                                 : queries.chunks.slots * call.H * sizes.clusters * kLaneLists;
-  const int wanted = static_cast<int>(sizes.topk) + spare_keys(sizes.topk);
+  const std::int64_t lists =
+      kLaneLists * (plan.sm90a ? part_rows : plan.means.chunks.slots * call.H * plan.clusters);
+  const int wanted = plan.topk + spare_keys(plan.topk);
   // A list can hold all that a cut leaves, and a lane's scores of one tile more.
   const int capacity = (wanted + kSelectKeys / 4 + 15) / 16 * 16;
   const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
-  float* thresholds = arena.take<float>(blocks.sm90a ? team_rows : rows * kSamples + 1);
-  teams.maxima = arena.take<float>(blocks.sm90a ? team_rows * kSelectParts * 32 : 0);
+  float* thresholds = arena.take<float>(plan.sm90a ? team_rows : plan.num_means() * kSamples + 1);
+  teams.maxima = arena.take<float>(team_rows * kSelectParts * 32);
   std::int32_t* counts = arena.take<std::int32_t>(lists + 1);
   Candidate* candidates = arena.take<Candidate>(lists * capacity + 1);
   PartialRow* partial_rows = arena.take<PartialRow>(attend ? part_rows : 0);
   float* outs = arena.take<float>(attend ? part_rows * pitch : 0);
-  if (arena.counting() || rows == 0 || sizes.topk == 0) return;
+  if (arena.counting() || plan.num_means() == 0 || plan.topk == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     SelectArgs<T> args;
-    args.queries = queries;
+    args.queries = plan.queries(pass.tensors);
     args.k = tensor4<const T>(call.k);
-    args.topk = static_cast<int>(sizes.topk);
+    args.topk = plan.topk;
     args.wanted = wanted;
     args.capacity = capacity;
     args.thresholds = thresholds;
     args.counts = counts;
     args.candidates = candidates;
-    args.top_keys = static_cast<std::int32_t*>(tensors.top_keys.data);
-    args.inputs_ready = inputs_ready;
+    args.top_keys = static_cast<std::int32_t*>(pass.tensors.top_keys.data);
+    args.inputs_ready = plan.clusters_with_means;
     if constexpr (sizeof(T) == 2)
-      if (blocks.sm90a) {
+      if (plan.sm90a) {
         const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),
                                 partial_rows,
                                 outs,
                                 pitch,
-                                static_cast<float*>(tensors.centroid_lse.data),
-                                static_cast<float*>(tensors.mass.data),
-                                static_cast<float*>(tensors.out.data),
+                                static_cast<float*>(pass.tensors.centroid_lse.data),
+                                static_cast<float*>(pass.tensors.mass.data),
+                                static_cast<float*>(pass.tensors.out.data),
                                 static_cast<int>(call.Dv)};
-        return improved_sm90a(args, teams, attend ? &to : nullptr, stream);
+        return select_sm90a(args, teams, attend ? &to : nullptr, pass.stream);
       }
-    select_keys(call, args, stream);
+    select_keys(call, args, pass.stream);
   });
 }
 

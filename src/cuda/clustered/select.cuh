@@ -5,7 +5,7 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "cuda/clustered/centroid.cuh"
+#include "cuda/clustered/clustered.h"
 #include "cuda/prim/candidates.cuh"
 #include "cuda/prim/team.cuh"
 
@@ -15,9 +15,6 @@ constexpr int kSamples = 8;      // parts of the sample, a block each
 constexpr int kSampleShare = 4;  // one key tile in so many is in the sample
 constexpr int kSelectKeys = 64;  // keys of a tile, 16 of them for each lane of a row's four
 constexpr int kLaneLists = 4;    // of a row and chunk: one for each lane that holds scores of it
-
-// select_attend_sm90a.cu
-constexpr int kSelectParts = 8;  // of the keys, for one or several blocks of a team
 
 template <class T>
 struct SelectArgs {
@@ -237,13 +234,5 @@ __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, 
   offer(s2, first + 8);
   offer(s3, first + 9);
 }
-
-// How the selection of select_attend_sm90a.cu is shared out. Its thresholds, counts and
-// candidates have block_rows rows a team.
-struct SelectTeams {
-  Teams teams;    // of up to kSelectParts blocks, a power of two
-  int problems;   // (item, head, tile of means)
-  float* maxima;  // (teams, block rows, kSelectParts, 32)
-};
 
 }  // namespace coterie::cuda

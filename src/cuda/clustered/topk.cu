@@ -267,11 +267,11 @@ struct TopKeyRows {
   }
 };
 
-constexpr int kTileBits[] = {5, 8};  // queries of a tile of one warp, of four: powers of two
-constexpr int kSmallCluster = 96;    // mean size up to which one warp takes a tile
+constexpr int kAloneBits = 5, kTogetherBits = 8;  // queries of a tile of one warp, of four
+constexpr int kSmallCluster = 96;                 // mean size up to which one warp takes a tile
 
 template <class T>
-struct TopArgs {
+struct TopkArgs {
   ItemSpans spans;
   QueryTiles tiles;
   Tensor4<const T> q, k, v;
@@ -370,7 +370,7 @@ constexpr int kResidentWarps = sizeof(T) == 4 || kDim > 64 ? 8 : 16;
 
 template <class T, int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
-    topk_attend_kernel(const __grid_constant__ TopArgs<T> args) {
+    topk_attend_kernel(const __grid_constant__ TopkArgs<T> args) {
   release_next();
   if (!args.clusters_ready) await_writes();
   extern __shared__ __align__(128) unsigned char memory[];
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 }
 
 template <class T, int kDim, int kWarps>
-void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
+void launch_topk(const TopkArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
   launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps>, grid, 32 * kWarps,
@@ -471,25 +471,29 @@ void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
 
 }  // namespace
 
-void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream,
-                  bool after_select) {
+void attend_top_keys(const ClusteredForward& pass) {
+  const ClusteredPlan& plan = pass.plan;
+  const AttentionCall& call = plan.call;
+  const ClusteredTensors& tensors = pass.tensors;
   if (call.B * call.H * call.N == 0) return;
-  zero_padding(out, call.inputs.q_sequences, call.num_items(), stream);
+  zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
   fill_padding(static_cast<float*>(tensors.lse.data), call.B, call.H, call.N,
-               call.inputs.q_sequences, call.num_items(), -INFINITY, stream);
+               call.inputs.q_sequences, call.num_items(), -INFINITY, pass.stream);
   const auto ints = [](const TensorView& view) {
     return static_cast<const std::int32_t*>(view.data);
   };
   const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
+  // A warp alone where clusters are small: it waits for nobody.
+  const bool alone = call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    TopArgs<T> args;
-    args.spans = item_spans(call.inputs);
+    TopkArgs<T> args;
+    args.spans = plan.means.spans;
+    args.tiles = query_tiles(call, plan.clusters, alone ? kAloneBits : kTogetherBits);
     args.q = tensor4<const T>(call.inputs.q);
     args.k = tensor4<const T>(call.k);
     args.v = tensor4<const T>(call.inputs.v);
-    args.out = tensor4<T>(out);
+    args.out = tensor4<T>(pass.out);
     args.order = ints(tensors.order);
     args.offsets = ints(tensors.offsets);
     args.top_keys = ints(tensors.top_keys);
@@ -497,19 +501,17 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.bottom = floats(tensors.out);
     args.lse = floats(tensors.lse);
     args.H = static_cast<int>(call.H);
-    args.group = static_cast<int>(call.H / call.value_heads);
+    args.group = plan.means.group;
     args.N = static_cast<int>(call.N);
-    args.topk = static_cast<int>(sizes.topk);
+    args.topk = plan.topk;
     args.padded = (max(args.topk, 1) + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
-    args.clusters_ready = after_select;
-    // A warp alone where clusters are small: it waits for nobody.
-    const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
-    args.tiles = query_tiles(call, sizes.clusters, kTileBits[warps > 1]);
+    args.clusters_ready = pass.selection_attends;
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
-      warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);
+      alone ? launch_topk<T, kDim, 1>(args, pass.stream)
+            : launch_topk<T, kDim, 4>(args, pass.stream);
     });
   });
 }
