@@ -72,18 +72,14 @@ BackwardArgs<T> backward_args(const ClusteredBackward& pass, const BackwardScrat
 }
 
 template <class T>
-void centroid_gradients(const BackwardArgs<T>& args, bool queries, bool keys, cudaStream_t stream) {
-  const CentroidBackward kernels = args.shape.centroid_kernels;
+void mean_stage(const BackwardArgs<T>& args, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
+    const CentroidBackward kernels = args.shape.centroid_kernels;
     if (kernels == CentroidBackward::fused_sm90a) return centroid_gradients_sm90a(args, stream);
-    if (kernels == CentroidBackward::split_sm90a) {
-      if (queries) centroid_mean_gradients_sm90a(args, stream);
-      if (keys) centroid_key_gradients_sm90a(args, stream);
-      return;
-    }
+    if (kernels == CentroidBackward::split_sm90a)
+      return centroid_gradients_split_sm90a(args, stream);
   }
-  if (queries) centroid_mean_gradients(args, stream);
-  if (keys) centroid_key_gradients(args, stream);
+  centroid_gradients(args, stream);
 }
 
 }  // namespace
@@ -106,7 +102,7 @@ void clustered_backward(const ClusteredBackward& pass, Arena& arena) {
     if (plan.num_means() == 0 || nothing) return;
     const BackwardArgs<T> args = backward_args(pass, scratch);
     member_gradients(args, pass.stream);
-    if (!call.causal) centroid_gradients(args, queries, keys, pass.stream);
+    if (!call.causal) mean_stage(args, pass.stream);
     if (broadcast) broadcast_gradients(args, pass.stream);
     if (keys && plan.topk > 0) sum_top_key_gradients(args, broadcast, pass.stream);
   });
