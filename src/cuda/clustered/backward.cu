@@ -46,10 +46,6 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
 
 template <class T>
 BackwardArgs<T> backward_args(const ClusteredBackward& pass, const BackwardScratch<T>& scratch) {
-  const auto ints = [](const TensorView& view) {
-    return static_cast<const std::int32_t*>(view.data);
-  };
-  const auto floats = [](const TensorView& view) { return static_cast<const float*>(view.data); };
   const auto gradient = [](const TensorView& view) {
     return view.present() ? tensor4<T>(view) : Tensor4<T>{};
   };

@@ -60,9 +60,8 @@ void broadcast_means(const ClusteredForward& pass) {
     const dim3 grid(static_cast<unsigned>((chunks + kThreads - 1) / kThreads),
                     static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
     broadcast_kernel<T><<<grid, kThreads, 0, pass.stream>>>(
-        tensor4<T>(pass.out), static_cast<const float*>(pass.tensors.out.data),
-        static_cast<const std::int32_t*>(pass.tensors.labels.data), pass.plan.clusters,
-        pass.plan.means.spans.q, static_cast<int>(call.num_items()));
+        tensor4<T>(pass.out), floats(pass.tensors.out), ints(pass.tensors.labels),
+        pass.plan.clusters, pass.plan.means.spans.q, static_cast<int>(call.num_items()));
     COTERIE_LAUNCH("broadcast");
   });
 }

@@ -208,14 +208,14 @@ void attend_means(const ClusteredForward& pass, Arena& arena) {
     const AttendArgs<T> args{plan.queries(pass.tensors),
                              tensor4<const T>(call.k),
                              tensor4<const T>(call.inputs.v),
-                             static_cast<const std::int32_t*>(pass.tensors.top_keys.data),
+                             ints(pass.tensors.top_keys),
                              plan.topk,
                              partial_rows,
                              outs,
                              pitch,
-                             static_cast<float*>(pass.tensors.centroid_lse.data),
-                             static_cast<float*>(pass.tensors.mass.data),
-                             static_cast<float*>(pass.tensors.out.data),
+                             floats(pass.tensors.centroid_lse),
+                             floats(pass.tensors.mass),
+                             floats(pass.tensors.out),
                              static_cast<int>(call.Dv),
                              teams};
     if constexpr (sizeof(T) == 2)

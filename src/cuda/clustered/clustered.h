@@ -31,6 +31,9 @@ struct ClusteredTensors {
   TensorView out;           // f32 (items, H, C, Dv): centroid_out, or bottom
   TensorView lse;           // f32 (B, H, N)
 };
+inline std::int32_t* ints(const TensorView& view) { return static_cast<std::int32_t*>(view.data); }
+inline float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
+
 // The first `count` of them; `top`: of improved clustered attention.
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
                                    bool causal);
@@ -60,8 +63,8 @@ struct ClusteredPlan {
   std::int64_t counters() const { return selection.teams.count + attention.count; }
   CentroidQueries queries(const ClusteredTensors& tensors) const {
     CentroidQueries queries = means;
-    queries.centroids = static_cast<const float*>(tensors.centroids.data);
-    queries.offsets = static_cast<const std::int32_t*>(tensors.offsets.data);
+    queries.centroids = floats(tensors.centroids);
+    queries.offsets = ints(tensors.offsets);
     return queries;
   }
 };

@@ -171,8 +171,7 @@ class ClusteredPass : public Pass {
   template <class Next>
   void cluster_means(Stages& stages, const ClusteredForward& pass, const Next& next) const {
     ClusterExtra extra;
-    if (plan().clusters_with_means)
-      extra = {static_cast<float*>(pass.tensors.centroids.data), zeroed(pass)};
+    if (plan().clusters_with_means) extra = {floats(pass.tensors.centroids), zeroed(pass)};
     cluster(stages, pass, extra);
     stages([&](Arena& arena) {
       if (!plan().clusters_with_means || arena.counting()) means(pass, arena);

@@ -27,9 +27,6 @@ constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kMergeWarps = 4;
 
 template <class T, int kDim>
-using Fragments = QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32>;
-
-template <class T, int kDim>
 struct SelectTiles {
   static constexpr int kRowBytes = Tile<T, kDim>::kRowBytes;
   static constexpr int kBytes = (kCentroidRows + 2 * kSelectKeys) * kRowBytes;
@@ -42,16 +39,38 @@ struct SelectTiles {
   }
 };
 
-// Calls visit(n, s) with the products of this warp's rows 16 m .. 16 m + 15, in s[m], and the keys
-// 16 n .. 16 n + 15 of a tile.
-template <class T, int kDim, class Visit>
-__device__ __forceinline__ void for_scores(Fragments<T, kDim>& fragments, const Tile<T, kDim>& keys,
-                                           const Visit& visit) {
+// The products of a block's means with `total` tiles of keys, the t-th from key first(t) on and not
+// beyond `end`. Calls body(t, products); products(visit) calls visit(n, s) with those of this
+// warp's rows 16 m .. 16 m + 15, in s[m], and the keys 16 n .. 16 n + 15 of the tile.
+template <class T, int kDim, class First, class Body>
+__device__ __forceinline__ void walk_keys(const SelectTiles<T, kDim>& tiles,
+                                          const SelectArgs<T>& args, const CentroidBlock& block,
+                                          int item, const Rows<const T>& rows, int total, int end,
+                                          const First& first, const Body& body) {
+  const auto load = [&](int t) {
+    if (t < total)
+      load_tile<kSelectKeys, kThreads>(tiles.keys(t % 2), rows, first(t), end - first(t));
+    cp_async_commit();
+  };
+  load(0);
+  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
+                                          block.first);
+  __syncthreads();
+  QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32> fragments;
+  fragments.load(tiles.queries, static_cast<int>(threadIdx.x) / 32 * 32);
+#pragma unroll 1
+  for (int t = 0; t < total; ++t) {
+    cp_async_wait<0>();
+    __syncthreads();
+    load(t + 1);
+    body(t, [&](const auto& visit) {
 #pragma unroll
-  for (int n = 0; n < kSelectKeys / 16; ++n) {
-    Accumulator s[2];
-    fragments.scores(s, keys, 16 * n);
-    visit(n, s);
+      for (int n = 0; n < kSelectKeys / 16; ++n) {
+        Accumulator s[2];
+        fragments.scores(s, tiles.keys(t % 2), 16 * n);
+        visit(n, s);
+      }
+    });
   }
 }
 
@@ -70,35 +89,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     return write_thresholds(args, block, item, part, -FLT_MAX);
   if (part >= sample.parts) return write_thresholds(args, block, item, part, FLT_MAX);
 
-  const Rows<const T> rows = args.keys(span, block.head);
-  load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, sample.key(0), kSelectKeys);
-  cp_async_commit();
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
-                                          block.first);
-  __syncthreads();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Fragments<T, kDim> fragments;
-  fragments.load(tiles.queries, warp * 32);
   float groups[2][2][8];
 #pragma unroll
   for (int i = 0; i < 32; ++i) groups[i / 16][i / 8 % 2][i % 8] = -FLT_MAX;
-#pragma unroll 1
-  for (int j = 0; j < sample.tiles; ++j) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (j + 1 < sample.tiles)
-      load_tile<kSelectKeys, kThreads>(tiles.keys((j + 1) % 2), rows, sample.key(j + 1),
-                                       kSelectKeys);
-    cp_async_commit();
-    for_scores(fragments, tiles.keys(j % 2), [&](int n, const Accumulator(&s)[2]) {
+  walk_keys(
+      tiles, args, block, item, args.keys(span, block.head), sample.tiles, span.length,
+      [&](int t) { return sample.key(t); },
+      [&](int, const auto& products) {
+        products([&](int n, const Accumulator(&s)[2]) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
-        group =
-            fmaxf(group, fmaxf(s[i / 4][i % 2][i / 2 % 2 * 2], s[i / 4][i % 2][i / 2 % 2 * 2 + 1]));
-      }
-    });
-  }
+          for (int i = 0; i < 8; ++i) {
+            float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
+            const float* pair = s[i / 4][i % 2] + i / 2 % 2 * 2;
+            group = fmaxf(group, fmaxf(pair[0], pair[1]));
+          }
+        });
+      });
   __syncthreads();
   float(*maxima)[33] = reinterpret_cast<float(*)[33]>(memory);
   static_assert(sizeof(float) * 33 * kCentroidRows <= SelectTiles<T, kDim>::kBytes + 1024, "room");
@@ -107,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     maxima[warp * 32 + i / 16 * 16 + i / 8 % 2 * 8 + lane / 4][lane % 4 * 8 + i % 8] =
         groups[i / 16][i / 8 % 2][i % 8];
   __syncthreads();
-  write_thresholds(args, block, item, part, rank, maxima);
+  write_thresholds(args, block, item, part, 0.0f, rank, maxima);
 }
 
 template <class T, int kDim>
@@ -120,16 +127,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
   if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
 
-  const Rows<const T> rows = args.keys(chunk.span, block.head);
-  load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, chunk.begin, chunk.end - chunk.begin);
-  cp_async_commit();
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, chunk.item, block.head,
-                                          block.first);
-  __syncthreads();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int cluster = block.first + warp * 32 + lane / 4;
-  Fragments<T, kDim> fragments;
-  fragments.load(tiles.queries, warp * 32);
+  const int lane = threadIdx.x % 32;
+  const int cluster = block.first + static_cast<int>(threadIdx.x) / 32 * 32 + lane / 4;
   const auto lists_of = [&](int r) {
     return separate_lists(args.queries.row(block.slot, block.head, cluster + 8 * r), 1, 0,
                           args.capacity);
@@ -139,29 +138,26 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   for (int r = 0; r < 4; ++r)
     lists[r] = LaneList(args.candidates, lists_of(r), 0, lane % 4,
                         row_threshold(args, chunk.item, block.head, cluster + 8 * r));
-#pragma unroll 1
-  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kSelectKeys, stage ^= 1) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (begin + kSelectKeys < chunk.end)
-      load_tile<kSelectKeys, kThreads>(tiles.keys(stage ^ 1), rows, begin + kSelectKeys,
-                                       chunk.end - begin - kSelectKeys);
-    cp_async_commit();
-    for_scores(fragments, tiles.keys(stage), [&](int n, Accumulator(&s)[2]) {
-      const int key = begin + 16 * n + lane % 4 * 2;
-      if (begin + kSelectKeys > chunk.end)
+  const auto first = [&](int t) { return chunk.begin + t * kSelectKeys; };
+  const int total = (chunk.end - chunk.begin + kSelectKeys - 1) / kSelectKeys;
+  walk_keys(tiles, args, block, chunk.item, args.keys(chunk.span, block.head), total, chunk.end,
+            first, [&](int t, const auto& products) {
+              products([&](int n, Accumulator(&s)[2]) {
+                const int key = first(t) + 16 * n + lane % 4 * 2;
+                if (first(t + 1) > chunk.end)
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+                  for (int i = 0; i < 16; ++i)
+                    if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end)
+                      s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
-        offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0], low[1],
-               high[0], high[1], key);
-      }
-    });
-    make_room(lists, args.capacity, args.wanted, begin + kSelectKeys);
-  }
+                for (int r = 0; r < 4; ++r) {
+                  const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
+                  offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0],
+                         low[1], high[0], high[1], key);
+                }
+              });
+              make_room(lists, args.capacity, args.wanted, first(t + 1));
+            });
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     if (cluster + 8 * r < args.queries.clusters)
@@ -249,7 +245,7 @@ void select_top_keys(const ClusteredForward& pass, Arena& arena) {
     args.thresholds = thresholds;
     args.counts = counts;
     args.candidates = candidates;
-    args.top_keys = static_cast<std::int32_t*>(pass.tensors.top_keys.data);
+    args.top_keys = ints(pass.tensors.top_keys);
     args.inputs_ready = plan.clusters_with_means;
     if constexpr (sizeof(T) == 2)
       if (plan.sm90a) {
@@ -257,9 +253,9 @@ void select_top_keys(const ClusteredForward& pass, Arena& arena) {
                                 partial_rows,
                                 outs,
                                 pitch,
-                                static_cast<float*>(pass.tensors.centroid_lse.data),
-                                static_cast<float*>(pass.tensors.mass.data),
-                                static_cast<float*>(pass.tensors.out.data),
+                                floats(pass.tensors.centroid_lse),
+                                floats(pass.tensors.mass),
+                                floats(pass.tensors.out),
                                 static_cast<int>(call.Dv)};
         return select_sm90a(args, teams, attend ? &to : nullptr, pass.stream);
       }

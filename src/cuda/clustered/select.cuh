@@ -52,27 +52,18 @@ struct KeySample {
   __device__ int rank(int wanted) const { return (wanted + parts - 1) / parts; }
 };
 
-// Writes one threshold for all rows of a block: -FLT_MAX where every key is a candidate, FLT_MAX
-// from parts that have no keys.
+// Writes the thresholds of a block's rows: `value`, or where there are maxima the rank-th largest
+// of the 32 group maxima of row r, maxima[r].
 template <class T>
 __device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
-                                 int part, float value) {
-  for (int r = threadIdx.x; r < args.queries.block_rows; r += blockDim.x)
-    if (block.first + r < args.queries.clusters)
-      args.thresholds[args.queries.row(item, block.head, block.first + r) * kSamples + part] =
-          value;
-}
-
-// maxima[r]: 32 group maxima of row r. Writes the rank-th largest of each.
-template <class T>
-__device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
-                                 int part, int rank, const float (*maxima)[33]) {
+                                 int part, float value, int rank = 1,
+                                 const float (*maxima)[33] = nullptr) {
   const int lane = threadIdx.x % 32;
   for (int r = threadIdx.x / 32; r < args.queries.block_rows; r += blockDim.x / 32) {
-    const float sorted = warp_sort_descending(maxima[r][lane]);
+    if (maxima) value = warp_sort_descending(maxima[r][lane]);
     if (lane == rank - 1 && block.first + r < args.queries.clusters)
       args.thresholds[args.queries.row(item, block.head, block.first + r) * kSamples + part] =
-          sorted;
+          value;
   }
 }
 

@@ -367,19 +367,20 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
         .run(team, number + teams.teams.count >= teams.problems);
 }
 
-template <class T, int kDim, int kGroups>
-void launch(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+template <class T, int kDim, int kGroups, bool kAttend>
+void launch(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>& to,
             cudaStream_t stream) {
-  const auto with = [&](auto attend) {
-    constexpr bool kAttend = decltype(attend)::value;
-    launch_cooperative_early(select_sm90a_kernel<T, kDim, kGroups, kAttend>, teams.teams.blocks(),
-                             kGroups * kWarpgroup, SelectMemory<T, kDim, kGroups, kAttend>::kBytes,
-                             stream, args, teams, to ? *to : MeanOutputs<T>{});
-  };
-  if (to)
-    with(std::true_type{});
-  else
-    with(std::false_type{});
+  launch_cooperative_early(select_sm90a_kernel<T, kDim, kGroups, kAttend>, teams.teams.blocks(),
+                           kGroups * kWarpgroup, SelectMemory<T, kDim, kGroups, kAttend>::kBytes,
+                           stream, args, teams, to);
+}
+
+template <class T, bool kAttend>
+void select_rows(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>& to,
+                 cudaStream_t stream) {
+  if (args.queries.width > 64) return launch<T, 128, 2, kAttend>(args, teams, to, stream);
+  if (args.queries.block_rows == 256) return launch<T, 64, 4, kAttend>(args, teams, to, stream);
+  launch<T, 64, 2, kAttend>(args, teams, to, stream);
 }
 
 }  // namespace
@@ -387,9 +388,8 @@ void launch(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutpu
 template <class T>
 void select_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
                   cudaStream_t stream) {
-  if (args.queries.width > 64) return launch<T, 128, 2>(args, teams, to, stream);
-  if (args.queries.block_rows == 256) return launch<T, 64, 4>(args, teams, to, stream);
-  launch<T, 64, 2>(args, teams, to, stream);
+  to ? select_rows<T, true>(args, teams, *to, stream)
+     : select_rows<T, false>(args, teams, {}, stream);
 }
 
 template void select_sm90a(const SelectArgs<Bf16>&, const SelectTeams&, const MeanOutputs<Bf16>*,

@@ -287,7 +287,8 @@ __global__ void __launch_bounds__(kMeanThreads, 1)
   fence_async_proxy();
   __syncthreads();
   const auto first = [&](int t) { return keys.begin + t * 64; };
-  pipeline.start(first, keys.end);
+  pipeline.begin(first, keys.end);
+  pipeline.publish_first();
 
   const float scale = args.shape.scale * kLog2e;
   float s[2][32], ds[32];

@@ -94,6 +94,11 @@ __device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Til
   return count;
 }
 
+// Word i of 16 bytes in registers; i is known to the compiler.
+__device__ __forceinline__ std::uint32_t word_of(const uint4& words, int i) {
+  return i < 2 ? (i == 0 ? words.x : words.y) : (i == 2 ? words.z : words.w);
+}
+
 // 16 queries of a warp in registers: lane l has pieces l % 4, l % 4 + 4, ... of rows l / 4 and
 // l / 4 + 8.
 template <class T, int kDim>
@@ -128,22 +133,9 @@ struct QueryRows {
   // Step `step` of the depths in pieces i: two steps of 16-bit elements, one of fp32.
   __device__ FragmentA<T> fragment(int i, int step) const {
     FragmentA<T> a;
-    const uint4 &low = pieces[0][i], &high = pieces[1][i];
-    if constexpr (sizeof(T) == 2) {
-      a.r[0] = step == 0 ? low.x : low.z;
-      a.r[1] = step == 0 ? high.x : high.z;
-      a.r[2] = step == 0 ? low.y : low.w;
-      a.r[3] = step == 0 ? high.y : high.w;
-    } else {
-      a.r[0] = low.x;
-      a.r[1] = high.x;
-      a.r[2] = low.y;
-      a.r[3] = high.y;
-      a.r[4] = low.z;
-      a.r[5] = high.z;
-      a.r[6] = low.w;
-      a.r[7] = high.w;
-    }
+    constexpr int kWords = sizeof(a.r) / 8;  // of a piece
+#pragma unroll
+    for (int w = 0; w < 2 * kWords; ++w) a.r[w] = word_of(pieces[w % 2][i], step * kWords + w / 2);
     return a;
   }
 };
@@ -153,21 +145,10 @@ template <class T>
 __device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uint4& high,
                                                      int step) {
   FragmentB<T> b;
-  if constexpr (sizeof(T) == 2) {
-    b.r[0] = step == 0 ? low.x : low.z;
-    b.r[1] = step == 0 ? low.y : low.w;
-    b.r[2] = step == 0 ? high.x : high.z;
-    b.r[3] = step == 0 ? high.y : high.w;
-  } else {
-    const uint4* halves[] = {&low, &high};
+  constexpr int kWords = sizeof(b.r) / 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      b.r[4 * half] = halves[half]->x;
-      b.r[4 * half + 1] = halves[half]->y;
-      b.r[4 * half + 2] = halves[half]->z;
-      b.r[4 * half + 3] = halves[half]->w;
-    }
-  }
+  for (int w = 0; w < 2 * kWords; ++w)
+    b.r[w] = word_of(w < kWords ? low : high, step * kWords + w % kWords);
   return b;
 }
 
@@ -477,12 +458,8 @@ void attend_top_keys(const ClusteredForward& pass) {
   const ClusteredTensors& tensors = pass.tensors;
   if (call.B * call.H * call.N == 0) return;
   zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
-  fill_padding(static_cast<float*>(tensors.lse.data), call.B, call.H, call.N,
-               call.inputs.q_sequences, call.num_items(), -INFINITY, pass.stream);
-  const auto ints = [](const TensorView& view) {
-    return static_cast<const std::int32_t*>(view.data);
-  };
-  const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
+  fill_padding(floats(tensors.lse), call.B, call.H, call.N, call.inputs.q_sequences,
+               call.num_items(), -INFINITY, pass.stream);
   // A warp alone where clusters are small: it waits for nobody.
   const bool alone = call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
