@@ -109,10 +109,7 @@ struct QueryRows {
   uint4 pieces[2][kPieces];
 
   __device__ void load(const Rows<const T>& from) {
-    if (from.aligned)
-      load_all<true>(from);
-    else
-      load_all<false>(from);
+    from.aligned ? load_all<true>(from) : load_all<false>(from);
   }
   template <bool kAligned>
   __device__ __forceinline__ void load_all(const Rows<const T>& from) {
@@ -157,13 +154,6 @@ template <class T, int kDim>
 struct TopKeyRows {
   Accumulator out[kDim / 16];
   float shift[2], sum[2];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) out[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) shift[half] = -INFINITY, sum[half] = 0.0f;
-  }
 
   // The weights of kTopKeys keys, of which the lane's two rows see the first left[], from their
   // scores. kStart: they are the first ones.
@@ -418,15 +408,9 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
-    int first = 0;
-    if constexpr (sizeof(T) == 2) {
-      rows.template attend<true>(queries, keys, values, seen, args.exponent);
-      first = kTopKeys;
-    } else {  // short code
-      rows.clear();
-    }
+    rows.template attend<true>(queries, keys, values, seen, args.exponent);
 #pragma unroll 1
-    for (; first < count; first += kTopKeys) {
+    for (int first = kTopKeys; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
       rows.template attend<false>(queries, keys.below(first), values.below(first), left,
                                   args.exponent);

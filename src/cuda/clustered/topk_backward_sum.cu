@@ -384,11 +384,8 @@ void sum_top_key_gradients(const BackwardArgs<T>& args, bool beside_broadcast,
   });
 }
 
-#define COTERIE_INSTANTIATE(T) \
-  template void sum_top_key_gradients(const BackwardArgs<T>&, bool, cudaStream_t);
-COTERIE_INSTANTIATE(float)
-COTERIE_INSTANTIATE(Bf16)
-COTERIE_INSTANTIATE(F16)
-#undef COTERIE_INSTANTIATE
+template void sum_top_key_gradients(const BackwardArgs<float>&, bool, cudaStream_t);
+template void sum_top_key_gradients(const BackwardArgs<Bf16>&, bool, cudaStream_t);
+template void sum_top_key_gradients(const BackwardArgs<F16>&, bool, cudaStream_t);
 
 }  // namespace coterie::cuda
