@@ -14,7 +14,7 @@
 #include "coterie/attention.h"
 #include "coterie/random.h"
 #include "coterie/runtime.h"
-#include "cuda/clustered/clustered.h"
+#include "cuda/api/entry.h"
 #include "ops/call.h"
 #include "tests/gpu/device_tensor.h"
 
@@ -205,37 +205,19 @@ struct Problem {
 
 // A prepared call on the device.
 struct DeviceCall {
+  Mechanism mechanism;
   AttentionCall call;
-  cuda::ClusteredSizes sizes;
-  cuda::ClusteredBackward pass;
+  AttentionResult result;
+  TensorView grad_out;
+  AttentionGradients gradients;
   std::vector<DeviceMemory> memory;
 
-  std::int64_t workspace_bytes() const {
-    Arena counting;
-    cuda::clustered_backward(call, sizes, pass, counting, nullptr);
-    return counting.used();
-  }
+  std::int64_t workspace_bytes() const { return cuda::workspace_bytes(mechanism, call); }
   void run(const DeviceMemory& workspace, cudaStream_t stream) const {
-    Arena arena("test", {workspace.data(), workspace.bytes(), stream}, workspace.bytes());
-    cuda::clustered_backward(call, sizes, pass, arena, stream);
+    cuda::backward(mechanism, call, result, grad_out, gradients,
+                   {workspace.data(), workspace.bytes(), stream});
   }
 };
-
-cuda::ClusteredTensors named(const Mechanism& mechanism, const std::vector<TensorView>& saved) {
-  cuda::ClusteredTensors t;
-  t.labels = saved[0];
-  t.order = saved[1];
-  t.offsets = saved[2];
-  std::size_t next = 3;
-  const bool improved = std::holds_alternative<ImprovedClusteredParams>(mechanism);
-  if (improved) t.top_keys = saved[next++];
-  t.centroids = saved[next++];
-  t.centroid_lse = saved[next++];
-  if (improved) t.mass = saved[next++];
-  t.out = saved[next++];
-  if (improved) t.lse = saved[next++];
-  return t;
-}
 
 TensorView new_gradient(DeviceCall& device, DType dtype, std::vector<std::int64_t> sizes,
                         bool by_token) {
@@ -250,20 +232,17 @@ TensorView new_gradient(DeviceCall& device, DType dtype, std::vector<std::int64_
 DeviceCall prepare(Problem& p) {
   const Case& c = p.c;
   DeviceCall device;
+  device.mechanism = p.mechanism;
   const std::vector<TensorView> views = {p.upload_rows({c.B, c.H, c.N, c.D}, p.q),
                                          p.upload_rows({c.B, c.Hkv, c.S, c.D}, p.k),
                                          p.upload_rows({c.B, c.Hkv, c.S, c.D}, p.v)};
   const TensorView q_items = p.upload(p.q_lengths), k_items = p.upload(p.k_lengths);
   const AttentionInputs inputs = p.inputs_of(views, q_items, k_items);
   device.call = ops::make_call(p.mechanism, inputs);
-  std::vector<TensorView> saved;
-  for (const HostTensor& tensor : p.saved) saved.push_back(p.upload(tensor));
-  device.pass.tensors = named(p.mechanism, saved);
-  device.sizes = {c.C, device.pass.tensors.topk()};
-  device.pass.mass_grad = c.mass_grad;
-  device.pass.grad_out = p.upload_rows({c.B, c.H, c.N, c.D}, p.g);
+  for (const HostTensor& tensor : p.saved) device.result.saved.push_back(p.upload(tensor));
+  device.grad_out = p.upload_rows({c.B, c.H, c.N, c.D}, p.g);
   const std::string wanted = c.wanted;
-  AttentionGradients& gradients = device.pass.gradients;
+  AttentionGradients& gradients = device.gradients;
   if (wanted.find('q') != std::string::npos)
     gradients.dq = new_gradient(device, p.dtype, {c.B, c.H, c.N, c.D}, c.by_token);
   if (wanted.find('k') != std::string::npos)
@@ -343,7 +322,7 @@ struct Run {
 void expect_agreement(const Case& c, DType dtype) {
   const Run run(c, dtype);
   std::printf("%-34s %-4s", c.name, dtype_name(dtype));
-  const AttentionGradients& d = run.device.pass.gradients;
+  const AttentionGradients& d = run.device.gradients;
   // Errors of the logits grow with them.
   const double allowed = tolerance(dtype) * static_cast<double>(c.sharpness);
   EXPECT_TRUE(compare("dq", d.dq, run.problem.expected[0], allowed));
@@ -357,7 +336,7 @@ void expect_agreement(const Case& c, DType dtype) {
 // The same bits in repeated runs, every second one as a graph.
 void expect_repeats(const Case& c, DType dtype, int repeats) {
   Run run(c, dtype);
-  const AttentionGradients& d = run.device.pass.gradients;
+  const AttentionGradients& d = run.device.gradients;
   std::vector<std::vector<unsigned char>> first;
   for (const TensorView* view : {&d.dq, &d.dk, &d.dv}) first.push_back(bytes_of(*view));
   cudaGraph_t graph;

@@ -18,7 +18,6 @@
 #include "coterie/runtime.h"
 #include "cuda/cluster/means.h"
 #include "cuda/clustered/clustered.h"
-#include "cuda/clustered/saved.h"
 #include "cuda/launch/device.h"
 #include "tests/gpu/device_tensor.h"
 
@@ -255,15 +254,26 @@ AttentionCall make_call(const char* op, const AttentionInputs& inputs) {
 void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t stream,
                 bool attend = false) {
   const AttentionCall call = make_call("i-clustered", gpu.inputs);
-  const cuda::ClusteredSizes sizes{clusters, topk};
-  ImprovedClusteredParams params;
-  cuda::ClusteredTensors tensors = cuda::clustered_tensors(params, gpu.result().saved);
+  ClusteringParams clustering;
+  clustering.clusters = clusters;
+  clustering.method = Clustering::hamming;
+  const cuda::ClusteredPlan plan = cuda::clustered_plan(call, clustering, topk, true);
+  const std::vector<TensorView> saved = gpu.result().saved;
+  cuda::ClusteredForward pass{plan,
+                              cuda::clustered_tensors(saved.data(), saved.size(), true, false)};
+  pass.selection_attends = attend;
+  pass.stream = stream;
+  const auto run = [&](Arena& arena) {
+    pass.counters = arena.take<unsigned>(plan.counters());
+    cuda::centroid_means(call, pass.tensors.order, pass.tensors.offsets, pass.tensors.centroids,
+                         arena, stream, {pass.counters, plan.counters()});
+    cuda::select_top_keys(pass, arena);
+  };
+  Arena counted;
+  run(counted);
+  if (counted.used() > gpu.workspace.bytes()) gpu.workspace = DeviceMemory(counted.used());
   Arena arena("test", gpu.ws(stream), 0);
-  const std::int64_t count = cuda::select_arrivals(call, sizes);
-  auto* arrivals = arena.take<unsigned>(count);
-  cuda::centroid_means(call, tensors.order, tensors.offsets, tensors.centroids, arena, stream,
-                       {arrivals, count});
-  cuda::centroid_select(call, sizes, tensors, arrivals, arena, stream, attend);
+  run(arena);
 }
 
 // Scores of the selected keys against the best ones, by the CPU's means in f64.

@@ -19,8 +19,6 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
-#include "core/arena.h"
-#include "cuda/clustered/clustered.h"
 #include "cuda/prim/splits.cuh"
 #include "cuda/prim/tensor.cuh"
 
@@ -108,12 +106,15 @@ struct ClusterUnits {
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
+// Which kernels differentiate the attention of the means: centroid_backward.cu, on Hopper and for
+// 16-bit types split_backward_sm90a.cu or centroid_backward_sm90a.cu.
+enum class CentroidBackward : std::uint16_t { all_devices, split_sm90a, fused_sm90a };
+
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  ClusterUnits units;     // the parts of clusters that blocks work on
-  int pitch;              // of scratch rows: the head dim padded to 64 or 128
-  bool sm90a;             // the kernels of *_sm90a.cu serve this call
-  bool fused;             // centroid_gradients_sm90a serves this call
+  ClusterUnits units;  // the parts of clusters that blocks work on
+  int pitch;           // of scratch rows: the head dim padded to 64 or 128
+  CentroidBackward centroid_kernels;
   ItemChunks chunks;      // of the keys, for the gradients of the means
   ItemChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;
@@ -156,6 +157,37 @@ struct BackwardArgs {
   Tensor4<T> dq, dk, dv;  // data is null when absent
 };
 
+// The centroids of all query heads of a key head, one after the other, against a chunk of its keys.
+struct StackedCentroids {
+  ItemChunk keys;
+  int slot, key_head, key_heads, total;  // centroids
+  std::int64_t first_row;                // of the centroids
+
+  // `number`: slot of `chunks` * key heads + key head.
+  __device__ StackedCentroids(const BackwardShape& shape, const ItemChunks& chunks, int number) {
+    key_heads = shape.H / shape.group;
+    slot = number / key_heads;
+    key_head = number % key_heads;
+    keys = chunks.find(shape.spans.k, slot);
+    total = shape.group * shape.clusters;
+    first_row =
+        (static_cast<std::int64_t>(keys.item) * shape.H + key_head * shape.group) * shape.clusters;
+  }
+  // The rows of their means (tensor 0) or dout.
+  template <class T>
+  __device__ Rows<const T> operand(const BackwardArgs<T>& args, int tensor) const {
+    const int pitch = args.shape.pitch;
+    const T* rows = tensor == 0 ? args.scratch.mean : args.scratch.dout;
+    return {rows + first_row * pitch, pitch, pitch, true};
+  }
+  // Where the sums of dmean over the chunk go.
+  template <class T>
+  __device__ float* mean_slice(const BackwardArgs<T>& args) const {
+    return args.scratch.mean_slices +
+           (static_cast<std::int64_t>(slot) * key_heads + key_head) * total * args.shape.pitch;
+  }
+};
+
 // The stages, in order. Each is instantiated for float, Bf16 and F16. The first one
 // waits for all that was launched before it, then lets the next one start: those behind it may read
 // inputs and saved tensors before they wait (prim/dependent.cuh).
@@ -166,17 +198,12 @@ template <class T>
 void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. centroid_backward.cu
 template <class T>
-void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+void centroid_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
+// The same by Hopper's warpgroup products, for 16-bit types. split_backward_sm90a.cu
+constexpr int kMeanRows = 128;  // centroids of a block that owns centroids
 template <class T>
-void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
-// The same by Hopper's warpgroup products, for 16-bit types and pitches of 64 and 128.
-// key_backward_sm90a.cu, mean_backward_sm90a.cu
-constexpr int kMeanRows = 128;  // centroids of a block of the latter
-template <class T>
-void centroid_key_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-template <class T>
-void centroid_mean_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// Both in one, for a pitch of 64 and at most kFusedCentroids of a key head.
+void centroid_gradients_split_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
+// Both in one kernel, for a pitch of 64 and at most kFusedCentroids of a key head.
 // centroid_backward_sm90a.cu
 constexpr int kFusedCentroids = 256;
 template <class T>
@@ -187,6 +214,6 @@ void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // Adds the slots to dk and dv; at the same time as broadcast_gradients, if that was launched just
 // before. topk_backward_sum.cu
 template <class T>
-void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t stream);
+void sum_top_key_gradients(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t stream);
 
 }  // namespace coterie::cuda

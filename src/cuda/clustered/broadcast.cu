@@ -50,19 +50,18 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void broadcast_forward(const AttentionCall& call, const ClusteredTensors& tensors,
-                       const TensorView& out, cudaStream_t stream) {
-  if (out.count() == 0) return;
+void broadcast_means(const ClusteredForward& pass) {
+  const AttentionCall& call = pass.plan.call;
+  if (pass.out.count() == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr std::int64_t kVector = 16 / sizeof(T);
     const std::int64_t chunks = call.N * ((call.Dv + kVector - 1) / kVector);
     const dim3 grid(static_cast<unsigned>((chunks + kThreads - 1) / kThreads),
                     static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
-    broadcast_kernel<T><<<grid, kThreads, 0, stream>>>(
-        tensor4<T>(out), static_cast<const float*>(tensors.out.data),
-        static_cast<const std::int32_t*>(tensors.labels.data), static_cast<int>(tensors.clusters()),
-        item_spans(call.inputs).q, static_cast<int>(call.num_items()));
+    broadcast_kernel<T><<<grid, kThreads, 0, pass.stream>>>(
+        tensor4<T>(pass.out), floats(pass.tensors.out), ints(pass.tensors.labels),
+        pass.plan.clusters, pass.plan.means.spans.q, static_cast<int>(call.num_items()));
     COTERIE_LAUNCH("broadcast");
   });
 }

@@ -30,7 +30,7 @@ struct CentroidTiles : AttendTiles<T, kDim, kCentroidRows, kAttendKeys> {
 
 // State of a warp's 32 rows: 2 x 16, of which a lane holds [m][half].
 template <class T, int kDim>
-struct AttendRows {
+struct WarpMeans {
   static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
   QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
   RowSoftmax softmax[2][2];
@@ -106,7 +106,7 @@ struct AttendRows {
 
 template <class T, int kDim>
 __device__ void write_partial(const AttendArgs<T>& args, std::int64_t first_row, int rows,
-                              const AttendRows<T, kDim>& state) {
+                              const WarpMeans<T, kDim>& state) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < 2; ++m)
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
     walk.start(args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk, args.topk,
                chunk.begin);
   __syncthreads();
-  AttendRows<T, kDim> rows;
+  WarpMeans<T, kDim> rows;
   rows.queries.load(tiles.queries, warp * 32);
   for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kAttendKeys, stage ^= 1) {
     cp_async_wait<0>();
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
     __syncthreads();
     if (begin + kAttendKeys < chunk.end)
       tiles.load(stage ^ 1, k, v, begin + kAttendKeys, chunk.end);
-    constexpr int kStep = 16 * AttendRows<T, kDim>::kBlock;
+    constexpr int kStep = 16 * WarpMeans<T, kDim>::kBlock;
 #pragma unroll 1
     for (int column = 0; column < kAttendKeys; column += kStep)
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
@@ -191,63 +191,43 @@ void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
                tiles * args.queries.chunks.slots, kThreads, kBytes, stream, args);
 }
 
-template <class T>
-void attend_chunks(const AttentionCall& call, const AttendArgs<T>& args, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2)
-    if (on_hopper()) return attend_chunks_sm90a(args, stream);
-  dispatch_head_dim(call.op, call.Dk,
-                    [&](auto dim) { launch_attend<T, decltype(dim)::value>(args, stream); });
-}
-
-// Teams where the chunks of all means are on the GPU at a time.
-Teams attend_teams(const AttentionCall& call, const CentroidBlocks& blocks,
-                   const CentroidQueries& queries) {
-  const int count = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
-  const int size = queries.chunks.per_item;
-  if (!blocks.sm90a || static_cast<std::int64_t>(count) * size > blocks.resident) return {};
-  return {count, size, nullptr};
-}
-
 }  // namespace
 
-std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  return attend_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).count;
-}
-
-void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                      cudaStream_t stream) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
-  Teams teams = attend_teams(call, blocks, queries);
-  teams.arrivals = arrivals;
-  const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
-  const std::int64_t partials = queries.chunks.slots * call.H * sizes.clusters;
+void attend_means(const ClusteredForward& pass, Arena& arena) {
+  const ClusteredPlan& plan = pass.plan;
+  const AttentionCall& call = plan.call;
+  const std::int64_t partials = plan.means.chunks.slots * call.H * plan.clusters;
   const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
   PartialRow* partial_rows = arena.take<PartialRow>(partials + 1);
   float* outs = arena.take<float>(partials * pitch + 1);
-  if (arena.counting() || rows == 0) return;
+  if (arena.counting() || plan.num_means() == 0) return;
+  Teams teams = plan.attention;
+  teams.arrivals = pass.counters + plan.selection.teams.count;  // those of the selection come first
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const AttendArgs<T> args{queries,
+    const AttendArgs<T> args{plan.queries(pass.tensors),
                              tensor4<const T>(call.k),
                              tensor4<const T>(call.inputs.v),
-                             static_cast<const std::int32_t*>(tensors.top_keys.data),
-                             static_cast<int>(sizes.topk),
+                             ints(pass.tensors.top_keys),
+                             plan.topk,
                              partial_rows,
                              outs,
                              pitch,
-                             static_cast<float*>(tensors.centroid_lse.data),
-                             static_cast<float*>(tensors.mass.data),
-                             static_cast<float*>(tensors.out.data),
+                             floats(pass.tensors.centroid_lse),
+                             floats(pass.tensors.mass),
+                             floats(pass.tensors.out),
                              static_cast<int>(call.Dv),
                              teams};
-    attend_chunks(call, args, stream);
+    if constexpr (sizeof(T) == 2)
+      if (plan.sm90a) attend_chunks_sm90a(args, pass.stream);
+    if (!plan.sm90a)
+      dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
+        launch_attend<T, decltype(dim)::value>(args, pass.stream);
+      });
     if (teams.size > 0) return;
-    launch_early("centroid_combine", centroid_combine_kernel<T>,
-                 static_cast<unsigned>((rows + kCombineWarps - 1) / kCombineWarps),
-                 kCombineWarps * 32, 0, stream, args);
+    const std::int64_t blocks = (plan.num_means() + kCombineWarps - 1) / kCombineWarps;
+    launch_early("centroid_combine", centroid_combine_kernel<T>, static_cast<unsigned>(blocks),
+                 kCombineWarps * 32, 0, pass.stream, args);
   });
 }
 

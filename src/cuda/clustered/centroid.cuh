@@ -5,11 +5,8 @@
 
 #include <cuda_runtime.h>
 
-#include <cmath>
 #include <cstdint>
 
-#include "cuda/clustered/clustered.h"
-#include "cuda/launch/device.h"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/splits.cuh"
@@ -36,50 +33,6 @@ struct CentroidQueries {
     return offsets[first + cluster] >= offsets[first + cluster + 1];
   }
 };
-
-// The shape of the thread blocks of centroid kernels, and how many are on the GPU at a time.
-struct CentroidBlocks {
-  int rows, resident;
-  bool sm90a;
-};
-
-// Blocks of *_sm90a.cu: two or four warpgroups of 64 rows, as wastes fewer rows; 4 when it is the
-// same.
-inline CentroidBlocks centroid_blocks_sm90a(const ClusteredSizes& sizes) {
-  const std::int64_t of_128 = (sizes.clusters + 127) / 128, of_256 = (sizes.clusters + 255) / 256;
-  const bool large = 2 * of_256 == of_128;
-  return {large ? 256 : 128, (large ? 1 : 2) * multiprocessors(), true};
-}
-
-inline CentroidBlocks centroid_blocks(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const bool wide = call.Dk > 64 || call.inputs.q.dtype == DType::f32;
-  if (call.inputs.q.dtype != DType::f32 && on_hopper()) {
-    // Wide rows: two warpgroups with all the registers of a multiprocessor.
-    if (wide) return {kCentroidRows, multiprocessors(), true};
-    return centroid_blocks_sm90a(sizes);
-  }
-  return {kCentroidRows, (wide ? 2 : 3) * multiprocessors(), false};
-}
-
-inline CentroidQueries centroid_queries(const AttentionCall& call, const ClusteredSizes& sizes,
-                                        const ClusteredTensors& tensors,
-                                        const CentroidBlocks& blocks) {
-  CentroidQueries queries;
-  queries.block_rows = blocks.rows;
-  queries.row_tiles = static_cast<int>((sizes.clusters + blocks.rows - 1) / blocks.rows);
-  queries.spans = item_spans(call.inputs);
-  queries.chunks = key_chunks(call, call.H * queries.row_tiles, blocks.resident);
-  queries.centroids = static_cast<const float*>(tensors.centroids.data);
-  queries.offsets = static_cast<const std::int32_t*>(tensors.offsets.data);
-  queries.H = static_cast<int>(call.H);
-  queries.group = static_cast<int>(call.H / call.value_heads);
-  queries.clusters = static_cast<int>(sizes.clusters);
-  queries.width = static_cast<int>(call.Dk);
-  queries.sign = call.scale < 0 ? -1.0f : 1.0f;
-  queries.exponent = static_cast<float>(std::fabs(call.scale) * 1.4426950408889634);
-  queries.inverse = 1.0f / queries.exponent;
-  return queries;
-}
 
 // Block number = (slot * H + head) * row_tiles + tile: blocks that read the same keys are
 // neighbours.

@@ -2,9 +2,16 @@
 // Backward pass of centroid attention over all keys (backward.h), all keys treated alike:
 //   A = exp2(scale mean k - lse)   dS = A (dout v - delta)
 //   dv_j = sum_c A_cj dout_c   dk_j = scale sum_c dS_cj mean_c   dmean_c = scale sum_j dS_cj k_j
-// Two kernels, each with its sums in registers: a block owns keys and walks the centroids of all
-// query heads of its key head, or owns centroids and walks a share of the keys. Scores are computed
-// twice, and no block waits for another one's dS.
+// One kernel in two forms, with its sums in registers: a block owns keys and walks the centroids of
+// all query heads of its key head, or owns centroids and walks a chunk of the keys. Scores are
+// computed twice, and no block waits for another one's dS.
+//
+// Block number = (slot of keys * key heads + key head) * tiles of owned centroids + tile. 4 or 8
+// warps of 16 or 32 owned rows (CentroidShape); the operands of the owned rows stay in registers
+// for 16-bit types. Shared memory: the owned rows, two stages of 32 or 64 walked rows and their lse
+// and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128.
+// For f32, and for all types where the device is not a Hopper GPU; there 16-bit types have
+// centroid_backward_sm90a.cu and split_backward_sm90a.cu.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -17,8 +24,6 @@
 
 namespace coterie::cuda {
 namespace {
-
-// Rows that a warp of centroid_backward.cu owns, keys or centroids, and tiles of the other side.
 
 // A warp owns kBlocks x 16 rows of one side and walks tiles of kStep rows of the other. Operands
 // that stay are kept in registers where they fit: two products need 2 x kBlocks x kWidth / 8 each.
@@ -43,277 +48,174 @@ template <class T, int kWidth>
 using OwnedRows =
     QueryFragments<T, kWidth, CentroidShape<T, kWidth>::kHalf, CentroidShape<T, kWidth>::kBlocks>;
 
-// The stacked centroids of the query heads of one key head.
-struct StackedRows {
-  std::int64_t first;
-  int count;
-};
-
-__device__ __forceinline__ StackedRows stacked_rows(const BackwardShape& shape, int item,
-                                                    int key_head) {
-  const std::int64_t head = static_cast<std::int64_t>(item) * shape.H + key_head * shape.group;
-  return {head * shape.clusters, shape.group * shape.clusters};
-}
-
-template <class T>
-__device__ __forceinline__ Rows<const T> scratch_rows(const T* rows, std::int64_t first,
-                                                      int pitch) {
-  return {rows + first * pitch, pitch, pitch, true};
-}
-
-// Weights and their derivatives of 16 columns (centroids): stats holds lse and delta of the
-// columns.
-template <class T, int kBlocks>
-__device__ __forceinline__ void differentiate_columns(Accumulator (&s)[kBlocks],
-                                                      Accumulator (&d)[kBlocks], const float* lse,
-                                                      const float* delta, float scale) {
-  const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float2 l = *reinterpret_cast<const float2*>(lse + 8 * half + column);
-    const float2 e = *reinterpret_cast<const float2*>(delta + 8 * half + column);
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float p = exp2_approximate(fmaf(s[m][half][i], scale, -(i % 2 ? l.y : l.x)));
-        s[m][half][i] = p;
-        d[m][half][i] = p * (d[m][half][i] - (i % 2 ? e.y : e.x));
-      }
-  }
-}
-
-template <class T, int kWidth>
+// kKeys: the block owns the keys of a slot of `chunks`; otherwise a tile of centroids, and walks
+// the keys of the slot.
+template <class T, int kWidth, bool kKeys>
 __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
                                   CentroidShape<T, kWidth>::kMinBlocks)
-    key_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks tiles) {
+    centroid_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks chunks,
+                             int tiles) {
   using S = CentroidShape<T, kWidth>;
   extern __shared__ __align__(128) unsigned char memory[];
   const BackwardShape& shape = args.shape;
-  const ItemChunk keys = tiles.find(shape.spans.k, blockIdx.x);
-  const int key_count = keys.end - keys.begin;
-  if (key_count <= 0) return;
-  const int key_head = blockIdx.y, warp = threadIdx.x / 32;
-  const StackedRows rows = stacked_rows(shape, keys.item, key_head);
-  const std::uint32_t base = shared_address(memory);
-  const Tile<T, kWidth> sK{base}, sV{base + S::kOwnedBytes};
-  const std::uint32_t stages = base + 2 * S::kOwnedBytes;
+  const StackedCentroids stack(shape, chunks, static_cast<int>(blockIdx.x) / tiles);
+  const ItemChunk& keys = stack.keys;
+  if (keys.begin >= keys.end) return;
+  const int owned = kKeys ? keys.begin : static_cast<int>(blockIdx.x) % tiles * S::kOwned;
+  const int count = (kKeys ? keys.end : stack.total) - owned;  // of owned rows
+  const int begin = kKeys ? 0 : keys.begin, end = kKeys ? stack.total : keys.end;
+  const int lane = threadIdx.x % 32,
+            warp_row = static_cast<int>(threadIdx.x) / 32 * 16 * S::kBlocks;
+  const std::uint32_t base = shared_address(memory), stages = base + 2 * S::kOwnedBytes;
   float* stats = reinterpret_cast<float*>(memory + 2 * S::kOwnedBytes + 4 * S::kTileBytes);
-
+  const auto owned_tile = [&](int tensor) {
+    return Tile<T, kWidth>{base + tensor * S::kOwnedBytes};
+  };
+  const auto stage_of = [&](int first) { return (first - begin) / S::kStep % 2; };
+  const auto walked_tile = [&](int first, int tensor) {
+    return Tile<T, kWidth>{stages + (2 * stage_of(first) + tensor) * S::kTileBytes};
+  };
+  // Keys and means (tensor 0), or values and dout.
+  const auto rows = [&](bool of_keys, int tensor) {
+    const Tensor4<const T>& from = tensor == 0 ? args.k : args.v;
+    return of_keys ? from.rows(keys.span.batch, stack.key_head, keys.span.begin)
+                   : stack.operand(args, tensor);
+  };
   const auto fetch = [&](int first) {
-    const int stage = first / S::kStep % 2, count = rows.count - first;
-    const Tile<T, kWidth> sMean{stages + 2 * stage * S::kTileBytes};
-    const Tile<T, kWidth> sDout{stages + (2 * stage + 1) * S::kTileBytes};
-    const auto row = rows.first + first;
-    load_tile<S::kStep, S::kThreads>(sMean, scratch_rows<T>(args.scratch.mean, row, shape.pitch), 0,
-                                     count);
-    load_tile<S::kStep, S::kThreads>(sDout, scratch_rows<T>(args.scratch.dout, row, shape.pitch), 0,
-                                     count);
+#pragma unroll
+    for (int tensor = 0; tensor < 2; ++tensor)
+      load_tile<S::kStep, S::kThreads>(walked_tile(first, tensor), rows(!kKeys, tensor), first,
+                                       end - first);
     // Rows beyond the last have weights exp2(0) = 1, but their mean and dout are zero.
-    const int r = threadIdx.x % S::kStep;
+    const int r = first + static_cast<int>(threadIdx.x) % S::kStep;
     const float* from = threadIdx.x < S::kStep ? args.scratch.row_lse : args.scratch.row_delta;
-    const int to = stage * 2 * S::kStep + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < 2 * S::kStep)
-      cp_async4(shared_address(stats + to), from + (r < count ? row + r : 0), r < count);
+    const int to = stage_of(first) * 2 * S::kStep + static_cast<int>(threadIdx.x);
+    if (kKeys && threadIdx.x < 2 * S::kStep)
+      cp_async4(shared_address(stats + to), from + (r < end ? stack.first_row + r : 0), r < end);
     cp_async_commit();
   };
 
-  load_tile<S::kOwned, S::kThreads>(sK, args.k.rows(keys.span.batch, key_head, keys.span.begin),
-                                    keys.begin, key_count);
-  load_tile<S::kOwned, S::kThreads>(sV, args.v.rows(keys.span.batch, key_head, keys.span.begin),
-                                    keys.begin, key_count);
-  cp_async_commit();
-  fetch(0);
-  cp_async_wait<1>();
-  __syncthreads();
-  OwnedRows<T, kWidth> rK, rV;
-  rK.load(sK, warp * 16 * S::kBlocks);
-  rV.load(sV, warp * 16 * S::kBlocks);
-
-  Accumulator dk[S::kBlocks][S::kDepths] = {}, dv[S::kBlocks][S::kDepths] = {};
-  const float scale = shape.scale * kLog2e;
-#pragma unroll 1
-  for (int first = 0; first < rows.count; first += S::kStep) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (first + S::kStep < rows.count) fetch(first + S::kStep);
-    const int stage = first / S::kStep % 2;
-    const Tile<T, kWidth> sMean{stages + 2 * stage * S::kTileBytes};
-    const Tile<T, kWidth> sDout{stages + (2 * stage + 1) * S::kTileBytes};
-    const float* lse = stats + stage * 2 * S::kStep;
-#pragma unroll 1
-    for (int c = 0; c < S::kStep; c += 16) {
-      Accumulator s[S::kBlocks], ds[S::kBlocks];
-      rK.scores(s, sMean, c);
-      rV.scores(ds, sDout, c);
-      differentiate_columns<T>(s, ds, lse + c, lse + S::kStep + c, scale);
-      add_values(dv, s, sDout, c);
-      add_values(dk, ds, sMean, c);
-    }
-  }
-
-  const float dv_scale = 1.0f / (shape.weight_scale * shape.gradient_scale);
-  const auto store = [&](const Tensor4<T>& tensor, const Accumulator(&acc)[S::kBlocks][S::kDepths],
-                         float factor) {
-    if (!tensor.data) return;
-    const Rows<T> out = tensor.rows(keys.span.batch, key_head, keys.span.begin + keys.begin);
 #pragma unroll
-    for (int m = 0; m < S::kBlocks; ++m)
-#pragma unroll
-      for (int d = 0; d < S::kDepths; d += 2) {
-        Accumulator pair[2];
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          pair[i / 8][i / 4 % 2][i % 4] = acc[m][d + i / 8][i / 4 % 2][i % 4] * factor;
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          const int row = 16 * (S::kBlocks * warp + m) + 8 * side + threadIdx.x % 32 / 4;
-          store_columns(out, row, row < key_count, 16 * d, pair, side);
-        }
-      }
-  };
-  store(args.dk, dk, shape.scale * dv_scale);
-  store(args.dv, dv, dv_scale);
-}
-
-template <class T, int kWidth>
-__global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
-                                  CentroidShape<T, kWidth>::kMinBlocks)
-    mean_gradient_kernel(const __grid_constant__ BackwardArgs<T> args) {
-  using S = CentroidShape<T, kWidth>;
-  extern __shared__ __align__(128) unsigned char memory[];
-  const BackwardShape& shape = args.shape;
-  const int total = shape.group * shape.clusters, tiles = (total + S::kOwned - 1) / S::kOwned;
-  const int owned = blockIdx.x % tiles * S::kOwned, key_heads = shape.H / shape.group;
-  const int slot = blockIdx.x / tiles / key_heads, key_head = blockIdx.x / tiles % key_heads;
-  const ItemChunk keys = shape.chunks.find(shape.spans.k, slot);
-  const int begin = keys.begin, end = keys.end;
-  if (begin >= end) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const StackedRows rows = stacked_rows(shape, keys.item, key_head);
-  const std::uint32_t base = shared_address(memory);
-  const Tile<T, kWidth> sMean{base}, sDout{base + S::kOwnedBytes};
-  const std::uint32_t stages = base + 2 * S::kOwnedBytes;
-  const Rows<const T> gK = args.k.rows(keys.span.batch, key_head, keys.span.begin);
-  const Rows<const T> gV = args.v.rows(keys.span.batch, key_head, keys.span.begin);
-
-  const auto fetch = [&](int first) {
-    const int stage = (first - begin) / S::kStep % 2;
-    load_tile<S::kStep, S::kThreads>(Tile<T, kWidth>{stages + 2 * stage * S::kTileBytes}, gK, first,
-                                     end - first);
-    load_tile<S::kStep, S::kThreads>(Tile<T, kWidth>{stages + (2 * stage + 1) * S::kTileBytes}, gV,
-                                     first, end - first);
-    cp_async_commit();
-  };
-
-  load_tile<S::kOwned, S::kThreads>(
-      sMean, scratch_rows<T>(args.scratch.mean, rows.first + owned, shape.pitch), 0, total - owned);
-  load_tile<S::kOwned, S::kThreads>(
-      sDout, scratch_rows<T>(args.scratch.dout, rows.first + owned, shape.pitch), 0, total - owned);
+  for (int tensor = 0; tensor < 2; ++tensor)
+    load_tile<S::kOwned, S::kThreads>(owned_tile(tensor), rows(kKeys, tensor), owned, count);
   cp_async_commit();
   fetch(begin);
   cp_async_wait<1>();
   __syncthreads();
-  OwnedRows<T, kWidth> rMean, rDout;
-  rMean.load(sMean, warp * 16 * S::kBlocks);
-  rDout.load(sDout, warp * 16 * S::kBlocks);
+  OwnedRows<T, kWidth> own[2];
+  own[0].load(owned_tile(0), warp_row);
+  own[1].load(owned_tile(1), warp_row);
+  float lse[S::kBlocks][2], delta[S::kBlocks][2];  // of owned centroids
+#pragma unroll
+  for (int i = 0; i < 2 * S::kBlocks; ++i) {
+    const int r = warp_row + 8 * i + lane / 4;
+    const bool there = !kKeys && r < count;
+    lse[i / 2][i % 2] = there ? args.scratch.row_lse[stack.first_row + owned + r] : INFINITY;
+    delta[i / 2][i % 2] = there ? args.scratch.row_delta[stack.first_row + owned + r] : 0.0f;
+  }
 
-  float lse[S::kBlocks][2], delta[S::kBlocks][2];
-#pragma unroll
-  for (int m = 0; m < S::kBlocks; ++m)
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int r = owned + 16 * (S::kBlocks * warp + m) + 8 * side + lane / 4;
-      lse[m][side] = r < total ? args.scratch.row_lse[rows.first + r] : INFINITY;
-      delta[m][side] = r < total ? args.scratch.row_delta[rows.first + r] : 0.0f;
-    }
-  Accumulator dmean[S::kBlocks][S::kDepths] = {};
+  // dk and dv, or dmean.
+  Accumulator sum[kKeys ? 2 : 1][S::kBlocks][S::kDepths] = {};
   const float scale = shape.scale * kLog2e;
 #pragma unroll 1
   for (int first = begin; first < end; first += S::kStep) {
     cp_async_wait<0>();
     __syncthreads();
     if (first + S::kStep < end) fetch(first + S::kStep);
-    const int stage = (first - begin) / S::kStep % 2;
-    const Tile<T, kWidth> sK{stages + 2 * stage * S::kTileBytes};
-    const Tile<T, kWidth> sV{stages + (2 * stage + 1) * S::kTileBytes};
+    const float* row_stats = stats + stage_of(first) * 2 * S::kStep;
 #pragma unroll 1
-    for (int j = 0; j < S::kStep; j += 16) {
+    for (int c = 0; c < S::kStep; c += 16) {
       Accumulator s[S::kBlocks], ds[S::kBlocks];
-      rMean.scores(s, sK, j);
-      rDout.scores(ds, sV, j);
+      own[0].scores(s, walked_tile(first, 0), c);
+      own[1].scores(ds, walked_tile(first, 1), c);
 #pragma unroll
-      for (int m = 0; m < S::kBlocks; ++m)
+      for (int half = 0; half < 2; ++half) {
+        const int column = c + 8 * half + lane % 4 * 2;
+        float2 l{}, e{};  // of walked centroids
+        if (kKeys) l = *reinterpret_cast<const float2*>(row_stats + column);
+        if (kKeys) e = *reinterpret_cast<const float2*>(row_stats + S::kStep + column);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 4 * S::kBlocks; ++i) {
+          const int m = i / 4, side = i / 2 % 2;
+          const float own_lse = kKeys ? (i % 2 ? l.y : l.x) : lse[m][side];
+          const float own_delta = kKeys ? (i % 2 ? e.y : e.x) : delta[m][side];
+          float &p = s[m][half][i % 4], &x = ds[m][half][i % 4];
+          p = exp2_approximate(fmaf(p, scale, -own_lse));
+          x = p * (x - own_delta);
           // Keys beyond the end: exp2 of -lse could overflow, and inf times a zero key is NaN.
-          const int key = first + j + 8 * (i / 4) + lane % 4 * 2 + i % 2, side = i / 2 % 2;
-          float& x = ds[m][i / 4][i % 4];
-          x = exp2_approximate(fmaf(s[m][i / 4][i % 4], scale, -lse[m][side])) *
-              (x - delta[m][side]);
-          if (key >= end) x = 0.0f;
+          if (!kKeys && first + column + i % 2 >= end) x = 0.0f;
         }
-      add_values(dmean, ds, sK, j);
+      }
+      if constexpr (kKeys) add_values(sum[1], s, walked_tile(first, 1), c);
+      add_values(sum[0], ds, walked_tile(first, 0), c);
     }
   }
 
-  const float factor = shape.scale / (shape.weight_scale * shape.gradient_scale);
-  const std::int64_t stack = static_cast<std::int64_t>(slot) * key_heads + key_head;
-  float* out = args.scratch.mean_slices + stack * total * shape.pitch;
+  // The owned row that this lane holds in block m, above or below.
+  const auto row_of = [&](int m, int side) { return warp_row + 16 * m + 8 * side + lane / 4; };
+  const auto store_keys = [&](const Tensor4<T>& tensor, int number, float times) {
+    if (!tensor.data) return;
+    const Rows<T> out = tensor.rows(keys.span.batch, stack.key_head, keys.span.begin + owned);
 #pragma unroll
-  for (int m = 0; m < S::kBlocks; ++m)
+    for (int i = 0; i < S::kBlocks * S::kDepths; i += 2) {
+      const int m = i / S::kDepths, d = i % S::kDepths;
+      Accumulator pair[2];
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int r = owned + 16 * (S::kBlocks * warp + m) + 8 * side + lane / 4;
-      if (r >= total) continue;
+      for (int j = 0; j < 16; ++j)
+        pair[j / 8][j / 4 % 2][j % 4] = sum[number][m][d + j / 8][j / 4 % 2][j % 4] * times;
 #pragma unroll
-      for (int d = 0; d < S::kDepths; ++d)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          store2(
-              out + static_cast<std::int64_t>(r) * shape.pitch + 16 * d + 8 * half + lane % 4 * 2,
-              dmean[m][d][half][2 * side] * factor, dmean[m][d][half][2 * side + 1] * factor);
+      for (int side = 0; side < 2; ++side)
+        store_columns(out, row_of(m, side), row_of(m, side) < count, 16 * d, pair, side);
     }
+  };
+  const float unscale = 1.0f / (shape.weight_scale * shape.gradient_scale);
+  const float factor = shape.scale * unscale;
+  if constexpr (kKeys) {
+    store_keys(args.dk, 0, factor);
+    store_keys(args.dv, 1, unscale);
+    return;
+  }
+  float* out = stack.mean_slice(args) + static_cast<std::int64_t>(owned) * shape.pitch;
+#pragma unroll
+  for (int i = 0; i < 2 * S::kBlocks; ++i) {
+    if (row_of(i / 2, i % 2) >= count) continue;
+    float* to = out + static_cast<std::int64_t>(row_of(i / 2, i % 2)) * shape.pitch + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 2 * S::kDepths; ++n) {
+      const float* pair = sum[0][i / 2][n / 2][n % 2] + i % 2 * 2;
+      store2(to + 8 * n, pair[0] * factor, pair[1] * factor);
+    }
+  }
+}
+
+template <class T, int kWidth, bool kKeys>
+void launch(const BackwardArgs<T>& args, const ItemChunks& chunks, int tiles, cudaStream_t stream) {
+  using S = CentroidShape<T, kWidth>;
+  const auto kernel = &centroid_gradient_kernel<T, kWidth, kKeys>;
+  allow_shared_memory(kernel, S::kSharedBytes);
+  const int blocks = chunks.slots * (args.shape.H / args.shape.group) * tiles;
+  if (blocks == 0) return;
+  kernel<<<static_cast<unsigned>(blocks), S::kThreads, S::kSharedBytes, stream>>>(args, chunks,
+                                                                                  tiles);
+  COTERIE_LAUNCH("centroid_gradient_kernel");
 }
 
 }  // namespace
 
 template <class T>
-void centroid_key_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
-  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
-    using S = CentroidShape<T, decltype(width)::value>;
-    const auto kernel = &key_gradient_kernel<T, decltype(width)::value>;
-    allow_shared_memory(kernel, S::kSharedBytes);
-    const ItemChunks tiles = args.shape.key_tiles(S::kOwned);
-    if (tiles.slots == 0) return;
-    const dim3 grid(static_cast<unsigned>(tiles.slots),
-                    static_cast<unsigned>(args.shape.H / args.shape.group));
-    kernel<<<grid, S::kThreads, S::kSharedBytes, stream>>>(args, tiles);
-    COTERIE_LAUNCH("key_gradient_kernel");
+void centroid_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
+  const BackwardShape& shape = args.shape;
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value, kOwned = CentroidShape<T, kWidth>::kOwned;
+    const int tiles = (shape.group * shape.clusters + kOwned - 1) / kOwned;
+    if (args.dq.data) launch<T, kWidth, false>(args, shape.chunks, tiles, stream);
+    if (args.dk.data || args.dv.data)
+      launch<T, kWidth, true>(args, shape.key_tiles(kOwned), 1, stream);
   });
 }
 
-template <class T>
-void centroid_mean_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
-  dispatch_head_dim("clustered", args.shape.pitch, [&](auto width) {
-    using S = CentroidShape<T, decltype(width)::value>;
-    const auto kernel = &mean_gradient_kernel<T, decltype(width)::value>;
-    allow_shared_memory(kernel, S::kSharedBytes);
-    const BackwardShape& shape = args.shape;
-    const int tiles = (shape.group * shape.clusters + S::kOwned - 1) / S::kOwned;
-    const int blocks = shape.chunks.slots * (shape.H / shape.group) * tiles;
-    if (blocks == 0) return;
-    kernel<<<static_cast<unsigned>(blocks), S::kThreads, S::kSharedBytes, stream>>>(args);
-    COTERIE_LAUNCH("mean_gradient_kernel");
-  });
-}
-
-#define COTERIE_INSTANTIATE(T)                                                \
-  template void centroid_key_gradients(const BackwardArgs<T>&, cudaStream_t); \
-  template void centroid_mean_gradients(const BackwardArgs<T>&, cudaStream_t);
-COTERIE_INSTANTIATE(float)
-COTERIE_INSTANTIATE(Bf16)
-COTERIE_INSTANTIATE(F16)
-#undef COTERIE_INSTANTIATE
+template void centroid_gradients(const BackwardArgs<float>&, cudaStream_t);
+template void centroid_gradients(const BackwardArgs<Bf16>&, cudaStream_t);
+template void centroid_gradients(const BackwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

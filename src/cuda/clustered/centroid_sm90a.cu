@@ -15,7 +15,7 @@ namespace {
 
 // Rows of which top keys are known, and left out of the sums.
 template <class T, int kDim>
-struct AttendRows : MeanSums<T, kDim> {
+struct GroupMeans : MeanSums<T, kDim> {
   RowSoftmax softmax[2];
   float mass[2] = {};
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     bits[0] = __shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2);
     bits[1] = __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2);
   };
-  AttendRows<T, kDim> rows;
+  GroupMeans<T, kDim> rows;
   float s[32];
   std::uint32_t p[4][4];
   pipeline.wait(0);

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: MIT
-// Clustered and improved clustered attention on the GPU: what their stages hand to each other.
+// Clustered and improved clustered attention on the GPU: what is decided once per call, and the
+// stages of the two passes. pass.cu has their order, plan.cu the decisions.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/arena.h"
 #include "core/call.h"
-#include "coterie/inputs.h"
 #include "coterie/params.h"
+#include "cuda/clustered/backward.h"
+#include "cuda/clustered/centroid.cuh"
+#include "cuda/prim/team.cuh"
 
 namespace coterie::cuda {
 
@@ -26,56 +30,80 @@ struct ClusteredTensors {
   TensorView mass;          // f32 (items, H, C)
   TensorView out;           // f32 (items, H, C, Dv): centroid_out, or bottom
   TensorView lse;           // f32 (B, H, N)
+};
+inline std::int32_t* ints(const TensorView& view) { return static_cast<std::int32_t*>(view.data); }
+inline float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
 
-  std::int64_t clusters() const { return offsets.size(2) - 1; }
-  std::int64_t topk() const { return top_keys.present() ? top_keys.size(3) : 0; }
+// The first `count` of them; `top`: of improved clustered attention.
+ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
+                                   bool causal);
+
+// The blocks of select_attend_sm90a.cu. Thresholds, counts and candidates have block_rows rows a
+// team.
+struct SelectTeams {
+  Teams teams;    // of up to kSelectParts blocks, a power of two; no teams: select.cu serves
+  int problems;   // (item, head, tile of means)
+  float* maxima;  // (teams, block rows, kSelectParts, 32)
+};
+constexpr int kSelectParts = 8;  // of the keys, for one or several blocks of a team
+
+struct ClusteredPlan {
+  const AttentionCall& call;
+  int clusters, topk;        // topk 0 for plain clustered attention; else at most the keys
+  bool clusters_with_means;  // the clustering writes the means of the clusters
+  // The means against all keys: their attention, and the selection of top keys.
+  bool sm90a;              // by warpgroup products
+  CentroidQueries means;   // tiles of means and chunks of keys; the pointers are null
+  SelectTeams selection;   // without memory
+  Teams attention;         // that add up their chunks; size 0: centroid_combine_kernel does
+  bool selection_attends;  // both in one kernel, where a pass needs both
+  BackwardShape backward;
+
+  std::int64_t num_means() const { return call.num_items() * call.H * clusters; }
+  std::int64_t counters() const { return selection.teams.count + attention.count; }
+  CentroidQueries queries(const ClusteredTensors& tensors) const {
+    CentroidQueries queries = means;
+    queries.centroids = floats(tensors.centroids);
+    queries.offsets = ints(tensors.offsets);
+    return queries;
+  }
 };
 
-// Sizes that decide how much memory a call takes.
-struct ClusteredSizes {
-  std::int64_t clusters = 0;
-  std::int64_t topk = 0;  // 0 for plain clustered attention; else at most the number of keys
-};
+// Asks the current device for its limits.
+ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& clustering,
+                             std::int64_t topk, bool mass_grad);
 
 // Every stage launches on `stream` and takes its scratch memory from `arena`; with an arena that
-// only counts it launches nothing, so that the same function tells how much it needs. `tensors` may
-// be empty then.
-
-// Counters of the teams of blocks of the next two stages, which an earlier kernel sets to zero: how
-// many they need.
-std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
-std::int64_t centroid_arrivals(const AttentionCall& call, const ClusteredSizes& sizes);
-
-// top_keys from the centroids (f32, (items, H, C, Dk)) and the keys; with `attend` what
-// centroid_forward gives besides, where selects_and_attends(). `inputs_ready`: no kernel that may
-// still run when the one before this starts writes the inputs. select.cu
-bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes);
-void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
-                     const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream, bool attend = false, bool inputs_ready = false);
-
-// centroid_lse, out and (with top keys) mass from the centroids. centroid.cu
-void centroid_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                      const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                      cudaStream_t stream);
-
-// Rows of `out` and lse: attention over the cluster's top keys (causal: those not after the query),
-// or the cluster's row. `after_select`: the kernel before is centroid_select with attention.
-// topk.cu
-void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream,
-                  bool after_select = false);
-void broadcast_forward(const AttentionCall& call, const ClusteredTensors& tensors,
-                       const TensorView& out, cudaStream_t stream);
-
-// Gradients of clustered and improved clustered attention. backward.cu
-struct ClusteredBackward {
+// only counts it launches nothing, so that the same function tells how much it needs. Tensors may
+// be absent then.
+struct ClusteredForward {
+  const ClusteredPlan& plan;
   ClusteredTensors tensors;
-  bool mass_grad = true;
+  TensorView out;
+  unsigned* counters = nullptr;  // of teams: plan.counters(), zeroed by the kernel of the means
+  bool selection_attends = false;
+  cudaStream_t stream = nullptr;
+};
+
+// top_keys from the centroids and the keys; with selection_attends what attend_means gives, too.
+// select.cu
+void select_top_keys(const ClusteredForward& pass, Arena& arena);
+// centroid_lse, out and (with top keys) mass from the centroids. centroid.cu
+void attend_means(const ClusteredForward& pass, Arena& arena);
+// Rows of `out` and lse: attention over the cluster's top keys (causal: those not after the query),
+// topk.cu, or the cluster's row, broadcast.cu.
+void attend_top_keys(const ClusteredForward& pass);
+void broadcast_means(const ClusteredForward& pass);
+
+struct ClusteredBackward {
+  const ClusteredPlan& plan;
+  ClusteredTensors tensors;
   TensorView grad_out;
   AttentionGradients gradients;
+  cudaStream_t stream = nullptr;
 };
-void clustered_backward(const AttentionCall& call, const ClusteredSizes& sizes,
-                        const ClusteredBackward& pass, Arena& arena, cudaStream_t stream);
+
+// All stages of backward.h. backward.cu
+void clustered_backward(const ClusteredBackward& pass, Arena& arena);
 
 }  // namespace coterie::cuda

@@ -110,13 +110,7 @@ struct KeyPipeline {
     }
     cp_async_commit();
   }
-  // Loads the first tiles; first(t) is the first key of tile t.
-  template <class First>
-  __device__ void start(const First& first, std::int64_t end) const {
-    begin(first, end);
-    publish_first();
-  }
-  // In two steps: starts to load them, and waits.
+  // Starts to load the first tiles; first(t) is the first key of tile t. publish_first waits.
   template <class First>
   __device__ void begin(const First& first, std::int64_t end) const {
 #pragma unroll 1  // short code is sooner there

@@ -109,28 +109,26 @@ struct KeyTile {
   }
 
  private:
-  // s becomes the weights.
-  __device__ static void weigh(float (&s)[32], const float* lse, float scale, int count) {
+  // Calls body(i, value) for element i of an accumulator and the value of its centroid.
+  template <class Body>
+  __device__ static void for_centroids(const float* values, const Body& body) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 l = *reinterpret_cast<const float2*>(lse + 8 * n + threadIdx.x % 4 * 2);
+      const float2 two = *reinterpret_cast<const float2*>(values + 8 * n + threadIdx.x % 4 * 2);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[4 * n + i] = exp2_approximate(fmaf(s[4 * n + i], scale, -(i % 2 ? l.y : l.x)));
+      for (int i = 0; i < 4; ++i) body(4 * n + i, i % 2 ? two.y : two.x);
     }
+  }
+  // s becomes the weights.
+  __device__ static void weigh(float (&s)[32], const float* lse, float scale, int count) {
+    for_centroids(lse, [&](int i, float l) { s[i] = exp2_approximate(fmaf(s[i], scale, -l)); });
     if (count >= 64) return;  // exp2 of -lse could overflow, and inf times a zero key is NaN
 #pragma unroll
     for (int i = 0; i < 32; ++i)
       if (group_row(i / 2 % 2) >= count) s[i] = 0.0f;
   }
   __device__ static void differentiate(float (&ds)[32], const float (&s)[32], const float* delta) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float2 e = *reinterpret_cast<const float2*>(delta + 8 * n + threadIdx.x % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        ds[4 * n + i] = s[4 * n + i] * (ds[4 * n + i] - (i % 2 ? e.y : e.x));
-    }
+    for_centroids(delta, [&](int i, float e) { ds[i] = s[i] * (ds[i] - e); });
   }
   __device__ static void store(const Rows<T>& rows, const float (&sum)[kBands][32], float factor,
                                int first, int count) {

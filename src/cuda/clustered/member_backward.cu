@@ -67,12 +67,7 @@ template <class T, int kWidth>
 __device__ __forceinline__ void store_fragment(const Tile<T, kWidth>& tile, int row, int column,
                                                const Accumulator& acc) {
   const int lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-  constexpr bool kMatrices = sizeof(T) == 2;
-#else
-  constexpr bool kMatrices = false;
-#endif
-  if constexpr (kMatrices) {
+  if constexpr (sizeof(T) == 2) {
     FragmentA<T> a;
     to_fragment(a, acc);
     stmatrix_x4(tile.below(row).address(lane % 16, column + lane / 16 * 8), a.r);
@@ -81,11 +76,9 @@ __device__ __forceinline__ void store_fragment(const Tile<T, kWidth>& tile, int 
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t to =
           tile.below(row).address(lane / 4 + i % 2 * 8, column + i / 2 * 8 + lane % 4 * 2);
-      const float low = acc[i / 2][i % 2 * 2], high = acc[i / 2][i % 2 * 2 + 1];
-      if constexpr (sizeof(T) == 2)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pack2<T>(low, high)) : "memory");
-      else
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(low), "f"(high) : "memory");
+      asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(acc[i / 2][i % 2 * 2]),
+                   "f"(acc[i / 2][i % 2 * 2 + 1])
+                   : "memory");
     }
   }
 }
@@ -197,14 +190,6 @@ struct SlotSums {
   }
 };
 
-// The end of a cluster in the backward pass (backward.h): operands of the centroid kernels
-// from the sums over its members, and what those kernels get wrong for its top keys. dS should be
-// A (dm - delta) and the weight 0, where they take A (dout . v - delta) and A. The difference is
-// that of one more member: a row with the mean as query and dout as output gradient.
-
-// Members of a cluster against its top keys, in the backward pass (backward.h): what a block
-// works on, its shared memory, and what it copies there.
-
 // Shared memory: two stages of Q and dO rows with their numbers and lse, weights of kSlotTile
 // slots, a place for 32 columns of dq, mean and output of the cluster, the top keys' numbers;
 // behind these for every kSlotTile slots dS, keys and values.
@@ -266,6 +251,14 @@ struct Gather {
   }
 };
 
+// Sums over the members, in shared memory behind the first stage of rows.
+template <int kWidth, int kWarps>
+struct MemberSums {
+  float dout[kWidth];
+  float dmass[kWarps];
+  float delta;
+};
+
 // What a block works on: members [unit.first, unit.first + unit.count) in sorted order.
 template <class T, int kWidth, int kWarps>
 struct MemberBlock {
@@ -315,6 +308,9 @@ struct MemberBlock {
   __device__ Tile<T, kWidth> slots(int tile, int tensor) const {
     return {base + S::kSlots + tile * S::kTileBytes + S::kWeightBytes + tensor * S::kSlotTileBytes};
   }
+  __device__ MemberSums<kWidth, kWarps>& sums() const {
+    return *reinterpret_cast<MemberSums<kWidth, kWarps>*>(memory + 2 * S::kRowTileBytes);
+  }
   // Whether this warp has rows in a tile.
   __device__ bool active(int first) const {
     return first + static_cast<int>(threadIdx.x) / 32 * 16 < unit.count;
@@ -363,6 +359,91 @@ struct MemberBlock {
                 column < args.v.width);
     }
   }
+
+  // Sums over the members of a unit: to where finish_cluster finds them, or where add_units does.
+  __device__ __forceinline__ void store_sums(const SlotSums<T, kWidth, kWarps>& slot_sums,
+                                             float dmass, bool whole) const {
+    const std::int64_t place = unit.place;
+    slot_sums.write_rows_sum(whole ? sums().dout : args.scratch.unit_dout + place * kWidth);
+    dmass = warp_sum(dmass);
+    if (threadIdx.x % 32 == 0) sums().dmass[threadIdx.x / 32] = dmass;
+    if (whole) return;
+    __syncthreads();
+    float sum = 0.0f;
+    for (const float part : sums().dmass) sum += part;
+    if (threadIdx.x == 0) args.scratch.unit_dmass[place] = sum;
+  }
+  // The sums of all units of the cluster, in their order.
+  __device__ __forceinline__ void add_units() const {
+    const BackwardScratch<T>& scratch = args.scratch;
+    const int more = (unit.size - 1) / kUnitRows;
+    const std::int64_t second = args.shape.units.second_place(head, unit.span, unit.first);
+    for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += S::kThreads) {
+      float sum = scratch.unit_dout[static_cast<std::int64_t>(row) * kWidth + column];
+      for (int i = 0; i < more; ++i) sum += scratch.unit_dout[(second + i) * kWidth + column];
+      sums().dout[column] = sum;
+    }
+    if (threadIdx.x >= S::kWarps) return;
+    float sum = scratch.unit_dmass[row];
+    for (int i = 0; i < more; ++i) sum += scratch.unit_dmass[second + i];
+    sums().dmass[threadIdx.x] = threadIdx.x == 0 ? sum : 0.0f;
+  }
+  // dq of 16 rows over all slots, 32 columns: dS times the keys.
+  __device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2], int first, int column) const {
+    const int tiles = (args.shape.topk + kSlotTile - 1) / kSlotTile;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) dq[i / 8][i / 4 % 2][i % 4] = 0.0f;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+      for (int n = 0; n < kSlotTile; n += 16) {
+        FragmentA<T> ds;
+        load_a(ds, derivatives(tile), first, n);
+#pragma unroll
+        for (int d = 0; d < 2; ++d) {
+          FragmentB<T> b;
+          load_b_transposed(b, slots(tile, 0), column + 16 * d, n);
+          multiply_add(dq[d], ds, b);
+        }
+      }
+  }
+  // Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to what lies
+  // there.
+  __device__ __forceinline__ void write_slots(const SlotSums<T, kWidth, kWarps>& slot_sums, int own,
+                                              bool add) const {
+    constexpr int kChunks = Tile<T, kWidth>::kChunks, kStep = S::kThreads / kChunks;
+    const int topk = args.shape.topk, count = min(topk - own * kSlotTile, kSlotTile);
+    const auto tile = [&](int tensor) {
+      return Tile<T, kWidth>{base + tensor * S::kSlotTileBytes};
+    };
+    __syncthreads();
+    slot_sums.store(tile(0), tile(1), args.shape.scale);
+    __syncthreads();
+    const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+    T* to = args.scratch.slots +
+            (static_cast<std::int64_t>(unit.place) * topk + own * kSlotTile + r / 2) * 2 * kWidth +
+            r % 2 * kWidth + chunk * Tile<T, kWidth>::kVector;
+    const auto copy = [&](int i, bool sum) {
+      const int slot = (r + i) / 2;
+      if (slot >= count) return;
+      uint4 words = load_shared16(tile(r % 2).chunk(slot, chunk));
+      uint4* place = reinterpret_cast<uint4*>(to + i * kWidth);
+      if (sum) {
+        float total[16 / sizeof(T)] = {};
+        add_chunk<T>(total, words);
+        add_chunk<T>(total, *place);
+        words = pack_chunk<T>(total);
+      }
+      *place = words;
+    };
+    if (add) {
+#pragma unroll 1
+      for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, false);
+    }
+  }
 };
 
 // The members of a unit on their way to shared memory, a tile at a time: find() asks for the
@@ -402,90 +483,21 @@ struct UnitRows {
   }
 };
 
-// Sums over the members, in shared memory behind the first stage of rows.
-template <class T, int kWidth, int kWarps>
-struct MemberSums {
-  float dout[kWidth];
-  float dmass[kWarps];
-  float delta;
-
-  __device__ static MemberSums& of(const MemberBlock<T, kWidth, kWarps>& block) {
-    return *reinterpret_cast<MemberSums*>(block.memory +
-                                          2 * MemberShape<T, kWidth, kWarps>::kRowTileBytes);
-  }
-};
-
-// Sums over the members of a unit: to where finish_cluster finds them, or where add_units does.
-template <class T, int kWidth, int kWarps, class Sums>
-__device__ __forceinline__ void store_sums(const MemberBlock<T, kWidth, kWarps>& block,
-                                           const Sums& sums, float dmass, bool whole) {
-  const BackwardScratch<T>& scratch = block.args.scratch;
-  const std::int64_t place = block.unit.place;
-  MemberSums<T, kWidth, kWarps>& shared = MemberSums<T, kWidth, kWarps>::of(block);
-  sums.write_rows_sum(whole ? shared.dout : scratch.unit_dout + place * kWidth);
-  dmass = warp_sum(dmass);
-  if (threadIdx.x % 32 == 0) shared.dmass[threadIdx.x / 32] = dmass;
-  if (whole) return;
-  __syncthreads();
-  float sum = 0.0f;
-  for (const float part : shared.dmass) sum += part;
-  if (threadIdx.x == 0) scratch.unit_dmass[place] = sum;
-}
-
-// The sums of all units of the cluster, in their order.
-template <class T, int kWidth, int kWarps>
-__device__ __forceinline__ void add_units(const MemberBlock<T, kWidth, kWarps>& block) {
-  using S = MemberShape<T, kWidth, kWarps>;
-  const BackwardScratch<T>& scratch = block.args.scratch;
-  MemberSums<T, kWidth, kWarps>& shared = MemberSums<T, kWidth, kWarps>::of(block);
-  const int more = (block.unit.size - 1) / kUnitRows;
-  const std::int64_t second =
-      block.args.shape.units.second_place(block.head, block.unit.span, block.unit.first);
-  for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += S::kThreads) {
-    float sum = scratch.unit_dout[static_cast<std::int64_t>(block.row) * kWidth + column];
-    for (int i = 0; i < more; ++i) sum += scratch.unit_dout[(second + i) * kWidth + column];
-    shared.dout[column] = sum;
-  }
-  if (threadIdx.x >= S::kWarps) return;
-  float sum = scratch.unit_dmass[block.row];
-  for (int i = 0; i < more; ++i) sum += scratch.unit_dmass[second + i];
-  shared.dmass[threadIdx.x] = threadIdx.x == 0 ? sum : 0.0f;
-}
-
-// dq of 16 rows over all slots, 32 columns: dS times the keys.
-template <class T, int kWidth, int kWarps>
-__device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2],
-                                              const MemberBlock<T, kWidth, kWarps>& block, int row,
-                                              int column) {
-  const int tiles = (block.args.shape.topk + kSlotTile - 1) / kSlotTile;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) dq[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-    for (int n = 0; n < kSlotTile; n += 16) {
-      FragmentA<T> ds;
-      load_a(ds, block.derivatives(tile), row, n);
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        FragmentB<T> b;
-        load_b_transposed(b, block.slots(tile, 0), column + 16 * d, n);
-        multiply_add(dq[d], ds, b);
-      }
-    }
-}
-
-// The cluster as row 0 of the first stage. The first two warps share the work.
+// The end of a cluster: operands of the centroid kernels from the sums over its members, and what
+// those kernels get wrong for its top keys. dS should be A (dm - delta) and the weight 0, where
+// they take A (dout . v - delta) and A. The difference is that of one more member, row 0 of the
+// first stage, with the mean as query and dout as output gradient. The first two warps share the
+// work.
 template <class T, int kWidth, int kWarps>
 struct ClusterRow {
   static constexpr int kColumns = kWidth / 32;  // of a lane
   static constexpr float kMost = 128.0f;
   const MemberBlock<T, kWidth, kWarps>& block;
-  MemberSums<T, kWidth, kWarps>& sums;
+  MemberSums<kWidth, kWarps>& sums;
   float lse, dmass = 0.0f;
 
   __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps>& b, float mean_lse)
-      : block(b), sums(MemberSums<T, kWidth, kWarps>::of(b)) {
+      : block(b), sums(b.sums()) {
     lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2e - block.args.shape.weight_bits;
     if (block.args.shape.mass_grad)
       for (const float part : sums.dmass) dmass += part;
@@ -557,7 +569,7 @@ struct ClusterRow {
     for (int column = static_cast<int>(threadIdx.x) / 32 * 32; column < kWidth;
          column += 32 * kWarps) {
       Accumulator dq[2];
-      multiply_keys(dq, block, 0, column);
+      block.multiply_keys(dq, 0, column);
       if (lane >= 4) continue;  // the first row
 #pragma unroll
       for (int n = 0; n < 4; ++n)
@@ -576,8 +588,6 @@ struct ClusterRow {
     }
     __syncthreads();
   }
-
- private:
   __device__ static void store_element(std::uint32_t to, T value) {
     if constexpr (sizeof(T) == 2)
       asm volatile("st.shared.b16 [%0], %1;" ::"r"(to),
@@ -590,10 +600,10 @@ struct ClusterRow {
 
 // All that follows from the sums over the members, which are in shared memory; adds to the sums of
 // the slots. Blocks with own > 0 write nothing else. By all threads.
-template <class T, int kWidth, int kWarps, class Sums>
+template <class T, int kWidth, int kWarps>
 __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
-                                               Sums& slot_sums, int num_keys, int own, float mass,
-                                               float mean_lse) {
+                                               SlotSums<T, kWidth, kWarps>& slot_sums, int num_keys,
+                                               int own, float mass, float mean_lse) {
   const BackwardShape& shape = block.args.shape;
   const bool empty = block.unit.size == 0, top = shape.topk > 0 && !empty;
   const bool first_warps = threadIdx.x < 64;
@@ -607,47 +617,6 @@ __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWar
   if (own == 0 && block.args.dq.data) row.write_mean();
   row.unscale_dout();
   slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1);
-}
-
-// Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to what lies
-// there.
-template <class T, int kWidth, int kWarps, class Sums>
-__device__ __forceinline__ void write_slots(const MemberBlock<T, kWidth, kWarps>& block,
-                                            const Sums& slot_sums, int own, bool add) {
-  using S = MemberShape<T, kWidth, kWarps>;
-  constexpr int kChunks = Tile<T, kWidth>::kChunks, kStep = S::kThreads / kChunks;
-  const int topk = block.args.shape.topk, count = min(topk - own * kSlotTile, kSlotTile);
-  const auto tile = [&](int tensor) {
-    return Tile<T, kWidth>{block.base + tensor * S::kSlotTileBytes};
-  };
-  __syncthreads();
-  slot_sums.store(tile(0), tile(1), block.args.shape.scale);
-  __syncthreads();
-  const int r = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
-  T* to =
-      block.args.scratch.slots +
-      (static_cast<std::int64_t>(block.unit.place) * topk + own * kSlotTile + r / 2) * 2 * kWidth +
-      r % 2 * kWidth + chunk * Tile<T, kWidth>::kVector;
-  const auto copy = [&](int i, bool sum) {
-    const int slot = (r + i) / 2;
-    if (slot >= count) return;
-    uint4 words = load_shared16(tile(r % 2).chunk(slot, chunk));
-    uint4* place = reinterpret_cast<uint4*>(to + i * kWidth);
-    if (sum) {
-      float total[16 / sizeof(T)] = {};
-      add_chunk<T>(total, words);
-      add_chunk<T>(total, *place);
-      words = pack_chunk<T>(total);
-    }
-    *place = words;
-  };
-  if (add) {
-#pragma unroll 1
-    for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, true);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2 * kSlotTile; i += kStep) copy(i, false);
-  }
 }
 
 // Mean size of clusters up to which blocks have two warps, and twice as many fit on a
@@ -724,7 +693,7 @@ struct MemberTile {
     for_depths<T, kWidth / 32>([&](int part) {
       const int column = 32 * part;
       Accumulator sum[2];
-      multiply_keys(sum, block, warp_row, column);
+      block.multiply_keys(sum, warp_row, column);
 #pragma unroll
       for (int i = 0; i < 16; ++i) sum[i / 8][i / 4 % 2][i % 4] *= block.args.shape.scale;
       store_weights(block.staging(), sum);
@@ -745,11 +714,6 @@ struct MemberTile {
   }
 };
 
-// Asks for a line of memory.
-__device__ __forceinline__ void fetch_ahead(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 // Block (x, y, z) has unit x of head y, and writes the slots from z kSlotTile on; with z = 0 also
 // dq and what comes of the sums. Without `units`, block x does what is left to do for the cluster
 // of several units whose second one is the x-th of those that are not their cluster's first.
@@ -768,8 +732,9 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   // What only needs the cluster's number is on its way while its members are looked up.
   const int line = static_cast<int>(threadIdx.x) * 32;
   if (units && line < shape.topk && shape.items == 1 && number < shape.clusters)
-    fetch_ahead(args.lists.top_keys +
-                static_cast<std::int64_t>(head * shape.clusters + number) * shape.topk + line);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(
+        args.lists.top_keys +
+        static_cast<std::int64_t>(head * shape.clusters + number) * shape.topk + line));
   ClusterUnit unit = shape.units.find(shape.spans.q, args.lists.offsets, args.lists.labels,
                                       args.lists.order, head, number);
   const bool whole = unit.part == 0 && unit.size == unit.count;
@@ -813,13 +778,13 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
     cp_async_wait<0>();  // where there was no row
     __syncthreads();
     if (units)
-      store_sums(block, slot_sums, dmass, whole);
+      block.store_sums(slot_sums, dmass, whole);
     else
-      add_units(block);
+      block.add_units();
     if (whole || !units) finish_cluster(block, slot_sums, num_keys, own, mass, mean_lse);
   }
   if (topk > 0 && unit.size > 0 && (args.dk.data || args.dv.data))
-    write_slots(block, slot_sums, own, !units);
+    block.write_slots(slot_sums, own, !units);
 }
 
 }  // namespace

@@ -16,7 +16,6 @@
 #include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"
 #include "cuda/clustered/select_attend.cuh"
-#include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -26,9 +25,6 @@ namespace {
 
 constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kMergeWarps = 4;
-
-template <class T, int kDim>
-using Fragments = QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32>;
 
 template <class T, int kDim>
 struct SelectTiles {
@@ -43,16 +39,38 @@ struct SelectTiles {
   }
 };
 
-// Calls visit(n, s) with the products of this warp's rows 16 m .. 16 m + 15, in s[m], and the keys
-// 16 n .. 16 n + 15 of a tile.
-template <class T, int kDim, class Visit>
-__device__ __forceinline__ void for_scores(Fragments<T, kDim>& fragments, const Tile<T, kDim>& keys,
-                                           const Visit& visit) {
+// The products of a block's means with `total` tiles of keys, the t-th from key first(t) on and not
+// beyond `end`. Calls body(t, products); products(visit) calls visit(n, s) with those of this
+// warp's rows 16 m .. 16 m + 15, in s[m], and the keys 16 n .. 16 n + 15 of the tile.
+template <class T, int kDim, class First, class Body>
+__device__ __forceinline__ void walk_keys(const SelectTiles<T, kDim>& tiles,
+                                          const SelectArgs<T>& args, const CentroidBlock& block,
+                                          int item, const Rows<const T>& rows, int total, int end,
+                                          const First& first, const Body& body) {
+  const auto load = [&](int t) {
+    if (t < total)
+      load_tile<kSelectKeys, kThreads>(tiles.keys(t % 2), rows, first(t), end - first(t));
+    cp_async_commit();
+  };
+  load(0);
+  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
+                                          block.first);
+  __syncthreads();
+  QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32> fragments;
+  fragments.load(tiles.queries, static_cast<int>(threadIdx.x) / 32 * 32);
+#pragma unroll 1
+  for (int t = 0; t < total; ++t) {
+    cp_async_wait<0>();
+    __syncthreads();
+    load(t + 1);
+    body(t, [&](const auto& visit) {
 #pragma unroll
-  for (int n = 0; n < kSelectKeys / 16; ++n) {
-    Accumulator s[2];
-    fragments.scores(s, keys, 16 * n);
-    visit(n, s);
+      for (int n = 0; n < kSelectKeys / 16; ++n) {
+        Accumulator s[2];
+        fragments.scores(s, tiles.keys(t % 2), 16 * n);
+        visit(n, s);
+      }
+    });
   }
 }
 
@@ -71,35 +89,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     return write_thresholds(args, block, item, part, -FLT_MAX);
   if (part >= sample.parts) return write_thresholds(args, block, item, part, FLT_MAX);
 
-  const Rows<const T> rows = args.keys(span, block.head);
-  load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, sample.key(0), kSelectKeys);
-  cp_async_commit();
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
-                                          block.first);
-  __syncthreads();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Fragments<T, kDim> fragments;
-  fragments.load(tiles.queries, warp * 32);
   float groups[2][2][8];
 #pragma unroll
   for (int i = 0; i < 32; ++i) groups[i / 16][i / 8 % 2][i % 8] = -FLT_MAX;
-#pragma unroll 1
-  for (int j = 0; j < sample.tiles; ++j) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (j + 1 < sample.tiles)
-      load_tile<kSelectKeys, kThreads>(tiles.keys((j + 1) % 2), rows, sample.key(j + 1),
-                                       kSelectKeys);
-    cp_async_commit();
-    for_scores(fragments, tiles.keys(j % 2), [&](int n, const Accumulator(&s)[2]) {
+  walk_keys(
+      tiles, args, block, item, args.keys(span, block.head), sample.tiles, span.length,
+      [&](int t) { return sample.key(t); },
+      [&](int, const auto& products) {
+        products([&](int n, const Accumulator(&s)[2]) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
-        group =
-            fmaxf(group, fmaxf(s[i / 4][i % 2][i / 2 % 2 * 2], s[i / 4][i % 2][i / 2 % 2 * 2 + 1]));
-      }
-    });
-  }
+          for (int i = 0; i < 8; ++i) {
+            float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
+            const float* pair = s[i / 4][i % 2] + i / 2 % 2 * 2;
+            group = fmaxf(group, fmaxf(pair[0], pair[1]));
+          }
+        });
+      });
   __syncthreads();
   float(*maxima)[33] = reinterpret_cast<float(*)[33]>(memory);
   static_assert(sizeof(float) * 33 * kCentroidRows <= SelectTiles<T, kDim>::kBytes + 1024, "room");
@@ -108,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     maxima[warp * 32 + i / 16 * 16 + i / 8 % 2 * 8 + lane / 4][lane % 4 * 8 + i % 8] =
         groups[i / 16][i / 8 % 2][i % 8];
   __syncthreads();
-  write_thresholds(args, block, item, part, rank, maxima);
+  write_thresholds(args, block, item, part, 0.0f, rank, maxima);
 }
 
 template <class T, int kDim>
@@ -121,16 +127,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
   if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
 
-  const Rows<const T> rows = args.keys(chunk.span, block.head);
-  load_tile<kSelectKeys, kThreads>(tiles.keys(0), rows, chunk.begin, chunk.end - chunk.begin);
-  cp_async_commit();
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, chunk.item, block.head,
-                                          block.first);
-  __syncthreads();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int cluster = block.first + warp * 32 + lane / 4;
-  Fragments<T, kDim> fragments;
-  fragments.load(tiles.queries, warp * 32);
+  const int lane = threadIdx.x % 32;
+  const int cluster = block.first + static_cast<int>(threadIdx.x) / 32 * 32 + lane / 4;
   const auto lists_of = [&](int r) {
     return separate_lists(args.queries.row(block.slot, block.head, cluster + 8 * r), 1, 0,
                           args.capacity);
@@ -140,29 +138,26 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   for (int r = 0; r < 4; ++r)
     lists[r] = LaneList(args.candidates, lists_of(r), 0, lane % 4,
                         row_threshold(args, chunk.item, block.head, cluster + 8 * r));
-#pragma unroll 1
-  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kSelectKeys, stage ^= 1) {
-    cp_async_wait<0>();
-    __syncthreads();
-    if (begin + kSelectKeys < chunk.end)
-      load_tile<kSelectKeys, kThreads>(tiles.keys(stage ^ 1), rows, begin + kSelectKeys,
-                                       chunk.end - begin - kSelectKeys);
-    cp_async_commit();
-    for_scores(fragments, tiles.keys(stage), [&](int n, Accumulator(&s)[2]) {
-      const int key = begin + 16 * n + lane % 4 * 2;
-      if (begin + kSelectKeys > chunk.end)
+  const auto first = [&](int t) { return chunk.begin + t * kSelectKeys; };
+  const int total = (chunk.end - chunk.begin + kSelectKeys - 1) / kSelectKeys;
+  walk_keys(tiles, args, block, chunk.item, args.keys(chunk.span, block.head), total, chunk.end,
+            first, [&](int t, const auto& products) {
+              products([&](int n, Accumulator(&s)[2]) {
+                const int key = first(t) + 16 * n + lane % 4 * 2;
+                if (first(t + 1) > chunk.end)
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+                  for (int i = 0; i < 16; ++i)
+                    if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end)
+                      s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
-        offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0], low[1],
-               high[0], high[1], key);
-      }
-    });
-    make_room(lists, args.capacity, args.wanted, begin + kSelectKeys);
-  }
+                for (int r = 0; r < 4; ++r) {
+                  const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
+                  offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0],
+                         low[1], high[0], high[1], key);
+                }
+              });
+              make_room(lists, args.capacity, args.wanted, first(t + 1));
+            });
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     if (cluster + 8 * r < args.queries.clusters)
@@ -215,91 +210,56 @@ void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStrea
                stream, args);
 }
 
-// Teams of as many blocks as take the least time: rounds x (keys of a block + what a problem costs
-// besides, in keys).
-SelectTeams select_teams(const AttentionCall& call, const CentroidBlocks& blocks,
-                         const CentroidQueries& queries) {
-  constexpr std::int64_t kOverhead = 2048;
-  SelectTeams teams{};
-  teams.problems = static_cast<int>(call.num_items() * call.H) * queries.row_tiles;
-  std::int64_t least = 0;
-  for (int size = kSelectParts; size > 0; size /= 2) {
-    const int count = max(1, min(teams.problems, blocks.resident / size));
-    const std::int64_t time = (teams.problems + count - 1) / count * (call.S / size + kOverhead);
-    if (least > 0 && time >= least) continue;
-    least = time;
-    teams.teams.size = size;
-    teams.teams.count = count;
-  }
-  return teams;
-}
-
 }  // namespace
 
-std::int64_t select_arrivals(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  if (!blocks.sm90a || sizes.topk == 0) return 0;
-  return select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks)).teams.count;
-}
-
-bool selects_and_attends(const AttentionCall& call, const ClusteredSizes& sizes) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  if (!blocks.sm90a || sizes.topk == 0 || call.causal) return false;
-  const SelectTeams teams = select_teams(call, blocks, centroid_queries(call, sizes, {}, blocks));
-  // Few problems leave multiprocessors without work here.
-  return 4 * teams.teams.blocks() >= 3 * blocks.resident;
-}
-
-void centroid_select(const AttentionCall& call, const ClusteredSizes& sizes,
-                     const ClusteredTensors& tensors, unsigned* arrivals, Arena& arena,
-                     cudaStream_t stream, bool attend, bool inputs_ready) {
-  const CentroidBlocks blocks = centroid_blocks(call, sizes);
-  const CentroidQueries queries = centroid_queries(call, sizes, tensors, blocks);
-  SelectTeams teams = select_teams(call, blocks, queries);
-  teams.teams.arrivals = arrivals;
-  const std::int64_t rows = call.num_items() * call.H * sizes.clusters;
-  const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * blocks.rows;
+void select_top_keys(const ClusteredForward& pass, Arena& arena) {
+  const ClusteredPlan& plan = pass.plan;
+  const AttentionCall& call = plan.call;
+  SelectTeams teams = plan.selection;
+  teams.teams.arrivals = pass.counters;
+  const bool attend = pass.selection_attends;
+  const int block_rows = plan.means.block_rows;
+  const std::int64_t team_rows = static_cast<std::int64_t>(teams.teams.count) * block_rows;
   const std::int64_t part_rows = team_rows * teams.teams.size;
-  const std::int64_t lists = blocks.sm90a
-                                 ? part_rows * kLaneLists
-                                 : queries.chunks.slots * call.H * sizes.clusters * kLaneLists;
-  const int wanted = static_cast<int>(sizes.topk) + spare_keys(sizes.topk);
+  const std::int64_t lists =
+      kLaneLists * (plan.sm90a ? part_rows : plan.means.chunks.slots * call.H * plan.clusters);
+  const int wanted = plan.topk + spare_keys(plan.topk);
   // A list can hold all that a cut leaves, and a lane's scores of one tile more.
   const int capacity = (wanted + kSelectKeys / 4 + 15) / 16 * 16;
   const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
-  float* thresholds = arena.take<float>(blocks.sm90a ? team_rows : rows * kSamples + 1);
-  teams.maxima = arena.take<float>(blocks.sm90a ? team_rows * kSelectParts * 32 : 0);
+  float* thresholds = arena.take<float>(plan.sm90a ? team_rows : plan.num_means() * kSamples + 1);
+  teams.maxima = arena.take<float>(team_rows * kSelectParts * 32);
   std::int32_t* counts = arena.take<std::int32_t>(lists + 1);
   Candidate* candidates = arena.take<Candidate>(lists * capacity + 1);
   PartialRow* partial_rows = arena.take<PartialRow>(attend ? part_rows : 0);
   float* outs = arena.take<float>(attend ? part_rows * pitch : 0);
-  if (arena.counting() || rows == 0 || sizes.topk == 0) return;
+  if (arena.counting() || plan.num_means() == 0 || plan.topk == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     SelectArgs<T> args;
-    args.queries = queries;
+    args.queries = plan.queries(pass.tensors);
     args.k = tensor4<const T>(call.k);
-    args.topk = static_cast<int>(sizes.topk);
+    args.topk = plan.topk;
     args.wanted = wanted;
     args.capacity = capacity;
     args.thresholds = thresholds;
     args.counts = counts;
     args.candidates = candidates;
-    args.top_keys = static_cast<std::int32_t*>(tensors.top_keys.data);
-    args.inputs_ready = inputs_ready;
+    args.top_keys = ints(pass.tensors.top_keys);
+    args.inputs_ready = plan.clusters_with_means;
     if constexpr (sizeof(T) == 2)
-      if (blocks.sm90a) {
+      if (plan.sm90a) {
         const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),
                                 partial_rows,
                                 outs,
                                 pitch,
-                                static_cast<float*>(tensors.centroid_lse.data),
-                                static_cast<float*>(tensors.mass.data),
-                                static_cast<float*>(tensors.out.data),
+                                floats(pass.tensors.centroid_lse),
+                                floats(pass.tensors.mass),
+                                floats(pass.tensors.out),
                                 static_cast<int>(call.Dv)};
-        return improved_sm90a(args, teams, attend ? &to : nullptr, stream);
+        return select_sm90a(args, teams, attend ? &to : nullptr, pass.stream);
       }
-    select_keys(call, args, stream);
+    select_keys(call, args, pass.stream);
   });
 }
 

@@ -5,7 +5,7 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "cuda/clustered/centroid.cuh"
+#include "cuda/clustered/clustered.h"
 #include "cuda/prim/candidates.cuh"
 #include "cuda/prim/team.cuh"
 
@@ -15,9 +15,6 @@ constexpr int kSamples = 8;      // parts of the sample, a block each
 constexpr int kSampleShare = 4;  // one key tile in so many is in the sample
 constexpr int kSelectKeys = 64;  // keys of a tile, 16 of them for each lane of a row's four
 constexpr int kLaneLists = 4;    // of a row and chunk: one for each lane that holds scores of it
-
-// select_attend_sm90a.cu
-constexpr int kSelectParts = 8;  // of the keys, for one or several blocks of a team
 
 template <class T>
 struct SelectArgs {
@@ -55,27 +52,18 @@ struct KeySample {
   __device__ int rank(int wanted) const { return (wanted + parts - 1) / parts; }
 };
 
-// Writes one threshold for all rows of a block: -FLT_MAX where every key is a candidate, FLT_MAX
-// from parts that have no keys.
+// Writes the thresholds of a block's rows: `value`, or where there are maxima the rank-th largest
+// of the 32 group maxima of row r, maxima[r].
 template <class T>
 __device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
-                                 int part, float value) {
-  for (int r = threadIdx.x; r < args.queries.block_rows; r += blockDim.x)
-    if (block.first + r < args.queries.clusters)
-      args.thresholds[args.queries.row(item, block.head, block.first + r) * kSamples + part] =
-          value;
-}
-
-// maxima[r]: 32 group maxima of row r. Writes the rank-th largest of each.
-template <class T>
-__device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
-                                 int part, int rank, const float (*maxima)[33]) {
+                                 int part, float value, int rank = 1,
+                                 const float (*maxima)[33] = nullptr) {
   const int lane = threadIdx.x % 32;
   for (int r = threadIdx.x / 32; r < args.queries.block_rows; r += blockDim.x / 32) {
-    const float sorted = warp_sort_descending(maxima[r][lane]);
+    if (maxima) value = warp_sort_descending(maxima[r][lane]);
     if (lane == rank - 1 && block.first + r < args.queries.clusters)
       args.thresholds[args.queries.row(item, block.head, block.first + r) * kSamples + part] =
-          sorted;
+          value;
   }
 }
 
@@ -237,13 +225,5 @@ __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, 
   offer(s2, first + 8);
   offer(s3, first + 9);
 }
-
-// How the selection of select_attend_sm90a.cu is shared out. Its thresholds, counts and
-// candidates have block_rows rows a team.
-struct SelectTeams {
-  Teams teams;    // of up to kSelectParts blocks, a power of two
-  int problems;   // (item, head, tile of means)
-  float* maxima;  // (teams, block rows, kSelectParts, 32)
-};
 
 }  // namespace coterie::cuda

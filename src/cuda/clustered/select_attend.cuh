@@ -179,7 +179,7 @@ __device__ __forceinline__ void finish_rows(const SelectArgs<T>& args, const Mea
 
 // Top keys, and with outputs the attention too, by Hopper's warpgroup products; 16-bit types only.
 template <class T>
-void improved_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
-                    cudaStream_t stream);
+void select_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+                  cudaStream_t stream);
 
 }  // namespace coterie::cuda

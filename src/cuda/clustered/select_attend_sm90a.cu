@@ -99,7 +99,7 @@ __device__ __forceinline__ void ranked_values(const std::uint32_t (&values)[kRow
 // A kernel's shared memory: means, tiles of keys and values, and in the place of both the merge's
 // lists; barriers.
 template <class T, int kDim, int kGroups, bool kAttend>
-struct ImprovedMemory {
+struct SelectMemory {
   using Means = GroupQueries<T, kDim, kGroups>;
   using Sample = KeyPipeline<T, kDim, 1, 4 * kGroups, kPartKeys, kGroups>;
   using Tiles = KeyPipeline<T, kDim, kAttend ? 2 : 1, 4 * kGroups, kPartKeys, kGroups>;
@@ -111,9 +111,9 @@ struct ImprovedMemory {
 
 // One problem of a team: the means [first, first + 64 kGroups) of an item's head.
 template <class T, int kDim, int kGroups, bool kAttend>
-struct ImprovedProblem {
+struct SelectProblem {
   static constexpr int kRows = 64 * kGroups, kWarps = 4 * kGroups;
-  using Memory = ImprovedMemory<T, kDim, kGroups, kAttend>;
+  using Memory = SelectMemory<T, kDim, kGroups, kAttend>;
   using Tiles = typename Memory::Tiles;
 
   const SelectArgs<T>& args;
@@ -122,8 +122,8 @@ struct ImprovedProblem {
   unsigned char* memory;
   int item, head, first;
 
-  __device__ ImprovedProblem(const SelectArgs<T>& a, const SelectTeams& t, const MeanOutputs<T>& o,
-                             unsigned char* m, int number)
+  __device__ SelectProblem(const SelectArgs<T>& a, const SelectTeams& t, const MeanOutputs<T>& o,
+                           unsigned char* m, int number)
       : args(a), teams(t), to(o), memory(m) {
     const CentroidBlock place(args.queries, static_cast<unsigned>(number));  // slot = item
     item = place.slot;
@@ -355,47 +355,46 @@ struct ImprovedProblem {
 
 template <class T, int kDim, int kGroups, bool kAttend>
 __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups : 1)
-    improved_sm90a_kernel(const __grid_constant__ SelectArgs<T> args,
-                          const __grid_constant__ SelectTeams teams,
-                          const __grid_constant__ MeanOutputs<T> to) {
+    select_sm90a_kernel(const __grid_constant__ SelectArgs<T> args,
+                        const __grid_constant__ SelectTeams teams,
+                        const __grid_constant__ MeanOutputs<T> to) {
   // What comes after this kernel may then read what came before it.
   if (!args.inputs_ready) await_writes();
   extern __shared__ __align__(1024) unsigned char memory[];
   Team team(teams.teams);
   for (int number = team.number; number < teams.problems; number += teams.teams.count)
-    ImprovedProblem<T, kDim, kGroups, kAttend>(args, teams, to, memory, number)
+    SelectProblem<T, kDim, kGroups, kAttend>(args, teams, to, memory, number)
         .run(team, number + teams.teams.count >= teams.problems);
 }
 
-template <class T, int kDim, int kGroups>
-void launch(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+template <class T, int kDim, int kGroups, bool kAttend>
+void launch(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>& to,
             cudaStream_t stream) {
-  const auto with = [&](auto attend) {
-    constexpr bool kAttend = decltype(attend)::value;
-    launch_cooperative_early(improved_sm90a_kernel<T, kDim, kGroups, kAttend>, teams.teams.blocks(),
-                             kGroups * kWarpgroup,
-                             ImprovedMemory<T, kDim, kGroups, kAttend>::kBytes, stream, args, teams,
-                             to ? *to : MeanOutputs<T>{});
-  };
-  if (to)
-    with(std::true_type{});
-  else
-    with(std::false_type{});
+  launch_cooperative_early(select_sm90a_kernel<T, kDim, kGroups, kAttend>, teams.teams.blocks(),
+                           kGroups * kWarpgroup, SelectMemory<T, kDim, kGroups, kAttend>::kBytes,
+                           stream, args, teams, to);
+}
+
+template <class T, bool kAttend>
+void select_rows(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>& to,
+                 cudaStream_t stream) {
+  if (args.queries.width > 64) return launch<T, 128, 2, kAttend>(args, teams, to, stream);
+  if (args.queries.block_rows == 256) return launch<T, 64, 4, kAttend>(args, teams, to, stream);
+  launch<T, 64, 2, kAttend>(args, teams, to, stream);
 }
 
 }  // namespace
 
 template <class T>
-void improved_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
-                    cudaStream_t stream) {
-  if (args.queries.width > 64) return launch<T, 128, 2>(args, teams, to, stream);
-  if (args.queries.block_rows == 256) return launch<T, 64, 4>(args, teams, to, stream);
-  launch<T, 64, 2>(args, teams, to, stream);
+void select_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+                  cudaStream_t stream) {
+  to ? select_rows<T, true>(args, teams, *to, stream)
+     : select_rows<T, false>(args, teams, {}, stream);
 }
 
-template void improved_sm90a(const SelectArgs<Bf16>&, const SelectTeams&, const MeanOutputs<Bf16>*,
-                             cudaStream_t);
-template void improved_sm90a(const SelectArgs<F16>&, const SelectTeams&, const MeanOutputs<F16>*,
-                             cudaStream_t);
+template void select_sm90a(const SelectArgs<Bf16>&, const SelectTeams&, const MeanOutputs<Bf16>*,
+                           cudaStream_t);
+template void select_sm90a(const SelectArgs<F16>&, const SelectTeams&, const MeanOutputs<F16>*,
+                           cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -94,6 +94,11 @@ __device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Til
   return count;
 }
 
+// Word i of 16 bytes in registers; i is known to the compiler.
+__device__ __forceinline__ std::uint32_t word_of(const uint4& words, int i) {
+  return i < 2 ? (i == 0 ? words.x : words.y) : (i == 2 ? words.z : words.w);
+}
+
 // 16 queries of a warp in registers: lane l has pieces l % 4, l % 4 + 4, ... of rows l / 4 and
 // l / 4 + 8.
 template <class T, int kDim>
@@ -104,10 +109,7 @@ struct QueryRows {
   uint4 pieces[2][kPieces];
 
   __device__ void load(const Rows<const T>& from) {
-    if (from.aligned)
-      load_all<true>(from);
-    else
-      load_all<false>(from);
+    from.aligned ? load_all<true>(from) : load_all<false>(from);
   }
   template <bool kAligned>
   __device__ __forceinline__ void load_all(const Rows<const T>& from) {
@@ -128,22 +130,9 @@ struct QueryRows {
   // Step `step` of the depths in pieces i: two steps of 16-bit elements, one of fp32.
   __device__ FragmentA<T> fragment(int i, int step) const {
     FragmentA<T> a;
-    const uint4 &low = pieces[0][i], &high = pieces[1][i];
-    if constexpr (sizeof(T) == 2) {
-      a.r[0] = step == 0 ? low.x : low.z;
-      a.r[1] = step == 0 ? high.x : high.z;
-      a.r[2] = step == 0 ? low.y : low.w;
-      a.r[3] = step == 0 ? high.y : high.w;
-    } else {
-      a.r[0] = low.x;
-      a.r[1] = high.x;
-      a.r[2] = low.y;
-      a.r[3] = high.y;
-      a.r[4] = low.z;
-      a.r[5] = high.z;
-      a.r[6] = low.w;
-      a.r[7] = high.w;
-    }
+    constexpr int kWords = sizeof(a.r) / 8;  // of a piece
+#pragma unroll
+    for (int w = 0; w < 2 * kWords; ++w) a.r[w] = word_of(pieces[w % 2][i], step * kWords + w / 2);
     return a;
   }
 };
@@ -153,21 +142,10 @@ template <class T>
 __device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uint4& high,
                                                      int step) {
   FragmentB<T> b;
-  if constexpr (sizeof(T) == 2) {
-    b.r[0] = step == 0 ? low.x : low.z;
-    b.r[1] = step == 0 ? low.y : low.w;
-    b.r[2] = step == 0 ? high.x : high.z;
-    b.r[3] = step == 0 ? high.y : high.w;
-  } else {
-    const uint4* halves[] = {&low, &high};
+  constexpr int kWords = sizeof(b.r) / 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      b.r[4 * half] = halves[half]->x;
-      b.r[4 * half + 1] = halves[half]->y;
-      b.r[4 * half + 2] = halves[half]->z;
-      b.r[4 * half + 3] = halves[half]->w;
-    }
-  }
+  for (int w = 0; w < 2 * kWords; ++w)
+    b.r[w] = word_of(w < kWords ? low : high, step * kWords + w % kWords);
   return b;
 }
 
@@ -176,13 +154,6 @@ template <class T, int kDim>
 struct TopKeyRows {
   Accumulator out[kDim / 16];
   float shift[2], sum[2];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) out[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) shift[half] = -INFINITY, sum[half] = 0.0f;
-  }
 
   // The weights of kTopKeys keys, of which the lane's two rows see the first left[], from their
   // scores. kStart: they are the first ones.
@@ -267,11 +238,11 @@ struct TopKeyRows {
   }
 };
 
-constexpr int kTileBits[] = {5, 8};  // queries of a tile of one warp, of four: powers of two
-constexpr int kSmallCluster = 96;    // mean size up to which one warp takes a tile
+constexpr int kAloneBits = 5, kTogetherBits = 8;  // queries of a tile of one warp, of four
+constexpr int kSmallCluster = 96;                 // mean size up to which one warp takes a tile
 
 template <class T>
-struct TopArgs {
+struct TopkArgs {
   ItemSpans spans;
   QueryTiles tiles;
   Tensor4<const T> q, k, v;
@@ -370,7 +341,7 @@ constexpr int kResidentWarps = sizeof(T) == 4 || kDim > 64 ? 8 : 16;
 
 template <class T, int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
-    topk_attend_kernel(const __grid_constant__ TopArgs<T> args) {
+    topk_attend_kernel(const __grid_constant__ TopkArgs<T> args) {
   release_next();
   if (!args.clusters_ready) await_writes();
   extern __shared__ __align__(128) unsigned char memory[];
@@ -437,15 +408,9 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
-    int first = 0;
-    if constexpr (sizeof(T) == 2) {
-      rows.template attend<true>(queries, keys, values, seen, args.exponent);
-      first = kTopKeys;
-    } else {  // short code
-      rows.clear();
-    }
+    rows.template attend<true>(queries, keys, values, seen, args.exponent);
 #pragma unroll 1
-    for (; first < count; first += kTopKeys) {
+    for (int first = kTopKeys; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
       rows.template attend<false>(queries, keys.below(first), values.below(first), left,
                                   args.exponent);
@@ -462,7 +427,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 }
 
 template <class T, int kDim, int kWarps>
-void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
+void launch_topk(const TopkArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
   launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps>, grid, 32 * kWarps,
@@ -471,25 +436,25 @@ void launch_topk(const TopArgs<T>& args, cudaStream_t stream) {
 
 }  // namespace
 
-void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
-                  const ClusteredTensors& tensors, const TensorView& out, cudaStream_t stream,
-                  bool after_select) {
+void attend_top_keys(const ClusteredForward& pass) {
+  const ClusteredPlan& plan = pass.plan;
+  const AttentionCall& call = plan.call;
+  const ClusteredTensors& tensors = pass.tensors;
   if (call.B * call.H * call.N == 0) return;
-  zero_padding(out, call.inputs.q_sequences, call.num_items(), stream);
-  fill_padding(static_cast<float*>(tensors.lse.data), call.B, call.H, call.N,
-               call.inputs.q_sequences, call.num_items(), -INFINITY, stream);
-  const auto ints = [](const TensorView& view) {
-    return static_cast<const std::int32_t*>(view.data);
-  };
-  const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
+  zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
+  fill_padding(floats(tensors.lse), call.B, call.H, call.N, call.inputs.q_sequences,
+               call.num_items(), -INFINITY, pass.stream);
+  // A warp alone where clusters are small: it waits for nobody.
+  const bool alone = call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    TopArgs<T> args;
-    args.spans = item_spans(call.inputs);
+    TopkArgs<T> args;
+    args.spans = plan.means.spans;
+    args.tiles = query_tiles(call, plan.clusters, alone ? kAloneBits : kTogetherBits);
     args.q = tensor4<const T>(call.inputs.q);
     args.k = tensor4<const T>(call.k);
     args.v = tensor4<const T>(call.inputs.v);
-    args.out = tensor4<T>(out);
+    args.out = tensor4<T>(pass.out);
     args.order = ints(tensors.order);
     args.offsets = ints(tensors.offsets);
     args.top_keys = ints(tensors.top_keys);
@@ -497,19 +462,17 @@ void topk_forward(const AttentionCall& call, const ClusteredSizes& sizes,
     args.bottom = floats(tensors.out);
     args.lse = floats(tensors.lse);
     args.H = static_cast<int>(call.H);
-    args.group = static_cast<int>(call.H / call.value_heads);
+    args.group = plan.means.group;
     args.N = static_cast<int>(call.N);
-    args.topk = static_cast<int>(sizes.topk);
+    args.topk = plan.topk;
     args.padded = (max(args.topk, 1) + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
-    args.clusters_ready = after_select;
-    // A warp alone where clusters are small: it waits for nobody.
-    const int warps = call.N <= kSmallCluster * sizes.clusters ? 1 : 4;
-    args.tiles = query_tiles(call, sizes.clusters, kTileBits[warps > 1]);
+    args.clusters_ready = pass.selection_attends;
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
-      warps == 1 ? launch_topk<T, kDim, 1>(args, stream) : launch_topk<T, kDim, 4>(args, stream);
+      alone ? launch_topk<T, kDim, 1>(args, pass.stream)
+            : launch_topk<T, kDim, 4>(args, pass.stream);
     });
   });
 }

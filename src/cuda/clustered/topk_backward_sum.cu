@@ -320,7 +320,7 @@ struct Share {
   }
 };
 
-// What a block of fold_slots_kernel has in shared memory.
+// What a block of top_key_gradient_kernel has in shared memory.
 template <class T, int kPitch>
 struct FoldShared {
   union {
@@ -332,8 +332,8 @@ struct FoldShared {
 
 template <class T, int kPitch>
 __global__ void __launch_bounds__(kFoldThreads, 2)
-    fold_slots_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks tiles,
-                      bool beside_broadcast) {
+    top_key_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks tiles,
+                            bool beside_broadcast) {
   extern __shared__ __align__(16) unsigned char bytes[];
   auto& shared = *reinterpret_cast<FoldShared<T, kPitch>*>(bytes);
   FoldMemory& memory = shared.memory;
@@ -367,27 +367,25 @@ __global__ void __launch_bounds__(kFoldThreads, 2)
 }  // namespace
 
 template <class T>
-void fold_slots(const BackwardArgs<T>& args, bool beside_broadcast, cudaStream_t stream) {
+void sum_top_key_gradients(const BackwardArgs<T>& args, bool beside_broadcast,
+                           cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   // One block for every place on the device, as long as sequences allow.
-  constexpr std::int64_t kBlocks = 264;
   const std::int64_t rows = static_cast<std::int64_t>(shape.B) * (shape.H / shape.group) * shape.S;
   int size = kMostKeys;
-  while (size > kLeastKeys && rows / size < kBlocks / 2) size /= 2;
+  while (size > kLeastKeys && rows / size < multiprocessors()) size /= 2;
   const ItemChunks tiles = shape.key_tiles(size);
   if (tiles.slots == 0) return;
   const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group));
   dispatch_head_dim("i-clustered", shape.pitch, [&](auto width) {
-    launch_early("fold_slots", fold_slots_kernel<T, decltype(width)::value>, grid, kFoldThreads,
-                 sizeof(FoldShared<T, decltype(width)::value>), stream, args, tiles,
+    launch_early("top_key_gradient", top_key_gradient_kernel<T, decltype(width)::value>, grid,
+                 kFoldThreads, sizeof(FoldShared<T, decltype(width)::value>), stream, args, tiles,
                  beside_broadcast);
   });
 }
 
-#define COTERIE_INSTANTIATE(T) template void fold_slots(const BackwardArgs<T>&, bool, cudaStream_t);
-COTERIE_INSTANTIATE(float)
-COTERIE_INSTANTIATE(Bf16)
-COTERIE_INSTANTIATE(F16)
-#undef COTERIE_INSTANTIATE
+template void sum_top_key_gradients(const BackwardArgs<float>&, bool, cudaStream_t);
+template void sum_top_key_gradients(const BackwardArgs<Bf16>&, bool, cudaStream_t);
+template void sum_top_key_gradients(const BackwardArgs<F16>&, bool, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT
+// What clustered and improved clustered attention decide once per call (clustered.h): which kernels
+// serve, the shape of their blocks, and how keys are cut. Host code only.
+#include <cmath>
+
+#include "cuda/cluster/clustering.h"
+#include "cuda/clustered/clustered.h"
+#include "cuda/launch/device.h"
+#include "cuda/launch/dispatch.h"
+
+namespace coterie::cuda {
+namespace {
+
+// Means of a thread block of the centroid kernels, and blocks on the device at a time.
+struct CentroidBlocks {
+  int rows, resident;
+};
+
+CentroidBlocks centroid_blocks(const AttentionCall& call, std::int64_t clusters, bool sm90a) {
+  const bool wide = call.Dk > 64 || call.inputs.q.dtype == DType::f32;
+  if (!sm90a) return {kCentroidRows, (wide ? 2 : 3) * multiprocessors()};
+  // Wide rows: two warpgroups with all the registers of a multiprocessor.
+  if (wide) return {kCentroidRows, multiprocessors()};
+  // Two or four warpgroups of 64 rows, as wastes fewer rows; 4 when it is the same.
+  const bool large = 2 * ((clusters + 255) / 256) == (clusters + 127) / 128;
+  return {large ? 256 : 128, (large ? 1 : 2) * multiprocessors()};
+}
+
+CentroidQueries centroid_queries(const AttentionCall& call, std::int64_t clusters,
+                                 const CentroidBlocks& blocks) {
+  CentroidQueries queries{};
+  queries.block_rows = blocks.rows;
+  queries.row_tiles = static_cast<int>((clusters + blocks.rows - 1) / blocks.rows);
+  queries.spans = item_spans(call.inputs);
+  queries.chunks = key_chunks(call, call.H * queries.row_tiles, blocks.resident);
+  queries.H = static_cast<int>(call.H);
+  queries.group = static_cast<int>(call.H / call.value_heads);
+  queries.clusters = static_cast<int>(clusters);
+  queries.width = static_cast<int>(call.Dk);
+  queries.sign = call.scale < 0 ? -1.0f : 1.0f;
+  queries.exponent = static_cast<float>(std::fabs(call.scale) * 1.4426950408889634);
+  queries.inverse = 1.0f / queries.exponent;
+  return queries;
+}
+
+// Teams of as many blocks as take the least time: rounds x (keys of a block + what a problem costs
+// besides, in keys).
+SelectTeams select_teams(const AttentionCall& call, int problems, int resident) {
+  constexpr std::int64_t kOverhead = 2048;
+  SelectTeams selection{};
+  selection.problems = problems;
+  std::int64_t least = 0;
+  for (int size = kSelectParts; size > 0; size /= 2) {
+    const int count = max(1, min(problems, resident / size));
+    const std::int64_t time = (problems + count - 1) / count * (call.S / size + kOverhead);
+    if (least > 0 && time >= least) continue;
+    least = time;
+    selection.teams.size = size;
+    selection.teams.count = count;
+  }
+  return selection;
+}
+
+BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, std::int64_t topk,
+                             bool mass_grad) {
+  BackwardShape shape;
+  shape.items = static_cast<int>(call.num_items());
+  shape.B = static_cast<int>(call.B);
+  shape.H = static_cast<int>(call.H);
+  shape.group = static_cast<int>(call.H / call.value_heads);
+  shape.N = static_cast<int>(call.N);
+  shape.S = static_cast<int>(call.S);
+  shape.clusters = static_cast<int>(clusters);
+  shape.topk = static_cast<int>(topk);
+  shape.units = {shape.items, shape.H, shape.clusters, shape.N,
+                 static_cast<int>(max(call.B * call.N - 1, std::int64_t{0}) >> kUnitBits)};
+  shape.pitch = dispatch_head_dim(call.op, max(call.Dk, call.Dv),
+                                  [](auto width) { return static_cast<int>(width); });
+  const bool sm90a = on_hopper() && call.inputs.q.dtype != DType::f32;
+  const std::int64_t stacked = shape.group * clusters;
+  const bool fused = sm90a && shape.pitch == 64 && stacked <= kFusedCentroids;
+  shape.centroid_kernels = fused   ? CentroidBackward::fused_sm90a
+                           : sm90a ? CentroidBackward::split_sm90a
+                                   : CentroidBackward::all_devices;
+  // Centroids of a block and blocks at a time of the kernels that sum over keys.
+  const std::int64_t owned = fused ? kFusedCentroids : kMeanRows,
+                     resident = (sm90a ? 1 : 2) * multiprocessors();
+  shape.chunks = key_chunks(call, call.value_heads * ((stacked + owned - 1) / owned), resident);
+  shape.key_ranges = key_chunks(call, call.value_heads, resident);
+  shape.mass_grad = mass_grad;
+  shape.causal = call.causal;
+  shape.scale = static_cast<float>(call.scale);
+  shape.gradient_scale = shape.weight_scale = 1.0f;
+  if (call.inputs.q.dtype == DType::f16) {
+    // Sums over a cluster grow with its size; weights shrink with the number of keys.
+    const double members =
+        static_cast<double>(call.N) / static_cast<double>(max(clusters, std::int64_t{1}));
+    shape.gradient_scale = std::exp2(-std::ceil(std::log2(max(members, 1.0))));
+    shape.weight_scale = 256.0f;
+  }
+  shape.weight_bits = std::log2(shape.weight_scale);
+  shape.unscale = 1.0f / (shape.weight_scale * shape.gradient_scale);
+  shape.spans = item_spans(call.inputs);
+  return shape;
+}
+
+}  // namespace
+
+ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& clustering,
+                             std::int64_t topk, bool mass_grad) {
+  const std::int64_t clusters = clustering.clusters;
+  topk = min(topk, call.S);
+  ClusteredPlan plan{call, static_cast<int>(clusters), static_cast<int>(topk),
+                     clusters_with_means(clustering, call),
+                     on_hopper() && call.inputs.q.dtype != DType::f32};
+  const CentroidBlocks blocks = centroid_blocks(call, clusters, plan.sm90a);
+  plan.means = centroid_queries(call, clusters, blocks);
+  plan.backward = backward_shape(call, clusters, topk, mass_grad);
+  const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
+  if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
+  if (call.causal) return plan;
+  // Few problems leave multiprocessors without work where both are one kernel.
+  plan.selection_attends = 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
+  // Teams where the chunks of all means are on the device at a time.
+  const int size = plan.means.chunks.per_item;
+  if (plan.sm90a && static_cast<std::int64_t>(problems) * size <= blocks.resident)
+    plan.attention = {problems, size, nullptr};
+  return plan;
+}
+
+}  // namespace coterie::cuda
