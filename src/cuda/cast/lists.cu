@@ -364,7 +364,7 @@ void cast_mix(const CastShape& shape, const AttentionCall& call, const CastLists
                  static_cast<T*>(pass.inner));
   });
   SlotSum sum{pass.slots, pass.inner, call.H, pass.out, true};
-  sum_slots(call, {sum}, false, stream);
+  sum_slots(call, {sum}, SlotSumStart::behind, stream);
 }
 
 void cast_mix_rows(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
