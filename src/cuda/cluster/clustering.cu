@@ -5,12 +5,7 @@
 #include <algorithm>
 
 #include "core/arena.h"
-#include "cuda/cluster/hamming.h"
-#include "cuda/cluster/hash.h"
-#include "cuda/cluster/key_kmeans.h"
-#include "cuda/cluster/key_metric.h"
-#include "cuda/cluster/nearest.h"
-#include "cuda/cluster/sums.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/launch.h"
 
 namespace coterie::cuda {

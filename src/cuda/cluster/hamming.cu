@@ -21,7 +21,7 @@
 
 #include "coterie/random.h"
 #include "cuda/cluster/group.cuh"
-#include "cuda/cluster/hamming.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/prim/team.cuh"
 
 namespace coterie::cuda {
@@ -159,7 +159,6 @@ struct Stage {
   ulonglong2* centroids;   // of the pass before and of this one
   std::uint32_t* changes;  // C x 32
   std::int32_t* pending;   // kPending a warp
-  std::int32_t* counts;    // kWarps
   std::uint16_t* numbers;  // of the centroids that moved
   bool held;               // codes and labels of the block's rows are here
   std::uint64_t* codes;
@@ -172,14 +171,13 @@ struct Stage {
     centroids = reinterpret_cast<ulonglong2*>(moved + args.columns / 2);
     changes = reinterpret_cast<std::uint32_t*>(centroids + args.columns);
     pending = reinterpret_cast<std::int32_t*>(changes + (votes ? args.shape.clusters * 32 : 0));
-    counts = pending + kWarps * kPending;
-    numbers = reinterpret_cast<std::uint16_t*>(counts + kWarps);
+    numbers = reinterpret_cast<std::uint16_t*>(pending + kWarps * kPending);
     held = args.held_rows > 0;
     codes = reinterpret_cast<std::uint64_t*>(shared + args.shared_words / 4);
     labels = reinterpret_cast<std::int32_t*>(codes + args.held_rows);
   }
   static std::size_t bytes(int columns, int clusters, bool votes) {
-    return kWarps * (kTileRows * sizeof(uint4) + kPending * 4 + 4) +
+    return kWarps * (kTileRows * sizeof(uint4) + kPending * 4) +
            static_cast<std::size_t>(columns) * (16 + 8 + 16 + 1) +
            (votes ? static_cast<std::size_t>(clusters) * 128 : 0);
   }
@@ -218,27 +216,13 @@ __device__ inline void stage_centroids(const HammingArgs& args, const Problem& p
   }
 }
 
-// Threads before this one where `value` is true; `carry` is added, and becomes the next carry.
-__device__ inline int count_before(bool value, const Stage& stage, int& carry) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned lanes = __ballot_sync(0xffffffffu, value);
-  if (lane == 0) stage.counts[warp] = __popc(lanes);
-  __syncthreads();
-  const int other = lane < kWarps ? stage.counts[lane] : 0;
-  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0);
-  const int result = carry + before + __popc(lanes & ((1u << lane) - 1));
-  carry += __reduce_add_sync(0xffffffffu, other);
-  return result;
-}
-
-// The same for all centroids at once, and for those that moved by themselves, unless they are more
+// Fragments of all centroids at once, and for those that moved by themselves, unless they are more
 // than half; returns the number of these.
 __device__ inline int stage_all(const HammingArgs& args, const Problem& problem, bool initial,
                                 const Stage& stage) {
   const int columns = padded_columns(args.shape.clusters);
   int carry = 0;
   for (int first = 0; first < columns; first += kThreads) {
-    if (first > 0) __syncthreads();
     const int i = first + static_cast<int>(threadIdx.x);
     const bool there = i < args.shape.clusters;
     const std::uint64_t code = there ? centroid(args, problem, i, initial) : 0;
@@ -249,7 +233,7 @@ __device__ inline int stage_all(const HammingArgs& args, const Problem& problem,
       moves = there && (initial || before != code);
       stage.centroids[i] = make_ulonglong2(before, code);
     }
-    const int place = count_before(moves, stage, carry);
+    const int place = block_exclusive_scan(moves, carry);
     if (!moves || place >= columns / 2) continue;
     store_column(stage.moved, place, code, ~code);
     stage.numbers[place] = static_cast<std::uint16_t>(i);

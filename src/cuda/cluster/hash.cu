@@ -9,7 +9,7 @@
 //   parts. Shared memory: planes as a table of columns and as floats, 50 to 130 KB; two blocks a
 //   multiprocessor for 16-bit types (__launch_bounds__).
 // Preconditions: up to 63 bits, Dk <= 128. Any alignment.
-#include "cuda/cluster/hash.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/normal.cuh"

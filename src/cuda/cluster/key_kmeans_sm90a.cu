@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// All passes of the k-means by keys (key_metric.h) in one kernel: covariance of the keys, first
+// All passes of the k-means by keys (stages.h) in one kernel: covariance of the keys, first
 // centroids, labels argmax_c x.m_c + b_c, means, and at the end the stable sort of the rows by
 // label.
 //
@@ -23,8 +23,8 @@
 
 #include "coterie/random.h"
 #include "cuda/cluster/first_sync.cuh"
-#include "cuda/cluster/key_kmeans.h"
 #include "cuda/cluster/nearest.cuh"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
@@ -42,7 +42,6 @@ constexpr int kWidth = 64, kClusters = 64 * kGroups;
 constexpr int kOwn = kClusters / kWarps;          // clusters of a warp
 constexpr int kRound = 64 * kGroups, kSlots = 4;  // rows; rounds in shared memory
 constexpr int kTileBytes = 64 * 128, kSlotBytes = kGroups * kTileBytes;
-constexpr int kBiasBytes = 32;        // of a centroid: hi, mid, lo, 1, and zeros
 constexpr int kStep = 64;             // centroids at a time
 constexpr int kMostParts = 8;         // of a problem's rows
 constexpr int kSamples = 8 * kWidth;  // keys of the covariance, at most
@@ -56,9 +55,8 @@ struct KeyKMeansArgs {
   ClusterShape shape;
   Teams teams;
   Tensor4<const T> q, k;
-  float *covariance, *centroids, *sums;
-  unsigned char* tables;
-  std::int32_t *counts, *ranks;
+  float *covariance, *centroids;
+  KeyKMeansBuffers at;
   KeyKMeansRun run;
   int width;
   unsigned key_scale;  // 512, unknown to the compiler: see best_key
@@ -205,8 +203,8 @@ struct KeyKMeans {
   // Means of the block's share of the clusters to `to`, and staged where `stage`. Those without
   // rows become zeros, or stay as they are where `stage`.
   __device__ void write_means(float* to, bool stage) const {
-    const float* from = afresh(args.sums) + part(0) * kWidth;
-    const std::int32_t* sizes = afresh(args.counts) + part(0);
+    const float* from = afresh(args.at.sums) + part(0) * kWidth;
+    const std::int32_t* sizes = afresh(args.at.counts) + part(0);
     for_share([&](int cluster, int column) {
       const auto* first = reinterpret_cast<const float4*>(from + cluster * kWidth + column);
       float4 sums[kMostParts];
@@ -257,7 +255,7 @@ struct KeyKMeans {
       const std::int64_t row =
           first + min(range.begin + begin + i * kThreads, max(range.end, 1) - 1);
       places.labels[i] = args.run.out.labels[row];
-      places.ranks[i] = args.ranks[row];
+      places.ranks[i] = args.at.ranks[row];
     }
     return places;
   }
@@ -268,7 +266,7 @@ struct KeyKMeans {
   };
   __device__ __forceinline__ Members load_members() const {
     const int c = afresh(static_cast<int>(threadIdx.x));
-    const std::int32_t* sizes = afresh(args.counts) + part(0);
+    const std::int32_t* sizes = afresh(args.at.counts) + part(0);
     Members members{0, 0, 0};
     if (c < args.shape.clusters)
 #pragma unroll
@@ -618,7 +616,7 @@ struct KeyKMeans {
   }
 
   __device__ unsigned char* team_table() const {
-    return args.tables + static_cast<std::int64_t>(team.number) * kSharedTableBytes;
+    return args.at.tables + static_cast<std::int64_t>(team.number) * kSharedTableBytes;
   }
   __device__ uint2* team_bounds(int rank) const {
     return reinterpret_cast<uint2*>(team_table() + kTableBytes) + rank * kWarps;
@@ -688,7 +686,7 @@ struct KeyKMeans {
       if (!there) continue;
       most.x = max(most.x, magnitude_bits(norm));
       most.y = max(most.y, magnitude_bits(bias));
-      if (lane % 4 == 0) write_bias(shared_address(memory.table) + bias_offset(c), bias);
+      if (lane % 4 == 0) store_bias(shared_address(memory.table) + bias_offset(c), bias);
     }
     return make_uint2(__reduce_max_sync(~0u, most.x), __reduce_max_sync(~0u, most.y));
   }
@@ -699,13 +697,6 @@ struct KeyKMeans {
                  : "r"(staged(r, column))
                  : "memory");
     return pair;
-  }
-  __device__ static void write_bias(std::uint32_t to, float bias) {
-    Bf16 part[3];
-    split_factor(bias, part);
-    store_shared16(to, make_uint4(pack2<Bf16>(to_float(part[0]), to_float(part[1])),
-                                  pack2<Bf16>(to_float(part[2]), 1.0f), 0, 0));
-    store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
   }
   // Absolute values as integers have the same order, with NaN above all: it
   // must reach key_offset.
@@ -877,7 +868,7 @@ struct KeyKMeans {
   __device__ __forceinline__ void rank(int round, const std::uint32_t* entries, int found,
                                        int& members) const {
     const int lane = own_lane();
-    std::int32_t* ranks = args.ranks + first_row(round);
+    std::int32_t* ranks = args.at.ranks + first_row(round);
 #pragma unroll 1
     for (int first = 0; first < found; first += 32) {
       const bool there = first + lane < found;
@@ -929,7 +920,7 @@ struct KeyKMeans {
   __device__ __forceinline__ void flush(float (&sums)[kWidth / 8][4], bool more) const {
     const int lane = own_lane();
     const std::int64_t row = part(team.rank) + warp * kOwn;
-    auto* to = reinterpret_cast<float2*>(args.sums + row * kWidth) + lane / 4 * 32 + lane % 4;
+    auto* to = reinterpret_cast<float2*>(args.at.sums + row * kWidth) + lane / 4 * 32 + lane % 4;
     if (more)
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n)
@@ -982,10 +973,10 @@ struct KeyKMeans {
     const std::int64_t start = part(team.rank);
     const int lane = own_lane();
     if (lane % 4 == 0) {
-      args.counts[start + warp * kOwn + lane / 4] = static_cast<int>(counts[0]);
-      args.counts[start + warp * kOwn + lane / 4 + 8] = static_cast<int>(counts[2]);
+      args.at.counts[start + warp * kOwn + lane / 4] = static_cast<int>(counts[0]);
+      args.at.counts[start + warp * kOwn + lane / 4 + 8] = static_cast<int>(counts[2]);
     }
-    if (memory.poisoned && threadIdx.x < kWidth) args.sums[start * kWidth + threadIdx.x] = NAN;
+    if (memory.poisoned && threadIdx.x < kWidth) args.at.sums[start * kWidth + threadIdx.x] = NAN;
   }
 
   // Returns the rounds so far.
@@ -1089,10 +1080,7 @@ void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
                                 tensor4<const T>(call.k),
                                 metric.covariance,
                                 metric.centroids,
-                                buffers.sums,
-                                buffers.tables,
-                                buffers.counts,
-                                buffers.ranks,
+                                buffers,
                                 run,
                                 static_cast<int>(call.Dk),
                                 512};

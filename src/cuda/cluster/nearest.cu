@@ -3,7 +3,7 @@
 //
 // A warp holds a tile of rows in registers and meets 8 centroids at a time, from shared memory.
 // nearest.cuh says how the best one is found.
-#include "cuda/cluster/nearest.h"
+#include "cuda/cluster/stages.h"
 
 #include "cuda/cluster/nearest.cuh"
 #include "cuda/launch/device.h"

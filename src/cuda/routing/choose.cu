@@ -26,7 +26,7 @@ struct ChooseSizes {
   int capacity, width;
   int vectors;  // of 128 rows, a bit each
 
-  // Close candidates; lists with more of them stay open.
+  // Close candidates; lists with more of them stay undecided.
   __host__ __device__ int close() const { return 256 + capacity / 8; }
   __host__ __device__ int first_bytes() const { return max(capacity * 8, vectors * 18) + 15 & ~15; }
   __host__ __device__ int second_bytes() const { return max(close() * 8, kChooseBins * 4); }
@@ -304,9 +304,9 @@ __global__ void __launch_bounds__(kChooseThreads, 16)
   if (choose<kWidth>(args, list, memory) || threadIdx.x != 0) return;
   const int clusters = list.side.shape.clusters;
   const unsigned problem = blockIdx.x / clusters, cluster = blockIdx.x % clusters;
-  unsigned* counts = args.open.words.data;
+  unsigned* counts = args.undecided.words.data;
   atomicAdd(counts, 1u);
-  args.open.clusters[problem * clusters + atomicAdd(counts + 1 + problem, 1u)] =
+  args.undecided.clusters[problem * clusters + atomicAdd(counts + 1 + problem, 1u)] =
       static_cast<std::int32_t>(cluster);
 }
 
