@@ -51,12 +51,9 @@ constexpr int kSharedTableBytes = kTableBytes + kMostParts * kWarps * 8;
 constexpr int kMostRows = 1 << 24;  // counts of rows are exact below that many
 
 template <class T>
-struct KeyKMeansArgs {
-  ClusterShape shape;
-  Teams teams;
+struct KeyKMeansArgs : KeyKMeansPlan {
   Tensor4<const T> q, k;
   float *covariance, *centroids;
-  KeyKMeansBuffers at;
   KeyKMeansRun run;
   int width;
   unsigned key_scale;  // 512, unknown to the compiler: see best_key
@@ -203,8 +200,8 @@ struct KeyKMeans {
   // Means of the block's share of the clusters to `to`, and staged where `stage`. Those without
   // rows become zeros, or stay as they are where `stage`.
   __device__ void write_means(float* to, bool stage) const {
-    const float* from = afresh(args.at.sums) + part(0) * kWidth;
-    const std::int32_t* sizes = afresh(args.at.counts) + part(0);
+    const float* from = afresh(args.sums) + part(0) * kWidth;
+    const std::int32_t* sizes = afresh(args.counts) + part(0);
     for_share([&](int cluster, int column) {
       const auto* first = reinterpret_cast<const float4*>(from + cluster * kWidth + column);
       float4 sums[kMostParts];
@@ -255,7 +252,7 @@ struct KeyKMeans {
       const std::int64_t row =
           first + min(range.begin + begin + i * kThreads, max(range.end, 1) - 1);
       places.labels[i] = args.run.out.labels[row];
-      places.ranks[i] = args.at.ranks[row];
+      places.ranks[i] = args.ranks[row];
     }
     return places;
   }
@@ -266,7 +263,7 @@ struct KeyKMeans {
   };
   __device__ __forceinline__ Members load_members() const {
     const int c = afresh(static_cast<int>(threadIdx.x));
-    const std::int32_t* sizes = afresh(args.at.counts) + part(0);
+    const std::int32_t* sizes = afresh(args.counts) + part(0);
     Members members{0, 0, 0};
     if (c < args.shape.clusters)
 #pragma unroll
@@ -616,7 +613,7 @@ struct KeyKMeans {
   }
 
   __device__ unsigned char* team_table() const {
-    return args.at.tables + static_cast<std::int64_t>(team.number) * kSharedTableBytes;
+    return args.tables + static_cast<std::int64_t>(team.number) * kSharedTableBytes;
   }
   __device__ uint2* team_bounds(int rank) const {
     return reinterpret_cast<uint2*>(team_table() + kTableBytes) + rank * kWarps;
@@ -868,7 +865,7 @@ struct KeyKMeans {
   __device__ __forceinline__ void rank(int round, const std::uint32_t* entries, int found,
                                        int& members) const {
     const int lane = own_lane();
-    std::int32_t* ranks = args.at.ranks + first_row(round);
+    std::int32_t* ranks = args.ranks + first_row(round);
 #pragma unroll 1
     for (int first = 0; first < found; first += 32) {
       const bool there = first + lane < found;
@@ -920,7 +917,7 @@ struct KeyKMeans {
   __device__ __forceinline__ void flush(float (&sums)[kWidth / 8][4], bool more) const {
     const int lane = own_lane();
     const std::int64_t row = part(team.rank) + warp * kOwn;
-    auto* to = reinterpret_cast<float2*>(args.at.sums + row * kWidth) + lane / 4 * 32 + lane % 4;
+    auto* to = reinterpret_cast<float2*>(args.sums + row * kWidth) + lane / 4 * 32 + lane % 4;
     if (more)
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n)
@@ -973,10 +970,10 @@ struct KeyKMeans {
     const std::int64_t start = part(team.rank);
     const int lane = own_lane();
     if (lane % 4 == 0) {
-      args.at.counts[start + warp * kOwn + lane / 4] = static_cast<int>(counts[0]);
-      args.at.counts[start + warp * kOwn + lane / 4 + 8] = static_cast<int>(counts[2]);
+      args.counts[start + warp * kOwn + lane / 4] = static_cast<int>(counts[0]);
+      args.counts[start + warp * kOwn + lane / 4 + 8] = static_cast<int>(counts[2]);
     }
-    if (memory.poisoned && threadIdx.x < kWidth) args.at.sums[start * kWidth + threadIdx.x] = NAN;
+    if (memory.poisoned && threadIdx.x < kWidth) args.sums[start * kWidth + threadIdx.x] = NAN;
   }
 
   // Returns the rounds so far.
@@ -1038,12 +1035,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     done = KeyKMeans<T>(args, memory, team, number, done).run(first_sync);
 }
 
-Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {
-  const int size =
-      min(make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr).size, kMostParts);
-  return {min(shape.problems(), multiprocessors() / size), size, arrivals};
-}
-
 }  // namespace
 
 bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape) {
@@ -1058,33 +1049,31 @@ bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape) {
          key_kmeans_fits(call, shape);
 }
 
-KeyKMeansBuffers::KeyKMeansBuffers(Arena& arena, const AttentionCall& call,
-                                   const ClusterShape& shape) {
-  const Teams teams = kmeans_teams(shape, nullptr);
+KeyKMeansPlan::KeyKMeansPlan(Arena& arena, const AttentionCall& call, const ClusterShape& of)
+    : shape(of), teams(make_teams(of.problems(), of.rows, multiprocessors(), nullptr)) {
+  teams.size = min(teams.size, kMostParts);
+  teams.count = min(of.problems(), multiprocessors() / teams.size);
   const std::int64_t parts = static_cast<std::int64_t>(teams.blocks()) * kClusters;
   sums = arena.take<float>(parts * kWidth);
   counts = arena.take<std::int32_t>(parts);
   ranks = arena.take<std::int32_t>(call.B * call.H * call.N);
   tables = arena.take<unsigned char>(static_cast<std::int64_t>(teams.count) * kSharedTableBytes);
-  arrivals = arena.take<unsigned>(teams.count);
+  teams.arrivals = arena.take<unsigned>(teams.count);
 }
 
-void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
-                const KeyMetricBuffers& metric, const KeyKMeansBuffers& buffers,
-                const KeyKMeansRun& run, cudaStream_t stream) {
+void key_kmeans(const AttentionCall& call, const KeyKMeansPlan& plan,
+                const KeyMetricBuffers& metric, const KeyKMeansRun& run, cudaStream_t stream) {
   const auto launch = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const KeyKMeansArgs<T> args{shape,
-                                kmeans_teams(shape, buffers.arrivals),
+    const KeyKMeansArgs<T> args{plan,
                                 tensor4<const T>(call.inputs.q),
                                 tensor4<const T>(call.k),
                                 metric.covariance,
                                 metric.centroids,
-                                buffers,
                                 run,
                                 static_cast<int>(call.Dk),
                                 512};
-    launch_cooperative_early(key_kmeans_kernel<T>, args.teams.blocks(), kThreads, sizeof(Memory),
+    launch_cooperative_early(key_kmeans_kernel<T>, plan.teams.blocks(), kThreads, sizeof(Memory),
                              stream, args);
   };
   if (call.inputs.q.dtype == DType::bf16)

@@ -158,34 +158,23 @@ void launch(NearestArgs<T> args, cudaStream_t stream) {
                            args);
 }
 
-Teams nearest_teams(const ClusterShape& shape, unsigned* arrivals) {
-  return make_teams(shape.problems(), shape.rows, multiprocessors(), arrivals);
-}
-
 }  // namespace
 
-NearestBuffers::NearestBuffers(Arena& arena, const ClusterShape& shape, std::int64_t num_passes)
-    : passes(num_passes) {
-  const Teams sizes = nearest_teams(shape, nullptr);
-  teams = sizes.count;
+NearestPlan::NearestPlan(Arena& arena, const ClusterShape& of, std::int64_t passes)
+    : shape(of), teams(make_teams(of.problems(), of.rows, multiprocessors(), nullptr)) {
   histograms =
-      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(sizes.blocks()) * shape.clusters);
-  zeroed = arena.take<unsigned>(passes * teams);
+      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(teams.blocks()) * shape.clusters);
+  zeroed.count = passes * teams.count;
+  zeroed.data = teams.arrivals = arena.take<unsigned>(zeroed.count);
 }
 
-void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
-                      const CentroidTable& table, const NearestBuffers& buffers, std::int64_t pass,
-                      const ClusterLists& out, cudaStream_t stream) {
+void nearest_clusters(const AttentionCall& call, const NearestPlan& plan,
+                      const CentroidTable& table, std::int64_t pass, const ClusterLists& out,
+                      cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    NearestArgs<T> args{};
-    args.shape = shape;
-    args.teams = nearest_teams(shape, buffers.zeroed + pass * buffers.teams);
-    args.x = tensor4<const T>(call.inputs.q);
-    args.table = table;
-    args.out = out;
-    args.histograms = buffers.histograms;
-    args.key_scale = 512;
+    NearestArgs<T> args{plan, tensor4<const T>(call.inputs.q), table, out, 0, 0, 512, 0};
+    args.teams.arrivals += pass * plan.teams.count;
     if constexpr (sizeof(T) == 2)
       if (on_hopper() && nearest_sm90a(args, stream)) return;
     dispatch_head_dim(call.op, call.Dk,

@@ -18,13 +18,10 @@ constexpr int kMostColumns = 2048;       // that 9 bits can tell apart: 4 column
 constexpr int kTableBytes = 192 * 1024;  // of the centroids in shared memory
 
 template <class T>
-struct NearestArgs {
-  ClusterShape shape;
-  Teams teams;
+struct NearestArgs : NearestPlan {
   Tensor4<const T> x;
   CentroidTable table;
   ClusterLists out;
-  std::int32_t* histograms;
   int columns;  // centroids in shared memory at a time
   int shared_words;
   unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add

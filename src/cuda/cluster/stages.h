@@ -19,33 +19,38 @@ namespace coterie::cuda {
 
 // Hash codes of queries (see coterie/hash.h). hash.cu
 
-struct HashBuffers {
+struct HashPlan {
+  ClusterShape shape;
+  int bits, width;
+  int splits, split_rows;          // of the sums over queries
+  bool by_keys;                    // planes from keys, and thresholds from the mean query
   std::uint64_t* codes = nullptr;  // (B, H, N); padding is not written
   float* planes = nullptr;         // (bits, Dk), or (items, Hkv, bits, Dk) for hamming_keys
   float* thresholds = nullptr;     // (bits); hamming only
   float* query_sums = nullptr;     // (items, H, splits, Dk): partial sums; hamming_keys only
 
-  HashBuffers() = default;
-  HashBuffers(Arena& arena, const ClusteringParams& params, const AttentionCall& call);
+  HashPlan(Arena& arena, const ClusteringParams& params, const AttentionCall& call);
 };
 
-// Fills buffers.codes by the planes of params.method, hamming or hamming_keys.
-void hash_queries(const ClusteringParams& params, const AttentionCall& call,
-                  const HashBuffers& buffers, const ZeroedWords& zeroed, cudaStream_t stream);
+// Fills plan.codes by the planes of params.method, hamming or hamming_keys.
+void hash_queries(const ClusteringParams& params, const AttentionCall& call, const HashPlan& plan,
+                  const ZeroedWords& zeroed, cudaStream_t stream);
 
 // k-means of 64-bit codes in Hamming distance, one persistent kernel for all iterations. hamming.cu
 
-// What the kernel needs of the workspace.
-struct HammingBuffers {
+struct HammingPlan {
+  ClusterShape shape;
+  Teams teams;
+  int rows, segments;  // of a block, at most
+  int columns;         // centroids in shared memory at a time, a multiple of kColumnStep
+  bool votes_shared;   // shared memory holds the changes of all clusters' votes
   std::uint64_t* centroids = nullptr;  // (problems, C)
   std::int32_t* votes = nullptr;       // (problems, C, 64): members with a bit set, see hamming.cu
   std::uint32_t* changes = nullptr;    // (blocks, segments, C, 32)
   std::int32_t* histograms = nullptr;  // (2, blocks, C)
-  unsigned* zeroed = nullptr;          // to be zeroed by an earlier kernel
-  std::int64_t zeroed_count = 0;
+  ZeroedWords zeroed;                  // by an earlier kernel
 
-  HammingBuffers() = default;
-  HammingBuffers(Arena& arena, const ClusterShape& shape, int iterations);
+  HammingPlan(Arena& arena, const ClusterShape& shape, int iterations);
 };
 
 struct HammingRun {
@@ -55,8 +60,7 @@ struct HammingRun {
 };
 
 // Labels by k-means, then order and offsets. With at most C rows every row is its own cluster.
-void hamming_kmeans(const ClusterShape& shape, const HammingRun& run, const HammingBuffers& buffers,
-                    cudaStream_t stream);
+void hamming_kmeans(const HammingPlan& plan, const HammingRun& run, cudaStream_t stream);
 
 // The metric of the keys' covariance (docs/mechanisms.md: clustering by keys) and centroids
 // prepared for it.
@@ -102,15 +106,15 @@ void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool in
 bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape);
 bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape);
 
-struct KeyKMeansBuffers {
+struct KeyKMeansPlan {
+  ClusterShape shape;
+  Teams teams;
   float* sums = nullptr;            // (blocks, 256, 64)
   unsigned char* tables = nullptr;  // of centroids, for each team
   std::int32_t* counts = nullptr;   // (blocks, 256)
   std::int32_t* ranks = nullptr;    // (B, H, N): of a row among those of its block and cluster
-  unsigned* arrivals = nullptr;     // a word for each team
 
-  KeyKMeansBuffers() = default;
-  KeyKMeansBuffers(Arena& arena, const AttentionCall& call, const ClusterShape& shape);
+  KeyKMeansPlan(Arena& arena, const AttentionCall& call, const ClusterShape& shape);
 };
 
 struct KeyKMeansRun {
@@ -121,9 +125,8 @@ struct KeyKMeansRun {
 };
 
 // `metric` keeps the covariance and the centroids.
-void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
-                const KeyMetricBuffers& metric, const KeyKMeansBuffers& buffers,
-                const KeyKMeansRun& run, cudaStream_t stream);
+void key_kmeans(const AttentionCall& call, const KeyKMeansPlan& plan,
+                const KeyMetricBuffers& metric, const KeyKMeansRun& run, cudaStream_t stream);
 
 // The cluster with the largest x . m_c + b_c for every row x: a product of rows and centroids of
 // which only the arg-max is kept.
@@ -134,19 +137,20 @@ struct NearestParts {
   static constexpr int kParts = sizeof(T) == 2 ? 1 : 2;
 };
 
-struct NearestBuffers {
+struct NearestPlan {
+  ClusterShape shape;
+  Teams teams;                         // with the counters of the first pass
   std::int32_t* histograms = nullptr;  // (2, blocks, C)
-  unsigned* zeroed = nullptr;  // `passes` x `teams` words, to be zeroed by an earlier kernel
-  std::int64_t teams = 0, passes = 0;
+  ZeroedWords zeroed;                  // counters of all passes, by an earlier kernel
 
-  NearestBuffers(Arena& arena, const ClusterShape& shape, std::int64_t passes);
+  NearestPlan(Arena& arena, const ClusterShape& shape, std::int64_t passes);
 };
 
 // Labels of the rows of x (B, H, N, D), then order and offsets. With at most C rows every row is
-// its own cluster. `pass` is the number of this launch, below buffers.passes. Ties go to the lower
-// cluster; a row with a NaN or infinite score to cluster 0.
-void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
-                      const CentroidTable& table, const NearestBuffers& buffers, std::int64_t pass,
-                      const ClusterLists& out, cudaStream_t stream);
+// its own cluster. `pass` is the number of this launch, below the passes of the plan. Ties go to
+// the lower cluster; a row with a NaN or infinite score to cluster 0.
+void nearest_clusters(const AttentionCall& call, const NearestPlan& plan,
+                      const CentroidTable& table, std::int64_t pass, const ClusterLists& out,
+                      cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -193,20 +193,21 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
 
 MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
                        const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags) {
-  MemberEnds args{};
-  args.spans = item_spans(call.inputs);
-  args.causal = call.causal;
-  args.items = static_cast<int>(q_members.size(0));
-  args.heads = static_cast<int>(call.H);
-  args.group = static_cast<int>(call.H / call.key_heads);
-  args.clusters = static_cast<int>(q_members.size(2));
-  args.q_width = static_cast<int>(q_members.size(3));
-  args.k_width = static_cast<int>(k_members.size(3));
-  args.q_members = static_cast<const std::int32_t*>(q_members.data);
-  args.k_members = static_cast<const std::int32_t*>(k_members.data);
-  args.ends = ends;
-  args.flags = flags;
-  return args;
+  const auto size = [](const TensorView& members, int dim) {
+    return static_cast<int>(members.size(dim));
+  };
+  return {item_spans(call.inputs),
+          call.causal,
+          size(q_members, 0),
+          static_cast<int>(call.H),
+          static_cast<int>(call.H / call.key_heads),
+          size(q_members, 2),
+          size(q_members, 3),
+          size(k_members, 3),
+          static_cast<const std::int32_t*>(q_members.data),
+          static_cast<const std::int32_t*>(k_members.data),
+          ends,
+          flags};
 }
 
 void find_member_ends(const MemberEnds& args, cudaStream_t stream) {

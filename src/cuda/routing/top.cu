@@ -249,7 +249,6 @@ __global__ void __launch_bounds__(kThreads)
   await_previous();
   extern __shared__ float memory[];
   __shared__ ChunkShared shared;
-  __shared__ int counts[kThreads];
   const UndecidedLists& undecided = args.undecided;
   if (undecided.clusters && *undecided.words.data == 0) return;
   Team team(undecided.teams);
@@ -266,30 +265,18 @@ __global__ void __launch_bounds__(kThreads)
                                     : memory;
   const int problems = args.sides[0].shape.problems() + args.sides[1].shape.problems();
   int turn = 0, number = 0;
-  for (int base = 0; base < problems; base += kThreads) {
-    __syncthreads();
-    if (base + static_cast<int>(threadIdx.x) < problems)
-      counts[threadIdx.x] = undecided.clusters
-                                ? static_cast<int>(undecided.words.data[1 + base + threadIdx.x])
-                                : args.sides[0].shape.clusters;
-    __syncthreads();
-    for (int p = 0; p < min(kThreads, problems - base); ++p)
-      for (int first = 0; first < counts[p]; first += undecided.at_once, ++number) {
-        if (number % undecided.teams.count != team.number) continue;
-        team.sync();  // nobody is at the chunk before the last any more, and bins are zero
-        clear(turn ^ 1);
-        select_chunk<T, kWidth>(args, base + p, first, min(undecided.at_once, counts[p] - first),
-                                team, team_counts + turn * kTeamCounts, scores, shared);
-        turn ^= 1;
-      }
+  for (int p = 0; p < problems; ++p) {
+    const int count = undecided.clusters ? static_cast<int>(undecided.words.data[1 + p])
+                                         : args.sides[0].shape.clusters;
+    for (int first = 0; first < count; first += undecided.at_once, ++number) {
+      if (number % undecided.teams.count != team.number) continue;
+      team.sync();  // nobody is at the chunk before the last any more, and counts are zero
+      clear(turn ^ 1);
+      select_chunk<T, kWidth>(args, p, first, min(undecided.at_once, count - first), team,
+                              team_counts + turn * kTeamCounts, scores, shared);
+      turn ^= 1;
+    }
   }
-}
-
-template <class T>
-TopRows<T> top_rows(const CandidateRun& run) {
-  const ClusterShape& shape = run.side.shape;
-  return {shape,          tensor4<const T>(run.side.rows),   run.side.stats, run.side.members,
-          run.side.width, shape.problems() * shape.clusters, run.lists};
 }
 
 // Teams and their memory. Open lists are few: many blocks share some.

@@ -15,12 +15,19 @@ template <class T>
 struct TopRows {
   ClusterShape shape;
   Tensor4<const T> x;
-  const RowStatistics* stats;
+  RowStatistics* stats;
   std::int32_t* members;  // (items, heads, C, width)
   int width;
   int lists;  // items * heads * C
   CandidateLists candidates;
 };
+
+template <class T>
+TopRows<T> top_rows(const CandidateRun& run) {
+  const ClusterShape& shape = run.side.shape;
+  return {shape,          tensor4<const T>(run.side.rows),   run.side.stats, run.side.members,
+          run.side.width, shape.problems() * shape.clusters, run.lists};
+}
 
 // Lists that candidates do not decide, and the teams of blocks that select their members, several
 // lists of an item and head at a time.
