@@ -143,7 +143,7 @@ __device__ __forceinline__ void write_column(const WeighArgs& args, int problem,
                                              const float (&mean)[kChunks],
                                              const float (&reference)[kChunks],
                                              const float (&weighed)[kChunks]) {
-  constexpr int kParts = NearestParts<T>::kParts;
+  constexpr int kParts = kNearestParts<T>;
   using F = Factor<T>;
   const int lane = threadIdx.x % 32, padded = args.table.padded;
   const int copies = c == args.sums.shape.clusters - 1 ? padded - c : 1;

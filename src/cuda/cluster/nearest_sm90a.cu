@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: MIT
 // nearest.cu by warpgroup products, for 16-bit types and as many centroids as shared memory holds.
-// A warpgroup takes 64 rows, straight from global memory to registers, and meets 128 centroids at a
-// time; while it looks at their scores, others multiply.
+//
+// Grid and block: cooperative, one block of three warpgroups a multiprocessor
+// (__launch_bounds__(384, 1), 168 registers); a team of blocks takes an item and head. A warpgroup
+// takes 64 rows, straight from global memory to registers, and 128 centroids at a time; while it
+// looks at their scores, others multiply. Shared memory: 160 or 288 bytes a centroid, up to 192 KB;
+// the sort uses the same memory. Preconditions: Hopper, all centroids in shared memory, up to 2048
+// of them. Otherwise nearest.cu runs.
 //
 // Rows are read as RowFragments describes: the depths of a product come in another order than in
 // memory. The centroids are put into shared memory in the same order. One more product step adds

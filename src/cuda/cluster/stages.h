@@ -133,9 +133,7 @@ void key_kmeans(const AttentionCall& call, const KeyKMeansPlan& plan,
 
 // 16-bit parts of which rows and centroids of type T consist in the product.
 template <class T>
-struct NearestParts {
-  static constexpr int kParts = sizeof(T) == 2 ? 1 : 2;
-};
+constexpr int kNearestParts = sizeof(T) == 2 ? 1 : 2;
 
 struct NearestPlan {
   ClusterShape shape;

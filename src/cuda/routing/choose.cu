@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Members from candidates (candidates_sm90a.cu). Rounded scores tell most candidates apart
-// from the cut; those that are too close to it are scored exactly.
+// Members from candidates (candidates_sm90a.cu): the `width` best rows of a centroid, ascending.
+// Rounded scores tell most candidates apart from the cut; those that are too close to it are scored
+// exactly.
+//
+// Grid and block: a warp per list, 16 blocks a multiprocessor (__launch_bounds__(32, 16)). A
+// histogram bounds the score of the last member, close candidates are cut by halving, a bit for
+// every row tells every member its rank. Shared memory: ChooseSizes, about 12 KB for a width of 256
+// and 64k rows. Preconditions: bf16 rows with candidates. Lists that are too short, too long or too
+// close to the threshold are listed as undecided and go to top.cu.
 //
 // A rounded score is off by at most e: |y|_2 <= sqrt(Dk) times what rounding did to the centroid,
 // and 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the exact score's
@@ -13,8 +20,6 @@
 
 namespace coterie::cuda {
 namespace {
-
-// Members of a list from its candidates, by a warp (choose.cu).
 
 using ChooseElement = Bf16;
 
