@@ -74,7 +74,7 @@ class RoutingPass : public Pass {
     Arena arena = take_workspace(workspace);
     Arena scratch = arena;  // the selection's memory is free again afterwards
     select_lists(sides_of(at), at.ends, scratch, stream_of(workspace));
-    attend_lists(at, result.out, plan_.scan_ends, arena, stream_of(workspace));
+    attend_lists(at, result.out, plan_.scan_ends(), arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -133,14 +133,15 @@ class RoutingPass : public Pass {
     const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
     const ZeroedWords counters = team_counters(arena, call_);
     const bool launches = !arena.counting();
-    if (plan_.selection == RoutingSelection::scan)
-      return nearest_scan(call_, centroids, sides.q, keys, plan_.scan_ends ? ints(ends) : nullptr,
+    const RoutingSelection selection = plan_.selection();
+    if (selection == RoutingSelection::scan)
+      return nearest_scan(call_, centroids, sides.q, keys, plan_.scan_ends() ? ints(ends) : nullptr,
                           counters.data, arena, stream);
     if (launches) centre_centroids(call_, centroids, counters, stream);
-    if (plan_.selection == RoutingSelection::top)
+    if (selection == RoutingSelection::top)
       return select_top(call_, centroids, sides.q, keys, counters.data, arena, stream);
     if (launches && sides.q.stats) row_statistics(call_, sides.q, keys, stream);
-    if (plan_.selection == RoutingSelection::balanced) {
+    if (selection == RoutingSelection::balanced) {
       select_balanced(call_, sides.q, centroids, arena, stream);
       if (keys) select_balanced(call_, sides.k, centroids, arena, stream);
       return;

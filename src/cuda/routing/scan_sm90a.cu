@@ -21,7 +21,7 @@
 //
 // Shared memory: the table, 128 or 256 bytes a centroid and part, up to 192 KB; the sort uses the
 // same memory (sort_shared_bytes); 28 KB for undecided rows. __launch_bounds__(512 or 384, 1): 128
-// or 168 registers. Preconditions: scan_serves (Hopper, bf16, as many centroids as shared memory
+// or 168 registers. Preconditions: scan_fits (Hopper, bf16, as many centroids as shared memory
 // holds), one cluster a row. Otherwise nearest.cu and cluster/group.cu run.
 #include <cstdint>
 
@@ -836,9 +836,9 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
 
 }  // namespace
 
-bool scan_serves(const AttentionCall& call, std::int64_t clusters) {
+bool scan_fits(const AttentionCall& call, std::int64_t clusters) {
   const std::int64_t columns = (clusters + kScanStep - 1) / kScanStep * kScanStep;
-  return call.inputs.q.dtype == DType::bf16 && on_hopper() && columns <= kMostColumns &&
+  return call.inputs.q.dtype == DType::bf16 && columns <= kMostColumns &&
          columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
 }
 

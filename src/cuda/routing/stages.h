@@ -72,7 +72,7 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
 // statistics of these rows and their runs, where they are wanted. For Hopper, and as many clusters
 // as shared memory holds. Centres the centroids itself; the counters need not be zero. `keys` may
 // be null; ends (see RunEnds) too, and else scan_finds_ends. scan_sm90a.cu
-bool scan_serves(const AttentionCall& call, std::int64_t clusters);
+bool scan_fits(const AttentionCall& call, std::int64_t clusters);
 bool scan_finds_ends(const AttentionCall& call);
 void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                   const RoutingSide& queries, const RoutingSide* keys, std::int32_t* ends,
