@@ -136,7 +136,6 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kChunks>
 struct HashParts {
   static constexpr int kRow = sizeof(T) == 2 ? 1 : 3, kPlane = sizeof(T) == 2 ? 2 : 3;
-  static constexpr int kSum = kPlane;
   static constexpr int kMTiles = sizeof(T) == 2 && kChunks <= 2 ? 2 : 1;
   static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;  // of a multiprocessor, at least
 };
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
     if (sizeof(T) == 2 && exact)
       hash_rows<1, T, kChunks>(left, table, thresholds, code);
     else
-      hash_rows<Parts::kSum, T, kChunks>(left, table, thresholds, code);
+      hash_rows<Parts::kPlane, T, kChunks>(left, table, thresholds, code);
 #pragma unroll
     for (int m = 0; m < Parts::kMTiles; ++m)
 #pragma unroll

@@ -131,7 +131,8 @@ class RoutingPass : public Pass {
                     cudaStream_t stream) const {
     const RoutingSide* keys = keys_of(sides);
     const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
-    const ZeroedWords counters = team_counters(arena, call_);
+    const std::int64_t problems = call_.num_items() * (call_.H + call_.key_heads);
+    const ZeroedWords counters{arena.take<unsigned>(problems), problems};  // of teams
     const bool launches = !arena.counting();
     const RoutingSelection selection = plan_.selection();
     if (selection == RoutingSelection::scan)

@@ -157,13 +157,6 @@ CentredCentroids::CentredCentroids(Arena& arena, const AttentionCall& call, std:
     columns = arena.take<float>(call.value_heads * count * pitch);
 }
 
-ZeroedWords team_counters(Arena& arena, const AttentionCall& call) {
-  ZeroedWords words;
-  words.count = call.num_items() * (call.H + call.key_heads);
-  words.data = arena.take<unsigned>(words.count);
-  return words;
-}
-
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,
                       const ZeroedWords& zeroed, cudaStream_t stream) {
   constexpr int kRows = kThreads / 32;

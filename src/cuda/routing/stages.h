@@ -57,9 +57,6 @@ struct CentredCentroids {
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,
                       const ZeroedWords& zeroed, cudaStream_t stream);
 
-// Counters for as many teams as there are problems, to be zeroed.
-ZeroedWords team_counters(Arena& arena, const AttentionCall& call);
-
 // The nearest clusters of every row, `per_row` of them, by sums alone: score descending, then lower
 // cluster; NaN ranks last. Scores are sums over Dk in ascending order, in fp32: what a row gets
 // depends on the row and the centroids alone. Writes side.labels, and with several of a row
@@ -113,7 +110,7 @@ struct CandidateRun {
 // For long bf16 sequences on Hopper. candidates_sm90a.cu
 bool candidates_pay(const RoutingSide& side);
 // Fills the lists of the wanted runs, and the statistics of their rows; zeroes words for later
-// kernels. arrivals are team_counters.
+// kernels. arrivals: a word for each item and head of either side, zero.
 void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
                      CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
                      unsigned* arrivals, Arena& arena, cudaStream_t stream);

@@ -204,7 +204,6 @@ __device__ void write_members(Team& team, const ChunkScores& scores, int wanted,
                wanted - shared.above[l], origin, member_of(l));
 }
 
-constexpr int kThreads = kChunkThreads;
 constexpr int kRoom = 40 * 1024;                           // scores that a block keeps
 constexpr int kPadding = 4;                                // of a list's scores, against conflicts
 constexpr int kTeamRows = 4096;                            // of a block, where lists are few
@@ -244,7 +243,7 @@ __device__ void select_chunk(const TopArgs<T>& args, int problem, int first, int
 
 // A team per chunk of lists, as long as there are lists.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kChunkThreads)
     select_top_kernel(const __grid_constant__ TopArgs<T> args) {
   await_previous();
   extern __shared__ float memory[];
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kThreads)
       undecided.counts + static_cast<std::int64_t>(team.number) * 2 * kTeamCounts;
   const auto clear = [&](int turn) {
     if (team.rank != 0 || team.size == 1) return;
-    for (int i = threadIdx.x; i < kTeamCounts; i += kThreads)
+    for (int i = threadIdx.x; i < kTeamCounts; i += kChunkThreads)
       team_counts[turn * kTeamCounts + i] = 0;
   };
   clear(0);
@@ -342,10 +341,10 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
       const auto kernel = select_top_kernel<T, decltype(dim)::value>;
       const int blocks = undecided.teams.blocks();
       if (undecided.teams.size > 1)
-        launch_cooperative_early(kernel, blocks, kThreads, bytes, stream, args);
+        launch_cooperative_early(kernel, blocks, kChunkThreads, bytes, stream, args);
       else
-        launch_early("select_top", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, bytes,
-                     stream, args);
+        launch_early("select_top", kernel, dim3(static_cast<unsigned>(blocks)), kChunkThreads,
+                     bytes, stream, args);
     });
   });
 }
