@@ -45,15 +45,13 @@ template <ListForm kForm>
 constexpr int kQueryBytes = sizeof(QueryRecord<kForm>) / kStreamRows;
 
 // kKeys: keys are owned.
-constexpr int kBackwardGroups = 2;
 // Short code: what all warps run in turn is more than the instruction caches hold.
 template <ListForm kForm>
 constexpr int kCopyUnroll = kForm == ListForm::plain ? 2 : 1;
 template <ListForm kForm, bool kKeys>
-using BackwardStream =
-    StreamShape<kBackwardGroups, 64, 2, kForm == ListForm::plain && !kKeys ? 9 : 8, 4,
-                kKeys ? kKeyBytes<kForm> : kQueryBytes<kForm>,
-                kKeys ? kQueryBytes<kForm> : kKeyBytes<kForm>>;
+using BackwardStream = StreamShape<kBackwardGroups, 64, 2, backward_ring(kForm, kKeys), 4,
+                                   kKeys ? kKeyBytes<kForm> : kQueryBytes<kForm>,
+                                   kKeys ? kQueryBytes<kForm> : kKeyBytes<kForm>>;
 
 template <ListForm kForm, bool kKeys>
 struct StreamBackwardShape : BackwardStream<kForm, kKeys> {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Products of the backward pass of lists (backward_tiles.cuh) by mma.sync, for all types and widths. A
-// block of 4 warps owns 64 rows; a warp's 16 meet kColumns rows of the other side at a time.
+// Products of the backward pass of lists (backward_tiles.cuh) by mma.sync, for all types and
+// widths. A block of 4 warps owns 64 rows; a warp's 16 meet kColumns rows of the other side at a
+// time.
 //
 // The same functions stand in backward_sm90a.cu for warpgroup products, where they only start the
 // work: the caller waits for it. Here the work is done when they return.
@@ -29,7 +30,7 @@ template <class Type, int kRowWidth>
 struct WarpProducts {
   using T = Type;
   static constexpr int kWidth = kRowWidth;
-  static constexpr bool kFilters = true;  // and laplace weights
+  static constexpr bool kFilters = true;                     // and laplace weights
   static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as registers hold
   static constexpr int kUnit = 16;                           // rows that are in step
   static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));

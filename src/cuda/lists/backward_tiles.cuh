@@ -34,7 +34,7 @@ constexpr int kListStages = 2;
 
 template <class P>
 struct ListBlockShape {
-  static constexpr int kOwnedBytes = kListRows * P::kRowBytes;
+  static constexpr int kOwnedBytes = kStreamRows * P::kRowBytes;
   static constexpr int kTileBytes = P::kColumns * P::kRowBytes;
   static constexpr int kStages = 2 * kOwnedBytes;
   static constexpr int kColumnData = kStages + 2 * kListStages * kTileBytes;
@@ -308,7 +308,8 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   using Weights = TileWeights<P, kKeys>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ListBlock<typename P::T> block;
-  __shared__ RankRange ranges[kListRows];  // of owned queries; keys: from the first to the last end
+  __shared__ RankRange
+      ranges[kStreamRows];  // of owned queries; keys: from the first to the last end
   const ListProblem& problem = args.problem;
   const int own_head = blockIdx.y, heads = kKeys ? problem.group : 1, first_head = own_head * heads;
   ListTile at;
@@ -321,15 +322,15 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   const ListPair& pair = block.pair;
   const SlotList& own_list = kKeys ? pair.k : pair.q;
   const SlotList& other_list = kKeys ? pair.q : pair.k;
-  const int first = block.first, count = min(own_list.count - first, kListRows);
+  const int first = block.first, count = min(own_list.count - first, kStreamRows);
   if (count <= 0) return;
   const std::uint32_t base = shared_address(memory);
   auto* columns =
       reinterpret_cast<typename Weights::Other(*)[P::kColumns]>(memory + S::kColumnData);
 
-  P::template load<kListRows>({S::owned(base, 0), S::owned(base, 1)},
-                              kKeys ? block.keys : block.queries, first, count,
-                              own_list.index_at(first));
+  P::template load<kStreamRows>({S::owned(base, 0), S::owned(base, 1)},
+                                kKeys ? block.keys : block.queries, first, count,
+                                own_list.index_at(first));
   if (!kKeys && threadIdx.x < count) ranges[threadIdx.x] = problem.range(pair, first + threadIdx.x);
   typename Weights::Own own[2];
 #pragma unroll
@@ -483,9 +484,8 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   }
 }
 
-// Queries or keys.
 template <class P, bool kKeys>
-void launch_list_tiles(const ListBackwardArgs<typename P::T>& args, cudaStream_t stream) {
+void launch_tiles(const ListBackwardArgs<typename P::T>& args, cudaStream_t stream) {
   const SlotSide& side = kKeys ? args.problem.k : args.problem.q;
   const dim3 grid(static_cast<unsigned>((kKeys ? args.k_tiles : args.q_tiles).total),
                   static_cast<unsigned>(side.heads));
@@ -493,6 +493,10 @@ void launch_list_tiles(const ListBackwardArgs<typename P::T>& args, cudaStream_t
   using Other = typename TileWeights<P, kKeys>::Other;
   launch_early("list_tile_kernel", list_tile_kernel<P, kKeys>, grid, kListThreads,
                ListBlockShape<P>::template kBytes<Other>, stream, args);
+}
+template <class P>
+void launch_tiles(const ListBackwardArgs<typename P::T>& args, bool keys, cudaStream_t stream) {
+  keys ? launch_tiles<P, true>(args, stream) : launch_tiles<P, false>(args, stream);
 }
 
 }  // namespace coterie::cuda

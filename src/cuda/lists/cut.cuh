@@ -25,21 +25,8 @@ __device__ inline StepPlace numbered_step(const SlotSide& side, const ListTiles&
   return {head, tiles.find(side, head, number - head * tiles.total)};
 }
 
-constexpr int kCutLists = 16384, kCutBlocks = 4096;  // that are measured and cut, at most
 constexpr int kCutBytes = (kCutLists + 33) * 8 + (kCutBlocks + 1) * 4;  // of shared memory
-constexpr int kStepBits = 24;                                           // of a number of steps
 constexpr int kStepWork = 176;  // of a step beside its tiles: as of so many ranks
-
-// Whether steps are cut by work for so many blocks: where lists are runs, and every head has its
-// own. Runs are of rows with statistics: other forms need not know how.
-inline bool cut_by_work(ListForm form, const ListProblem& problem, const SlotSide& side, int steps,
-                        int blocks, bool rounds) {
-  const auto own_lists = [](const SlotSide& x) { return x.index_heads == x.heads; };
-  return form != ListForm::plain && side.layout == ListLayout::runs && !rounds &&
-         own_lists(problem.q) && own_lists(problem.k) &&
-         static_cast<std::int64_t>(side.lists) * side.items * side.heads <= kCutLists &&
-         blocks <= kCutBlocks && steps < 1 << kStepBits;
-}
 
 // A block's share of the steps of runs, without those that have no rows. kKeys: keys are owned.
 template <bool kKeys>

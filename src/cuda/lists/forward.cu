@@ -7,23 +7,18 @@
 // them sees. Warps leave out what none of their queries sees, and mask what not all of them do.
 #include <cstdint>
 
-#include "cuda/api/padding.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
-#include "cuda/lists/forward.cuh"
-#include "cuda/lists/lists.h"
+#include "cuda/lists/forward.h"
 #include "cuda/lists/rows.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
+namespace {
 
-// Forward pass of attention over lists by mma.sync: the tiles of a block and the queries of a warp
-// (forward.cu).
-
-constexpr int kForwardThreads = 128, kForwardRowBits = 7, kForwardRows = 1 << kForwardRowBits,
-              kForwardKeys = 64;
+constexpr int kForwardThreads = 128, kForwardRows = 1 << kForwardTileBits, kForwardKeys = 64;
 
 // What scores need to know of a query.
 struct QueryFacts {
@@ -230,30 +225,6 @@ __device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair
     args.lse[pair.q.slot_of(rank)] = -INFINITY;
 }
 
-static std::int64_t list_slots(const ListSide& side, std::int64_t lists, std::int64_t items,
-                               std::int64_t batches, std::int64_t heads, std::int64_t rows) {
-  switch (side.layout) {
-    case ListLayout::runs:
-      return batches * heads * rows * side.per_row;
-    case ListLayout::members:
-      return items * heads * lists * side.width;
-    case ListLayout::rounds:
-      return batches * heads * lists * rows;
-    default:
-      return batches * heads * rows;
-  }
-}
-
-std::int64_t list_query_slots(const AttentionCall& call, const ListCall& plan) {
-  return list_slots(plan.queries, plan.lists, call.num_items(), call.B, call.H, call.N);
-}
-
-std::int64_t list_key_slots(const AttentionCall& call, const ListCall& plan) {
-  return list_slots(plan.keys, plan.lists, call.num_items(), call.B, call.key_heads, call.S);
-}
-
-namespace {
-
 template <class T, int kDim>
 __global__ void __launch_bounds__(kForwardThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
@@ -316,50 +287,23 @@ __global__ void __launch_bounds__(kForwardThreads)
   rows.write(args, pair, head, tile.first);
 }
 
-template <class T, int kDim>
-void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
-  constexpr int kBytes = ForwardTiles<T, kDim>::kBytes;
-  const auto kernel = list_forward_kernel<T, kDim>;
-  allow_shared_memory(kernel, kBytes);
-  const dim3 grid(static_cast<unsigned>(args.tiles.total),
-                  static_cast<unsigned>(args.problem.q.heads));
-  kernel<<<grid, kForwardThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("list_forward");
-}
-
-void write_padding(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
-                   cudaStream_t stream) {
-  const Sequences& sequences = call.inputs.q_sequences;
-  const bool by_row = !outputs.slot_rows;
-  if (by_row) zero_padding(outputs.out, sequences, call.num_items(), stream);
-  if (outputs.lse && (by_row || plan.queries.layout == ListLayout::rounds))
-    fill_padding(outputs.lse, call.B, by_row ? call.H : call.H * plan.lists, call.N, sequences,
-                 call.num_items(), -INFINITY, stream);
-}
-
 }  // namespace
 
-void lists_forward(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
-                   cudaStream_t stream) {
-  write_padding(call, plan, outputs, stream);
-  const ListProblem problem = list_problem(call, plan);
-  const ListTiles tiles = list_tiles(problem.q, kForwardRowBits);
-  if (call.num_items() == 0 || call.N == 0 || call.H == 0 || tiles.total == 0) return;
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const ListForwardArgs<T> args{problem,
-                                  tiles,
-                                  tensor4<const T>(call.inputs.q),
-                                  tensor4<const T>(call.k),
-                                  tensor4<const T>(call.inputs.v),
-                                  outputs.out.present() ? tensor4<T>(outputs.out) : Tensor4<T>{},
-                                  static_cast<T*>(outputs.slot_rows),
-                                  outputs.lse};
-    if constexpr (sizeof(T) == 2)
-      if (list_forward_sm90a(call, plan, args, stream)) return;
-    dispatch_head_dim(call.op, call.Dk,
-                      [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
+template <class T>
+void launch_list_forward(const ListForwardArgs<T>& args, cudaStream_t stream) {
+  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
+    constexpr int kDim = decltype(width)::value, kBytes = ForwardTiles<T, kDim>::kBytes;
+    const auto kernel = list_forward_kernel<T, kDim>;
+    allow_shared_memory(kernel, kBytes);
+    const dim3 grid(static_cast<unsigned>(args.tiles.total),
+                    static_cast<unsigned>(args.problem.q.heads));
+    kernel<<<grid, kForwardThreads, kBytes, stream>>>(args);
+    COTERIE_LAUNCH("list_forward");
   });
 }
+
+template void launch_list_forward(const ListForwardArgs<float>&, cudaStream_t);
+template void launch_list_forward(const ListForwardArgs<Bf16>&, cudaStream_t);
+template void launch_list_forward(const ListForwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

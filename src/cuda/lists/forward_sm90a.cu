@@ -16,20 +16,13 @@ namespace {
 // The stream of steps (stream.cuh) of the forward pass, whose owned rows are queries: how it
 // is planned and loaded.
 
-constexpr int kForwardGroups = 3;  // warpgroups that compute
-
-template <int kDim, ListForm kForm>
-constexpr int kForwardRing = kDim == 128                ? 5
-                             : kForm == ListForm::plain ? 10
-                                                        : 9;
-
 // Of the loops that copy rows: the longer code of statistics must fit into the instruction caches.
 template <int kDim, ListForm kForm>
 constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kStreamRows / 4;
 
 template <int kDim, ListForm kForm>
 using ForwardStream =
-    StreamShape<kForwardGroups, kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
+    StreamShape<kForwardGroups, kDim, 1, forward_ring(kDim, kForm), kDim == 64 ? 6 : 3,
                 (sizeof(QueryTileFacts) + kStreamRows - 1) / kStreamRows,
                 kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
@@ -370,111 +363,60 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
 
 template <class T, int kDim, ListForm kForm, bool kFold>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
-    list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
-                              bool rounds, bool unequal, int fold) {
+    list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, const StreamRun run,
+                              int fold) {
   await_writes();  // first: sums behind this kernel read the slots of tokens early
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
   shape.template init<kForwardLookers>();
   static_assert(kCutBytes <= ForwardShape<kDim, kForm>::kPlanAt, "room to measure lists");
-  const bool by_work = kForm != ListForm::plain && unequal;
+  const bool by_work = kForm != ListForm::plain && run.by_work;
   WorkCut<false> cut(args.problem, memory);
-  const int begin = blockIdx.x * units;
-  const int count =
-      by_work ? cut.take() : min(units, args.tiles.total * args.problem.q.heads - begin);
-  const StreamPlan plan = plan_steps(shape, count, rounds, 1, [&](int place, StreamStep& step) {
+  const int count = by_work ? cut.take() : run.count;
+  const StreamPlan plan = plan_steps(shape, count, run.rounds, 1, [&](int place, StreamStep& step) {
     const StepPlace at =
-        by_work ? cut.find(place) : numbered_step(args.problem.q, args.tiles, begin + place);
+        by_work ? cut.find(place) : numbered_step(args.problem.q, args.tiles, run.in_order(place));
     make_query_step(args, at, step);
   });
   if (threadIdx.x >= kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim, kFold>));
-    load_query_steps<T, kDim, kForm>(args, shape, plan, rounds);
+    load_query_steps<T, kDim, kForm>(args, shape, plan, run.rounds);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters<kDim, kFold>));
     consume<T, kDim, kForm, kFold>(args, shape, plan, fold);
   }
 }
 
-// Tiles of keys that the queries of a tile span, at most; for ends, and lists of unknown lengths,
-// what is to be expected.
-std::int64_t span_tiles(const AttentionCall& call, const ListCall& plan) {
-  std::int64_t keys = call.S;
-  if (plan.keys.layout == ListLayout::residues) keys = (call.S + plan.lists - 1) / plan.lists;
-  if (plan.keys.layout == ListLayout::members) keys = plan.keys.width;
-  if (plan.ranges.rule == ListRule::sliding || plan.ranges.rule == ListRule::ends)
-    keys = min(keys, kTile + plan.ranges.window);
-  if (plan.ranges.rule == ListRule::blocked)
-    keys = min(keys, kTile + plan.ranges.window * (1 + plan.ranges.before + plan.ranges.after));
-  return (keys + kTile - 1) / kTile;
-}
-
-// Ranks, places and slots are ints there, and rows are copied 16 bytes at a time.
-template <class T>
-bool takes(const AttentionCall& call, const ListCall& plan, const ListForwardArgs<T>& args) {
-  constexpr std::int64_t kMost = 1ll << 30;
-  const auto near = [](const auto& x) { return x.aligned && x.row < kMost / 2; };
-  return on_hopper() && list_form(plan) != ListForm::general && call.Dk <= 128 &&
-         call.N * plan.queries.per_row < kMost / 4 && call.S * plan.keys.per_row < kMost / 4 &&
-         list_query_slots(call, plan) < kMost && list_key_slots(call, plan) < kMost &&
-         call.H <= 0xffff && call.B <= 0xffff && near(args.q) && near(args.k) && near(args.v) &&
-         (args.slot_rows || near(args.out));
-}
-
-// Tiles of a sliding window, where steps may weigh the tile in which windows begin and the one in
-// which they end as one: those of a step stand in the ring together. 0: they may not.
-int fold_tiles(const ListRanges& ranges) {
-  constexpr int kMost = kForwardRing<64, ListForm::plain> - 4;
-  if (ranges.rule != ListRule::sliding || ranges.window <= kTile || ranges.window > kMost * kTile)
-    return 0;
-  return static_cast<int>((ranges.window + kTile - 1) / kTile);
-}
-
 template <class T, int kDim, ListForm kForm, bool kFold = false>
-void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stream, int fold = 0) {
+void launch(const ListForwardArgs<T>& args, const ListForwardPlan& plan, cudaStream_t stream) {
   using Shape = ForwardShape<kDim, kForm>;
-  const int total = args.tiles.total * args.problem.q.heads, places = multiprocessors();
-  const int waves = (total + places * kStreamPlan - 1) / (places * kStreamPlan);
-  const int units = (total + places * waves - 1) / (places * waves);
-  // Three steps at work and one on its way share a ring that holds what they meet.
-  const bool rounds = span + 3 > Shape::kRing;
-  const int most = min(places * waves, total);
-  const bool by_work = cut_by_work(kForm, args.problem, args.problem.q, total, most, rounds);
-  const int blocks = by_work ? most : (total + units - 1) / units;
   launch_early("list_forward_sm90a", list_forward_sm90a_kernel<T, kDim, kForm, kFold>,
-               dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kBytes, stream, args,
-               units, rounds, by_work, fold);
+               dim3(static_cast<unsigned>(plan.run.blocks)), Shape::kThreads, Shape::kBytes, stream,
+               args, plan.run, plan.fold);
 }
 
 }  // namespace
 
 template <class T>
-bool list_forward_sm90a(const AttentionCall& call, const ListCall& plan,
-                        const ListForwardArgs<T>& given, cudaStream_t stream) {
-  if (!takes(call, plan, given)) return false;
-  ListForwardArgs<T> args = given;
-  args.tiles = list_tiles(args.problem.q, kStreamBits);
-  if (static_cast<std::int64_t>(args.tiles.total) * args.problem.q.heads >= 1ll << 30) return false;
-  const std::int64_t span = span_tiles(call, plan);
-  const bool plain = list_form(plan) == ListForm::plain;
-  const int fold = fold_tiles(plan.ranges);
-  if (call.Dk <= 64 && plain && fold > 0)
-    launch<T, 64, ListForm::plain, true>(args, span, stream, fold);
-  else if (call.Dk <= 64 && plain)
-    launch<T, 64, ListForm::plain>(args, span, stream);
-  else if (call.Dk <= 64)
-    launch<T, 64, ListForm::normalised>(args, span, stream);
+void launch_list_forward_sm90a(const ListForwardArgs<T>& args, const ListForwardPlan& plan,
+                               cudaStream_t stream) {
+  const bool plain = plan.form == ListForm::plain, narrow = plan.problem.width <= 64;
+  if (plan.fold > 0)
+    launch<T, 64, ListForm::plain, true>(args, plan, stream);
+  else if (narrow && plain)
+    launch<T, 64, ListForm::plain>(args, plan, stream);
+  else if (narrow)
+    launch<T, 64, ListForm::normalised>(args, plan, stream);
   else if (plain)
-    launch<T, 128, ListForm::plain>(args, span, stream);
+    launch<T, 128, ListForm::plain>(args, plan, stream);
   else
-    launch<T, 128, ListForm::normalised>(args, span, stream);
-  return true;
+    launch<T, 128, ListForm::normalised>(args, plan, stream);
 }
 
-template bool list_forward_sm90a(const AttentionCall&, const ListCall&,
-                                 const ListForwardArgs<Bf16>&, cudaStream_t);
-template bool list_forward_sm90a(const AttentionCall&, const ListCall&, const ListForwardArgs<F16>&,
-                                 cudaStream_t);
+template void launch_list_forward_sm90a(const ListForwardArgs<Bf16>&, const ListForwardPlan&,
+                                        cudaStream_t);
+template void launch_list_forward_sm90a(const ListForwardArgs<F16>&, const ListForwardPlan&,
+                                        cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -16,8 +16,6 @@
 
 namespace coterie::cuda {
 
-constexpr int kStreamPlan = 160;  // steps of a block, at most
-
 // `at` is a place in the side's index, or a row of the item where there is none (`SlotList::first`
 // and on, `lists` apart).
 struct alignas(16) StreamStep {

@@ -4,13 +4,11 @@
 
 #include <cstdint>
 
-#include "cuda/lists/problem.cuh"
+#include "cuda/lists/plan.h"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/wgmma.cuh"
 
 namespace coterie::cuda {
-
-constexpr int kStreamBits = 6, kStreamRows = 1 << kStreamBits;  // of a tile, owned or streamed
 
 // Rows of 64 ranks from `at` on of a side's lists, of which `left` are there: this lane's are those
 // of ranks lane and lane + 32, -1 beyond the last.

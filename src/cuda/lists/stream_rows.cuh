@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/lists/forward.cuh"
+#include "cuda/lists/forward.h"
 #include "cuda/lists/rows.cuh"
 #include "cuda/lists/stream.cuh"
 #include "cuda/lists/stream_copy.cuh"
