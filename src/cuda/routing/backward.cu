@@ -47,9 +47,9 @@ void RoutingPass::backward_lists(const Gradients& pass, Arena& arena, cudaStream
   TokenSlots values = keys;
   if (single && !value_rows) values = key_tokens(at, arena);
   if (strict_ && !single)
-    find_token_slots(queries, call_.B, arena, stream, &values);
+    find_token_slots(queries, arena, stream, &values);
   else if (single && !value_rows)
-    find_token_slots(values, call_.B, arena, stream);
+    find_token_slots(values, arena, stream);
   RunEnds ends;
   const ListCall plan = list_plan(true, sides, at, head_scale, &queries, arena, stream, ends);
   OwnKeys own = own_keys(sides, ends, head_scale);

@@ -117,11 +117,10 @@ void RoutingPass::attend_lists(const AttentionResult& result, bool ends_there, A
   ListCall plan = make_plan(sides, head_scale);
   MemberEnds member_ends{};
   if (!strict_) member_ends = plan_members(ends_there, at, arena, plan);
-  const bool done =
-      find_token_slots(tokens, call_.B, arena, stream, both ? &keys : nullptr, member_ends);
+  find_token_slots(tokens, arena, stream, both ? &keys : nullptr);
   if (strict_)
     plan_runs(ends_there, at, &tokens, arena, stream, plan, ends);
-  else if (!done)
+  else
     find_member_ends(member_ends, stream);
   void* slot_out =
       arena.take<std::byte>(query_slots() * call_.Dv * dtype_bytes(call_.inputs.q.dtype));

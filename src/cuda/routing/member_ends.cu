@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 // What queries of member lists see.
 #include "cuda/launch/launch.h"
-#include "cuda/lists/member_ends.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/routing/stages.h"
 
@@ -10,6 +9,26 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+
+// By the thread of a query slot: `place` in the lists of an item and head, and its row.
+__device__ __forceinline__ void write_member_end(const MemberEnds& args, int item, int head,
+                                                 std::int64_t place, int row) {
+  const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
+  const std::int64_t slot = (static_cast<std::int64_t>(item) * args.heads + head) * block + place;
+  int seen = 0;
+  if (row >= 0) {
+    const std::int64_t list =
+        (static_cast<std::int64_t>(item) * (args.heads / args.group) + head / args.group) *
+            args.clusters +
+        place / args.q_width;
+    const int last = args.causal
+                         ? row + args.spans.k.span(item).length - args.spans.q.span(item).length
+                         : args.spans.k.rows;
+    seen = entries_up_to(args.k_members + list * args.k_width, args.k_width, last);
+  }
+  if (args.ends) args.ends[slot] = seen;
+  if (args.flags) args.flags[slot] = seen > 1;
+}
 
 // A thread per query slot; the blocks of an item and head are neighbours.
 __global__ void __launch_bounds__(kThreads) member_ends_kernel(MemberEnds args) {

@@ -209,13 +209,13 @@ class RoutingPass : public Pass {
   TokenSlots query_tokens(const RoutingSaved& at, Arena& arena) const {
     if (strict_)
       return make_token_slots(arena, call_.inputs.q_sequences, call_.B, call_.N, call_.H,
-                              ints(at.q_order), 0, per_row_);
+                              ints(at.q_order), 0, per_row_, params_.clusters, ints(at.q_offsets));
     return member_tokens(call_.inputs.q_sequences, call_.N, call_.H, at.q_members, at.q_slots);
   }
   TokenSlots key_tokens(const RoutingSaved& at, Arena& arena) const {
     if (strict_)
       return make_token_slots(arena, call_.inputs.k_sequences, call_.B, call_.S, call_.key_heads,
-                              ints(at.k_order), 0, 1);
+                              ints(at.k_order), 0, 1, params_.clusters, ints(at.k_offsets));
     return member_tokens(call_.inputs.k_sequences, call_.S, call_.key_heads, at.k_members,
                          at.k_slots);
   }

@@ -159,7 +159,19 @@ void select_balanced(const AttentionCall& call, const RoutingSide& side,
                      const CentredCentroids& centroids, const TensorView& members, Arena& arena,
                      cudaStream_t stream);
 
-// Of member lists (lists/slots.h), by a kernel of its own. member_ends.cu
+// What follows from member lists, by query slot: ends (of the causal form with separate keys) are
+// the keys of the list that are not after the query; bit 0 of a flag says that a query sees more
+// than one key. Both may be null. member_ends.cu
+struct MemberEnds {
+  ItemSpans spans;
+  bool causal;
+  int items, heads, group, clusters, q_width, k_width;
+  const std::int32_t *q_members, *k_members;
+  std::int32_t* ends;
+  std::uint8_t* flags;
+
+  bool wanted() const { return ends || flags; }
+};
 MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
                        const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags);
 void find_member_ends(const MemberEnds& ends, cudaStream_t stream);
