@@ -523,7 +523,7 @@ __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1
         by_work ? cut.find(place)
                 : numbered_step(kKeys ? problem.k : problem.q, kKeys ? args.k_tiles : args.q_tiles,
                                 step_number<kKeys>(run, place));
-    make_step<T, kKeys>(args, at, step);
+    make_step<kKeys>(problem, at, step);
   };
   const StreamPlan plan = plan_steps(shape, count, run.rounds, kKeys ? problem.group : 1, make);
   if (threadIdx.x >= shape.kGroups * kWarpgroup) {

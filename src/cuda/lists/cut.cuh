@@ -25,10 +25,47 @@ __device__ inline StepPlace numbered_step(const SlotSide& side, const ListTiles&
   return {head, tiles.find(side, head, number - head * tiles.total)};
 }
 
+// What a step is, but for its tiles in the ring; `rows` is not above 0 where there is none. kKeys:
+// keys are owned.
+template <bool kKeys>
+__device__ void make_step(const ListProblem& problem, const StepPlace& at, StreamStep& step) {
+  const SlotSide& own_side = kKeys ? problem.k : problem.q;
+  const SlotSide& other_side = kKeys ? problem.q : problem.k;
+  const int head = at.head;
+  const ListTile& tile = at.tile;
+  if (tile.first == kNoRank) return;
+  const ListPair pair = problem.pair(tile.item, kKeys ? head * problem.group : head, tile.list);
+  const SlotList& own = kKeys ? pair.k : pair.q;
+  const SlotList& other = kKeys ? pair.q : pair.k;
+  step.rows = min(own.count - tile.first, kStreamRows);
+  if (step.rows <= 0) return;
+  RankRange range;
+  if constexpr (kKeys)
+    range = problem.queries_of(pair, tile.first, tile.first + step.rows);
+  else
+    range = {problem.range(pair, tile.first).low,
+             problem.range(pair, tile.first + step.rows - 1).high};
+  const int low = range.low / kStreamRows;
+  step.first = tile.first;
+  step.low = low * kStreamRows;
+  step.tiles = max((range.high + kStreamRows - 1) / kStreamRows - low, 0);
+  step.count = other.count;
+  step.shift = pair.shift;
+  step.head = static_cast<std::uint16_t>(head);
+  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
+  step.own_begin = kKeys ? pair.k_span.begin : pair.q_span.begin;
+  step.other_begin = kKeys ? pair.q_span.begin : pair.k_span.begin;
+  step.own_at =
+      own.index ? static_cast<int>(own.index - own_side.index) + tile.first : own.row(tile.first);
+  step.own_slot = static_cast<int>(own.slot_of(tile.first));
+  step.other_at = other.index ? static_cast<int>(other.index - other_side.index) : other.first;
+  step.other_slot = static_cast<int>(other.slot);
+}
+
 constexpr int kCutBytes = (kCutLists + 33) * 8 + (kCutBlocks + 1) * 4;  // of shared memory
 constexpr int kStepWork = 176;  // of a step beside its tiles: as of so many ranks
 
-// A block's share of the steps of runs, without those that have no rows. kKeys: keys are owned.
+// A block's share of the steps of runs, without those that have no rows.
 template <bool kKeys>
 class WorkCut {
  public:

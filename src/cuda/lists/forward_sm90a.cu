@@ -42,33 +42,16 @@ struct ForwardShape : ForwardStream<kDim, kForm> {
 template <class T>
 __device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace& at,
                                 StreamStep& step) {
-  const ListProblem& problem = args.problem;
-  const int head = at.head;
-  const ListTile& tile = at.tile;
-  if (tile.first == kNoRank) return;
-  const ListPair pair = problem.pair(tile.item, head, tile.list);
-  step.rows = min(pair.q.count - tile.first, kStreamRows);
+  make_step<false>(args.problem, at, step);
   // Members of a list end before its last slot: the log-sum-exps of empty slots.
-  if (problem.q.layout == ListLayout::members && args.slot_rows && args.lse)
-    for (int rank = tile.first + max(step.rows, 0);
-         rank < min(tile.first + kStreamRows, problem.q.width); ++rank)
-      args.lse[pair.q.slot_of(rank)] = -INFINITY;
-  if (step.rows <= 0) return;
-  const int low = problem.range(pair, tile.first).low / kStreamRows;
-  const int high = problem.range(pair, tile.first + step.rows - 1).high;
-  step.first = tile.first;
-  step.low = low * kStreamRows;
-  step.tiles = (high + kStreamRows - 1) / kStreamRows - low;
-  step.count = pair.k.count;
-  step.shift = pair.shift;
-  step.head = static_cast<std::uint16_t>(head);
-  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
-  step.own_begin = pair.q_span.begin;
-  step.other_begin = pair.k_span.begin;
-  step.own_at = pair.q.index ? static_cast<int>(pair.q.index - problem.q.index) + tile.first
-                             : pair.q.row(tile.first);
-  step.own_slot = static_cast<int>(pair.q.slot_of(tile.first));
-  step.other_at = pair.k.index ? static_cast<int>(pair.k.index - problem.k.index) : pair.k.first;
+  const SlotSide& side = args.problem.q;
+  if (side.layout != ListLayout::members || !args.slot_rows || !args.lse) return;
+  const std::int64_t slot =
+      ((static_cast<std::int64_t>(at.tile.item) * side.heads + at.head) * side.lists +
+       at.tile.list) *
+      side.width;
+  const int first = at.tile.first, last = min(first + kStreamRows, side.width);
+  for (int rank = first + max(step.rows, 0); rank < last; ++rank) args.lse[slot + rank] = -INFINITY;
 }
 
 constexpr int kForwardLookers = 4;  // all loading warps
