@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const StreamBackwardShape<kForm, kKeys> shape(memory);
-  shape.template init<0>();
+  shape.init();
   static_assert(kCutBytes <= StreamBackwardShape<kForm, kKeys>::kPlanAt, "room to measure lists");
   const ListProblem& problem = args.problem;
   const bool by_work = kForm != ListForm::plain && run.by_work;

@@ -54,58 +54,6 @@ __device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace&
   for (int rank = first + max(step.rows, 0); rank < last; ++rank) args.lse[slot + rank] = -INFINITY;
 }
 
-constexpr int kForwardLookers = 4;  // all loading warps
-
-// As load_steps, but all warps wait for every place, so that tiles are fetched in the order of
-// their need: where rows lie far apart (strided lists, 128 elements) that takes a tenth less time.
-// A wait by parity must not miss a phase. So a warp that has seen a place free arrives at its
-// barrier: the next phase ends only when all four have looked, however quickly steps without keys
-// are loaded by others and released.
-template <class Shape, class Own, class Tile>
-__device__ void load_steps_in_order(const Shape& shape, const StreamPlan& plan, bool rounds,
-                                    const Own& own, const Tile& tile) {
-  static_assert(Shape::kRing >= 4 && Shape::kSlots >= Shape::kGroups, "room for a round");
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  // Steps of a round need all their owned rows before the first tile is done with.
-  const int ahead = rounds ? Shape::kGroups : 1;
-  int next = 0, owned = 0, turn = 0;
-  const auto mine = [&] { return turn++ % 4 == warp; };
-#pragma unroll 1
-  for (int number = 0; number < plan.steps; ++number) {
-    const StreamStep& step = shape.plan()[number];
-#pragma unroll 1
-    for (; owned < min(number + ahead, plan.steps); ++owned) {
-      const auto ready = [&] {
-        shape.wait_place(owned);
-        mbarrier_arrive_warp(shape.own_empty(owned));
-      };
-      if (!mine()) {
-        ready();
-        continue;
-      }
-      own(owned, shape.plan()[owned], ready);
-      arrive_filled(shape.own_full(owned));
-    }
-    // Behind the tiles that were loaded with the steps before.
-    const int end = next + step.fresh;
-    int place = max(step.tiles - step.fresh, 0);
-#pragma unroll 1
-    for (; next < end; ++next, ++place) {
-      const auto ready = [&] {
-        shape.wait_tile(next);
-        mbarrier_arrive_warp(shape.empty(next));
-      };
-      if (!mine()) {
-        ready();
-        continue;
-      }
-      tile(next, step, place, ready);
-      arrive_filled(shape.full(next));
-    }
-  }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
-}
-
 // The loading warps.
 template <class T, int kDim, ListForm kForm>
 __device__ void load_query_steps(const ListForwardArgs<T>& args,
@@ -181,7 +129,7 @@ __device__ void load_query_steps(const ListForwardArgs<T>& args,
                        stats + max(row[half], 0), row[half] >= 0);
     }
   };
-  load_steps_in_order(shape, plan, rounds, load_queries, load_keys);
+  load_steps(shape, plan, rounds, load_queries, load_keys);
 }
 
 constexpr int kTile = kStreamRows, kGroups = kForwardGroups;
@@ -352,7 +300,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
-  shape.template init<kForwardLookers>();
+  shape.init();
   static_assert(kCutBytes <= ForwardShape<kDim, kForm>::kPlanAt, "room to measure lists");
   const bool by_work = kForm != ListForm::plain && run.by_work;
   WorkCut<false> cut(args.problem, memory);
