@@ -325,43 +325,6 @@ __device__ __forceinline__ void store_owned(const float (&sum)[32], float factor
   }
 }
 
-// As denormalise of backward_block.cuh, with y = inverse (x - mean) multiplied out, of owned row
-// `own`, whose mean is given: the upper one of a lane's rows, or with kSide = 1 the lower. Rows and
-// sums are 0 beyond their width. Returns g . y.
-template <int kSide, class T>
-__device__ __forceinline__ float denormalise(float (&sum)[32], const Tile<T, 64>& rows, int own,
-                                             const RowStatistics& stats, int width) {
-  float total = 0.0f, along = 0.0f;
-  float2 x[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int column = j * 8 + static_cast<int>(threadIdx.x) % 4 * 2, i = 4 * j + 2 * kSide;
-    x[j] = unpack2<T>(load_shared32(rows.address(own, column)));
-    total += sum[i] + sum[i + 1];
-    along = fmaf(sum[i + 1], x[j].y, fmaf(sum[i], x[j].x, along));
-  }
-  const float share = 1.0f / static_cast<float>(width), mean = stats.mean, inverse = stats.inverse;
-  total = quad_sum(total);
-  const float product = fmaf(-mean, total, quad_sum(along)) * inverse;
-  const float slope = product * share * inverse * inverse;
-  const float shift = fmaf(slope, mean, -total * share * inverse);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int i = 4 * j + 2 * kSide;
-    sum[i] = fmaf(-slope, x[j].x, fmaf(sum[i], inverse, shift));
-    sum[i + 1] = fmaf(-slope, x[j].y, fmaf(sum[i + 1], inverse, shift));
-  }
-  return product;
-}
-// The same of both rows of a lane.
-template <class T>
-__device__ __forceinline__ void denormalise(float (&sum)[32], const Tile<T, 64>& rows,
-                                            const RowStatistics (&stats)[2], int width,
-                                            float (&product)[2]) {
-  product[0] = denormalise<0>(sum, rows, group_row(0), stats[0], width);
-  product[1] = denormalise<1>(sum, rows, group_row(1), stats[1], width);
-}
-
 // A warp's way along the tiles of the ring, as StreamReader, one tile after the other: so that all
 // of it stays in uniform registers.
 template <class Shape>

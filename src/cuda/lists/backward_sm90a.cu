@@ -9,6 +9,7 @@
 #include "cuda/lists/backward_group.cuh"
 #include "cuda/lists/backward_products.cuh"
 #include "cuda/lists/backward_tiles.cuh"
+#include "cuda/lists/rows.cuh"
 #include "cuda/prim/bands.cuh"
 
 namespace coterie::cuda {
@@ -213,23 +214,13 @@ struct OwnedQueries {
         [&](auto masked, int block) { weigh16<decltype(masked)::value>(s, block, keys, first); });
   }
 
-  // A first guess of delta, for rows that have none yet and see a key of this tile: the mean of dP
-  // over its keys, by their weights.
+  // For rows that have no delta yet and see a key of this tile.
   __device__ void guess(const float (&s)[32], const float (&d)[32]) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      float sum = 0.0f, weights = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (i / 2 % 2 == side) {
-          sum = fmaf(s[i], d[i], sum);
-          weights += s[i];
-        }
-      sum = quad_sum(sum);
-      weights = quad_sum(weights);
-      if (!open[side] || !(weights > 0.0f)) continue;
-      delta[side] = __fdividef(sum, weights);
-      if constexpr (kForm != ListForm::plain) delta[side] *= weight[side];
+      float mean = 0.0f;
+      if (!guess_delta(s, d, side, mean) || !open[side]) continue;
+      delta[side] = kForm == ListForm::plain ? mean : mean * weight[side];
       open[side] = false;
     }
   }
@@ -377,8 +368,10 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
       }
       if constexpr (kForm != ListForm::plain) {
         if (args.normalise) {
-          const float product = denormalise<0>(slopes, Tile<T, 64>{shape.own(number, 0)}, row,
-                                               record.stats[row], problem.width);
+          const Tile<T, 64> owned{shape.own(number, 0)};
+          const float product = denormalise<0>(
+              slopes, record.stats[row], problem.width,
+              [&](int column) { return unpack2<T>(load_shared32(owned.address(row, column))); });
           if (writes && args.dq_products) args.dq_products[row_base + rows[row]] = product * factor;
         }
       }
@@ -423,32 +416,15 @@ struct GroupProducts {
   __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
                               int count, const std::int32_t* index) {
     static_assert(kRows == 64, "whole matrices");
-    constexpr int kStep = kWarpgroup / 8;              // rows at a time
-    const Rows<const T> both[2] = {rows[0], rows[1]};  // read once, not after every copy
-    const int r = static_cast<int>(threadIdx.x) / 8, chunk = static_cast<int>(threadIdx.x) % 8;
-    std::int64_t row[64 / kStep];
-    bool there[64 / kStep];
-#pragma unroll
-    for (int i = 0; i < 64 / kStep; ++i) there[i] = r + i * kStep < count;
-    if (index) {
-#pragma unroll
-      for (int i = 0; i < 64 / kStep; ++i) row[i] = there[i] ? index[r + i * kStep] : 0;
-    }
 #pragma unroll
     for (int tensor = 0; tensor < 2; ++tensor)
 #pragma unroll
       for (int band = 0; band < Matrix::kCount; ++band) {
-        const Rows<const T>& from = both[tensor];
-        const std::uint32_t target =
-            Tile<T, 64>{to[tensor].base + band * Matrix::kBandBytes}.chunk(r, chunk);
-        const int column = 64 * band + 8 * chunk;
-        const T* source = from.row(first + r) + column;
-#pragma unroll
-        for (int i = 0; i < 64 / kStep; ++i) {
-          if (index) source = from.row(row[i]) + column;
-          cp_async16(target + i * kStep * 128, source, there[i] && column < from.width ? 16 : 0);
-          source += kStep * from.pitch;
-        }
+        const Rows<const T>& from = rows[tensor];
+        load_tile<kRows, kWarpgroup>(
+            Tile<T, 64>{to[tensor].base + band * Matrix::kBandBytes},
+            Rows<const T>{from.data + 64 * band, from.pitch, from.width - 64 * band, true}, first,
+            count, index);
       }
   }
   __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {

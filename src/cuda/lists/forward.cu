@@ -22,7 +22,7 @@ constexpr int kForwardThreads = 128, kForwardRows = 1 << kForwardTileBits, kForw
 
 // What scores need to know of a query.
 struct QueryFacts {
-  float mean, inverse;  // mean times the row's width
+  float mean, inverse;  // mean times the row's width; the sign of the scale is in the inverse
   QueryFilter filter;
 
   __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
@@ -32,9 +32,9 @@ struct QueryFacts {
       const RowStatistics own =
           problem.q_stats[ListProblem::row_base(problem.q, pair.q_span, head) + pair.q.row(rank)];
       mean = own.mean * static_cast<float>(problem.width);
-      if (problem.score_scale(head) < 0.0f) mean = -mean;  // as that of the negated row
       inverse = own.inverse;
     }
+    if (problem.score_scale(head) < 0.0f) inverse = -inverse;  // weights take the scale's size
     filter = QueryFilter(problem, pair, head, rank);
   }
 };
@@ -62,15 +62,6 @@ struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
                                              list.index_at(begin));
     cp_async_commit();
   }
-
-  // Scores of scales below 0 are those of the negated rows. By all threads, between barriers.
-  __device__ void negate_queries() const {
-    constexpr std::uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
-    for (int word = threadIdx.x; word < this->kQueryBytes / 4; word += kForwardThreads) {
-      const std::uint32_t at = this->queries.base + 4 * word;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(load_shared32(at) ^ kSigns) : "memory");
-    }
-  }
 };
 
 // A warp's 32 queries: 2 x 16, of which a lane holds [m][half].
@@ -80,7 +71,7 @@ struct ForwardRows {
 
   QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
   RankRange range[2][2];
-  RankRange seen, shared;  // by any, and by all of the warp's queries
+  RankRange seen;  // by any of the warp's queries
   QueryFacts facts[2][2];
   RowSoftmax softmax[2][2];
   Accumulator out[2][kDim / 16] = {};
@@ -103,28 +94,19 @@ struct ForwardRows {
         softmax[m][half] = {kLowestShift, 0.0f};
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
-    shared = {__shfl_sync(~0u, range[1][1].low, 31), __shfl_sync(~0u, range[0][0].high, 0)};
   }
 
-  // -inf for what is out of sight of keys begin .. begin + 16 kBlock - 1.
-  __device__ void mask(Accumulator (&s)[kBlock][2], int begin) const {
-#pragma unroll
-    for (int i = 0; i < 16 * kBlock; ++i) {
-      const int m = i / 8 % 2, half = i / 2 % 2;
-      const int key = begin + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      if (key < range[m][half].low || key >= range[m][half].high)
-        s[i / 16][m][i / 4 % 2][i % 4] = -INFINITY;
-    }
-  }
-
+  // Products become scores, -inf for keys out of sight.
   __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
-                                const ListKey* keys, int column) const {
+                                const ListKey* keys) const {
 #pragma unroll
     for (int i = 0; i < 16 * kBlock; ++i) {
-      const int m = i / 8 % 2, half = i / 2 % 2;
-      const int key = column + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float& score = s[i / 16][m][i / 4 % 2][i % 4];
-      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys[key]);
+      const RankRange& own = range[i / 8 % 2][i / 2 % 2];
+      const ListKey& key = keys[i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2];
+      float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+      score = key.rank >= own.low && key.rank < own.high
+                  ? finished_score(problem, score, facts[i / 8 % 2][i / 2 % 2], key)
+                  : -INFINITY;
     }
   }
 
@@ -170,8 +152,7 @@ struct ForwardRows {
     Accumulator s[kBlock][2];
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
-    if (first < shared.low || first + 16 * kBlock > shared.high) mask(s, first);
-    finish_scores(problem, s, key_facts, column);
+    finish_scores(problem, s, key_facts + column);
     if (problem.laplace) {
 #pragma unroll
       for (int i = 0; i < 16 * kBlock; ++i) {
@@ -269,10 +250,6 @@ __global__ void __launch_bounds__(kForwardThreads)
   const float scale = problem.score_scale(head);
   cp_async_wait<0>();
   __syncthreads();
-  if (scale < 0.0f) {
-    tiles.negate_queries();
-    __syncthreads();
-  }
   rows.queries.load(tiles.queries, threadIdx.x / 32 * 32);
   for (int from = begin, stage = 0; from < end; from += kForwardKeys, stage ^= 1) {
     cp_async_wait<0>();

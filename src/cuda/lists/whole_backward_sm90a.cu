@@ -9,6 +9,7 @@
 #include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
+#include "cuda/lists/rows.cuh"
 #include "cuda/lists/stream_copy.cuh"
 #include "cuda/lists/stream_rows.cuh"
 #include "cuda/prim/dependent.cuh"
@@ -173,9 +174,14 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
 template <class T, class Stats>
 __device__ __forceinline__ void carry_back(float (&sum)[32], std::uint32_t rows, int width,
                                            const Stats& stats_of) {
-  float product[2];
+  const auto pair_of = [&](int side) {
+    return [rows, side](int column) {
+      return unpack2<T>(load_shared32(Tile<T, 64>{rows}.address(group_row(side), column)));
+    };
+  };
   const RowStatistics both[2] = {stats_of(group_row(0)), stats_of(group_row(1))};
-  denormalise(sum, Tile<T, 64>{rows}, both, width, product);
+  denormalise<0>(sum, both[0], width, pair_of(0));
+  denormalise<1>(sum, both[1], width, pair_of(1));
 }
 
 // Weights of 32 queries and 64 keys and their derivatives, in the registers of a warpgroup whose
