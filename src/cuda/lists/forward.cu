@@ -100,13 +100,16 @@ struct ForwardRows {
   __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
                                 const ListKey* keys) const {
 #pragma unroll
-    for (int i = 0; i < 16 * kBlock; ++i) {
-      const RankRange& own = range[i / 8 % 2][i / 2 % 2];
-      const ListKey& key = keys[i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2];
-      float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
-      score = key.rank >= own.low && key.rank < own.high
-                  ? finished_score(problem, score, facts[i / 8 % 2][i / 2 % 2], key)
-                  : -INFINITY;
+    for (int column = 0; column < 4 * kBlock; ++column) {  // of this lane
+      const int b = column / 4, n = column / 2 % 2, e = column % 2;
+      const ListKey key = keys[16 * b + 8 * n + threadIdx.x % 4 * 2 + e];
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+        const int m = row / 2, half = row % 2;
+        const bool seen = key.rank >= range[m][half].low && key.rank < range[m][half].high;
+        float& score = s[b][m][n][2 * half + e];
+        score = seen ? finished_score(problem, score, facts[m][half], key) : -INFINITY;
+      }
     }
   }
 
