@@ -1,10 +1,88 @@
 // SPDX-License-Identifier: MIT
 // Backward pass of lists by mma.sync (backward_tiles.cuh): every type, width, rule and filter.
 #include "cuda/launch/dispatch.h"
-#include "cuda/lists/backward_products.cuh"
 #include "cuda/lists/backward_tiles.cuh"
+#include "cuda/prim/mma.cuh"
 
 namespace coterie::cuda {
+namespace {
+
+// Products by mma.sync: a warp has 16 owned rows, and meets kColumns rows of the other side at a
+// time. GroupProducts of backward_sm90a.cu has the same functions, which only start the work; here
+// it is done when they return.
+template <class Type, int kRowWidth>
+struct WarpProducts {
+  using T = Type;
+  static constexpr int kWidth = kRowWidth;
+  static constexpr bool kFilters = true;                     // and laplace weights
+  static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as registers hold
+  static constexpr int kUnit = 16;                           // rows that are in step
+  static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));
+  // Blocks on a multiprocessor.
+  static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;
+  using Scores =
+      float[kColumns / 2];         // columns 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2): [4 j + e]
+  using Sums = float[kWidth / 2];  // the same
+  using Factor = FragmentA<T>[kColumns / 16];
+  using Matrix = Tile<T, kWidth>;
+
+  __device__ static Accumulator& part(float* values, int n) {
+    return *reinterpret_cast<Accumulator*>(values + 8 * n);
+  }
+
+  // Rows of two tensors, by the 128 threads of a block: ranks from `first` on, `count` of them and
+  // zeros beyond.
+  template <int kRows>
+  __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
+                              int count, const std::int32_t* index) {
+#pragma unroll
+    for (int tensor = 0; tensor < 2; ++tensor)
+      load_tile<kRows, 128>(to[tensor], rows[tensor], first, count, index);
+  }
+
+  // s = rows of a, those of this warp, times rows of b, transposed.
+  __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) s[i] = 0.0f;
+    for_depths<T, kWidth / 16>([&](int d) {
+      FragmentA<T> left;
+      load_a(left, a, static_cast<int>(threadIdx.x) / 32 * 16, 16 * d);
+#pragma unroll
+      for (int n = 0; n < kColumns / 16; ++n) {
+        FragmentB<T> right;
+        load_b(right, b, 16 * n, 16 * d);
+        multiply_add(part(s, n), left, right);
+      }
+    });
+  }
+  // sum += p times rows of b.
+  __device__ static void start_sums(Sums& sum, const Factor& p, const Matrix& b) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; ++n)
+#pragma unroll
+      for (int d = 0; d < kWidth / 16; ++d) {
+        FragmentB<T> right;
+        load_b_transposed(right, b, 16 * d, 16 * n);
+        multiply_add(part(sum, d), p[n], right);
+      }
+  }
+  __device__ static void round(FragmentA<T>& factor, Scores& s, int n) {
+    to_fragment(factor, part(s, n));
+  }
+
+  // An element of a matrix in an even column, and the next.
+  __device__ static float2 pair(const Matrix& matrix, int row, int column) {
+    return load_pair<T>(matrix.address(row, column));
+  }
+
+  __device__ static void fence() {}
+  __device__ static void publish() {}
+  template <int kPending>
+  __device__ static void wait() {}
+  template <int kCount>
+  __device__ static void settle(float (&)[kCount]) {}
+};
+}  // namespace
 
 template <class T>
 void launch_list_tiles(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream) {

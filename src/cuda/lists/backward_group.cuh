@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "cuda/lists/backward.h"
-#include "cuda/lists/cut.cuh"
+#include "cuda/lists/stream.cuh"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/mma.cuh"
 #include "cuda/prim/row_chunk.cuh"

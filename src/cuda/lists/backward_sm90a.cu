@@ -7,7 +7,6 @@
 
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
-#include "cuda/lists/backward_products.cuh"
 #include "cuda/lists/backward_tiles.cuh"
 #include "cuda/lists/rows.cuh"
 #include "cuda/prim/bands.cuh"

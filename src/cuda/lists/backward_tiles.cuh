@@ -29,6 +29,20 @@
 
 namespace coterie::cuda {
 
+// Two neighbouring elements in shared memory, the first in an even column.
+template <class T>
+__device__ __forceinline__ float2 load_pair(std::uint32_t address) {
+  if constexpr (sizeof(T) == 4) {
+    std::uint32_t low, high;
+    load_shared64(low, high, address);
+    return make_float2(__uint_as_float(low), __uint_as_float(high));
+  } else {
+    const std::uint32_t word = load_shared32(address);
+    return make_float2(to_float(T{static_cast<std::uint16_t>(word)}),
+                       to_float(T{static_cast<std::uint16_t>(word >> 16)}));
+  }
+}
+
 constexpr int kListThreads = 128;
 constexpr int kListStages = 2;
 

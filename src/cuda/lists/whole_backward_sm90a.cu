@@ -10,8 +10,6 @@
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
 #include "cuda/lists/rows.cuh"
-#include "cuda/lists/stream_copy.cuh"
-#include "cuda/lists/stream_rows.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/warp.cuh"
 

@@ -8,8 +8,6 @@
 #include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
-#include "cuda/lists/stream_copy.cuh"
-#include "cuda/lists/stream_rows.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/softmax.cuh"
