@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "cuda/cast/stages.h"
-#include "cuda/lists/backward_weights.cuh"
+#include "cuda/lists/rows.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/mma.cuh"
 #include "cuda/prim/softmax.cuh"

@@ -34,6 +34,7 @@ struct SlotList {
 };
 
 constexpr int kNoRank = 0x3fffffff;  // in no list
+constexpr int kProbes = 8;           // places of an array that a search looks at together
 
 // Ranks from `first` on of a list.
 struct ListTile {
@@ -49,25 +50,17 @@ struct SlotSide {
 
   __device__ int index_head(int head) const { return head / heads_of_index; }
 
-  // Entries of a list that are filled. By all lanes of a warp, or by a thread alone.
-  template <bool kAlone = false>
+  // Entries of a list that are filled.
   __device__ int filled(const std::int32_t* members) const {
     if (width == 0 || members[width - 1] >= 0) return width;
-    constexpr int kProbes = kAlone ? 8 : 32;
     int count = 0;  // the first -1 is in [count, count + left)
 #pragma unroll 1
     for (int left = width; left > 0;) {
       const int step = (left + kProbes - 1) / kProbes;
       int reached = 0;
-      if constexpr (kAlone) {
 #pragma unroll
-        for (int i = 0; i < kProbes; ++i)
-          reached += i * step < left && members[count + min(i * step, left - 1)] >= 0;
-      } else {
-        const int place = static_cast<int>(threadIdx.x % 32) * step;
-        const bool there = place < left && members[count + place] >= 0;
-        reached = __popc(__ballot_sync(~0u, there));
-      }
+      for (int i = 0; i < kProbes; ++i)
+        reached += i * step < left && members[count + min(i * step, left - 1)] >= 0;
       if (reached == 0) break;
       count += (reached - 1) * step + 1;
       left = min(step - 1, width - count);
@@ -75,9 +68,7 @@ struct SlotSide {
     return count;
   }
 
-  // List `number` of an item and head; positions are rows + offset. By all lanes of a warp, or by a
-  // thread alone.
-  template <bool kAlone = false>
+  // List `number` of an item and head; positions are rows + offset.
   __device__ SlotList list(int item, const ItemSpan& span, int head, int number, int offset) const {
     const std::int64_t block = static_cast<std::int64_t>(span.batch) * heads + head;
     const std::int64_t index_block =
@@ -100,29 +91,12 @@ struct SlotSide {
           (static_cast<std::int64_t>(item) * index_heads + index_head(head)) * lists + number;
       const std::int32_t* members = index + place * width;
       const std::int64_t own = (static_cast<std::int64_t>(item) * heads + head) * lists + number;
-      return {filled<kAlone>(members), members, 0, 1, own * width};
+      return {filled(members), members, 0, 1, own * width};
     }
     return {span.length, index + (index_block * lists + number) * spans.rows + span.begin, 0, 1,
             (block * lists + number) * spans.rows + span.begin};
   }
 };
-
-inline SlotSide slot_side(const AttentionCall& call, const ListCall& plan, bool keys) {
-  const ListSide& side = keys ? plan.keys : plan.queries;
-  SlotSide slots;
-  slots.spans = keys ? item_spans(call.inputs).k : item_spans(call.inputs).q;
-  slots.layout = side.layout;
-  slots.index = side.index;
-  slots.offsets = side.offsets;
-  slots.items = static_cast<int>(call.num_items());
-  slots.heads = static_cast<int>(keys ? call.key_heads : call.H);
-  slots.index_heads = side.index ? side.index_heads : slots.heads;
-  slots.heads_of_index = slots.heads / slots.index_heads;
-  slots.lists = static_cast<int>(plan.lists);
-  slots.per_row = side.per_row;
-  slots.width = static_cast<int>(side.width);
-  return slots;
-}
 
 // Tiles of 1 << bits ranks, numbered over the items of a head. Numbers may be without a tile: their
 // first rank is then not in the list.
@@ -137,9 +111,8 @@ struct ListTiles {
     return side.lists * (item + min(max(side.spans.cu_seqlens[item], 0), side.spans.rows) / unit);
   }
 
-  // The last cluster of an item whose first tile is not after this number, by a thread alone.
+  // The last cluster of an item whose first tile is not after this number.
   __device__ int find_run(const std::int32_t* starts, int origin, int before, int number) const {
-    constexpr int kProbes = 8;  // places that are looked at together
     int cluster = 0;
     for (int left = runs.clusters; left > 1;) {
       const int step = (left + kProbes - 1) / kProbes;
@@ -156,7 +129,7 @@ struct ListTiles {
     }
     return cluster;
   }
-  // find for runs, by a thread alone.
+  // find for runs.
   __device__ ListTile find_run(const SlotSide& side, int head, int number) const {
     int item = 0;
     if (runs.per_item > 0) {
@@ -179,19 +152,8 @@ struct ListTiles {
     return {item, cluster, skipped << bits};
   }
 
-  // By all lanes of a warp, or by a thread alone.
-  template <bool kAlone = false>
   __device__ ListTile find(const SlotSide& side, int head, int number) const {
-    if (side.layout == ListLayout::runs) {
-      if constexpr (kAlone) return find_run(side, head, number);
-      const QueryTile tile =
-          runs.find(side.spans, side.offsets, side.index_heads, side.index_head(head), number);
-      const std::int64_t list =
-          (static_cast<std::int64_t>(tile.item) * side.index_heads + side.index_head(head)) *
-              (side.lists + 1) +
-          tile.cluster;
-      return {tile.item, tile.cluster, tile.first - side.offsets[list]};
-    }
+    if (side.layout == ListLayout::runs) return find_run(side, head, number);
     if (per_list > 0) {
       const int list = number / per_list;
       return {list / side.lists, list % side.lists, number % per_list << bits};
@@ -207,42 +169,6 @@ struct ListTiles {
     return {item, (number - origin) / tiles, (number - origin) % tiles << bits};
   }
 };
-
-inline ListTiles list_tiles(const SlotSide& side, int bits) {
-  const std::int64_t rows = side.spans.rows, lists = side.lists, items = side.items;
-  const auto tiles_of = [&](std::int64_t ranks) { return (ranks + (1 << bits) - 1) >> bits; };
-  const bool residues = side.layout == ListLayout::residues;
-  ListTiles tiles{};
-  tiles.bits = bits;
-  if (side.layout == ListLayout::runs) {
-    tiles.runs =
-        query_tiles(side.spans.cu_seqlens != nullptr, items, rows, side.per_row, lists, bits);
-    tiles.total = tiles.runs.total;
-  } else if (side.layout == ListLayout::members || !side.spans.cu_seqlens) {
-    const std::int64_t ranks = side.layout == ListLayout::members ? side.width
-                               : residues                         ? (rows + lists - 1) / lists
-                                                                  : rows;
-    tiles.per_list = static_cast<int>(tiles_of(ranks));
-    tiles.total = static_cast<int>(items * lists * tiles.per_list);
-  } else {
-    const std::int64_t unit = (residues ? lists : 1) << bits;
-    tiles.unit = static_cast<int>(min(unit, rows + 1));
-    tiles.total = static_cast<int>(items * lists + lists * (rows / tiles.unit));
-  }
-  return tiles;
-}
-
-// The forms of a list kernel: what is decided when it is compiled.
-enum class ListForm {
-  plain,       // softmax over ranges
-  normalised,  // and row statistics
-  general,     // and filters, and laplace
-};
-
-inline ListForm list_form(const ListCall& plan) {
-  if (plan.filters.any() || plan.weighting == ListWeighting::laplace) return ListForm::general;
-  return plan.q_stats || plan.k_stats ? ListForm::normalised : ListForm::plain;
-}
 
 // Ranks [low, high) of a key list.
 struct RankRange {
@@ -278,15 +204,14 @@ struct ListProblem {
   const RowStatistics *q_stats, *k_stats;
   int width;  // elements of a row
 
-  // List `list` of an item and query head. By all lanes of a warp, or by a thread alone.
-  template <bool kAlone = false>
+  // List `list` of an item and query head.
   __device__ ListPair pair(int item, int head, int list) const {
     ListPair pair;
     pair.q_span = q.spans.span(item);
     pair.k_span = k.spans.span(item);
     pair.offset = offset_rows ? pair.k_span.length - pair.q_span.length : 0;
-    pair.q = q.list<kAlone>(item, pair.q_span, head, list, pair.offset);
-    pair.k = k.list<kAlone>(item, pair.k_span, head / group, list, 0);
+    pair.q = q.list(item, pair.q_span, head, list, pair.offset);
+    pair.k = k.list(item, pair.k_span, head / group, list, 0);
     pair.shift = 0;
     if (!pair.q.index && !pair.k.index)  // a whole number of steps, from the list's first key
       pair.shift = (pair.q.first + pair.offset - pair.k.first) / k.lists;
@@ -327,6 +252,59 @@ struct ListProblem {
     }
     low = min(max(low, std::int64_t{0}), std::int64_t{keys});
     return {static_cast<int>(low), static_cast<int>(min(max(high, low), std::int64_t{keys}))};
+  }
+
+  // First rank of a query list for which `late` is true, which it then stays; count if none.
+  template <class Late>
+  __device__ static __forceinline__ int first_rank(int count, const Late& late) {
+    int begin = 0;  // the answer is in [begin, begin + left]
+    for (int left = count; left > 0;) {
+      const int step = (left + kProbes - 1) / kProbes;
+      int reached = 0;
+#pragma unroll
+      for (int i = 0; i < kProbes; ++i)
+        reached += i * step < left && !late(begin + min(i * step, left - 1));
+      if (reached == 0) break;
+      const int end = min(begin + reached * step, begin + left);
+      begin += (reached - 1) * step + 1;
+      left = end - begin;
+    }
+    return begin;
+  }
+  // The query ranks that see any of the keys [first, end), and perhaps some that do not.
+  __device__ __forceinline__ RankRange queries_of(const ListPair& pair, int first, int end) const {
+    const std::int64_t count = pair.q.count, wide = window;
+    std::int64_t low = 0, high = count + pair.shift;  // by r of ListRule
+    switch (rule) {
+      case ListRule::all:
+        return {0, pair.q.count};
+      case ListRule::causal:
+        low = first;
+        break;
+      case ListRule::sliding:
+        low = causal ? first : first - (wide + 1) / 2 + 1;
+        high = causal ? end + wide - 1 : end + wide / 2;
+        break;
+      case ListRule::blocked:
+        low = causal ? first : (first / wide - after) * wide;
+        high = ((end - 1) / wide + 1 + before) * wide;
+        break;
+      default: {
+        int found[2];
+#pragma unroll 1
+        for (int side = 0; side < 2; ++side) {
+          const int rank = first_rank(pair.q.count, [&](int r) {
+            const RankRange seen = range(pair, r);
+            return side ? seen.low >= end : seen.high > first;
+          });
+          (side ? found[1] : found[0]) = rank;
+        }
+        return {found[0], found[1]};
+      }
+    }
+    low = min(max(low - pair.shift, std::int64_t{0}), count);
+    high = min(max(high - pair.shift, low), count);
+    return {static_cast<int>(low), static_cast<int>(high)};
   }
 
   // Factor of the scores of a head; never 0, so that its product with an infinity is one.
@@ -373,38 +351,5 @@ struct QueryFilter {
 
 // Of a row without statistics.
 constexpr RowStatistics kNoStatistics{0.0f, 1.0f};
-
-inline ListProblem list_problem(const AttentionCall& call, const ListCall& plan) {
-  ListProblem problem{};
-  problem.q = slot_side(call, plan, false);
-  problem.k = slot_side(call, plan, true);
-  problem.group = static_cast<int>(call.H / call.key_heads);
-  problem.value_group = static_cast<int>(call.H / call.value_heads);
-  problem.offset_rows = call.causal;
-  problem.rule = plan.ranges.rule;
-  problem.causal = plan.ranges.causal;
-  // Larger numbers see no more, even with half a window.
-  const std::int64_t most = 2 * (call.N * plan.queries.per_row + call.S) + 1;
-  const auto clipped = [&](std::int64_t value) {
-    return static_cast<int>(min(min(value, most), std::int64_t{0x7fffffff}));
-  };
-  problem.window = clipped(plan.ranges.window);
-  problem.before = clipped(plan.ranges.before);
-  problem.after = clipped(plan.ranges.after);
-  problem.ends = plan.ranges.ends;
-  problem.causal_rows = plan.filters.causal_rows;
-  problem.drop_own = plan.filters.drop_own;
-  problem.drop_by_slot = plan.filters.drop_by_slot;
-  problem.laplace = plan.weighting == ListWeighting::laplace;
-  if (const TensorView& mask = plan.filters.mask; mask.present())
-    problem.mask = {static_cast<const std::uint8_t*>(mask.data), mask.stride(0), mask.stride(1),
-                    mask.stride(2), mask.stride(3)};
-  problem.scale = plan.scale;
-  problem.head_scale = plan.head_scale;
-  problem.q_stats = plan.q_stats;
-  problem.k_stats = plan.k_stats;
-  problem.width = static_cast<int>(call.Dk);
-  return problem;
-}
 
 }  // namespace coterie::cuda

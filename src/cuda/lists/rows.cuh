@@ -17,60 +17,74 @@ __device__ __forceinline__ float laplace(float x) {
   return 0.5f + 0.5f * erff((x - 0.70710678118654752f) * 2.5066282746310005f);
 }
 
-// Rows and statistics of a tile of keys, by rank.
-template <int kKeys>
-struct KeyFacts {
-  int rows[kKeys];
-  RowStatistics stats[kKeys];
+// Derivative of laplace.
+__device__ __forceinline__ float laplace_slope(float x) {
+  constexpr float kMean = 0.70710678118654752f, kTwoPi = 6.2831853071795865f;
+  return expf(-kTwoPi * (x - kMean) * (x - kMean)) * (2.0f * kMean);
+}
 
-  // Ranks from `begin` on; by kKeys threads at least.
-  __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int begin) {
-    const int rank = begin + static_cast<int>(threadIdx.x);
-    if (threadIdx.x >= kKeys) return;
-    const int row = rank < pair.k.count ? pair.k.row(rank) : -1;
-    rows[threadIdx.x] = row;
-    if (problem.k_stats)
-      stats[threadIdx.x] =
-          row < 0
-              ? kNoStatistics
-              : problem
-                    .k_stats[ListProblem::row_base(problem.k, pair.k_span, head / problem.group) +
-                             row];
-  }
+struct alignas(16) ListKey {
+  int rank, row;
+  RowStatistics stats;
 };
 
-// What scores need to know of a query.
-struct QueryFacts {
-  float mean, inverse;  // mean times the row's width
-  QueryFilter filter;
+__device__ __forceinline__ ListKey load_key(const ListProblem& problem, const ListPair& pair,
+                                            int key_head, int rank) {
+  ListKey key{rank, 0, kNoStatistics};
+  if (rank >= pair.k.count) return key;
+  key.row = pair.k.row(rank);
+  if (problem.k_stats)
+    key.stats = problem.k_stats[ListProblem::row_base(problem.k, pair.k_span, key_head) + key.row];
+  return key;
+}
 
-  __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
-    mean = 0.0f;
-    inverse = 1.0f;
-    if (problem.q_stats) {
-      const RowStatistics own =
-          problem.q_stats[ListProblem::row_base(problem.q, pair.q_span, head) + pair.q.row(rank)];
-      mean = own.mean * static_cast<float>(problem.width);
-      if (problem.score_scale(head) < 0.0f) mean = -mean;  // as that of the negated row
-      inverse = own.inverse;
+// A first guess of delta, for rows that have none yet: the mean of dP over the keys of a tile, by
+// their weights. Whether this row has one now.
+template <int kCount>
+__device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const float (&d)[kCount],
+                                            int side, float& delta) {
+  float sum = 0.0f, weight = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (i / 2 % 2 == side) {
+      sum = fmaf(s[i], d[i], sum);
+      weight += s[i];
     }
-    filter = QueryFilter(problem, pair, head, rank);
-  }
-};
+  sum = quad_sum(sum);
+  weight = quad_sum(weight);
+  if (weight > 0.0f) delta = __fdividef(sum, weight);
+  return weight > 0.0f;
+}
 
-// The score of a query and key tile's key from the product of the rows as they are.
-template <int kKeys>
-__device__ __forceinline__ float finished_score(const ListProblem& problem, float product,
-                                                const QueryFacts& query,
-                                                const KeyFacts<kKeys>& keys, int key) {
-  float score = product;
-  if (problem.k_stats) {
-    const RowStatistics own = keys.stats[key];
-    score = fmaf(-query.mean, own.mean, score) * own.inverse;
+// From the gradient g of a normalised row y to that of the row x it was made of:
+// inverse (g - mean g - y mean(g y)), with y = inverse (x - mean) multiplied out. Of the upper one
+// of a lane's two rows, or with kSide = 1 the lower: element i of sum is of column i / 4 * 8 + 2
+// (l%4) + i%2, and load(column) gives two neighbours of x. Rows and sums are 0 beyond their width.
+// Returns g . y.
+template <int kSide, int kCount, class Load>
+__device__ __forceinline__ float denormalise(float (&sum)[kCount], const RowStatistics& stats,
+                                             int width, const Load& load) {
+  float total = 0.0f, along = 0.0f;
+  float2 x[kCount / 4];
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int i = 4 * j + 2 * kSide;
+    x[j] = load(j * 8 + static_cast<int>(threadIdx.x) % 4 * 2);
+    total += sum[i] + sum[i + 1];
+    along = fmaf(sum[i + 1], x[j].y, fmaf(sum[i], x[j].x, along));
   }
-  score *= query.inverse;
-  if (!query.filter.sees(keys.rows[key])) score = -INFINITY;
-  return score;
+  const float share = 1.0f / static_cast<float>(width), mean = stats.mean, inverse = stats.inverse;
+  total = quad_sum(total);
+  const float product = fmaf(-mean, total, quad_sum(along)) * inverse;
+  const float slope = product * share * inverse * inverse;
+  const float shift = fmaf(slope, mean, -total * share * inverse);
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int i = 4 * j + 2 * kSide;
+    sum[i] = fmaf(-slope, x[j].x, fmaf(sum[i], inverse, shift));
+    sum[i + 1] = fmaf(-slope, x[j].y, fmaf(sum[i + 1], inverse, shift));
+  }
+  return product;
 }
 
 }  // namespace coterie::cuda

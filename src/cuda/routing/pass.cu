@@ -175,7 +175,8 @@ class RoutingPass : public Pass {
     const TensorView& order = keys ? at.k_order : at.q_order;
     if (plan_.strict && !direct)
       return make_token_slots(arena, sequences, call_.B, rows, heads, ints(order), 0,
-                              keys ? 1 : plan_.per_row);
+                              keys ? 1 : plan_.per_row, params_.clusters,
+                              ints(keys ? at.k_offsets : at.q_offsets));
     const TensorView& members = keys ? at.k_members : at.q_members;
     TokenSlots tokens =
         make_single_slots(sequences, call_.B, rows, heads, ints(plan_.strict ? order : members));
@@ -231,9 +232,9 @@ class RoutingPass : public Pass {
       find_run_ends(params_, call_, sides.q.runs, sides.k.runs, tokens, ends, stream);
     return ends;
   }
-  // The same for members; returns what is to be found yet.
-  MemberEnds see_members(const RoutingSaved& at, bool ends_there, Arena& arena,
-                         ListCall& lists) const {
+  // The same for members.
+  void see_members(const RoutingSaved& at, const Sides& sides, bool ends_there, Arena& arena,
+                   cudaStream_t stream, ListCall& lists) const {
     if (call_.causal) {
       lists.ranges.rule = plan_.shared ? ListRule::causal : ListRule::ends;
       lists.ranges.window = call_.N + call_.S;
@@ -245,9 +246,9 @@ class RoutingPass : public Pass {
       lists.filters.drop_own = flags;
       lists.filters.drop_by_slot = true;
     }
-    if (arena.counting()) return {};
-    return member_ends(call_, at.q_members, at.k_members, ends_there ? nullptr : ints(at.ends),
-                       flags);
+    if (!arena.counting())
+      find_member_ends(call_, sides.q, sides.k, ends_there ? nullptr : ints(at.ends), flags,
+                       stream);
   }
 
   OwnKeys own_keys(const Sides& sides, const RunEnds& ends, const float* head_scale) const {
@@ -272,13 +273,12 @@ class RoutingPass : public Pass {
     }
     RunEnds ends;
     if (plan_.strict) {
-      find_token_slots(tokens, call_.B, arena, stream);
+      find_token_slots(tokens, arena, stream);
       ends = see_runs(at, sides, tokens, ends_there, arena, stream, lists);
     } else {  // with the slots of keys for the backward pass
       const TokenSlots keys = slots_of(true, false, at, arena);
-      const MemberEnds seen = see_members(at, ends_there, arena, lists);
-      if (!find_token_slots(tokens, call_.B, arena, stream, plan_.shared ? nullptr : &keys, seen))
-        find_member_ends(seen, stream);
+      find_token_slots(tokens, arena, stream, plan_.shared ? nullptr : &keys);
+      see_members(at, sides, ends_there, arena, stream, lists);
     }
     ListOutputs outputs;
     outputs.slot_rows =
@@ -322,9 +322,8 @@ class RoutingPass : public Pass {
                       const AttentionGradients& wanted, const Wanted& parts, Arena& arena,
                       cudaStream_t stream) const {
     const Sides sides = sides_of(at);
-    const bool scaled = call_.inputs.logit_scale.present();
     float *head_scale = nullptr, *products = nullptr;
-    if (scaled) {
+    if (call_.inputs.logit_scale.present()) {
       head_scale = arena.take<float>(call_.H);
       products = arena.take<float>(call_.B * call_.H * call_.N);
       if (!arena.counting()) nonzero_scale(call_, head_scale, stream);
@@ -334,16 +333,16 @@ class RoutingPass : public Pass {
     TokenSlots values = keys;
     if (plan_.rows_direct && !plan_.value_rows) {
       values = slots_of(true, false, at, arena);
-      find_token_slots(values, call_.B, arena, stream);
+      find_token_slots(values, arena, stream);
     } else if (plan_.strict && !plan_.rows_direct) {
-      find_token_slots(queries, call_.B, arena, stream, &values);
+      find_token_slots(queries, arena, stream, &values);
     }
     ListCall lists = list_call(sides, head_scale);
     RunEnds ends;
     if (plan_.strict)
       ends = see_runs(at, sides, queries, true, arena, stream, lists);
     else
-      find_member_ends(see_members(at, true, arena, lists), stream);
+      see_members(at, sides, true, arena, stream, lists);
     OwnKeys own = own_keys(sides, ends, head_scale);
 
     ListGradients gradients;

@@ -126,10 +126,12 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
 void select_balanced(const AttentionCall& call, const RoutingSide& side,
                      const CentredCentroids& centroids, Arena& arena, cudaStream_t stream);
 
-// What queries of member lists see (lists/slots.h), by a kernel of its own. ends.cu
-MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
-                       const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags);
-void find_member_ends(const MemberEnds& ends, cudaStream_t stream);
+// What follows from member lists, by query slot: ends (of the causal form with separate keys) are
+// the keys of the list that are not after the query; bit 0 of a flag says that a query sees more
+// than one key. Either may be null. ends.cu
+void find_member_ends(const AttentionCall& call, const RoutingSide& queries,
+                      const RoutingSide& keys, std::int32_t* ends, std::uint8_t* flags,
+                      cudaStream_t stream);
 
 // From slots back to tokens (tokens.cu): one softmax over several clusters and the own key,
 // gradients that add up, and the way back through the normalisation of rows.
