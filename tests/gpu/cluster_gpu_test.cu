@@ -21,12 +21,8 @@
 #include "coterie/runtime.h"
 #include "cuda/cluster/clustering.h"
 #include "cuda/cluster/group.h"
-#include "cuda/cluster/hamming.h"
-#include "cuda/cluster/hash.h"
-#include "cuda/cluster/key_metric.h"
 #include "cuda/cluster/means.h"
-#include "cuda/cluster/nearest.h"
-#include "cuda/cluster/sums.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/launch.h"
 #include "ops/call.h"
 #include "tests/gpu/cluster_setup.h"
@@ -106,7 +102,7 @@ HostTensor check_codes(const ClusterSetup& s, const ClusteringParams& p, Scratch
   const AttentionCall call = s.call(p, s.device);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size());
   Arena arena("test", scratch.workspace(), 0);
-  const cuda::HashBuffers buffers(arena, p, call);
+  const cuda::HashPlan buffers(arena, p, call);
   cuda::hash_queries(p, call, buffers, {}, nullptr);
   HostTensor codes(DType::u64, {s.c.B, s.c.H, s.c.N}), wanted(DType::u64, {s.c.B, s.c.H, s.c.N});
   COTERIE_CUDA(cudaMemcpy(codes.view().data, buffers.codes,
@@ -381,9 +377,9 @@ void check_means(const ClusterSetup& s) {
   TwinTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}),
       offsets(DType::i32, {items, s.c.H, s.c.clusters + 1});
   const cuda::ClusterShape shape = cuda::cluster_shape(call, s.c.clusters);
-  const cuda::GroupRun run{static_cast<const std::int32_t*>(out.labels.view().data),
-                           static_cast<std::int32_t*>(order.view().data),
-                           static_cast<std::int32_t*>(offsets.view().data)};
+  const cuda::ClusterLists run{static_cast<std::int32_t*>(out.labels.view().data),
+                               static_cast<std::int32_t*>(order.view().data),
+                               static_cast<std::int32_t*>(offsets.view().data)};
   Arena group_count;
   cuda::group_by_label(shape, run, group_count, nullptr);
   Scratch group_memory(group_count.used());

@@ -5,12 +5,7 @@
 #include <algorithm>
 
 #include "core/arena.h"
-#include "cuda/cluster/hamming.h"
-#include "cuda/cluster/hash.h"
-#include "cuda/cluster/key_kmeans.h"
-#include "cuda/cluster/key_metric.h"
-#include "cuda/cluster/nearest.h"
-#include "cuda/cluster/sums.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/launch.h"
 
 namespace coterie::cuda {
@@ -54,38 +49,38 @@ struct ClusteringPlan {
  private:
   // 3 launches: planes, codes, k-means.
   void cluster_codes(const ClusterLists& out, Arena& arena, cudaStream_t stream) const {
-    const HashBuffers hash(arena, params, call);
-    const HammingBuffers buffers(arena, shape, static_cast<int>(params.iterations));
+    const HashPlan hash(arena, params, call);
+    const HammingPlan kmeans(arena, shape, static_cast<int>(params.iterations));
     if (arena.counting()) return;
-    hash_queries(params, call, hash, {buffers.zeroed, buffers.zeroed_count}, stream);
+    hash_queries(params, call, hash, kmeans.zeroed, stream);
     hamming_kmeans(
-        shape,
+        kmeans,
         {static_cast<int>(params.iterations), static_cast<int>(params.bits), hash.codes, out},
-        buffers, stream);
+        stream);
   }
 
   void cluster_at_once(const ClusterLists& out, const ClusterExtra& extra, Arena& arena,
                        cudaStream_t stream) const {
     const KeyMetricBuffers metric(arena, call, params.clusters);
-    const KeyKMeansBuffers buffers(arena, call, shape);
+    const KeyKMeansPlan kmeans(arena, call, shape);
     if (arena.counting()) return;
-    key_kmeans(call, shape, metric, buffers,
+    key_kmeans(call, kmeans, metric,
                {static_cast<int>(params.iterations) + 1, out, extra.means, extra.zeroed}, stream);
   }
 
   // 3 launches, and 3 more for each iteration: sums of clusters, centroids, labels.
   void cluster_in_stages(const ClusterLists& out, Arena& arena, cudaStream_t stream) const {
     const KeyMetricBuffers metric(arena, call, params.clusters);
-    const NearestBuffers nearest(arena, shape, params.iterations + 1);
+    const NearestPlan nearest(arena, shape, params.iterations + 1);
     // The sums may overwrite the centroids: those of empty clusters, which are kept, have none.
     const ClusterSums sums =
         make_cluster_sums(arena, shape, call.inputs.q, out.order, out.offsets, metric.centroids);
     if (arena.counting()) return;
-    key_covariance(call, metric, {nearest.zeroed, nearest.passes * nearest.teams}, stream);
+    key_covariance(call, metric, nearest.zeroed, stream);
     for (std::int64_t pass = 0; pass <= params.iterations; ++pass) {
       if (pass > 0) sum_cluster_tiles(call.op, sums, call.inputs.q, stream);
       weigh_centroids(call, sums, pass == 0, metric, stream);
-      nearest_clusters(call, shape, metric.table, nearest, pass, out, stream);
+      nearest_clusters(call, nearest, metric.table, pass, out, stream);
     }
   }
 };

@@ -2,7 +2,9 @@
 // Stable counting sort of one problem's rows by cluster, by a team of blocks.
 //
 // Warps count the clusters of neighbouring parts of the rows; the blocks' counts meet in global
-// memory, which tells where each block's, and so each warp's, members of a cluster go.
+// memory, which tells where each block's, and so each warp's, members of a cluster go. Shared
+// memory: group_shared_bytes, counters of the clusters for as many warps as fit into 96 KB, at
+// least one. By all threads of the team's blocks, which are launched cooperatively.
 #pragma once
 
 #include <cstdint>

@@ -35,11 +35,8 @@ struct ClusterLists {
   std::int32_t* offsets = nullptr;  // (items, H, C+1)
 };
 
-struct GroupRun {
-  const std::int32_t* labels;     // (B, H, N)
-  std::int32_t *order, *offsets;  // (B, H, N); (items, H, C+1)
-};
-inline void group_by_label(const ClusterShape& shape, const GroupRun& run, Arena& arena,
+// order and offsets of labels in [0, C).
+inline void group_by_label(const ClusterShape& shape, const ClusterLists& run, Arena& arena,
                            cudaStream_t stream) {
   sort_by_cluster({shape, run.labels, 1, {run.order, run.offsets}, {}}, nullptr, arena, stream);
 }

@@ -21,7 +21,7 @@
 
 #include "coterie/random.h"
 #include "cuda/cluster/group.cuh"
-#include "cuda/cluster/hamming.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/prim/team.cuh"
 
 namespace coterie::cuda {
@@ -127,14 +127,9 @@ constexpr int kPending = kTileRows + 16;  // rows of a warp that compare with al
 constexpr int kRowBytes = 8 + 4;          // code and label
 constexpr int kFew = 8;                   // centroids that lanes compare with one by one
 
-struct HammingArgs {
-  ClusterShape shape;
-  Teams teams;
+struct HammingArgs : HammingPlan {
   HammingRun run;
-  HammingBuffers at;
   int* busy;           // (problems, iterations): whether a centroid moved or was drawn anew
-  int segments;        // of a block's rows
-  int columns;         // centroids in shared memory at a time, a multiple of kColumnStep
   int held_rows;       // of a block that shared memory holds, or 0
   int shared_words;    // for the sort
   unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
@@ -159,7 +154,6 @@ struct Stage {
   ulonglong2* centroids;   // of the pass before and of this one
   std::uint32_t* changes;  // C x 32
   std::int32_t* pending;   // kPending a warp
-  std::int32_t* counts;    // kWarps
   std::uint16_t* numbers;  // of the centroids that moved
   bool held;               // codes and labels of the block's rows are here
   std::uint64_t* codes;
@@ -172,14 +166,13 @@ struct Stage {
     centroids = reinterpret_cast<ulonglong2*>(moved + args.columns / 2);
     changes = reinterpret_cast<std::uint32_t*>(centroids + args.columns);
     pending = reinterpret_cast<std::int32_t*>(changes + (votes ? args.shape.clusters * 32 : 0));
-    counts = pending + kWarps * kPending;
-    numbers = reinterpret_cast<std::uint16_t*>(counts + kWarps);
+    numbers = reinterpret_cast<std::uint16_t*>(pending + kWarps * kPending);
     held = args.held_rows > 0;
     codes = reinterpret_cast<std::uint64_t*>(shared + args.shared_words / 4);
     labels = reinterpret_cast<std::int32_t*>(codes + args.held_rows);
   }
   static std::size_t bytes(int columns, int clusters, bool votes) {
-    return kWarps * (kTileRows * sizeof(uint4) + kPending * 4 + 4) +
+    return kWarps * (kTileRows * sizeof(uint4) + kPending * 4) +
            static_cast<std::size_t>(columns) * (16 + 8 + 16 + 1) +
            (votes ? static_cast<std::size_t>(clusters) * 128 : 0);
   }
@@ -189,7 +182,7 @@ struct Stage {
 __device__ inline std::uint64_t centroid(const HammingArgs& args, const Problem& problem, int c,
                                          bool initial) {
   if (!initial)
-    return args.at.centroids[static_cast<std::int64_t>(problem.number) * args.shape.clusters + c];
+    return args.centroids[static_cast<std::int64_t>(problem.number) * args.shape.clusters + c];
   const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
                             static_cast<std::uint32_t>(problem.number)};
   return problem.all_codes[random_permutation(stream, static_cast<std::uint32_t>(c),
@@ -218,27 +211,13 @@ __device__ inline void stage_centroids(const HammingArgs& args, const Problem& p
   }
 }
 
-// Threads before this one where `value` is true; `carry` is added, and becomes the next carry.
-__device__ inline int count_before(bool value, const Stage& stage, int& carry) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned lanes = __ballot_sync(0xffffffffu, value);
-  if (lane == 0) stage.counts[warp] = __popc(lanes);
-  __syncthreads();
-  const int other = lane < kWarps ? stage.counts[lane] : 0;
-  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0);
-  const int result = carry + before + __popc(lanes & ((1u << lane) - 1));
-  carry += __reduce_add_sync(0xffffffffu, other);
-  return result;
-}
-
-// The same for all centroids at once, and for those that moved by themselves, unless they are more
+// Fragments of all centroids at once, and for those that moved by themselves, unless they are more
 // than half; returns the number of these.
 __device__ inline int stage_all(const HammingArgs& args, const Problem& problem, bool initial,
                                 const Stage& stage) {
   const int columns = padded_columns(args.shape.clusters);
   int carry = 0;
   for (int first = 0; first < columns; first += kThreads) {
-    if (first > 0) __syncthreads();
     const int i = first + static_cast<int>(threadIdx.x);
     const bool there = i < args.shape.clusters;
     const std::uint64_t code = there ? centroid(args, problem, i, initial) : 0;
@@ -249,7 +228,7 @@ __device__ inline int stage_all(const HammingArgs& args, const Problem& problem,
       moves = there && (initial || before != code);
       stage.centroids[i] = make_ulonglong2(before, code);
     }
-    const int place = count_before(moves, stage, carry);
+    const int place = block_exclusive_scan(moves, carry);
     if (!moves || place >= columns / 2) continue;
     store_column(stage.moved, place, code, ~code);
     stage.numbers[place] = static_cast<std::uint16_t>(i);
@@ -347,7 +326,7 @@ struct RowAssigner {
       cast_votes<kShared>(
           records, __popc(lanes),
           kShared ? stage.changes
-                  : reinterpret_cast<std::uint32_t*>(args.at.votes) +
+                  : reinterpret_cast<std::uint32_t*>(args.votes) +
                         static_cast<std::int64_t>(problem.number) * args.shape.clusters * 64);
     __syncwarp();
   }
@@ -481,7 +460,7 @@ struct RowAssigner {
 __device__ __forceinline__ void write_changes(const HammingArgs& args, const Stage& stage,
                                               std::int64_t part) {
   auto* from = reinterpret_cast<uint4*>(stage.changes);
-  auto* to = reinterpret_cast<uint4*>(args.at.changes) + part * args.shape.clusters * 8;
+  auto* to = reinterpret_cast<uint4*>(args.changes) + part * args.shape.clusters * 8;
 #pragma unroll 4
   for (int i = threadIdx.x; i < args.shape.clusters * 8; i += kThreads) {
     to[i] = from[i];
@@ -524,11 +503,11 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
   const int parts = kShared ? team.size * args.segments : 0;
   for (int c = threadIdx.x / 32 * team.size + team.rank; c < clusters; c += kWarps * team.size) {
     const std::int64_t row = static_cast<std::int64_t>(problem.number) * clusters + c;
-    auto* votes = reinterpret_cast<int2*>(args.at.votes) + row * 32 + lane;
-    const std::uint64_t before = iteration == 0 ? 0 : args.at.centroids[row];
+    auto* votes = reinterpret_cast<int2*>(args.votes) + row * 32 + lane;
+    const std::uint64_t before = iteration == 0 ? 0 : args.centroids[row];
     int2 sum = kShared && iteration == 0 ? make_int2(0, 0) : *votes;
     const std::uint32_t* changes =
-        args.at.changes +
+        args.changes +
         (static_cast<std::int64_t>(team.number) * team.size * args.segments * clusters + c) * 32 +
         lane;
 #pragma unroll 8
@@ -549,7 +528,7 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
     if (members == 0)
       code = random_u64(stream, static_cast<std::uint64_t>(iteration) * clusters + c);
     code &= mask;
-    args.at.centroids[row] = code;
+    args.centroids[row] = code;
     if (iteration == 0 || members == 0 || code != before)
       args.busy[problem.number * args.run.iterations + iteration] = 1;
   }
@@ -565,7 +544,7 @@ __device__ void cluster_codes(const HammingArgs& args, Team& team, const Problem
   } else {
     const std::int64_t first = static_cast<std::int64_t>(problem.number) * clusters * 64;
     for (int i = team.rank * kThreads + threadIdx.x; i < clusters * 64; i += team.size * kThreads)
-      args.at.votes[first + i] = 0;
+      args.votes[first + i] = 0;
     team.sync();
   }
   for (int iteration = 0; iteration <= args.run.iterations; ++iteration) {
@@ -589,7 +568,7 @@ __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs
   await_previous();
   extern __shared__ uint4 shared[];
   const Stage stage(shared, args, kShared);
-  group_problems(args.shape, args.teams, args.run.out, args.at.histograms,
+  group_problems(args.shape, args.teams, args.run.out, args.histograms,
                  reinterpret_cast<std::int32_t*>(shared), args.shared_words,
                  [&](Team& team, const TeamProblem& own) {
                    const RowRange& range = own.range;
@@ -613,34 +592,16 @@ __global__ void __launch_bounds__(kThreads, 1) hamming_kmeans_kernel(HammingArgs
                  });
 }
 
-// Rows of a block, at most.
-int block_rows(const ClusterShape& shape, const Teams& teams) {
-  return ((shape.rows + teams.size - 1) / teams.size + 63) / 64 * 64;
-}
-
-int num_segments(const ClusterShape& shape, const Teams& teams) {
-  return (block_rows(shape, teams) + kSegmentRows - 1) / kSegmentRows;
-}
-
-int staged_columns(const ClusterShape& shape) {
-  return min(kMostColumns, padded_columns(shape.clusters));
-}
-
-bool votes_fit(const ClusterShape& shape) {
-  return Stage::bytes(staged_columns(shape), shape.clusters, true) <=
-         static_cast<std::size_t>(kSharedBytes);
-}
-
 template <bool kShared>
 void launch(HammingArgs args, cudaStream_t stream) {
   const std::size_t sort = group_shared_bytes(args.shape.clusters, kWarps);  // in the same memory
   std::size_t bytes =
       (max(sort, Stage::bytes(args.columns, args.shape.clusters, kShared)) + 15) / 16 * 16;
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
-  const int rows = block_rows(args.shape, args.teams);
-  if (bytes + static_cast<std::size_t>(rows) * kRowBytes <= kSharedBytes) {
-    args.held_rows = rows;
-    bytes += static_cast<std::size_t>(rows) * kRowBytes;
+  const std::size_t rows = static_cast<std::size_t>(args.rows) * kRowBytes;
+  if (bytes + rows <= kSharedBytes) {
+    args.held_rows = args.rows;
+    bytes += rows;
   }
   launch_cooperative_early(hamming_kmeans_kernel<kShared>, args.teams.blocks(), kThreads, bytes,
                            stream, args);
@@ -648,31 +609,28 @@ void launch(HammingArgs args, cudaStream_t stream) {
 
 }  // namespace
 
-HammingBuffers::HammingBuffers(Arena& arena, const ClusterShape& shape, int iterations) {
-  const Teams teams = make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr);
-  const std::int64_t problems = shape.problems(), clusters = shape.clusters;
+HammingPlan::HammingPlan(Arena& arena, const ClusterShape& of, int iterations)
+    : shape(of),
+      teams(make_teams(of.problems(), of.rows, multiprocessors(), nullptr)),
+      rows(((of.rows + teams.size - 1) / teams.size + 63) / 64 * 64),
+      segments((rows + kSegmentRows - 1) / kSegmentRows),
+      columns(min(kMostColumns, padded_columns(of.clusters))),
+      votes_shared(Stage::bytes(columns, of.clusters, true) <=
+                   static_cast<std::size_t>(kSharedBytes)) {
+  const std::int64_t problems = shape.problems(), clusters = shape.clusters,
+                     blocks = teams.blocks();
   centroids = arena.take<std::uint64_t>(problems * clusters);
   votes = arena.take<std::int32_t>(problems * clusters * 64);
-  if (votes_fit(shape))
-    changes = arena.take<std::uint32_t>(static_cast<std::int64_t>(teams.blocks()) *
-                                        num_segments(shape, teams) * clusters * 32);
-  histograms = arena.take<std::int32_t>(2 * static_cast<std::int64_t>(teams.blocks()) * clusters);
-  zeroed_count = teams.count + problems * iterations;
-  zeroed = arena.take<unsigned>(zeroed_count);
+  if (votes_shared) changes = arena.take<std::uint32_t>(blocks * segments * clusters * 32);
+  histograms = arena.take<std::int32_t>(2 * blocks * clusters);
+  zeroed.count = teams.count + problems * iterations;
+  zeroed.data = teams.arrivals = arena.take<unsigned>(zeroed.count);
 }
 
-void hamming_kmeans(const ClusterShape& shape, const HammingRun& run, const HammingBuffers& buffers,
-                    cudaStream_t stream) {
-  HammingArgs args{};
-  args.shape = shape;
-  args.run = run;
-  args.teams = make_teams(shape.problems(), shape.rows, multiprocessors(), buffers.zeroed);
-  args.at = buffers;
-  args.busy = reinterpret_cast<int*>(buffers.zeroed + args.teams.count);
-  args.segments = num_segments(shape, args.teams);
-  args.columns = staged_columns(shape);
-  args.key_scale = 512;
-  if (votes_fit(shape))
+void hamming_kmeans(const HammingPlan& plan, const HammingRun& run, cudaStream_t stream) {
+  const HammingArgs args{plan, run, reinterpret_cast<int*>(plan.zeroed.data + plan.teams.count),
+                         0,    0,   512};
+  if (plan.votes_shared)
     launch<true>(args, stream);
   else
     launch<false>(args, stream);

@@ -9,7 +9,7 @@
 //   parts. Shared memory: planes as a table of columns and as floats, 50 to 130 KB; two blocks a
 //   multiprocessor for 16-bit types (__launch_bounds__).
 // Preconditions: up to 63 bits, Dk <= 128. Any alignment.
-#include "cuda/cluster/hash.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/normal.cuh"
@@ -24,13 +24,8 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPlanes = 64;  // of which `bits` are in use
 
-struct HashArgs {
-  ClusterShape shape;
-  HashBuffers at;
-  int bits, width;
-  int splits, split_rows;  // of the sums over queries
-  int blocks;              // of the hash kernel, per problem
-  bool by_keys;            // planes from keys, and thresholds from the mean query
+struct HashArgs : HashPlan {
+  int blocks;  // of the hash kernel, per problem
   ZeroedWords zeroed;
   std::uint32_t zero;  // 0, unknown to the compiler: see RowFragments
 };
@@ -47,10 +42,10 @@ __global__ void __launch_bounds__(kThreads) isotropic_planes_kernel(HashArgs arg
   if (element < total) {
     const double value =
         normal({args.shape.seed, RandomUse::hash_plane, 0}, static_cast<std::uint64_t>(element));
-    args.at.planes[element] = to_float(from_float<Bf16>(static_cast<float>(value)));
+    args.planes[element] = to_float(from_float<Bf16>(static_cast<float>(value)));
   } else if (element < total + args.bits) {
     const auto r = static_cast<std::uint64_t>(element - total);
-    args.at.thresholds[r] =
+    args.thresholds[r] =
         bias ? static_cast<float>(normal({args.shape.seed, RandomUse::hash_threshold, 0}, r))
              : 0.0f;
   }
@@ -72,7 +67,7 @@ __device__ void key_plane(const HashArgs& args, const Tensor4<const T>& k, int k
                               pairs, static_cast<std::uint64_t>(r * 2 * kPairsPerPlane + lane),
                               static_cast<std::uint32_t>(span.length)));
   float* plane =
-      args.at.planes + (static_cast<std::int64_t>(key_problem) * args.bits + r) * args.width;
+      args.planes + (static_cast<std::int64_t>(key_problem) * args.bits + r) * args.width;
   for (int d = lane; d - lane < args.width; d += 32) {
     float sum = 0.0f;
 #pragma unroll 4
@@ -133,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   const int begin = min(split * args.split_rows, span.length);
   sum_queries(q.rows(span.batch, problem % args.shape.heads, span.begin),
               RowRange{begin, min(begin + args.split_rows, span.length)},
-              args.at.query_sums + static_cast<std::int64_t>(block) * args.width);
+              args.query_sums + static_cast<std::int64_t>(block) * args.width);
 }
 
 // How a type is multiplied: parts of rows and of planes, and which products of parts count. Planes
@@ -141,7 +136,6 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kChunks>
 struct HashParts {
   static constexpr int kRow = sizeof(T) == 2 ? 1 : 3, kPlane = sizeof(T) == 2 ? 2 : 3;
-  static constexpr int kSum = kPlane;
   static constexpr int kMTiles = sizeof(T) == 2 && kChunks <= 2 ? 2 : 1;
   static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;  // of a multiprocessor, at least
 };
@@ -154,14 +148,14 @@ __device__ void stage_planes(const HashArgs& args, int problem, int length, floa
   __shared__ double mean[32 * kChunks];
   const bool by_keys = args.by_keys;
   const int lane = threadIdx.x % 32, elements = args.bits * args.width;
-  const float* set = args.at.planes;
+  const float* set = args.planes;
   if (by_keys) set += static_cast<std::int64_t>(args.shape.key_problem(problem)) * elements;
 #pragma unroll 8
   for (int i = threadIdx.x; i < elements; i += kThreads) planes[i] = set[i];
   for (int d = threadIdx.x; by_keys && d < 32 * kChunks; d += kThreads) {
     double sum = 0.0;
     const float* sums =
-        args.at.query_sums + static_cast<std::int64_t>(problem) * args.splits * args.width + d;
+        args.query_sums + static_cast<std::int64_t>(problem) * args.splits * args.width + d;
     for (int split = 0; d < args.width && split < args.splits; ++split)
       sum += sums[static_cast<std::int64_t>(split) * args.width];
     mean[d] = length > 0 ? sum / length : 0.0;
@@ -197,7 +191,7 @@ __device__ void stage_planes(const HashArgs& args, int problem, int length, floa
     if (lane != 0) continue;
     float threshold = INFINITY;
     if (r < args.bits)
-      threshold = by_keys ? static_cast<float>(projection) * scale : args.at.thresholds[r];
+      threshold = by_keys ? static_cast<float>(projection) * scale : args.thresholds[r];
     thresholds[r] = threshold;
   }
 }
@@ -264,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
   stage_planes<T, kChunks>(args, problem, span.length, planes, reinterpret_cast<Factor<T>*>(table),
                            thresholds);
   __syncthreads();
-  std::uint64_t* codes = args.at.codes + args.shape.start(span, head);
+  std::uint64_t* codes = args.codes + args.shape.start(span, head);
   const int lane = threadIdx.x % 32;
   const bool exact = !args.by_keys;  // planes are one part
   for (; tile * kRows < span.length; tile += args.blocks * kWarps) {
@@ -278,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
     if (sizeof(T) == 2 && exact)
       hash_rows<1, T, kChunks>(left, table, thresholds, code);
     else
-      hash_rows<Parts::kSum, T, kChunks>(left, table, thresholds, code);
+      hash_rows<Parts::kPlane, T, kChunks>(left, table, thresholds, code);
 #pragma unroll
     for (int m = 0; m < Parts::kMTiles; ++m)
 #pragma unroll
@@ -287,26 +281,6 @@ __global__ void __launch_bounds__(kThreads, HashParts<T, kChunks>::kBlocks)
         if (lane % 4 == 2 * m + side && row < span.length) codes[row] = code[m][side];
       }
   }
-}
-
-// Rows of a partial sum of queries: about 1024 blocks in all, whatever the device.
-int split_rows(const ClusterShape& shape) {
-  const int splits = min(max(1024 / max(1, shape.problems()), 1), 128);
-  return max(1024, (shape.rows + splits - 1) / splits);
-}
-
-HashArgs hash_args(const ClusteringParams& params, const AttentionCall& call,
-                   const HashBuffers& buffers, const ZeroedWords& zeroed) {
-  HashArgs args{};
-  args.shape = cluster_shape(call, params.clusters);
-  args.bits = static_cast<int>(params.bits);
-  args.width = static_cast<int>(call.Dk);
-  args.split_rows = split_rows(args.shape);
-  args.splits = static_cast<int>((call.N + args.split_rows - 1) / args.split_rows);
-  args.at = buffers;
-  args.by_keys = params.method == Clustering::hamming_keys;
-  args.zeroed = zeroed;
-  return args;
 }
 
 template <class T, int kChunks>
@@ -323,7 +297,7 @@ void hash_rows_of(const AttentionCall& call, HashArgs args, cudaStream_t stream)
 
 void make_planes(const ClusteringParams& params, const AttentionCall& call, const HashArgs& args,
                  cudaStream_t stream) {
-  if (params.method == Clustering::hamming) {
+  if (!args.by_keys) {
     const int elements = args.bits * (args.width + 1);
     launch_early("isotropic_planes", isotropic_planes_kernel,
                  static_cast<unsigned>((elements + kThreads - 1) / kThreads), kThreads, 0, stream,
@@ -341,27 +315,31 @@ void make_planes(const ClusteringParams& params, const AttentionCall& call, cons
 
 }  // namespace
 
-HashBuffers::HashBuffers(Arena& arena, const ClusteringParams& params, const AttentionCall& call) {
+HashPlan::HashPlan(Arena& arena, const ClusteringParams& params, const AttentionCall& call)
+    : shape(cluster_shape(call, params.clusters)),
+      bits(static_cast<int>(params.bits)),
+      width(static_cast<int>(call.Dk)),
+      by_keys(params.method == Clustering::hamming_keys) {
+  // About 1024 blocks add up queries, whatever the device.
+  const int most = min(max(1024 / max(1, shape.problems()), 1), 128);
+  split_rows = max(1024, (shape.rows + most - 1) / most);
+  splits = (shape.rows + split_rows - 1) / split_rows;
   codes = arena.take<std::uint64_t>(call.B * call.H * call.N);
-  if (params.method == Clustering::hamming) {
-    planes = arena.take<float>(params.bits * call.Dk);
+  planes = arena.take<float>((by_keys ? shape.key_problems() : 1) * params.bits * call.Dk);
+  if (by_keys)
+    query_sums = arena.take<float>(static_cast<std::int64_t>(shape.problems()) * splits * call.Dk);
+  else
     thresholds = arena.take<float>(params.bits);
-    return;
-  }
-  const HashArgs args = hash_args(params, call, {}, {});
-  planes = arena.take<float>(args.shape.key_problems() * params.bits * call.Dk);
-  query_sums =
-      arena.take<float>(static_cast<std::int64_t>(args.shape.problems()) * args.splits * call.Dk);
 }
 
-void hash_queries(const ClusteringParams& params, const AttentionCall& call,
-                  const HashBuffers& buffers, const ZeroedWords& zeroed, cudaStream_t stream) {
-  const HashArgs args = hash_args(params, call, buffers, zeroed);
+void hash_queries(const ClusteringParams& params, const AttentionCall& call, const HashPlan& plan,
+                  const ZeroedWords& zeroed, cudaStream_t stream) {
+  const HashArgs args{plan, 0, zeroed, 0};
   make_planes(params, call, args, stream);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
-      hash_rows_of<T, decltype(width)::value / 32>(call, args, stream);
+    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
+      hash_rows_of<T, decltype(dim)::value / 32>(call, args, stream);
     });
   });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// All passes of the k-means by keys (key_metric.h) in one kernel: covariance of the keys, first
+// All passes of the k-means by keys (stages.h) in one kernel: covariance of the keys, first
 // centroids, labels argmax_c x.m_c + b_c, means, and at the end the stable sort of the rows by
 // label.
 //
@@ -23,8 +23,8 @@
 
 #include "coterie/random.h"
 #include "cuda/cluster/first_sync.cuh"
-#include "cuda/cluster/key_kmeans.h"
 #include "cuda/cluster/nearest.cuh"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
@@ -42,7 +42,6 @@ constexpr int kWidth = 64, kClusters = 64 * kGroups;
 constexpr int kOwn = kClusters / kWarps;          // clusters of a warp
 constexpr int kRound = 64 * kGroups, kSlots = 4;  // rows; rounds in shared memory
 constexpr int kTileBytes = 64 * 128, kSlotBytes = kGroups * kTileBytes;
-constexpr int kBiasBytes = 32;        // of a centroid: hi, mid, lo, 1, and zeros
 constexpr int kStep = 64;             // centroids at a time
 constexpr int kMostParts = 8;         // of a problem's rows
 constexpr int kSamples = 8 * kWidth;  // keys of the covariance, at most
@@ -52,13 +51,9 @@ constexpr int kSharedTableBytes = kTableBytes + kMostParts * kWarps * 8;
 constexpr int kMostRows = 1 << 24;  // counts of rows are exact below that many
 
 template <class T>
-struct KeyKMeansArgs {
-  ClusterShape shape;
-  Teams teams;
+struct KeyKMeansArgs : KeyKMeansPlan {
   Tensor4<const T> q, k;
-  float *covariance, *centroids, *sums;
-  unsigned char* tables;
-  std::int32_t *counts, *ranks;
+  float *covariance, *centroids;
   KeyKMeansRun run;
   int width;
   unsigned key_scale;  // 512, unknown to the compiler: see best_key
@@ -688,7 +683,7 @@ struct KeyKMeans {
       if (!there) continue;
       most.x = max(most.x, magnitude_bits(norm));
       most.y = max(most.y, magnitude_bits(bias));
-      if (lane % 4 == 0) write_bias(shared_address(memory.table) + bias_offset(c), bias);
+      if (lane % 4 == 0) store_bias(shared_address(memory.table) + bias_offset(c), bias);
     }
     return make_uint2(__reduce_max_sync(~0u, most.x), __reduce_max_sync(~0u, most.y));
   }
@@ -699,13 +694,6 @@ struct KeyKMeans {
                  : "r"(staged(r, column))
                  : "memory");
     return pair;
-  }
-  __device__ static void write_bias(std::uint32_t to, float bias) {
-    Bf16 part[3];
-    split_factor(bias, part);
-    store_shared16(to, make_uint4(pack2<Bf16>(to_float(part[0]), to_float(part[1])),
-                                  pack2<Bf16>(to_float(part[2]), 1.0f), 0, 0));
-    store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
   }
   // Absolute values as integers have the same order, with NaN above all: it
   // must reach key_offset.
@@ -1047,12 +1035,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     done = KeyKMeans<T>(args, memory, team, number, done).run(first_sync);
 }
 
-Teams kmeans_teams(const ClusterShape& shape, unsigned* arrivals) {
-  const int size =
-      min(make_teams(shape.problems(), shape.rows, multiprocessors(), nullptr).size, kMostParts);
-  return {min(shape.problems(), multiprocessors() / size), size, arrivals};
-}
-
 }  // namespace
 
 bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape) {
@@ -1067,36 +1049,31 @@ bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape) {
          key_kmeans_fits(call, shape);
 }
 
-KeyKMeansBuffers::KeyKMeansBuffers(Arena& arena, const AttentionCall& call,
-                                   const ClusterShape& shape) {
-  const Teams teams = kmeans_teams(shape, nullptr);
+KeyKMeansPlan::KeyKMeansPlan(Arena& arena, const AttentionCall& call, const ClusterShape& of)
+    : shape(of), teams(make_teams(of.problems(), of.rows, multiprocessors(), nullptr)) {
+  teams.size = min(teams.size, kMostParts);
+  teams.count = min(of.problems(), multiprocessors() / teams.size);
   const std::int64_t parts = static_cast<std::int64_t>(teams.blocks()) * kClusters;
   sums = arena.take<float>(parts * kWidth);
   counts = arena.take<std::int32_t>(parts);
   ranks = arena.take<std::int32_t>(call.B * call.H * call.N);
   tables = arena.take<unsigned char>(static_cast<std::int64_t>(teams.count) * kSharedTableBytes);
-  arrivals = arena.take<unsigned>(teams.count);
+  teams.arrivals = arena.take<unsigned>(teams.count);
 }
 
-void key_kmeans(const AttentionCall& call, const ClusterShape& shape,
-                const KeyMetricBuffers& metric, const KeyKMeansBuffers& buffers,
-                const KeyKMeansRun& run, cudaStream_t stream) {
+void key_kmeans(const AttentionCall& call, const KeyKMeansPlan& plan,
+                const KeyMetricBuffers& metric, const KeyKMeansRun& run, cudaStream_t stream) {
   const auto launch = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const KeyKMeansArgs<T> args{shape,
-                                kmeans_teams(shape, buffers.arrivals),
+    const KeyKMeansArgs<T> args{plan,
                                 tensor4<const T>(call.inputs.q),
                                 tensor4<const T>(call.k),
                                 metric.covariance,
                                 metric.centroids,
-                                buffers.sums,
-                                buffers.tables,
-                                buffers.counts,
-                                buffers.ranks,
                                 run,
                                 static_cast<int>(call.Dk),
                                 512};
-    launch_cooperative_early(key_kmeans_kernel<T>, args.teams.blocks(), kThreads, sizeof(Memory),
+    launch_cooperative_early(key_kmeans_kernel<T>, plan.teams.blocks(), kThreads, sizeof(Memory),
                              stream, args);
   };
   if (call.inputs.q.dtype == DType::bf16)

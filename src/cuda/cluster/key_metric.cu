@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT
 // The metric S of the keys' covariance, and centroids weighed with it: m_c = S (mu_c - r) and b_c,
-// see key_metric.h.
+// see stages.h.
 //
 // key_covariance: a block of 256 threads per 16 rows of S, key head and item; fp32 sums over up to
 //   8 Dk evenly spaced keys, 64 of them in shared memory at a time (16 or 32 KB).
-// weigh_centroids: blocks of 512 threads share an item and head; a warp takes two clusters. Shared
-//   memory: S, 16 or 64 KB, and 8 or 16 KB of differences.
+// weigh_centroids: blocks of 512 threads share an item and head; a warp takes a cluster. Shared
+//   memory: S, 16 or 64 KB, and 4 or 8 KB of differences.
 // Preconditions: Dk <= 128, any alignment. The one-kernel k-means (key_kmeans_sm90a.cu) replaces
 // both where it serves.
-#include "cuda/cluster/key_metric.h"
+#include "cuda/cluster/stages.h"
 
 #include "coterie/random.h"
-#include "cuda/cluster/nearest.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/load.cuh"
@@ -103,7 +102,6 @@ struct WeighArgs {
 };
 
 constexpr int kWeighThreads = 512, kWeighWarps = kWeighThreads / 32;
-constexpr int kPair = 2;  // clusters of a warp
 
 // A power of two by which the covariance's mean variance comes near 1: it changes no label, and
 // keeps the table in the range of fp16.
@@ -114,42 +112,29 @@ __device__ float metric_scale(const float* covariance, int width, int pitch) {
   return exponent > 1 && exponent < 253 ? __uint_as_float((254 - exponent) << 23) : 1.0f;
 }
 
-// mu of clusters first and first + 1: this lane's columns lane + 32 i. `rows` are where an initial
-// centroid comes from, by lane.
+// mu_c: this lane's columns lane + 32 i. An initial centroid is a query.
 template <class T, int kChunks>
-__device__ __forceinline__ void new_centroids(const WeighArgs& args, const Rows<const T>& queries,
-                                              int problem, int first, int rows,
-                                              float (&mean)[kPair][kChunks]) {
+__device__ __forceinline__ void new_centroid(const WeighArgs& args, const T* query, int problem,
+                                             int c, float (&mean)[kChunks]) {
   const ClusterSums& sums = args.sums;
-  const int lane = threadIdx.x % 32, clusters = sums.shape.clusters;
-  const std::int64_t row = static_cast<std::int64_t>(problem) * clusters + first;
-  const int offset = args.initial ? 0 : sums.offsets[row + problem + min(lane, clusters - first)];
-  int size[kPair];
-#pragma unroll
-  for (int j = 0; j < kPair; ++j) {
-    const int source = __shfl_sync(0xffffffffu, rows, j);
-    const int begin = __shfl_sync(0xffffffffu, offset, j);
-    size[j] = __shfl_sync(0xffffffffu, offset, j + 1) - begin;
-    if (first + j >= clusters) continue;
-    if (!args.initial) {
-      collect_sums(sums, problem, first + j, begin, begin + size[j], mean[j]);
-      continue;
-    }
-    const T* from = queries.row(source);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i)
-      if (lane + 32 * i < sums.width) mean[j][i] = to_float(from[lane + 32 * i]);
+  const int lane = threadIdx.x % 32;
+  const std::int64_t row = static_cast<std::int64_t>(problem) * sums.shape.clusters + c;
+  int size = 0;
+  if (!args.initial) {
+    const int begin = sums.offsets[row + problem];
+    size = sums.offsets[row + problem + 1] - begin;
+    collect_sums(sums, problem, c, begin, begin + size, mean);
   }
 #pragma unroll
-  for (int j = 0; j < kPair; ++j)
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      if (first + j >= clusters || lane + 32 * i >= sums.width) continue;
-      float* stored = args.centroids + (row + j) * sums.width + lane + 32 * i;
-      if (!args.initial)
-        mean[j][i] = size[j] > 0 ? mean[j][i] / static_cast<float>(size[j]) : *stored;
-      *stored = mean[j][i];
-    }
+  for (int i = 0; i < kChunks; ++i) {
+    if (lane + 32 * i >= sums.width) continue;
+    float* stored = args.centroids + row * sums.width + lane + 32 * i;
+    if (args.initial)
+      mean[i] = to_float(query[lane + 32 * i]);
+    else
+      mean[i] = size > 0 ? mean[i] / static_cast<float>(size) : *stored;
+    *stored = mean[i];
+  }
 }
 
 // Writes m'_c, b_c and the norm of a cluster, the last one also beyond the end.
@@ -158,7 +143,7 @@ __device__ __forceinline__ void write_column(const WeighArgs& args, int problem,
                                              const float (&mean)[kChunks],
                                              const float (&reference)[kChunks],
                                              const float (&weighed)[kChunks]) {
-  constexpr int kParts = NearestParts<T>::kParts;
+  constexpr int kParts = kNearestParts<T>;
   using F = Factor<T>;
   const int lane = threadIdx.x % 32, padded = args.table.padded;
   const int copies = c == args.sums.shape.clusters - 1 ? padded - c : 1;
@@ -186,19 +171,18 @@ __device__ __forceinline__ void write_column(const WeighArgs& args, int problem,
   args.table.norms[static_cast<std::int64_t>(problem) * padded + c + lane] = norm;
 }
 
-// A warp for each pair of clusters; blocks work on one problem.
+// A warp for each cluster; blocks work on one problem.
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kWeighThreads)
     weigh_centroids_kernel(WeighArgs args, Tensor4<const T> q, int blocks) {
   await_previous();
   constexpr int kWidth = 32 * kChunks;
   extern __shared__ __align__(128) char shared[];
-  __shared__ float2 deltas[kWeighWarps][kWidth];
+  __shared__ float deltas[kWeighWarps][kWidth];
   const auto* covariance = reinterpret_cast<const float*>(shared);
   const ClusterShape& shape = args.sums.shape;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.sums.width;
-  const int problem = blockIdx.x / blocks;
-  const int first = (blockIdx.x % blocks * kWeighWarps + warp) * kPair;
+  const int problem = blockIdx.x / blocks, c = blockIdx.x % blocks * kWeighWarps + warp;
   const ItemSpan span = shape.q.span(problem / shape.heads);
   if (span.length <= shape.clusters) return;
   const Rows<const T> queries = q.rows(span.batch, problem % shape.heads, span.begin);
@@ -207,41 +191,32 @@ __global__ void __launch_bounds__(kWeighThreads)
   for (int i = 4 * static_cast<int>(threadIdx.x); i < kWidth * kWidth; i += 4 * kWeighThreads)
     cp_async16(shared_address(shared) + 4 * i, from + i, 16);
   cp_async_commit();
-  // Lanes 0 and 1 find the first rows of the two clusters, lane 2 that of cluster 0: the reference.
+  // Lane 0 finds the first row of the cluster, the others that of cluster 0: the reference.
   const RandomStream stream{shape.seed, RandomUse::initial_centroid,
                             static_cast<std::uint32_t>(problem)};
-  const int drawn = lane < kPair ? min(first + lane, shape.clusters - 1) : 0;
-  const int rows = static_cast<int>(random_permutation(stream, static_cast<std::uint32_t>(drawn),
-                                                       static_cast<std::uint32_t>(span.length)));
-  const T* origin = queries.row(__shfl_sync(0xffffffffu, rows, kPair));
-  float mean[kPair][kChunks] = {}, reference[kChunks], weighed[kPair][kChunks] = {};
+  const int drawn = lane == 0 ? min(c, shape.clusters - 1) : 0;
+  const int row = static_cast<int>(random_permutation(stream, static_cast<std::uint32_t>(drawn),
+                                                      static_cast<std::uint32_t>(span.length)));
+  const T* origin = queries.row(__shfl_sync(0xffffffffu, row, 1));
+  const T* query = queries.row(__shfl_sync(0xffffffffu, row, 0));
+  float mean[kChunks] = {}, reference[kChunks], weighed[kChunks] = {};
 #pragma unroll
   for (int i = 0; i < kChunks; ++i)
     reference[i] = lane + 32 * i < width ? to_float(origin[lane + 32 * i]) : 0.0f;
-  if (first < shape.clusters) new_centroids<T, kChunks>(args, queries, problem, first, rows, mean);
+  if (c < shape.clusters) new_centroid(args, query, problem, c, mean);
   cp_async_wait<0>();
   __syncthreads();
-  if (first >= shape.clusters) return;
+  if (c >= shape.clusters) return;
   const float scale = metric_scale(covariance, width, kWidth);
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i)
-    deltas[warp][lane + 32 * i] =
-        make_float2((mean[0][i] - reference[i]) * scale, (mean[1][i] - reference[i]) * scale);
+  for (int i = 0; i < kChunks; ++i) deltas[warp][lane + 32 * i] = (mean[i] - reference[i]) * scale;
   __syncwarp();
 #pragma unroll 8
-  for (int d = 0; d < width; ++d) {
-    const float2 delta = deltas[warp][d];
+  for (int d = 0; d < width; ++d)
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const float value = covariance[d * kWidth + lane + 32 * i];
-      weighed[0][i] = fmaf(value, delta.x, weighed[0][i]);
-      weighed[1][i] = fmaf(value, delta.y, weighed[1][i]);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kPair; ++j)
-    if (first + j < shape.clusters)
-      write_column<T, kChunks>(args, problem, first + j, mean[j], reference, weighed[j]);
+    for (int i = 0; i < kChunks; ++i)
+      weighed[i] = fmaf(covariance[d * kWidth + lane + 32 * i], deltas[warp][d], weighed[i]);
+  write_column<T, kChunks>(args, problem, c, mean, reference, weighed);
 }
 
 // Rows in the table, and of the covariance.
@@ -281,8 +256,7 @@ void key_covariance(const AttentionCall& call, const KeyMetricBuffers& buffers,
 void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool initial,
                      const KeyMetricBuffers& buffers, cudaStream_t stream) {
   const WeighArgs args{sums, initial, buffers.covariance, buffers.centroids, buffers.table};
-  constexpr int kClusters = kWeighWarps * kPair;
-  const int blocks = (sums.shape.clusters + kClusters - 1) / kClusters;
+  const int blocks = (sums.shape.clusters + kWeighWarps - 1) / kWeighWarps;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {

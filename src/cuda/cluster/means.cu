@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Sums and means of the rows of every cluster, in two steps (see sums.h).
+// Sums and means of the rows of every cluster, in two steps (see means.h).
 //
 // cluster_sums: a warp per tile of 32, 128 or 512 slots of the sorted order and head; lanes share a
 //   row, 16 bytes each. Eight warps a block, __launch_bounds__(256, 2), no shared memory.
@@ -7,7 +7,7 @@
 // Preconditions: order and offsets of the rows; any width up to 128 and alignment.
 #include "cuda/cluster/means.h"
 
-#include "cuda/cluster/sums.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/row_chunk.cuh"

@@ -9,6 +9,8 @@
 
 #include "core/arena.h"
 #include "core/call.h"
+#include "cuda/prim/splits.cuh"
+#include "cuda/prim/team.cuh"
 #include "cuda/prim/zero.cuh"
 
 namespace coterie::cuda {
@@ -27,5 +29,66 @@ inline void centroid_means(const AttentionCall& call, const TensorView& order,
                            cudaStream_t stream, const ZeroedWords& zeroed = {}) {
   cluster_sums(call, call.inputs.q, order, offsets, centroids, arena, stream, true, zeroed);
 }
+
+// The first step of sums over clusters, for kernels that do the second themselves.
+//
+// Sums of the rows of every cluster in two steps: warps add up tiles of equal size of the sorted
+// order, then clusters that lie in several tiles collect their parts in tile order.
+
+struct ClusterSums {
+  ClusterShape shape;
+  const std::int32_t *order, *offsets;
+  float* sums;       // (items, H, C, width); where a cluster lies in one tile
+  float* partials;   // (H, tiles, 2, width): first and last cluster of a tile, where they go on
+  int width;         // elements of a row
+  ItemChunks tiles;  // of the query side
+
+  __device__ float* partial(int head, int tile, int which) const {
+    return partials + ((static_cast<std::int64_t>(head) * tiles.slots + tile) * 2 + which) * width;
+  }
+};
+
+// What the first step wrote for a cluster of a problem in slots [begin, end), added up: this lane's
+// columns lane + 32 i. 0 for an empty cluster.
+template <int kColumns>
+__device__ __forceinline__ void collect_sums(const ClusterSums& args, int problem, int c, int begin,
+                                             int end, float (&sum)[kColumns]) {
+  const int lane = threadIdx.x % 32, head = problem % args.shape.heads;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) sum[i] = 0.0f;
+  if (begin == end) return;
+  const int first = begin / args.tiles.chunk, last = (end - 1) / args.tiles.chunk;
+  const int number = args.tiles.first_slot(args.shape.q, problem / args.shape.heads) + first;
+  const float* from =
+      first == last
+          ? args.sums + (static_cast<std::int64_t>(problem) * args.shape.clusters + c) * args.width
+          : args.partial(head, number, begin % args.tiles.chunk != 0);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i)
+    if (lane + 32 * i < args.width) sum[i] = from[lane + 32 * i];
+  // Several loads on their way at a time; zeros change nothing.
+  constexpr int kAhead = 4;
+  from = args.partial(head, number + 1, 0);
+  for (int tile = first + 1; tile <= last; tile += kAhead) {
+    float part[kAhead][kColumns];
+#pragma unroll
+    for (int t = 0; t < kAhead; ++t, from += 2 * args.width)
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        part[t][i] = tile + t <= last && lane + 32 * i < args.width ? from[lane + 32 * i] : 0.0f;
+#pragma unroll
+    for (int t = 0; t < kAhead; ++t)
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sum[i] += part[t][i];
+  }
+}
+
+// Takes `partials` from the arena; null when it only counts.
+ClusterSums make_cluster_sums(Arena& arena, const ClusterShape& shape, const TensorView& x,
+                              const std::int32_t* order, const std::int32_t* offsets, float* sums);
+
+// Writes args.sums and args.partials from the rows of x (B, H, N, width).
+void sum_cluster_tiles(const char* op, const ClusterSums& args, const TensorView& x,
+                       cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT
 // Nearest centroid: argmax_c x . m_c + b_c by tensor cores, scores never stored.
 //
-// A warp holds a tile of rows in registers and meets 8 centroids at a time, from shared memory.
-// nearest.cuh says how the best one is found.
-#include "cuda/cluster/nearest.h"
+// Grid and block: cooperative, one block of 256 threads a multiprocessor; a team of blocks takes an
+// item and head. A warp holds 16 to 64 rows in registers and multiplies them by 16 centroids at a
+// time from shared memory (mma.sync); nearest.cuh says how the best one is found, and the sort
+// comes last. Shared memory: centroids and biases, up to 192 KB; more centroids are read again in
+// every round. Preconditions: the table of key_metric.cu. On Hopper nearest_sm90a.cu serves 16-bit
+// types whose centroids fit; f32 rows are two bf16 parts.
+#include "cuda/cluster/stages.h"
 
 #include "cuda/cluster/nearest.cuh"
 #include "cuda/launch/device.h"
@@ -17,7 +21,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // Tiles of 16 rows of a warp: as many as registers hold.
 template <class T, int kChunks>
-constexpr int kRowTiles = (kChunks <= 2 ? 4 : 2) / NearestParts<T>::kParts;
+constexpr int kRowTiles = (kChunks <= 2 ? 4 : 2) / kNearestParts<T>;
 
 // Best keys of the rows over `columns` centroids.
 template <class T, int kChunks, int kParts, int kMTiles>
@@ -58,7 +62,7 @@ __device__ __forceinline__ void nearest_keys(
 template <class T, int kChunks>
 __device__ void stage_table(const NearestArgs<T>& args, int problem, int first, int columns,
                             uint4* table, float4* bias) {
-  constexpr int kColumnVectors = kChunks * 4 * NearestParts<T>::kParts;  // 16 bytes each
+  constexpr int kColumnVectors = kChunks * 4 * kNearestParts<T>;  // 16 bytes each
   const std::int64_t start = static_cast<std::int64_t>(problem) * args.table.padded + first;
   const auto* from = static_cast<const uint4*>(args.table.columns) + start * kColumnVectors;
   const std::uint32_t to = shared_address(table);
@@ -80,7 +84,7 @@ __device__ __forceinline__ void finish_stage() {
 template <class T, int kChunks>
 __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<const T>& rows,
                             RowRange range, std::int32_t* labels, uint4* table) {
-  constexpr int kMTiles = kRowTiles<T, kChunks>, kParts = NearestParts<T>::kParts;
+  constexpr int kMTiles = kRowTiles<T, kChunks>, kParts = kNearestParts<T>;
   using Tile = RowTile<T, kChunks, kMTiles>;
   const int lane = threadIdx.x % 32, clusters = args.shape.clusters;
   auto* bias = reinterpret_cast<float4*>(table + args.columns * kChunks * 4 * kParts);
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1) nearest_kernel(NearestArgs<T> arg
 
 template <class T, int kChunks>
 void launch(NearestArgs<T> args, cudaStream_t stream) {
-  constexpr int kColumnBytes = kChunks * 64 * NearestParts<T>::kParts + 8;
+  constexpr int kColumnBytes = kChunks * 64 * kNearestParts<T> + 8;
   args.columns = min(min(args.table.padded, kMostColumns), kTableBytes / kColumnBytes / 16 * 16);
   const std::size_t bytes = max(static_cast<std::size_t>(args.columns) * kColumnBytes,
                                 group_shared_bytes(args.shape.clusters, kWarps));
@@ -158,34 +162,23 @@ void launch(NearestArgs<T> args, cudaStream_t stream) {
                            args);
 }
 
-Teams nearest_teams(const ClusterShape& shape, unsigned* arrivals) {
-  return make_teams(shape.problems(), shape.rows, multiprocessors(), arrivals);
-}
-
 }  // namespace
 
-NearestBuffers::NearestBuffers(Arena& arena, const ClusterShape& shape, std::int64_t num_passes)
-    : passes(num_passes) {
-  const Teams sizes = nearest_teams(shape, nullptr);
-  teams = sizes.count;
+NearestPlan::NearestPlan(Arena& arena, const ClusterShape& of, std::int64_t passes)
+    : shape(of), teams(make_teams(of.problems(), of.rows, multiprocessors(), nullptr)) {
   histograms =
-      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(sizes.blocks()) * shape.clusters);
-  zeroed = arena.take<unsigned>(passes * teams);
+      arena.take<std::int32_t>(2 * static_cast<std::int64_t>(teams.blocks()) * shape.clusters);
+  zeroed.count = passes * teams.count;
+  zeroed.data = teams.arrivals = arena.take<unsigned>(zeroed.count);
 }
 
-void nearest_clusters(const AttentionCall& call, const ClusterShape& shape,
-                      const CentroidTable& table, const NearestBuffers& buffers, std::int64_t pass,
-                      const ClusterLists& out, cudaStream_t stream) {
+void nearest_clusters(const AttentionCall& call, const NearestPlan& plan,
+                      const CentroidTable& table, std::int64_t pass, const ClusterLists& out,
+                      cudaStream_t stream) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    NearestArgs<T> args{};
-    args.shape = shape;
-    args.teams = nearest_teams(shape, buffers.zeroed + pass * buffers.teams);
-    args.x = tensor4<const T>(call.inputs.q);
-    args.table = table;
-    args.out = out;
-    args.histograms = buffers.histograms;
-    args.key_scale = 512;
+    NearestArgs<T> args{plan, tensor4<const T>(call.inputs.q), table, out, 0, 0, 512, 0};
+    args.teams.arrivals += pass * plan.teams.count;
     if constexpr (sizeof(T) == 2)
       if (on_hopper() && nearest_sm90a(args, stream)) return;
     dispatch_head_dim(call.op, call.Dk,

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cuda/cluster/group.cuh"
-#include "cuda/cluster/nearest.h"
+#include "cuda/cluster/stages.h"
 #include "cuda/prim/row_fragments.cuh"
 
 namespace coterie::cuda {
@@ -18,13 +18,10 @@ constexpr int kMostColumns = 2048;       // that 9 bits can tell apart: 4 column
 constexpr int kTableBytes = 192 * 1024;  // of the centroids in shared memory
 
 template <class T>
-struct NearestArgs {
-  ClusterShape shape;
-  Teams teams;
+struct NearestArgs : NearestPlan {
   Tensor4<const T> x;
   CentroidTable table;
   ClusterLists out;
-  std::int32_t* histograms;
   int columns;  // centroids in shared memory at a time
   int shared_words;
   unsigned key_scale;  // 512, unknown to the compiler so that it stays a multiply-add
@@ -62,6 +59,17 @@ __device__ __forceinline__ std::uint32_t best_key(std::uint32_t best, float even
     return word;
   };
   return __vimax3_u32(best, key(even, number), key(odd, number - 1));
+}
+
+constexpr int kBiasBytes = 32;  // of a centroid in a table for wgmma: hi, mid, lo, 1, and zeros
+
+// A bias as a sum of three bf16 numbers, to shared memory as narrow_descriptor wants it.
+__device__ __forceinline__ void store_bias(std::uint32_t to, float bias) {
+  Bf16 part[3];
+  split_factor(bias, part);
+  store_shared16(to, make_uint4(pack2<Bf16>(to_float(part[0]), to_float(part[1])),
+                                pack2<Bf16>(to_float(part[2]), 1.0f), 0, 0));
+  store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
 }
 
 struct Point {

@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: MIT
 // nearest.cu by warpgroup products, for 16-bit types and as many centroids as shared memory holds.
-// A warpgroup takes 64 rows, straight from global memory to registers, and meets 128 centroids at a
-// time; while it looks at their scores, others multiply.
+//
+// Grid and block: cooperative, one block of three warpgroups a multiprocessor
+// (__launch_bounds__(384, 1), 168 registers); a team of blocks takes an item and head. A warpgroup
+// takes 64 rows, straight from global memory to registers, and 128 centroids at a time; while it
+// looks at their scores, others multiply. Shared memory: 160 or 288 bytes a centroid, up to 192 KB;
+// the sort uses the same memory. Preconditions: Hopper, all centroids in shared memory, up to 2048
+// of them. Otherwise nearest.cu runs.
 //
 // Rows are read as RowFragments describes: the depths of a product come in another order than in
 // memory. The centroids are put into shared memory in the same order. One more product step adds
@@ -19,8 +24,6 @@ constexpr int kStep = 128;  // centroids at a time; their number in shared memor
 
 template <int kChunks>
 constexpr int kBands = (kChunks + 1) / 2;  // of 64 depths
-
-constexpr int kBiasBytes = 32;  // of a centroid: hi, mid, lo, 1, and zeros
 
 // All centroids of a problem, the last one repeated: 32 depths of one by a thread. Their biases go
 // to `bias`, as narrow_descriptor wants them.
@@ -41,14 +44,9 @@ __device__ void stage_table(const NearestArgs<T>& args, int problem, std::uint32
     store_shared16(band.chunk(column, first + 2), make_uint4(w[0].z, w[1].z, w[2].z, w[3].z));
     store_shared16(band.chunk(column, first + 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
   }
-  for (int i = threadIdx.x; i < args.columns; i += kThreads) {
-    Bf16 part[3];
-    split_factor(args.table.bias[start + min(i, args.table.padded - 1)], part);
-    const std::uint32_t to = bias + i / 8 * (8 * kBiasBytes) + i % 8 * 16;
-    store_shared16(to, make_uint4(pack2<Bf16>(to_float(part[0]), to_float(part[1])),
-                                  pack2<Bf16>(to_float(part[2]), 1.0f), 0, 0));
-    store_shared16(to + 4 * kBiasBytes, make_uint4(0, 0, 0, 0));
-  }
+  for (int i = threadIdx.x; i < args.columns; i += kThreads)
+    store_bias(bias + i / 8 * (8 * kBiasBytes) + i % 8 * 16,
+               args.table.bias[start + min(i, args.table.padded - 1)]);
   fence_async_proxy();
 }
 

@@ -1,144 +1,98 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of attention of lists over lists (lists.h): kernels of backward.h, by
-// mma.sync here, by warpgroup products in backward_sm90a.cu.
-#include <type_traits>
-
-#include "cuda/api/padding.h"
-#include "cuda/launch/device.h"
+// Backward pass of lists by mma.sync (backward_tiles.cuh): every type, width, rule and filter.
 #include "cuda/launch/dispatch.h"
-#include "cuda/lists/backward.h"
-#include "cuda/lists/backward_products.cuh"
 #include "cuda/lists/backward_tiles.cuh"
+#include "cuda/prim/mma.cuh"
 
 namespace coterie::cuda {
 namespace {
 
-// Row statistics and factors of gradients are parts of one form.
-ListForm backward_form(const ListCall& plan, const ListGradients& gradients) {
-  const ListForm form = list_form(plan);
-  const bool factors = gradients.weight.data || plan.head_scale;
-  return form == ListForm::plain && factors ? ListForm::normalised : form;
-}
+// Products by mma.sync: a warp has 16 owned rows, and meets kColumns rows of the other side at a
+// time. GroupProducts of backward_sm90a.cu has the same functions, which only start the work; here
+// it is done when they return.
+template <class Type, int kRowWidth>
+struct WarpProducts {
+  using T = Type;
+  static constexpr int kWidth = kRowWidth;
+  static constexpr bool kFilters = true;                     // and laplace weights
+  static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as registers hold
+  static constexpr int kUnit = 16;                           // rows that are in step
+  static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));
+  // Blocks on a multiprocessor.
+  static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;
+  using Scores =
+      float[kColumns / 2];         // columns 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2): [4 j + e]
+  using Sums = float[kWidth / 2];  // the same
+  using Factor = FragmentA<T>[kColumns / 16];
+  using Matrix = Tile<T, kWidth>;
 
-template <class T>
-ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListCall& plan,
-                                  const ListGradients& gradients) {
-  ListBackwardArgs<T> args{};
-  args.problem = list_problem(call, plan);
-  args.q_tiles = list_tiles(args.problem.q, kListRowBits);
-  args.k_tiles = list_tiles(args.problem.k, kListRowBits);
-  args.q = tensor4<const T>(call.inputs.q);
-  args.k = tensor4<const T>(call.k);
-  args.v = tensor4<const T>(call.inputs.v);
-  args.g = tensor4<const T>(gradients.grad_out);
-  args.weight = gradients.weight;
-  args.lse = gradients.lse;
-  args.delta = gradients.delta;
-  args.weight_scale = std::is_same_v<T, F16> && !args.problem.laplace ? kHalfWeightScale : 1.0f;
-  return args;
-}
+  __device__ static Accumulator& part(float* values, int n) {
+    return *reinterpret_cast<Accumulator*>(values + 8 * n);
+  }
 
-// Whether warpgroup products serve a call: rows can be copied and written 16 bytes at a time and
-// are less than 2 GiB apart; ranks, places and slots are ints there; query heads that share keys
-// share lists.
-template <class T>
-bool takes(const AttentionCall& call, const ListCall& plan, const ListBackwardArgs<T>& args) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 30;
-  const auto near = [](const Tensor4<const T>& rows) {
-    return rows.aligned && rows.row < kMost / 2;
-  };
-  const auto wanted = [](const Tensor4<T>& rows) { return !rows.data || rows.aligned; };
-  const SlotSide& queries = args.problem.q;
-  return sizeof(T) == 2 && on_hopper() && plan.ranges.rule != ListRule::wrap && near(args.q) &&
-         near(args.k) && near(args.v) && near(args.g) && wanted(args.dq.rows) &&
-         wanted(args.dk.rows) && wanted(args.dv.rows) &&
-         (!queries.index || queries.heads / queries.index_heads % args.problem.group == 0) &&
-         call.N * plan.queries.per_row < kMost / 4 && call.S * plan.keys.per_row < kMost / 4 &&
-         list_query_slots(call, plan) < kMost && list_key_slots(call, plan) < kMost &&
-         call.H <= 0xffff && call.B <= 0xffff;
-}
+  // Rows of two tensors, by the 128 threads of a block: ranks from `first` on, `count` of them and
+  // zeros beyond.
+  template <int kRows>
+  __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
+                              int count, const std::int32_t* index) {
+#pragma unroll
+    for (int tensor = 0; tensor < 2; ++tensor)
+      load_tile<kRows, 128>(to[tensor], rows[tensor], first, count, index);
+  }
 
-// Launches a pass's kernels. Warpgroup products serve what is used most; mma.sync the rest, in one
-// form for all.
-template <class T>
-void launch(const ListBackwardArgs<T>& args, ListForm form, bool hopper, const ListKernels& wanted,
-            cudaStream_t stream) {
-  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    if constexpr (sizeof(T) == 2)
-      if (form != ListForm::general && hopper)
-        return launch_lists_sm90a<T, kWidth>(args, form, wanted, stream);
-    if (wanted.queries) launch_list_tiles<WarpProducts<T, kWidth>, false>(args, stream);
-    if (wanted.keys) launch_list_tiles<WarpProducts<T, kWidth>, true>(args, stream);
-  });
-}
+  // s = rows of a, those of this warp, times rows of b, transposed.
+  __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) s[i] = 0.0f;
+    for_depths<T, kWidth / 16>([&](int d) {
+      FragmentA<T> left;
+      load_a(left, a, static_cast<int>(threadIdx.x) / 32 * 16, 16 * d);
+#pragma unroll
+      for (int n = 0; n < kColumns / 16; ++n) {
+        FragmentB<T> right;
+        load_b(right, b, 16 * n, 16 * d);
+        multiply_add(part(s, n), left, right);
+      }
+    });
+  }
+  // sum += p times rows of b.
+  __device__ static void start_sums(Sums& sum, const Factor& p, const Matrix& b) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; ++n)
+#pragma unroll
+      for (int d = 0; d < kWidth / 16; ++d) {
+        FragmentB<T> right;
+        load_b_transposed(right, b, 16 * d, 16 * n);
+        multiply_add(part(sum, d), p[n], right);
+      }
+  }
+  __device__ static void round(FragmentA<T>& factor, Scores& s, int n) {
+    to_fragment(factor, part(s, n));
+  }
 
-template <class T>
-ListSums<T> sums_of(const TensorView& rows, void* slots, bool rounded) {
-  ListSums<T> sums{};
-  if (rows.present()) sums.rows = tensor4<T>(rows);
-  sums.slots = slots;
-  sums.rounded = rounded;
-  return sums;
-}
+  // An element of a matrix in an even column, and the next.
+  __device__ static float2 pair(const Matrix& matrix, int row, int column) {
+    return load_pair<T>(matrix.address(row, column));
+  }
 
+  __device__ static void fence() {}
+  __device__ static void publish() {}
+  template <int kPending>
+  __device__ static void wait() {}
+  template <int kCount>
+  __device__ static void settle(float (&)[kCount]) {}
+};
 }  // namespace
 
-bool lists_backward(const AttentionCall& call, const ListCall& plan, const ListGradients& gradients,
-                    Arena& arena, cudaStream_t stream) {
-  const bool recompute = plan.weighting == ListWeighting::softmax && !gradients.delta.data;
-  const std::int64_t values =
-      gradients.lse.by_slot ? list_query_slots(call, plan) : call.B * call.H * call.N;
-  float* delta = arena.take<float>(recompute ? values : 0);
-  if (arena.counting()) return false;
-  return dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
-    args.dq = sums_of<T>(gradients.dq, gradients.slot_dq, gradients.slots_rounded);
-    args.dk = sums_of<T>(gradients.dk, gradients.slot_dk, gradients.slots_rounded);
-    args.dv = sums_of<T>(gradients.dv, gradients.slot_dv, gradients.slots_rounded);
-    args.normalise = gradients.normalise;
-    args.dq_products = gradients.dq_products;
-    if (recompute) {
-      args.delta_out = delta;
-      args.delta_out_by_slot = gradients.lse.by_slot;
-    }
-    ListKernels wanted;
-    wanted.keys = args.dk.wanted() || args.dv.wanted();
-    wanted.queries = args.dq.wanted() || (wanted.keys && args.delta_out);
-    if (gradients.dq.present())
-      zero_padding(gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
-    if (gradients.dk.present())
-      zero_padding(gradients.dk, call.inputs.k_sequences, call.num_items(), stream);
-    if (gradients.dv.present())
-      zero_padding(gradients.dv, call.inputs.k_sequences, call.num_items(), stream);
-    const ListForm form = backward_form(plan, gradients);
-    const bool hopper = takes(call, plan, args);
-    if constexpr (sizeof(T) == 2) {
-      if (hopper && form != ListForm::general && wanted.queries && takes_whole_lists(args)) {
-        return launch_whole_lists_sm90a(args, gradients.cleared, stream);
-      }
-      if (hopper && form == ListForm::plain && wanted.keys && takes_windows(args)) {
-        launch_windows_sm90a(args, stream);
-        return false;
-      }
-    }
-    launch(args, form, hopper, {wanted.queries, false}, stream);
-    if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};
-    launch(args, form, hopper, {false, wanted.keys}, stream);
-    return false;
+template <class T>
+void launch_list_tiles(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream) {
+  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
+    launch_tiles<WarpProducts<T, decltype(width)::value>>(args, keys, stream);
   });
 }
 
-void lists_delta(const AttentionCall& call, const ListCall& plan, const ListGradients& gradients,
-                 float* delta, cudaStream_t stream) {
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    ListBackwardArgs<T> args = backward_args<T>(call, plan, gradients);
-    args.delta_out = delta;
-    args.delta_out_by_slot = true;
-    launch(args, backward_form(plan, gradients), takes(call, plan, args), {true, false}, stream);
-  });
-}
+template void launch_list_tiles(const ListBackwardArgs<float>&, bool, cudaStream_t);
+template void launch_list_tiles(const ListBackwardArgs<Bf16>&, bool, cudaStream_t);
+template void launch_list_tiles(const ListBackwardArgs<F16>&, bool, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/lists/problem.cuh"
+#include "cuda/lists/plan.h"
 #include "cuda/prim/element.cuh"
 #include "cuda/prim/softmax.cuh"
 
@@ -15,8 +15,6 @@ namespace coterie::cuda {
 // fp16 weights are kept in range by a power of two.
 constexpr int kHalfWeightBits = 8;
 constexpr float kHalfWeightScale = 1 << kHalfWeightBits;
-
-constexpr int kListRows = 64, kListRowBits = 6;  // that a block of tiles owns
 
 // Where gradients of a side go: rows of a tensor, slots, or nowhere.
 template <class T>
@@ -69,28 +67,19 @@ __device__ __forceinline__ float inverse_factor(float inverse) {
   return std::is_same_v<T, F16> && fabsf(inverse - 1000.0f) < 0.01f ? 0.0f : inverse;
 }
 
-struct ListKernels {
-  bool queries, keys;  // which of the two run
-};
-
-// 16-bit types, aligned rows, forms plain and normalised. backward_sm90a.cu
-template <class T, int kWidth>
-void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
-                        cudaStream_t stream);
-
-// Lists that fit a block as a whole, all gradients at once: calls that launch_lists_sm90a would
-// serve, of which this one is taken. Returns whether `cleared` become 0. whole_backward_sm90a.cu
+// Launches, as plans say. The first three are of queries or of keys; the others compute all
+// gradients at once, and are of 16-bit types, as the second and third are.
 template <class T>
-bool takes_whole_lists(const ListBackwardArgs<T>& args);
+void launch_list_tiles(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream);
 template <class T>
-bool launch_whole_lists_sm90a(const ListBackwardArgs<T>& args,
+void launch_wide_tiles_sm90a(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream);
+template <class T>
+void launch_list_stream_sm90a(const ListBackwardArgs<T>& args, const ListBackwardPlan& plan,
+                              bool keys, cudaStream_t stream);
+template <class T>
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ListBackwardPlan& plan,
                               const std::array<TensorView, 3>& cleared, cudaStream_t stream);
-
-// Windows along all rows of an item, all gradients at once: plain calls that launch_lists_sm90a
-// would serve, of which this one is taken. window_backward_sm90a.cu
 template <class T>
-bool takes_windows(const ListBackwardArgs<T>& args);
-template <class T>
-void launch_windows_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream);
+void launch_windows_sm90a(const ListBackwardArgs<T>& args, const WalkCut& cut, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "cuda/lists/backward.h"
-#include "cuda/lists/cut.cuh"
+#include "cuda/lists/stream.cuh"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/mma.cuh"
 #include "cuda/prim/row_chunk.cuh"
@@ -45,15 +45,13 @@ template <ListForm kForm>
 constexpr int kQueryBytes = sizeof(QueryRecord<kForm>) / kStreamRows;
 
 // kKeys: keys are owned.
-constexpr int kBackwardGroups = 2;
 // Short code: what all warps run in turn is more than the instruction caches hold.
 template <ListForm kForm>
 constexpr int kCopyUnroll = kForm == ListForm::plain ? 2 : 1;
 template <ListForm kForm, bool kKeys>
-using BackwardStream =
-    StreamShape<kBackwardGroups, 64, 2, kForm == ListForm::plain && !kKeys ? 9 : 8, 4,
-                kKeys ? kKeyBytes<kForm> : kQueryBytes<kForm>,
-                kKeys ? kQueryBytes<kForm> : kKeyBytes<kForm>>;
+using BackwardStream = StreamShape<kBackwardGroups, 64, 2, backward_ring(kForm, kKeys), 4,
+                                   kKeys ? kKeyBytes<kForm> : kQueryBytes<kForm>,
+                                   kKeys ? kQueryBytes<kForm> : kKeyBytes<kForm>>;
 
 template <ListForm kForm, bool kKeys>
 struct StreamBackwardShape : BackwardStream<kForm, kKeys> {
@@ -94,43 +92,6 @@ __device__ __forceinline__ std::int64_t head_slots(const SlotSide& side) {
 
 // Owned keys are counted by those that are there: more change nothing, as they are not stored.
 constexpr int kAnyKeys = 0x3fffffff;
-
-// `rows` is 0 where there is no step.
-template <class T, bool kKeys>
-__device__ void make_step(const ListBackwardArgs<T>& args, const StepPlace& at, StreamStep& step) {
-  const ListProblem& problem = args.problem;
-  const SlotSide& own_side = kKeys ? problem.k : problem.q;
-  const SlotSide& other_side = kKeys ? problem.q : problem.k;
-  const int head = at.head;
-  const ListTile& tile = at.tile;
-  if (tile.first == kNoRank) return;
-  const ListPair pair = problem.pair(tile.item, kKeys ? head * problem.group : head, tile.list);
-  const SlotList& own = kKeys ? pair.k : pair.q;
-  const SlotList& other = kKeys ? pair.q : pair.k;
-  step.rows = min(own.count - tile.first, kStreamRows);
-  if (step.rows <= 0) return;
-  RankRange range;
-  if constexpr (kKeys)
-    range = problem.queries_of(pair, tile.first, tile.first + step.rows);
-  else
-    range = {problem.range(pair, tile.first).low,
-             problem.range(pair, tile.first + step.rows - 1).high};
-  const int low = range.low / kStreamRows;
-  step.first = tile.first;
-  step.low = low * kStreamRows;
-  step.tiles = max((range.high + kStreamRows - 1) / kStreamRows - low, 0);
-  step.count = other.count;
-  step.shift = pair.shift;
-  step.head = static_cast<std::uint16_t>(head);
-  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
-  step.own_begin = kKeys ? pair.k_span.begin : pair.q_span.begin;
-  step.other_begin = kKeys ? pair.q_span.begin : pair.k_span.begin;
-  step.own_at =
-      own.index ? static_cast<int>(own.index - own_side.index) + tile.first : own.row(tile.first);
-  step.own_slot = static_cast<int>(own.slot_of(tile.first));
-  step.other_at = other.index ? static_cast<int>(other.index - other_side.index) : other.first;
-  step.other_slot = static_cast<int>(other.slot);
-}
 
 // The loading warps.
 template <class T, ListForm kForm, bool kKeys>
@@ -362,43 +323,6 @@ __device__ __forceinline__ void store_owned(const float (&sum)[32], float factor
       if (8 * j + 2 * lane < width)
         store2(slot_of + 8 * j, sum[4 * j] * factor, sum[4 * j + 1] * factor);
   }
-}
-
-// As denormalise of backward_block.cuh, with y = inverse (x - mean) multiplied out, of owned row
-// `own`, whose mean is given: the upper one of a lane's rows, or with kSide = 1 the lower. Rows and
-// sums are 0 beyond their width. Returns g . y.
-template <int kSide, class T>
-__device__ __forceinline__ float denormalise(float (&sum)[32], const Tile<T, 64>& rows, int own,
-                                             const RowStatistics& stats, int width) {
-  float total = 0.0f, along = 0.0f;
-  float2 x[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int column = j * 8 + static_cast<int>(threadIdx.x) % 4 * 2, i = 4 * j + 2 * kSide;
-    x[j] = unpack2<T>(load_shared32(rows.address(own, column)));
-    total += sum[i] + sum[i + 1];
-    along = fmaf(sum[i + 1], x[j].y, fmaf(sum[i], x[j].x, along));
-  }
-  const float share = 1.0f / static_cast<float>(width), mean = stats.mean, inverse = stats.inverse;
-  total = quad_sum(total);
-  const float product = fmaf(-mean, total, quad_sum(along)) * inverse;
-  const float slope = product * share * inverse * inverse;
-  const float shift = fmaf(slope, mean, -total * share * inverse);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int i = 4 * j + 2 * kSide;
-    sum[i] = fmaf(-slope, x[j].x, fmaf(sum[i], inverse, shift));
-    sum[i + 1] = fmaf(-slope, x[j].y, fmaf(sum[i + 1], inverse, shift));
-  }
-  return product;
-}
-// The same of both rows of a lane.
-template <class T>
-__device__ __forceinline__ void denormalise(float (&sum)[32], const Tile<T, 64>& rows,
-                                            const RowStatistics (&stats)[2], int width,
-                                            float (&product)[2]) {
-  product[0] = denormalise<0>(sum, rows, group_row(0), stats[0], width);
-  product[1] = denormalise<1>(sum, rows, group_row(1), stats[1], width);
 }
 
 // A warp's way along the tiles of the ring, as StreamReader, one tile after the other: so that all

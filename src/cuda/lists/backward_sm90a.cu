@@ -7,8 +7,8 @@
 
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
-#include "cuda/lists/backward_products.cuh"
 #include "cuda/lists/backward_tiles.cuh"
+#include "cuda/lists/rows.cuh"
 #include "cuda/prim/bands.cuh"
 
 namespace coterie::cuda {
@@ -213,23 +213,13 @@ struct OwnedQueries {
         [&](auto masked, int block) { weigh16<decltype(masked)::value>(s, block, keys, first); });
   }
 
-  // A first guess of delta, for rows that have none yet and see a key of this tile: the mean of dP
-  // over its keys, by their weights.
+  // For rows that have no delta yet and see a key of this tile.
   __device__ void guess(const float (&s)[32], const float (&d)[32]) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      float sum = 0.0f, weights = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (i / 2 % 2 == side) {
-          sum = fmaf(s[i], d[i], sum);
-          weights += s[i];
-        }
-      sum = quad_sum(sum);
-      weights = quad_sum(weights);
-      if (!open[side] || !(weights > 0.0f)) continue;
-      delta[side] = __fdividef(sum, weights);
-      if constexpr (kForm != ListForm::plain) delta[side] *= weight[side];
+      float mean = 0.0f;
+      if (!guess_delta(s, d, side, mean) || !open[side]) continue;
+      delta[side] = kForm == ListForm::plain ? mean : mean * weight[side];
       open[side] = false;
     }
   }
@@ -377,8 +367,10 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
       }
       if constexpr (kForm != ListForm::plain) {
         if (args.normalise) {
-          const float product = denormalise<0>(slopes, Tile<T, 64>{shape.own(number, 0)}, row,
-                                               record.stats[row], problem.width);
+          const Tile<T, 64> owned{shape.own(number, 0)};
+          const float product = denormalise<0>(
+              slopes, record.stats[row], problem.width,
+              [&](int column) { return unpack2<T>(load_shared32(owned.address(row, column))); });
           if (writes && args.dq_products) args.dq_products[row_base + rows[row]] = product * factor;
         }
       }
@@ -423,32 +415,15 @@ struct GroupProducts {
   __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
                               int count, const std::int32_t* index) {
     static_assert(kRows == 64, "whole matrices");
-    constexpr int kStep = kWarpgroup / 8;              // rows at a time
-    const Rows<const T> both[2] = {rows[0], rows[1]};  // read once, not after every copy
-    const int r = static_cast<int>(threadIdx.x) / 8, chunk = static_cast<int>(threadIdx.x) % 8;
-    std::int64_t row[64 / kStep];
-    bool there[64 / kStep];
-#pragma unroll
-    for (int i = 0; i < 64 / kStep; ++i) there[i] = r + i * kStep < count;
-    if (index) {
-#pragma unroll
-      for (int i = 0; i < 64 / kStep; ++i) row[i] = there[i] ? index[r + i * kStep] : 0;
-    }
 #pragma unroll
     for (int tensor = 0; tensor < 2; ++tensor)
 #pragma unroll
       for (int band = 0; band < Matrix::kCount; ++band) {
-        const Rows<const T>& from = both[tensor];
-        const std::uint32_t target =
-            Tile<T, 64>{to[tensor].base + band * Matrix::kBandBytes}.chunk(r, chunk);
-        const int column = 64 * band + 8 * chunk;
-        const T* source = from.row(first + r) + column;
-#pragma unroll
-        for (int i = 0; i < 64 / kStep; ++i) {
-          if (index) source = from.row(row[i]) + column;
-          cp_async16(target + i * kStep * 128, source, there[i] && column < from.width ? 16 : 0);
-          source += kStep * from.pitch;
-        }
+        const Rows<const T>& from = rows[tensor];
+        load_tile<kRows, kWarpgroup>(
+            Tile<T, 64>{to[tensor].base + band * Matrix::kBandBytes},
+            Rows<const T>{from.data + 64 * band, from.pitch, from.width - 64 * band, true}, first,
+            count, index);
       }
   }
   __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
@@ -490,39 +465,29 @@ struct GroupProducts {
 
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
-// The steps of a block.
-struct StepRun {
-  int heads, of_head;  // all steps, and those of a head
-  int count;           // of a block, at most
-  bool rounds;         // three steps walk over their tiles together
-  bool by_work;        // WorkCut says which
-
-  // Number `place` of a block's, -1 if there is none. In rounds blocks take three at a time, forth
-  // and back, those of the longest ranges first where ranges grow or shrink along a list.
-  __device__ int number(int place, bool keys) const {
-    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    if (!rounds) {
-      const int number = block * count + place;
-      return number < heads * of_head ? number : -1;
-    }
-    const int turn = place / kBackwardGroups,
-              threes = (of_head + kBackwardGroups - 1) / kBackwardGroups;
-    const int three = turn * blocks + (turn % 2 ? blocks - 1 - block : block);
-    const int unit = keys ? three / heads : threes - 1 - three / heads;
-    const int step = unit * kBackwardGroups + place % kBackwardGroups;
-    return three < threes * heads && step < of_head ? three % heads * of_head + step : -1;
-  }
-};
+// Number `place` of a block's steps, -1 if there is none. In rounds blocks take two at a time,
+// forth and back, those of the longest ranges first where ranges grow or shrink along a list.
+template <bool kKeys>
+__device__ int step_number(const StreamRun& run, int place) {
+  if (!run.rounds) return run.in_order(place);
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int turn = place / kBackwardGroups;
+  const int pairs = (run.of_head + kBackwardGroups - 1) / kBackwardGroups;
+  const int pair = turn * blocks + (turn % 2 ? blocks - 1 - block : block);
+  const int unit = kKeys ? pair / run.heads : pairs - 1 - pair / run.heads;
+  const int step = unit * kBackwardGroups + place % kBackwardGroups;
+  return pair < pairs * run.heads && step < run.of_head ? pair % run.heads * run.of_head + step
+                                                        : -1;
+}
 
 template <class T, ListForm kForm, bool kKeys>
 __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1)
-    list_stream_kernel(const __grid_constant__ ListBackwardArgs<T> args,
-                       const __grid_constant__ ListTiles tiles, const StepRun run) {
+    list_stream_kernel(const __grid_constant__ ListBackwardArgs<T> args, const StreamRun run) {
   await_writes();  // first: sums behind this kernel read the slots of tokens early
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const StreamBackwardShape<kForm, kKeys> shape(memory);
-  shape.template init<0>();
+  shape.init();
   static_assert(kCutBytes <= StreamBackwardShape<kForm, kKeys>::kPlanAt, "room to measure lists");
   const ListProblem& problem = args.problem;
   const bool by_work = kForm != ListForm::plain && run.by_work;
@@ -531,8 +496,9 @@ __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1
   const auto make = [&](int place, StreamStep& step) {
     const StepPlace at =
         by_work ? cut.find(place)
-                : numbered_step(kKeys ? problem.k : problem.q, tiles, run.number(place, kKeys));
-    make_step<T, kKeys>(args, at, step);
+                : numbered_step(kKeys ? problem.k : problem.q, kKeys ? args.k_tiles : args.q_tiles,
+                                step_number<kKeys>(run, place));
+    make_step<kKeys>(problem, at, step);
   };
   const StreamPlan plan = plan_steps(shape, count, run.rounds, kKeys ? problem.group : 1, make);
   if (threadIdx.x >= shape.kGroups * kWarpgroup) {
@@ -552,75 +518,42 @@ __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1
   }
 }
 
-// Tiles of the other side that 64 rows meet, at most; for ends, and lists of unknown lengths, what
-// is to be expected.
-std::int64_t span_tiles(const ListProblem& problem, const SlotSide& other) {
-  std::int64_t ranks = other.spans.rows;
-  if (other.layout == ListLayout::residues) ranks = (ranks + other.lists - 1) / other.lists;
-  if (other.layout == ListLayout::members) ranks = other.width;
-  const std::int64_t window = problem.window;
-  if (problem.rule == ListRule::sliding || problem.rule == ListRule::ends)
-    ranks = min(ranks, kStreamRows + window);
-  if (problem.rule == ListRule::blocked)
-    ranks = min(ranks, kStreamRows + window * (1 + problem.before + problem.after));
-  return (ranks + kStreamRows - 1) / kStreamRows;
-}
-
 template <class T, ListForm kForm, bool kKeys>
-void launch_stream(const ListBackwardArgs<T>& args, cudaStream_t stream) {
+void launch(const ListBackwardArgs<T>& args, const StreamRun& run, cudaStream_t stream) {
   using Shape = StreamBackwardShape<kForm, kKeys>;
-  const ListProblem& problem = args.problem;
-  const SlotSide& side = kKeys ? problem.k : problem.q;
-  const ListTiles tiles = list_tiles(side, kStreamBits);
-  if (tiles.total == 0) return;
-  StepRun run{side.heads, tiles.total, 0, false, false};
-  // Steps at work share a ring that holds what they meet, and some tiles on their way.
-  run.rounds = span_tiles(problem, kKeys ? problem.q : problem.k) + 2 > Shape::kRing ||
-               (kKeys && problem.group > 1);
-  const auto split = [](int whole, int parts) { return (whole + parts - 1) / parts; };
-  const int unit = run.rounds ? kBackwardGroups : 1;
-  const int units = run.rounds ? split(tiles.total, unit) * side.heads : tiles.total * side.heads;
-  const int waves = split(units, multiprocessors() * (kStreamPlan / unit));
-  const int of_block = split(units, multiprocessors() * waves);
-  run.count = of_block * unit;
-  const int most = min(multiprocessors() * waves, units);
-  run.by_work = cut_by_work(kForm, problem, side, units, most, run.rounds);
-  const int blocks = run.by_work ? most : split(units, of_block);
-  launch_early("list_stream_kernel", list_stream_kernel<T, kForm, kKeys>,
-               dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kBytes, stream, args,
-               tiles, run);
-}
-
-template <class T, ListForm kForm>
-void launch_form(const ListBackwardArgs<T>& args, const ListKernels& wanted, cudaStream_t stream) {
-  if (wanted.queries) launch_stream<T, kForm, false>(args, stream);
-  if (wanted.keys) launch_stream<T, kForm, true>(args, stream);
+  if (run.blocks > 0)
+    launch_early("list_stream_kernel", list_stream_kernel<T, kForm, kKeys>,
+                 dim3(static_cast<unsigned>(run.blocks)), Shape::kThreads, Shape::kBytes, stream,
+                 args, run);
 }
 
 }  // namespace
 
-template <class T, int kWidth>
-void launch_lists_sm90a(const ListBackwardArgs<T>& args, ListForm form, const ListKernels& wanted,
-                        cudaStream_t stream) {
-  if constexpr (kWidth == 64) {
-    if (form == ListForm::plain)
-      launch_form<T, ListForm::plain>(args, wanted, stream);
-    else
-      launch_form<T, ListForm::normalised>(args, wanted, stream);
-  } else {
-    // Of wide rows one form serves both, for the sake of the time to compile.
-    if (wanted.queries) launch_list_tiles<GroupProducts<T, kWidth>, false>(args, stream);
-    if (wanted.keys) launch_list_tiles<GroupProducts<T, kWidth>, true>(args, stream);
-  }
+template <class T>
+void launch_list_stream_sm90a(const ListBackwardArgs<T>& args, const ListBackwardPlan& plan,
+                              bool keys, cudaStream_t stream) {
+  const bool plain = plan.form == ListForm::plain;
+  if (keys && plain)
+    launch<T, ListForm::plain, true>(args, plan.key_run, stream);
+  else if (keys)
+    launch<T, ListForm::normalised, true>(args, plan.key_run, stream);
+  else if (plain)
+    launch<T, ListForm::plain, false>(args, plan.query_run, stream);
+  else
+    launch<T, ListForm::normalised, false>(args, plan.query_run, stream);
 }
 
-#define COTERIE_INSTANTIATE(T, width)                                              \
-  template void launch_lists_sm90a<T, width>(const ListBackwardArgs<T>&, ListForm, \
-                                             const ListKernels&, cudaStream_t)
-COTERIE_INSTANTIATE(Bf16, 64);
-COTERIE_INSTANTIATE(Bf16, 128);
-COTERIE_INSTANTIATE(F16, 64);
-COTERIE_INSTANTIATE(F16, 128);
+template <class T>
+void launch_wide_tiles_sm90a(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream) {
+  launch_tiles<GroupProducts<T, 128>>(args, keys, stream);
+}
+
+#define COTERIE_INSTANTIATE(T)                                                                \
+  template void launch_list_stream_sm90a(const ListBackwardArgs<T>&, const ListBackwardPlan&, \
+                                         bool, cudaStream_t);                                 \
+  template void launch_wide_tiles_sm90a(const ListBackwardArgs<T>&, bool, cudaStream_t)
+COTERIE_INSTANTIATE(Bf16);
+COTERIE_INSTANTIATE(F16);
 #undef COTERIE_INSTANTIATE
 
 }  // namespace coterie::cuda

@@ -29,12 +29,26 @@
 
 namespace coterie::cuda {
 
+// Two neighbouring elements in shared memory, the first in an even column.
+template <class T>
+__device__ __forceinline__ float2 load_pair(std::uint32_t address) {
+  if constexpr (sizeof(T) == 4) {
+    std::uint32_t low, high;
+    load_shared64(low, high, address);
+    return make_float2(__uint_as_float(low), __uint_as_float(high));
+  } else {
+    const std::uint32_t word = load_shared32(address);
+    return make_float2(to_float(T{static_cast<std::uint16_t>(word)}),
+                       to_float(T{static_cast<std::uint16_t>(word >> 16)}));
+  }
+}
+
 constexpr int kListThreads = 128;
 constexpr int kListStages = 2;
 
 template <class P>
 struct ListBlockShape {
-  static constexpr int kOwnedBytes = kListRows * P::kRowBytes;
+  static constexpr int kOwnedBytes = kStreamRows * P::kRowBytes;
   static constexpr int kTileBytes = P::kColumns * P::kRowBytes;
   static constexpr int kStages = 2 * kOwnedBytes;
   static constexpr int kColumnData = kStages + 2 * kListStages * kTileBytes;
@@ -202,63 +216,6 @@ struct TileWeights {
   }
 };
 
-// A first guess of delta, for rows that have none yet: the mean of dP over the keys of a tile, by
-// their weights. Whether this row has one now.
-template <int kCount>
-__device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const float (&d)[kCount],
-                                            int side, float& delta) {
-  float sum = 0.0f, weight = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (i / 2 % 2 == side) {
-      sum = fmaf(s[i], d[i], sum);
-      weight += s[i];
-    }
-  sum = quad_sum(sum);
-  weight = quad_sum(weight);
-  if (weight > 0.0f) delta = sum / weight;
-  return weight > 0.0f;
-}
-
-// From the gradient g of a normalised row y to that of the row x it was made of, for owned rows
-// that are still in shared memory: inverse (g - mean g - y mean(g y)). Leaves g . y in `product`.
-template <class P>
-__device__ __forceinline__ void denormalise(typename P::Sums& sum, const typename P::Matrix& rows,
-                                            const RowStatistics (&stats)[2], int width,
-                                            float (&product)[2]) {
-  float mean[2] = {0.0f, 0.0f}, share[2];
-  product[0] = product[1] = 0.0f;
-  const auto normalised = [&](int i) {  // i is even: columns i and i + 1 of those a lane holds
-    const int column = i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, side = i / 2 % 2;
-    float2 y = P::pair(rows, lane_row(side), column);
-    y.x = column < width ? (y.x - stats[side].mean) * stats[side].inverse : 0.0f;
-    y.y = column + 1 < width ? (y.y - stats[side].mean) * stats[side].inverse : 0.0f;
-    return y;
-  };
-#pragma unroll
-  for (int i = 0; i < P::kWidth / 2; i += 2) {
-    const float2 y = normalised(i);
-    float &m = mean[i / 2 % 2], &p = product[i / 2 % 2];
-    m += sum[i];
-    m += sum[i + 1];
-    p = fmaf(sum[i], y.x, p);
-    p = fmaf(sum[i + 1], y.y, p);
-  }
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    mean[side] = quad_sum(mean[side]) / static_cast<float>(width);
-    product[side] = quad_sum(product[side]);
-    share[side] = product[side] / static_cast<float>(width);
-  }
-#pragma unroll
-  for (int i = 0; i < P::kWidth / 2; i += 2) {
-    const int side = i / 2 % 2;
-    const float2 y = normalised(i);
-    sum[i] = (sum[i] - mean[side] - y.x * share[side]) * stats[side].inverse;
-    sum[i + 1] = (sum[i + 1] - mean[side] - y.y * share[side]) * stats[side].inverse;
-  }
-}
-
 // Owned rows of sums times a factor, to rows of a tensor or to slots.
 template <class P, class Out>
 __device__ __forceinline__ void store_sums(const typename P::Sums& sum, float factor,
@@ -308,7 +265,8 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   using Weights = TileWeights<P, kKeys>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ListBlock<typename P::T> block;
-  __shared__ RankRange ranges[kListRows];  // of owned queries; keys: from the first to the last end
+  __shared__ RankRange
+      ranges[kStreamRows];  // of owned queries; keys: from the first to the last end
   const ListProblem& problem = args.problem;
   const int own_head = blockIdx.y, heads = kKeys ? problem.group : 1, first_head = own_head * heads;
   ListTile at;
@@ -321,15 +279,15 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   const ListPair& pair = block.pair;
   const SlotList& own_list = kKeys ? pair.k : pair.q;
   const SlotList& other_list = kKeys ? pair.q : pair.k;
-  const int first = block.first, count = min(own_list.count - first, kListRows);
+  const int first = block.first, count = min(own_list.count - first, kStreamRows);
   if (count <= 0) return;
   const std::uint32_t base = shared_address(memory);
   auto* columns =
       reinterpret_cast<typename Weights::Other(*)[P::kColumns]>(memory + S::kColumnData);
 
-  P::template load<kListRows>({S::owned(base, 0), S::owned(base, 1)},
-                              kKeys ? block.keys : block.queries, first, count,
-                              own_list.index_at(first));
+  P::template load<kStreamRows>({S::owned(base, 0), S::owned(base, 1)},
+                                kKeys ? block.keys : block.queries, first, count,
+                                own_list.index_at(first));
   if (!kKeys && threadIdx.x < count) ranges[threadIdx.x] = problem.range(pair, first + threadIdx.x);
   typename Weights::Own own[2];
 #pragma unroll
@@ -462,8 +420,12 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
       stats[0].mean /= static_cast<float>(problem.width);
       stats[1].mean /= static_cast<float>(problem.width);
     }
-    float product[2];
-    denormalise<P>(slopes, S::owned(base, 0), stats, problem.width, product);
+    const auto pair_of = [&](int side) {
+      return
+          [&base, side](int column) { return P::pair(S::owned(base, 0), lane_row(side), column); };
+    };
+    const float product[2] = {denormalise<0>(slopes, stats[0], problem.width, pair_of(0)),
+                              denormalise<1>(slopes, stats[1], problem.width, pair_of(1))};
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int rank = first + lane_row(side);
@@ -483,9 +445,8 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   }
 }
 
-// Queries or keys.
 template <class P, bool kKeys>
-void launch_list_tiles(const ListBackwardArgs<typename P::T>& args, cudaStream_t stream) {
+void launch_tiles(const ListBackwardArgs<typename P::T>& args, cudaStream_t stream) {
   const SlotSide& side = kKeys ? args.problem.k : args.problem.q;
   const dim3 grid(static_cast<unsigned>((kKeys ? args.k_tiles : args.q_tiles).total),
                   static_cast<unsigned>(side.heads));
@@ -493,6 +454,10 @@ void launch_list_tiles(const ListBackwardArgs<typename P::T>& args, cudaStream_t
   using Other = typename TileWeights<P, kKeys>::Other;
   launch_early("list_tile_kernel", list_tile_kernel<P, kKeys>, grid, kListThreads,
                ListBlockShape<P>::template kBytes<Other>, stream, args);
+}
+template <class P>
+void launch_tiles(const ListBackwardArgs<typename P::T>& args, bool keys, cudaStream_t stream) {
+  keys ? launch_tiles<P, true>(args, stream) : launch_tiles<P, false>(args, stream);
 }
 
 }  // namespace coterie::cuda

@@ -7,27 +7,22 @@
 // them sees. Warps leave out what none of their queries sees, and mask what not all of them do.
 #include <cstdint>
 
-#include "cuda/api/padding.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
-#include "cuda/lists/forward.cuh"
-#include "cuda/lists/lists.h"
+#include "cuda/lists/forward.h"
 #include "cuda/lists/rows.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
+namespace {
 
-// Forward pass of attention over lists by mma.sync: the tiles of a block and the queries of a warp
-// (forward.cu).
-
-constexpr int kForwardThreads = 128, kForwardRowBits = 7, kForwardRows = 1 << kForwardRowBits,
-              kForwardKeys = 64;
+constexpr int kForwardThreads = 128, kForwardRows = 1 << kForwardTileBits, kForwardKeys = 64;
 
 // What scores need to know of a query.
 struct QueryFacts {
-  float mean, inverse;  // mean times the row's width
+  float mean, inverse;  // mean times the row's width; the sign of the scale is in the inverse
   QueryFilter filter;
 
   __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
@@ -37,9 +32,9 @@ struct QueryFacts {
       const RowStatistics own =
           problem.q_stats[ListProblem::row_base(problem.q, pair.q_span, head) + pair.q.row(rank)];
       mean = own.mean * static_cast<float>(problem.width);
-      if (problem.score_scale(head) < 0.0f) mean = -mean;  // as that of the negated row
       inverse = own.inverse;
     }
+    if (problem.score_scale(head) < 0.0f) inverse = -inverse;  // weights take the scale's size
     filter = QueryFilter(problem, pair, head, rank);
   }
 };
@@ -67,15 +62,6 @@ struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
                                              list.index_at(begin));
     cp_async_commit();
   }
-
-  // Scores of scales below 0 are those of the negated rows. By all threads, between barriers.
-  __device__ void negate_queries() const {
-    constexpr std::uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
-    for (int word = threadIdx.x; word < this->kQueryBytes / 4; word += kForwardThreads) {
-      const std::uint32_t at = this->queries.base + 4 * word;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(load_shared32(at) ^ kSigns) : "memory");
-    }
-  }
 };
 
 // A warp's 32 queries: 2 x 16, of which a lane holds [m][half].
@@ -85,7 +71,7 @@ struct ForwardRows {
 
   QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
   RankRange range[2][2];
-  RankRange seen, shared;  // by any, and by all of the warp's queries
+  RankRange seen;  // by any of the warp's queries
   QueryFacts facts[2][2];
   RowSoftmax softmax[2][2];
   Accumulator out[2][kDim / 16] = {};
@@ -108,28 +94,22 @@ struct ForwardRows {
         softmax[m][half] = {kLowestShift, 0.0f};
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
-    shared = {__shfl_sync(~0u, range[1][1].low, 31), __shfl_sync(~0u, range[0][0].high, 0)};
   }
 
-  // -inf for what is out of sight of keys begin .. begin + 16 kBlock - 1.
-  __device__ void mask(Accumulator (&s)[kBlock][2], int begin) const {
-#pragma unroll
-    for (int i = 0; i < 16 * kBlock; ++i) {
-      const int m = i / 8 % 2, half = i / 2 % 2;
-      const int key = begin + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      if (key < range[m][half].low || key >= range[m][half].high)
-        s[i / 16][m][i / 4 % 2][i % 4] = -INFINITY;
-    }
-  }
-
+  // Products become scores, -inf for keys out of sight.
   __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
-                                const ListKey* keys, int column) const {
+                                const ListKey* keys) const {
 #pragma unroll
-    for (int i = 0; i < 16 * kBlock; ++i) {
-      const int m = i / 8 % 2, half = i / 2 % 2;
-      const int key = column + i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float& score = s[i / 16][m][i / 4 % 2][i % 4];
-      if (score != -INFINITY) score = finished_score(problem, score, facts[m][half], keys[key]);
+    for (int column = 0; column < 4 * kBlock; ++column) {  // of this lane
+      const int b = column / 4, n = column / 2 % 2, e = column % 2;
+      const ListKey key = keys[16 * b + 8 * n + threadIdx.x % 4 * 2 + e];
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+        const int m = row / 2, half = row % 2;
+        const bool seen = key.rank >= range[m][half].low && key.rank < range[m][half].high;
+        float& score = s[b][m][n][2 * half + e];
+        score = seen ? finished_score(problem, score, facts[m][half], key) : -INFINITY;
+      }
     }
   }
 
@@ -175,8 +155,7 @@ struct ForwardRows {
     Accumulator s[kBlock][2];
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
-    if (first < shared.low || first + 16 * kBlock > shared.high) mask(s, first);
-    finish_scores(problem, s, key_facts, column);
+    finish_scores(problem, s, key_facts + column);
     if (problem.laplace) {
 #pragma unroll
       for (int i = 0; i < 16 * kBlock; ++i) {
@@ -230,30 +209,6 @@ __device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair
     args.lse[pair.q.slot_of(rank)] = -INFINITY;
 }
 
-static std::int64_t list_slots(const ListSide& side, std::int64_t lists, std::int64_t items,
-                               std::int64_t batches, std::int64_t heads, std::int64_t rows) {
-  switch (side.layout) {
-    case ListLayout::runs:
-      return batches * heads * rows * side.per_row;
-    case ListLayout::members:
-      return items * heads * lists * side.width;
-    case ListLayout::rounds:
-      return batches * heads * lists * rows;
-    default:
-      return batches * heads * rows;
-  }
-}
-
-std::int64_t list_query_slots(const AttentionCall& call, const ListCall& plan) {
-  return list_slots(plan.queries, plan.lists, call.num_items(), call.B, call.H, call.N);
-}
-
-std::int64_t list_key_slots(const AttentionCall& call, const ListCall& plan) {
-  return list_slots(plan.keys, plan.lists, call.num_items(), call.B, call.key_heads, call.S);
-}
-
-namespace {
-
 template <class T, int kDim>
 __global__ void __launch_bounds__(kForwardThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
@@ -298,10 +253,6 @@ __global__ void __launch_bounds__(kForwardThreads)
   const float scale = problem.score_scale(head);
   cp_async_wait<0>();
   __syncthreads();
-  if (scale < 0.0f) {
-    tiles.negate_queries();
-    __syncthreads();
-  }
   rows.queries.load(tiles.queries, threadIdx.x / 32 * 32);
   for (int from = begin, stage = 0; from < end; from += kForwardKeys, stage ^= 1) {
     cp_async_wait<0>();
@@ -316,50 +267,23 @@ __global__ void __launch_bounds__(kForwardThreads)
   rows.write(args, pair, head, tile.first);
 }
 
-template <class T, int kDim>
-void launch(const ListForwardArgs<T>& args, cudaStream_t stream) {
-  constexpr int kBytes = ForwardTiles<T, kDim>::kBytes;
-  const auto kernel = list_forward_kernel<T, kDim>;
-  allow_shared_memory(kernel, kBytes);
-  const dim3 grid(static_cast<unsigned>(args.tiles.total),
-                  static_cast<unsigned>(args.problem.q.heads));
-  kernel<<<grid, kForwardThreads, kBytes, stream>>>(args);
-  COTERIE_LAUNCH("list_forward");
-}
-
-void write_padding(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
-                   cudaStream_t stream) {
-  const Sequences& sequences = call.inputs.q_sequences;
-  const bool by_row = !outputs.slot_rows;
-  if (by_row) zero_padding(outputs.out, sequences, call.num_items(), stream);
-  if (outputs.lse && (by_row || plan.queries.layout == ListLayout::rounds))
-    fill_padding(outputs.lse, call.B, by_row ? call.H : call.H * plan.lists, call.N, sequences,
-                 call.num_items(), -INFINITY, stream);
-}
-
 }  // namespace
 
-void lists_forward(const AttentionCall& call, const ListCall& plan, const ListOutputs& outputs,
-                   cudaStream_t stream) {
-  write_padding(call, plan, outputs, stream);
-  const ListProblem problem = list_problem(call, plan);
-  const ListTiles tiles = list_tiles(problem.q, kForwardRowBits);
-  if (call.num_items() == 0 || call.N == 0 || call.H == 0 || tiles.total == 0) return;
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const ListForwardArgs<T> args{problem,
-                                  tiles,
-                                  tensor4<const T>(call.inputs.q),
-                                  tensor4<const T>(call.k),
-                                  tensor4<const T>(call.inputs.v),
-                                  outputs.out.present() ? tensor4<T>(outputs.out) : Tensor4<T>{},
-                                  static_cast<T*>(outputs.slot_rows),
-                                  outputs.lse};
-    if constexpr (sizeof(T) == 2)
-      if (list_forward_sm90a(call, plan, args, stream)) return;
-    dispatch_head_dim(call.op, call.Dk,
-                      [&](auto width) { launch<T, decltype(width)::value>(args, stream); });
+template <class T>
+void launch_list_forward(const ListForwardArgs<T>& args, cudaStream_t stream) {
+  dispatch_head_dim("lists", args.problem.width, [&](auto width) {
+    constexpr int kDim = decltype(width)::value, kBytes = ForwardTiles<T, kDim>::kBytes;
+    const auto kernel = list_forward_kernel<T, kDim>;
+    allow_shared_memory(kernel, kBytes);
+    const dim3 grid(static_cast<unsigned>(args.tiles.total),
+                    static_cast<unsigned>(args.problem.q.heads));
+    kernel<<<grid, kForwardThreads, kBytes, stream>>>(args);
+    COTERIE_LAUNCH("list_forward");
   });
 }
+
+template void launch_list_forward(const ListForwardArgs<float>&, cudaStream_t);
+template void launch_list_forward(const ListForwardArgs<Bf16>&, cudaStream_t);
+template void launch_list_forward(const ListForwardArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -1,27 +1,415 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of attention over lists on Hopper: a stream of steps (stream.cuh) whose owned
 // rows are queries, with outputs in registers.
+#include <cmath>
 #include <cstdint>
 
 #include "cuda/launch/device.h"
 #include "cuda/launch/launch.h"
-#include "cuda/lists/cut.cuh"
-#include "cuda/lists/stream_rows.cuh"
+#include "cuda/lists/forward.h"
+#include "cuda/lists/rows.cuh"
+#include "cuda/lists/stream.cuh"
+#include "cuda/prim/bands.cuh"
 #include "cuda/prim/dependent.cuh"
-#include "cuda/prim/warp.cuh"
+#include "cuda/prim/mma.cuh"
+#include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 namespace {
 
+// Columns of a tile of scores or weights, 64 by 64, in the registers of a warpgroup: a thread has
+// columns 8 j + 2 (l%4) + {0, 1} of two rows, 16 of each. Numbers and bits below are of these 16.
+
+// How many are below `column` of the tile.
+__device__ __forceinline__ int columns_below(int column) {
+  const int own = min(max(column - static_cast<int>(threadIdx.x) % 4 * 2, 0), kStreamRows);
+  return own / 8 * 2 + min(own % 8, 2);
+}
+// A bit for each that is not; the bits above the 16th do not count.
+__device__ __forceinline__ std::uint32_t columns_from(int column) {
+  return ~0u << columns_below(column);
+}
+
+// -inf for scores of a row whose bit is 0.
+__device__ __forceinline__ void mask_columns(float (&s)[32], int half, std::uint32_t seen) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float& score = s[i / 2 * 4 + 2 * half + i % 2];
+    score = seen >> i & 1 ? score : -INFINITY;
+  }
+}
+// Scores of another tile where the bit is 0.
+__device__ __forceinline__ void replace_columns(float (&s)[32], const float (&other)[32], int half,
+                                                std::uint32_t own) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int at = i / 2 * 4 + 2 * half + i % 2;
+    s[at] = own >> i & 1 ? s[at] : other[at];
+  }
+}
+// Weights of a row, packed: the first `count` go to `other` and leave 0 behind.
+__device__ __forceinline__ void split_columns(std::uint32_t (&p)[4][4],
+                                              std::uint32_t (&other)[4][4], int half, int count) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    std::uint32_t& word = p[j / 2][half + j % 2 * 2];
+    std::uint32_t own;  // 0 where it is shifted by 32 bits or more
+    asm("shl.b32 %0, %1, %2;" : "=r"(own) : "r"(~0u), "r"(max(16 * count - 32 * j, 0)));
+    other[j / 2][half + j % 2 * 2] = word & ~own;
+    word &= own;
+  }
+}
+
+// What the warpgroup products of the forward pass over a stream (stream.cuh) multiply.
+
+// A lane's part of ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at a
+// multiple of 1024): the first 16 columns; others are those at ^ 32 bytes.
+__device__ __forceinline__ std::uint32_t matrix_lane() {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane % 16;
+  return row * 128 + ((lane / 16 ^ lane % 8) << 4);
+}
+// A tile of keys or values in the ring, as right factor: the low word of its descriptor. What is
+// the same for a warp and known to be stays in uniform registers.
+template <class T, int kDim>
+struct RingTile {
+  static constexpr int kBand = kStreamRows * 128 / 16;
+  std::uint32_t low;
+
+  __device__ std::uint64_t at(int offset) const {
+    return static_cast<std::uint64_t>(0x40000040u) << 32 | (low + offset);
+  }
+  __device__ std::uint64_t by_columns(int d) const { return at(d / 4 * kBand + d % 4 * 2); }
+  __device__ std::uint64_t by_rows(int k, int band) const { return at(k * 128 + band * kBand); }
+
+  // The values beside a tile of keys.
+  __device__ RingTile values() const { return {low + kDim / 64 * kBand}; }
+
+  // Starts out = (kAdd 0) or += (1) p times the values of this tile.
+  template <int kAdd>
+  __device__ void add_products(float (&out)[kDim / 64][32], const std::uint32_t (&p)[4][4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int band = 0; band < kDim / 64; ++band)
+        wgmma_step<T, 1>(kAdd + k, out[band], p[k], by_rows(k, band));
+  }
+};
+
+// The queries of a step, as left factors: in registers where there are enough, which leaves more of
+// shared memory's time to the keys.
+template <class T, int kDim>
+struct StepQueries {
+  static constexpr bool kHeld = kDim == 64;
+  std::uint32_t a[kHeld ? kDim / 16 : 1][4];
+  Bands<T, kDim, kStreamRows> tile;
+
+  // Those of a step; `negated` where their scores are to be, and they are held.
+  __device__ void load(std::uint32_t address, bool negated) {
+    tile.base = address;
+    if constexpr (kHeld) {
+      const std::uint32_t from = address + matrix_lane();
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) ldmatrix_x4(a[d], from ^ d * 32);
+      if (negated) {
+#pragma unroll
+        for (int i = 0; i < kDim / 4; ++i) a[i / 4][i % 4] ^= 0x80008000u;
+      }
+    }
+  }
+  // Starts the scores of a tile of keys.
+  __device__ void scores(float (&s)[32], const RingTile<T, kDim>& keys) const {
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d)
+      if constexpr (kHeld)
+        wgmma_step<T, 0>(d, s, a[d], keys.by_columns(d));
+      else
+        wgmma_step<T, 0>(d, s, tile.by_columns(0, d), keys.by_columns(d));
+  }
+};
+
+// Of a query: which keys it sees, and what its scores are made of.
+struct alignas(16) QueryFact {
+  RankRange range;
+  float exponent;  // of its scores, base 2; below 0: of the negated ones
+  float mean;      // times the row's width
+};
+struct QueryTileFacts {
+  QueryFact facts[kStreamRows];
+  int row[kStreamRows];  // where its output goes; below 0: nowhere
+  void* out;             // row 0
+  float* lse;            // of it; null: not wanted
+};
+
+// A lane's part of reading rows back that matrix_lane() wrote, eight lanes a row: rows 4 on are 512
+// bytes further, and every second four ^ 64.
+__device__ __forceinline__ std::uint32_t row_lane() {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
+  return row * 128 + ((lane % 8 ^ lane / 8) << 4);
+}
+
+// The two queries of a thread.
+template <class T, int kDim, ListForm kForm>
+struct GroupRows {
+  RankRange shared;  // keys that all of the warp's queries see
+  RowSoftmax softmax[2];
+  float exponent[2], mean[2];
+  bool negative, opening;  // opening: there may be rows that have seen no key yet
+  bool rounded;            // there are rows whose scores are scaled before they are weighed
+  float out[kDim / 64][32];
+
+  __device__ void start(const QueryTileFacts& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const QueryFact own = tile.facts[group_row(half)];
+      negative = own.exponent < 0.0f;
+      exponent[half] = fabsf(own.exponent);
+      mean[half] = negative && StepQueries<T, kDim>::kHeld ? -own.mean : own.mean;
+      softmax[half] = {kLowestShift, 0.0f};
+    }
+    opening = true;
+    rounded = false;
+    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    const RankRange first = tile.facts[warp].range, last = tile.facts[warp + 15].range;
+    shared = {last.low, first.high};
+  }
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
+  }
+
+  // Products of the rows as they are become scores, up to exponents. Once for a tile.
+  __device__ void finish(const ListProblem& problem, float (&s)[32], const RowStatistics* keys,
+                         const QueryTileFacts& tile) const {
+    if constexpr (kForm == ListForm::normalised) {
+      if (problem.k_stats) {
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+          const float4 two =  // mean and inverse, of two keys
+              *reinterpret_cast<const float4*>(keys + i * 2 + threadIdx.x % 4 * 2);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            s[i + 2 * half] = fmaf(-mean[half], two.x, s[i + 2 * half]) * two.y;
+            s[i + 2 * half + 1] = fmaf(-mean[half], two.z, s[i + 2 * half + 1]) * two.w;
+          }
+        }
+      }
+    }
+    if (!StepQueries<T, kDim>::kHeld && negative) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] = -s[i];
+    }
+    if (rounded) {  // by 1 where exponents are still to come
+      const float factor[2] = {fabsf(tile.facts[group_row(0)].exponent) / exponent[0],
+                               fabsf(tile.facts[group_row(1)].exponent) / exponent[1]};
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] *= factor[i / 2 % 2];
+    }
+  }
+  // A shift beyond 2^24 is rounded to a multiple of 2 or more, while weigh() does not round its
+  // products: the largest weight would be far from 1, and would stay there. Scores of such rows are
+  // scaled, and rounded as their shift was, from this tile on.
+  __device__ void round_far_rows(float (&s)[32]) {
+    const auto far = [&](int half) {
+      return fabsf(softmax[half].shift) > 0x1p24f && !fresh(half) && exponent[half] != 1.0f;
+    };
+    if (!__any_sync(~0u, far(0) || far(1))) return;
+    rounded = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = far(half) ? exponent[half] : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
+      if (far(half)) exponent[half] = 1.0f;
+    }
+  }
+
+  // -inf for what is out of sight of the keys from rank `begin` on.
+  __device__ static void mask(float (&s)[32], int begin, const QueryTileFacts& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RankRange range = tile.facts[group_row(half)].range;
+      mask_columns(s, half, columns_from(range.low - begin) & ~columns_from(range.high - begin));
+    }
+  }
+
+  // The largest score of this thread in a row; four chains, which do not wait for each other.
+  __device__ static float largest(const float (&s)[32], int half) {
+    float top[4];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float score = s[i / 2 * 4 + 2 * half + i % 2];
+      top[i % 4] = i < 4 ? score : fmaxf(top[i % 4], score);
+    }
+    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+  }
+
+  // This row has seen no key yet.
+  __device__ bool fresh(int half) const { return softmax[half].shift == kLowestShift; }
+  // The shifts of the rows that see their first keys.
+  __device__ void begin_rows(const float (&s)[32]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = quad_max(largest(s, half)) * exponent[half];
+      if (fresh(half)) softmax[half].shift = fmaxf(top, kLowestShift);
+    }
+  }
+  // The shifts of the rows that are `due` follow their scores, of this tile on; what they have is
+  // scaled by rescale(), which costs others a multiplication by 1.
+  __device__ void raise(const float (&s)[32], const bool (&due)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = quad_max(largest(s, half)), old = softmax[half].shift;
+      if (due[half]) softmax[half].shift = fmaxf(old, top * exponent[half]);
+      const float factor = exp2_approximate(old - softmax[half].shift);
+      softmax[half].sum *= factor;
+#pragma unroll
+      for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
+    }
+  }
+
+  // Weights of 64 keys, packed, and their sums.
+  __device__ void weigh(const float (&s)[32], std::uint32_t (&p)[4][4], float (&sum)[2]) const {
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int half = i % 2;
+      const float first = exp2_approximate(fmaf(s[2 * i], exponent[half], -softmax[half].shift));
+      const float second =
+          exp2_approximate(fmaf(s[2 * i + 1], exponent[half], -softmax[half].shift));
+      sum[half] = sum[half] + first + second;
+      p[i / 4][i % 4] = pack2<T>(first, second);
+    }
+  }
+
+  // Before scores of the 64 keys from rank `begin` on are weighed. The first keys that a row sees
+  // set its shift.
+  __device__ void prepare(float (&s)[32], int begin, const QueryTileFacts& tile) {
+    const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
+    if (cut) mask(s, begin, tile);
+    if (opening) {
+      if (__any_sync(~0u, fresh(0) || fresh(1))) {
+        begin_rows(s);
+        round_far_rows(s);
+      }
+      opening = cut;
+    }
+  }
+  // Scores become weights. True: some are large, which their sums tell; shifts were raised to the
+  // largest scores, and the scores are to be weighed again: none is large then.
+  __device__ bool overflows(float (&s)[32], std::uint32_t (&p)[4][4]) {
+    constexpr float kLarge = 1024.0f;
+    float sum[2];
+    weigh(s, p, sum);
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kLarge)) {
+      const bool due[2] = {quad_max(sum[0]) > kLarge, quad_max(sum[1]) > kLarge};
+      raise(s, due);
+      round_far_rows(s);
+      return true;
+    }
+    softmax[0].sum += sum[0];
+    softmax[1].sum += sum[1];
+    return false;
+  }
+
+  // Scores of the keys from rank `begin` on and of those `distance` further, of which no row sees
+  // the same column, become those of one tile, the first of the step.
+  __device__ void fold(float (&s)[32], const float (&far)[32], int begin, int distance,
+                       const QueryTileFacts& tile) {
+    bool full = true;  // every column is seen, of one or the other
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RankRange range = tile.facts[group_row(half)].range;
+      replace_columns(s, far, half, columns_from(range.low - begin));
+      full = full && range.high >= begin + kStreamRows &&
+             range.high - max(range.low, begin) >= distance;
+    }
+    opening = !__all_sync(~0u, full);
+    if (opening) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const RankRange range = tile.facts[group_row(half)].range;
+        const std::uint32_t near = columns_from(range.low - begin);
+        mask_columns(s, half,
+                     (near & ~columns_from(range.high - begin)) |
+                         (~near & ~columns_from(range.high - begin - distance)));
+      }
+    }
+    begin_rows(s);
+    round_far_rows(s);
+  }
+  // Scores of the tile that set the shifts become weights: none is above 1.
+  __device__ void weigh_first(const float (&s)[32], std::uint32_t (&p)[4][4]) {
+    float sum[2];
+    weigh(s, p, sum);
+    softmax[0].sum = sum[0];
+    softmax[1].sum = sum[1];
+  }
+  // Weights of the keys further away, of a folded tile, go to `far`.
+  __device__ static void split(std::uint32_t (&p)[4][4], std::uint32_t (&far)[4][4], int begin,
+                               const QueryTileFacts& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      split_columns(p, far, half, columns_below(tile.facts[group_row(half)].range.low - begin));
+  }
+
+  __device__ void settle() {
+#pragma unroll
+    for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
+  }
+
+  // Outputs go through `stage`, 64 rows of shared memory of which a warp uses its own 16, and leave
+  // as whole rows.
+  __device__ void write(const ListForwardArgs<T>& args, const QueryTileFacts& tile,
+                        std::uint32_t stage) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
+    int number[4];  // rows of this lane when they leave
+#pragma unroll
+    for (int i = 0; i < 4; ++i) number[i] = tile.row[(group_row(0) & ~15) + 4 * i + lane / 8];
+    T* base = static_cast<T*>(tile.out) + lane % 8 * 8;
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile.row[group_row(half)];
+      const float sum = quad_sum(softmax[half].sum);
+      if (tile.lse && threadIdx.x % 4 == 0 && row >= 0)
+        store_global(tile.lse + row, (softmax[half].shift + log2_approximate(sum)) * kLn2);
+      factor[half] = sum == 0.0f ? 0.0f : reciprocal_approximate(sum);
+    }
+    const std::uint32_t to = stage + matrix_lane();
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      std::uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = d % 4 * 8 + 2 * i;
+        word[i] = pack2<T>(out[d / 4][at] * factor[i % 2], out[d / 4][at + 1] * factor[i % 2]);
+      }
+      stmatrix_x4((to ^ d % 4 * 32) + d / 4 * kStreamRows * 128, word);
+    }
+    __syncwarp();
+    const std::uint32_t from = stage + row_lane();
+    const auto pitch = static_cast<std::uint32_t>(args.slot_rows ? width : args.out.row) * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      T* target = row_at(base, number[i], pitch);
+#pragma unroll
+      for (int band = 0; band < kDim / 64; ++band) {
+        uint4 word;
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "r"((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128)
+                     : "memory");
+        if (number[i] >= 0 && 64 * band + lane % 8 * 8 < width)
+          store_global(target + 64 * band, word);
+      }
+    }
+  }
+};
+
 // The stream of steps (stream.cuh) of the forward pass, whose owned rows are queries: how it
 // is planned and loaded.
-
-constexpr int kForwardGroups = 3;  // warpgroups that compute
-
-template <int kDim, ListForm kForm>
-constexpr int kForwardRing = kDim == 128                ? 5
-                             : kForm == ListForm::plain ? 10
-                                                        : 9;
 
 // Of the loops that copy rows: the longer code of statistics must fit into the instruction caches.
 template <int kDim, ListForm kForm>
@@ -29,7 +417,7 @@ constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kS
 
 template <int kDim, ListForm kForm>
 using ForwardStream =
-    StreamShape<kForwardGroups, kDim, 1, kForwardRing<kDim, kForm>, kDim == 64 ? 6 : 3,
+    StreamShape<kForwardGroups, kDim, 1, forward_ring(kDim, kForm), kDim == 64 ? 6 : 3,
                 (sizeof(QueryTileFacts) + kStreamRows - 1) / kStreamRows,
                 kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
@@ -49,85 +437,16 @@ struct ForwardShape : ForwardStream<kDim, kForm> {
 template <class T>
 __device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace& at,
                                 StreamStep& step) {
-  const ListProblem& problem = args.problem;
-  const int head = at.head;
-  const ListTile& tile = at.tile;
-  if (tile.first == kNoRank) return;
-  const ListPair pair = problem.pair(tile.item, head, tile.list);
-  step.rows = min(pair.q.count - tile.first, kStreamRows);
+  make_step<false>(args.problem, at, step);
   // Members of a list end before its last slot: the log-sum-exps of empty slots.
-  if (problem.q.layout == ListLayout::members && args.slot_rows && args.lse)
-    for (int rank = tile.first + max(step.rows, 0);
-         rank < min(tile.first + kStreamRows, problem.q.width); ++rank)
-      args.lse[pair.q.slot_of(rank)] = -INFINITY;
-  if (step.rows <= 0) return;
-  const int low = problem.range(pair, tile.first).low / kStreamRows;
-  const int high = problem.range(pair, tile.first + step.rows - 1).high;
-  step.first = tile.first;
-  step.low = low * kStreamRows;
-  step.tiles = (high + kStreamRows - 1) / kStreamRows - low;
-  step.count = pair.k.count;
-  step.shift = pair.shift;
-  step.head = static_cast<std::uint16_t>(head);
-  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
-  step.own_begin = pair.q_span.begin;
-  step.other_begin = pair.k_span.begin;
-  step.own_at = pair.q.index ? static_cast<int>(pair.q.index - problem.q.index) + tile.first
-                             : pair.q.row(tile.first);
-  step.own_slot = static_cast<int>(pair.q.slot_of(tile.first));
-  step.other_at = pair.k.index ? static_cast<int>(pair.k.index - problem.k.index) : pair.k.first;
-}
-
-constexpr int kForwardLookers = 4;  // all loading warps
-
-// As load_steps, but all warps wait for every place, so that tiles are fetched in the order of
-// their need: where rows lie far apart (strided lists, 128 elements) that takes a tenth less time.
-// A wait by parity must not miss a phase. So a warp that has seen a place free arrives at its
-// barrier: the next phase ends only when all four have looked, however quickly steps without keys
-// are loaded by others and released.
-template <class Shape, class Own, class Tile>
-__device__ void load_steps_in_order(const Shape& shape, const StreamPlan& plan, bool rounds,
-                                    const Own& own, const Tile& tile) {
-  static_assert(Shape::kRing >= 4 && Shape::kSlots >= Shape::kGroups, "room for a round");
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  // Steps of a round need all their owned rows before the first tile is done with.
-  const int ahead = rounds ? Shape::kGroups : 1;
-  int next = 0, owned = 0, turn = 0;
-  const auto mine = [&] { return turn++ % 4 == warp; };
-#pragma unroll 1
-  for (int number = 0; number < plan.steps; ++number) {
-    const StreamStep& step = shape.plan()[number];
-#pragma unroll 1
-    for (; owned < min(number + ahead, plan.steps); ++owned) {
-      const auto ready = [&] {
-        shape.wait_place(owned);
-        mbarrier_arrive_warp(shape.own_empty(owned));
-      };
-      if (!mine()) {
-        ready();
-        continue;
-      }
-      own(owned, shape.plan()[owned], ready);
-      arrive_filled(shape.own_full(owned));
-    }
-    // Behind the tiles that were loaded with the steps before.
-    const int end = next + step.fresh;
-    int place = max(step.tiles - step.fresh, 0);
-#pragma unroll 1
-    for (; next < end; ++next, ++place) {
-      const auto ready = [&] {
-        shape.wait_tile(next);
-        mbarrier_arrive_warp(shape.empty(next));
-      };
-      if (!mine()) {
-        ready();
-        continue;
-      }
-      tile(next, step, place, ready);
-      arrive_filled(shape.full(next));
-    }
-  }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
+  const SlotSide& side = args.problem.q;
+  if (side.layout != ListLayout::members || !args.slot_rows || !args.lse) return;
+  const std::int64_t slot =
+      ((static_cast<std::int64_t>(at.tile.item) * side.heads + at.head) * side.lists +
+       at.tile.list) *
+      side.width;
+  const int first = at.tile.first, last = min(first + kStreamRows, side.width);
+  for (int rank = first + max(step.rows, 0); rank < last; ++rank) args.lse[slot + rank] = -INFINITY;
 }
 
 // The loading warps.
@@ -205,7 +524,7 @@ __device__ void load_query_steps(const ListForwardArgs<T>& args,
                        stats + max(row[half], 0), row[half] >= 0);
     }
   };
-  load_steps_in_order(shape, plan, rounds, load_queries, load_keys);
+  load_steps(shape, plan, rounds, load_queries, load_keys);
 }
 
 constexpr int kTile = kStreamRows, kGroups = kForwardGroups;
@@ -370,111 +689,60 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
 
 template <class T, int kDim, ListForm kForm, bool kFold>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
-    list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, int units,
-                              bool rounds, bool unequal, int fold) {
+    list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, const StreamRun run,
+                              int fold) {
   await_writes();  // first: sums behind this kernel read the slots of tokens early
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);
-  shape.template init<kForwardLookers>();
+  shape.init();
   static_assert(kCutBytes <= ForwardShape<kDim, kForm>::kPlanAt, "room to measure lists");
-  const bool by_work = kForm != ListForm::plain && unequal;
+  const bool by_work = kForm != ListForm::plain && run.by_work;
   WorkCut<false> cut(args.problem, memory);
-  const int begin = blockIdx.x * units;
-  const int count =
-      by_work ? cut.take() : min(units, args.tiles.total * args.problem.q.heads - begin);
-  const StreamPlan plan = plan_steps(shape, count, rounds, 1, [&](int place, StreamStep& step) {
+  const int count = by_work ? cut.take() : run.count;
+  const StreamPlan plan = plan_steps(shape, count, run.rounds, 1, [&](int place, StreamStep& step) {
     const StepPlace at =
-        by_work ? cut.find(place) : numbered_step(args.problem.q, args.tiles, begin + place);
+        by_work ? cut.find(place) : numbered_step(args.problem.q, args.tiles, run.in_order(place));
     make_query_step(args, at, step);
   });
   if (threadIdx.x >= kGroups * kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters<kDim, kFold>));
-    load_query_steps<T, kDim, kForm>(args, shape, plan, rounds);
+    load_query_steps<T, kDim, kForm>(args, shape, plan, run.rounds);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters<kDim, kFold>));
     consume<T, kDim, kForm, kFold>(args, shape, plan, fold);
   }
 }
 
-// Tiles of keys that the queries of a tile span, at most; for ends, and lists of unknown lengths,
-// what is to be expected.
-std::int64_t span_tiles(const AttentionCall& call, const ListCall& plan) {
-  std::int64_t keys = call.S;
-  if (plan.keys.layout == ListLayout::residues) keys = (call.S + plan.lists - 1) / plan.lists;
-  if (plan.keys.layout == ListLayout::members) keys = plan.keys.width;
-  if (plan.ranges.rule == ListRule::sliding || plan.ranges.rule == ListRule::ends)
-    keys = min(keys, kTile + plan.ranges.window);
-  if (plan.ranges.rule == ListRule::blocked)
-    keys = min(keys, kTile + plan.ranges.window * (1 + plan.ranges.before + plan.ranges.after));
-  return (keys + kTile - 1) / kTile;
-}
-
-// Ranks, places and slots are ints there, and rows are copied 16 bytes at a time.
-template <class T>
-bool takes(const AttentionCall& call, const ListCall& plan, const ListForwardArgs<T>& args) {
-  constexpr std::int64_t kMost = 1ll << 30;
-  const auto near = [](const auto& x) { return x.aligned && x.row < kMost / 2; };
-  return on_hopper() && list_form(plan) != ListForm::general && call.Dk <= 128 &&
-         call.N * plan.queries.per_row < kMost / 4 && call.S * plan.keys.per_row < kMost / 4 &&
-         list_query_slots(call, plan) < kMost && list_key_slots(call, plan) < kMost &&
-         call.H <= 0xffff && call.B <= 0xffff && near(args.q) && near(args.k) && near(args.v) &&
-         (args.slot_rows || near(args.out));
-}
-
-// Tiles of a sliding window, where steps may weigh the tile in which windows begin and the one in
-// which they end as one: those of a step stand in the ring together. 0: they may not.
-int fold_tiles(const ListRanges& ranges) {
-  constexpr int kMost = kForwardRing<64, ListForm::plain> - 4;
-  if (ranges.rule != ListRule::sliding || ranges.window <= kTile || ranges.window > kMost * kTile)
-    return 0;
-  return static_cast<int>((ranges.window + kTile - 1) / kTile);
-}
-
 template <class T, int kDim, ListForm kForm, bool kFold = false>
-void launch(const ListForwardArgs<T>& args, std::int64_t span, cudaStream_t stream, int fold = 0) {
+void launch(const ListForwardArgs<T>& args, const ListForwardPlan& plan, cudaStream_t stream) {
   using Shape = ForwardShape<kDim, kForm>;
-  const int total = args.tiles.total * args.problem.q.heads, places = multiprocessors();
-  const int waves = (total + places * kStreamPlan - 1) / (places * kStreamPlan);
-  const int units = (total + places * waves - 1) / (places * waves);
-  // Three steps at work and one on its way share a ring that holds what they meet.
-  const bool rounds = span + 3 > Shape::kRing;
-  const int most = min(places * waves, total);
-  const bool by_work = cut_by_work(kForm, args.problem, args.problem.q, total, most, rounds);
-  const int blocks = by_work ? most : (total + units - 1) / units;
   launch_early("list_forward_sm90a", list_forward_sm90a_kernel<T, kDim, kForm, kFold>,
-               dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kBytes, stream, args,
-               units, rounds, by_work, fold);
+               dim3(static_cast<unsigned>(plan.run.blocks)), Shape::kThreads, Shape::kBytes, stream,
+               args, plan.run, plan.fold);
 }
 
 }  // namespace
 
 template <class T>
-bool list_forward_sm90a(const AttentionCall& call, const ListCall& plan,
-                        const ListForwardArgs<T>& given, cudaStream_t stream) {
-  if (!takes(call, plan, given)) return false;
-  ListForwardArgs<T> args = given;
-  args.tiles = list_tiles(args.problem.q, kStreamBits);
-  if (static_cast<std::int64_t>(args.tiles.total) * args.problem.q.heads >= 1ll << 30) return false;
-  const std::int64_t span = span_tiles(call, plan);
-  const bool plain = list_form(plan) == ListForm::plain;
-  const int fold = fold_tiles(plan.ranges);
-  if (call.Dk <= 64 && plain && fold > 0)
-    launch<T, 64, ListForm::plain, true>(args, span, stream, fold);
-  else if (call.Dk <= 64 && plain)
-    launch<T, 64, ListForm::plain>(args, span, stream);
-  else if (call.Dk <= 64)
-    launch<T, 64, ListForm::normalised>(args, span, stream);
+void launch_list_forward_sm90a(const ListForwardArgs<T>& args, const ListForwardPlan& plan,
+                               cudaStream_t stream) {
+  const bool plain = plan.form == ListForm::plain, narrow = plan.problem.width <= 64;
+  if (plan.fold > 0)
+    launch<T, 64, ListForm::plain, true>(args, plan, stream);
+  else if (narrow && plain)
+    launch<T, 64, ListForm::plain>(args, plan, stream);
+  else if (narrow)
+    launch<T, 64, ListForm::normalised>(args, plan, stream);
   else if (plain)
-    launch<T, 128, ListForm::plain>(args, span, stream);
+    launch<T, 128, ListForm::plain>(args, plan, stream);
   else
-    launch<T, 128, ListForm::normalised>(args, span, stream);
-  return true;
+    launch<T, 128, ListForm::normalised>(args, plan, stream);
 }
 
-template bool list_forward_sm90a(const AttentionCall&, const ListCall&,
-                                 const ListForwardArgs<Bf16>&, cudaStream_t);
-template bool list_forward_sm90a(const AttentionCall&, const ListCall&, const ListForwardArgs<F16>&,
-                                 cudaStream_t);
+template void launch_list_forward_sm90a(const ListForwardArgs<Bf16>&, const ListForwardPlan&,
+                                        cudaStream_t);
+template void launch_list_forward_sm90a(const ListForwardArgs<F16>&, const ListForwardPlan&,
+                                        cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -98,23 +98,6 @@ struct SlotSide {
   }
 };
 
-inline SlotSide slot_side(const AttentionCall& call, const ListCall& plan, bool keys) {
-  const ListSide& side = keys ? plan.keys : plan.queries;
-  SlotSide slots;
-  slots.spans = keys ? item_spans(call.inputs).k : item_spans(call.inputs).q;
-  slots.layout = side.layout;
-  slots.index = side.index;
-  slots.offsets = side.offsets;
-  slots.items = static_cast<int>(call.num_items());
-  slots.heads = static_cast<int>(keys ? call.key_heads : call.H);
-  slots.index_heads = side.index ? side.index_heads : slots.heads;
-  slots.heads_of_index = slots.heads / slots.index_heads;
-  slots.lists = static_cast<int>(plan.lists);
-  slots.per_row = side.per_row;
-  slots.width = static_cast<int>(side.width);
-  return slots;
-}
-
 // Tiles of 1 << bits ranks, numbered over the items of a head. Numbers may be without a tile: their
 // first rank is then not in the list.
 struct ListTiles {
@@ -186,42 +169,6 @@ struct ListTiles {
     return {item, (number - origin) / tiles, (number - origin) % tiles << bits};
   }
 };
-
-inline ListTiles list_tiles(const SlotSide& side, int bits) {
-  const std::int64_t rows = side.spans.rows, lists = side.lists, items = side.items;
-  const auto tiles_of = [&](std::int64_t ranks) { return (ranks + (1 << bits) - 1) >> bits; };
-  const bool residues = side.layout == ListLayout::residues;
-  ListTiles tiles{};
-  tiles.bits = bits;
-  if (side.layout == ListLayout::runs) {
-    tiles.runs =
-        query_tiles(side.spans.cu_seqlens != nullptr, items, rows, side.per_row, lists, bits);
-    tiles.total = tiles.runs.total;
-  } else if (side.layout == ListLayout::members || !side.spans.cu_seqlens) {
-    const std::int64_t ranks = side.layout == ListLayout::members ? side.width
-                               : residues                         ? (rows + lists - 1) / lists
-                                                                  : rows;
-    tiles.per_list = static_cast<int>(tiles_of(ranks));
-    tiles.total = static_cast<int>(items * lists * tiles.per_list);
-  } else {
-    const std::int64_t unit = (residues ? lists : 1) << bits;
-    tiles.unit = static_cast<int>(min(unit, rows + 1));
-    tiles.total = static_cast<int>(items * lists + lists * (rows / tiles.unit));
-  }
-  return tiles;
-}
-
-// The forms of a list kernel: what is decided when it is compiled.
-enum class ListForm {
-  plain,       // softmax over ranges
-  normalised,  // and row statistics
-  general,     // and filters, and laplace
-};
-
-inline ListForm list_form(const ListCall& plan) {
-  if (plan.filters.any() || plan.weighting == ListWeighting::laplace) return ListForm::general;
-  return plan.q_stats || plan.k_stats ? ListForm::normalised : ListForm::plain;
-}
 
 // Ranks [low, high) of a key list.
 struct RankRange {
@@ -404,38 +351,5 @@ struct QueryFilter {
 
 // Of a row without statistics.
 constexpr RowStatistics kNoStatistics{0.0f, 1.0f};
-
-inline ListProblem list_problem(const AttentionCall& call, const ListCall& plan) {
-  ListProblem problem{};
-  problem.q = slot_side(call, plan, false);
-  problem.k = slot_side(call, plan, true);
-  problem.group = static_cast<int>(call.H / call.key_heads);
-  problem.value_group = static_cast<int>(call.H / call.value_heads);
-  problem.offset_rows = call.causal;
-  problem.rule = plan.ranges.rule;
-  problem.causal = plan.ranges.causal;
-  // Larger numbers see no more, even with half a window.
-  const std::int64_t most = 2 * (call.N * plan.queries.per_row + call.S) + 1;
-  const auto clipped = [&](std::int64_t value) {
-    return static_cast<int>(min(min(value, most), std::int64_t{0x7fffffff}));
-  };
-  problem.window = clipped(plan.ranges.window);
-  problem.before = clipped(plan.ranges.before);
-  problem.after = clipped(plan.ranges.after);
-  problem.ends = plan.ranges.ends;
-  problem.causal_rows = plan.filters.causal_rows;
-  problem.drop_own = plan.filters.drop_own;
-  problem.drop_by_slot = plan.filters.drop_by_slot;
-  problem.laplace = plan.weighting == ListWeighting::laplace;
-  if (const TensorView& mask = plan.filters.mask; mask.present())
-    problem.mask = {static_cast<const std::uint8_t*>(mask.data), mask.stride(0), mask.stride(1),
-                    mask.stride(2), mask.stride(3)};
-  problem.scale = plan.scale;
-  problem.head_scale = plan.head_scale;
-  problem.q_stats = plan.q_stats;
-  problem.k_stats = plan.k_stats;
-  problem.width = static_cast<int>(call.Dk);
-  return problem;
-}
 
 }  // namespace coterie::cuda

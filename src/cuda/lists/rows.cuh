@@ -38,4 +38,53 @@ __device__ __forceinline__ ListKey load_key(const ListProblem& problem, const Li
   return key;
 }
 
+// A first guess of delta, for rows that have none yet: the mean of dP over the keys of a tile, by
+// their weights. Whether this row has one now.
+template <int kCount>
+__device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const float (&d)[kCount],
+                                            int side, float& delta) {
+  float sum = 0.0f, weight = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (i / 2 % 2 == side) {
+      sum = fmaf(s[i], d[i], sum);
+      weight += s[i];
+    }
+  sum = quad_sum(sum);
+  weight = quad_sum(weight);
+  if (weight > 0.0f) delta = __fdividef(sum, weight);
+  return weight > 0.0f;
+}
+
+// From the gradient g of a normalised row y to that of the row x it was made of:
+// inverse (g - mean g - y mean(g y)), with y = inverse (x - mean) multiplied out. Of the upper one
+// of a lane's two rows, or with kSide = 1 the lower: element i of sum is of column i / 4 * 8 + 2
+// (l%4) + i%2, and load(column) gives two neighbours of x. Rows and sums are 0 beyond their width.
+// Returns g . y.
+template <int kSide, int kCount, class Load>
+__device__ __forceinline__ float denormalise(float (&sum)[kCount], const RowStatistics& stats,
+                                             int width, const Load& load) {
+  float total = 0.0f, along = 0.0f;
+  float2 x[kCount / 4];
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int i = 4 * j + 2 * kSide;
+    x[j] = load(j * 8 + static_cast<int>(threadIdx.x) % 4 * 2);
+    total += sum[i] + sum[i + 1];
+    along = fmaf(sum[i + 1], x[j].y, fmaf(sum[i], x[j].x, along));
+  }
+  const float share = 1.0f / static_cast<float>(width), mean = stats.mean, inverse = stats.inverse;
+  total = quad_sum(total);
+  const float product = fmaf(-mean, total, quad_sum(along)) * inverse;
+  const float slope = product * share * inverse * inverse;
+  const float shift = fmaf(slope, mean, -total * share * inverse);
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int i = 4 * j + 2 * kSide;
+    sum[i] = fmaf(-slope, x[j].x, fmaf(sum[i], inverse, shift));
+    sum[i + 1] = fmaf(-slope, x[j].y, fmaf(sum[i + 1], inverse, shift));
+  }
+  return product;
+}
+
 }  // namespace coterie::cuda

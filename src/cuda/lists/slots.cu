@@ -1,173 +1,174 @@
 // SPDX-License-Identifier: MIT
-// The slots of every token by one kernel: teams of blocks count them, add up the counts, list them
-// in the order in which they come, and sort every token's.
+// The slots of every token, ascending: first[token], count[token] and slots[first ...], from lists
+// that ascend.
+//
+// Grid (ranges of 512 to 2048 tokens of an item, heads of both sides), 256 threads. A range is a
+// piece of every list, whose ends are found by search. Groups of 16 lanes take neighbouring lists,
+// count their tokens, and know then where each of their slots goes: no atomics, no sorting.
+// Shared memory: 16-bit counts [group][token], 16 to 64 KB, and 8 KB for where tokens begin; at
+// most 85 registers. Tokens that a list should not have are left out.
 #include "cuda/lists/slots.h"
 
 #include "core/item.h"
-#include "cuda/prim/team.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/prim/dependent.cuh"
+#include "cuda/prim/splits.cuh"
 #include "cuda/prim/warp.cuh"
 
 namespace coterie::cuda {
 
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kBatch = 4;  // slots of a thread on their way at a time
+constexpr int kThreads = 256, kEach = 8;
+constexpr int kMostRange = kThreads * kEach;  // tokens of a block
+constexpr int kLanes = 16, kGroups = kThreads / kLanes;
+constexpr int kBatch = 8;  // pieces of lists, kLanes slots each, of a group in flight at a time
 
-struct SlotSideArgs {
+struct SlotSearch {
   TokenSlots tokens;
-  std::int32_t *turn, *listed;  // laid out as the index: a slot's number, slots in that order
+  ItemChunks ranges;
 };
-
 struct SlotArgs {
-  SlotSideArgs sides[2];
-  Teams teams;
-  std::int32_t* sums;  // (2, blocks): tokens' counts in a block's share, problems in turn
+  SlotSearch sides[2];
+  int range_bits;
 };
 
-// The problem of an item and head of one side.
-struct SlotProblem {
-  int length, slots;
-  const std::int32_t* index;
-  std::int32_t *count, *first, *turn, *listed, *out;
+// A range of an item's tokens and the lists of a head.
+struct SlotRange {
+  const TokenSlots& tokens;
+  ItemChunk range;
+  std::int64_t start;  // of the slots of the item and head
+  const std::int32_t *index, *offsets;
+  int width;
 
-  __device__ SlotProblem(const SlotSideArgs& side, int number) {
-    const TokenSlots& tokens = side.tokens;
-    const int item = number / tokens.heads, head = number % tokens.heads;
-    const ItemSpan span = tokens.spans.span(item);
-    const std::int64_t row = tokens.row(span, head, 0), start = tokens.start(item, span, head);
-    length = span.length;
-    slots = tokens.per_row > 0 ? span.length * tokens.per_row : static_cast<int>(tokens.block);
-    index = tokens.index + start;
-    count = tokens.count + row;
-    first = tokens.first + row;
-    turn = side.turn + start;
-    listed = side.listed + start;
-    out = tokens.slots + start;
+  __device__ SlotRange(const SlotSearch& side, int number, int head)
+      : tokens(side.tokens),
+        range(side.ranges.find(tokens.spans, number)),
+        start(tokens.start(range.item, range.span, head)),
+        index(tokens.index + start),
+        offsets(tokens.offsets),
+        width(static_cast<int>(tokens.block / tokens.lists)) {
+    if (offsets)
+      offsets += (static_cast<std::int64_t>(range.item) * tokens.heads + head) * (tokens.lists + 1);
   }
+  __device__ int list_begin(int list) const { return offsets ? offsets[list] : list * width; }
 
-  // visit(slots, tokens) for kBatch slots of a thread at a time; a token of -1 is none.
+  // Calls visit(slot, token) for the range's pieces of this group's lists, list by list. Returns
+  // how many entries of lists are before the pieces, of which this lane found the ends.
   template <class Visit>
-  __device__ void for_each(const RowRange& range, const Visit& visit) const {
-    for (int begin = range.begin; begin < range.end; begin += kThreads * kBatch) {
-      int slot[kBatch], token[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        slot[j] = begin + j * kThreads + static_cast<int>(threadIdx.x);
-        token[j] = slot[j] < range.end ? index[slot[j]] : -1;
-        if (token[j] >= length) token[j] = -1;
+  __device__ __forceinline__ int for_pieces(const Visit& visit) const {
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const unsigned lanes = 0xffffu << (threadIdx.x % 32 - lane);
+    const int share = (tokens.lists + kGroups - 1) / kGroups;
+    const int first = static_cast<int>(threadIdx.x) / kLanes * share;
+    const int last = min(first + share, tokens.lists);
+    // Where a group has few lists their pieces are long: several parts of them in a batch.
+    const int parts = share == 1 ? kBatch : share == 2 ? kBatch / 2 : share <= 4 ? kBatch / 4 : 1;
+    const int part_bits = 31 - __clz(parts);
+    int before = 0;
+    for (int chunk = first; chunk < last; chunk += kLanes) {  // a lane knows the piece of one list
+      int begin = 0, end = 0;
+      if (chunk + lane < last) {
+        const int list = list_begin(chunk + lane), size = list_begin(chunk + lane + 1) - list;
+        begin = entries_up_to(index + list, size, range.begin - 1);
+        before += begin;
+        begin += list;
+        end = list + entries_up_to(index + list, size, range.end - 1);
       }
-      visit(slot, token);
-    }
-  }
-};
-
-// first[] of the block's tokens, from their counts.
-__device__ void place_tokens(Team& team, const RowRange& range, const SlotProblem& problem,
-                             std::int32_t* sums) {
-  int mine = 0, total = 0;
-#pragma unroll 4
-  for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads) mine += problem.count[i];
-  block_exclusive_scan(mine, total);
-  if (threadIdx.x == 0) sums[team.rank] = total;
-  team.sync();
-  int carry = 0;
-  for (int rank = 0; rank < team.rank; ++rank) carry += sums[rank];
-  for (int begin = range.begin; begin < range.end; begin += kThreads * kBatch) {
-    const int own = begin + static_cast<int>(threadIdx.x) * kBatch;
-    int each[kBatch], sum = 0;
+      for (int base = 0; base < min(last - chunk, kLanes); base += kBatch >> part_bits) {
+        int slot[kBatch], token[kBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j)
-      sum += each[j] = own + j < range.end ? problem.count[own + j] : 0;
-    int place = block_exclusive_scan(sum, carry);
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (own + j < range.end) problem.first[own + j] = place;
-      place += each[j];
-    }
-  }
-}
-
-// The listed slots of tokens in ascending order. Few are in many lists: their warp sorts them.
-__device__ void order_slots(const RowRange& range, const SlotProblem& problem) {
-  constexpr int kFew = 8;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int begin = range.begin + static_cast<int>(threadIdx.x) - lane; begin < range.end;
-       begin += kThreads) {
-    const bool there = begin + lane < range.end;
-    const int count = there ? problem.count[begin + lane] : 0;
-    const int first = there ? problem.first[begin + lane] : 0;
-    if (count <= kFew) {
-      int slot[kFew], place[kFew] = {};
-#pragma unroll
-      for (int i = 0; i < kFew; ++i) slot[i] = i < count ? problem.listed[first + i] : 0x7fffffff;
-#pragma unroll
-      for (int i = 0; i < kFew; ++i)
-#pragma unroll
-        for (int j = i + 1; j < kFew; ++j) {
-          const bool after = slot[i] > slot[j];
-          place[i] += after;
-          place[j] += !after;
+        for (int j = 0; j < kBatch; ++j) {
+          const int list = base + (j >> part_bits), skipped = (j & parts - 1) * kLanes;
+          slot[j] = __shfl_sync(lanes, begin, list, kLanes) + lane + skipped;
+          token[j] = slot[j] < __shfl_sync(lanes, end, list, kLanes) ? index[slot[j]] : -1;
         }
 #pragma unroll
-      for (int i = 0; i < kFew; ++i)
-        if (i < count) problem.out[first + place[i]] = slot[i];
-    }
-    for (unsigned left = __ballot_sync(~0u, count > kFew); left; left &= left - 1) {
-      const int owner = __ffs(static_cast<int>(left)) - 1;
-      const int many = __shfl_sync(~0u, count, owner), at = __shfl_sync(~0u, first, owner);
-      for (int i = lane; i < many; i += 32) {
-        const int slot = problem.listed[at + i];
-        int place = 0;
-#pragma unroll 8
-        for (int j = 0; j < many; ++j) place += problem.listed[at + j] < slot;
-        problem.out[at + place] = slot;
+        for (int j = 0; j < kBatch; ++j) {
+          visit(slot[j], token[j]);
+          if ((j + 1 & parts - 1) == 0) {  // the list's last part of the batch
+            const int stop = __shfl_sync(lanes, end, base + (j >> part_bits), kLanes);
+#pragma unroll 1
+            for (int next = slot[j] + kLanes; next < stop; next += kLanes) visit(next, index[next]);
+          }
+          __syncwarp(lanes);
+        }
       }
-      __syncwarp();
     }
+    return before;
   }
-}
+};
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 3)
     token_slots_kernel(const __grid_constant__ SlotArgs args) {
-  Team team(args.teams);
-  const int first_problems = args.sides[0].tokens.items * args.sides[0].tokens.heads;
-  const int problems = first_problems + args.sides[1].tokens.items * args.sides[1].tokens.heads;
-  int turn = 0;
-  for (int number = team.number; number < problems; number += args.teams.count, turn ^= 1) {
-    const bool second = number >= first_problems;
-    const SlotProblem problem(args.sides[second], second ? number - first_problems : number);
-    const RowRange rows = team.share(problem.length), mine = team.share(problem.slots);
-    for (int i = rows.begin + threadIdx.x; i < rows.end; i += kThreads) problem.count[i] = 0;
-    team.sync();
-    problem.for_each(mine, [&](const int(&slot)[kBatch], const int(&token)[kBatch]) {
-      int place[kBatch];
+  await_writes();
+  release_next();                    // kernels that need no slots run beside this one
+  extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
+  __shared__ int firsts[kMostRange + 1];
+  int head = static_cast<int>(blockIdx.y);
+  const bool second = head >= args.sides[0].tokens.heads;
+  if (second) head -= args.sides[0].tokens.heads;
+  const SlotSearch& side = args.sides[second];
+  if (static_cast<int>(blockIdx.x) >= side.ranges.slots) return;
+  const SlotRange problem(side, static_cast<int>(blockIdx.x), head);
+  const TokenSlots& tokens = problem.tokens;
+  const int tokens_of_block = 1 << args.range_bits, owners = tokens_of_block / kEach;
+  const int first_token = problem.range.split << args.range_bits;
+  const int thread = static_cast<int>(threadIdx.x);
+  // Padding of sequences that are not packed has no slots.
+  const int rows = tokens.spans.cu_seqlens ? problem.range.span.length : tokens.spans.rows;
+  const int count = min(tokens_of_block, rows - first_token);
+  if (count <= 0) return;
+  for (int i = thread; i < kGroups * owners; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  auto* counts = reinterpret_cast<std::uint16_t*>(shared) + (thread / kLanes << args.range_bits);
+  const auto inside = [&](int token) {
+    return static_cast<unsigned>(token - first_token) < static_cast<unsigned>(count);
+  };
+  const int before = problem.for_pieces([&](int, int token) {
+    if (inside(token)) ++counts[token - first_token];
+  });
+  int base = 0;                          // slots of tokens before the range
+  block_exclusive_scan(before, base);    // also waits for all counts
+  uint4 total = make_uint4(0, 0, 0, 0);  // of this thread's 8 tokens; becomes where groups begin
+  if (thread < owners)
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j)
-        place[j] = token[j] >= 0 ? atomicAdd(problem.count + token[j], 1) : 0;
+    for (int group = 0; group < kGroups; ++group) {
+      const uint4 own = shared[group * owners + thread];
+      shared[group * owners + thread] = total;
+      total.x += own.x, total.y += own.y, total.z += own.z, total.w += own.w;
+    }
+  int each[kEach], sum = 0, carry = 0;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j)
-        if (token[j] >= 0) problem.turn[slot[j]] = place[j];
-    });
-    team.sync();
-    place_tokens(team, rows, problem,
-                 args.sums + (turn * args.teams.count + team.number) * team.size);
-    team.sync();
-    problem.for_each(mine, [&](const int(&slot)[kBatch], const int(&token)[kBatch]) {
+  for (int i = 0; i < kEach; ++i)
+    sum += each[i] = static_cast<int>((&total.x)[i / 2] >> (i % 2 * 16) & 0xffffu);
+  int place = base + block_exclusive_scan(sum, carry);
+  if (thread < owners) {
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j)
-        if (token[j] >= 0)
-          problem.listed[problem.first[token[j]] + problem.turn[slot[j]]] = slot[j];
-    });
-    team.sync();
-    order_slots(rows, problem);
+    for (int i = 0; i < kEach; ++i) {
+      firsts[thread * kEach + i] = place;
+      place += each[i];
+    }
+    if (thread == owners - 1) firsts[tokens_of_block] = place;
   }
+  __syncthreads();
+  const std::int64_t row = tokens.row(problem.range.span, head, first_token);
+  for (int i = thread; i < count; i += kThreads) {
+    const bool there = first_token + i < problem.range.span.length;  // else padding
+    tokens.first[row + i] = there ? firsts[i] : 0;
+    tokens.count[row + i] = there ? firsts[i + 1] - firsts[i] : 0;
+  }
+  std::int32_t* out = tokens.slots + problem.start;
+  problem.for_pieces([&](int slot, int token) {
+    if (inside(token)) out[firsts[token - first_token] + counts[token - first_token]++] = slot;
+  });
 }
 
-std::int64_t slot_count(const TokenSlots& tokens, std::int64_t batches) {
-  return (tokens.per_row > 0 ? batches * tokens.spans.rows * tokens.per_row
-                             : tokens.items * tokens.block) *
-         tokens.heads;
+// Of few tokens where there are few blocks, so that lists share pieces of more lanes.
+int range_bits(std::int64_t tokens) {
+  int bits = 9;
+  while (1 << bits < kMostRange && tokens >> bits > 4 * multiprocessors()) ++bits;
+  return bits;
 }
 
 }  // namespace
@@ -185,40 +186,41 @@ TokenSlots make_single_slots(const Sequences& sequences, std::int64_t batches, s
 
 TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64_t batches,
                             std::int64_t rows, std::int64_t heads, const std::int32_t* index,
-                            std::int64_t block, std::int64_t per_row, std::int64_t lists) {
+                            std::int64_t block, std::int64_t per_row, std::int64_t lists,
+                            const std::int32_t* offsets) {
   TokenSlots tokens = make_single_slots(sequences, batches, rows, heads, index);
   tokens.per_row = static_cast<int>(per_row);
   tokens.block = block;
   tokens.lists = static_cast<int>(lists);
+  tokens.offsets = offsets;
   tokens.first = arena.take<std::int32_t>(batches * heads * rows);
   tokens.count = arena.take<std::int32_t>(batches * heads * rows);
-  tokens.slots = arena.take<std::int32_t>(slot_count(tokens, batches));
+  tokens.slots = arena.take<std::int32_t>(
+      (per_row > 0 ? batches * rows * per_row : tokens.items * block) * heads);
   return tokens;
 }
 
-bool find_token_slots(const TokenSlots& tokens, std::int64_t batches, Arena& arena,
-                      cudaStream_t stream, const TokenSlots* second, const MemberEnds& ends) {
-  if (find_member_slots(tokens, second, ends, arena, stream)) return true;
+void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t stream,
+                      const TokenSlots* second) {
+  if (arena.counting()) return;
   SlotArgs args{};
-  int problems = 0, rows = 0;
-  const auto add = [&](const TokenSlots& side, SlotSideArgs& to) {
-    to.tokens = side;
-    to.turn = arena.take<std::int32_t>(slot_count(side, batches));
-    to.listed = arena.take<std::int32_t>(slot_count(side, batches));
-    problems += side.items * side.heads;
-    rows = max(rows, side.spans.rows);
+  const auto rows_of = [](const TokenSlots& side) {
+    return (side.spans.cu_seqlens ? 1 : std::int64_t{side.items}) * side.heads * side.spans.rows;
+  };
+  args.range_bits = range_bits(rows_of(tokens) + (second ? rows_of(*second) : 0));
+  unsigned ranges = 0, heads = 0;
+  const auto add = [&](const TokenSlots& side, SlotSearch& to) {
+    to = {side, row_tiles(side.spans, side.items, 1 << args.range_bits)};
+    if (side.lists == 0) to.ranges.slots = 0;
+    ranges = max(ranges, static_cast<unsigned>(to.ranges.slots));
+    heads += static_cast<unsigned>(side.heads);
   };
   add(tokens, args.sides[0]);
   if (second) add(*second, args.sides[1]);
-  args.teams = make_teams(problems, rows, multiprocessors(), nullptr);
-  args.sums = arena.take<std::int32_t>(2 * args.teams.blocks());
-  args.teams.arrivals = arena.take<unsigned>(args.teams.count);
-  if (arena.counting() || problems == 0) return false;
-  COTERIE_CUDA(cudaMemsetAsync(args.teams.arrivals, 0,
-                               static_cast<std::size_t>(args.teams.count) * sizeof(unsigned),
-                               stream));
-  launch_cooperative(token_slots_kernel, args.teams.blocks(), kThreads, 0, stream, args);
-  return false;
+  if (ranges == 0 || heads == 0) return;
+  launch_early("token_slots", token_slots_kernel, dim3(ranges, heads), kThreads,
+               (static_cast<std::size_t>(kGroups) * sizeof(std::uint16_t)) << args.range_bits,
+               stream, args);
 }
 
 }  // namespace coterie::cuda

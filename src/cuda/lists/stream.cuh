@@ -4,19 +4,105 @@
 // A step is a tile of 64 ranks of a list, its owned rows, with the tiles of the other list that it
 // meets. A block plans a run of steps at its start, a thread each, and numbers the tiles that they
 // meet: each is loaded once, and steps that follow each other share it. One warpgroup loads, two or
-// three compute and take the steps in turn; owned and streamed tiles stand in two rings in shared
-// memory.
+// three compute and take the steps in turn; owned and streamed tiles are in two rings in shared
+// memory, with a full and an empty mbarrier for each place.
+//
+// Where lists differ in length, equal numbers of steps are unequal work: blocks then measure all
+// lists, by their lengths alone, and each finds its own share (WorkCut). What a step computes does
+// not depend on the block that does it.
 #pragma once
 
 #include <climits>
 #include <cstdint>
 
-#include "cuda/lists/stream_copy.cuh"
+#include "cuda/lists/plan.h"
+#include "cuda/prim/load.cuh"
 #include "cuda/prim/warp.cuh"
+#include "cuda/prim/wgmma.cuh"
 
 namespace coterie::cuda {
 
-constexpr int kStreamPlan = 160;  // steps of a block, at most
+// Rows of 64 ranks from `at` on of a side's lists, of which `left` are there: this lane's are those
+// of ranks lane and lane + 32, -1 beyond the last.
+__device__ __forceinline__ void list_rows(int (&row)[2], const SlotSide& side, int at, int left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int rank = static_cast<int>(threadIdx.x) % 32 + 32 * half;
+    row[half] = rank >= left ? -1 : side.index ? side.index[at + rank] : at + rank * side.lists;
+  }
+}
+
+// Row `number` of rows that are `pitch` bytes apart: one instruction.
+template <class T>
+__device__ __forceinline__ T* row_at(T* base, int number, std::uint32_t pitch) {
+  std::uint64_t address;
+  asm("mad.wide.u32 %0, %1, %2, %3;"
+      : "=l"(address)
+      : "r"(number), "r"(pitch), "l"(reinterpret_cast<std::uint64_t>(base)));
+  return reinterpret_cast<T*>(address);
+}
+
+// Copies 64 rows of an item, as list_rows left them, of one or more tensors into tiles; zeros for
+// rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart. kUnroll: turns
+// of the loop, four rows each, that stand one behind the other in the code.
+template <int kDim, int kUnroll = kStreamRows / 4, class T, int kTensors>
+__device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensors],
+                                               const Rows<const T> (&rows)[kTensors],
+                                               const int (&row)[2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 8, chunk = lane % 8;
+  const bool inside = chunk * 8 < rows[0].width;
+  const unsigned char* from[kTensors];  // a valid address, where columns are beyond the width
+  std::uint32_t pitch[kTensors], even[kTensors];
+#pragma unroll
+  for (int x = 0; x < kTensors; ++x) {
+    from[x] = reinterpret_cast<const unsigned char*>(rows[x].data + (inside ? chunk * 8 : 0));
+    pitch[x] = static_cast<std::uint32_t>(rows[x].pitch * 2);
+    even[x] = to[x] + r * 128 + ((chunk ^ r) << 4);
+  }
+#pragma unroll kUnroll
+  for (int i = 0; i < kStreamRows / 4; ++i) {
+    const int number = __shfl_sync(~0u, i < 8 ? row[0] : row[1], i % 8 * 4 + r);
+    const int valid = max(number, 0);
+#pragma unroll
+    for (int x = 0; x < kTensors; ++x) {
+      const unsigned char* source = row_at(from[x], valid, pitch[x]);
+      // Chunks of every second four rows are permuted differently.
+      const std::uint32_t target = (even[x] ^ i % 2 * 64) + i * 512;
+      cp_async16(target, source, number >= 0 && inside ? 16 : 0);
+#pragma unroll
+      for (int band = 1; band < kDim / 64; ++band) {
+        const bool there = number >= 0 && 64 * band + chunk * 8 < rows[0].width;
+        cp_async16(target + band * kStreamRows * 128, there ? source + band * 128 : source,
+                   there ? 16 : 0);
+      }
+    }
+  }
+}
+template <int kDim, int kUnroll = kStreamRows / 4, class T>
+__device__ __forceinline__ void load_list_rows(std::uint32_t to, const Rows<const T>& rows,
+                                               const int (&row)[2]) {
+  const std::uint32_t tiles[1] = {to};
+  const Rows<const T> tensors[1] = {rows};
+  load_list_rows<kDim, kUnroll>(tiles, tensors, row);
+}
+
+// 4 or 8 bytes, or zeros.
+template <class Value>
+__device__ __forceinline__ void cp_async_value(Value* to, const Value* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "n"(sizeof(Value)), "r"(there ? static_cast<int>(sizeof(Value)) : 0)
+               : "memory");
+}
+
+// Statistics of a row, zeros if it is not there; none: those that change nothing.
+__device__ __forceinline__ void copy_statistics(RowStatistics& to, const RowStatistics* stats,
+                                                std::int64_t row, bool there) {
+  if (stats)
+    cp_async_value(reinterpret_cast<float2*>(&to), reinterpret_cast<const float2*>(stats + row),
+                   there);
+  else
+    to = kNoStatistics;
+}
 
 // `at` is a place in the side's index, or a row of the item where there is none (`SlotList::first`
 // and on, `lists` apart).
@@ -43,7 +129,7 @@ struct StreamReader {
 template <int kGroups_, int kDim, int kOwnTensors, int kRing_, int kSlots_, int kOwnFacts,
           int kOtherFacts>
 struct StreamShape {
-  static constexpr int kGroups = kGroups_;  // warpgroups that compute
+  static constexpr int kGroups = kGroups_, kLoaders = 4;  // warpgroups that compute, loading warps
   static constexpr int kThreads = (kGroups + 1) * kWarpgroup;
   static constexpr int kRing = kRing_, kSlots = kSlots_;
   static constexpr int kTensorBytes = kDim / 64 * kStreamRows * 128;
@@ -88,18 +174,16 @@ struct StreamShape {
   }
   __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kSlots * 8; }
 
-  // By all threads, before plan_steps. kLookers: loading warps that wait for every place and count
-  // as arrivals at it (load_steps_in_order); 0: a warp waits for its own places only.
-  template <int kLookers>
+  // By all threads, before plan_steps. Loading warps wait for every place and arrive at it.
   __device__ void init() const {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kRing) {
       mbarrier_init(full(place), 32 + kWarpArrivals);
-      mbarrier_init(empty(place), (kGroups * 4 + kLookers) * kWarpArrivals);
+      mbarrier_init(empty(place), (kGroups * 4 + kLoaders) * kWarpArrivals);
     }
     if (place < kSlots) {
       mbarrier_init(own_full(place), 32 + kWarpArrivals);
-      mbarrier_init(own_empty(place), (4 + kLookers) * kWarpArrivals);
+      mbarrier_init(own_empty(place), (4 + kLoaders) * kWarpArrivals);
     }
   }
 
@@ -214,36 +298,245 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
 
 // The loading warpgroup. Its warps take owned and streamed tiles in turn: own(step number, step,
 // ready) and tile(number, step, place among the step's tiles, ready) start the copies of one; they
-// call ready() when they need its place, which may take long. A warp waits for its own places only.
-// No barrier is two phases ahead of it, because the next phase needs what it loads, nor behind: a
-// slot of owned tiles is always the same warp's, and of the ring it has seen a later tile released.
+// call ready() when they need its place, which may take long. All warps wait for every place, so
+// that tiles are fetched in the order of their need: where rows lie far apart (strided lists, 128
+// elements) that takes a tenth less time. A wait by parity must not miss a phase. So a warp that
+// has seen a place free arrives at its barrier: the next phase ends only when all four have looked,
+// however quickly steps without keys are loaded by others and released.
 template <class Shape, class Own, class Tile>
 __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool rounds, const Own& own,
                            const Tile& tile) {
   static_assert(Shape::kRing >= 4 && Shape::kSlots >= Shape::kGroups, "room for a round");
-  static_assert(Shape::kSlots == 4, "a slot belongs to one of the four loading warps");
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   // Steps of a round need all their owned rows before the first tile is done with.
   const int ahead = rounds ? Shape::kGroups : 1;
-  int next = 0, owned = warp;
+  int next = 0, owned = 0, turn = 0;
+  const auto mine = [&] { return turn++ % 4 == warp; };
 #pragma unroll 1
   for (int number = 0; number < plan.steps; ++number) {
     const StreamStep& step = shape.plan()[number];
 #pragma unroll 1
-    for (; owned < min(number + ahead, plan.steps); owned += 4) {
-      own(owned, shape.plan()[owned], [&] { shape.wait_place(owned); });
+    for (; owned < min(number + ahead, plan.steps); ++owned) {
+      const auto ready = [&] {
+        shape.wait_place(owned);
+        mbarrier_arrive_warp(shape.own_empty(owned));
+      };
+      if (!mine()) {
+        ready();
+        continue;
+      }
+      own(owned, shape.plan()[owned], ready);
       arrive_filled(shape.own_full(owned));
     }
     // Behind the tiles that were loaded with the steps before.
-    const int end = next + step.fresh, skipped = max(step.tiles - step.fresh, 0) - next;
+    const int end = next + step.fresh;
+    int place = max(step.tiles - step.fresh, 0);
 #pragma unroll 1
-    for (int mine = next + ((warp - next - 2) & 3); mine < end; mine += 4) {
-      tile(mine, step, mine + skipped, [&] { shape.wait_tile(mine); });
-      arrive_filled(shape.full(mine));
+    for (; next < end; ++next, ++place) {
+      const auto ready = [&] {
+        shape.wait_tile(next);
+        mbarrier_arrive_warp(shape.empty(next));
+      };
+      if (!mine()) {
+        ready();
+        continue;
+      }
+      tile(next, step, place, ready);
+      arrive_filled(shape.full(next));
     }
-    next = end;
   }
   asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
 }
+
+// A tile of a side; ListTile::first is kNoRank where there is none.
+struct StepPlace {
+  int head;
+  ListTile tile;
+};
+
+// Step `number` of the tiles of all heads; none below 0.
+__device__ inline StepPlace numbered_step(const SlotSide& side, const ListTiles& tiles,
+                                          int number) {
+  if (number < 0) return {0, {0, 0, kNoRank}};
+  const int head = number / tiles.total;
+  return {head, tiles.find(side, head, number - head * tiles.total)};
+}
+
+// What a step is, but for its tiles in the ring; `rows` is not above 0 where there is none. kKeys:
+// keys are owned.
+template <bool kKeys>
+__device__ void make_step(const ListProblem& problem, const StepPlace& at, StreamStep& step) {
+  const SlotSide& own_side = kKeys ? problem.k : problem.q;
+  const SlotSide& other_side = kKeys ? problem.q : problem.k;
+  const int head = at.head;
+  const ListTile& tile = at.tile;
+  if (tile.first == kNoRank) return;
+  const ListPair pair = problem.pair(tile.item, kKeys ? head * problem.group : head, tile.list);
+  const SlotList& own = kKeys ? pair.k : pair.q;
+  const SlotList& other = kKeys ? pair.q : pair.k;
+  step.rows = min(own.count - tile.first, kStreamRows);
+  if (step.rows <= 0) return;
+  RankRange range;
+  if constexpr (kKeys)
+    range = problem.queries_of(pair, tile.first, tile.first + step.rows);
+  else
+    range = {problem.range(pair, tile.first).low,
+             problem.range(pair, tile.first + step.rows - 1).high};
+  const int low = range.low / kStreamRows;
+  step.first = tile.first;
+  step.low = low * kStreamRows;
+  step.tiles = max((range.high + kStreamRows - 1) / kStreamRows - low, 0);
+  step.count = other.count;
+  step.shift = pair.shift;
+  step.head = static_cast<std::uint16_t>(head);
+  step.batch = static_cast<std::uint16_t>(pair.q_span.batch);
+  step.own_begin = kKeys ? pair.k_span.begin : pair.q_span.begin;
+  step.other_begin = kKeys ? pair.q_span.begin : pair.k_span.begin;
+  step.own_at =
+      own.index ? static_cast<int>(own.index - own_side.index) + tile.first : own.row(tile.first);
+  step.own_slot = static_cast<int>(own.slot_of(tile.first));
+  step.other_at = other.index ? static_cast<int>(other.index - other_side.index) : other.first;
+  step.other_slot = static_cast<int>(other.slot);
+}
+
+constexpr int kCutBytes = (kCutLists + 33) * 8 + (kCutBlocks + 1) * 4;  // of shared memory
+constexpr int kStepWork = 176;  // of a step beside its tiles: as of so many ranks
+
+// A block's share of the steps of runs, without those that have no rows.
+template <bool kKeys>
+class WorkCut {
+ public:
+  // `shared` has kCutBytes.
+  __device__ WorkCut(const ListProblem& problem, unsigned char* shared)
+      : problem_(problem),
+        before_(reinterpret_cast<std::int64_t*>(shared)),
+        lists_(own().lists * own().items * own().heads),
+        of_list_(1.0f / static_cast<float>(own().lists)) {}
+
+  // Finds the steps of this block, kStreamPlan at most, and returns their number. By all threads,
+  // which synchronise before they use the shared memory for something else.
+  __device__ int take() {
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    int* begins = reinterpret_cast<int*>(before_ + lists_ + 33);
+    bool over = true;
+    // Where blocks would have too many steps, steps without many tiles are taken for longer, and at
+    // last all for the same.
+#pragma unroll 1
+    for (int tries = 0; over && tries < 4; ++tries) {
+#pragma unroll 4
+      for (int i = thread; i < lists_; i += threads)
+        before_[i] = measure(i, kStepWork << 2 * tries);
+      __syncthreads();
+      add_up();
+#pragma unroll 1
+      for (int i = thread; i <= blocks; i += threads) begins[i] = begin_of(i, tries < 3);
+      __syncthreads();
+      over = false;
+#pragma unroll 1
+      for (int i = thread; i < blocks; i += threads)
+        over = over || begins[i + 1] - begins[i] > kStreamPlan;
+      over = __syncthreads_or(over);
+    }
+    first_ = begins[block];
+    return begins[block + 1] - first_;
+  }
+
+  // Step `place` of this block.
+  __device__ StepPlace find(int place) const {
+    const int step = first_ + place;
+    const int number = last_list([&](std::int64_t sum) { return steps_of(sum) <= step; });
+    const int row = row_of(number), item = row / own().heads;
+    return {row - item * own().heads,
+            {item, number - row * own().lists, (step - steps_of(before_[number])) * kStreamRows}};
+  }
+
+ private:
+  __device__ const SlotSide& own() const { return kKeys ? problem_.k : problem_.q; }
+  // Items and heads before that of a list.
+  __device__ int row_of(int number) const {
+    return static_cast<int>((static_cast<float>(number) + 0.5f) * of_list_);
+  }
+  __device__ static int steps_of(std::int64_t sum) {
+    return static_cast<int>(sum & ((1 << kStepBits) - 1));
+  }
+
+  // Work << kStepBits | steps of a list. A step meets as much of the other list as its own ranks
+  // are of theirs, and what the window adds, which the start of a list cuts off.
+  __device__ std::int64_t measure(int number, int step_work) const {
+    const int row = row_of(number), list = number - row * own().lists;
+    const auto length = [&](const SlotSide& side, int of_row) {
+      const std::int32_t* starts = side.offsets + of_row * (side.lists + 1) + list;
+      return starts[1] - starts[0];
+    };
+    const int queries = length(problem_.q, kKeys ? row * problem_.group : row);
+    const int keys = length(problem_.k, kKeys || problem_.group == 1 ? row : row / problem_.group);
+    const int steps = ((kKeys ? keys : queries) + kStreamRows - 1) / kStreamRows;
+    if (steps == 0) return 0;
+    const float window = keys > problem_.window ? __fdividef(problem_.window, keys) : 1.0f;
+    const float part = __fdividef(1.0f, steps) + window * (1.0f - 0.5f * window);
+    const int met = static_cast<int>(static_cast<float>(kKeys ? queries : keys) * part);
+    return (static_cast<std::int64_t>(steps) * (step_work + met)) << kStepBits | steps;
+  }
+
+  // Turns what lists have into what those before them have.
+  __device__ void add_up() {
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    std::int64_t* sums = before_ + lists_ + 1;              // of warps
+    const int part = (lists_ + threads - 1) / threads | 1;  // odd: lanes use different banks
+    const int begin = min(thread * part, lists_), end = min(begin + part, lists_);
+    std::int64_t own = 0;
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) own += before_[i];
+    std::int64_t sum = warp_inclusive_scan(own);
+    if (thread % 32 == 31) sums[thread / 32] = sum;
+    __syncthreads();
+    sum -= own;
+#pragma unroll 1
+    for (int warp = 0; warp < thread / 32; ++warp) sum += sums[warp];
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const std::int64_t list = before_[i];
+      before_[i] = sum;
+      sum += list;
+    }
+    if (thread == threads - 1) before_[lists_] = sum;
+    __syncthreads();
+  }
+
+  // The last list whose sum `holds`, as those of all lists before it do.
+  template <class Holds>
+  __device__ int last_list(const Holds& holds) const {
+    int low = 0;
+#pragma unroll 1
+    for (int high = lists_; high - low > 1;) {
+      const int middle = (low + high) / 2;
+      (holds(before_[middle]) ? low : high) = middle;
+    }
+    return low;
+  }
+
+  // The first step of a block; the steps of a list count the same.
+  __device__ int begin_of(int block, bool by_work) const {
+    const int blocks = static_cast<int>(gridDim.x), steps = steps_of(before_[lists_]);
+    if (block == blocks) return steps;
+    if (!by_work) return min(block * ((steps + blocks - 1) / blocks), steps);
+    const float share = __fdividef(static_cast<float>(block), static_cast<float>(blocks));
+    const auto work = static_cast<float>(before_[lists_] >> kStepBits);
+    const auto target = static_cast<std::int64_t>(work * share);
+    const int list = last_list([&](std::int64_t sum) { return sum >> kStepBits <= target; });
+    const std::int64_t from = before_[list], to = before_[list + 1];
+    const auto passed = static_cast<float>(target - (from >> kStepBits));
+    const auto of_list = static_cast<float>((to >> kStepBits) - (from >> kStepBits));
+    const auto list_steps = static_cast<float>(steps_of(to) - steps_of(from));
+    return steps_of(from) + static_cast<int>(__fdividef(passed, of_list) * list_steps + 0.5f);
+  }
+
+  const ListProblem& problem_;
+  std::int64_t* before_;  // work << kStepBits | steps of all lists before each, and of all
+  int lists_;             // of all heads and items
+  float of_list_;         // 1 / lists of a head
+  int first_ = 0;         // step of this block
+};
 
 }  // namespace coterie::cuda

@@ -2,7 +2,6 @@
 // Backward pass of attention of lists that fit a block as a whole (lists.h): one kernel of five
 // products, where backward_sm90a.cu has two of eight. A block takes one list after the
 // other: one warpgroup loads, two compute, each of which owns half of the keys.
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <type_traits>
@@ -10,8 +9,7 @@
 #include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
-#include "cuda/lists/stream_copy.cuh"
-#include "cuda/lists/stream_rows.cuh"
+#include "cuda/lists/rows.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/warp.cuh"
 
@@ -21,10 +19,8 @@ namespace {
 // The backward pass of lists that fit a block as a whole (whole_backward_sm90a.cu): up to
 // 256 queries and 256 keys, of rows of up to 64 elements. Its shared memory, and how it is filled.
 
-constexpr int kWholeTiles = 4;                          // of 64 ranks, of either side
-constexpr int kWholeRanks = kWholeTiles * kStreamRows;  // of a list
-constexpr int kTileBytes = kStreamRows * 128;           // of a tensor
-constexpr int kQueryPlaces = 3, kKeyPlaces = 2;         // tiles of queries, lists of keys
+constexpr int kTileBytes = kStreamRows * 128;    // of a tensor
+constexpr int kQueryPlaces = 3, kKeyPlaces = 2;  // tiles of queries, lists of keys
 
 // log2 of ListBackwardArgs::weight_scale.
 template <class T>
@@ -176,9 +172,14 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
 template <class T, class Stats>
 __device__ __forceinline__ void carry_back(float (&sum)[32], std::uint32_t rows, int width,
                                            const Stats& stats_of) {
-  float product[2];
+  const auto pair_of = [&](int side) {
+    return [rows, side](int column) {
+      return unpack2<T>(load_shared32(Tile<T, 64>{rows}.address(group_row(side), column)));
+    };
+  };
   const RowStatistics both[2] = {stats_of(group_row(0)), stats_of(group_row(1))};
-  denormalise(sum, Tile<T, 64>{rows}, both, width, product);
+  denormalise<0>(sum, both[0], width, pair_of(0));
+  denormalise<1>(sum, both[1], width, pair_of(1));
 }
 
 // Weights of 32 queries and 64 keys and their derivatives, in the registers of a warpgroup whose
@@ -643,16 +644,6 @@ struct WholeCleared {
   }
 };
 
-// Whether a tensor's memory has no gaps, in whatever order its dimensions are.
-bool clearable(const TensorView& tensor) {
-  std::int64_t covered = 1;
-  for (int step = 0; step < tensor.rank; ++step)
-    for (int dim = 0; dim < tensor.rank; ++dim)
-      if (tensor.size(dim) > 1 && tensor.stride(dim) == covered) covered *= tensor.size(dim);
-  return covered == tensor.count() && reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0 &&
-         covered * static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) % 16 == 0;
-}
-
 // Lists of a block, one after the other.
 template <class T>
 __device__ void load_lists(const ListBackwardArgs<T>& args, const WholeCleared& cleared,
@@ -714,44 +705,24 @@ __global__ void __launch_bounds__(WholeShape::kThreads, 1)
 }  // namespace
 
 template <class T>
-bool takes_whole_lists(const ListBackwardArgs<T>& args) {
-  const ListProblem& problem = args.problem;
-  // One tile alone keeps a block less busy than a stream of them.
-  const auto short_lists = [](const SlotSide& side) {
-    return side.layout == ListLayout::members && side.width > kStreamRows &&
-           side.width <= kWholeRanks;
-  };
-  const bool from_first = problem.rule == ListRule::all || problem.rule == ListRule::causal ||
-                          (problem.rule == ListRule::ends && problem.window >= problem.k.width);
-  return problem.width <= 64 && problem.group == 1 && short_lists(problem.q) &&
-         short_lists(problem.k) && from_first && !args.delta.data && !args.dq.rows.data &&
-         !args.dk.rows.data && !args.dv.rows.data && !args.dq_products;
-}
-
-template <class T>
-bool launch_whole_lists_sm90a(const ListBackwardArgs<T>& args,
+void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ListBackwardPlan& plan,
                               const std::array<TensorView, 3>& cleared, cudaStream_t stream) {
-  const SlotSide& queries = args.problem.q;
-  const int lists = queries.items * queries.lists * queries.heads;
-  if (lists == 0) return false;
-  const bool clears = std::all_of(cleared.begin(), cleared.end(), clearable);
+  const int lists = plan.whole_lists;
+  if (lists == 0) return;
   WholeCleared spans{};
-  for (int i = 0; i < 3 && clears; ++i) {
-    const std::int64_t vectors =
-        cleared[i].count() * static_cast<std::int64_t>(dtype_bytes(cleared[i].dtype)) / 16;
+  for (int i = 0; i < 3 && plan.clears; ++i) {
+    const std::int64_t vectors = cleared[i].count() * dtype_bytes(cleared[i].dtype) / 16;
     spans.tensor[i] = {static_cast<uint4*>(cleared[i].data), vectors,
                        (vectors + lists - 1) / lists};
   }
   launch_early("whole_list_kernel", whole_list_kernel<T>,
                dim3(static_cast<unsigned>(min(lists, multiprocessors()))), WholeShape::kThreads,
                WholeShape::kBytes, stream, args, spans, lists);
-  return clears;
 }
 
-#define COTERIE_INSTANTIATE(T)                                          \
-  template bool takes_whole_lists<T>(const ListBackwardArgs<T>&);       \
-  template bool launch_whole_lists_sm90a<T>(const ListBackwardArgs<T>&, \
-                                            const std::array<TensorView, 3>&, cudaStream_t)
+#define COTERIE_INSTANTIATE(T)                                                                \
+  template void launch_whole_lists_sm90a(const ListBackwardArgs<T>&, const ListBackwardPlan&, \
+                                         const std::array<TensorView, 3>&, cudaStream_t)
 COTERIE_INSTANTIATE(Bf16);
 COTERIE_INSTANTIATE(F16);
 #undef COTERIE_INSTANTIATE

@@ -8,8 +8,6 @@
 #include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
 #include "cuda/lists/backward_group.cuh"
-#include "cuda/lists/stream_copy.cuh"
-#include "cuda/lists/stream_rows.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/softmax.cuh"
@@ -26,8 +24,6 @@ namespace {
 // Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
 // t - 4 .. t only, the first and the last of them in part.
 
-constexpr int kWalkGroups = 4;  // warpgroups, each with a tile of keys
-constexpr int kWalkWindow = kWalkGroups * kStreamRows;
 constexpr int kWalkKeys = 6, kWalkQueries = 2;  // places of tiles
 constexpr int kWalkTile = kStreamRows * 128;    // bytes of a tensor
 constexpr int kWalkHalf = 32;                   // queries of a half step
@@ -43,15 +39,6 @@ struct alignas(16) WalkPart {
   int queries, keys;
   const float* lse;        // of rank 0
   float exponent, factor;  // of scores, in base 2; of dq and dk
-};
-
-// Which tiles a block has. Tiles are numbered over the items of a head where items are packed, over
-// the heads of an item otherwise; numbers may be without a tile.
-struct WalkCut {
-  int per_head;  // numbers of a head, or of an item and head
-  int per_item;  // packed: numbers of an item, beside a number for every 64 rows
-  int total, per_block;
-  int reach;  // keys in sight behind a query's own
 };
 
 // The part that begins with tile number `next`.
@@ -656,57 +643,15 @@ __global__ void __launch_bounds__(WalkShape::kThreads, 1)
 }  // namespace
 
 template <class T>
-bool takes_windows(const ListBackwardArgs<T>& args) {
-  const ListProblem& problem = args.problem;
-  const SlotSide &q = problem.q, &k = problem.k;
-  const auto all_rows = [](const SlotSide& side) {
-    return side.layout == ListLayout::residues && side.lists == 1;
-  };
-  const auto near = [](const Tensor4<T>& rows) { return rows.row < 1 << 29; };
-  const std::int64_t rows = max(q.spans.rows, k.spans.rows);
-  // Of shorter windows the two kernels of backward_sm90a.cu leave out what is not seen.
-  return problem.rule == ListRule::sliding && problem.window > kWalkWindow / 2 &&
-         problem.window <= kWalkWindow && all_rows(q) && all_rows(k) && problem.group == 1 &&
-         problem.value_group == 1 && problem.width <= 64 &&
-         q.spans.cu_seqlens == k.spans.cu_seqlens && !args.delta.data && !args.lse.by_slot &&
-         args.dq.rows.data && !args.dk.slots && !args.dv.slots && near(args.dq.rows) &&
-         near(args.dk.rows) && near(args.dv.rows) &&
-         (rows / kStreamRows + 8) * q.items * q.heads < 1 << 30;
-}
-
-template <class T>
-void launch_windows_sm90a(const ListBackwardArgs<T>& args, cudaStream_t stream) {
-  const ListProblem& problem = args.problem;
-  const SlotSide &q = problem.q, &k = problem.k;
-  const auto tiles = [](int ranks) { return (max(ranks, 0) + kStreamRows - 1) / kStreamRows; };
-  const int queries = q.spans.rows, keys = k.spans.rows;
-  WalkCut cut{};
-  cut.reach = problem.causal ? 0 : (problem.window + 1) / 2 - 1;
-  cut.per_item = 1 + tiles(cut.reach);
-  if (q.spans.cu_seqlens) {
-    cut.per_head = q.items * cut.per_item + queries / kStreamRows;
-    cut.total = cut.per_head * q.heads;
-  } else {
-    const int shift = (problem.offset_rows ? keys - queries : 0) + cut.reach;
-    const int lead = tiles(shift) * kStreamRows;
-    cut.per_head = q.spans.lengths || k.spans.lengths
-                       ? tiles(max(queries, keys)) + cut.per_item
-                       : max(tiles(queries + lead), tiles(keys + lead - shift));
-    cut.total = cut.per_head * q.items * q.heads;
-  }
+void launch_windows_sm90a(const ListBackwardArgs<T>& args, const WalkCut& cut,
+                          cudaStream_t stream) {
   if (cut.total == 0) return;
-  const auto split = [](int whole, int parts) { return (whole + parts - 1) / parts; };
-  cut.per_block = split(cut.total, multiprocessors());
-  launch_early("window_kernel", window_kernel<T>,
-               dim3(static_cast<unsigned>(split(cut.total, cut.per_block))), WalkShape::kThreads,
-               WalkShape::kBytes, stream, args, cut);
+  const int blocks = (cut.total + cut.per_block - 1) / cut.per_block;
+  launch_early("window_kernel", window_kernel<T>, dim3(static_cast<unsigned>(blocks)),
+               WalkShape::kThreads, WalkShape::kBytes, stream, args, cut);
 }
 
-#define COTERIE_INSTANTIATE(T)                                \
-  template bool takes_windows<T>(const ListBackwardArgs<T>&); \
-  template void launch_windows_sm90a<T>(const ListBackwardArgs<T>&, cudaStream_t)
-COTERIE_INSTANTIATE(Bf16);
-COTERIE_INSTANTIATE(F16);
-#undef COTERIE_INSTANTIATE
+template void launch_windows_sm90a(const ListBackwardArgs<Bf16>&, const WalkCut&, cudaStream_t);
+template void launch_windows_sm90a(const ListBackwardArgs<F16>&, const WalkCut&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -7,6 +7,11 @@
 // them, clusters keep their best applicants. A full cluster takes only rows that beat its worst,
 // and that bar only rises, so it is all that rounds need to know of each other. Both sides rank
 // pairs by one strict order, so the stable matching is unique and is the one above.
+//
+// Grid and block: cooperative, one block of 512 threads a multiprocessor; a team of blocks takes an
+// item and head. A warp scores four rows at a time in fp32, a lane per cluster; after every round
+// the rows are sorted by cluster (cluster/group.cuh), and a warp takes a cluster. Shared memory: up
+// to 96 KB for the sort. Preconditions: statistics of the rows are there.
 #include "cuda/cluster/group.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
@@ -136,13 +141,14 @@ struct BalancedProblem {
     const auto for_each = [&](const auto& visit) {
       for (int slot = begin + lane; slot < end; slot += 32) visit(key(slot));
     };
-    CandidateKey cut = ~CandidateKey{0};
-    if (end - begin == capacity) {
-      CandidateKey smallest = 0;  // of the complements
-      for_each([&](CandidateKey each) { smallest = max(smallest, ~each); });
-      cut = ~warp_max(smallest);
-    } else {
-      cut = smallest_kept(for_each, find_cut(for_each, capacity, capacity));
+    const bool crowded = end - begin > capacity;
+    const CandidateKey least = crowded ? find_cut(for_each, capacity, capacity) : 0;
+    CandidateKey smallest = 0;  // of the complements of those that stay
+    for_each([&](CandidateKey each) {
+      if (each >= least) smallest = max(smallest, ~each);
+    });
+    const CandidateKey cut = ~warp_max(smallest);
+    if (crowded) {
       int count = 0;
       for (int slot = begin + lane; slot < end; slot += 32)
         if (key(slot) < cut) labels[order[slot]] = -1, ++count;
@@ -150,16 +156,6 @@ struct BalancedProblem {
       if (lane == 0) atomicAdd(rejected, count);
     }
     if (lane == 0) bars[cluster] = cut;
-  }
-
-  // The smallest key that is not below a cut.
-  template <class ForEach>
-  __device__ CandidateKey smallest_kept(const ForEach& for_each, CandidateKey cut) {
-    CandidateKey smallest = 0;
-    for_each([&](CandidateKey each) {
-      if (each >= cut) smallest = max(smallest, ~each);
-    });
-    return ~warp_max(smallest);
   }
 };
 

@@ -1,12 +1,22 @@
 // SPDX-License-Identifier: MIT
 // Candidates for routing's members: rows whose rounded score is not below a threshold of the
-// centroid, which about kCandidateAim times as many rows as are wanted pass; choose.cu
-// makes the selection exact. The statistics of the rows are found on the way.
+// centroid, which about kCandidateAim times as many rows as are wanted pass; choose.cu makes the
+// selection exact. The statistics of the rows are found on the way.
 //
-// A team of blocks takes 256 centroids of a head, which lie in shared memory. A warpgroup takes 64
-// rows from global memory to registers, as normalised half-precision numbers, and meets 64
-// centroids at a time. First a sample of the rows: of its parts the largest scores are kept, and
-// the one of them that leaves about as many rows as wanted becomes the threshold. Then all rows.
+// Grid and block: cooperative, one block of four warpgroups a multiprocessor. A team of up to 16
+// blocks takes 256 centroids of a head, which lie in shared memory. A warpgroup takes 64 rows from
+// global memory to registers and 64 centroids at a time. Both are f16 numbers: normalised rows are
+// at most sqrt(Dk) long, so their elements fit, and scores are eight times as close as those of
+// bf16 factors.
+//   sample   of its parts the largest scores are kept, and the one of them that leaves about as
+//   many
+//            rows as wanted becomes the threshold of a centroid; one team barrier
+//   hits     all rows; scores that reach the threshold go through a queue of the warp to the lists
+// Shared memory: CandidateMemory, 128 KB (160 KB for Dk = 128): centroids, queues, limits and
+// counts.
+// __launch_bounds__(512, 1): 128 registers.
+// Preconditions: candidates_pay (Hopper, bf16, long sequences that are not packed) and aligned
+// rows; otherwise the lists stay empty or are absent and top.cu selects.
 #include <cstdint>
 
 #include "cuda/launch/device.h"
@@ -26,14 +36,6 @@ namespace coterie::cuda {
 
 namespace {
 
-// Thresholds of candidates_sm90a.cu from a sample of the rows.
-
-// Factors of candidates_sm90a.cu: centroids in shared memory, rows in registers, both in
-// half precision because normalised rows are at most sqrt(Dk) long: their elements fit, and scores
-// are eight times as close as those of bf16 factors.
-
-// What the blocks of candidates_sm90a.cu work on.
-
 // Times the wanted rows: candidates that thresholds should leave, and the least rows of a sequence.
 constexpr float kCandidateAim = 2.25f;
 constexpr int kLeastCandidateRows = 16;
@@ -47,14 +49,7 @@ constexpr int kSampleParts = 128;                    // parts of the sample, whe
 
 using CandidateElement = Bf16;
 
-struct CandidateSide {
-  Tensor4<const CandidateElement> x;
-  SequenceSpans spans;
-  int heads, group, problems;
-  RowStatistics* stats;
-  int width;  // of the members
-  CandidateLists lists;
-};
+using CandidateSide = TopRows<CandidateElement>;
 
 struct CandidateArgs {
   CandidateSide sides[2];
@@ -78,16 +73,17 @@ struct CandidateProblem {
   std::int64_t list;  // of the first one of the centroids
 
   __device__ CandidateProblem(const CandidateArgs& args, int of_all)
-      : side(args.sides[of_all / args.passes >= args.sides[0].problems]),
+      : side(args.sides[of_all / args.passes >= args.sides[0].shape.problems()]),
         number(of_all),
         column(of_all % args.passes * kTeamColumns) {
     const int all = of_all / args.passes;
-    const int problem = all - (all >= args.sides[0].problems ? args.sides[0].problems : 0);
-    const int batch = problem / side.heads;
-    head = problem % side.heads;
-    length = uniform_trips(side.spans.span(batch).length);
+    const int problem =
+        all - (all >= args.sides[0].shape.problems() ? args.sides[0].shape.problems() : 0);
+    const int batch = problem / side.shape.heads;
+    head = problem % side.shape.heads;
+    length = uniform_trips(side.shape.q.span(batch).length);
     rows = side.x.rows(batch, head, 0);
-    stats = side.stats + static_cast<std::int64_t>(problem) * side.spans.rows;
+    stats = side.stats + static_cast<std::int64_t>(problem) * side.shape.q.rows;
     list = static_cast<std::int64_t>(problem) * args.centroids.clusters + column;
   }
 };
@@ -362,7 +358,7 @@ __device__ __forceinline__ void find_limits(const CandidateArgs& args,
   }
 }
 
-// Hits of a warp in candidates_sm90a.cu: scores of 16 tokens and 64 centroids that are not
+// Hits of a warp: scores of 16 tokens and 64 centroids that are not
 // below the centroids' limits, on their way to the lists. Products start with the negative limits,
 // so a hit is a number without a sign. Four scores of a lane, of two tokens and two neighbouring
 // centroids, are looked at together; fours with hits go to a queue of the warp, from which each
@@ -539,16 +535,17 @@ __global__ void __launch_bounds__(kCandidateThreads, 1)
   const std::uint64_t table = matrix_descriptor(uniform(static_cast<int>(base)));
   Team team(args.teams);
   args.zeroed.zero();
-  const int problems = (args.sides[0].problems + args.sides[1].problems) * args.passes;
+  const int problems =
+      (args.sides[0].shape.problems() + args.sides[1].shape.problems()) * args.passes;
 #pragma unroll 1
   for (int number = team.number; number < problems; number += args.teams.count) {
     const CandidateProblem problem(args, number);
     const Sample sample(problem);
-    const CandidateLists& lists = problem.side.lists;
+    const CandidateLists& lists = problem.side.candidates;
     const int columns = min(kTeamColumns, args.centroids.clusters - problem.column);
     const int steps = (columns + kColumnStep - 1) / kColumnStep;
-    stage_centroids<kChunks>(args.centroids, problem.head / problem.side.group, problem.column,
-                             base);
+    stage_centroids<kChunks>(args.centroids, problem.head / problem.side.shape.group,
+                             problem.column, base);
     if (thread < kTeamColumns) counts[thread] = 0;
     if (thread == 0)
       target = {lists.entries + (problem.list * lists.parts + team.rank) * lists.capacity,
@@ -563,7 +560,7 @@ __global__ void __launch_bounds__(kCandidateThreads, 1)
     find_hits<kChunks>(args, problem, team, table, steps, hits, target);
     if (problem.column == 0)
       for (int row = problem.length + team.rank * kCandidateThreads + thread;
-           row < problem.side.spans.rows; row += team.size * kCandidateThreads)
+           row < problem.side.shape.q.rows; row += team.size * kCandidateThreads)
         problem.stats[row] = {0.0f, 0.0f};
     __syncthreads();
     if (thread < columns)
@@ -595,17 +592,6 @@ void leave_open(const AttentionCall& call, const CandidateRun& queries, const Ca
   row_statistics(call, queries.side, keys.side.width > 0 ? &keys.side : nullptr, stream);
 }
 
-CandidateSide candidate_side(const CandidateRun& run) {
-  return {tensor4<const CandidateElement>(run.side.rows),
-          run.side.shape.q,
-          run.side.shape.heads,
-          run.side.shape.group,
-          run.side.shape.problems(),
-          run.side.stats,
-          run.side.width,
-          run.lists};
-}
-
 }  // namespace
 
 bool candidates_pay(const RoutingSide& side) {
@@ -634,12 +620,12 @@ void find_candidates(const AttentionCall& call, const CentredCentroids& centroid
   while (args.warp_cells > 1 && args.cells() > kSampleParts) args.warp_cells /= 2;
   for (CandidateRun* run : {&queries, &keys})
     if (run->wanted) take_lists(*run, args.teams.size, arena);
-  args.sides[0] = candidate_side(queries.wanted ? queries : keys);
-  if (queries.wanted && keys.wanted) args.sides[1] = candidate_side(keys);
+  args.sides[0] = top_rows<CandidateElement>(queries.wanted ? queries : keys);
+  if (queries.wanted && keys.wanted) args.sides[1] = top_rows<CandidateElement>(keys);
   args.maxima = arena.take<std::uint32_t>(static_cast<std::int64_t>(problems) * args.passes *
                                           args.cells() * (kTeamColumns / 2));
   if (arena.counting() || problems == 0) return;
-  if (!args.sides[0].x.aligned || (args.sides[1].problems && !args.sides[1].x.aligned)) {
+  if (!args.sides[0].x.aligned || (args.sides[1].shape.problems() && !args.sides[1].x.aligned)) {
     leave_open(call, queries, keys, zeroed, stream);
     return;
   }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Centroids less their means, by a warp each: lane l has elements l, l + 32, ...
+// Centroids less their means, m_c = mu_c - mean(mu_c), by a warp each: lane l has elements l, l +
+// 32, ... For rows y of zero mean y . mu_c = y . m_c. In registers, no shared memory; for rows.cu
+// and the scan.
 #pragma once
 
 #include "cuda/prim/warp.cuh"

@@ -1,6 +1,15 @@
 // SPDX-License-Identifier: MIT
-// The centroids of routing on the GPU: their moving average and the commitment loss. Neighbouring
-// lanes normalise a row; sums run in an order that is given by the rows alone.
+// The centroids of routing on the GPU, with y normalised rows and c their clusters:
+//   counts, sums   <- decay * old + (1 - decay) * members of a cluster, sum of their y
+//   (count_members,
+//                  move_centroids); a centroid is sums over smoothed counts
+//   loss           mean of (y - mu_c)^2 (add_differences, take_mean), and its gradient
+//   (add_gradients)
+//
+// Grid and block: 256 threads. count_members and move_centroids: a block per cluster and head of
+// the centroids, which looks at all labels; the others: up to 1024 blocks, a group of 4 to 32 lanes
+// a token. Shared memory: up to 34 KB of double sums in move_centroids. Sums run in an order that
+// is given by the rows alone. Preconditions: refuse_tokens. Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
 #include "cuda/api/entry.h"

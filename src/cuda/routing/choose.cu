@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Members from candidates (candidates_sm90a.cu). Rounded scores tell most candidates apart
-// from the cut; those that are too close to it are scored exactly.
+// Members from candidates (candidates_sm90a.cu): the `width` best rows of a centroid, ascending.
+// Rounded scores tell most candidates apart from the cut; those that are too close to it are scored
+// exactly.
+//
+// Grid and block: a warp per list, 16 blocks a multiprocessor (__launch_bounds__(32, 16)). A
+// histogram bounds the score of the last member, close candidates are cut by halving, a bit for
+// every row tells every member its rank. Shared memory: ChooseSizes, about 12 KB for a width of 256
+// and 64k rows. Preconditions: bf16 rows with candidates. Lists that are too short, too long or too
+// close to the threshold are listed as undecided and go to top.cu.
 //
 // A rounded score is off by at most e: |y|_2 <= sqrt(Dk) times what rounding did to the centroid,
 // and 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the exact score's
@@ -14,8 +21,6 @@
 namespace coterie::cuda {
 namespace {
 
-// Members of a list from its candidates, by a warp (choose.cu).
-
 using ChooseElement = Bf16;
 
 constexpr int kChooseThreads = 32;  // of a block, and a list: a warp needs no barriers
@@ -26,7 +31,7 @@ struct ChooseSizes {
   int capacity, width;
   int vectors;  // of 128 rows, a bit each
 
-  // Close candidates; lists with more of them stay open.
+  // Close candidates; lists with more of them stay undecided.
   __host__ __device__ int close() const { return 256 + capacity / 8; }
   __host__ __device__ int first_bytes() const { return max(capacity * 8, vectors * 18) + 15 & ~15; }
   __host__ __device__ int second_bytes() const { return max(close() * 8, kChooseBins * 4); }
@@ -304,9 +309,9 @@ __global__ void __launch_bounds__(kChooseThreads, 16)
   if (choose<kWidth>(args, list, memory) || threadIdx.x != 0) return;
   const int clusters = list.side.shape.clusters;
   const unsigned problem = blockIdx.x / clusters, cluster = blockIdx.x % clusters;
-  unsigned* counts = args.open.words.data;
+  unsigned* counts = args.undecided.words.data;
   atomicAdd(counts, 1u);
-  args.open.clusters[problem * clusters + atomicAdd(counts + 1 + problem, 1u)] =
+  args.undecided.clusters[problem * clusters + atomicAdd(counts + 1 + problem, 1u)] =
       static_cast<std::int32_t>(cluster);
 }
 

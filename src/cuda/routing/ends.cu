@@ -10,7 +10,6 @@
 // serves. Preconditions: none. The scan finds the ends of queries and keys that it sorts together.
 #include "cuda/cluster/group.cuh"
 #include "cuda/launch/launch.h"
-#include "cuda/lists/member_ends.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/splits.cuh"
 #include "cuda/routing/stages.h"
@@ -26,7 +25,7 @@ constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // that are searched in
 struct EndArgs {
   ItemSpans spans;
   ItemChunks tiles;  // of kFewRows or kManyRows queries
-  int items, heads, group, clusters, window, per_row;
+  int items, heads, group, clusters, window;
   SortedRuns q, k;
   bool same;  // the runs of queries are those of keys
   bool demote, include_self;
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kEndThreads)
   __shared__ int ends[2];
   const ItemChunk tile = args.tiles.find(args.spans.q, blockIdx.x);
   if (tile.begin >= tile.end) return;
-  const int head = static_cast<int>(blockIdx.y), clusters = args.clusters, m = args.per_row;
+  const int head = static_cast<int>(blockIdx.y), clusters = args.clusters, m = args.out.per_row;
   const int key_heads = args.heads / args.group, key_head = head / args.group;
   const ItemSpan span = tile.span, keys = args.spans.k.span(tile.item);
   Numbers starts{
@@ -138,18 +137,40 @@ __global__ void __launch_bounds__(kThreads)
   args.out.own_row[place] = item >= 0 ? own_key(args, keys, found) : 0;
 }
 
+struct MemberEndArgs {
+  ItemSpans spans;
+  bool causal;
+  int heads, group, clusters, q_width, k_width;
+  const std::int32_t *q_members, *k_members;
+  std::int32_t* ends;
+  std::uint8_t* flags;
+};
+
 // A thread per query slot; the blocks of an item and head are neighbours.
-__global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEnds args) {
+__global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEndArgs args) {
   await_previous();
   const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
   const auto each = static_cast<unsigned>((block + kEndThreads - 1) / kEndThreads);
   const unsigned problem = blockIdx.x / each;
+  const int item = static_cast<int>(problem) / args.heads;
+  const int head = static_cast<int>(problem) % args.heads, key_heads = args.heads / args.group;
   const std::int64_t place =
       static_cast<std::int64_t>(blockIdx.x % each) * kEndThreads + threadIdx.x;
-  if (place < block)
-    write_member_end(args, static_cast<int>(problem) / args.heads,
-                     static_cast<int>(problem) % args.heads, place,
-                     args.q_members[problem * block + place]);
+  if (place >= block) return;
+  const std::int64_t slot = problem * block + place;
+  const int row = args.q_members[slot];
+  int seen = 0;
+  if (row >= 0) {
+    const std::int64_t list =
+        (static_cast<std::int64_t>(item) * key_heads + head / args.group) * args.clusters +
+        place / args.q_width;
+    const int last = args.causal
+                         ? row + args.spans.k.span(item).length - args.spans.q.span(item).length
+                         : args.spans.k.rows;
+    seen = entries_up_to(args.k_members + list * args.k_width, args.k_width, last);
+  }
+  if (args.ends) args.ends[slot] = seen;
+  if (args.flags) args.flags[slot] = seen > 1;
 }
 
 }  // namespace
@@ -173,7 +194,6 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
   args.group = static_cast<int>(call.H / call.key_heads);
   args.clusters = static_cast<int>(params.clusters);
   args.window = static_cast<int>(min(params.window, call.N + call.S));
-  args.per_row = ends.per_row;
   args.q = queries;
   args.k = keys;
   args.same = params.share_qk && ends.per_row == 1;
@@ -185,34 +205,29 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
                dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(call.H)),
                kEndThreads, 0, stream, args);
   if (!ends.own_slot) return;
-  launch_early("own_rows", own_rows_kernel,
-               dim3(static_cast<unsigned>((call.N + kThreads - 1) / kThreads),
-                    static_cast<unsigned>(call.H), static_cast<unsigned>(call.B)),
-               kThreads, 0, stream, args, slots);
+  const dim3 grid(static_cast<unsigned>((call.N + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
+  launch_early("own_rows", own_rows_kernel, grid, kThreads, 0, stream, args, slots);
 }
 
-MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
-                       const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags) {
-  MemberEnds args{};
-  args.spans = item_spans(call.inputs);
-  args.causal = call.causal;
-  args.items = static_cast<int>(q_members.size(0));
-  args.heads = static_cast<int>(call.H);
-  args.group = static_cast<int>(call.H / call.key_heads);
-  args.clusters = static_cast<int>(q_members.size(2));
-  args.q_width = static_cast<int>(q_members.size(3));
-  args.k_width = static_cast<int>(k_members.size(3));
-  args.q_members = static_cast<const std::int32_t*>(q_members.data);
-  args.k_members = static_cast<const std::int32_t*>(k_members.data);
-  args.ends = ends;
-  args.flags = flags;
-  return args;
-}
-
-void find_member_ends(const MemberEnds& args, cudaStream_t stream) {
-  const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
-  const std::int64_t blocks = (block + kEndThreads - 1) / kEndThreads * args.items * args.heads;
-  if (!args.wanted() || blocks == 0) return;
+void find_member_ends(const AttentionCall& call, const RoutingSide& queries,
+                      const RoutingSide& keys, std::int32_t* ends, std::uint8_t* flags,
+                      cudaStream_t stream) {
+  const ClusterShape& shape = queries.shape;
+  const std::int64_t block = static_cast<std::int64_t>(shape.clusters) * queries.width;
+  const std::int64_t blocks = (block + kEndThreads - 1) / kEndThreads * shape.problems();
+  if ((!ends && !flags) || blocks == 0) return;
+  const MemberEndArgs args{item_spans(call.inputs),
+                           call.causal,
+                           shape.heads,
+                           static_cast<int>(call.H / call.key_heads),
+                           shape.clusters,
+                           queries.width,
+                           keys.width,
+                           queries.members,
+                           keys.members,
+                           ends,
+                           flags};
   launch_early("member_ends", member_ends_kernel, dim3(static_cast<unsigned>(blocks)), kEndThreads,
                0, stream, args);
 }

@@ -74,7 +74,7 @@ class RoutingPass : public Pass {
     Arena arena = take_workspace(workspace);
     Arena scratch = arena;  // the selection's memory is free again afterwards
     select_lists(sides_of(at), at.ends, scratch, stream_of(workspace));
-    attend_lists(at, result.out, plan_.scan_ends, arena, stream_of(workspace));
+    attend_lists(at, result.out, plan_.scan_ends(), arena, stream_of(workspace));
   }
 
   void backward(const AttentionResult& result, const TensorView& grad_out,
@@ -131,16 +131,18 @@ class RoutingPass : public Pass {
                     cudaStream_t stream) const {
     const RoutingSide* keys = keys_of(sides);
     const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
-    const ZeroedWords counters = team_counters(arena, call_);
+    const std::int64_t problems = call_.num_items() * (call_.H + call_.key_heads);
+    const ZeroedWords counters{arena.take<unsigned>(problems), problems};  // of teams
     const bool launches = !arena.counting();
-    if (plan_.selection == RoutingSelection::scan)
-      return nearest_scan(call_, centroids, sides.q, keys, plan_.scan_ends ? ints(ends) : nullptr,
+    const RoutingSelection selection = plan_.selection();
+    if (selection == RoutingSelection::scan)
+      return nearest_scan(call_, centroids, sides.q, keys, plan_.scan_ends() ? ints(ends) : nullptr,
                           counters.data, arena, stream);
     if (launches) centre_centroids(call_, centroids, counters, stream);
-    if (plan_.selection == RoutingSelection::top)
+    if (selection == RoutingSelection::top)
       return select_top(call_, centroids, sides.q, keys, counters.data, arena, stream);
     if (launches && sides.q.stats) row_statistics(call_, sides.q, keys, stream);
-    if (plan_.selection == RoutingSelection::balanced) {
+    if (selection == RoutingSelection::balanced) {
       select_balanced(call_, sides.q, centroids, arena, stream);
       if (keys) select_balanced(call_, sides.k, centroids, arena, stream);
       return;
@@ -173,7 +175,8 @@ class RoutingPass : public Pass {
     const TensorView& order = keys ? at.k_order : at.q_order;
     if (plan_.strict && !direct)
       return make_token_slots(arena, sequences, call_.B, rows, heads, ints(order), 0,
-                              keys ? 1 : plan_.per_row);
+                              keys ? 1 : plan_.per_row, params_.clusters,
+                              ints(keys ? at.k_offsets : at.q_offsets));
     const TensorView& members = keys ? at.k_members : at.q_members;
     TokenSlots tokens =
         make_single_slots(sequences, call_.B, rows, heads, ints(plan_.strict ? order : members));
@@ -229,9 +232,9 @@ class RoutingPass : public Pass {
       find_run_ends(params_, call_, sides.q.runs, sides.k.runs, tokens, ends, stream);
     return ends;
   }
-  // The same for members; returns what is to be found yet.
-  MemberEnds see_members(const RoutingSaved& at, bool ends_there, Arena& arena,
-                         ListCall& lists) const {
+  // The same for members.
+  void see_members(const RoutingSaved& at, const Sides& sides, bool ends_there, Arena& arena,
+                   cudaStream_t stream, ListCall& lists) const {
     if (call_.causal) {
       lists.ranges.rule = plan_.shared ? ListRule::causal : ListRule::ends;
       lists.ranges.window = call_.N + call_.S;
@@ -243,9 +246,9 @@ class RoutingPass : public Pass {
       lists.filters.drop_own = flags;
       lists.filters.drop_by_slot = true;
     }
-    if (arena.counting()) return {};
-    return member_ends(call_, at.q_members, at.k_members, ends_there ? nullptr : ints(at.ends),
-                       flags);
+    if (!arena.counting())
+      find_member_ends(call_, sides.q, sides.k, ends_there ? nullptr : ints(at.ends), flags,
+                       stream);
   }
 
   OwnKeys own_keys(const Sides& sides, const RunEnds& ends, const float* head_scale) const {
@@ -270,13 +273,12 @@ class RoutingPass : public Pass {
     }
     RunEnds ends;
     if (plan_.strict) {
-      find_token_slots(tokens, call_.B, arena, stream);
+      find_token_slots(tokens, arena, stream);
       ends = see_runs(at, sides, tokens, ends_there, arena, stream, lists);
     } else {  // with the slots of keys for the backward pass
       const TokenSlots keys = slots_of(true, false, at, arena);
-      const MemberEnds seen = see_members(at, ends_there, arena, lists);
-      if (!find_token_slots(tokens, call_.B, arena, stream, plan_.shared ? nullptr : &keys, seen))
-        find_member_ends(seen, stream);
+      find_token_slots(tokens, arena, stream, plan_.shared ? nullptr : &keys);
+      see_members(at, sides, ends_there, arena, stream, lists);
     }
     ListOutputs outputs;
     outputs.slot_rows =
@@ -320,9 +322,8 @@ class RoutingPass : public Pass {
                       const AttentionGradients& wanted, const Wanted& parts, Arena& arena,
                       cudaStream_t stream) const {
     const Sides sides = sides_of(at);
-    const bool scaled = call_.inputs.logit_scale.present();
     float *head_scale = nullptr, *products = nullptr;
-    if (scaled) {
+    if (call_.inputs.logit_scale.present()) {
       head_scale = arena.take<float>(call_.H);
       products = arena.take<float>(call_.B * call_.H * call_.N);
       if (!arena.counting()) nonzero_scale(call_, head_scale, stream);
@@ -332,16 +333,16 @@ class RoutingPass : public Pass {
     TokenSlots values = keys;
     if (plan_.rows_direct && !plan_.value_rows) {
       values = slots_of(true, false, at, arena);
-      find_token_slots(values, call_.B, arena, stream);
+      find_token_slots(values, arena, stream);
     } else if (plan_.strict && !plan_.rows_direct) {
-      find_token_slots(queries, call_.B, arena, stream, &values);
+      find_token_slots(queries, arena, stream, &values);
     }
     ListCall lists = list_call(sides, head_scale);
     RunEnds ends;
     if (plan_.strict)
       ends = see_runs(at, sides, queries, true, arena, stream, lists);
     else
-      find_member_ends(see_members(at, true, arena, lists), stream);
+      see_members(at, sides, true, arena, stream, lists);
     OwnKeys own = own_keys(sides, ends, head_scale);
 
     ListGradients gradients;

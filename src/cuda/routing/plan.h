@@ -23,12 +23,12 @@ enum class RoutingSelection : std::uint8_t {
 };
 
 struct RoutingPlan {
-  RoutingSelection selection;
+  bool fits_scan;    // shapes and types suit the scan
   bool strict;       // lists are runs of rows sorted by cluster; else members of clusters
   bool shared;       // keys are the queries
   bool same_runs;    // strict: and so are their runs, where ends are ranks + 1
   bool saves_ends;   // what queries see of their lists is saved
-  bool scan_ends;    // the scan of a forward pass finds it
+  bool joint_scan;   // the scan would sort both sides together, and find that
   bool demotes;      // a query sees its own key only if it sees no other
   bool rows_direct;  // every row has one slot and no own key: results by slot are those of rows
   bool value_rows;   // with it: and gradients of values, too
@@ -48,12 +48,11 @@ struct RoutingPlan {
     same_runs = strict && shared && per_row == 1;
     demotes = params.self == SelfAttention::demote;
     saves_ends = strict ? !same_runs : call.causal && !shared;
-    const bool scans = strict && per_row == 1 && call.N > 0 && scan_serves(call, params.clusters);
-    selection = scans      ? RoutingSelection::scan
-                : strict   ? RoutingSelection::sums
-                : balanced ? RoutingSelection::balanced
-                           : RoutingSelection::top;
-    scan_ends = scans && !shared && !params.include_self && !demotes && scan_finds_ends(call);
+    fits_scan = strict && per_row == 1 && call.N > 0 && scan_fits(call, params.clusters);
+    joint_scan = fits_scan && !shared && !params.include_self && !demotes && scan_finds_ends(call);
+    without_scan = strict     ? RoutingSelection::sums
+                   : balanced ? RoutingSelection::balanced
+                              : RoutingSelection::top;
     rows_direct = strict && per_row == 1 && !params.include_self;
     value_rows = rows_direct && call.key_heads == call.value_heads;
     normalises = rows_direct && !shared;
@@ -74,6 +73,16 @@ struct RoutingPlan {
     k_slots = strict ? call.B * call.key_heads * call.S
                      : call.num_items() * call.key_heads * params.clusters * k_width;
   }
+
+  // These ask the device; refusals do without one.
+  RoutingSelection selection() const {
+    return fits_scan && on_hopper() ? RoutingSelection::scan : without_scan;
+  }
+  // Whether the scan of a forward pass finds what queries see.
+  bool scan_ends() const { return joint_scan && on_hopper(); }
+
+ private:
+  RoutingSelection without_scan;
 };
 
 // The slots of every token, see TokenSlots.

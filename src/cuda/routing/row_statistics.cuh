@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Mean and 1 / sigma of rows, sigma = sqrt(variance + floor).
+// Mean and 1 / sigma of rows, sigma = sqrt(variance + floor): four lanes share a row, in the order
+// of RowWords, in registers. All kernels that find statistics sum in this order, so that a row has
+// the same bits from each.
 #pragma once
 
 #include "cuda/lists/lists.h"

@@ -1,5 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Statistics of rows and centred centroids.
+// Statistics of rows, (mean, 1 / sigma), and centred centroids (centred_centroid.cuh).
+//
+// row_statistics: blocks of 256 threads per 64 to 256 rows, head of either side and batch entry;
+// four
+//   lanes a row, several rows in flight. centre: a warp per centroid, which also zeroes counters.
+// No shared memory. Preconditions: none. The scan and the candidates find both themselves.
+#include <algorithm>
+
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -30,9 +37,7 @@ struct StatisticsArgs {
 // Block (x, y, z) has rows of head y, of both sides in turn, of batch entry z.
 constexpr int kLanes = 4, kGroups = kThreads / kLanes;
 template <class T, int kChunks>
-constexpr int kRowsAtOnce = 8 / (kChunks * RowWords<T, kChunks>::kVectors) > 1
-                                ? 8 / (kChunks * RowWords<T, kChunks>::kVectors)
-                                : 1;
+constexpr int kRowsAtOnce = std::max(8 / (kChunks * RowWords<T, kChunks>::kVectors), 1);
 
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kThreads) row_statistics_kernel(StatisticsArgs<T> args) {
@@ -150,13 +155,6 @@ CentredCentroids::CentredCentroids(Arena& arena, const AttentionCall& call, std:
   rows = arena.take<float>(call.value_heads * count * pitch);
   if (membership == Membership::balanced)
     columns = arena.take<float>(call.value_heads * count * pitch);
-}
-
-ZeroedWords team_counters(Arena& arena, const AttentionCall& call) {
-  ZeroedWords words;
-  words.count = call.num_items() * (call.H + call.key_heads);
-  words.data = arena.take<unsigned>(words.count);
-  return words;
 }
 
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,

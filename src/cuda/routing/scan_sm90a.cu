@@ -21,7 +21,7 @@
 //
 // Shared memory: the table, 128 or 256 bytes a centroid and part, up to 192 KB; the sort uses the
 // same memory (sort_shared_bytes); 28 KB for undecided rows. __launch_bounds__(512 or 384, 1): 128
-// or 168 registers. Preconditions: scan_serves (Hopper, bf16, as many centroids as shared memory
+// or 168 registers. Preconditions: scan_fits (Hopper, bf16, as many centroids as shared memory
 // holds), one cluster a row. Otherwise nearest.cu and cluster/group.cu run.
 #include <cstdint>
 
@@ -31,6 +31,7 @@
 #include "cuda/cluster/sorted_runs.cuh"
 #include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
+#include "cuda/prim/candidates.cuh"
 #include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/warp.cuh"
 #include "cuda/prim/wgmma.cuh"
@@ -63,10 +64,6 @@ constexpr float kShortestRow = 0x1p-2f, kLongestRow = 0x1p12f, kTableLength = 0x
 template <int kChunks>
 constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
 
-__device__ __forceinline__ int group_number() {
-  return static_cast<int>(threadIdx.x / unsigned{kWarpgroup});
-}
-
 // What the rows of a block's problem are measured with.
 struct ScanTable {
   std::uint64_t descriptor;
@@ -75,7 +72,7 @@ struct ScanTable {
   int halves;              // twice the steps over the columns
   const float* centroids;  // (clusters, pitch)
   bool usable;             // scores are finite, and not too small to scale
-  float norm, slack;       // scaled: the largest |m|, and the error bound over |x|
+  float slack;             // the error bound over |x|, scaled
 };
 
 // The power of two that brings a length to `power`, itself one, or up to twice that; 0: the length
@@ -328,7 +325,7 @@ struct UndecidedRows {
 // Pairs (row, centroid) of a warp whose sums are wanted, and the best of its 16 rows.
 struct UndecidedPairs {
   std::uint32_t pair[64];
-  unsigned long long best[16];
+  CandidateKey best[16];
 };
 
 // x . m in fp32, depths ascending: what decides. Reads `kVectors` times 8 elements at once.
@@ -362,13 +359,6 @@ __device__ __forceinline__ float exact_score(const Rows<const ScanElement>& rows
   return sum;
 }
 
-// Larger for a larger score, then for the lower cluster; NaN counts as -inf, -0 as 0.
-__device__ __forceinline__ unsigned long long exact_key(float score, int cluster) {
-  const std::uint32_t bits = __float_as_uint(isnan(score) ? -INFINITY : score + 0.0f);
-  const std::uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<std::uint32_t>(cluster);
-}
-
 // Sums of the warp's last pairs, a lane each, to the best of their rows. A pair's row is one of
 // this warp's 16: own_rows[side] of lane 4 i for i + 8 side.
 __device__ __forceinline__ void sum_pairs(UndecidedPairs& undecided, int first, int count,
@@ -386,7 +376,8 @@ __device__ __forceinline__ void sum_pairs(UndecidedPairs& undecided, int first, 
     const float* centroid = table.centroids + static_cast<std::int64_t>(cluster) * table.pitch;
     const float score = rows.aligned ? exact_score<4, true>(rows, row, centroid)
                                      : exact_score<1, false>(rows, row, centroid);
-    atomicMax(&undecided.best[own], exact_key(score, cluster));
+    atomicMax(&undecided.best[own],
+              candidate_key(isnan(score) ? -INFINITY : score + 0.0f, cluster));
   }
   __syncwarp();
 }
@@ -494,8 +485,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
   for (int side = 0; side < 2; ++side)
     if (lane % 4 == side && row[side] >= 0)
       sides.labels[row[side] / kSecondSide][ScanSides::index(row[side])] =
-          static_cast<std::int32_t>(
-              ~static_cast<std::uint32_t>(undecided.best[lane / 4 + 8 * side]));
+          index_of(undecided.best[lane / 4 + 8 * side]);
   list.group_barrier().sync();
 }
 
@@ -620,7 +610,7 @@ __device__ void label_rows(const ScanArgs& args, const ScanTable& table, const R
   const int warp = static_cast<int>(threadIdx.x / 32u);
   const int half = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane answers for
   const ScanSides& sides = shared.sides;
-  UndecidedRows& undecided = shared.undecided[group_number()];
+  UndecidedRows& undecided = shared.undecided[threadIdx.x / unsigned{kWarpgroup}];
   int side = 0, first = range.begin + warp * 16;
   RowsAhead<kChunks> ahead(sides.rows, range.end);
   ahead.load(sides.of(0), first);
@@ -747,15 +737,13 @@ __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanPr
       args.halves,
       args.centroids.rows + static_cast<std::int64_t>(own) * clusters * args.centroids.pitch,
       true,
-      0.0f,
       0.0f};
   const float norm =
       block_largest(centre_head<kChunks>(args, own, args.sides[problem.first].x.width));
   const float scale = scale_to(norm, kTableLength);
   const float rest = stage_table<kChunks>(columns, scale, memory);
   columns.usable = scale > 0.0f;
-  columns.norm = 1.001f * norm * scale;
-  columns.slack = columns.usable ? 1.001f * rest + kChunks * 0x1p-17f * columns.norm : INFINITY;
+  columns.slack = columns.usable ? 1.001f * (rest + kChunks * 0x1p-17f * norm * scale) : INFINITY;
   label_rows<kChunks>(args, columns, range, problem.last - problem.first + 1, shared);
 }
 
@@ -848,9 +836,9 @@ __global__ void __launch_bounds__(kScanThreads<kChunks>, 1)
 
 }  // namespace
 
-bool scan_serves(const AttentionCall& call, std::int64_t clusters) {
+bool scan_fits(const AttentionCall& call, std::int64_t clusters) {
   const std::int64_t columns = (clusters + kScanStep - 1) / kScanStep * kScanStep;
-  return call.inputs.q.dtype == DType::bf16 && on_hopper() && columns <= kMostColumns &&
+  return call.inputs.q.dtype == DType::bf16 && columns <= kMostColumns &&
          columns * (call.Dk <= 64 ? 128 : 256) <= kTableBytes;
 }
 

@@ -57,9 +57,6 @@ struct CentredCentroids {
 void centre_centroids(const AttentionCall& call, const CentredCentroids& centroids,
                       const ZeroedWords& zeroed, cudaStream_t stream);
 
-// Counters for as many teams as there are problems, to be zeroed.
-ZeroedWords team_counters(Arena& arena, const AttentionCall& call);
-
 // The nearest clusters of every row, `per_row` of them, by sums alone: score descending, then lower
 // cluster; NaN ranks last. Scores are sums over Dk in ascending order, in fp32: what a row gets
 // depends on the row and the centroids alone. Writes side.labels, and with several of a row
@@ -72,7 +69,7 @@ void nearest_exact(const AttentionCall& call, const RoutingSide& side,
 // statistics of these rows and their runs, where they are wanted. For Hopper, and as many clusters
 // as shared memory holds. Centres the centroids itself; the counters need not be zero. `keys` may
 // be null; ends (see RunEnds) too, and else scan_finds_ends. scan_sm90a.cu
-bool scan_serves(const AttentionCall& call, std::int64_t clusters);
+bool scan_fits(const AttentionCall& call, std::int64_t clusters);
 bool scan_finds_ends(const AttentionCall& call);
 void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                   const RoutingSide& queries, const RoutingSide* keys, std::int32_t* ends,
@@ -113,7 +110,7 @@ struct CandidateRun {
 // For long bf16 sequences on Hopper. candidates_sm90a.cu
 bool candidates_pay(const RoutingSide& side);
 // Fills the lists of the wanted runs, and the statistics of their rows; zeroes words for later
-// kernels. arrivals are team_counters.
+// kernels. arrivals: a word for each item and head of either side, zero.
 void find_candidates(const AttentionCall& call, const CentredCentroids& centroids,
                      CandidateRun& queries, CandidateRun& keys, const ZeroedWords& zeroed,
                      unsigned* arrivals, Arena& arena, cudaStream_t stream);
@@ -129,10 +126,12 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
 void select_balanced(const AttentionCall& call, const RoutingSide& side,
                      const CentredCentroids& centroids, Arena& arena, cudaStream_t stream);
 
-// What queries of member lists see (lists/slots.h), by a kernel of its own. ends.cu
-MemberEnds member_ends(const AttentionCall& call, const TensorView& q_members,
-                       const TensorView& k_members, std::int32_t* ends, std::uint8_t* flags);
-void find_member_ends(const MemberEnds& ends, cudaStream_t stream);
+// What follows from member lists, by query slot: ends (of the causal form with separate keys) are
+// the keys of the list that are not after the query; bit 0 of a flag says that a query sees more
+// than one key. Either may be null. ends.cu
+void find_member_ends(const AttentionCall& call, const RoutingSide& queries,
+                      const RoutingSide& keys, std::int32_t* ends, std::uint8_t* flags,
+                      cudaStream_t stream);
 
 // From slots back to tokens (tokens.cu): one softmax over several clusters and the own key,
 // gradients that add up, and the way back through the normalisation of rows.

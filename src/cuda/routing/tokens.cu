@@ -251,21 +251,6 @@ struct SlotSet {
   __device__ __forceinline__ int slot(int i) const { return own ? own[i] : single; }
 };
 
-// Neighbouring floats, four at a time.
-template <int kVector>
-struct SlotValues {
-  union {
-    uint4 words[kVector / 4];
-    float elements[kVector];
-  };
-
-  __device__ __forceinline__ SlotValues(const float* from, bool there) {
-#pragma unroll
-    for (int i = 0; i < kVector / 4; ++i)
-      words[i] = there ? __ldcs(reinterpret_cast<const uint4*>(from) + i) : make_uint4(0, 0, 0, 0);
-  }
-};
-
 // Adds a token's rows in the order of its slots; several are on their way at a time. By all lanes
 // of a row.
 template <class Lanes>
@@ -282,18 +267,19 @@ __device__ __forceinline__ void add_whole_rows(const float* values, const SlotSe
     const int end = min(set.count - base, Lanes::kLanes);
 #pragma unroll 1
     for (int i = 0; i < end; i += kAhead) {
-      std::int64_t row[kAhead];
+      float4 x[kAhead][Lanes::kVector / 4];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) row[j] = __shfl_sync(lanes, slot, i + j, Lanes::kLanes);
-      const SlotValues<Lanes::kVector> x[kAhead] = {
-          {values + row[0] * width, there},
-          {values + row[1] * width, there && i + 1 < end},
-          {values + row[2] * width, there && i + 2 < end},
-          {values + row[3] * width, there && i + 3 < end}};
+      for (int j = 0; j < kAhead; ++j) {
+        const std::int64_t row = __shfl_sync(lanes, slot, i + j, Lanes::kLanes);
+        const auto* from = reinterpret_cast<const float4*>(values + row * width);
+#pragma unroll
+        for (int v = 0; v < Lanes::kVector / 4; ++v)
+          x[j][v] = there && i + j < end ? __ldcs(from + v) : float4{};
+      }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j)
 #pragma unroll
-        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += x[j].elements[d];
+        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += (&x[j][d / 4].x)[d % 4];
     }
   }
 }

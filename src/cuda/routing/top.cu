@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: MIT
-// Routing's members: the rows with the largest scores of every centroid, ties by lower row, listed
-// in ascending order. Candidates decide most lists of long bf16 sequences; of the others, and of
-// all lists of other calls, teams of blocks score all rows.
+// Routing's members: the `width` rows with the largest scores x . m / sigma of every centroid, ties
+// by lower row, listed in ascending order.
+//
+// Candidates decide most lists of long bf16 sequences (candidates_sm90a.cu, choose.cu). For the
+// others, and for all lists of other calls, select_top scores all rows: a team of blocks of 512
+// threads takes up to 8 lists of a head at a time, keeps the scores, finds the smallest one that
+// counts two bits at a time, and writes the rows above it and as many of those on it as are wanted.
+// Teams of several blocks share undecided lists, which are few; else a team is one block.
+// Shared memory: scores of the block's rows, up to 160 KB; beyond that scores are in global memory.
+// Preconditions: none.
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -12,13 +19,10 @@ namespace coterie::cuda {
 
 namespace {
 
-// The rows with the largest scores of several centroids of a head at a time: teams of blocks keep
-// the scores of all rows, and find the smallest score that counts digit by digit.
-
 constexpr int kChunkThreads = 512, kChunkWarps = kChunkThreads / 32;
-constexpr int kChunkLists = 8;                               // at a time
-constexpr int kBins = 256, kBits = 8, kDigits = 32 / kBits;  // of the radix selection
-constexpr int kTeamBins = kDigits * kChunkLists * kBins;     // of a team, for a chunk
+constexpr int kChunkLists = 8;                           // at a time
+constexpr int kProbes = 3;                               // of a step, which finds two bits of a cut
+constexpr int kTeamCounts = 16 * kChunkLists * kProbes;  // of a team, for a chunk
 
 // Rows above the cut, and on it.
 struct CutCount {
@@ -27,9 +31,9 @@ struct CutCount {
 
 struct ChunkShared {
   int cluster[kChunkLists];
-  int bins[kChunkLists][kBins];
-  std::uint32_t cut[kChunkLists];  // the digits known so far; in the end the smallest key
-  int rank[kChunkLists];           // of it among the keys with these digits; rows on it that count
+  int counts[kChunkLists][kProbes];  // keys that are not below a probe
+  std::uint32_t cut[kChunkLists];  // the bits known so far; in the end the smallest key that counts
+  int above[kChunkLists];          // keys above those that begin with these bits
   CutCount warps[kChunkLists][kChunkWarps];
 };
 
@@ -90,68 +94,42 @@ __device__ void score_chunk(const TopArgs<T>& args, const TopList<T>& any, const
       });
 }
 
-// The digit in which the `rank`-th largest entry of a histogram falls; rank becomes that among the
-// entries of the digit. By one warp.
-__device__ __forceinline__ int find_digit(const int* bins, int& rank) {
-  constexpr int kEach = kBins / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32, top = kBins - 1 - lane * kEach;
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += bins[top - i];
-  const int before = warp_inclusive_scan(sum) - sum;  // entries in digits above this lane's
-  const int owner = __ffs(__ballot_sync(~0u, before + sum >= rank)) - 1;
-  int digit = 0, left = 0;
-  if (lane == owner) {
-    left = rank - before;
-    for (digit = top; left > bins[digit]; --digit) left -= bins[digit];
-  }
-  rank = __shfl_sync(~0u, left, owner);
-  return __shfl_sync(~0u, digit, owner);
-}
-
-// A histogram of the digit at `shift` of the keys that begin as the cut. Equal digits of a warp are
-// counted by one lane: most digits of most scores are equal.
-__device__ __forceinline__ void count_digits(const ChunkScores& scores, int number, int shift,
-                                             std::uint32_t cut, int* bins) {
-  const std::uint32_t mask = shift + kBits < 32 ? ~0u << (shift + kBits) : 0u;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int first = 0; first < scores.length; first += kChunkThreads) {
-    const int i = first + static_cast<int>(threadIdx.x);
-    const std::uint32_t key = i < scores.length ? ordered(scores.list(number)[i]) : 0u;
-    const bool in = i < scores.length && (key & mask) == cut;
-    const int digit = in ? static_cast<int>(key >> shift & (kBins - 1)) : kBins;
-    const unsigned alike = __match_any_sync(~0u, digit);
-    if (in && (alike & ((1u << lane) - 1)) == 0) atomicAdd(&bins[digit], __popc(alike));
-  }
-}
-
-// The cuts of all lists for `wanted` rows each. By all threads of the team.
+// The cuts of all lists for `wanted` rows each, two bits at a time. By all threads of the team,
+// which adds up counts in team_counts, zero before.
 __device__ inline void find_cuts(Team& team, const ChunkScores& scores, int wanted,
-                                 std::int32_t* team_bins, ChunkShared& shared) {
-  int* bins = shared.bins[0];
-  const int count = scores.lists * kBins, warp = static_cast<int>(threadIdx.x) / 32;
-  if (threadIdx.x < kChunkLists) shared.cut[threadIdx.x] = 0, shared.rank[threadIdx.x] = wanted;
-  for (int shift = 32 - kBits; shift >= 0; shift -= kBits, team_bins += kChunkLists * kBins) {
-    for (int i = threadIdx.x; i < count; i += kChunkThreads) bins[i] = 0;
+                                 std::int32_t* team_counts, ChunkShared& shared) {
+  int* counts = shared.counts[0];
+  const int own = static_cast<int>(threadIdx.x), count = scores.lists * kProbes;
+  if (own < kChunkLists) shared.cut[own] = 0, shared.above[own] = 0;
+  for (int shift = 30; shift >= 0; shift -= 2, team_counts += kChunkLists * kProbes) {
+    if (own < count) counts[own] = 0;
     __syncthreads();
-    for (int l = 0; l < scores.lists; ++l)
-      count_digits(scores, l, shift, shared.cut[l], shared.bins[l]);
+    for (int l = 0; l < scores.lists; ++l) {
+      const std::uint32_t first = shared.cut[l] | 1u << shift;
+      int reached[kProbes] = {};
+      for (int i = own; i < scores.length; i += kChunkThreads) {
+        const std::uint32_t key = ordered(scores.list(l)[i]);
+#pragma unroll
+        for (std::uint32_t p = 0; p < kProbes; ++p) reached[p] += key >= first + (p << shift);
+      }
+#pragma unroll
+      for (int p = 0; p < kProbes; ++p) {
+        reached[p] = __reduce_add_sync(~0u, reached[p]);
+        if (own % 32 == 0) atomicAdd(&shared.counts[l][p], reached[p]);
+      }
+    }
     __syncthreads();
     if (team.size > 1) {
-      for (int i = threadIdx.x; i < count; i += kChunkThreads)
-        if (bins[i]) atomicAdd(team_bins + i, bins[i]);
+      if (own < count) atomicAdd(team_counts + own, counts[own]);
       team.sync();
-      for (int i = threadIdx.x; i < count; i += kChunkThreads) bins[i] = __ldcg(team_bins + i);
+      if (own < count) counts[own] = __ldcg(team_counts + own);
       __syncthreads();
     }
-    if (warp < scores.lists) {
-      int rank = shared.rank[warp];
-      const int digit = find_digit(shared.bins[warp], rank);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        shared.cut[warp] |= static_cast<std::uint32_t>(digit) << shift;
-        shared.rank[warp] = rank;
-      }
+    if (own < scores.lists) {
+      int digit = 0;
+      while (digit < kProbes && shared.counts[own][digit] >= wanted) ++digit;
+      if (digit < kProbes) shared.above[own] = shared.counts[own][digit];
+      shared.cut[own] |= static_cast<std::uint32_t>(digit) << shift;
     }
     __syncthreads();
   }
@@ -205,8 +183,8 @@ __device__ inline void write_rows(const float* scores, int first, int end, std::
 
 // The members of the chunk's lists, whose scores are there; members of list l are at member_of(l).
 template <class MemberOf>
-__device__ void write_members(Team& team, const ChunkScores& scores, int origin, std::int32_t* sums,
-                              const MemberOf& member_of, ChunkShared& shared) {
+__device__ void write_members(Team& team, const ChunkScores& scores, int wanted, int origin,
+                              std::int32_t* sums, const MemberOf& member_of, ChunkShared& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int each = ((scores.length + kChunkWarps - 1) / kChunkWarps + 31) / 32 * 32;
   const int first = min(warp * each, scores.length), end = min(first + each, scores.length);
@@ -222,41 +200,41 @@ __device__ void write_members(Team& team, const ChunkScores& scores, int origin,
   }
   sum_counts(team, scores.lists, sums, shared);
   for (int l = 0; l < scores.lists; ++l)
-    write_rows(scores.list(l), first, end, shared.cut[l], shared.warps[l][warp], shared.rank[l],
-               origin, member_of(l));
+    write_rows(scores.list(l), first, end, shared.cut[l], shared.warps[l][warp],
+               wanted - shared.above[l], origin, member_of(l));
 }
 
-constexpr int kThreads = kChunkThreads;
 constexpr int kRoom = 40 * 1024;                           // scores that a block keeps
 constexpr int kPadding = 4;                                // of a list's scores, against conflicts
 constexpr int kTeamRows = 4096;                            // of a block, where lists are few
 constexpr std::int64_t kScratch = std::int64_t{32} << 20;  // scores in memory, of all blocks
 
-// Lists [first, first + count) of the open ones of a problem of both sides.
+// Lists [first, first + count) of the undecided ones of a problem of both sides.
 template <class T, int kWidth>
 __device__ void select_chunk(const TopArgs<T>& args, int problem, int first, int count, Team& team,
-                             std::int32_t* bins, float* scores, ChunkShared& shared) {
-  const OpenLists& open = args.open;
+                             std::int32_t* counts, float* scores, ChunkShared& shared) {
+  const UndecidedLists& undecided = args.undecided;
   const int clusters = args.sides[0].shape.clusters;
   const TopList<T> any(args, problem * clusters);
   const int mine = static_cast<int>(threadIdx.x);
   if (mine < count)
     shared.cluster[mine] =
-        open.clusters ? open.clusters[static_cast<std::int64_t>(problem) * clusters + first + mine]
-                      : first + mine;
+        undecided.clusters
+            ? undecided.clusters[static_cast<std::int64_t>(problem) * clusters + first + mine]
+            : first + mine;
   __syncthreads();
   bool done = false;
   for (int l = 0; l < count; ++l)
     done = TopList<T>(args, problem * clusters + shared.cluster[l]).write_ends();
   if (done) return;
   const RowRange range = team.share(any.span.length);
-  const ChunkScores own{scores, open.room + kPadding, range.end - range.begin, count};
+  const ChunkScores own{scores, undecided.room + kPadding, range.end - range.begin, count};
   score_chunk<T, kWidth>(args, any, shared.cluster, range, own);
   __syncthreads();
-  find_cuts(team, own, any.wanted, bins, shared);
+  find_cuts(team, own, any.wanted, counts, shared);
   write_members(
-      team, own, range.begin,
-      open.sums + static_cast<std::int64_t>(team.number) * team.size * kChunkLists * 2,
+      team, own, any.wanted, range.begin,
+      undecided.sums + static_cast<std::int64_t>(team.number) * team.size * kChunkLists * 2,
       [&](int l) {
         return any.members + static_cast<std::int64_t>(shared.cluster[l]) * any.side.width;
       },
@@ -265,81 +243,70 @@ __device__ void select_chunk(const TopArgs<T>& args, int problem, int first, int
 
 // A team per chunk of lists, as long as there are lists.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kChunkThreads)
     select_top_kernel(const __grid_constant__ TopArgs<T> args) {
   await_previous();
   extern __shared__ float memory[];
   __shared__ ChunkShared shared;
-  __shared__ int counts[kThreads];
-  const OpenLists& open = args.open;
-  if (open.clusters && *open.words.data == 0) return;
-  Team team(open.teams);
-  std::int32_t* bins = open.bins + static_cast<std::int64_t>(team.number) * 2 * kTeamBins;
+  const UndecidedLists& undecided = args.undecided;
+  if (undecided.clusters && *undecided.words.data == 0) return;
+  Team team(undecided.teams);
+  std::int32_t* team_counts =
+      undecided.counts + static_cast<std::int64_t>(team.number) * 2 * kTeamCounts;
   const auto clear = [&](int turn) {
     if (team.rank != 0 || team.size == 1) return;
-    for (int i = threadIdx.x; i < kTeamBins; i += kThreads) bins[turn * kTeamBins + i] = 0;
+    for (int i = threadIdx.x; i < kTeamCounts; i += kChunkThreads)
+      team_counts[turn * kTeamCounts + i] = 0;
   };
   clear(0);
-  float* scores =
-      open.scratch ? open.scratch + static_cast<std::int64_t>(blockIdx.x) * (open.room + kPadding)
-                   : memory;
+  float* scores = undecided.scratch ? undecided.scratch + static_cast<std::int64_t>(blockIdx.x) *
+                                                              (undecided.room + kPadding)
+                                    : memory;
   const int problems = args.sides[0].shape.problems() + args.sides[1].shape.problems();
   int turn = 0, number = 0;
-  for (int base = 0; base < problems; base += kThreads) {
-    __syncthreads();
-    if (base + static_cast<int>(threadIdx.x) < problems)
-      counts[threadIdx.x] = open.clusters
-                                ? static_cast<int>(open.words.data[1 + base + threadIdx.x])
-                                : args.sides[0].shape.clusters;
-    __syncthreads();
-    for (int p = 0; p < min(kThreads, problems - base); ++p)
-      for (int first = 0; first < counts[p]; first += open.at_once, ++number) {
-        if (number % open.teams.count != team.number) continue;
-        team.sync();  // nobody is at the chunk before the last any more, and bins are zero
-        clear(turn ^ 1);
-        select_chunk<T, kWidth>(args, base + p, first, min(open.at_once, counts[p] - first), team,
-                                bins + turn * kTeamBins, scores, shared);
-        turn ^= 1;
-      }
+  for (int p = 0; p < problems; ++p) {
+    const int count = undecided.clusters ? static_cast<int>(undecided.words.data[1 + p])
+                                         : args.sides[0].shape.clusters;
+    for (int first = 0; first < count; first += undecided.at_once, ++number) {
+      if (number % undecided.teams.count != team.number) continue;
+      team.sync();  // nobody is at the chunk before the last any more, and counts are zero
+      clear(turn ^ 1);
+      select_chunk<T, kWidth>(args, p, first, min(undecided.at_once, count - first), team,
+                              team_counts + turn * kTeamCounts, scores, shared);
+      turn ^= 1;
+    }
   }
-}
-
-template <class T>
-TopRows<T> top_rows(const CandidateRun& run) {
-  const ClusterShape& shape = run.side.shape;
-  return {shape,          tensor4<const T>(run.side.rows),   run.side.stats, run.side.members,
-          run.side.width, shape.problems() * shape.clusters, run.lists};
 }
 
 // Teams and their memory. Open lists are few: many blocks share some.
-OpenLists take_open(Arena& arena, bool chosen, int rows, int problems, int clusters) {
-  OpenLists open{};
+UndecidedLists take_undecided(Arena& arena, bool chosen, int rows, int problems, int clusters) {
+  UndecidedLists undecided{};
   const int blocks = multiprocessors(), lists = problems * clusters;
-  open.teams = {lists, 1, nullptr};
+  undecided.teams = {lists, 1, nullptr};
   if (chosen) {
     const int size = min(max((rows + kTeamRows - 1) / kTeamRows, 1), min(blocks, 16));
-    open.teams = {max(1, min(lists, blocks / size)), size, nullptr};
-    open.words.count = 1 + problems + open.teams.count;
-    open.words.data = arena.take<unsigned>(open.words.count);
-    open.teams.arrivals = open.words.data + 1 + problems;
-    open.clusters = arena.take<std::int32_t>(lists);
-    open.bins =
-        arena.take<std::int32_t>(static_cast<std::int64_t>(open.teams.count) * 2 * kTeamBins);
-    open.sums =
-        arena.take<std::int32_t>(2 * kChunkLists * static_cast<std::int64_t>(open.teams.blocks()));
+    undecided.teams = {max(1, min(lists, blocks / size)), size, nullptr};
+    undecided.words.count = 1 + problems + undecided.teams.count;
+    undecided.words.data = arena.take<unsigned>(undecided.words.count);
+    undecided.teams.arrivals = undecided.words.data + 1 + problems;
+    undecided.clusters = arena.take<std::int32_t>(lists);
+    undecided.counts = arena.take<std::int32_t>(static_cast<std::int64_t>(undecided.teams.count) *
+                                                2 * kTeamCounts);
+    undecided.sums = arena.take<std::int32_t>(2 * kChunkLists *
+                                              static_cast<std::int64_t>(undecided.teams.blocks()));
   }
-  open.room = ((rows + open.teams.size - 1) / open.teams.size + 63) / 64 * 64;
+  undecided.room = ((rows + undecided.teams.size - 1) / undecided.teams.size + 63) / 64 * 64;
   const int most = chosen ? kChunkLists : min(max(lists / (2 * blocks), 1), kChunkLists);
-  open.at_once = min(max(kRoom / (open.room + kPadding), 1), most);
-  if (open.teams.size == 1)
-    open.teams.count = problems * ((clusters + open.at_once - 1) / open.at_once);
-  if (open.room + kPadding <= kRoom) return open;
-  if (open.teams.size == 1)
-    open.teams.count = static_cast<int>(
-        min(max(kScratch / open.room, std::int64_t{1}), std::int64_t{min(lists, 2 * blocks)}));
-  open.scratch =
-      arena.take<float>(static_cast<std::int64_t>(open.teams.blocks()) * (open.room + kPadding));
-  return open;
+  undecided.at_once = min(max(kRoom / (undecided.room + kPadding), 1), most);
+  if (undecided.teams.size == 1)
+    undecided.teams.count = problems * ((clusters + undecided.at_once - 1) / undecided.at_once);
+  if (undecided.room + kPadding <= kRoom) return undecided;
+  if (undecided.teams.size == 1)
+    undecided.teams.count = static_cast<int>(
+        min(max(kScratch / undecided.room, std::int64_t{1}), std::int64_t{min(lists, 2 * blocks)}));
+  undecided.scratch = arena.take<float>(static_cast<std::int64_t>(undecided.teams.blocks()) *
+                                        (undecided.room + kPadding));
+  return undecided;
 }
 
 }  // namespace
@@ -354,29 +321,30 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
   dispatch_element(call.op, queries.rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int problems = queries.shape.problems() + k.side.shape.problems();
-    const OpenLists open = take_open(arena, chosen, rows, problems, queries.shape.clusters);
+    const UndecidedLists undecided =
+        take_undecided(arena, chosen, rows, problems, queries.shape.clusters);
     // Candidates bring the statistics of their rows along.
     if (launches && (!q.wanted || (keys && !k.wanted))) row_statistics(call, queries, keys, stream);
-    if (chosen) find_candidates(call, centroids, q, k, open.words, arrivals, arena, stream);
+    if (chosen) find_candidates(call, centroids, q, k, undecided.words, arrivals, arena, stream);
     if (!launches || problems == 0 || rows == 0) return;
     TopArgs<T> args{};
     args.sides[0] = top_rows<T>(q);
     if (keys) args.sides[1] = top_rows<T>(k);
     args.centroids = centroids;
-    args.open = open;
+    args.undecided = undecided;
     if constexpr (std::is_same_v<T, Bf16>)
       if (chosen) choose_candidates(call, args, stream);
-    const std::size_t bytes = open.scratch ? 0
-                                           : static_cast<std::size_t>(open.at_once) *
-                                                 (open.room + kPadding) * sizeof(float);
+    const std::size_t bytes = undecided.scratch ? 0
+                                                : static_cast<std::size_t>(undecided.at_once) *
+                                                      (undecided.room + kPadding) * sizeof(float);
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       const auto kernel = select_top_kernel<T, decltype(dim)::value>;
-      const int blocks = open.teams.blocks();
-      if (open.teams.size > 1)
-        launch_cooperative_early(kernel, blocks, kThreads, bytes, stream, args);
+      const int blocks = undecided.teams.blocks();
+      if (undecided.teams.size > 1)
+        launch_cooperative_early(kernel, blocks, kChunkThreads, bytes, stream, args);
       else
-        launch_early("select_top", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, bytes,
-                     stream, args);
+        launch_early("select_top", kernel, dim3(static_cast<unsigned>(blocks)), kChunkThreads,
+                     bytes, stream, args);
     });
   });
 }

@@ -15,31 +15,38 @@ template <class T>
 struct TopRows {
   ClusterShape shape;
   Tensor4<const T> x;
-  const RowStatistics* stats;
+  RowStatistics* stats;
   std::int32_t* members;  // (items, heads, C, width)
   int width;
   int lists;  // items * heads * C
   CandidateLists candidates;
 };
 
+template <class T>
+TopRows<T> top_rows(const CandidateRun& run) {
+  const ClusterShape& shape = run.side.shape;
+  return {shape,          tensor4<const T>(run.side.rows),   run.side.stats, run.side.members,
+          run.side.width, shape.problems() * shape.clusters, run.lists};
+}
+
 // Lists that candidates do not decide, and the teams of blocks that select their members, several
 // lists of an item and head at a time.
-struct OpenLists {
+struct UndecidedLists {
   ZeroedWords words;       // the count of all lists, of those of a problem, and the teams' counters
   std::int32_t* clusters;  // (problems, C): which, in any order; null: all
   Teams teams;
-  std::int32_t* bins;  // (teams, 2, kTeamBins): chunks of lists in turn
-  std::int32_t* sums;  // (teams, size, lists, 2): rows above the cut and on it
-  float* scratch;      // scores of a block each, where they do not fit into shared memory
-  int room;            // scores of a block and list
-  int at_once;         // lists
+  std::int32_t* counts;  // (teams, 2, kTeamCounts): chunks of lists in turn
+  std::int32_t* sums;    // (teams, size, lists, 2): rows above the cut and on it
+  float* scratch;        // scores of a block each, where they do not fit into shared memory
+  int room;              // scores of a block and list
+  int at_once;           // lists
 };
 
 template <class T>
 struct TopArgs {
   TopRows<T> sides[2];
   CentredCentroids centroids;
-  OpenLists open;
+  UndecidedLists undecided;
 };
 
 // One list of either side.
@@ -180,7 +187,7 @@ __device__ __forceinline__ float centroid_scale(float most) {
                        : __uint_as_float(static_cast<unsigned>(max(254 - exponent, 1)) << 23);
 }
 
-// Lists that candidates decide; the others go to args.open. bf16 rows only. choose.cu
+// Lists that candidates decide; the others go to args.undecided. bf16 rows only. choose.cu
 void choose_candidates(const AttentionCall& call, const TopArgs<Bf16>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda
