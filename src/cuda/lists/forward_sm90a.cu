@@ -379,16 +379,8 @@ struct GroupRows {
     }
     const std::uint32_t to = stage + matrix_lane();
 #pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = d % 4 * 8 + 2 * i;
-        word[i] = pack2<T>(out[d / 4][at] * factor[i % 2], out[d / 4][at + 1] * factor[i % 2]);
-      }
-      stmatrix_x4((to ^ d % 4 * 32) + d / 4 * kStreamRows * 128, word);
-    }
-    __syncwarp();
+    for (int band = 0; band < kDim / 64; ++band)
+      stage_sums<T>(to + band * kStreamRows * 128, out[band], factor);
     const std::uint32_t from = stage + row_lane();
     const auto pitch = static_cast<std::uint32_t>(args.slot_rows ? width : args.out.row) * 2;
 #pragma unroll
@@ -396,11 +388,7 @@ struct GroupRows {
       T* target = row_at(base, number[i], pitch);
 #pragma unroll
       for (int band = 0; band < kDim / 64; ++band) {
-        uint4 word;
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                     : "r"((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128)
-                     : "memory");
+        const uint4 word = load_shared16((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128);
         if (number[i] >= 0 && 64 * band + lane % 8 * 8 < width)
           store_global(target + 64 * band, word);
       }

@@ -131,25 +131,13 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
   const int warp_row = thread % kWarpgroup / 32 * 16;
   if (to.rounded) {
     const std::uint32_t at = stage + (warp_row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-#pragma unroll
-    for (int d = 0; d < 4; ++d) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        word[i] = pack2<T>(sum[8 * d + 2 * i] * factor, sum[8 * d + 2 * i + 1] * factor);
-      stmatrix_x4(at ^ d * 32, word);
-    }
-    __syncwarp();
+    stage_sums<T>(at, sum, {factor, factor});
     const int row = warp_row + lane / 8;
     const std::uint32_t from = stage + row * 128 + ((lane % 8 ^ lane / 8) << 4);
     T* target = static_cast<T*>(to.slots) + (slot + row) * width + lane % 8 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint4 word;
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                   : "r"((from ^ i % 2 * 64) + 512 * i)
-                   : "memory");
+      const uint4 word = load_shared16((from ^ i % 2 * 64) + 512 * i);
       if (row + 4 * i < count && lane % 8 * 8 < width) store_global(target + 4 * i * width, word);
     }
     __syncwarp();

@@ -229,28 +229,14 @@ __device__ __forceinline__ void store_walk_rows(const float (&sum)[kCount], floa
   const std::uint32_t tile = stage + warp_row * 128;
   const std::uint32_t at =
       tile + lane % 16 * 128 + ((lane / 16 + 4 * static_cast<unsigned>(part) ^ lane % 8) << 4);
-#pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) {
-    std::uint32_t word[4];
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const float low = sum[8 * i + 2 * x], high = sum[8 * i + 2 * x + 1];
-      word[x] = pack2<T>(low * factor, high * factor);
-    }
-    stmatrix_x4(at ^ i * 32, word);
-  }
-  __syncwarp();
+  stage_sums<T>(at, sum, {factor, factor});
   const unsigned chunk = lane % kChunks + 4 * static_cast<unsigned>(part), row = lane / kChunks;
   const int rank = first + static_cast<int>(warp_row + row), pitch = pitch_bytes(rows);
   const bool inside = static_cast<int>(chunk * 8) < rows.width;
   const std::uint32_t from = tile + row * 128 + ((chunk ^ row % 8) << 4);
 #pragma unroll
   for (unsigned i = 0; i < 16 / kRows; ++i) {
-    uint4 word;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                 : "r"((from ^ i * kRows % 8 * 16) + i * kRows * 128)
-                 : "memory");
+    const uint4 word = load_shared16((from ^ i * kRows % 8 * 16) + i * kRows * 128);
     const int at_rank = rank + static_cast<int>(i * kRows);
     if (static_cast<unsigned>(at_rank) < static_cast<unsigned>(count) && inside)
       store_global(row_address(rows.data + chunk * 8, at_rank, pitch), word);
