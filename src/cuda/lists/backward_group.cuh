@@ -75,21 +75,6 @@ struct StreamBackwardShape : BackwardStream<kForm, kKeys> {
   }
 };
 
-// Slots of a head of an item.
-__device__ __forceinline__ std::int64_t head_slots(const SlotSide& side) {
-  const std::int64_t rows = side.spans.rows, lists = side.lists;
-  switch (side.layout) {
-    case ListLayout::residues:
-      return rows;
-    case ListLayout::runs:
-      return rows * side.per_row;
-    case ListLayout::members:
-      return lists * side.width;
-    default:
-      return lists * rows;
-  }
-}
-
 // Owned keys are counted by those that are there: more change nothing, as they are not stored.
 constexpr int kAnyKeys = 0x3fffffff;
 
@@ -191,7 +176,7 @@ struct ListLoader {
       // Heads that share keys share lists: their slots are a head's apart.
       const std::int64_t heads_before = head - static_cast<std::int64_t>(step.head) * problem.group;
       load_queries(to, shape.streamed(slot), step, head, row, step.other_begin, rank, step.count,
-                   step.other_slot + heads_before * head_slots(problem.q), kAnyKeys);
+                   step.other_slot + heads_before * problem.q.head_slots, kAnyKeys);
     } else {
       load_keys(to, shape.streamed(slot), step, head, row, step.other_begin);
     }

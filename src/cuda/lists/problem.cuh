@@ -46,7 +46,8 @@ struct SlotSide {
   ListLayout layout;
   const std::int32_t *index, *offsets;
   int items, heads, index_heads, lists, per_row, width;
-  int heads_of_index;  // heads that share the lists of an index head
+  int heads_of_index;       // heads that share the lists of an index head
+  std::int64_t head_slots;  // of an item and head
 
   __device__ int index_head(int head) const { return head / heads_of_index; }
 
