@@ -1,6 +1,16 @@
 // SPDX-License-Identifier: MIT
-// Forward pass of attention over lists on Hopper: a stream of steps (stream.cuh) whose owned
-// rows are queries, with outputs in registers.
+// Forward pass of lists (lists.h) on Hopper: out = softmax(scale q kᵀ) v over the ranks that a
+// query sees, and its log-sum-exps, with an online softmax.
+//
+// A stream of steps (stream.cuh) whose owned rows are queries. Grid: one block per multiprocessor
+// or a few, by StreamRun of plan.h. 512 threads: three warpgroups compute 64 queries each, 144 or
+// 152 registers, outputs and (64 elements) queries in them; four warps load with 80 or 56. Shared
+// memory, 210 to 225 KB: a ring of 10, 9 (statistics) or 5 (128 elements) tiles of keys and values,
+// 6 or 3 places of queries, the plan (64 bytes a step), ranges and statistics of rows. kFold: the
+// first and the last tile of a window, of which no query sees the same column, are weighed as one.
+//
+// Preconditions (plan.cu): 16-bit types, aligned rows less than 2 GiB apart, no filters, softmax
+// weights, ranks and slots below 2^30. Other calls: forward.cu.
 #include <cmath>
 #include <cstdint>
 
@@ -59,8 +69,6 @@ __device__ __forceinline__ void split_columns(std::uint32_t (&p)[4][4],
     word &= own;
   }
 }
-
-// What the warpgroup products of the forward pass over a stream (stream.cuh) multiply.
 
 // A lane's part of ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at a
 // multiple of 1024): the first 16 columns; others are those at ^ 32 bytes.
@@ -396,10 +404,8 @@ struct GroupRows {
   }
 };
 
-// The stream of steps (stream.cuh) of the forward pass, whose owned rows are queries: how it
-// is planned and loaded.
-
-// Of the loops that copy rows: the longer code of statistics must fit into the instruction caches.
+// Turns of the loops that copy rows: the longer code of statistics must fit into the instruction
+// caches.
 template <int kDim, ListForm kForm>
 constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kStreamRows / 4;
 
@@ -409,7 +415,7 @@ using ForwardStream =
                 (sizeof(QueryTileFacts) + kStreamRows - 1) / kStreamRows,
                 kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
-// Shared memory: beside the tiles stands all that computing warps need to know of rows.
+// Beside the tiles is all that computing warps need to know of rows.
 template <int kDim, ListForm kForm>
 struct ForwardShape : ForwardStream<kDim, kForm> {
   using ForwardStream<kDim, kForm>::StreamShape;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A list plan (lists.h) as kernels see it: which keys a query sees, and what a score is made of.
+// A call of lists (lists.h) as kernels see it: slots and tiles of a side, which keys a query sees,
+// and what a score is made of. Made by plan.cu.
 #pragma once
 
 #include <cmath>
@@ -10,8 +11,6 @@
 #include "cuda/prim/tensor.cuh"
 
 namespace coterie::cuda {
-
-// The slots of one side of a list plan (lists.h), and their tiles, found without a list of tiles.
 
 // One list of an item and head.
 struct SlotList {
