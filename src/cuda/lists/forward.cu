@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Forward pass of attention over lists: outputs and log-sum-exps.
+// Forward pass of lists (lists.h) by mma.sync: out = softmax(scale q kᵀ) v over the keys that a
+// query sees, or laplace weights without normalisation, and log-sum-exps. Every call: all types and
+// widths, filters, masks; on Hopper forward_sm90a.cu takes most calls of 16-bit types.
 //
-// This kernel takes every plan; on Hopper forward_sm90a.cu takes most of them.
-//
-// A block takes 128 queries of a list, 32 a warp, and walks over the tiles of 64 keys that any of
-// them sees. Warps leave out what none of their queries sees, and mask what not all of them do.
+// Grid (tiles of 128 queries of a list, heads), 128 threads: a warp has 32 queries, and the block
+// walks over the tiles of 64 keys that any of them sees. Warps leave out what none of their queries
+// sees. Shared memory, 50 to 190 KB: the queries, two stages of keys and values, and what is known
+// of their rows; up to 255 registers. Rows that are not aligned are loaded element by element.
 #include <cstdint>
 
 #include "cuda/launch/dispatch.h"

@@ -1,6 +1,16 @@
 // SPDX-License-Identifier: MIT
-// Forward pass of attention over lists on Hopper: a stream of steps (stream.cuh) whose owned
-// rows are queries, with outputs in registers.
+// Forward pass of lists (lists.h) on Hopper: out = softmax(scale q kᵀ) v over the ranks that a
+// query sees, and its log-sum-exps, with an online softmax.
+//
+// A stream of steps (stream.cuh) whose owned rows are queries. Grid: one block per multiprocessor
+// or a few, by StreamRun of plan.h. 512 threads: three warpgroups compute 64 queries each, 144 or
+// 152 registers, outputs and (64 elements) queries in them; four warps load with 80 or 56. Shared
+// memory, 210 to 225 KB: a ring of 10, 9 (statistics) or 5 (128 elements) tiles of keys and values,
+// 6 or 3 places of queries, the plan (64 bytes a step), ranges and statistics of rows. kFold: the
+// first and the last tile of a window, of which no query sees the same column, are weighed as one.
+//
+// Preconditions (plan.cu): 16-bit types, aligned rows less than 2 GiB apart, no filters, softmax
+// weights, ranks and slots below 2^30. Other calls: forward.cu.
 #include <cmath>
 #include <cstdint>
 
@@ -59,8 +69,6 @@ __device__ __forceinline__ void split_columns(std::uint32_t (&p)[4][4],
     word &= own;
   }
 }
-
-// What the warpgroup products of the forward pass over a stream (stream.cuh) multiply.
 
 // A lane's part of ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at a
 // multiple of 1024): the first 16 columns; others are those at ^ 32 bytes.
@@ -379,16 +387,8 @@ struct GroupRows {
     }
     const std::uint32_t to = stage + matrix_lane();
 #pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = d % 4 * 8 + 2 * i;
-        word[i] = pack2<T>(out[d / 4][at] * factor[i % 2], out[d / 4][at + 1] * factor[i % 2]);
-      }
-      stmatrix_x4((to ^ d % 4 * 32) + d / 4 * kStreamRows * 128, word);
-    }
-    __syncwarp();
+    for (int band = 0; band < kDim / 64; ++band)
+      stage_sums<T>(to + band * kStreamRows * 128, out[band], factor);
     const std::uint32_t from = stage + row_lane();
     const auto pitch = static_cast<std::uint32_t>(args.slot_rows ? width : args.out.row) * 2;
 #pragma unroll
@@ -396,11 +396,7 @@ struct GroupRows {
       T* target = row_at(base, number[i], pitch);
 #pragma unroll
       for (int band = 0; band < kDim / 64; ++band) {
-        uint4 word;
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                     : "r"((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128)
-                     : "memory");
+        const uint4 word = load_shared16((from ^ i % 2 * 64) + 512 * i + band * kStreamRows * 128);
         if (number[i] >= 0 && 64 * band + lane % 8 * 8 < width)
           store_global(target + 64 * band, word);
       }
@@ -408,10 +404,8 @@ struct GroupRows {
   }
 };
 
-// The stream of steps (stream.cuh) of the forward pass, whose owned rows are queries: how it
-// is planned and loaded.
-
-// Of the loops that copy rows: the longer code of statistics must fit into the instruction caches.
+// Turns of the loops that copy rows: the longer code of statistics must fit into the instruction
+// caches.
 template <int kDim, ListForm kForm>
 constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kStreamRows / 4;
 
@@ -421,7 +415,7 @@ using ForwardStream =
                 (sizeof(QueryTileFacts) + kStreamRows - 1) / kStreamRows,
                 kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
-// Shared memory: beside the tiles stands all that computing warps need to know of rows.
+// Beside the tiles is all that computing warps need to know of rows.
 template <int kDim, ListForm kForm>
 struct ForwardShape : ForwardStream<kDim, kForm> {
   using ForwardStream<kDim, kForm>::StreamShape;

@@ -17,18 +17,23 @@ int split(std::int64_t whole, std::int64_t parts) {
 }
 int tiles_of(std::int64_t ranks) { return split(std::max(ranks, std::int64_t{0}), kStreamRows); }
 
-std::int64_t list_slots(const ListSide& side, std::int64_t lists, std::int64_t items,
-                        std::int64_t batches, std::int64_t heads, std::int64_t rows) {
+// Slots of an item and head.
+std::int64_t head_slots(const ListSide& side, std::int64_t lists, std::int64_t rows) {
   switch (side.layout) {
     case ListLayout::runs:
-      return batches * heads * rows * side.per_row;
+      return rows * side.per_row;
     case ListLayout::members:
-      return items * heads * lists * side.width;
+      return lists * side.width;
     case ListLayout::rounds:
-      return batches * heads * lists * rows;
+      return lists * rows;
     default:
-      return batches * heads * rows;
+      return rows;
   }
+}
+std::int64_t list_slots(const AttentionCall& call, const ListCall& lists, const ListSide& side,
+                        std::int64_t heads, std::int64_t rows) {
+  const std::int64_t items = side.layout == ListLayout::members ? call.num_items() : call.B;
+  return items * heads * head_slots(side, lists.lists, rows);
 }
 
 SlotSide slot_side(const AttentionCall& call, const ListCall& lists, bool keys) {
@@ -45,6 +50,7 @@ SlotSide slot_side(const AttentionCall& call, const ListCall& lists, bool keys) 
   slots.lists = static_cast<int>(lists.lists);
   slots.per_row = side.per_row;
   slots.width = static_cast<int>(side.width);
+  slots.head_slots = head_slots(side, lists.lists, slots.spans.rows);
   return slots;
 }
 
@@ -238,11 +244,11 @@ bool clearable(const TensorView& tensor) {
 }  // namespace
 
 std::int64_t list_query_slots(const AttentionCall& call, const ListCall& lists) {
-  return list_slots(lists.queries, lists.lists, call.num_items(), call.B, call.H, call.N);
+  return list_slots(call, lists, lists.queries, call.H, call.N);
 }
 
 std::int64_t list_key_slots(const AttentionCall& call, const ListCall& lists) {
-  return list_slots(lists.keys, lists.lists, call.num_items(), call.B, call.key_heads, call.S);
+  return list_slots(call, lists, lists.keys, call.key_heads, call.S);
 }
 
 ListForwardPlan plan_lists_forward(const AttentionCall& call, const ListCall& lists,

@@ -29,7 +29,7 @@ constexpr int forward_ring(std::int64_t width, ListForm form) {
 constexpr int backward_ring(ListForm form, bool keys) {
   return form == ListForm::plain && !keys ? 9 : 8;
 }
-// What blocks measure to cut steps by work (cut.cuh), at most.
+// What blocks measure to cut steps by work (WorkCut), at most.
 constexpr int kCutLists = 16384, kCutBlocks = 4096;
 constexpr int kStepBits = 24;  // of a number of steps
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A list plan (lists.h) as kernels see it: which keys a query sees, and what a score is made of.
+// A call of lists (lists.h) as kernels see it: slots and tiles of a side, which keys a query sees,
+// and what a score is made of. Made by plan.cu.
 #pragma once
 
 #include <cmath>
@@ -10,8 +11,6 @@
 #include "cuda/prim/tensor.cuh"
 
 namespace coterie::cuda {
-
-// The slots of one side of a list plan (lists.h), and their tiles, found without a list of tiles.
 
 // One list of an item and head.
 struct SlotList {
@@ -46,7 +45,8 @@ struct SlotSide {
   ListLayout layout;
   const std::int32_t *index, *offsets;
   int items, heads, index_heads, lists, per_row, width;
-  int heads_of_index;  // heads that share the lists of an index head
+  int heads_of_index;       // heads that share the lists of an index head
+  std::int64_t head_slots;  // of an item and head
 
   __device__ int index_head(int head) const { return head / heads_of_index; }
 

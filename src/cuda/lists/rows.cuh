@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the forward kernels of list attention share: how scores become weights.
+// What kernels of list attention share: weights, keys, and the derivatives of both passes' ends.
 #pragma once
 
 #include <cstdint>
@@ -85,6 +85,23 @@ __device__ __forceinline__ float denormalise(float (&sum)[kCount], const RowStat
     sum[i + 1] = fmaf(-slope, x[j].y, fmaf(sum[i + 1], inverse, shift));
   }
   return product;
+}
+
+// Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
+__device__ __forceinline__ float reduce_columns(const float (&sum)[8], unsigned lane) {
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float kept = lane & 16 ? sum[i + 4] : sum[i], sent = lane & 16 ? sum[i] : sum[i + 4];
+    four[i] = kept + __shfl_xor_sync(~0u, sent, 16);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float kept = lane & 8 ? four[i + 2] : four[i], sent = lane & 8 ? four[i] : four[i + 2];
+    two[i] = kept + __shfl_xor_sync(~0u, sent, 8);
+  }
+  const float kept = lane & 4 ? two[1] : two[0], sent = lane & 4 ? two[0] : two[1];
+  return kept + __shfl_xor_sync(~0u, sent, 4);
 }
 
 }  // namespace coterie::cuda

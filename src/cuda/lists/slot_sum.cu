@@ -1,4 +1,13 @@
 // SPDX-License-Identifier: MIT
+// Rows of tokens as sums of the rows of their slots: to[token] = factor (sum over its slots of
+// values[slot]), in ascending order of slots.
+//
+// Grid (256 or 512 neighbouring tokens of an item, heads of up to three sums), 256 threads. The
+// slots of a block's tokens are listed one behind the other, and groups of lanes take equal shares
+// of that list, however the slots are spread over the tokens: 73 of 100 may have none, and some
+// fifty. A token that several groups share is added up at the end, by the group that has its first
+// slot. Shared memory: open sums of groups and first slots, 10 KB; at most 64 registers.
+// Rows that are not aligned take the same way one row at a time.
 #include <cstdint>
 #include <type_traits>
 
@@ -14,16 +23,9 @@
 namespace coterie::cuda {
 namespace {
 
-// Sums over the slots of tokens, by a block (slot_sum.cu).
-//
-// A block takes neighbouring tokens of a head. Their slots are listed one behind the other, and
-// groups of lanes take equal shares of that list, however the slots are spread over the tokens: 73
-// of 100 may have none, and some fifty. A token that several groups share is added up at the end,
-// by the group that has its first slot.
-
 constexpr int kSumThreads = 256;
 constexpr int kSumTokens = 512;  // of a block, at most
-constexpr int kSumBatch = 8;     // rows of a group on their way at a time
+constexpr int kSumBatch = 8;     // rows of a group in flight at a time
 
 static __device__ const uint4 kZeros[32] = {};  // a row
 

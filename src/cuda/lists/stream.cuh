@@ -17,6 +17,7 @@
 
 #include "cuda/lists/plan.h"
 #include "cuda/prim/load.cuh"
+#include "cuda/prim/mma.cuh"
 #include "cuda/prim/warp.cuh"
 #include "cuda/prim/wgmma.cuh"
 
@@ -84,6 +85,31 @@ __device__ __forceinline__ void load_list_rows(std::uint32_t to, const Rows<cons
   const std::uint32_t tiles[1] = {to};
   const Rows<const T> tensors[1] = {rows};
   load_list_rows<kDim, kUnroll>(tiles, tensors, row);
+}
+
+// Sums of a warp's 16 rows times factors of a lane's two, rounded to T, to a tile of 128-byte rows:
+// 16 columns at `at`, the others at ^ 32 bytes, 64 and so on.
+template <class T, int kCount>
+__device__ __forceinline__ void stage_sums(std::uint32_t at, const float (&sum)[kCount],
+                                           const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 8; ++i) {
+    std::uint32_t word[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      word[x] =
+          pack2<T>(sum[8 * i + 2 * x] * factor[x % 2], sum[8 * i + 2 * x + 1] * factor[x % 2]);
+    stmatrix_x4(at ^ i * 32, word);
+  }
+  __syncwarp();
+}
+__device__ __forceinline__ uint4 load_shared16(std::uint32_t from) {
+  uint4 word;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+               : "r"(from)
+               : "memory");
+  return word;
 }
 
 // 4 or 8 bytes, or zeros.

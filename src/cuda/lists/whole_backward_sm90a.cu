@@ -1,23 +1,35 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of attention of lists that fit a block as a whole (lists.h): one kernel of five
-// products, where backward_sm90a.cu has two of eight. A block takes one list after the
-// other: one warpgroup loads, two compute, each of which owns half of the keys.
+// Backward pass of lists that fit a block as a whole (lists.h): dq, dk and dv in one kernel of five
+// products, where backward_sm90a.cu has two kernels of eight. delta is exact, because a block has
+// all keys of every query (formulas: backward_tiles.cuh).
+//
+// Grid: one block per multiprocessor, which takes one list after the other. 384 threads: two
+// warpgroups compute with 232 registers, each with half of the keys, whose dk and dv stay in
+// registers; four warps load with 40. Per 32 queries: scores and dP of 64 keys by 32, weights, sums
+// over all keys through shared memory, dS; dv and dk at once, dq of 64 queries over all keys.
+// Shared memory, 215 KB: keys and values of two lists (128 KB), three tiles of queries and output
+// gradients (48 KB), dS of 64 queries and 256 keys (32 KB), statistics, barriers.
+//
+// Preconditions (plan.cu): members of 65 to 256 queries and keys, aligned 16-bit rows of up to 64
+// elements, gradients by slot, ranges from the first key on, a key head for each query head, delta
+// not given. Other calls: backward_sm90a.cu. Registers are at their limit: look at spills and at
+// ptxas' C7512 (serialised products) after every change.
 #include <array>
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
-#include "cuda/lists/backward_group.cuh"
 #include "cuda/lists/rows.cuh"
+#include "cuda/lists/stream.cuh"
+#include "cuda/prim/bands.cuh"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/row_chunk.cuh"
+#include "cuda/prim/store.cuh"
 #include "cuda/prim/warp.cuh"
 
 namespace coterie::cuda {
 namespace {
-
-// The backward pass of lists that fit a block as a whole (whole_backward_sm90a.cu): up to
-// 256 queries and 256 keys, of rows of up to 64 elements. Its shared memory, and how it is filled.
 
 constexpr int kTileBytes = kStreamRows * 128;    // of a tensor
 constexpr int kQueryPlaces = 3, kKeyPlaces = 2;  // tiles of queries, lists of keys
@@ -94,7 +106,7 @@ struct WholeShape {
     return base + kBarriersAt + (2 * kQueryPlaces + place) * 8;
   }
   __device__ std::uint32_t keys_empty(int place) const { return keys_full(place) + kKeyPlaces * 8; }
-  // Both computing warpgroups meet: parts of delta are there, and slopes.
+  // Barriers of both computing warpgroups: parts of delta are there, and slopes.
   __device__ PartBarrier<2 * kWarpgroup> deltas() const { return {3, keys_empty(kKeyPlaces)}; }
   __device__ PartBarrier<2 * kWarpgroup> slopes_there() const { return {4, deltas().memory + 8}; }
 
@@ -116,10 +128,6 @@ struct WholeShape {
   }
 };
 
-// The computing warpgroups of the backward pass of whole lists (whole_backward_sm90a.cu).
-
-// How gradients leave in the backward pass of whole lists (whole_backward_sm90a.cu).
-
 // Rows of sums times a factor, to slots from `slot` on; `count` of them are there. Rounded ones
 // go through `stage`, a tile of which a warp uses its own 16 rows, and leave as whole rows.
 template <class T>
@@ -131,25 +139,13 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
   const int warp_row = thread % kWarpgroup / 32 * 16;
   if (to.rounded) {
     const std::uint32_t at = stage + (warp_row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-#pragma unroll
-    for (int d = 0; d < 4; ++d) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        word[i] = pack2<T>(sum[8 * d + 2 * i] * factor, sum[8 * d + 2 * i + 1] * factor);
-      stmatrix_x4(at ^ d * 32, word);
-    }
-    __syncwarp();
+    stage_sums<T>(at, sum, {factor, factor});
     const int row = warp_row + lane / 8;
     const std::uint32_t from = stage + row * 128 + ((lane % 8 ^ lane / 8) << 4);
     T* target = static_cast<T*>(to.slots) + (slot + row) * width + lane % 8 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint4 word;
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                   : "r"((from ^ i % 2 * 64) + 512 * i)
-                   : "memory");
+      const uint4 word = load_shared16((from ^ i % 2 * 64) + 512 * i);
       if (row + 4 * i < count && lane % 8 * 8 < width) store_global(target + 4 * i * width, word);
     }
     __syncwarp();
@@ -183,7 +179,7 @@ __device__ __forceinline__ void carry_back(float (&sum)[32], std::uint32_t rows,
 }
 
 // Weights of 32 queries and 64 keys and their derivatives, in the registers of a warpgroup whose
-// rows are the keys (whole_backward_sm90a.cu).
+// rows are the keys.
 
 constexpr int kStepQueries = 32;
 
@@ -346,7 +342,7 @@ struct WholeGroup {
     post(sum, half);
     collect(sum, shape.query_facts(place), half);
   }
-  // 32 queries and kCount tiles of this warpgroup. dv is on its way while deltas are exchanged.
+  // 32 queries and kCount tiles of this warpgroup. dv is in flight while deltas are exchanged.
   template <int kCount>
   __device__ void step(int place, int key_place, int half) {
     const WholeQueries& facts = shape.query_facts(place);
@@ -497,8 +493,6 @@ __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape&
     mbarrier_arrive_warp(shape.keys_empty(key_place));
   }
 }
-
-// The loading warps of the backward pass of whole lists (whole_backward_sm90a.cu).
 
 // The loading warps: each 16 rows of every tile.
 template <class T>

@@ -1,28 +1,37 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of windows along all rows of an item (lists.h): one kernel of five products, where
-// backward_sm90a.cu has two of eight. A block walks along many rows. Its four
-// warpgroups do everything, each with 64 of the keys that are in sight.
+// Backward pass of sliding windows along all rows of an item (lists.h): dq, dk and dv in one kernel
+// of five products, where backward_sm90a.cu has two kernels of eight. delta is exact (formulas:
+// backward_tiles.cuh).
+//
+// Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
+// t - 4 .. t only, the first and the last of them in part. Grid: one block per multiprocessor,
+// which walks along its share of the tiles, and four more whose dq belongs to the next block, so
+// that blocks exchange nothing. 512 threads of 128 registers: each of four warpgroups loads one
+// tensor, has 64 of the keys in sight with their dk and dv in registers, and computes 32 queries at
+// a time; two of them compute dq. The warpgroup with the oldest keys takes the newest ones as well.
+// Shared memory, 222 KB: 6 tiles of keys and values, 2 of queries and output gradients, weights and
+// dS of 5 x 64 keys, 8 KB to store dq.
+//
+// Preconditions (plan.cu): windows of 129 to 256, aligned 16-bit rows of up to 64 elements, a key
+// and value head for each query head, dq by row, delta not given, no statistics or factors. Other
+// calls: backward_sm90a.cu. Registers are at their limit: look at ptxas' output (C7512: serialised
+// products) after every change.
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/launch/launch.h"
 #include "cuda/lists/backward.h"
-#include "cuda/lists/backward_group.cuh"
+#include "cuda/lists/rows.cuh"
+#include "cuda/lists/stream.cuh"
+#include "cuda/prim/bands.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/softmax.cuh"
+#include "cuda/prim/store.cuh"
 #include "cuda/prim/warp.cuh"
 
 namespace coterie::cuda {
 namespace {
-
-// The computing warpgroups of the backward pass of windows (window_backward_sm90a.cu).
-
-// The backward pass of windows along a list of all rows (window_backward_sm90a.cu): shared memory
-// of a block, and the part of an item that it walks along.
-//
-// Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
-// t - 4 .. t only, the first and the last of them in part.
 
 constexpr int kWalkKeys = 6, kWalkQueries = 2;  // places of tiles
 constexpr int kWalkTile = kStreamRows * 128;    // bytes of a tensor
@@ -120,7 +129,7 @@ struct WalkShape {
   __device__ std::uint32_t weights(int place) const {
     return base + kWeightsAt + place * kWalkTile;
   }
-  // dq on its way out.
+  // dq before it is stored.
   __device__ std::uint32_t stage() const { return base + kStageAt; }
   // Of logits in base 2; at first lse as it is.
   __device__ float* shifts(int place) const {
@@ -144,10 +153,8 @@ __device__ __forceinline__ int place_after(int place, int count) {
   return place + count >= kPlaces ? place + count - kPlaces : place + count;
 }
 
-// How gradients leave in the backward pass of windows (window_backward_sm90a.cu).
-
 // Weights of 32 queries and 64 keys and their derivatives, in the registers of a warpgroup whose
-// rows are the keys (window_backward_sm90a.cu).
+// rows are the keys.
 
 // The mask tells the compiler how many threads there are.
 __device__ __forceinline__ unsigned walk_thread() {
@@ -235,28 +242,14 @@ __device__ __forceinline__ void store_walk_rows(const float (&sum)[kCount], floa
   const std::uint32_t tile = stage + warp_row * 128;
   const std::uint32_t at =
       tile + lane % 16 * 128 + ((lane / 16 + 4 * static_cast<unsigned>(part) ^ lane % 8) << 4);
-#pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) {
-    std::uint32_t word[4];
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const float low = sum[8 * i + 2 * x], high = sum[8 * i + 2 * x + 1];
-      word[x] = pack2<T>(low * factor, high * factor);
-    }
-    stmatrix_x4(at ^ i * 32, word);
-  }
-  __syncwarp();
+  stage_sums<T>(at, sum, {factor, factor});
   const unsigned chunk = lane % kChunks + 4 * static_cast<unsigned>(part), row = lane / kChunks;
   const int rank = first + static_cast<int>(warp_row + row), pitch = pitch_bytes(rows);
   const bool inside = static_cast<int>(chunk * 8) < rows.width;
   const std::uint32_t from = tile + row * 128 + ((chunk ^ row % 8) << 4);
 #pragma unroll
   for (unsigned i = 0; i < 16 / kRows; ++i) {
-    uint4 word;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                 : "r"((from ^ i * kRows % 8 * 16) + i * kRows * 128)
-                 : "memory");
+    const uint4 word = load_shared16((from ^ i * kRows % 8 * 16) + i * kRows * 128);
     const int at_rank = rank + static_cast<int>(i * kRows);
     if (static_cast<unsigned>(at_rank) < static_cast<unsigned>(count) && inside)
       store_global(row_address(rows.data + chunk * 8, at_rank, pitch), word);
@@ -264,8 +257,7 @@ __device__ __forceinline__ void store_walk_rows(const float (&sum)[kCount], floa
   __syncwarp();
 }
 
-// How tiles come into shared memory in the backward pass of windows (window_backward_sm90a.cu):
-// each of the four warpgroups loads one of the four tensors.
+// Each of the four warpgroups loads one of the four tensors.
 
 // A warpgroup's tensor: keys, values, queries or output gradients of an item and head.
 template <class T>
@@ -309,9 +301,6 @@ __device__ __forceinline__ WalkSource<T>& walk_source(const WalkShape& shape, in
   static_assert(sizeof(WalkSource<T>) <= 48, "its place");
   return *reinterpret_cast<WalkSource<T>*>(shape.memory + WalkShape::kSourcesAt + group * 48);
 }
-
-// Factors of warpgroup products (prim/wgmma.cuh) of the backward pass of windows
-// (window_backward_sm90a.cu).
 
 // A tile of 128-byte rows in shared memory as a factor, as Bands: in fewer instructions, as the
 // address is known to have less than 18 bits.

@@ -38,11 +38,9 @@ ListCall list_call(const StridedParams& params, const AttentionCall& call) {
   return lists;
 }
 
-template <class Params>
 class PositionalPass : public Pass {
  public:
-  PositionalPass(const Params& params, const AttentionCall& call)
-      : Pass(call), lists_(list_call(params, call)) {
+  PositionalPass(const ListCall& lists, const AttentionCall& call) : Pass(call), lists_(lists) {
     lists_.scale = static_cast<float>(call.scale);
     lists_.filters.mask = call.inputs.mask;
   }
@@ -87,13 +85,13 @@ class PositionalPass : public Pass {
 }  // namespace
 
 std::unique_ptr<Pass> make_pass(const FullParams& params, const AttentionCall& call) {
-  return std::make_unique<PositionalPass<FullParams>>(params, call);
+  return std::make_unique<PositionalPass>(list_call(params, call), call);
 }
 std::unique_ptr<Pass> make_pass(const LocalParams& params, const AttentionCall& call) {
-  return std::make_unique<PositionalPass<LocalParams>>(params, call);
+  return std::make_unique<PositionalPass>(list_call(params, call), call);
 }
 std::unique_ptr<Pass> make_pass(const StridedParams& params, const AttentionCall& call) {
-  return std::make_unique<PositionalPass<StridedParams>>(params, call);
+  return std::make_unique<PositionalPass>(list_call(params, call), call);
 }
 
 }  // namespace coterie::cuda
