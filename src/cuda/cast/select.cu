@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Which tokens form the clusters of CAST: products of tokens and surrogates, summed over the heads
-// that share a clustering. Affinities are kept for as many clusters at a time as there is room for;
-// when not for all, the softmax's normalisers are found in a pass of their own.
+// Which tokens form the clusters of CAST: affinities, products of tokens and surrogates summed over
+// the heads that share a clustering, become scores (select.h). They are kept for as many clusters
+// at a time as there is room for; when not for all, the softmax's normalisers are found in a pass
+// of their own. Members follow in top.cu or single.cu.
+//
+// Affinities are for f32, laplace, more than 256 clusters and other devices; else scores_sm90a.cu.
+// Grid: a block of 8 warps per 128 tokens and unit of 128 clusters; a warp has 32 tokens, queries
+// and keys, and 64 clusters (mma.sync). Shared memory: three stages of 128 bytes of 384 rows, 144
+// KiB. Scores: a thread per token and unit. No preconditions.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -13,10 +19,8 @@
 namespace coterie::cuda {
 namespace {
 
-// Affinities of tokens and surrogates by mma.sync: the tiles of a block, their products and the
-// partial sums of the softmaxes (select.cu).
-
 constexpr int kAffinityTokens = 128, kAffinityThreads = 256, kAffinityStages = 3;
+constexpr int kScoringThreads = 256;
 constexpr int kAffinityHalf = 64;  // clusters of a warp, over which it sums up
 
 // Elements of a row that are multiplied at a time: 128 bytes.
@@ -190,33 +194,43 @@ __global__ void __launch_bounds__(kAffinityThreads, 1)
   write_affinities(block, sums, row, column);
 }
 
-// The norms of ScoreRow, from the partial sums over the clusters.
-__global__ void norms_kernel(CastScores scores, const float2* partials, float2* norms) {
+// Scores in the place of affinities by queries: a thread per token and stored unit. A softmax is
+// exp(A - norm), with the log-sum-exp of the partial sums and the logarithm of the factor in the
+// norm; for laplace the norms are the factors.
+__global__ void __launch_bounds__(kScoringThreads)
+    affinity_scores_kernel(const __grid_constant__ CastScores scores, unsigned units,
+                           const float2* partials) {
   await_previous();
   const CastShape& shape = scores.shape;
   const std::int64_t rows = scores.rows();
-  const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (number >= shape.list_heads * rows) return;
-  const std::int64_t position = number % rows, list_head = number / rows;
+  const std::int64_t position =
+      static_cast<std::int64_t>(blockIdx.x / units) * kScoringThreads + threadIdx.x;
+  if (position >= rows) return;
+  const int unit = scores.first_unit + static_cast<int>(blockIdx.x % units);
+  const int list_head = unit / scores.blocks;
   const float gate = shape.gate[position];
-  if (shape.laplace) {
-    const float open = gate_sigmoid(gate);
-    norms[number] = make_float2(open, 1.0f - open);
-    return;
-  }
   const int halves = (shape.clusters + kAffinityHalf - 1) / kAffinityHalf;
-  float lse[2];
-  for (int side = 0; side < 2; ++side) {
-    const float2* part = partials + (list_head * scores.blocks * 4 + side) * rows + position;
+  float norm[2] = {gate_sigmoid(gate), 1.0f - gate_sigmoid(gate)};
+  for (int side = 0; !shape.laplace && side < 2; ++side) {
+    const float2* part = partials +
+                         (static_cast<std::int64_t>(list_head) * scores.blocks * 4 + side) * rows +
+                         position;
     float largest = -INFINITY, sum = 0.0f;
     for (int half = 0; half < halves; ++half) largest = fmaxf(largest, part[2 * half * rows].x);
     for (int half = 0; half < halves; ++half) {
       const float2 values = part[2 * half * rows];
       sum += values.y * expf(values.x - largest);
     }
-    lse[side] = largest + logf(sum);
+    norm[side] = largest + logf(sum) + softplus(side == 0 ? -gate : gate);
   }
-  norms[number] = make_float2(lse[0] + softplus(-gate), lse[1] + softplus(gate));
+  const int count = min(kUnitClusters, shape.clusters - unit % scores.blocks * kUnitClusters);
+  for (int c = 0; c < count; ++c) {
+    float& q = scores.affinity(unit, 0, c)[position];
+    const float k = scores.affinity(unit, 1, c)[position];
+    const float sum = shape.laplace ? norm[0] * laplace(q) + norm[1] * laplace(k)
+                                    : expf(q - norm[0]) + expf(k - norm[1]);
+    q = isnan(sum) ? -INFINITY : sum;
+  }
 }
 
 template <class T>
@@ -270,12 +284,11 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const CastShape shape = cast_shape(params, call, members);
   const CastSelectPlan plan(params, call, shape);
   const std::int64_t rows = call.B * call.N;
-  const bool norms_wanted = !plan.scored, softmax = !shape.laplace;
+  const bool softmax = !shape.laplace;
   float* affinities = arena.take<float>(plan.sides() * static_cast<std::int64_t>(plan.stored) *
                                         kUnitClusters * rows);
-  float2* norms = norms_wanted ? arena.take<float2>(shape.list_heads * rows) : nullptr;
   float2* partials =
-      norms_wanted && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
+      !plan.scored && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
   void* table = plan.scored ? arena.take<std::uint16_t>(call.H * kMostScored * 128) : nullptr;
   const void* surrogates = plan.scored
                                ? nullptr
@@ -285,7 +298,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);
   if (arena.counting() || rows == 0) return;
-  CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
+  CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities};
   const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;
@@ -311,16 +324,16 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   };
   const bool once = !plan.scored && plan.stored == plan.units;
   if (once || partials) multiply(0, plan.units, once, softmax);
-  constexpr int kNormThreads = 256;
-  if (norms)
-    launch_early(
-        "cast norms", norms_kernel,
-        dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
-        kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
   for (int first = 0; first < plan.units; first += plan.stored) {
     const int units = min(plan.stored, plan.units - first);
     if (!once) multiply(first, units, true, false);
     scores.first_unit = first;
+    if (!plan.scored)
+      launch_early("cast affinity scores", affinity_scores_kernel,
+                   dim3(static_cast<unsigned>((rows + kScoringThreads - 1) / kScoringThreads) *
+                        static_cast<unsigned>(units)),
+                   kScoringThreads, 0, stream, scores, static_cast<unsigned>(units),
+                   const_cast<const float2*>(partials));
     if (single)
       cast_single(scores, units, buffers, params.size, members, stream);
     else

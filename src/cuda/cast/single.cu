@@ -59,7 +59,7 @@ struct SingleProblem {
     const CastShape& shape = args.scores.shape;
     CandidateKey best = 0;  // by score, then lower cluster
     for (int c = threadIdx.x % 32; c < shape.clusters; c += 32) {
-      const float score = ScoreRow(args.scores, span, list_head, c).score(token);
+      const float score = ScoreRow(args.scores, span, list_head, c).scores[token];
       if (candidate_key(score, token) >= __ldcg(bars + c))
         best = max(best, candidate_key(score, c));
     }

@@ -8,6 +8,7 @@
 // z = batch entry. No shared memory. Preconditions: rows of at most 128 elements, others are
 // refused.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/api/pass.h"
 #include "cuda/api/refusal.h"
@@ -47,21 +48,25 @@ __global__ void __launch_bounds__(kThreads)
   const LshToken token(args.tokens, blockIdx.z, blockIdx.y, row);
   const LshOutputs& parts = args.parts;
   // Calls visit(round, place, log-sum-exp, outputs) for the parts of the token.
-  const auto for_parts = [&](const auto& visit) {
-    for (int round = 0; token.item >= 0 && round < rounds; ++round) {
+  const auto for_parts = [&](auto together, const auto& visit) {
+    const int there = token.item >= 0 ? rounds : 0;
+#pragma unroll decltype(together)::value
+    for (int round = 0; round < there; ++round) {
       const LshPlaces places = token.places(args.tokens, round);
       visit(round, places.band, parts.band_lse[places.band], parts.band);
       if (places.first >= 0) visit(round, places.first, parts.wrap_lse[places.first], parts.wrap);
     }
   };
+  constexpr std::integral_constant<int, 4> kFour{};
+  constexpr std::integral_constant<int, 2> kTwo{};
   const std::int64_t line = static_cast<std::int64_t>(token.batch) * args.tokens.H + token.head;
   float* to = args.lse + (args.merges ? line : line * rounds) * rows + row;
   float lse = -INFINITY;
   if (args.merges) {
     float largest = -INFINITY, total = 0.0f;
-    for_parts([&](int, std::int64_t, float own, void*) { largest = fmaxf(largest, own); });
+    for_parts(kFour, [&](int, std::int64_t, float own, void*) { largest = fmaxf(largest, own); });
     if (largest > -INFINITY) {
-      for_parts([&](int, std::int64_t, float own, void*) { total += expf(own - largest); });
+      for_parts(kFour, [&](int, std::int64_t, float own, void*) { total += expf(own - largest); });
       lse = largest + logf(total);
     }
     if (Lanes::column() == 0) *to = lse;
@@ -70,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   typename Lanes::Values sum = {};
   if (!args.merges || lse > -INFINITY)
-    for_parts([&](int round, std::int64_t place, float own, const void* outputs) {
+    for_parts(kTwo, [&](int round, std::int64_t place, float own, const void* outputs) {
       typename Lanes::Values x;
       Lanes::load(
           {static_cast<const T*>(outputs), out.width, out.width, out.width * sizeof(T) % 16 == 0},
