@@ -338,29 +338,30 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
 
 }  // namespace
 
-template <class T>
-void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
-                  void* table, cudaStream_t stream) {
+void cast_scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head,
+                       int heads, void* table, cudaStream_t stream) {
   const ItemChunks tiles = token_tiles(scores.shape, kScoreRows);
-  const ScoreArgs<T> args{scores,
-                          tiles,
-                          first_head,
-                          static_cast<unsigned>((tiles.slots + kPair - 1) / kPair * kPair),
-                          0,
-                          tensor4<const T>(call.inputs.q),
-                          tensor4<const T>(call.k),
-                          nullptr};
-  if (scores.shape.clusters > 128)
-    launch<T, 256>(args, heads, table, stream);
-  else if (scores.shape.clusters > 64)
-    launch<T, 128>(args, heads, table, stream);
+  const auto run = [&](auto tag) {
+    using T = decltype(tag);
+    const ScoreArgs<T> args{scores,
+                            tiles,
+                            first_head,
+                            static_cast<unsigned>((tiles.slots + kPair - 1) / kPair * kPair),
+                            0,
+                            tensor4<const T>(call.inputs.q),
+                            tensor4<const T>(call.k),
+                            nullptr};
+    if (scores.shape.clusters > 128)
+      launch<T, 256>(args, heads, table, stream);
+    else if (scores.shape.clusters > 64)
+      launch<T, 128>(args, heads, table, stream);
+    else
+      launch<T, 64>(args, heads, table, stream);
+  };
+  if (call.inputs.q.dtype == DType::bf16)
+    run(Bf16{});
   else
-    launch<T, 64>(args, heads, table, stream);
+    run(F16{});
 }
-
-template void scores_sm90a<Bf16>(const CastScores&, const AttentionCall&, int, int, void*,
-                                 cudaStream_t);
-template void scores_sm90a<F16>(const CastScores&, const AttentionCall&, int, int, void*,
-                                cudaStream_t);
 
 }  // namespace coterie::cuda

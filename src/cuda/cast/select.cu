@@ -38,7 +38,7 @@ struct AffinityArgs {
   bool keep;            // affinities
 };
 
-// The tiles of one step in shared memory.
+// The tiles of one step in shared memory: queries and keys of the tokens, surrogates.
 template <class T>
 struct AffinityStage {
   using Shape = Tile<T, kAffinityDepth<T>>;
@@ -46,45 +46,9 @@ struct AffinityStage {
   static constexpr int kBytes = 3 * kTileBytes;
   std::uint32_t base;
 
-  __device__ Shape tokens(int side) const { return {base + side * kTileBytes}; }
-  __device__ Shape clusters() const { return {base + 2 * kTileBytes}; }
+  __device__ Shape tile(int which) const { return {base + which * kTileBytes}; }
 };
 static_assert(kAffinityTokens == kUnitClusters, "tiles of one size");
-
-template <class T>
-struct AffinityBlock {
-  const AffinityArgs<T>& args;
-  ItemChunk tile;
-  int unit, list_head, first;  // first cluster
-
-  __device__ int steps() const {
-    const int heads = args.scores.shape.list_heads == 1 ? args.scores.shape.H : 1;
-    return heads * chunks();
-  }
-  __device__ int chunks() const {
-    return (args.scores.shape.D + kAffinityDepth<T> - 1) / kAffinityDepth<T>;
-  }
-
-  __device__ void load(const AffinityStage<T>& stage, int step) const {
-    const CastShape& shape = args.scores.shape;
-    const int head = list_head + step / chunks(), column = step % chunks() * kAffinityDepth<T>;
-    const auto part = [&](Rows<const T> rows) {
-      rows.data += column;
-      rows.width -= column;
-      return rows;
-    };
-    const int count = tile.end - tile.begin;
-    load_tile<kAffinityTokens, kAffinityThreads>(
-        stage.tokens(0), part(args.q.rows(tile.span.batch, head, tile.span.begin)), tile.begin,
-        count);
-    load_tile<kAffinityTokens, kAffinityThreads>(
-        stage.tokens(1), part(args.k.rows(tile.span.batch, head / shape.group, tile.span.begin)),
-        tile.begin, count);
-    const T* table = args.surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D;
-    load_tile<kUnitClusters, kAffinityThreads>(stage.clusters(), part(dense_rows(table, shape.D)),
-                                               first, shape.clusters - first);
-  }
-};
 
 // Adds the products of a step: 32 tokens and 64 clusters of a warp, for queries and keys.
 template <class T>
@@ -96,11 +60,11 @@ __device__ __forceinline__ void add_step(Accumulator (&sums)[2][2][4],
 #pragma unroll
     for (int side = 0; side < 2; ++side)
 #pragma unroll
-      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tokens(side), row + 16 * m, depth);
+      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tile(side), row + 16 * m, depth);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       FragmentB<T> b;
-      load_b(b, stage.clusters(), column + 16 * n, depth);
+      load_b(b, stage.tile(2), column + 16 * n, depth);
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
@@ -126,72 +90,72 @@ __device__ __forceinline__ float2 row_partial(const Accumulator (&sums)[4], int 
 }
 
 template <class T>
-__device__ __forceinline__ void write_affinities(const AffinityBlock<T>& block,
-                                                 const Accumulator (&sums)[2][2][4], int row,
-                                                 int column) {
-  const CastScores& scores = block.args.scores;
-  const int lane = threadIdx.x % 32, end = scores.shape.clusters - block.first;
-  const int own = column + lane % 4 * 2;
-  const std::int64_t first =
-      static_cast<std::int64_t>(block.tile.span.batch) * scores.shape.N + block.tile.span.begin;
-#pragma unroll
-  for (int side = 0; side < 2; ++side)
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = block.tile.begin + row + 16 * m + 8 * half + lane / 4;
-        const bool there = token < block.tile.end;
-        if (block.args.partials) {
-          const float2 partial = row_partial(sums[side][m], half, own, end);
-          const int part = (2 * block.unit + column / kAffinityHalf) * 2 + side;
-          if (there && lane % 4 == 0)
-            block.args.partials[part * scores.rows() + first + token] = partial;
-        }
-        if (!block.args.keep || !there) continue;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const int c = own + i / 4 * 16 + i / 2 % 2 * 8 + i % 2;
-          if (c < end)
-            scores.affinity(block.unit, side, c)[first + token] =
-                sums[side][m][i / 4][i / 2 % 2][2 * half + i % 2];
-        }
-      }
-}
-
-template <class T>
 __global__ void __launch_bounds__(kAffinityThreads, 1)
     affinity_kernel(const __grid_constant__ AffinityArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
+  const CastScores& scores = args.scores;
+  const CastShape& shape = scores.shape;
   // Units side by side read the same tokens.
-  AffinityBlock<T> block{
-      args, args.tiles.find(args.scores.shape.tokens, static_cast<int>(blockIdx.x / args.units))};
-  if (block.tile.begin >= block.tile.end) return;
-  block.unit = args.scores.first_unit + static_cast<int>(blockIdx.x % args.units);
-  block.list_head = block.unit / args.scores.blocks;
-  block.first = block.unit % args.scores.blocks * kUnitClusters;
+  const ItemChunk tokens = args.tiles.find(shape.tokens, static_cast<int>(blockIdx.x / args.units));
+  if (tokens.begin >= tokens.end) return;
+  const int unit = scores.first_unit + static_cast<int>(blockIdx.x % args.units);
+  const int list_head = unit / scores.blocks, cluster = unit % scores.blocks * kUnitClusters;
+  const int chunks = (shape.D + kAffinityDepth<T> - 1) / kAffinityDepth<T>;
+  const int steps = chunks * (shape.list_heads == 1 ? shape.H : 1);
   const auto stage = [&](int step) {
     return AffinityStage<T>{shared_address(memory) +
                             step % kAffinityStages * AffinityStage<T>::kBytes};
   };
+  const auto load = [&](int step) {
+    const int head = list_head + step / chunks, column = step % chunks * kAffinityDepth<T>;
+    const auto load_part = [&](int which, Rows<const T> rows, int first, int count) {
+      rows.data += column;
+      rows.width -= column;
+      load_tile<kAffinityTokens, kAffinityThreads>(stage(step).tile(which), rows, first, count);
+    };
+    const int count = tokens.end - tokens.begin;
+    const ItemSpan& span = tokens.span;
+    load_part(0, args.q.rows(span.batch, head, span.begin), tokens.begin, count);
+    load_part(1, args.k.rows(span.batch, head / shape.group, span.begin), tokens.begin, count);
+    load_part(2, dense_rows(args.surrogates + shape.cluster(0, head, 0) * shape.D, shape.D),
+              cluster, shape.clusters - cluster);
+  };
   const int warp = threadIdx.x / 32, row = warp / 2 * 32, column = warp % 2 * kAffinityHalf;
-  const int steps = block.steps();
   Accumulator sums[2][2][4] = {};
 #pragma unroll
   for (int step = 0; step < kAffinityStages - 1; ++step) {
-    if (step < steps) block.load(stage(step), step);
+    if (step < steps) load(step);
     cp_async_commit();
   }
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<kAffinityStages - 2>();
     __syncthreads();
-    if (step + kAffinityStages - 1 < steps)
-      block.load(stage(step + kAffinityStages - 1), step + kAffinityStages - 1);
+    if (step + kAffinityStages - 1 < steps) load(step + kAffinityStages - 1);
     cp_async_commit();
     add_step(sums, stage(step), row, column);
   }
-  write_affinities(block, sums, row, column);
+  const int lane = threadIdx.x % 32, end = shape.clusters - cluster, own = column + lane % 4 * 2;
+  const std::int64_t first = static_cast<std::int64_t>(tokens.span.batch) * shape.N +
+                             tokens.span.begin + tokens.begin + row + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int side = i / 4, m = i / 2 % 2, half = i % 2, below = 16 * m + 8 * half;
+    const bool there = tokens.begin + row + below + lane / 4 < tokens.end;
+    if (args.partials) {
+      const float2 partial = row_partial(sums[side][m], half, own, end);
+      const int part = (2 * unit + column / kAffinityHalf) * 2 + side;
+      if (there && lane % 4 == 0) args.partials[part * scores.rows() + first + below] = partial;
+    }
+    if (!args.keep || !there) continue;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const int c = own + j / 4 * 16 + j / 2 % 2 * 8 + j % 2;
+      if (c < end)
+        scores.affinity(unit, side, c)[first + below] =
+            sums[side][m][j / 4][j / 2 % 2][2 * half + j % 2];
+    }
+  }
 }
 
 // Scores in the place of affinities by queries: a thread per token and stored unit. A softmax is
@@ -302,13 +266,11 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;
+    if (plan.scored)
+      return cast_scores_sm90a(scores, call, first / plan.blocks, units / plan.blocks, table,
+                               stream);
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      if (plan.scored) {
-        if constexpr (sizeof(T) == 2)
-          scores_sm90a<T>(scores, call, first / plan.blocks, units / plan.blocks, table, stream);
-        return;
-      }
       const AffinityArgs<T> args{scores,
                                  tiles,
                                  static_cast<unsigned>(units),

@@ -91,9 +91,8 @@ __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMe
 // and 16-bit types only. The table has room for the surrogates with the clusters filled up.
 // scores_sm90a.cu
 constexpr int kMostScored = 256;
-template <class T>
-void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
-                  void* table, cudaStream_t stream);
+void cast_scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head,
+                       int heads, void* table, cudaStream_t stream);
 
 // Each cluster takes its `width` best tokens. top.cu
 void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaStream_t stream);

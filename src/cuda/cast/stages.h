@@ -205,9 +205,11 @@ void cast_complete_slots(const CastShape& shape, const AttentionCall& call,
 // what is ahead before it lets the next kernel start. row_backward.cu
 bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);
-// (B, H, N, D) in the inputs' type; and such a tensor with neighbouring heads added up. lists.cu
-TensorView cast_take_rows(const AttentionCall& call, Arena& arena);
-void cast_add_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
+// (batches, H, rows, D) in the inputs' type. From more heads neighbours are added up, from fewer
+// each is repeated. lists.cu
+TensorView cast_take_rows(const AttentionCall& call, Arena& arena, std::int64_t batches,
+                          std::int64_t rows);
+void cast_map_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
                     cudaStream_t stream);
 
 }  // namespace coterie::cuda

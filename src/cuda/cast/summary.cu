@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The summaries of CAST's clusters: a cluster's is the attention of its surrogate over its members.
-#include "cuda/cast/rows.cuh"
+#include "cuda/cast/cast.cuh"
 #include "cuda/cast/stages.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"

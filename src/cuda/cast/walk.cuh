@@ -4,7 +4,7 @@
 // clusters (surrogates, summaries), or clusters over tokens.
 #pragma once
 
-#include "cuda/cast/backward.cuh"
+#include "cuda/cast/cast.cuh"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/store.cuh"
 
