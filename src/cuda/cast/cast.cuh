@@ -148,7 +148,6 @@ struct ClusterBits {
       bits |= static_cast<unsigned long long>(__ballot_sync(~0u, there)) << (32 * i);
     }
   }
-  __device__ bool has(int column) const { return bits >> column & 1ull; }
 };
 
 }  // namespace coterie::cuda

@@ -36,7 +36,7 @@ struct MixBackwardArgs {
     return dense_rows(summaries + shape.cluster(item, head, 0) * shape.D, shape.D);
   }
   __device__ const float* summary_lse(int item, int head) const {
-    return pass.saved.summary_lse + shape.cluster(item, head, 0);
+    return shape.laplace ? nullptr : pass.saved.summary_lse + shape.cluster(item, head, 0);
   }
 };
 

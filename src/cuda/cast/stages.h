@@ -69,12 +69,12 @@ constexpr int kCastResident = 256;
 
 // The choices of a forward or backward pass. forward.cu
 struct CastPlan {
+  ItemChunks parts, chunks;  // of the tokens, with warpgroups: for gradients of tokens, of clusters
   bool warpgroups = false;   // the mix takes the kernels of mix*_sm90a.cu
   bool resident = false;     // backward: attention inside clusters takes inner_backward_sm90a.cu
   int mix_runs, mix_chunk;   // the mix as lists: runs of mix_chunk tokens of an item
   int key_slot_heads;        // of the gradients of keys and values by slot
   int member_tiles;          // parts of a cluster's members
-  ItemChunks parts, chunks;  // of the tokens, with warpgroups: for gradients of tokens, of clusters
 
   CastPlan(const CastShape& shape, const AttentionCall& call);
   void choose_forward(const CastShape& shape, const AttentionCall& call, const TensorView& out);
