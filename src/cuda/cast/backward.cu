@@ -47,8 +47,7 @@ void backward_mix(const CastShape& shape, const AttentionCall& call, const CastB
                   Arena& arena, cudaStream_t stream) {
   if (pass.plan.warpgroups) {
     cast_facts(shape, pass, stream);
-    cast_tokens_sm90a(shape, call, pass, stream);
-    cast_clusters_sm90a(shape, call, pass, stream);
+    cast_mix_backward_sm90a(shape, call, pass, stream);
     return cast_totals(shape, pass, stream);
   }
   const CastLists mix = cast_mix_lists(shape, pass.plan, call, pass.saved, arena, stream);

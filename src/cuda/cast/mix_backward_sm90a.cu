@@ -383,10 +383,13 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
   }
 }
 
-// Calls body(args, width).
-template <class Body>
-void dispatch_mix(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                  const Body& body) {
+}  // namespace
+
+void cast_mix_backward_sm90a(const CastShape& shape, const AttentionCall& call,
+                             const CastBackward& pass, cudaStream_t stream) {
+  if (pass.plan.parts.slots == 0) return;
+  const auto heads = static_cast<unsigned>(shape.H);
+  const auto tiles = static_cast<unsigned>(shape.clusters + 63) / 64;
   const auto run = [&](auto tag) {
     using T = decltype(tag);
     MixBackwardArgs<T> args{shape,
@@ -397,44 +400,23 @@ void dispatch_mix(const CastShape& shape, const AttentionCall& call, const CastB
                             static_cast<const T*>(pass.surrogates),
                             static_cast<const T*>(pass.summaries)};
     if (pass.gradients.dq.present()) args.dq = tensor4<T>(pass.gradients.dq);
-    dispatch_head_dim(call.op, call.Dk, [&](auto width) { body(args, width); });
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      using S = TokenShape<T, kWidth>;
+      launch_early("cast tokens", mix_tokens_sm90a_kernel<T, kWidth>,
+                   dim3(static_cast<unsigned>(pass.plan.parts.slots), heads), S::kThreads,
+                   S::kPresent + tiles * 8, stream, args);
+      if (args.dq.data)
+        zero_padding(pass.gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
+      launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth>,
+                   dim3(static_cast<unsigned>(pass.plan.chunks.slots), heads, tiles), kWarpgroup,
+                   ClusterStages<T, kWidth>::kBytes, stream, args);
+    });
   };
   if (call.inputs.q.dtype == DType::bf16)
     run(Bf16{});
   else
     run(F16{});
-}
-
-}  // namespace
-
-void cast_tokens_sm90a(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                       cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(pass.plan.parts.slots), static_cast<unsigned>(shape.H));
-  if (grid.x > 0)
-    dispatch_mix(shape, call, pass, [&](const auto& args, auto width) {
-      using T = std::remove_pointer_t<decltype(args.dq.data)>;
-      constexpr int kWidth = decltype(width)::value;
-      using S = TokenShape<T, kWidth>;
-      const std::size_t bytes =
-          S::kPresent + static_cast<std::size_t>(shape.clusters + 63) / 64 * 8;
-      launch_early("cast tokens", mix_tokens_sm90a_kernel<T, kWidth>, grid, S::kThreads, bytes,
-                   stream, args);
-    });
-  if (pass.gradients.dq.present())
-    zero_padding(pass.gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
-}
-
-void cast_clusters_sm90a(const CastShape& shape, const AttentionCall& call,
-                         const CastBackward& pass, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(pass.plan.chunks.slots), static_cast<unsigned>(shape.H),
-                  static_cast<unsigned>((shape.clusters + 63) / 64));
-  if (grid.x == 0) return;
-  dispatch_mix(shape, call, pass, [&](const auto& args, auto width) {
-    using T = std::remove_pointer_t<decltype(args.dq.data)>;
-    constexpr int kWidth = decltype(width)::value;
-    launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth>, grid, kWarpgroup,
-                 ClusterStages<T, kWidth>::kBytes, stream, args);
-  });
 }
 
 }  // namespace coterie::cuda

@@ -204,22 +204,6 @@ __global__ void round_kernel(const float* from, T* to, std::int64_t count) {
   if (i < count) to[i] = from_float<T>(from[i]);
 }
 
-// Rows of floats as rows of the inputs' type; the memory itself where that is float.
-const void* round_rows(DType dtype, const float* from, std::int64_t count, Arena& arena,
-                       cudaStream_t stream) {
-  if (dtype == DType::f32) return from;
-  void* to = arena.take<std::uint16_t>(count);
-  if (arena.counting() || count == 0) return to;
-  constexpr int kThreads = 256;
-  const dim3 grid(static_cast<unsigned>((count + kThreads - 1) / kThreads));
-  dispatch_element("cast", dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    launch_early("cast rounding", round_kernel<T>, grid, kThreads, 0, stream, from,
-                 static_cast<T*>(to), count);
-  });
-  return to;
-}
-
 // How affinities or scores are kept: `stored` units at a time.
 struct CastSelectPlan {
   bool scored;  // scores only
@@ -254,14 +238,20 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   float2* partials =
       !plan.scored && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
   void* table = plan.scored ? arena.take<std::uint16_t>(call.H * kMostScored * 128) : nullptr;
-  const void* surrogates = plan.scored
-                               ? nullptr
-                               : round_rows(call.inputs.q.dtype, shape.surrogates,
-                                            call.H * params.clusters * call.Dk, arena, stream);
+  const std::int64_t count = call.H * params.clusters * call.Dk;
+  const bool rounds = !plan.scored && call.inputs.q.dtype != DType::f32;
+  void* rounded = rounds ? arena.take<std::uint16_t>(count) : nullptr;
   const bool single = params.mode == CastMode::single;
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);
   if (arena.counting() || rows == 0) return;
+  if (rounds)
+    dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      launch_early("cast rounding", round_kernel<T>,
+                   dim3(static_cast<unsigned>((count + kScoringThreads - 1) / kScoringThreads)),
+                   kScoringThreads, 0, stream, shape.surrogates, static_cast<T*>(rounded), count);
+    });
   CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities};
   const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
@@ -271,14 +261,15 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
                                stream);
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const AffinityArgs<T> args{scores,
-                                 tiles,
-                                 static_cast<unsigned>(units),
-                                 tensor4<const T>(call.inputs.q),
-                                 tensor4<const T>(call.k),
-                                 static_cast<const T*>(surrogates),
-                                 sum ? partials : nullptr,
-                                 keep};
+      const AffinityArgs<T> args{
+          scores,
+          tiles,
+          static_cast<unsigned>(units),
+          tensor4<const T>(call.inputs.q),
+          tensor4<const T>(call.k),
+          static_cast<const T*>(rounds ? rounded : call.inputs.centroids.data),
+          sum ? partials : nullptr,
+          keep};
       launch_early("cast affinities", affinity_kernel<T>,
                    dim3(static_cast<unsigned>(units) * static_cast<unsigned>(tiles.slots)),
                    kAffinityThreads, kAffinityStages * AffinityStage<T>::kBytes, stream, args);

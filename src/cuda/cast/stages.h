@@ -179,12 +179,10 @@ void cast_inner_queries(const CastShape& shape, const AttentionCall& call, const
 // which is added to delta where the mix is one of lists. row_backward.cu
 void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows by the mix, all tokens as if they were in no cluster; delta on the way, in the
-// place of the facts' last two: with the factor again, and times the factor. mix_backward_sm90a.cu
-void cast_tokens_sm90a(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                       cudaStream_t stream);
-// Gradients of summaries and surrogates by the mix likewise, in parts. mix_backward_sm90a.cu
-void cast_clusters_sm90a(const CastShape& shape, const AttentionCall& call,
-                         const CastBackward& pass, cudaStream_t stream);
+// place of the facts' last two: with the factor again, and times the factor. Then gradients of
+// summaries and surrogates likewise, in parts. mix_backward_sm90a.cu
+void cast_mix_backward_sm90a(const CastShape& shape, const AttentionCall& call,
+                             const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows from mix_dq. lists.cu
 void cast_mix_rows(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                    cudaStream_t stream);
