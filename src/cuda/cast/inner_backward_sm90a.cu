@@ -10,7 +10,7 @@
 // Grid: resident blocks take clusters in turn. Each has tiles of 64 members. Two warpgroups own
 // tiles of two matrices in turn (queries and gradients, or keys and values) and walk all tiles of
 // the other two (walk.cuh), which they share: those pass through a ring. One more warpgroup loads.
-// Shared memory: a ring of 8 pairs of tiles and 4 own pairs of 16 KiB each, 208 KiB in all; 216
+// Shared memory: a ring of 8 pairs of tiles and 4 own pairs of 16 KiB each, 210 KiB in all; 216
 // registers for threads that compute, 72 for those that load.
 // Preconditions: Hopper, 16-bit types, softmax, lists of up to 256 members (kCastResident), aligned
 // rows of up to 64 elements. Else member_backward.cu and lists.cu.

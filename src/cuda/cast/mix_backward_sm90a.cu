@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
 // The backward pass of CAST's mix by warpgroup products (walk.cuh), all tokens i as if they were in
-// no cluster (backward.cuh): for clusters c with surrogates S, summaries R and factor_i = scale
+// no cluster (row_backward.cu): for clusters c with surrogates S, summaries R and factor_i = scale
 // psi,
 //   dq_i = factor_i sum_c dlogit_ic S_c,
 //   dsummary_c = sum_i alpha_ic g_i,   dsurrogate_c = sum_i factor_i dlogit_ic q_i.
 //
 // Tokens: a block of two warpgroups per part of an item's tokens and head; each has 64 tokens at a
 // time. Shared memory: tokens (two buffers of 64 elements a row, one of 128) and 4 or 3 stages of
-// 64 clusters; up to 200 KiB. Clusters: a warpgroup per 64 clusters, head and chunk of tokens, two
-// blocks on a multiprocessor; own clusters and 4 or 2 stages of 64 tokens, up to 84 KiB. Chunks add
+// 64 clusters; 132 or 162 KiB. Clusters: a warpgroup per 64 clusters, head and chunk of tokens, two
+// blocks on a multiprocessor; own clusters and 4 or 2 stages of 64 tokens, 84 or 98 KiB. Chunks add
 // up in cast_totals.
 // Preconditions: Hopper, 16-bit types, softmax, aligned rows of up to 128 elements. Else lists.cu.
 #include "cuda/api/padding.h"

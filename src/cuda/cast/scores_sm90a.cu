@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT
-// The scores of CAST's clusters (select.h) on Hopper, where one block can hold all clusters
-// and weights are softmaxes: 64 tokens against up to 256 clusters, 32 by each of two warpgroups,
-// while a third one loads. Queries and keys of a token are rows of one product such that a thread
-// gets both, and only the mix of their softmaxes is written. Two blocks side by side share the
-// surrogates: each fetches half of them for both.
+// The scores of CAST's clusters (select.h) on Hopper: 64 tokens against all clusters, 32 by each of
+// two warpgroups, while a third one loads. Queries and keys of a token are rows of one product such
+// that a thread gets both, and only the mix of their softmaxes is written.
+//
+// Grid: one block on a multiprocessor, or two with up to 64 clusters, takes tiles of 64 tokens and
+// a list head in turn. Two blocks are a cluster of Hopper's and share the surrogates: each fetches
+// half of them for both. Shared memory: four stages of 64 columns of tokens and clusters, 97 to 193
+// KiB. Preconditions: Hopper, 16-bit types, softmax, up to 256 clusters (kMostScored). Else
+// select.cu.
 #include <cstdint>
 
 #include "cuda/cast/select.h"

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of CAST's mix by warpgroup products. A block is one warpgroup. It owns rows of
-// two matrices, 64 at a time, and walks 64 rows of two others: tokens (queries, gradients) over
-// clusters (surrogates, summaries), or clusters over tokens.
+// Steps of CAST's backward pass by warpgroup products, as mix_backward_sm90a.cu and
+// inner_backward_sm90a.cu share them. A warpgroup owns 64 rows of two matrices A, B in shared
+// memory and walks 64 rows of two others X, Y at a time:
+//   p = weigh(A Xᵀ),   ds = derive(B Yᵀ, p),   sums += ds X and p X, or p Y.
+// Own rows are tokens (queries, gradients of the output) over clusters (surrogates, summaries),
+// clusters over tokens, or members of a cluster. A pair of tiles takes 16 KiB for 64 elements a
+// row. Preconditions: Hopper, 16-bit types, aligned rows.
 #pragma once
 
 #include "cuda/cast/cast.cuh"
