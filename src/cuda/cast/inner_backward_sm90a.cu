@@ -72,7 +72,7 @@ template <class T>
 struct InnerMemory {
   static constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;
   static constexpr int kRing = 8, kOwn = 2 * kGroups;  // tiles: two clusters of 256 members
-  using Tiles = Pair<T, 64>;
+  using Tiles = TilePair<T, 64>;
   // Beside a tile of the ring: a tile of 8 rows, of which up to four are the cluster's; in the
   // place of the others facts of the 64 rows.
   static constexpr int kBeside = 1024, kFactsAt = 512;
@@ -141,7 +141,7 @@ struct MemberRows {
   }
   // Copies rows of two matrices, by a warp.
   template <class T>
-  __device__ void copy(const Pair<T, 64>& to, const Rows<const T>& a,
+  __device__ void copy(const TilePair<T, 64>& to, const Rows<const T>& a,
                        const Rows<const T>& b) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % 8, above = lane / 8;
     const bool inside = chunk * 8 < a.width;
@@ -151,7 +151,7 @@ struct MemberRows {
     const int pitch_a = static_cast<int>(a.pitch) * 2, pitch_b = static_cast<int>(b.pitch) * 2;
     const std::uint32_t even = to.first.base + above * 128 + ((chunk ^ above) << 4);
     const std::uint32_t odd = even ^ 64;
-    constexpr int kSecond = Pair<T, 64>::Matrix::kBytes;
+    constexpr int kSecond = TilePair<T, 64>::Matrix::kBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int tokens = max(token[half], 0);
@@ -271,7 +271,7 @@ __device__ __forceinline__ void split_row(float (&floats)[64], const Tile<T, 64>
 
 template <class T>
 __device__ __forceinline__ void copy_keys(const InnerArgs<T>& args, const InnerCluster<T>& cluster,
-                                          const MemberRows& rows, const Pair<T, 64>& to) {
+                                          const MemberRows& rows, const TilePair<T, 64>& to) {
   const int head = cluster.head / args.shape.group;
   rows.copy(to, args.k.rows(cluster.span.batch, head, cluster.span.begin),
             args.v.rows(cluster.span.batch, head, cluster.span.begin));
@@ -279,7 +279,7 @@ __device__ __forceinline__ void copy_keys(const InnerArgs<T>& args, const InnerC
 template <class T>
 __device__ __forceinline__ void copy_queries(const InnerArgs<T>& args,
                                              const InnerCluster<T>& cluster, const MemberRows& rows,
-                                             const Pair<T, 64>& to) {
+                                             const TilePair<T, 64>& to) {
   rows.copy(to, args.q.rows(cluster.span.batch, cluster.head, cluster.span.begin),
             args.grad_out.rows(cluster.span.batch, cluster.head, cluster.span.begin));
 }
@@ -304,7 +304,7 @@ __device__ __forceinline__ void load_row_facts(const InnerArgs<T>& args,
 // Products of a group's own rows with the rows of their cluster, on their way.
 template <class T>
 __device__ __forceinline__ void narrow_products(float (&first)[4], float (&second)[4],
-                                                const Pair<T, 64>& own, std::uint32_t cluster) {
+                                                const TilePair<T, 64>& own, std::uint32_t cluster) {
   const Bands<T, 64, 64> rows{cluster};
 #pragma unroll
   for (int i = 0; i < 4; ++i) first[i] = second[i] = 0.0f;
@@ -382,7 +382,7 @@ struct InnerQueries {
     const float exponent = args.shape.scale * kLog2e;
     const float lse[2] = {memory.rows(place)[group_row(0)].lse,
                           memory.rows(place)[group_row(1)].lse};
-    Sum<64> sum, mean;
+    TileSum<64> sum, mean;
     declare<64>(sum);
     declare<64>(mean);
     float error[2] = {0.0f, 0.0f}, guess[2] = {0.0f, 0.0f};
@@ -401,7 +401,7 @@ struct InnerQueries {
           if (j / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + j % 2 >= count) s[j] = 0.0f;
       };
       const auto derive = [&](float(&d)[32], const float(&s)[32]) {
-        if (step == 0) guess_delta(guess, d, s);
+        if (step == 0) guess_deltas(guess, d, s);
         float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
@@ -418,8 +418,9 @@ struct InnerQueries {
     settle<64>(mean);
     finish(n, tile, ring, place, sum, mean, error, guess);
   }
-  __device__ void finish(int n, int tile, int ring, int place, Sum<64>& sum, const Sum<64>& mean,
-                         const float (&error)[2], const float (&guess)[2]) const {
+  __device__ void finish(int n, int tile, int ring, int place, TileSum<64>& sum,
+                         const TileSum<64>& mean, const float (&error)[2],
+                         const float (&guess)[2]) const {
     const CastShape& shape = args.shape;
     const CastBackward& pass = args.pass;
     const int lane = static_cast<int>(threadIdx.x) % 4, D = shape.D;
@@ -547,7 +548,7 @@ struct InnerKeys {
     const auto own = memory.own(place);
     const float exponent = args.shape.scale * kLog2e;
     const int lane = static_cast<int>(threadIdx.x) % 4;
-    Sum<64> dk, dv;
+    TileSum<64> dk, dv;
     declare<64>(dk);
     declare<64>(dv);
 #pragma unroll 1
@@ -580,7 +581,8 @@ struct InnerKeys {
     settle<64>(dv);
     finish(n, tile, ring, place, dk, dv);
   }
-  __device__ void finish(int n, int tile, int ring, int place, Sum<64>& dk, Sum<64>& dv) const {
+  __device__ void finish(int n, int tile, int ring, int place, TileSum<64>& dk,
+                         TileSum<64>& dv) const {
     const CastShape& shape = args.shape;
     const CastBackward& pass = args.pass;
     const int lane = static_cast<int>(threadIdx.x) % 4, D = shape.D;

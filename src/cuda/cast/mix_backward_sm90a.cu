@@ -51,7 +51,7 @@ struct TokenShape {
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kBuffers = kWidth == 64 ? 2 : 1;  // of a warpgroup's tokens
   static constexpr int kStages = kWidth == 64 ? 4 : 3;   // of 64 clusters
-  using Tiles = Pair<T, kWidth>;
+  using Tiles = TilePair<T, kWidth>;
   static constexpr int kStage = kBuffers * kGroups * Tiles::kBytes;
   static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
   static constexpr int kPresent = kFacts + kBuffers * kRows * 16;
@@ -123,7 +123,7 @@ struct TokenBlock {
   }
 
   // dq, delta and the gate's part of the warpgroup's tokens.
-  __device__ void store(int buffer, int start, Sum<kWidth>& sum, const Sum<kWidth>& mean,
+  __device__ void store(int buffer, int start, TileSum<kWidth>& sum, const TileSum<kWidth>& mean,
                         const float (&error)[2], const float (&guess)[2]) const {
     const float4* own_facts = facts(buffer);
     const auto queries = own(buffer).first;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
   cp_async_wait<0>();
   fence_async_proxy();
   __syncthreads();
-  Sum<kWidth> sum, mean;
+  TileSum<kWidth> sum, mean;
   int number = 0, buffer = 0;  // of the clusters and the tokens in use
 #pragma unroll 1
   for (int base = block.part.begin; base < block.part.end; base += S::kRows, first += S::kRows) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
           if (!(present >> (j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2) & 1ull)) s[j] = 0.0f;
       };
       const auto derive = [&](float(&d)[32], const float(&s)[32]) {
-        if (step == 0) guess_delta(guess, d, s);
+        if (step == 0) guess_deltas(guess, d, s);
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
           d[j] = s[j] * (d[j] - guess[j / 2 % 2]);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
 template <class T, int kWidth>
 struct ClusterStages {
   static constexpr int kStages = kWidth == 64 ? 4 : 2;
-  using Tiles = Pair<T, kWidth>;
+  using Tiles = TilePair<T, kWidth>;
   static constexpr int kStage = Tiles::kBytes;
   static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
   static constexpr int kBytes = kFacts + kStages * 64 * 16;
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
   await_writes();  // the search of slots has waited for what was read here
 #pragma unroll
   for (int number = 0; number < S::kStages - 1; ++number) load_facts(number);
-  Sum<kWidth> dsurrogate, dsummary;
+  TileSum<kWidth> dsurrogate, dsummary;
   declare<kWidth>(dsurrogate);
   declare<kWidth>(dsummary);
   const int steps = (part.end - part.begin + 63) / 64;

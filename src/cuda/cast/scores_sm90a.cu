@@ -5,7 +5,7 @@
 //
 // Grid: one block on a multiprocessor, or two with up to 64 clusters, takes tiles of 64 tokens and
 // a list head in turn. Two blocks are a cluster of Hopper's and share the surrogates: each fetches
-// half of them for both. Shared memory: four stages of 64 columns of tokens and clusters, 97 to 193
+// half of them for both. Shared memory: four stages of 64 columns of tokens and clusters, 96 to 192
 // KiB. Preconditions: Hopper, 16-bit types, softmax, up to 256 clusters (kMostScored). Else
 // select.cu.
 #include <cstdint>
