@@ -37,6 +37,11 @@ inline ItemChunks token_tiles(const CastShape& shape, int rows) {
   return row_tiles(shape.tokens, shape.items, rows);
 }
 
+// Blocks of `each` threads for `count` of them.
+inline unsigned blocks_of(std::int64_t count, int each) {
+  return static_cast<unsigned>((count + each - 1) / each);
+}
+
 // Dense rows (count, width) as the loaders take them.
 template <class T>
 __device__ __forceinline__ Rows<T> dense_rows(T* data, int width) {

@@ -25,10 +25,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-unsigned blocks_of(std::int64_t count) {
-  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
-}
-
 // One thread per element of `to` (B, heads, rows, D): the sum over heads added h, ... of those that
 // `from` has `repeated` times.
 template <class T>
@@ -212,7 +208,7 @@ void dispatch_rows(const AttentionCall& call, std::int64_t rows, const Body& bod
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       using Lanes = CastLanes<typename decltype(tag)::type, decltype(width)::value>;
-      if (rows > 0) body(tag, width, blocks_of(rows * Lanes::kLanes));
+      if (rows > 0) body(tag, width, blocks_of(rows * Lanes::kLanes, kThreads));
     });
   });
 }
@@ -234,10 +230,11 @@ void cast_map_heads(const AttentionCall& call, const TensorView& from, const Ten
   const std::int64_t added = std::max(from.size(1) / to.size(1), std::int64_t{1});
   dispatch_element(call.op, to.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_early("cast heads", cast_heads_kernel<T>, dim3(blocks_of(to.count())), kThreads, 0,
-                 stream, tensor4<const T>(from), tensor4<T>(to), static_cast<int>(to.size(1)),
-                 static_cast<int>(to.size(2)), static_cast<int>(added),
-                 static_cast<int>(added * to.size(1) / from.size(1)), to.count());
+    launch_early("cast heads", cast_heads_kernel<T>, dim3(blocks_of(to.count(), kThreads)),
+                 kThreads, 0, stream, tensor4<const T>(from), tensor4<T>(to),
+                 static_cast<int>(to.size(1)), static_cast<int>(to.size(2)),
+                 static_cast<int>(added), static_cast<int>(added * to.size(1) / from.size(1)),
+                 to.count());
   });
 }
 
@@ -330,8 +327,8 @@ CastLists cast_mix_lists(const CastShape& shape, const CastPlan& plan, const Att
     const std::int64_t most =
         std::max({items * call.H * clusters * call.Dk, call.B * call.H * call.N,
                   items * (plan.mix_runs + 1), items * plan.mix_runs * clusters});
-    launch_early("cast mix tables", mix_tables_kernel<T>, dim3(blocks_of(most)), kThreads, 0,
-                 stream, tables);
+    launch_early("cast mix tables", mix_tables_kernel<T>, dim3(blocks_of(most, kThreads)), kThreads,
+                 0, stream, tables);
   });
   return mix;
 }

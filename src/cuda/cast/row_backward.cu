@@ -194,10 +194,6 @@ __global__ void __launch_bounds__(kThreads)
     fold_surrogates(shape, pass, block - gate_blocks);
 }
 
-unsigned blocks_of(std::int64_t count, int each) {
-  return static_cast<unsigned>((count + each - 1) / each);
-}
-
 }  // namespace
 
 void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackward& pass,

@@ -248,8 +248,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   if (rounds)
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      launch_early("cast rounding", round_kernel<T>,
-                   dim3(static_cast<unsigned>((count + kScoringThreads - 1) / kScoringThreads)),
+      launch_early("cast rounding", round_kernel<T>, dim3(blocks_of(count, kScoringThreads)),
                    kScoringThreads, 0, stream, shape.surrogates, static_cast<T*>(rounded), count);
     });
   CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities};
@@ -283,8 +282,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
     scores.first_unit = first;
     if (!plan.scored)
       launch_early("cast affinity scores", affinity_scores_kernel,
-                   dim3(static_cast<unsigned>((rows + kScoringThreads - 1) / kScoringThreads) *
-                        static_cast<unsigned>(units)),
+                   dim3(blocks_of(rows, kScoringThreads) * static_cast<unsigned>(units)),
                    kScoringThreads, 0, stream, scores, static_cast<unsigned>(units),
                    const_cast<const float2*>(partials));
     if (single)
