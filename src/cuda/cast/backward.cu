@@ -47,8 +47,7 @@ void backward_mix(const CastShape& shape, const AttentionCall& call, const CastB
                   Arena& arena, cudaStream_t stream) {
   if (pass.plan.warpgroups) {
     cast_facts(shape, pass, stream);
-    cast_tokens_sm90a(shape, call, pass, stream);
-    cast_clusters_sm90a(shape, call, pass, stream);
+    cast_mix_backward_sm90a(shape, call, pass, stream);
     return cast_totals(shape, pass, stream);
   }
   const CastLists mix = cast_mix_lists(shape, pass.plan, call, pass.saved, arena, stream);
@@ -116,8 +115,8 @@ void cast_backward(const CastParams& params, const AttentionCall& call, const Ca
   // Where query heads of one key head have lists of their own, their sums come first.
   const bool apart = shape.list_heads > 1 && shape.group > 1;
   TensorView dk = gradients.dk, dv = gradients.dv;
-  if (apart && (arena.counting() || dk.present())) dk = cast_take_rows(call, arena);
-  if (apart && (arena.counting() || dv.present())) dv = cast_take_rows(call, arena);
+  if (apart && (arena.counting() || dk.present())) dk = cast_take_rows(call, arena, call.B, call.N);
+  if (apart && (arena.counting() || dv.present())) dv = cast_take_rows(call, arena, call.B, call.N);
   if (arena.counting()) return;
   std::vector<SlotSum> sums;
   const auto add = [&](const void* slots, std::int64_t heads, const TensorView& to, bool added) {
@@ -128,8 +127,8 @@ void cast_backward(const CastParams& params, const AttentionCall& call, const Ca
   add(pass.dv_slots, plan.key_slot_heads, dv, false);
   const bool folds = cast_fold_heads(shape, call, pass, stream);
   sum_slots(call, sums, folds ? SlotSumStart::beside : SlotSumStart::behind, stream);
-  if (apart && dk.present()) cast_add_heads(call, dk, gradients.dk, stream);
-  if (apart && dv.present()) cast_add_heads(call, dv, gradients.dv, stream);
+  if (apart && dk.present()) cast_map_heads(call, dk, gradients.dk, stream);
+  if (apart && dv.present()) cast_map_heads(call, dv, gradients.dv, stream);
 }
 
 }  // namespace coterie::cuda

@@ -10,7 +10,7 @@
 // Grid: resident blocks take clusters in turn. Each has tiles of 64 members. Two warpgroups own
 // tiles of two matrices in turn (queries and gradients, or keys and values) and walk all tiles of
 // the other two (walk.cuh), which they share: those pass through a ring. One more warpgroup loads.
-// Shared memory: a ring of 8 pairs of tiles and 4 own pairs of 16 KiB each, 208 KiB in all; 216
+// Shared memory: a ring of 8 pairs of tiles and 4 own pairs of 16 KiB each, 210 KiB in all; 216
 // registers for threads that compute, 72 for those that load.
 // Preconditions: Hopper, 16-bit types, softmax, lists of up to 256 members (kCastResident), aligned
 // rows of up to 64 elements. Else member_backward.cu and lists.cu.
@@ -72,7 +72,7 @@ template <class T>
 struct InnerMemory {
   static constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;
   static constexpr int kRing = 8, kOwn = 2 * kGroups;  // tiles: two clusters of 256 members
-  using Tiles = Pair<T, 64>;
+  using Tiles = TilePair<T, 64>;
   // Beside a tile of the ring: a tile of 8 rows, of which up to four are the cluster's; in the
   // place of the others facts of the 64 rows.
   static constexpr int kBeside = 1024, kFactsAt = 512;
@@ -141,7 +141,7 @@ struct MemberRows {
   }
   // Copies rows of two matrices, by a warp.
   template <class T>
-  __device__ void copy(const Pair<T, 64>& to, const Rows<const T>& a,
+  __device__ void copy(const TilePair<T, 64>& to, const Rows<const T>& a,
                        const Rows<const T>& b) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % 8, above = lane / 8;
     const bool inside = chunk * 8 < a.width;
@@ -151,7 +151,7 @@ struct MemberRows {
     const int pitch_a = static_cast<int>(a.pitch) * 2, pitch_b = static_cast<int>(b.pitch) * 2;
     const std::uint32_t even = to.first.base + above * 128 + ((chunk ^ above) << 4);
     const std::uint32_t odd = even ^ 64;
-    constexpr int kSecond = Pair<T, 64>::Matrix::kBytes;
+    constexpr int kSecond = TilePair<T, 64>::Matrix::kBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int tokens = max(token[half], 0);
@@ -271,7 +271,7 @@ __device__ __forceinline__ void split_row(float (&floats)[64], const Tile<T, 64>
 
 template <class T>
 __device__ __forceinline__ void copy_keys(const InnerArgs<T>& args, const InnerCluster<T>& cluster,
-                                          const MemberRows& rows, const Pair<T, 64>& to) {
+                                          const MemberRows& rows, const TilePair<T, 64>& to) {
   const int head = cluster.head / args.shape.group;
   rows.copy(to, args.k.rows(cluster.span.batch, head, cluster.span.begin),
             args.v.rows(cluster.span.batch, head, cluster.span.begin));
@@ -279,7 +279,7 @@ __device__ __forceinline__ void copy_keys(const InnerArgs<T>& args, const InnerC
 template <class T>
 __device__ __forceinline__ void copy_queries(const InnerArgs<T>& args,
                                              const InnerCluster<T>& cluster, const MemberRows& rows,
-                                             const Pair<T, 64>& to) {
+                                             const TilePair<T, 64>& to) {
   rows.copy(to, args.q.rows(cluster.span.batch, cluster.head, cluster.span.begin),
             args.grad_out.rows(cluster.span.batch, cluster.head, cluster.span.begin));
 }
@@ -304,7 +304,7 @@ __device__ __forceinline__ void load_row_facts(const InnerArgs<T>& args,
 // Products of a group's own rows with the rows of their cluster, on their way.
 template <class T>
 __device__ __forceinline__ void narrow_products(float (&first)[4], float (&second)[4],
-                                                const Pair<T, 64>& own, std::uint32_t cluster) {
+                                                const TilePair<T, 64>& own, std::uint32_t cluster) {
   const Bands<T, 64, 64> rows{cluster};
 #pragma unroll
   for (int i = 0; i < 4; ++i) first[i] = second[i] = 0.0f;
@@ -377,130 +377,124 @@ struct InnerQueries {
     if (threadIdx.x % 32 == 0) memory.count(place) = count;
   }
 
-  __device__ void compute(int n, int tile, int ring, int place) const;
-  __device__ void finish(int n, int tile, int ring, int place, Sum<64>& sum, const Sum<64>& mean,
-                         const float (&error)[2], const float (&guess)[2]) const;
-};
-
-template <class T>
-__device__ void InnerQueries<T>::compute(int n, int tile, int ring, int place) const {
-  const auto own = memory.own(place);
-  const float exponent = args.shape.scale * kLog2e;
-  const float lse[2] = {memory.rows(place)[group_row(0)].lse, memory.rows(place)[group_row(1)].lse};
-  Sum<64> sum, mean;
-  declare<64>(sum);
-  declare<64>(mean);
-  float error[2] = {0.0f, 0.0f}, guess[2] = {0.0f, 0.0f};
+  __device__ void compute(int n, int tile, int ring, int place) const {
+    const auto own = memory.own(place);
+    const float exponent = args.shape.scale * kLog2e;
+    const float lse[2] = {memory.rows(place)[group_row(0)].lse,
+                          memory.rows(place)[group_row(1)].lse};
+    TileSum<64> sum, mean;
+    declare<64>(sum);
+    declare<64>(mean);
+    float error[2] = {0.0f, 0.0f}, guess[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (int step = 0; step < args.tiles(); ++step) {
-    const int at = (ring + step) % Memory::kRing;
-    const int count = __shfl_sync(~0u, memory.count(at), 0);
-    if (count == 0 && step > 0) break;
-    const auto keys = memory.ring(at);
-    const auto weigh = [&](float(&s)[32]) {
+    for (int step = 0; step < args.tiles(); ++step) {
+      const int at = (ring + step) % Memory::kRing;
+      const int count = __shfl_sync(~0u, memory.count(at), 0);
+      if (count == 0 && step > 0) break;
+      const auto keys = memory.ring(at);
+      const auto weigh = [&](float(&s)[32]) {
 #pragma unroll
-      for (int j = 0; j < 32; ++j) s[j] = exp2_approximate(fmaf(s[j], exponent, -lse[j / 2 % 2]));
-      if (count == 64) return;
+        for (int j = 0; j < 32; ++j) s[j] = exp2_approximate(fmaf(s[j], exponent, -lse[j / 2 % 2]));
+        if (count == 64) return;
 #pragma unroll
-      for (int j = 0; j < 32; ++j)
-        if (j / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + j % 2 >= count) s[j] = 0.0f;
-    };
-    const auto derive = [&](float(&d)[32], const float(&s)[32]) {
-      if (step == 0) guess_delta(guess, d, s);
-      float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+        for (int j = 0; j < 32; ++j)
+          if (j / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + j % 2 >= count) s[j] = 0.0f;
+      };
+      const auto derive = [&](float(&d)[32], const float(&s)[32]) {
+        if (step == 0) guess_deltas(guess, d, s);
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        d[j] = s[j] * (d[j] - guess[j / 2 % 2]);
-        part[j / 2 % 2][j % 2] += d[j];
-      }
-      error[0] += part[0][0] + part[0][1];
-      error[1] += part[1][0] + part[1][1];
-    };
-    walk<T, 64>(own, keys, keys.first, sum, mean, step, weigh, derive);
-  }
-  wgmma_wait<0>();
-  settle<64>(sum);
-  settle<64>(mean);
-  finish(n, tile, ring, place, sum, mean, error, guess);
-}
-
-template <class T>
-__device__ void InnerQueries<T>::finish(int n, int tile, int ring, int place, Sum<64>& sum,
-                                        const Sum<64>& mean, const float (&error)[2],
-                                        const float (&guess)[2]) const {
-  const CastShape& shape = args.shape;
-  const CastBackward& pass = args.pass;
-  const int lane = static_cast<int>(threadIdx.x) % 4, D = shape.D;
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  const int count = memory.count((ring + tile) % Memory::kRing);
-  const auto own = memory.own(place);
-  float logits[4], dalphas[4];
-  narrow_products<T>(logits, dalphas, own, memory.beside(ring % Memory::kRing).base);
-  wgmma_wait<0>();
-  wgmma_settle(logits);
-  wgmma_settle(dalphas);
-  const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
-  const float2* surrogate =
-      reinterpret_cast<const float2*>(memory.cluster(ring % Memory::kRing).surrogate) + lane;
-  float4 facts[2];  // stored behind the fence, which would wait for them
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const int row = group_row(side);
-    const bool there = row < count;
-    const InnerRow query = memory.rows(place)[row];
-    const float e = quad_sum(error[side]), dot = guess[side] + e;
-    const float product = __shfl_sync(~0u, logits[2 * side], 0, 4);
-    const float dalpha = __shfl_sync(~0u, dalphas[2 * side], 1, 4);
-    const float exponent = fmaf(product, query.factor, -query.other) * kLog2e;
-    const float weight = there ? exp2_approximate(exponent) : 0.0f;
-    const float excess = there ? weight * (dot - dalpha) : 0.0f;
-    const float factor = query.factor * excess, scale = shape.scale * weight;
-    facts[side] = make_float4(query.lse - exponent, dot, excess, query.slope * excess * product);
-    store_weight(memory.sums(group), lane, row, lane < 2 ? factor : -weight);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 two = surrogate[4 * i];
-      float* value = sum[0] + 4 * i + 2 * side;
-      const float* own_mean = mean[0] + 4 * i + 2 * side;
-      value[0] = fmaf(scale, fmaf(-e, own_mean[0], value[0]), factor * two.x);
-      value[1] = fmaf(scale, fmaf(-e, own_mean[1], value[1]), factor * two.y);
+        for (int j = 0; j < 32; ++j) {
+          d[j] = s[j] * (d[j] - guess[j / 2 % 2]);
+          part[j / 2 % 2][j % 2] += d[j];
+        }
+        error[0] += part[0][0] + part[0][1];
+        error[1] += part[1][0] + part[1][1];
+      };
+      walk<T, 64>(own, keys, keys.first, sum, mean, step, weigh, derive);
     }
+    wgmma_wait<0>();
+    settle<64>(sum);
+    settle<64>(mean);
+    finish(n, tile, ring, place, sum, mean, error, guess);
   }
-  // What membership adds to the gradients of the surrogate and the summary.
-  float members[2][4] = {};
-  fence_async_proxy();
-  sync_group();
-  wgmma_settle(members[0]);
-  wgmma_settle(members[1]);
-  wgmma_fence();
-  add_weighted_rows<T>(members[0], own.first, memory.sums(group).base);
-  add_weighted_rows<T>(members[1], own.second, memory.sums(group).base);
-  wgmma_commit();
+  __device__ void finish(int n, int tile, int ring, int place, TileSum<64>& sum,
+                         const TileSum<64>& mean, const float (&error)[2],
+                         const float (&guess)[2]) const {
+    const CastShape& shape = args.shape;
+    const CastBackward& pass = args.pass;
+    const int lane = static_cast<int>(threadIdx.x) % 4, D = shape.D;
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    const int count = memory.count((ring + tile) % Memory::kRing);
+    const auto own = memory.own(place);
+    float logits[4], dalphas[4];
+    narrow_products<T>(logits, dalphas, own, memory.beside(ring % Memory::kRing).base);
+    wgmma_wait<0>();
+    wgmma_settle(logits);
+    wgmma_settle(dalphas);
+    const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
+    const float2* surrogate =
+        reinterpret_cast<const float2*>(memory.cluster(ring % Memory::kRing).surrogate) + lane;
+    float4 facts[2];  // stored behind the fence, which would wait for them
 #pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const int row = group_row(side);
-    if (row >= count || lane != 0) continue;
-    pass.shifts[first + row] = facts[side].x;
-    pass.dots[first + row] = facts[side].y;
-    pass.excess[first + row] = facts[side].z;
-    if (shape.gate_scale) pass.dgate_slots[first + row] = facts[side].w;
-  }
-  wgmma_wait<0>();
-  wgmma_settle(members[0]);
-  wgmma_settle(members[1]);
-  float* to =
-      pass.member_parts + ((static_cast<std::int64_t>(n) * args.tiles() + tile) * 2 + lane) * D;
+    for (int side = 0; side < 2; ++side) {
+      const int row = group_row(side);
+      const bool there = row < count;
+      const InnerRow query = memory.rows(place)[row];
+      const float e = quad_sum(error[side]), dot = guess[side] + e;
+      const float product = __shfl_sync(~0u, logits[2 * side], 0, 4);
+      const float dalpha = __shfl_sync(~0u, dalphas[2 * side], 1, 4);
+      const float exponent = fmaf(product, query.factor, -query.other) * kLog2e;
+      const float weight = there ? exp2_approximate(exponent) : 0.0f;
+      const float excess = there ? weight * (dot - dalpha) : 0.0f;
+      const float factor = query.factor * excess, scale = shape.scale * weight;
+      facts[side] = make_float4(query.lse - exponent, dot, excess, query.slope * excess * product);
+      store_weight(memory.sums(group), lane, row, lane < 2 ? factor : -weight);
 #pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const float value = lane == 0 ? members[0][2 * side] + members[0][2 * side + 1]
-                                  : members[1][2 * side] + members[1][2 * side + 1];
-    if (lane < 2 && group_row(side) < D) to[group_row(side)] = value;
+      for (int i = 0; i < 8; ++i) {
+        const float2 two = surrogate[4 * i];
+        float* value = sum[0] + 4 * i + 2 * side;
+        const float* own_mean = mean[0] + 4 * i + 2 * side;
+        value[0] = fmaf(scale, fmaf(-e, own_mean[0], value[0]), factor * two.x);
+        value[1] = fmaf(scale, fmaf(-e, own_mean[1], value[1]), factor * two.y);
+      }
+    }
+    // What membership adds to the gradients of the surrogate and the summary.
+    float members[2][4] = {};
+    fence_async_proxy();
+    sync_group();
+    wgmma_settle(members[0]);
+    wgmma_settle(members[1]);
+    wgmma_fence();
+    add_weighted_rows<T>(members[0], own.first, memory.sums(group).base);
+    add_weighted_rows<T>(members[1], own.second, memory.sums(group).base);
+    wgmma_commit();
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int row = group_row(side);
+      if (row >= count || lane != 0) continue;
+      pass.shifts[first + row] = facts[side].x;
+      pass.dots[first + row] = facts[side].y;
+      pass.excess[first + row] = facts[side].z;
+      if (shape.gate_scale) pass.dgate_slots[first + row] = facts[side].w;
+    }
+    wgmma_wait<0>();
+    wgmma_settle(members[0]);
+    wgmma_settle(members[1]);
+    float* to =
+        pass.member_parts + ((static_cast<std::int64_t>(n) * args.tiles() + tile) * 2 + lane) * D;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const float value = lane == 0 ? members[0][2 * side] + members[0][2 * side + 1]
+                                    : members[1][2 * side] + members[1][2 * side + 1];
+      if (lane < 2 && group_row(side) < D) to[group_row(side)] = value;
+    }
+    sync_group();  // rows and weights were read
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    store_rows(static_cast<T*>(pass.dq_slots) + (first + row) * D, D, count - row, D,
+               own.first.base, sum[0]);
   }
-  sync_group();  // rows and weights were read
-  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
-  store_rows(static_cast<T*>(pass.dq_slots) + (first + row) * D, D, count - row, D, own.first.base,
-             sum[0]);
-}
+};
 
 // Keys own the rows. Through the summary comes, with dR its gradient and dot = dR . summary,
 //   dlogit_j = beta_j (dR . v_j - dot),   dv_j += beta_j dR,   dk_j += factor_j dlogit_j S.
@@ -550,115 +544,110 @@ struct InnerKeys {
     if (lane == 0) memory.count(place) = count;
   }
 
-  __device__ void compute(int n, int tile, int ring, int place) const;
-  __device__ void finish(int n, int tile, int ring, int place, Sum<64>& dk, Sum<64>& dv) const;
-};
-
-template <class T>
-__device__ void InnerKeys<T>::compute(int n, int tile, int ring, int place) const {
-  const auto own = memory.own(place);
-  const float exponent = args.shape.scale * kLog2e;
-  const int lane = static_cast<int>(threadIdx.x) % 4;
-  Sum<64> dk, dv;
-  declare<64>(dk);
-  declare<64>(dv);
+  __device__ void compute(int n, int tile, int ring, int place) const {
+    const auto own = memory.own(place);
+    const float exponent = args.shape.scale * kLog2e;
+    const int lane = static_cast<int>(threadIdx.x) % 4;
+    TileSum<64> dk, dv;
+    declare<64>(dk);
+    declare<64>(dv);
 #pragma unroll 1
-  for (int step = 0; step < args.tiles(); ++step) {
-    const int at = (ring + step) % Memory::kRing;
-    if (__shfl_sync(~0u, memory.count(at), 0) == 0 && step > 0) break;
-    const auto queries = memory.ring(at);
-    const float2* facts = reinterpret_cast<const float2*>(memory.facts(at)) + lane;
-    const auto weigh = [&](float(&s)[32]) {
+    for (int step = 0; step < args.tiles(); ++step) {
+      const int at = (ring + step) % Memory::kRing;
+      if (__shfl_sync(~0u, memory.count(at), 0) == 0 && step > 0) break;
+      const auto queries = memory.ring(at);
+      const float2* facts = reinterpret_cast<const float2*>(memory.facts(at)) + lane;
+      const auto weigh = [&](float(&s)[32]) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float2 shift = facts[4 * i];
+        for (int i = 0; i < 8; ++i) {
+          const float2 shift = facts[4 * i];
 #pragma unroll
-        for (int j = 4 * i; j < 4 * i + 4; ++j)
-          s[j] = exp2_approximate(fmaf(s[j], exponent, -(j % 2 ? shift.y : shift.x)));
-      }
-    };
-    const auto derive = [&](float(&d)[32], const float(&s)[32]) {
+          for (int j = 4 * i; j < 4 * i + 4; ++j)
+            s[j] = exp2_approximate(fmaf(s[j], exponent, -(j % 2 ? shift.y : shift.x)));
+        }
+      };
+      const auto derive = [&](float(&d)[32], const float(&s)[32]) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float2 dot = facts[32 + 4 * i];
+        for (int i = 0; i < 8; ++i) {
+          const float2 dot = facts[32 + 4 * i];
 #pragma unroll
-        for (int j = 4 * i; j < 4 * i + 4; ++j) d[j] = s[j] * (d[j] - (j % 2 ? dot.y : dot.x));
-      }
-    };
-    walk<T, 64>(own, queries, queries.second, dk, dv, step, weigh, derive);
-  }
-  wgmma_wait<0>();
-  settle<64>(dk);
-  settle<64>(dv);
-  finish(n, tile, ring, place, dk, dv);
-}
-
-template <class T>
-__device__ void InnerKeys<T>::finish(int n, int tile, int ring, int place, Sum<64>& dk,
-                                     Sum<64>& dv) const {
-  const CastShape& shape = args.shape;
-  const CastBackward& pass = args.pass;
-  const int lane = static_cast<int>(threadIdx.x) % 4, D = shape.D;
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  const int count = memory.count((ring + tile) % Memory::kRing);
-  const auto own = memory.own(place);
-  float products[4], dbetas[4];
-  narrow_products<T>(products, dbetas, own, memory.beside(ring % Memory::kRing).base);
-  const InnerFloats& floats = memory.cluster(ring % Memory::kRing);
-  const float2* surrogate = reinterpret_cast<const float2*>(floats.surrogate) + lane;
-  const float2* summary = reinterpret_cast<const float2*>(floats.summary) + lane;
-  const float lse = floats.lse, dot = floats.dot;
-  wgmma_wait<0>();
-  wgmma_settle(products);
-  wgmma_settle(dbetas);
-  const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
-  float dgate[2];  // stored behind the fence, which would wait for it
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    const int row = group_row(side);
-    const bool there = row < count;
-    const InnerRow key = memory.rows(place)[row];
-    const float product = __shfl_sync(~0u, products[2 * side] + products[2 * side + 1], 0, 4);
-    const float dbeta = __shfl_sync(~0u, dbetas[2 * side] + dbetas[2 * side + 1], 1, 4);
-    const float beta = there ? exp2_approximate(fmaf(product, key.factor, -lse) * kLog2e) : 0.0f;
-    const float dlogit = there ? beta * (dbeta - dot) : 0.0f, factor = key.factor * dlogit;
-    dgate[side] = key.other - key.slope * dlogit * product;
-    if (lane < 2) store_weight(memory.sums(group), lane, row, factor);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 a = surrogate[4 * i], b = summary[4 * i];
-      float *key_row = dk[0] + 4 * i + 2 * side, *value_row = dv[0] + 4 * i + 2 * side;
-      key_row[0] = fmaf(shape.scale, key_row[0], factor * a.x);
-      key_row[1] = fmaf(shape.scale, key_row[1], factor * a.y);
-      value_row[0] = fmaf(beta, b.x, value_row[0]);
-      value_row[1] = fmaf(beta, b.y, value_row[1]);
+          for (int j = 4 * i; j < 4 * i + 4; ++j) d[j] = s[j] * (d[j] - (j % 2 ? dot.y : dot.x));
+        }
+      };
+      walk<T, 64>(own, queries, queries.second, dk, dv, step, weigh, derive);
     }
+    wgmma_wait<0>();
+    settle<64>(dk);
+    settle<64>(dv);
+    finish(n, tile, ring, place, dk, dv);
   }
-  // What keys add to the gradient of the surrogate.
-  float keys[4] = {};
-  fence_async_proxy();
-  sync_group();
-  wgmma_settle(keys);
-  wgmma_fence();
-  add_weighted_rows<T>(keys, own.first, memory.sums(group).base);
-  wgmma_commit();
+  __device__ void finish(int n, int tile, int ring, int place, TileSum<64>& dk,
+                         TileSum<64>& dv) const {
+    const CastShape& shape = args.shape;
+    const CastBackward& pass = args.pass;
+    const int lane = static_cast<int>(threadIdx.x) % 4, D = shape.D;
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    const int count = memory.count((ring + tile) % Memory::kRing);
+    const auto own = memory.own(place);
+    float products[4], dbetas[4];
+    narrow_products<T>(products, dbetas, own, memory.beside(ring % Memory::kRing).base);
+    const InnerFloats& floats = memory.cluster(ring % Memory::kRing);
+    const float2* surrogate = reinterpret_cast<const float2*>(floats.surrogate) + lane;
+    const float2* summary = reinterpret_cast<const float2*>(floats.summary) + lane;
+    const float lse = floats.lse, dot = floats.dot;
+    wgmma_wait<0>();
+    wgmma_settle(products);
+    wgmma_settle(dbetas);
+    const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
+    float dgate[2];  // stored behind the fence, which would wait for it
 #pragma unroll
-  for (int side = 0; side < 2; ++side)
-    if (group_row(side) < count && lane == 0 && shape.gate_scale)
-      pass.dgate_slots[first + group_row(side)] = dgate[side];
-  wgmma_wait<0>();
-  wgmma_settle(keys);
-  float* to = pass.key_parts + (static_cast<std::int64_t>(n) * args.tiles() + tile) * D;
+    for (int side = 0; side < 2; ++side) {
+      const int row = group_row(side);
+      const bool there = row < count;
+      const InnerRow key = memory.rows(place)[row];
+      const float product = __shfl_sync(~0u, products[2 * side] + products[2 * side + 1], 0, 4);
+      const float dbeta = __shfl_sync(~0u, dbetas[2 * side] + dbetas[2 * side + 1], 1, 4);
+      const float beta = there ? exp2_approximate(fmaf(product, key.factor, -lse) * kLog2e) : 0.0f;
+      const float dlogit = there ? beta * (dbeta - dot) : 0.0f, factor = key.factor * dlogit;
+      dgate[side] = key.other - key.slope * dlogit * product;
+      if (lane < 2) store_weight(memory.sums(group), lane, row, factor);
 #pragma unroll
-  for (int side = 0; side < 2; ++side)
-    if (lane == 0 && group_row(side) < D) to[group_row(side)] = keys[2 * side] + keys[2 * side + 1];
-  sync_group();  // rows and weights were read
-  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
-  store_rows(static_cast<T*>(pass.dk_slots) + (first + row) * D, D, count - row, D, own.first.base,
-             dk[0]);
-  store_rows(static_cast<T*>(pass.dv_slots) + (first + row) * D, D, count - row, D, own.second.base,
-             dv[0]);
-}
+      for (int i = 0; i < 8; ++i) {
+        const float2 a = surrogate[4 * i], b = summary[4 * i];
+        float *key_row = dk[0] + 4 * i + 2 * side, *value_row = dv[0] + 4 * i + 2 * side;
+        key_row[0] = fmaf(shape.scale, key_row[0], factor * a.x);
+        key_row[1] = fmaf(shape.scale, key_row[1], factor * a.y);
+        value_row[0] = fmaf(beta, b.x, value_row[0]);
+        value_row[1] = fmaf(beta, b.y, value_row[1]);
+      }
+    }
+    // What keys add to the gradient of the surrogate.
+    float keys[4] = {};
+    fence_async_proxy();
+    sync_group();
+    wgmma_settle(keys);
+    wgmma_fence();
+    add_weighted_rows<T>(keys, own.first, memory.sums(group).base);
+    wgmma_commit();
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      if (group_row(side) < count && lane == 0 && shape.gate_scale)
+        pass.dgate_slots[first + group_row(side)] = dgate[side];
+    wgmma_wait<0>();
+    wgmma_settle(keys);
+    float* to = pass.key_parts + (static_cast<std::int64_t>(n) * args.tiles() + tile) * D;
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      if (lane == 0 && group_row(side) < D)
+        to[group_row(side)] = keys[2 * side] + keys[2 * side + 1];
+    sync_group();  // rows and weights were read
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    store_rows(static_cast<T*>(pass.dk_slots) + (first + row) * D, D, count - row, D,
+               own.first.base, dk[0]);
+    store_rows(static_cast<T*>(pass.dv_slots) + (first + row) * D, D, count - row, D,
+               own.second.base, dv[0]);
+  }
+};
 
 // setmaxnreg: of 384 threads with 168 each.
 constexpr int kLoadRegisters = 72, kComputeRegisters = 216;

@@ -14,7 +14,7 @@
 // shared memory. Sums over heads run in ascending order.
 #include <algorithm>
 
-#include "cuda/cast/rows.cuh"
+#include "cuda/cast/cast.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/lists/slot_sum.h"
@@ -25,54 +25,22 @@ namespace {
 
 constexpr int kThreads = 256;
 
-unsigned blocks_of(std::int64_t count) {
-  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
-}
-
-// One thread per element of `to` (B, heads, N, D), dense unless it has the caller's strides: an
-// element of head h / group of `from`, or the sum over heads group h, ... of `from`.
-template <class T, bool kSum>
+// One thread per element of `to` (B, heads, rows, D): the sum over heads added h, ... of those that
+// `from` has `repeated` times.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
-    cast_heads_kernel(Tensor4<const T> from, Tensor4<T> to, int heads, int rows, int group,
-                      std::int64_t count) {
+    cast_heads_kernel(Tensor4<const T> from, Tensor4<T> to, int heads, int rows, int added,
+                      int repeated, std::int64_t count) {
   await_previous();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const int d = static_cast<int>(i % to.width), row = static_cast<int>(i / to.width % rows);
   const int head = static_cast<int>(i / to.width / rows % heads);
   const int batch = static_cast<int>(i / to.width / rows / heads);
-  T& value = to.rows(batch, head, row).data[d];
-  if (!kSum) {
-    value = from.rows(batch, head / group, row).data[d];
-    return;
-  }
   float sum = 0.0f;
-  for (int g = 0; g < group; ++g) sum += to_float(from.rows(batch, head * group + g, row).data[d]);
-  value = from_float<T>(sum);
-}
-
-template <bool kSum>
-void map_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
-               cudaStream_t stream) {
-  if (to.count() == 0) return;
-  const std::int64_t more = std::max(from.size(1), to.size(1));
-  dispatch_element(call.op, to.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    launch_early("cast heads", cast_heads_kernel<T, kSum>, dim3(blocks_of(to.count())), kThreads, 0,
-                 stream, tensor4<const T>(from), tensor4<T>(to), static_cast<int>(to.size(1)),
-                 static_cast<int>(to.size(2)),
-                 static_cast<int>(more / std::min(from.size(1), to.size(1))), to.count());
-  });
-}
-
-// (batches, H, rows, D) in the inputs' type.
-TensorView take_rows(const AttentionCall& call, Arena& arena, std::int64_t batches,
-                     std::int64_t rows) {
-  const DType dtype = call.inputs.q.dtype;
-  const std::int64_t count = batches * call.H * rows * call.Dk;
-  void* data = dtype == DType::f32 ? static_cast<void*>(arena.take<float>(count))
-                                   : static_cast<void*>(arena.take<std::uint16_t>(count));
-  return TensorView::contiguous(data, dtype, {batches, call.H, rows, call.Dk}, Device::cuda);
+  for (int h = head * added; h < (head + 1) * added; ++h)
+    sum += to_float(from.rows(batch, h / repeated, row).data[d]);
+  to.rows(batch, head, row).data[d] = from_float<T>(sum);
 }
 
 // What the mix's lists are made of.
@@ -240,20 +208,34 @@ void dispatch_rows(const AttentionCall& call, std::int64_t rows, const Body& bod
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     dispatch_head_dim(call.op, call.Dk, [&](auto width) {
       using Lanes = CastLanes<typename decltype(tag)::type, decltype(width)::value>;
-      if (rows > 0) body(tag, width, blocks_of(rows * Lanes::kLanes));
+      if (rows > 0) body(tag, width, blocks_of(rows * Lanes::kLanes, kThreads));
     });
   });
 }
 
 }  // namespace
 
-TensorView cast_take_rows(const AttentionCall& call, Arena& arena) {
-  return take_rows(call, arena, call.B, call.N);
+TensorView cast_take_rows(const AttentionCall& call, Arena& arena, std::int64_t batches,
+                          std::int64_t rows) {
+  const DType dtype = call.inputs.q.dtype;
+  const std::int64_t count = batches * call.H * rows * call.Dk;
+  void* data = dtype == DType::f32 ? static_cast<void*>(arena.take<float>(count))
+                                   : static_cast<void*>(arena.take<std::uint16_t>(count));
+  return TensorView::contiguous(data, dtype, {batches, call.H, rows, call.Dk}, Device::cuda);
 }
 
-void cast_add_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
+void cast_map_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
                     cudaStream_t stream) {
-  map_heads<true>(call, from, to, stream);
+  if (to.count() == 0) return;
+  const std::int64_t added = std::max(from.size(1) / to.size(1), std::int64_t{1});
+  dispatch_element(call.op, to.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_early("cast heads", cast_heads_kernel<T>, dim3(blocks_of(to.count(), kThreads)),
+                 kThreads, 0, stream, tensor4<const T>(from), tensor4<T>(to),
+                 static_cast<int>(to.size(1)), static_cast<int>(to.size(2)),
+                 static_cast<int>(added), static_cast<int>(added * to.size(1) / from.size(1)),
+                 to.count());
+  });
 }
 
 TokenSlots cast_token_slots(const CastShape& shape, const AttentionCall& call, Arena& arena,
@@ -270,12 +252,12 @@ CastLists cast_inner_lists(const CastShape& shape, const AttentionCall& call, Ar
   CastLists inner{call, {}};
   inner.call.inputs.k_sequences = call.inputs.q_sequences;
   if (shape.list_heads > 1 && shape.group > 1) {
-    inner.call.k = inner.call.inputs.k = take_rows(call, arena, call.B, call.S);
-    inner.call.inputs.v = take_rows(call, arena, call.B, call.S);
+    inner.call.k = inner.call.inputs.k = cast_take_rows(call, arena, call.B, call.S);
+    inner.call.inputs.v = cast_take_rows(call, arena, call.B, call.S);
     inner.call.key_heads = inner.call.value_heads = call.H;
     if (!arena.counting()) {
-      map_heads<false>(call, call.k, inner.call.k, stream);
-      map_heads<false>(call, call.inputs.v, inner.call.inputs.v, stream);
+      cast_map_heads(call, call.k, inner.call.k, stream);
+      cast_map_heads(call, call.inputs.v, inner.call.inputs.v, stream);
     }
   }
   ListSide side;
@@ -298,8 +280,8 @@ CastLists cast_mix_lists(const CastShape& shape, const CastPlan& plan, const Att
   const std::int64_t batches = packed ? 1 : items, rows = packed ? items * clusters : clusters;
   mix.call.S = rows;
   mix.call.key_heads = mix.call.value_heads = call.H;
-  mix.call.k = mix.call.inputs.k = take_rows(call, arena, batches, rows);
-  mix.call.inputs.v = take_rows(call, arena, batches, rows);
+  mix.call.k = mix.call.inputs.k = cast_take_rows(call, arena, batches, rows);
+  mix.call.inputs.v = cast_take_rows(call, arena, batches, rows);
   auto* present = arena.take<std::uint8_t>(batches * call.H * rows);
   auto* factors = arena.take<RowStatistics>(call.B * call.H * call.N);
   auto* tokens = arena.take<std::int32_t>(call.B * call.N);
@@ -345,8 +327,8 @@ CastLists cast_mix_lists(const CastShape& shape, const CastPlan& plan, const Att
     const std::int64_t most =
         std::max({items * call.H * clusters * call.Dk, call.B * call.H * call.N,
                   items * (plan.mix_runs + 1), items * plan.mix_runs * clusters});
-    launch_early("cast mix tables", mix_tables_kernel<T>, dim3(blocks_of(most)), kThreads, 0,
-                 stream, tables);
+    launch_early("cast mix tables", mix_tables_kernel<T>, dim3(blocks_of(most, kThreads)), kThreads,
+                 0, stream, tables);
   });
   return mix;
 }

@@ -11,7 +11,7 @@
 // Grid: a block of 256 threads per cluster, a member at a time per group of lanes (CastLanes). Sums
 // run over the members of a group, the groups of a warp, the warps. Shared memory: a row of floats
 // per warp, 4 KiB. No preconditions.
-#include "cuda/cast/backward.cuh"
+#include "cuda/cast/cast.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"

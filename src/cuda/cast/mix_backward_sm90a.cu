@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
 // The backward pass of CAST's mix by warpgroup products (walk.cuh), all tokens i as if they were in
-// no cluster (backward.cuh): for clusters c with surrogates S, summaries R and factor_i = scale
+// no cluster (row_backward.cu): for clusters c with surrogates S, summaries R and factor_i = scale
 // psi,
 //   dq_i = factor_i sum_c dlogit_ic S_c,
 //   dsummary_c = sum_i alpha_ic g_i,   dsurrogate_c = sum_i factor_i dlogit_ic q_i.
 //
 // Tokens: a block of two warpgroups per part of an item's tokens and head; each has 64 tokens at a
 // time. Shared memory: tokens (two buffers of 64 elements a row, one of 128) and 4 or 3 stages of
-// 64 clusters; up to 200 KiB. Clusters: a warpgroup per 64 clusters, head and chunk of tokens, two
-// blocks on a multiprocessor; own clusters and 4 or 2 stages of 64 tokens, up to 84 KiB. Chunks add
+// 64 clusters; 132 or 162 KiB. Clusters: a warpgroup per 64 clusters, head and chunk of tokens, two
+// blocks on a multiprocessor; own clusters and 4 or 2 stages of 64 tokens, 84 or 98 KiB. Chunks add
 // up in cast_totals.
 // Preconditions: Hopper, 16-bit types, softmax, aligned rows of up to 128 elements. Else lists.cu.
 #include "cuda/api/padding.h"
@@ -36,7 +36,7 @@ struct MixBackwardArgs {
     return dense_rows(summaries + shape.cluster(item, head, 0) * shape.D, shape.D);
   }
   __device__ const float* summary_lse(int item, int head) const {
-    return pass.saved.summary_lse + shape.cluster(item, head, 0);
+    return shape.laplace ? nullptr : pass.saved.summary_lse + shape.cluster(item, head, 0);
   }
 };
 
@@ -51,7 +51,7 @@ struct TokenShape {
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kBuffers = kWidth == 64 ? 2 : 1;  // of a warpgroup's tokens
   static constexpr int kStages = kWidth == 64 ? 4 : 3;   // of 64 clusters
-  using Tiles = Pair<T, kWidth>;
+  using Tiles = TilePair<T, kWidth>;
   static constexpr int kStage = kBuffers * kGroups * Tiles::kBytes;
   static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
   static constexpr int kPresent = kFacts + kBuffers * kRows * 16;
@@ -123,7 +123,7 @@ struct TokenBlock {
   }
 
   // dq, delta and the gate's part of the warpgroup's tokens.
-  __device__ void store(int buffer, int start, Sum<kWidth>& sum, const Sum<kWidth>& mean,
+  __device__ void store(int buffer, int start, TileSum<kWidth>& sum, const TileSum<kWidth>& mean,
                         const float (&error)[2], const float (&guess)[2]) const {
     const float4* own_facts = facts(buffer);
     const auto queries = own(buffer).first;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
   cp_async_wait<0>();
   fence_async_proxy();
   __syncthreads();
-  Sum<kWidth> sum, mean;
+  TileSum<kWidth> sum, mean;
   int number = 0, buffer = 0;  // of the clusters and the tokens in use
 #pragma unroll 1
   for (int base = block.part.begin; base < block.part.end; base += S::kRows, first += S::kRows) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
           if (!(present >> (j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2) & 1ull)) s[j] = 0.0f;
       };
       const auto derive = [&](float(&d)[32], const float(&s)[32]) {
-        if (step == 0) guess_delta(guess, d, s);
+        if (step == 0) guess_deltas(guess, d, s);
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
           d[j] = s[j] * (d[j] - guess[j / 2 % 2]);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
 template <class T, int kWidth>
 struct ClusterStages {
   static constexpr int kStages = kWidth == 64 ? 4 : 2;
-  using Tiles = Pair<T, kWidth>;
+  using Tiles = TilePair<T, kWidth>;
   static constexpr int kStage = Tiles::kBytes;
   static constexpr int kFacts = kStage + kStages * Tiles::kBytes;
   static constexpr int kBytes = kFacts + kStages * 64 * 16;
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
   await_writes();  // the search of slots has waited for what was read here
 #pragma unroll
   for (int number = 0; number < S::kStages - 1; ++number) load_facts(number);
-  Sum<kWidth> dsurrogate, dsummary;
+  TileSum<kWidth> dsurrogate, dsummary;
   declare<kWidth>(dsurrogate);
   declare<kWidth>(dsummary);
   const int steps = (part.end - part.begin + 63) / 64;
@@ -383,10 +383,13 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
   }
 }
 
-// Calls body(args, width).
-template <class Body>
-void dispatch_mix(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                  const Body& body) {
+}  // namespace
+
+void cast_mix_backward_sm90a(const CastShape& shape, const AttentionCall& call,
+                             const CastBackward& pass, cudaStream_t stream) {
+  if (pass.plan.parts.slots == 0) return;
+  const auto heads = static_cast<unsigned>(shape.H);
+  const auto tiles = static_cast<unsigned>(shape.clusters + 63) / 64;
   const auto run = [&](auto tag) {
     using T = decltype(tag);
     MixBackwardArgs<T> args{shape,
@@ -397,44 +400,23 @@ void dispatch_mix(const CastShape& shape, const AttentionCall& call, const CastB
                             static_cast<const T*>(pass.surrogates),
                             static_cast<const T*>(pass.summaries)};
     if (pass.gradients.dq.present()) args.dq = tensor4<T>(pass.gradients.dq);
-    dispatch_head_dim(call.op, call.Dk, [&](auto width) { body(args, width); });
+    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      using S = TokenShape<T, kWidth>;
+      launch_early("cast tokens", mix_tokens_sm90a_kernel<T, kWidth>,
+                   dim3(static_cast<unsigned>(pass.plan.parts.slots), heads), S::kThreads,
+                   S::kPresent + tiles * 8, stream, args);
+      if (args.dq.data)
+        zero_padding(pass.gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
+      launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth>,
+                   dim3(static_cast<unsigned>(pass.plan.chunks.slots), heads, tiles), kWarpgroup,
+                   ClusterStages<T, kWidth>::kBytes, stream, args);
+    });
   };
   if (call.inputs.q.dtype == DType::bf16)
     run(Bf16{});
   else
     run(F16{});
-}
-
-}  // namespace
-
-void cast_tokens_sm90a(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                       cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(pass.plan.parts.slots), static_cast<unsigned>(shape.H));
-  if (grid.x > 0)
-    dispatch_mix(shape, call, pass, [&](const auto& args, auto width) {
-      using T = std::remove_pointer_t<decltype(args.dq.data)>;
-      constexpr int kWidth = decltype(width)::value;
-      using S = TokenShape<T, kWidth>;
-      const std::size_t bytes =
-          S::kPresent + static_cast<std::size_t>(shape.clusters + 63) / 64 * 8;
-      launch_early("cast tokens", mix_tokens_sm90a_kernel<T, kWidth>, grid, S::kThreads, bytes,
-                   stream, args);
-    });
-  if (pass.gradients.dq.present())
-    zero_padding(pass.gradients.dq, call.inputs.q_sequences, call.num_items(), stream);
-}
-
-void cast_clusters_sm90a(const CastShape& shape, const AttentionCall& call,
-                         const CastBackward& pass, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(pass.plan.chunks.slots), static_cast<unsigned>(shape.H),
-                  static_cast<unsigned>((shape.clusters + 63) / 64));
-  if (grid.x == 0) return;
-  dispatch_mix(shape, call, pass, [&](const auto& args, auto width) {
-    using T = std::remove_pointer_t<decltype(args.dq.data)>;
-    constexpr int kWidth = decltype(width)::value;
-    launch_early("cast clusters", mix_clusters_sm90a_kernel<T, kWidth>, grid, kWarpgroup,
-                 ClusterStages<T, kWidth>::kBytes, stream, args);
-  });
 }
 
 }  // namespace coterie::cuda

@@ -15,7 +15,6 @@
 
 #include "cuda/api/padding.h"
 #include "cuda/cast/cast.cuh"
-#include "cuda/cast/rows.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/bands.cuh"

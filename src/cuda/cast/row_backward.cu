@@ -1,7 +1,15 @@
 // SPDX-License-Identifier: MIT
 // What the backward pass of CAST has of rows in scalars, and its gradients of gates and surrogates.
-// All sums run in a fixed order.
-#include "cuda/cast/backward.cuh"
+// With dalpha_ic = g_i . summary_c, for softmax
+//   dlogit_ic = alpha_ic (dalpha_ic - delta_i), delta_i = sum_c alpha_ic dalpha_ic,
+// for laplace dlogit_ic = laplace'(logit_ic) dalpha_ic. In its own clusters a token has
+// g_i . inner_slot in the place of dalpha; `excess` is what that adds to dlogit. The mix takes all
+// tokens as if they were in no cluster, up to delta.
+//
+// Grids: a thread per element (prepare), per row of (B, H, N) (facts), up to 32 threads per token
+// (gates), a warp per cluster (totals), a thread per element of the surrogates. No shared memory.
+// All sums run in a fixed order. No preconditions.
+#include "cuda/cast/cast.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -11,6 +19,45 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+
+// The gradient of a cluster's surrogate (`which` 0) or summary (1) by the mix, in parts that add up
+// in their order: what members add, then the parts of the tokens. These are (chunks, H, C, 2, D)
+// with warpgroups, else (2, items, H, runs, C, D).
+struct MixParts {
+  int members, chunks;  // parts of the members, of the tokens
+  std::int64_t member_step, step;
+  const float *of_members, *of_tokens;
+
+  __device__ MixParts(const CastShape& shape, const CastBackward& pass, int number, int which) {
+    const CastPlan& plan = pass.plan;
+    const int heads = shape.H * shape.clusters, item = number / heads;
+    const int length = shape.tokens.span(item).length;
+    members = plan.member_tiles;
+    member_step = 2 * shape.D;
+    of_members = pass.member_parts + number * member_step * members + which * shape.D;
+    if (plan.warpgroups) {
+      chunks = plan.chunks.count(length);
+      step = heads * member_step;
+      of_tokens = pass.partials + plan.chunks.first_slot(shape.tokens, item) * step +
+                  number % heads * member_step + which * shape.D;
+      return;
+    }
+    const int row = number / shape.clusters * plan.mix_runs * shape.clusters +
+                    number % shape.clusters;  // of the first run
+    chunks = (length + plan.mix_chunk - 1) / plan.mix_chunk;
+    step = static_cast<std::int64_t>(shape.clusters) * shape.D;
+    of_tokens = pass.partials + row * static_cast<std::int64_t>(shape.D) +
+                which * step * shape.items * shape.H * plan.mix_runs;
+  }
+  __device__ float sum(int column) const {
+    float value = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < members; ++i) value += of_members[i * member_step + column];
+#pragma unroll 8
+    for (int i = 0; i < chunks; ++i) value += of_tokens[i * step + column];
+    return value;
+  }
+};
 
 // Psi and sigmoid of gates, and of their opposites; surrogates and summaries rounded to T, unless
 // there is no place for them.
@@ -147,10 +194,6 @@ __global__ void __launch_bounds__(kThreads)
     fold_surrogates(shape, pass, block - gate_blocks);
 }
 
-unsigned blocks_of(std::int64_t count, int each) {
-  return static_cast<unsigned>((count + each - 1) / each);
-}
-
 }  // namespace
 
 void cast_prepare(const CastShape& shape, const AttentionCall& call, CastBackward& pass,
@@ -196,7 +239,8 @@ bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const Ca
                      cudaStream_t stream) {
   const AttentionGradients& to = pass.gradients;
   const std::int64_t count = static_cast<std::int64_t>(shape.H) * shape.clusters * shape.D;
-  const int lanes = min(power_of_two(shape.H), 32);
+  int lanes = 1;
+  while (lanes < min(shape.H, 32)) lanes *= 2;
   const unsigned gates = to.dgate.present() ? blocks_of(call.B * call.N * lanes, kThreads) : 0;
   const unsigned surrogates = to.dcentroids.present() ? blocks_of(count, kThreads) : 0;
   if (gates + surrogates > 0)

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT
-// The scores of CAST's clusters (select.h) on Hopper, where one block can hold all clusters
-// and weights are softmaxes: 64 tokens against up to 256 clusters, 32 by each of two warpgroups,
-// while a third one loads. Queries and keys of a token are rows of one product such that a thread
-// gets both, and only the mix of their softmaxes is written. Two blocks side by side share the
-// surrogates: each fetches half of them for both.
+// The scores of CAST's clusters (select.h) on Hopper: 64 tokens against all clusters, 32 by each of
+// two warpgroups, while a third one loads. Queries and keys of a token are rows of one product such
+// that a thread gets both, and only the mix of their softmaxes is written.
+//
+// Grid: one block on a multiprocessor, or two with up to 64 clusters, takes tiles of 64 tokens and
+// a list head in turn. Two blocks are a cluster of Hopper's and share the surrogates: each fetches
+// half of them for both. Shared memory: four stages of 64 columns of tokens and clusters, 96 to 192
+// KiB. Preconditions: Hopper, 16-bit types, softmax, up to 256 clusters (kMostScored). Else
+// select.cu.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -338,29 +342,30 @@ void launch(ScoreArgs<T> args, int heads, void* table, cudaStream_t stream) {
 
 }  // namespace
 
-template <class T>
-void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
-                  void* table, cudaStream_t stream) {
+void cast_scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head,
+                       int heads, void* table, cudaStream_t stream) {
   const ItemChunks tiles = token_tiles(scores.shape, kScoreRows);
-  const ScoreArgs<T> args{scores,
-                          tiles,
-                          first_head,
-                          static_cast<unsigned>((tiles.slots + kPair - 1) / kPair * kPair),
-                          0,
-                          tensor4<const T>(call.inputs.q),
-                          tensor4<const T>(call.k),
-                          nullptr};
-  if (scores.shape.clusters > 128)
-    launch<T, 256>(args, heads, table, stream);
-  else if (scores.shape.clusters > 64)
-    launch<T, 128>(args, heads, table, stream);
+  const auto run = [&](auto tag) {
+    using T = decltype(tag);
+    const ScoreArgs<T> args{scores,
+                            tiles,
+                            first_head,
+                            static_cast<unsigned>((tiles.slots + kPair - 1) / kPair * kPair),
+                            0,
+                            tensor4<const T>(call.inputs.q),
+                            tensor4<const T>(call.k),
+                            nullptr};
+    if (scores.shape.clusters > 128)
+      launch<T, 256>(args, heads, table, stream);
+    else if (scores.shape.clusters > 64)
+      launch<T, 128>(args, heads, table, stream);
+    else
+      launch<T, 64>(args, heads, table, stream);
+  };
+  if (call.inputs.q.dtype == DType::bf16)
+    run(Bf16{});
   else
-    launch<T, 64>(args, heads, table, stream);
+    run(F16{});
 }
-
-template void scores_sm90a<Bf16>(const CastScores&, const AttentionCall&, int, int, void*,
-                                 cudaStream_t);
-template void scores_sm90a<F16>(const CastScores&, const AttentionCall&, int, int, void*,
-                                cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Which tokens form the clusters of CAST: products of tokens and surrogates, summed over the heads
-// that share a clustering. Affinities are kept for as many clusters at a time as there is room for;
-// when not for all, the softmax's normalisers are found in a pass of their own.
+// Which tokens form the clusters of CAST: affinities, products of tokens and surrogates summed over
+// the heads that share a clustering, become scores (select.h). They are kept for as many clusters
+// at a time as there is room for; when not for all, the softmax's normalisers are found in a pass
+// of their own. Members follow in top.cu or single.cu.
+//
+// Affinities are for f32, laplace, more than 256 clusters and other devices; else scores_sm90a.cu.
+// Grid: a block of 8 warps per 128 tokens and unit of 128 clusters; a warp has 32 tokens, queries
+// and keys, and 64 clusters (mma.sync). Shared memory: three stages of 128 bytes of 384 rows, 144
+// KiB. Scores: a thread per token and unit. No preconditions.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -13,10 +19,8 @@
 namespace coterie::cuda {
 namespace {
 
-// Affinities of tokens and surrogates by mma.sync: the tiles of a block, their products and the
-// partial sums of the softmaxes (select.cu).
-
 constexpr int kAffinityTokens = 128, kAffinityThreads = 256, kAffinityStages = 3;
+constexpr int kScoringThreads = 256;
 constexpr int kAffinityHalf = 64;  // clusters of a warp, over which it sums up
 
 // Elements of a row that are multiplied at a time: 128 bytes.
@@ -34,7 +38,7 @@ struct AffinityArgs {
   bool keep;            // affinities
 };
 
-// The tiles of one step in shared memory.
+// The tiles of one step in shared memory: queries and keys of the tokens, surrogates.
 template <class T>
 struct AffinityStage {
   using Shape = Tile<T, kAffinityDepth<T>>;
@@ -42,45 +46,9 @@ struct AffinityStage {
   static constexpr int kBytes = 3 * kTileBytes;
   std::uint32_t base;
 
-  __device__ Shape tokens(int side) const { return {base + side * kTileBytes}; }
-  __device__ Shape clusters() const { return {base + 2 * kTileBytes}; }
+  __device__ Shape tile(int which) const { return {base + which * kTileBytes}; }
 };
 static_assert(kAffinityTokens == kUnitClusters, "tiles of one size");
-
-template <class T>
-struct AffinityBlock {
-  const AffinityArgs<T>& args;
-  ItemChunk tile;
-  int unit, list_head, first;  // first cluster
-
-  __device__ int steps() const {
-    const int heads = args.scores.shape.list_heads == 1 ? args.scores.shape.H : 1;
-    return heads * chunks();
-  }
-  __device__ int chunks() const {
-    return (args.scores.shape.D + kAffinityDepth<T> - 1) / kAffinityDepth<T>;
-  }
-
-  __device__ void load(const AffinityStage<T>& stage, int step) const {
-    const CastShape& shape = args.scores.shape;
-    const int head = list_head + step / chunks(), column = step % chunks() * kAffinityDepth<T>;
-    const auto part = [&](Rows<const T> rows) {
-      rows.data += column;
-      rows.width -= column;
-      return rows;
-    };
-    const int count = tile.end - tile.begin;
-    load_tile<kAffinityTokens, kAffinityThreads>(
-        stage.tokens(0), part(args.q.rows(tile.span.batch, head, tile.span.begin)), tile.begin,
-        count);
-    load_tile<kAffinityTokens, kAffinityThreads>(
-        stage.tokens(1), part(args.k.rows(tile.span.batch, head / shape.group, tile.span.begin)),
-        tile.begin, count);
-    const T* table = args.surrogates + static_cast<std::int64_t>(head) * shape.clusters * shape.D;
-    load_tile<kUnitClusters, kAffinityThreads>(stage.clusters(), part(dense_rows(table, shape.D)),
-                                               first, shape.clusters - first);
-  }
-};
 
 // Adds the products of a step: 32 tokens and 64 clusters of a warp, for queries and keys.
 template <class T>
@@ -92,11 +60,11 @@ __device__ __forceinline__ void add_step(Accumulator (&sums)[2][2][4],
 #pragma unroll
     for (int side = 0; side < 2; ++side)
 #pragma unroll
-      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tokens(side), row + 16 * m, depth);
+      for (int m = 0; m < 2; ++m) load_a(a[side][m], stage.tile(side), row + 16 * m, depth);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       FragmentB<T> b;
-      load_b(b, stage.clusters(), column + 16 * n, depth);
+      load_b(b, stage.tile(2), column + 16 * n, depth);
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
@@ -122,101 +90,111 @@ __device__ __forceinline__ float2 row_partial(const Accumulator (&sums)[4], int 
 }
 
 template <class T>
-__device__ __forceinline__ void write_affinities(const AffinityBlock<T>& block,
-                                                 const Accumulator (&sums)[2][2][4], int row,
-                                                 int column) {
-  const CastScores& scores = block.args.scores;
-  const int lane = threadIdx.x % 32, end = scores.shape.clusters - block.first;
-  const int own = column + lane % 4 * 2;
-  const std::int64_t first =
-      static_cast<std::int64_t>(block.tile.span.batch) * scores.shape.N + block.tile.span.begin;
-#pragma unroll
-  for (int side = 0; side < 2; ++side)
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = block.tile.begin + row + 16 * m + 8 * half + lane / 4;
-        const bool there = token < block.tile.end;
-        if (block.args.partials) {
-          const float2 partial = row_partial(sums[side][m], half, own, end);
-          const int part = (2 * block.unit + column / kAffinityHalf) * 2 + side;
-          if (there && lane % 4 == 0)
-            block.args.partials[part * scores.rows() + first + token] = partial;
-        }
-        if (!block.args.keep || !there) continue;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const int c = own + i / 4 * 16 + i / 2 % 2 * 8 + i % 2;
-          if (c < end)
-            scores.affinity(block.unit, side, c)[first + token] =
-                sums[side][m][i / 4][i / 2 % 2][2 * half + i % 2];
-        }
-      }
-}
-
-template <class T>
 __global__ void __launch_bounds__(kAffinityThreads, 1)
     affinity_kernel(const __grid_constant__ AffinityArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   await_previous();
+  const CastScores& scores = args.scores;
+  const CastShape& shape = scores.shape;
   // Units side by side read the same tokens.
-  AffinityBlock<T> block{
-      args, args.tiles.find(args.scores.shape.tokens, static_cast<int>(blockIdx.x / args.units))};
-  if (block.tile.begin >= block.tile.end) return;
-  block.unit = args.scores.first_unit + static_cast<int>(blockIdx.x % args.units);
-  block.list_head = block.unit / args.scores.blocks;
-  block.first = block.unit % args.scores.blocks * kUnitClusters;
+  const ItemChunk tokens = args.tiles.find(shape.tokens, static_cast<int>(blockIdx.x / args.units));
+  if (tokens.begin >= tokens.end) return;
+  const int unit = scores.first_unit + static_cast<int>(blockIdx.x % args.units);
+  const int list_head = unit / scores.blocks, cluster = unit % scores.blocks * kUnitClusters;
+  const int chunks = (shape.D + kAffinityDepth<T> - 1) / kAffinityDepth<T>;
+  const int steps = chunks * (shape.list_heads == 1 ? shape.H : 1);
   const auto stage = [&](int step) {
     return AffinityStage<T>{shared_address(memory) +
                             step % kAffinityStages * AffinityStage<T>::kBytes};
   };
+  const auto load = [&](int step) {
+    const int head = list_head + step / chunks, column = step % chunks * kAffinityDepth<T>;
+    const auto load_part = [&](int which, Rows<const T> rows, int first, int count) {
+      rows.data += column;
+      rows.width -= column;
+      load_tile<kAffinityTokens, kAffinityThreads>(stage(step).tile(which), rows, first, count);
+    };
+    const int count = tokens.end - tokens.begin;
+    const ItemSpan& span = tokens.span;
+    load_part(0, args.q.rows(span.batch, head, span.begin), tokens.begin, count);
+    load_part(1, args.k.rows(span.batch, head / shape.group, span.begin), tokens.begin, count);
+    load_part(2, dense_rows(args.surrogates + shape.cluster(0, head, 0) * shape.D, shape.D),
+              cluster, shape.clusters - cluster);
+  };
   const int warp = threadIdx.x / 32, row = warp / 2 * 32, column = warp % 2 * kAffinityHalf;
-  const int steps = block.steps();
   Accumulator sums[2][2][4] = {};
 #pragma unroll
   for (int step = 0; step < kAffinityStages - 1; ++step) {
-    if (step < steps) block.load(stage(step), step);
+    if (step < steps) load(step);
     cp_async_commit();
   }
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<kAffinityStages - 2>();
     __syncthreads();
-    if (step + kAffinityStages - 1 < steps)
-      block.load(stage(step + kAffinityStages - 1), step + kAffinityStages - 1);
+    if (step + kAffinityStages - 1 < steps) load(step + kAffinityStages - 1);
     cp_async_commit();
     add_step(sums, stage(step), row, column);
   }
-  write_affinities(block, sums, row, column);
+  const int lane = threadIdx.x % 32, end = shape.clusters - cluster, own = column + lane % 4 * 2;
+  const std::int64_t first = static_cast<std::int64_t>(tokens.span.batch) * shape.N +
+                             tokens.span.begin + tokens.begin + row + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int side = i / 4, m = i / 2 % 2, half = i % 2, below = 16 * m + 8 * half;
+    const bool there = tokens.begin + row + below + lane / 4 < tokens.end;
+    if (args.partials) {
+      const float2 partial = row_partial(sums[side][m], half, own, end);
+      const int part = (2 * unit + column / kAffinityHalf) * 2 + side;
+      if (there && lane % 4 == 0) args.partials[part * scores.rows() + first + below] = partial;
+    }
+    if (!args.keep || !there) continue;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const int c = own + j / 4 * 16 + j / 2 % 2 * 8 + j % 2;
+      if (c < end)
+        scores.affinity(unit, side, c)[first + below] =
+            sums[side][m][j / 4][j / 2 % 2][2 * half + j % 2];
+    }
+  }
 }
 
-// The norms of ScoreRow, from the partial sums over the clusters.
-__global__ void norms_kernel(CastScores scores, const float2* partials, float2* norms) {
+// Scores in the place of affinities by queries: a thread per token and stored unit. A softmax is
+// exp(A - norm), with the log-sum-exp of the partial sums and the logarithm of the factor in the
+// norm; for laplace the norms are the factors.
+__global__ void __launch_bounds__(kScoringThreads)
+    affinity_scores_kernel(const __grid_constant__ CastScores scores, unsigned units,
+                           const float2* partials) {
   await_previous();
   const CastShape& shape = scores.shape;
   const std::int64_t rows = scores.rows();
-  const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (number >= shape.list_heads * rows) return;
-  const std::int64_t position = number % rows, list_head = number / rows;
+  const std::int64_t position =
+      static_cast<std::int64_t>(blockIdx.x / units) * kScoringThreads + threadIdx.x;
+  if (position >= rows) return;
+  const int unit = scores.first_unit + static_cast<int>(blockIdx.x % units);
+  const int list_head = unit / scores.blocks;
   const float gate = shape.gate[position];
-  if (shape.laplace) {
-    const float open = gate_sigmoid(gate);
-    norms[number] = make_float2(open, 1.0f - open);
-    return;
-  }
   const int halves = (shape.clusters + kAffinityHalf - 1) / kAffinityHalf;
-  float lse[2];
-  for (int side = 0; side < 2; ++side) {
-    const float2* part = partials + (list_head * scores.blocks * 4 + side) * rows + position;
+  float norm[2] = {gate_sigmoid(gate), 1.0f - gate_sigmoid(gate)};
+  for (int side = 0; !shape.laplace && side < 2; ++side) {
+    const float2* part = partials +
+                         (static_cast<std::int64_t>(list_head) * scores.blocks * 4 + side) * rows +
+                         position;
     float largest = -INFINITY, sum = 0.0f;
     for (int half = 0; half < halves; ++half) largest = fmaxf(largest, part[2 * half * rows].x);
     for (int half = 0; half < halves; ++half) {
       const float2 values = part[2 * half * rows];
       sum += values.y * expf(values.x - largest);
     }
-    lse[side] = largest + logf(sum);
+    norm[side] = largest + logf(sum) + softplus(side == 0 ? -gate : gate);
   }
-  norms[number] = make_float2(lse[0] + softplus(-gate), lse[1] + softplus(gate));
+  const int count = min(kUnitClusters, shape.clusters - unit % scores.blocks * kUnitClusters);
+  for (int c = 0; c < count; ++c) {
+    float& q = scores.affinity(unit, 0, c)[position];
+    const float k = scores.affinity(unit, 1, c)[position];
+    const float sum = shape.laplace ? norm[0] * laplace(q) + norm[1] * laplace(k)
+                                    : expf(q - norm[0]) + expf(k - norm[1]);
+    q = isnan(sum) ? -INFINITY : sum;
+  }
 }
 
 template <class T>
@@ -224,22 +202,6 @@ __global__ void round_kernel(const float* from, T* to, std::int64_t count) {
   await_previous();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < count) to[i] = from_float<T>(from[i]);
-}
-
-// Rows of floats as rows of the inputs' type; the memory itself where that is float.
-const void* round_rows(DType dtype, const float* from, std::int64_t count, Arena& arena,
-                       cudaStream_t stream) {
-  if (dtype == DType::f32) return from;
-  void* to = arena.take<std::uint16_t>(count);
-  if (arena.counting() || count == 0) return to;
-  constexpr int kThreads = 256;
-  const dim3 grid(static_cast<unsigned>((count + kThreads - 1) / kThreads));
-  dispatch_element("cast", dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    launch_early("cast rounding", round_kernel<T>, grid, kThreads, 0, stream, from,
-                 static_cast<T*>(to), count);
-  });
-  return to;
 }
 
 // How affinities or scores are kept: `stored` units at a time.
@@ -270,40 +232,43 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   const CastShape shape = cast_shape(params, call, members);
   const CastSelectPlan plan(params, call, shape);
   const std::int64_t rows = call.B * call.N;
-  const bool norms_wanted = !plan.scored, softmax = !shape.laplace;
+  const bool softmax = !shape.laplace;
   float* affinities = arena.take<float>(plan.sides() * static_cast<std::int64_t>(plan.stored) *
                                         kUnitClusters * rows);
-  float2* norms = norms_wanted ? arena.take<float2>(shape.list_heads * rows) : nullptr;
   float2* partials =
-      norms_wanted && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
+      !plan.scored && softmax ? arena.take<float2>(4ll * plan.units * rows) : nullptr;
   void* table = plan.scored ? arena.take<std::uint16_t>(call.H * kMostScored * 128) : nullptr;
-  const void* surrogates = plan.scored
-                               ? nullptr
-                               : round_rows(call.inputs.q.dtype, shape.surrogates,
-                                            call.H * params.clusters * call.Dk, arena, stream);
+  const std::int64_t count = call.H * params.clusters * call.Dk;
+  const bool rounds = !plan.scored && call.inputs.q.dtype != DType::f32;
+  void* rounded = rounds ? arena.take<std::uint16_t>(count) : nullptr;
   const bool single = params.mode == CastMode::single;
   Arena none;
   const SingleBuffers buffers(single ? arena : none, shape);
   if (arena.counting() || rows == 0) return;
-  CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities, norms};
+  if (rounds)
+    dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      launch_early("cast rounding", round_kernel<T>, dim3(blocks_of(count, kScoringThreads)),
+                   kScoringThreads, 0, stream, shape.surrogates, static_cast<T*>(rounded), count);
+    });
+  CastScores scores{shape, plan.blocks, 0, plan.sides(), affinities};
   const ItemChunks tiles = token_tiles(shape, kAffinityTokens);
   const auto multiply = [&](int first, int units, bool keep, bool sum) {
     scores.first_unit = first;
+    if (plan.scored)
+      return cast_scores_sm90a(scores, call, first / plan.blocks, units / plan.blocks, table,
+                               stream);
     dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      if (plan.scored) {
-        if constexpr (sizeof(T) == 2)
-          scores_sm90a<T>(scores, call, first / plan.blocks, units / plan.blocks, table, stream);
-        return;
-      }
-      const AffinityArgs<T> args{scores,
-                                 tiles,
-                                 static_cast<unsigned>(units),
-                                 tensor4<const T>(call.inputs.q),
-                                 tensor4<const T>(call.k),
-                                 static_cast<const T*>(surrogates),
-                                 sum ? partials : nullptr,
-                                 keep};
+      const AffinityArgs<T> args{
+          scores,
+          tiles,
+          static_cast<unsigned>(units),
+          tensor4<const T>(call.inputs.q),
+          tensor4<const T>(call.k),
+          static_cast<const T*>(rounds ? rounded : call.inputs.centroids.data),
+          sum ? partials : nullptr,
+          keep};
       launch_early("cast affinities", affinity_kernel<T>,
                    dim3(static_cast<unsigned>(units) * static_cast<unsigned>(tiles.slots)),
                    kAffinityThreads, kAffinityStages * AffinityStage<T>::kBytes, stream, args);
@@ -311,16 +276,15 @@ void cast_select(const CastParams& params, const AttentionCall& call, std::int32
   };
   const bool once = !plan.scored && plan.stored == plan.units;
   if (once || partials) multiply(0, plan.units, once, softmax);
-  constexpr int kNormThreads = 256;
-  if (norms)
-    launch_early(
-        "cast norms", norms_kernel,
-        dim3(static_cast<unsigned>((shape.list_heads * rows + kNormThreads - 1) / kNormThreads)),
-        kNormThreads, 0, stream, scores, const_cast<const float2*>(partials), norms);
   for (int first = 0; first < plan.units; first += plan.stored) {
     const int units = min(plan.stored, plan.units - first);
     if (!once) multiply(first, units, true, false);
     scores.first_unit = first;
+    if (!plan.scored)
+      launch_early("cast affinity scores", affinity_scores_kernel,
+                   dim3(blocks_of(rows, kScoringThreads) * static_cast<unsigned>(units)),
+                   kScoringThreads, 0, stream, scores, static_cast<unsigned>(units),
+                   const_cast<const float2*>(partials));
     if (single)
       cast_single(scores, units, buffers, params.size, members, stream);
     else

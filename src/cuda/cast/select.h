@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The scores by which CAST's clusters choose their tokens (cpu/mechanisms/cast_select.h), as the
-// selection reads them: affinities are stored for some clusters at a time, what makes scores of
-// them is stored per token.
+// The scores by which CAST's clusters choose their tokens (cpu/mechanisms/cast_select.h),
+//   sigmoid(phi) f(A_q) + sigmoid(-phi) f(A_k), f a softmax over the clusters or laplace,
+// stored for some clusters at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,11 +20,10 @@ constexpr int kUnitClusters = 128;
 
 struct CastScores {
   CastShape shape;
-  int blocks;           // units of a list head
-  int first_unit;       // of those that are stored
-  int sides;            // 2: affinities by queries and by keys; 1: scores
-  float* affinities;    // (units, sides, kUnitClusters, B, N)
-  const float2* norms;  // (list_heads, B, N): see score(); null for scores
+  int blocks;      // units of a list head
+  int first_unit;  // of those that are stored
+  int sides;       // 1: scores; 2: affinities by queries, in whose place scores come, and by keys
+  float* affinities;  // (units, sides, kUnitClusters, B, N)
 
   __device__ std::int64_t rows() const { return static_cast<std::int64_t>(shape.B) * shape.N; }
   __device__ float* affinity(int unit, int side, int column) const {
@@ -37,52 +36,13 @@ struct CastScores {
 
 // One row of scores: those of a cluster with the tokens of an item.
 struct ScoreRow {
-  const float *by_q, *by_k;
-  const float2* norms;
-  bool laplace;
+  const float* scores;
 
-  __device__ ScoreRow(const CastScores& scores, const ItemSpan& span, int list_head, int cluster)
-      : laplace(scores.shape.laplace) {
-    const int unit = list_head * scores.blocks + cluster / kUnitClusters;
-    const std::int64_t first = static_cast<std::int64_t>(span.batch) * scores.shape.N + span.begin;
-    by_q = scores.affinity(unit, 0, cluster % kUnitClusters) + first;
-    by_k = nullptr;
-    norms = nullptr;
-    if (scores.sides == 1) return;  // by_q is the score
-    by_k = scores.affinity(unit, 1, cluster % kUnitClusters) + first;
-    norms = scores.norms + list_head * scores.rows() + first;
-  }
-  // sigmoid(phi) f(A_q) + sigmoid(-phi) f(A_k). A softmax is exp(A - norm), with the log-sum-exp
-  // and the logarithm of the factor in the norm; for laplace the norms are the factors.
-  __device__ float score(int token) const {
-    return norms ? score(by_q[token], by_k[token], norms[token]) : by_q[token];
-  }
-  __device__ float score(float q, float k, const float2& norm) const {
-    const float sum =
-        laplace ? norm.x * ::coterie::cuda::laplace(q) + norm.y * ::coterie::cuda::laplace(k)
-                : expf(q - norm.x) + expf(k - norm.y);
-    return isnan(sum) ? -INFINITY : sum;
-  }
-  __device__ CandidateKey key(int token) const { return candidate_key(score(token), token); }
-  // Scores of several tokens, which are all fetched before any is used; for those not below `end`
-  // the last one's. kScored: there are no norms.
-  template <bool kScored, int kCount, class Token>
-  __device__ __forceinline__ void scores(float (&q)[kCount], const Token& token, int end) const {
-    float k[kCount];
-    float2 norm[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int place = min(token(i), end - 1);
-      q[i] = by_q[place];
-      if (!kScored) {
-        k[i] = by_k[place];
-        norm[i] = norms[place];
-      }
-    }
-    if (!kScored)
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) q[i] = score(q[i], k[i], norm[i]);
-  }
+  __device__ ScoreRow(const CastScores& all, const ItemSpan& span, int list_head, int cluster)
+      : scores(all.affinity(list_head * all.blocks + cluster / kUnitClusters, 0,
+                            cluster % kUnitClusters) +
+               static_cast<std::int64_t>(span.batch) * all.shape.N + span.begin) {}
+  __device__ CandidateKey key(int token) const { return candidate_key(scores[token], token); }
 };
 
 struct DigitMemory {
@@ -131,9 +91,8 @@ __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMe
 // and 16-bit types only. The table has room for the surrogates with the clusters filled up.
 // scores_sm90a.cu
 constexpr int kMostScored = 256;
-template <class T>
-void scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head, int heads,
-                  void* table, cudaStream_t stream);
+void cast_scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head,
+                       int heads, void* table, cudaStream_t stream);
 
 // Each cluster takes its `width` best tokens. top.cu
 void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaStream_t stream);

@@ -4,8 +4,11 @@
 //
 // Computed in rounds. Each token is with the best cluster whose bar it passes; a cluster with too
 // many raises its bar to the key of the last that it has room for and turns the others away. Both
-// sides rank pairs by one order, so where this ends is unique and the result above. Blocks work in
-// teams, one per list of members.
+// sides rank pairs by one order, so where this ends is unique and the result above.
+//
+// Grid: resident blocks of 512 threads (cooperative launch) in teams, one per list of members at a
+// time. A warp finds a token's cluster, a block a cluster's bar. Shared memory: counters of the
+// sort by cluster (cluster/group.cuh) and of digits, up to 104 KiB. No preconditions.
 #include "cuda/cast/select.h"
 #include "cuda/cluster/group.cuh"
 #include "cuda/launch/launch.h"
@@ -59,7 +62,7 @@ struct SingleProblem {
     const CastShape& shape = args.scores.shape;
     CandidateKey best = 0;  // by score, then lower cluster
     for (int c = threadIdx.x % 32; c < shape.clusters; c += 32) {
-      const float score = ScoreRow(args.scores, span, list_head, c).score(token);
+      const float score = ScoreRow(args.scores, span, list_head, c).scores[token];
       if (candidate_key(score, token) >= __ldcg(bars + c))
         best = max(best, candidate_key(score, c));
     }

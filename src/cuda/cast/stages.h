@@ -69,12 +69,12 @@ constexpr int kCastResident = 256;
 
 // The choices of a forward or backward pass. forward.cu
 struct CastPlan {
+  ItemChunks parts, chunks;  // of the tokens, with warpgroups: for gradients of tokens, of clusters
   bool warpgroups = false;   // the mix takes the kernels of mix*_sm90a.cu
   bool resident = false;     // backward: attention inside clusters takes inner_backward_sm90a.cu
   int mix_runs, mix_chunk;   // the mix as lists: runs of mix_chunk tokens of an item
   int key_slot_heads;        // of the gradients of keys and values by slot
   int member_tiles;          // parts of a cluster's members
-  ItemChunks parts, chunks;  // of the tokens, with warpgroups: for gradients of tokens, of clusters
 
   CastPlan(const CastShape& shape, const AttentionCall& call);
   void choose_forward(const CastShape& shape, const AttentionCall& call, const TensorView& out);
@@ -179,12 +179,10 @@ void cast_inner_queries(const CastShape& shape, const AttentionCall& call, const
 // which is added to delta where the mix is one of lists. row_backward.cu
 void cast_facts(const CastShape& shape, const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows by the mix, all tokens as if they were in no cluster; delta on the way, in the
-// place of the facts' last two: with the factor again, and times the factor. mix_backward_sm90a.cu
-void cast_tokens_sm90a(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
-                       cudaStream_t stream);
-// Gradients of summaries and surrogates by the mix likewise, in parts. mix_backward_sm90a.cu
-void cast_clusters_sm90a(const CastShape& shape, const AttentionCall& call,
-                         const CastBackward& pass, cudaStream_t stream);
+// place of the facts' last two: with the factor again, and times the factor. Then gradients of
+// summaries and surrogates likewise, in parts. mix_backward_sm90a.cu
+void cast_mix_backward_sm90a(const CastShape& shape, const AttentionCall& call,
+                             const CastBackward& pass, cudaStream_t stream);
 // dq and dgate_rows from mix_dq. lists.cu
 void cast_mix_rows(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                    cudaStream_t stream);
@@ -205,9 +203,11 @@ void cast_complete_slots(const CastShape& shape, const AttentionCall& call,
 // what is ahead before it lets the next kernel start. row_backward.cu
 bool cast_fold_heads(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                      cudaStream_t stream);
-// (B, H, N, D) in the inputs' type; and such a tensor with neighbouring heads added up. lists.cu
-TensorView cast_take_rows(const AttentionCall& call, Arena& arena);
-void cast_add_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
+// (batches, H, rows, D) in the inputs' type. From more heads neighbours are added up, from fewer
+// each is repeated. lists.cu
+TensorView cast_take_rows(const AttentionCall& call, Arena& arena, std::int64_t batches,
+                          std::int64_t rows);
+void cast_map_heads(const AttentionCall& call, const TensorView& from, const TensorView& to,
                     cudaStream_t stream);
 
 }  // namespace coterie::cuda

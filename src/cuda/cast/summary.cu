@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: MIT
-// The summaries of CAST's clusters: a cluster's is the attention of its surrogate over its members.
-#include "cuda/cast/rows.cuh"
+// The summaries of CAST's clusters: a cluster's is the attention of its surrogate S over its
+// members,
+//   R = sum_j beta_j v_j,   beta = softmax_j or laplace(scale psi(-phi_j) S . k_j).
+//
+// Grid: a block of two warps per (item, head, cluster), 8 blocks on a multiprocessor. A group of
+// lanes has 8 members at a time, 16 bytes of their keys and values a lane (CastLanes). The warps'
+// parts are joined at the end. Shared memory: 16 chunks of 16 bytes a thread and a row of floats a
+// warp, 17 KiB. Rows that are not aligned are loaded element by element. No preconditions.
+#include "cuda/cast/cast.cuh"
 #include "cuda/cast/stages.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: MIT
-// The best tokens of every cluster of CAST: by score, then lower index. A block per cluster. The
-// scores of some tokens give a bound that a few times as many pass as are wanted; those that pass
-// are kept in shared memory, then in registers, where the last of the best is found by counting in
-// bins. When too few or too many pass, or more are wanted than there is room for, digits are
-// counted over all tokens.
+// The best tokens of every cluster of CAST: by score, then lower index.
+//
+// The scores of some tokens give a bound that a few times as many pass as are wanted; those that
+// pass are kept in shared memory, then in registers, where the last of the best is found by
+// counting in bins. When too few or too many pass, or more are wanted than there is room for,
+// digits are counted over all tokens.
+//
+// Grid: a block of 512 threads per (item, list head, cluster), or of 1024 where every cluster has a
+// multiprocessor to itself; 256 of them search. Shared memory: 2048 keys of 8 bytes, 1024 chosen
+// tokens and the bins, 24 KiB. No preconditions.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -164,16 +169,17 @@ __device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& m
 
 // Keys of tokens that are not below a bound which all of the `wanted` best pass, to memory.keys;
 // their number, or -1 if they were too few or have no room. Their order is any.
-template <bool kScored, int kThreads>
+template <int kThreads>
 __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemory& memory) {
   constexpr int kSampled = kPassing / kThreads;  // of a thread
-  constexpr int kBatch = kScored ? 16 : 8;       // scores of a thread on their way at a time
+  constexpr int kBatch = 16;                     // scores of a thread in flight
   const auto sampled = [&](int i) {
     return static_cast<int>((static_cast<std::int64_t>(i) * kThreads + threadIdx.x) * tokens /
                             kPassing);
   };
   float sample[kSampled];
-  row.template scores<kScored>(sample, sampled, tokens);
+#pragma unroll
+  for (int i = 0; i < kSampled; ++i) sample[i] = row.scores[min(sampled(i), tokens - 1)];
 #pragma unroll
   for (int i = 0; i < kSampled; ++i)
     memory.keys[i * kThreads + threadIdx.x] = candidate_key(sample[i], sampled(i));
@@ -188,15 +194,13 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
   for (int begin = (tokens - 1) / kStep * kStep; begin >= 0; begin -= kStep) {
     const int first = begin + static_cast<int>(threadIdx.x);
     float scores[kBatch];
-    if (kScored && begin + kStep <= tokens) {
+    if (begin + kStep <= tokens) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) scores[i] = row.by_q[first + i * kThreads];
+      for (int i = 0; i < kBatch; ++i) scores[i] = row.scores[first + i * kThreads];
     } else {
-      row.template scores<kScored>(
-          scores, [&](int i) { return first + i * kThreads; }, tokens);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        if (first + i * kThreads >= tokens) scores[i] = -INFINITY;
+        scores[i] = first + i * kThreads < tokens ? row.scores[first + i * kThreads] : -INFINITY;
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -271,7 +275,7 @@ __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, 
   }
 }
 
-template <bool kScored, int kThreads>
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     top_kernel(const __grid_constant__ CastScores scores, int units, std::int32_t* members) {
   await_previous();
@@ -299,7 +303,7 @@ __global__ void __launch_bounds__(kThreads)
   const ScoreRow row(scores, span, list_head, cluster);
   if (wanted <= kMostWanted) {
     const int passing =
-        tokens > kPassing ? find_passing<kScored, kThreads>(row, tokens, wanted, memory) : tokens;
+        tokens > kPassing ? find_passing<kThreads>(row, tokens, wanted, memory) : tokens;
     if (tokens <= kPassing) {
       for (int i = threadIdx.x; i < tokens; i += kThreads) memory.keys[i] = row.key(i);
       __syncthreads();
@@ -323,12 +327,10 @@ void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaSt
         threads, 0, stream, scores, units, members);
   };
   // Where every cluster has a multiprocessor to itself, its tokens are read sooner by more threads.
-  if (scores.norms)
-    launch(top_kernel<false, 512>, 512);
-  else if (shape.problems() * shape.clusters <= multiprocessors())
-    launch(top_kernel<true, 1024>, 1024);
+  if (shape.problems() * shape.clusters <= multiprocessors())
+    launch(top_kernel<1024>, 1024);
   else
-    launch(top_kernel<true, 512>, 512);
+    launch(top_kernel<512>, 512);
 }
 
 }  // namespace coterie::cuda

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of CAST's mix by warpgroup products. A block is one warpgroup. It owns rows of
-// two matrices, 64 at a time, and walks 64 rows of two others: tokens (queries, gradients) over
-// clusters (surrogates, summaries), or clusters over tokens.
+// Steps of CAST's backward pass by warpgroup products, as mix_backward_sm90a.cu and
+// inner_backward_sm90a.cu share them. A warpgroup owns 64 rows of two matrices A, B in shared
+// memory and walks 64 rows of two others X, Y at a time:
+//   p = weigh(A Xᵀ),   ds = derive(B Yᵀ, p),   sums += ds X and p X, or p Y.
+// Own rows are tokens (queries, gradients of the output) over clusters (surrogates, summaries),
+// clusters over tokens, or members of a cluster. A pair of tiles takes 16 KiB for 64 elements a
+// row. Preconditions: Hopper, 16-bit types, aligned rows.
 #pragma once
 
-#include "cuda/cast/backward.cuh"
+#include "cuda/cast/cast.cuh"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 
 template <class T, int kWidth>
-struct Pair {
+struct TilePair {
   using Matrix = Bands<T, kWidth, 64>;
   static constexpr int kBytes = 2 * Matrix::kBytes;
   Matrix first, second;
 
-  __device__ explicit Pair(std::uint32_t base) : first{base}, second{base + Matrix::kBytes} {}
+  __device__ explicit TilePair(std::uint32_t base) : first{base}, second{base + Matrix::kBytes} {}
   // 64 aligned rows from `row` on, of which `count` are there, by kThreads threads.
   template <int kThreads>
   __device__ void load(const Rows<const T>& a, const Rows<const T>& b, int row, int count) const {
@@ -55,17 +59,17 @@ struct Pair {
 };
 
 template <int kWidth>
-using Sum = float[kWidth / 64][32];
+using TileSum = float[kWidth / 64][32];
 
 template <int kWidth>
-__device__ __forceinline__ void settle(Sum<kWidth>& sum) {
+__device__ __forceinline__ void settle(TileSum<kWidth>& sum) {
 #pragma unroll
   for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(sum[band]);
 }
 
 // As add_products, but starts a sum where `add` is 0.
 template <class T, int kWidth>
-__device__ __forceinline__ void add_from(Sum<kWidth>& d, const std::uint32_t (&a)[4][4],
+__device__ __forceinline__ void add_from(TileSum<kWidth>& d, const std::uint32_t (&a)[4][4],
                                          const Bands<T, kWidth, 64>& b, int add) {
 #pragma unroll
   for (int band = 0; band < kWidth / 64; ++band)
@@ -78,7 +82,7 @@ __device__ __forceinline__ void add_from(Sum<kWidth>& d, const std::uint32_t (&a
 }
 // A sum that walk() starts: no value yet.
 template <int kWidth>
-__device__ __forceinline__ void declare(Sum<kWidth>& sum) {
+__device__ __forceinline__ void declare(TileSum<kWidth>& sum) {
 #pragma unroll
   for (int i = 0; i < kWidth / 2; ++i) asm volatile("" : "=f"(sum[i / 32][i % 32]));
 }
@@ -87,10 +91,11 @@ __device__ __forceinline__ void declare(Sum<kWidth>& sum) {
 // derivatives of those of the second. Adds sums of both with rows of the others to what is there,
 // or starts with them where `add` is 0; they are on their way at the end.
 template <class T, int kWidth, class Weigh, class Derive>
-__device__ __forceinline__ void walk(const Pair<T, kWidth>& own, const Pair<T, kWidth>& other,
-                                     const Bands<T, kWidth, 64>& weighted, Sum<kWidth>& derivatives,
-                                     Sum<kWidth>& weights, int add, const Weigh& weigh,
-                                     const Derive& derive) {
+__device__ __forceinline__ void walk(const TilePair<T, kWidth>& own,
+                                     const TilePair<T, kWidth>& other,
+                                     const Bands<T, kWidth, 64>& weighted,
+                                     TileSum<kWidth>& derivatives, TileSum<kWidth>& weights,
+                                     int add, const Weigh& weigh, const Derive& derive) {
   float s[32], d[32];
   std::uint32_t s_factor[4][4], d_factor[4][4];
   wgmma_fence();
@@ -113,8 +118,8 @@ __device__ __forceinline__ void walk(const Pair<T, kWidth>& own, const Pair<T, k
 }
 
 // Of a lane's two rows: the mean of d by the weights s.
-__device__ __forceinline__ void guess_delta(float (&guess)[2], const float (&d)[32],
-                                            const float (&s)[32]) {
+__device__ __forceinline__ void guess_deltas(float (&guess)[2], const float (&d)[32],
+                                             const float (&s)[32]) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     float weights = 0.0f, products = 0.0f;

@@ -153,27 +153,21 @@ __global__ void __launch_bounds__(kThreads)
   Lanes::store(args.dv.rows(blockIdx.z, value_head, 0), row, dv);
 }
 
-// What both parts of the lists are told of the forward pass.
-ListGradients known(const LshPlan& plan, const LshScratch& scratch, const LshBackward& pass) {
+// What both parts of the lists are told of the forward pass; with `slots` also of the deltas and of
+// the gradients that are asked for.
+ListGradients list_gradients(const LshPlan& plan, const LshScratch& scratch,
+                             const LshBackward& pass, const SlotGradients* slots) {
   ListGradients gradients;
   gradients.grad_out = pass.grad_out;
-  if (plan.merges)
-    gradients.lse = {static_cast<const float*>(pass.lse.data), false};
-  else
-    gradients.lse = {scratch.band_values, true};
-  return gradients;
-}
-
-// The same with the gradients that are asked for, by slot.
-ListGradients wanted(const LshPlan& plan, const LshScratch& scratch, const LshBackward& pass,
-                     const SlotGradients& slots) {
-  ListGradients gradients = known(plan, scratch, pass);
+  gradients.lse = {scratch.band_values, true};
+  if (plan.merges) gradients.lse = {static_cast<const float*>(pass.lse.data), false};
+  if (!slots) return gradients;
   if (plan.merges) gradients.delta = {scratch.delta, false};
   if (pass.gradients.dq.present()) {
-    gradients.slot_dq = slots.dq;
-    gradients.slot_dk = slots.dk;
+    gradients.slot_dq = slots->dq;
+    gradients.slot_dk = slots->dk;
   }
-  if (pass.gradients.dv.present()) gradients.slot_dv = slots.dv;
+  if (pass.gradients.dv.present()) gradients.slot_dv = slots->dv;
   return gradients;
 }
 
@@ -185,7 +179,7 @@ void prepare_values(const LshPlan& plan, const AttentionCall& call, const LshScr
                          lsh_token_grid(call, kThreads, call.H * plan.tokens.rounds), kThreads, 0,
                          stream, plan.tokens, static_cast<const float*>(pass.lse.data),
                          scratch.band_values);
-  const ListGradients gradients = known(plan, scratch, pass);
+  const ListGradients gradients = list_gradients(plan, scratch, pass, nullptr);
   lists_delta(call, plan.band, gradients, scratch.band_values, stream);
   if (plan.tokens.wraps) lists_delta(call, plan.wrap, gradients, scratch.wrap_values, stream);
   launch_kernel("lsh delta", {}, lsh_delta_kernel, lsh_token_grid(call, kThreads, call.H), kThreads,
@@ -229,9 +223,11 @@ void lsh_backward(const LshParams& params, const AttentionCall& call, const LshB
     lsh_find_lists(plan, call, pass.order, stream);
     prepare_values(plan, call, scratch, pass, stream);
   }
-  lists_backward(call, plan.band, wanted(plan, scratch, pass, scratch.band), arena, stream);
+  lists_backward(call, plan.band, list_gradients(plan, scratch, pass, &scratch.band), arena,
+                 stream);
   if (plan.tokens.wraps)
-    lists_backward(call, plan.wrap, wanted(plan, scratch, pass, scratch.wrap), arena, stream);
+    lists_backward(call, plan.wrap, list_gradients(plan, scratch, pass, &scratch.wrap), arena,
+                   stream);
   if (!arena.counting()) add_slots(plan, call, scratch, pass.gradients, stream);
 }
 

@@ -8,6 +8,7 @@
 // z = batch entry. No shared memory. Preconditions: rows of at most 128 elements, others are
 // refused.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/api/pass.h"
 #include "cuda/api/refusal.h"
@@ -22,15 +23,10 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// Outputs by slot of the band and of the wrap, of the inputs' type.
-struct LshOutputs {
-  void *band, *wrap;
-  float *band_lse, *wrap_lse;
-};
-
 struct LshCombineArgs {
   LshTokens tokens;
-  LshOutputs parts;
+  const void *band, *wrap;  // outputs by slot, of the inputs' type
+  const float *band_lse, *wrap_lse;
   bool merges;
   float round_weight;
   float* lse;  // (B, H, N) when rounds merge, else (B, H, R, N)
@@ -45,23 +41,28 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<int>(blockIdx.x * (kThreads / Lanes::kLanes) + threadIdx.x / Lanes::kLanes);
   if (row >= rows) return;
   const LshToken token(args.tokens, blockIdx.z, blockIdx.y, row);
-  const LshOutputs& parts = args.parts;
   // Calls visit(round, place, log-sum-exp, outputs) for the parts of the token.
-  const auto for_parts = [&](const auto& visit) {
-    for (int round = 0; token.item >= 0 && round < rounds; ++round) {
+  const auto for_parts = [&](auto together, const auto& visit) {
+    const int there = token.item >= 0 ? rounds : 0;
+#pragma unroll decltype(together)::value
+    for (int round = 0; round < there; ++round) {
       const LshPlaces places = token.places(args.tokens, round);
-      visit(round, places.band, parts.band_lse[places.band], parts.band);
-      if (places.first >= 0) visit(round, places.first, parts.wrap_lse[places.first], parts.wrap);
+      visit(round, places.band, args.band_lse[places.band], args.band);
+      if (places.first >= 0) visit(round, places.first, args.wrap_lse[places.first], args.wrap);
     }
   };
+  constexpr std::integral_constant<int, 4> kFour{};
+  constexpr std::integral_constant<int, 2> kTwo{};
   const std::int64_t line = static_cast<std::int64_t>(token.batch) * args.tokens.H + token.head;
   float* to = args.lse + (args.merges ? line : line * rounds) * rows + row;
   float lse = -INFINITY;
   if (args.merges) {
     float largest = -INFINITY, total = 0.0f;
-    for_parts([&](int, std::int64_t, float own, void*) { largest = fmaxf(largest, own); });
+    for_parts(kFour,
+              [&](int, std::int64_t, float own, const void*) { largest = fmaxf(largest, own); });
     if (largest > -INFINITY) {
-      for_parts([&](int, std::int64_t, float own, void*) { total += expf(own - largest); });
+      for_parts(kFour,
+                [&](int, std::int64_t, float own, const void*) { total += expf(own - largest); });
       lse = largest + logf(total);
     }
     if (Lanes::column() == 0) *to = lse;
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   typename Lanes::Values sum = {};
   if (!args.merges || lse > -INFINITY)
-    for_parts([&](int round, std::int64_t place, float own, const void* outputs) {
+    for_parts(kTwo, [&](int round, std::int64_t place, float own, const void* outputs) {
       typename Lanes::Values x;
       Lanes::load(
           {static_cast<const T*>(outputs), out.width, out.width, out.width * sizeof(T) % 16 == 0},
@@ -98,11 +99,9 @@ void lsh_forward(const LshParams& params, const AttentionCall& call, const Atten
   lsh_find_lists(plan, call, order, stream);
   lists_forward(call, plan.band, band, stream);
   if (plan.tokens.wraps) lists_forward(call, plan.wrap, wrap, stream);
-  const LshCombineArgs args{plan.tokens,
-                            {band.slot_rows, wrap.slot_rows, band.lse, wrap.lse},
-                            plan.merges,
-                            plan.round_weight,
-                            static_cast<float*>(result.saved[1].data)};
+  const LshCombineArgs args{
+      plan.tokens, band.slot_rows, wrap.slot_rows,    band.lse,
+      wrap.lse,    plan.merges,    plan.round_weight, static_cast<float*>(result.saved[1].data)};
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_head_dim(call.op, call.Dv, [&](auto width) {

@@ -62,20 +62,20 @@ struct OraclePlan {
             static_cast<int>(max((call.S + (1 << kKeyBits) - 1) >> kKeyBits, std::int64_t{1}))) {}
 };
 
-struct Entry {
+struct OracleEntry {
   float weight, dscore;
   int key;  // row of its batch entry
 };
 
 struct OracleScratch {
   CandidateKey* candidates;               // (select_blocks, kRows, capacity)
-  Entry* entries;                         // (B, H, N, topk)
+  OracleEntry* entries;                   // (B, H, N, topk)
   std::int32_t *tiles, *order, *offsets;  // tile of every entry, -1 for none; their sort
 
   OracleScratch(const OraclePlan& plan, const AttentionCall& call, Arena& arena) {
     const std::int64_t count = call.B * call.H * call.N * plan.topk;
     candidates = arena.take<CandidateKey>(std::int64_t{plan.select_blocks} * kRows * plan.capacity);
-    entries = arena.take<Entry>(count);
+    entries = arena.take<OracleEntry>(count);
     tiles = arena.take<std::int32_t>(count);
     order = arena.take<std::int32_t>(count);
     offsets = arena.take<std::int32_t>(call.B * call.H * (plan.key_tiles + 1));
@@ -397,7 +397,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int first = offset[0]; first < offset[1]; first += 32) {
       const bool there = first + lane < offset[1];
       const int number = there ? args.scratch.order[base + first + lane] : 0;
-      const Entry entry = there ? args.scratch.entries[base + number] : Entry{0.0f, 0.0f, -1};
+      const OracleEntry entry =
+          there ? args.scratch.entries[base + number] : OracleEntry{0.0f, 0.0f, -1};
       for (unsigned left = __ballot_sync(~0u, entry.key == key); left; left &= left - 1) {
         const int from = __ffs(static_cast<int>(left)) - 1;
         const float weight = __shfl_sync(~0u, entry.weight, from);
