@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Outputs of the queries of plain clustered attention: out_i = centroid_out_c.
+// Outputs of plain clustered attention: out_i = centroid_out_c for the cluster c of query i,
+// rounded to the element type; 0 in padding.
+//
+// Grid (16-byte chunks of rows / 128, H, B), 128 threads: a thread writes 16 bytes of one row. No
+// shared memory. Rows that are not aligned to 16 bytes are written element by element. All devices
+// and element types.
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"

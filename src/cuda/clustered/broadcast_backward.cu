@@ -1,5 +1,14 @@
 // SPDX-License-Identifier: MIT
-// What a cluster's mean adds to dq of its members, in the backward pass (backward.h).
+// What a cluster's mean adds to dq of its members (backward.h):
+//   dq_i += dmean_c / n_c, dmean_c = sum of mean_slices over the chunks of keys + top_dmean
+// or dq_i = dmean_c / n_c where there are no top keys.
+//
+// Grid (units / units of a block, H), 128 threads. Four warps take one unit of a cluster
+// (ClusterUnits); where clusters have up to 48 members a warp takes one unit. 4 to 32 lanes hold a
+// row, 16 bytes each, and every group of lanes adds the slices again. No shared memory. Rows that
+// are not aligned are read and written element by element. All devices and element types.
+//
+// The next kernel may start once all kernels before this one have ended: it does not read dq.
 #include "cuda/clustered/backward.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -94,8 +103,8 @@ __device__ __forceinline__ void add_mean(const BackwardArgs<T>& args, int head,
   }
 }
 
-// A block takes one unit, or four with a warp for each. The fold may start when all before this
-// kernel is over: it needs no more.
+// A block takes one unit, or four with a warp for each. The next kernel may start when all before
+// this kernel is over: it needs no more.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     broadcast_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, int warps) {

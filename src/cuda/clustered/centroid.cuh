@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
   constexpr int kTotal = kRows * Shape::kChunks / kThreads, kBatch = kTotal % 4 == 0 ? 4 : 1;
   static_assert(kRows * Shape::kChunks % kThreads == 0, "every thread has as many");
 #pragma unroll 1
-  for (int step = 0; step < kTotal; step += kBatch) {  // loads of a batch are on their way together
+  for (int step = 0; step < kTotal; step += kBatch) {  // loads of a batch are in flight together
     float values[kBatch][kVector];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Attention of cluster means over all keys: what its kernels share (centroid.cu).
+// Attention of cluster means over all keys: arguments, the walk through a row's list of top keys,
+// and the sum over chunks of keys, which centroid.cu and centroid_sm90a.cu share.
 #pragma once
 
 #include <climits>
@@ -52,7 +53,7 @@ struct TopWalk {
     after = fetch();
   }
   __device__ void start(const std::int32_t* keys, int count, int first) {
-    int before = 0;  // keys below the first; many loads on their way
+    int before = 0;  // keys below the first; many loads in flight
     for (int i = 0; i < count; i += 16) {
       int key[16];
 #pragma unroll
@@ -106,7 +107,7 @@ __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item,
     listed += factor * partial.mass;
     const float* values = args.outs + (first + base * step) * args.pitch;
     const int count = min(parts - base, 32);
-    constexpr int kBatch = 8;  // parts whose loads are on their way together
+    constexpr int kBatch = 8;  // parts whose loads are in flight together
     for (int begin = 0; begin < count; begin += kBatch)
 #pragma unroll
       for (int i = 0; i < kMaxHeadDim / 32; ++i) {

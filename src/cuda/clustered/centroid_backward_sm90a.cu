@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: MIT
-// Both kernels of centroid_backward.cu in one, by warpgroup products, for 16-bit types, rows of
-// 64 elements and up to 256 centroids of a key head, which stay in shared memory. A block has a
-// multiprocessor to itself and walks a range of keys, 128 at a time:
+// centroid_backward.cu in one kernel by warpgroup products, for 16-bit types on Hopper, rows of up
+// to 64 elements and up to 256 centroids of a key head; split_backward_sm90a.cu serves the others.
+//
+// Block number = chunk of keys * key heads + key head; a block has a multiprocessor to itself and
+// walks its keys, 128 at a time:
 //
 //   warpgroups 0, 1: 64 keys each     S = K meanᵀ, G = V doutᵀ, then dv += A dout, dk += dS mean
 //   warpgroup 2: all centroids        dmean += dSᵀ K, with dS through shared memory
 //
-// so that scores are computed once, and dmean of the range stays in registers. The third one also
-// loads keys and values, a step ahead.
+// so that scores are computed once, and dmean of the chunk stays in registers. Warpgroup 2 also
+// loads keys and values, a step ahead. Shared memory, 162 KiB: mean and dout of the centroids (64),
+// two steps of keys and values (64), dS in two buffers for each of two warpgroups (32), lse and
+// delta. 384 threads, 168 registers each.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -18,9 +22,6 @@
 
 namespace coterie::cuda {
 namespace {
-
-// A block of centroid_backward_sm90a.cu: what it works on, its shared memory, and the steps of
-// its warpgroups between products.
 
 constexpr int kCentroidThreads = 3 * kWarpgroup, kKeyThreads = 2 * kWarpgroup;
 constexpr int kTiles = kFusedCentroids / 64;  // of centroids

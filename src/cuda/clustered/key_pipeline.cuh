@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Tiles of keys (and values) on their way to warpgroup products. The warps of a block load a share
+// Tiles of keys (and values) loaded ahead for warpgroup products. The warps of a block load a share
 // of every tile, or take tiles in turn, and wait for each other only through barriers in shared
-// memory, a few tiles apart.
+// memory, a few tiles apart: `full` when a tile has arrived, `free` when all warps have read it. 4
+// to 6 stages of 64 keys, 8 KiB for each matrix of 64 columns.
 #pragma once
 
 #include <cstdint>

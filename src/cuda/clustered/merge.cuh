@@ -78,7 +78,7 @@ __device__ __forceinline__ float eight_sums(const float (&sums)[8]) {
 template <class T>
 struct MeanScores {
   static constexpr int kVector = 16 / sizeof(T);
-  static constexpr int kTogether = 8;  // keys of a lane, whose loads are on their way together
+  static constexpr int kTogether = 8;  // keys of a lane, whose loads are in flight together
   Rows<const T> rows;                  // the same for both rows of the warp
   const float* mean;
   float sign;
@@ -137,9 +137,6 @@ struct MeanScores {
     __syncwarp();
   }
 };
-
-// The candidates of a row of means, from its lists to shared memory, two rows of a warp side by
-// side (merge.cuh).
 
 constexpr int kStaged = 320;  // candidates of a row that are kept on the chip
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Top keys of every cluster: the keys with the largest products with the cluster's mean, without
-// storing the products.
+// storing the products. On Hopper 16-bit types have the same steps in one kernel,
+// select_attend_sm90a.cu; this file serves f32 and other devices.
 //
 // 1. threshold: products with a sample of the keys. In each of kSamples parts of the sample a row's
 //    keys fall into 32 groups; the j-th largest group maximum has at least j keys at or above it,
@@ -12,6 +13,10 @@
 //    to the element type; scored again in f32, ranked, and written in ascending order of index.
 // The threshold only decides how much work is done, never what is selected. Steps 1 and 2 compute
 // their scores by the same instructions, hence with the same bits.
+//
+// Block number of 1 and 2 = (part or chunk of the keys * H + head) * row tiles + tile; 4 warps of
+// 32 means, 64 keys at a time. Shared memory: means and two stages of keys; 33 KiB for 16-bit rows
+// of 64 elements, 129 KiB for f32 rows of 128. Step 3: a warp for two means, 36 KiB of a block.
 #include "cuda/clustered/clustered.h"
 #include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"

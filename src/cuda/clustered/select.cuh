@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Selection of the top keys of cluster means: what its kernels share (select.cu).
+// Selection of the top keys of cluster means: arguments, samples and thresholds of select.cu, and
+// the lists of candidates, which select_attend_sm90a.cu shares. Lists are in global memory, four
+// for a row of means in every part of the keys, as four lanes hold the scores of a row.
 #pragma once
 
 #include <cfloat>

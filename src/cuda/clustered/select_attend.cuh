@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Selection of the top keys and attention of the means in one kernel: what its files share
-// (select_attend_sm90a.cu).
+// Last step of select_attend_sm90a.cu: partial outputs of the blocks of a team added up, top keys
+// taken out of them again, and results written. A warp has two rows side by side, 16 lanes each;
+// their memory is MergeMemory (merge.cuh), 4.5 KiB a row.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +43,7 @@ struct ListedValues {
   // first one is valid at any rate. `most`: the larger count of both rows of the warp.
   __device__ __forceinline__ void add(const Rows<const T>& rows, const std::uint32_t* index,
                                       const float* weight, int count, int most, int first) {
-    constexpr int kTogether = 16;  // rows of a lane, whose loads are on their way together
+    constexpr int kTogether = 16;  // rows of a lane, whose loads are in flight together
     const int lane = row_lane(), column = first + lane % 8 * kVector;
     if (!rows.aligned) return add_slowly(rows, index, weight, count, column);
     const int place = column < rows.width ? column : 0;
@@ -84,7 +85,7 @@ struct ListedValues {
 };
 
 // Adds the partial results of a row in order, two rows of a warp side by side. First of all: no
-// step before it has loads that these could be on their way with.
+// step before it has loads in flight that these could join.
 template <class T>
 __device__ __forceinline__ void add_parts(const MeanOutputs<T>& to, const SelectRow& row,
                                           const RowParts& parts, MergeMemory& memory) {
@@ -96,7 +97,7 @@ __device__ __forceinline__ void add_parts(const MeanOutputs<T>& to, const Select
     const float* outs = to.outs + parts.first * to.pitch + column;
     float4 values[kSelectParts], total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int p = 0; p < kSelectParts; ++p)  // all on their way together
+    for (int p = 0; p < kSelectParts; ++p)  // all in flight together
       values[p] =
           *reinterpret_cast<const float4*>(outs + min(p, parts.parts - 1) * parts.step * to.pitch);
     float shift = row_max(own.shift);

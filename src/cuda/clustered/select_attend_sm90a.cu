@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: MIT
-// The selection of select.cu in one kernel, on Hopper's warpgroup products, and
-// with it the attention of the means over all keys. A team of blocks takes 256 or 128 means of one
-// head; each block takes a part of the keys for all of them, and in the steps by means a part of
-// the means.
+// The selection of select.cu in one kernel, on Hopper's warpgroup products, and with kAttend the
+// attention of the means over all keys (centroid.cu). For 16-bit types.
+//
+// A team of 1 to 8 blocks takes 256 or 128 means of one item's head, then the next ones; each block
+// takes a part of the keys for all of them, and in the steps by means a part of the means. Launched
+// cooperatively: barriers of a team are in global memory.
 //
 //   sample      largest scores of groups of keys                          by parts of the keys
 //   thresholds  the `wanted`-th largest of them                           by means
 //   keys        candidates that reach the threshold; softmax and products by parts of the keys
 //   means       top keys from the candidates; parts of the outputs added  by means
 //
-// The attention meets all keys, because top keys are not known before its end; they are taken out
+// The attention visits all keys, because top keys are not known before its end; they are taken out
 // of its sums again (select_attend.cuh).
+// Two or four warpgroups of 64 means. Shared memory: means and 6 (rows of 128 elements: 4) stages
+// of keys and values, in the last step the lists of the merge in their place; 112 KiB for 2
+// warpgroups, 145 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128 registers for rows of 64,
+// 255 for 128. Where teams leave a quarter of the device without work, the attention is a kernel of
+// its own (centroid_sm90a.cu), as it is where top keys are given.
 #include <cstdint>
 
 #include "cuda/clustered/key_pipeline.cuh"
@@ -22,8 +29,6 @@
 
 namespace coterie::cuda {
 namespace {
-
-// The keys of a block of select_attend_sm90a.cu, and thresholds from a sample of them.
 
 constexpr int kPartKeys = 64;       // of a tile
 constexpr int kGroupMaxima = 32;    // of a row in each part: 8 for each of the lanes that share it

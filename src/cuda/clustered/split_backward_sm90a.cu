@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kMeanThreads, 1)
   const float scale = args.shape.scale * kLog2e;
   float s[2][32], ds[32];
   std::uint32_t factor[4][4];
-  // Keys t, whose scores are there; computes those of the next ones. Only sums are on their way
+  // Keys t, whose scores are there; computes those of the next ones. Only sums are in flight
   // from one step to the next: of other accumulators the assembler does not see that they were
   // waited for.
   const auto step = [&](float(&now)[32], float(&next)[32], int t) {
