@@ -192,14 +192,6 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
               static_cast<int>(row % queries.clusters));
 }
 
-template <class T, int kDim>
-void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
-  constexpr int kBytes = CentroidTiles<T, kDim>::kBytes;
-  const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
-  launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
-               tiles * args.queries.chunks.slots, kThreads, kBytes, stream, args);
-}
-
 }  // namespace
 
 void attend_means(const ClusteredForward& pass, Arena& arena) {
@@ -229,9 +221,13 @@ void attend_means(const ClusteredForward& pass, Arena& arena) {
                              teams};
     if constexpr (sizeof(T) == 2)
       if (plan.sm90a) attend_chunks_sm90a(args, pass.stream);
+    const auto tiles = static_cast<unsigned>(call.H * plan.means.row_tiles);
     if (!plan.sm90a)
       dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
-        launch_attend<T, decltype(dim)::value>(args, pass.stream);
+        constexpr int kDim = decltype(dim)::value;
+        launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
+                     tiles * plan.means.chunks.slots, kThreads, CentroidTiles<T, kDim>::kBytes,
+                     pass.stream, args);
       });
     if (teams.size > 0) return;
     const std::int64_t blocks = (plan.num_means() + kCombineWarps - 1) / kCombineWarps;

@@ -89,11 +89,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   const int item = block.slot / kSamples, part = block.slot % kSamples;
   const ItemSpan span = args.queries.spans.k.span(item);
   const KeySample sample(span.length, part);
-  const int rank = sample.rank(args.wanted);
-  if (span.length <= 3 * args.capacity || rank > 32)
+  if (span.length <= 3 * args.capacity || sample.tiles == 0)  // every key is a candidate
     return write_thresholds(args, block, item, part, -FLT_MAX);
-  if (part >= sample.parts) return write_thresholds(args, block, item, part, FLT_MAX);
-
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float groups[2][2][8];
 #pragma unroll
@@ -119,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     maxima[warp * 32 + i / 16 * 16 + i / 8 % 2 * 8 + lane / 4][lane % 4 * 8 + i % 8] =
         groups[i / 16][i / 8 % 2][i % 8];
   __syncthreads();
-  write_thresholds(args, block, item, part, 0.0f, rank, maxima);
+  write_thresholds(args, block, item, part, 0.0f, (args.wanted + kSamples - 1) / kSamples, maxima);
 }
 
 template <class T, int kDim>
@@ -193,23 +190,19 @@ __global__ void __launch_bounds__(kMergeWarps * 32, 4)
   merge_lists(args, row, lists, memory[warp]);
 }
 
-template <class T, int kDim>
-void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
-  const CentroidQueries& queries = args.queries;
-  constexpr int kBytes = SelectTiles<T, kDim>::kBytes + 1024;
-  const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
-  launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
-               tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
-  launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,
-               tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
-}
-
 // The three steps as kernels of their own.
 template <class T>
 void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStream_t stream) {
-  dispatch_head_dim(call.op, call.Dk,
-                    [&](auto dim) { launch_candidates<T, decltype(dim)::value>(args, stream); });
-  const std::int64_t pairs = call.num_items() * call.H * ((args.queries.clusters + 1) / 2);
+  const CentroidQueries& queries = args.queries;
+  const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
+  dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value, kBytes = SelectTiles<T, kDim>::kBytes + 1024;
+    launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
+                 tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
+    launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,
+                 tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
+  });
+  const std::int64_t pairs = call.num_items() * call.H * ((queries.clusters + 1) / 2);
   launch_early("centroid_merge", centroid_merge_kernel<T>,
                static_cast<unsigned>((pairs + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
                stream, args);
@@ -241,17 +234,16 @@ void select_top_keys(const ClusteredForward& pass, Arena& arena) {
   if (arena.counting() || plan.num_means() == 0 || plan.topk == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    SelectArgs<T> args;
-    args.queries = plan.queries(pass.tensors);
-    args.k = tensor4<const T>(call.k);
-    args.topk = plan.topk;
-    args.wanted = wanted;
-    args.capacity = capacity;
-    args.thresholds = thresholds;
-    args.counts = counts;
-    args.candidates = candidates;
-    args.top_keys = ints(pass.tensors.top_keys);
-    args.inputs_ready = plan.clusters_with_means;
+    const SelectArgs<T> args{plan.queries(pass.tensors),
+                             tensor4<const T>(call.k),
+                             plan.topk,
+                             wanted,
+                             capacity,
+                             thresholds,
+                             counts,
+                             candidates,
+                             ints(pass.tensors.top_keys),
+                             plan.clusters_with_means};
     if constexpr (sizeof(T) == 2)
       if (plan.sm90a) {
         const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),

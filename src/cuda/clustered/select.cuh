@@ -36,22 +36,19 @@ struct SelectArgs {
   }
 };
 
-// The sample of one block: `tiles` whole tiles of kSelectKeys keys, the j-th at key(j).
+// The sample of one block: `tiles` whole tiles of kSelectKeys keys, the j-th at key(j). None where
+// the parts would not have a tile each.
 struct KeySample {
-  int parts, tiles, first, total, all;
+  int part, all, tiles;
 
-  __device__ KeySample(int keys, int part) {
-    all = keys / kSelectKeys;
-    parts = min(kSamples, max(all, 1));
-    tiles = max(max(all / (kSampleShare * parts), min(all / parts, 4)), 1);
-    total = parts * tiles;
-    first = part * tiles;
-  }
+  __device__ KeySample(int keys, int number)
+      : part(number),
+        all(keys / kSelectKeys),
+        tiles(max(all / (kSampleShare * kSamples), min(all / kSamples, 4))) {}
   __device__ int key(int j) const {
-    return static_cast<int>(static_cast<std::int64_t>(first + j) * all / total) * kSelectKeys;
+    const std::int64_t number = static_cast<std::int64_t>(part) * tiles + j;
+    return static_cast<int>(number * all / (kSamples * tiles)) * kSelectKeys;
   }
-  // Which of the 32 group maxima of a row bounds `wanted` keys.
-  __device__ int rank(int wanted) const { return (wanted + parts - 1) / parts; }
 };
 
 // Writes the thresholds of a block's rows: `value`, or where there are maxima the rank-th largest
