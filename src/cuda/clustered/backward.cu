@@ -67,23 +67,14 @@ BackwardArgs<T> backward_args(const ClusteredBackward& pass, const BackwardScrat
   return args;
 }
 
-template <class T>
-void mean_stage(const BackwardArgs<T>& args, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2) {
-    const CentroidBackward kernels = args.shape.centroid_kernels;
-    if (kernels == CentroidBackward::fused_sm90a) return centroid_gradients_sm90a(args, stream);
-    if (kernels == CentroidBackward::split_sm90a)
-      return centroid_gradients_split_sm90a(args, stream);
-  }
-  centroid_gradients(args, stream);
-}
-
 }  // namespace
 
 void clustered_backward(const ClusteredBackward& pass, Arena& arena) {
   const ClusteredPlan& plan = pass.plan;
   const AttentionCall& call = plan.call;
   const bool nothing = call.causal && plan.topk == 0;  // to attend to
+  const bool sm90a =
+      !call.causal && plan.backward.centroid_kernels != CentroidBackward::all_devices;
   const bool queries = pass.gradients.dq.present(), broadcast = queries && !call.causal;
   const bool keys = pass.gradients.dk.present() || pass.gradients.dv.present();
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
@@ -98,7 +89,9 @@ void clustered_backward(const ClusteredBackward& pass, Arena& arena) {
     if (plan.num_means() == 0 || nothing) return;
     const BackwardArgs<T> args = backward_args(pass, scratch);
     member_gradients(args, pass.stream);
-    if (!call.causal) mean_stage(args, pass.stream);
+    if constexpr (sizeof(T) == 2)
+      if (sm90a) centroid_gradients_sm90a(args, pass.stream);
+    if (!sm90a && !call.causal) centroid_gradients(args, pass.stream);
     if (broadcast) broadcast_gradients(args, pass.stream);
     if (keys && plan.topk > 0) sum_top_key_gradients(args, broadcast, pass.stream);
   });

@@ -106,9 +106,12 @@ struct ClusterUnits {
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
-// Which kernels differentiate the attention of the means: centroid_backward.cu, on Hopper and for
-// 16-bit types split_backward_sm90a.cu or centroid_backward_sm90a.cu.
+// Which kernels differentiate the attention of the means: centroid_backward.cu, or on Hopper and
+// for 16-bit types centroid_backward_sm90a.cu: one kernel, for a pitch of 64 and at most
+// kFusedCentroids of a key head, or one for keys and one for centroids.
 enum class CentroidBackward : std::uint16_t { all_devices, split_sm90a, fused_sm90a };
+constexpr int kFusedCentroids = 256;
+constexpr int kMeanRows = 128;  // centroids of a block that owns centroids
 
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
@@ -199,13 +202,7 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. centroid_backward.cu
 template <class T>
 void centroid_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
-// The same by Hopper's warpgroup products, for 16-bit types. split_backward_sm90a.cu
-constexpr int kMeanRows = 128;  // centroids of a block that owns centroids
-template <class T>
-void centroid_gradients_split_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// Both in one kernel, for a pitch of 64 and at most kFusedCentroids of a key head.
-// centroid_backward_sm90a.cu
-constexpr int kFusedCentroids = 256;
+// The same by Hopper's warpgroup products, for 16-bit types. centroid_backward_sm90a.cu
 template <class T>
 void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
 // What the mean adds to dq. broadcast_backward.cu
