@@ -73,9 +73,7 @@ void clustered_backward(const ClusteredBackward& pass, Arena& arena) {
   const ClusteredPlan& plan = pass.plan;
   const AttentionCall& call = plan.call;
   const bool nothing = call.causal && plan.topk == 0;  // to attend to
-  const bool sm90a =
-      !call.causal && plan.backward.centroid_kernels != CentroidBackward::all_devices;
-  const bool queries = pass.gradients.dq.present(), broadcast = queries && !call.causal;
+  const bool means = !call.causal, broadcast = means && pass.gradients.dq.present();
   const bool keys = pass.gradients.dk.present() || pass.gradients.dv.present();
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -90,8 +88,8 @@ void clustered_backward(const ClusteredBackward& pass, Arena& arena) {
     const BackwardArgs<T> args = backward_args(pass, scratch);
     member_gradients(args, pass.stream);
     if constexpr (sizeof(T) == 2)
-      if (sm90a) centroid_gradients_sm90a(args, pass.stream);
-    if (!sm90a && !call.causal) centroid_gradients(args, pass.stream);
+      if (means && plan.sm90a) centroid_gradients_sm90a(args, pass.stream);
+    if (means && !plan.sm90a) centroid_gradients(args, pass.stream);
     if (broadcast) broadcast_gradients(args, pass.stream);
     if (keys && plan.topk > 0) sum_top_key_gradients(args, broadcast, pass.stream);
   });

@@ -106,18 +106,14 @@ struct ClusterUnits {
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
-// Which kernels differentiate the attention of the means: centroid_backward.cu, or on Hopper and
-// for 16-bit types centroid_backward_sm90a.cu: one kernel, for a pitch of 64 and at most
-// kFusedCentroids of a key head, or one for keys and one for centroids.
-enum class CentroidBackward : std::uint16_t { all_devices, split_sm90a, fused_sm90a };
-constexpr int kFusedCentroids = 256;
-constexpr int kMeanRows = 128;  // centroids of a block that owns centroids
+constexpr int kFusedCentroids = 256;  // of a key head, for centroid_gradient_sm90a_kernel
+constexpr int kMeanRows = 128;        // of a block of mean_gradient_sm90a_kernel
 
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  ClusterUnits units;  // the parts of clusters that blocks work on
-  int pitch;           // of scratch rows: the head dim padded to 64 or 128
-  CentroidBackward centroid_kernels;
+  ClusterUnits units;     // the parts of clusters that blocks work on
+  int pitch;              // of scratch rows: the head dim padded to 64 or 128
+  bool fused;             // centroid_gradient_sm90a_kernel serves this call
   ItemChunks chunks;      // of the keys, for the gradients of the means
   ItemChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;

@@ -20,6 +20,18 @@ struct PartialRow {
   float shift, sum, mass, unused;  // in units of 2^shift
 };
 
+// What the attention in select_attend_sm90a.cu writes. Partial results are those of the blocks of a
+// team: (teams, kSelectParts, block rows, ...), reused from problem to problem.
+template <class T>
+struct MeanOutputs {
+  Tensor4<const T> v;
+  PartialRow* rows;
+  float* outs;
+  int pitch;
+  float *lse, *mass, *out;  // results (items, H, C, ...)
+  int width;                // of a row of out
+};
+
 template <class T>
 struct AttendArgs {
   CentroidQueries queries;

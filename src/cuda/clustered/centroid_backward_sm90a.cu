@@ -28,7 +28,7 @@
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
-#include "cuda/clustered/key_pipeline.cuh"
+#include "cuda/clustered/means_sm90a.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/bands.cuh"
@@ -738,7 +738,7 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
   const auto chunks = static_cast<unsigned>(shape.chunks.slots * key_heads),
              ranges = static_cast<unsigned>(shape.key_ranges.slots * key_heads);
   if (chunks == 0 || ranges == 0) return;
-  if (shape.centroid_kernels == CentroidBackward::fused_sm90a)
+  if (shape.fused)
     return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T>, chunks,
                         kThreads, CentroidLayout<T>::kBytes, stream, args);
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {

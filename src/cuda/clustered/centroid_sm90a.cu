@@ -13,8 +13,7 @@
 // warpgroups, 128 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128 registers for rows of 64,
 // all of them for 128.
 #include "cuda/clustered/centroid_attend.cuh"
-#include "cuda/clustered/key_pipeline.cuh"
-#include "cuda/clustered/mean_rows.cuh"
+#include "cuda/clustered/means_sm90a.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/team.cuh"

@@ -52,7 +52,7 @@ struct ClusteredPlan {
   int clusters, topk;        // topk 0 for plain clustered attention; else at most the keys
   bool clusters_with_means;  // the clustering writes the means of the clusters
   // The means against all keys: their attention, and the selection of top keys.
-  bool sm90a;              // by warpgroup products
+  bool sm90a;              // by warpgroup products, in the backward pass as well
   CentroidQueries means;   // tiles of means and chunks of keys; the pointers are null
   SelectTeams selection;   // without memory
   Teams attention;         // that add up their chunks; size 0: centroid_combine_kernel does

@@ -62,7 +62,7 @@ SelectTeams select_teams(const AttentionCall& call, int problems, int resident) 
 }
 
 BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, std::int64_t topk,
-                             bool mass_grad) {
+                             bool mass_grad, bool sm90a) {
   BackwardShape shape;
   shape.items = static_cast<int>(call.num_items());
   shape.B = static_cast<int>(call.B);
@@ -76,14 +76,10 @@ BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, s
                  static_cast<int>(max(call.B * call.N - 1, std::int64_t{0}) >> kUnitBits)};
   shape.pitch = dispatch_head_dim(call.op, max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
-  const bool sm90a = on_hopper() && call.inputs.q.dtype != DType::f32;
   const std::int64_t stacked = shape.group * clusters;
-  const bool fused = sm90a && shape.pitch == 64 && stacked <= kFusedCentroids;
-  shape.centroid_kernels = fused   ? CentroidBackward::fused_sm90a
-                           : sm90a ? CentroidBackward::split_sm90a
-                                   : CentroidBackward::all_devices;
+  shape.fused = sm90a && shape.pitch == 64 && stacked <= kFusedCentroids;
   // Centroids of a block and blocks at a time of the kernels that sum over keys.
-  const std::int64_t owned = fused ? kFusedCentroids : kMeanRows,
+  const std::int64_t owned = shape.fused ? kFusedCentroids : kMeanRows,
                      resident = (sm90a ? 1 : 2) * multiprocessors();
   shape.chunks = key_chunks(call, call.value_heads * ((stacked + owned - 1) / owned), resident);
   shape.key_ranges = key_chunks(call, call.value_heads, resident);
@@ -115,7 +111,7 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
                      on_hopper() && call.inputs.q.dtype != DType::f32};
   const CentroidBlocks blocks = centroid_blocks(call, clusters, plan.sm90a);
   plan.means = centroid_queries(call, clusters, blocks);
-  plan.backward = backward_shape(call, clusters, topk, mass_grad);
+  plan.backward = backward_shape(call, clusters, topk, mass_grad, plan.sm90a);
   const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
   if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
   if (call.causal) return plan;

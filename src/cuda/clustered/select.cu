@@ -20,7 +20,6 @@
 #include "cuda/clustered/clustered.h"
 #include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"
-#include "cuda/clustered/select_attend.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"

@@ -7,6 +7,7 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "cuda/clustered/centroid_attend.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/prim/candidates.cuh"
 #include "cuda/prim/team.cuh"
@@ -224,5 +225,10 @@ __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, 
   offer(s2, first + 8);
   offer(s3, first + 9);
 }
+
+// Top keys, and with outputs the attention too, by Hopper's warpgroup products; 16-bit types only.
+template <class T>
+void select_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
+                  cudaStream_t stream);
 
 }  // namespace coterie::cuda
