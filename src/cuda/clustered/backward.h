@@ -201,7 +201,7 @@ void centroid_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // The same by Hopper's warpgroup products, for 16-bit types. centroid_backward_sm90a.cu
 template <class T>
 void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// What the mean adds to dq. broadcast_backward.cu
+// What the mean adds to dq. broadcast.cu
 template <class T>
 void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // Adds the slots to dk and dv; at the same time as broadcast_gradients, if that was launched just

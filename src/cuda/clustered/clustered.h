@@ -95,15 +95,4 @@ void attend_means(const ClusteredForward& pass, Arena& arena);
 void attend_top_keys(const ClusteredForward& pass);
 void broadcast_means(const ClusteredForward& pass);
 
-struct ClusteredBackward {
-  const ClusteredPlan& plan;
-  ClusteredTensors tensors;
-  TensorView grad_out;
-  AttentionGradients gradients;
-  cudaStream_t stream = nullptr;
-};
-
-// All stages of backward.h. backward.cu
-void clustered_backward(const ClusteredBackward& pass, Arena& arena);
-
 }  // namespace coterie::cuda

@@ -18,7 +18,6 @@
 // 32 means, 64 keys at a time. Shared memory: means and two stages of keys; 33 KiB for 16-bit rows
 // of 64 elements, 129 KiB for f32 rows of 128. Step 3: a warp for two means, 36 KiB of a block.
 #include "cuda/clustered/clustered.h"
-#include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"

@@ -21,7 +21,6 @@
 #include <cstdint>
 
 #include "cuda/clustered/means_sm90a.cuh"
-#include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/team.cuh"
