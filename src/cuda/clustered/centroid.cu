@@ -12,7 +12,7 @@
 //
 // Runs for f32, and for all types where the device is not a Hopper GPU; on Hopper 16-bit types have
 // centroid_sm90a.cu, and select_attend_sm90a.cu where one kernel selects top keys and attends.
-#include "cuda/clustered/centroid_attend.cuh"
+#include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"

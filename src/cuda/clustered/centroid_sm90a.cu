@@ -12,7 +12,7 @@
 // Shared memory: means and 6 (rows of 128 elements: 4) stages of keys and values; 112 KiB for 2
 // warpgroups, 128 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128 registers for rows of 64,
 // all of them for 128.
-#include "cuda/clustered/centroid_attend.cuh"
+#include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/means_sm90a.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"

@@ -12,7 +12,7 @@
 #include "core/call.h"
 #include "coterie/params.h"
 #include "cuda/clustered/backward.h"
-#include "cuda/clustered/centroid.cuh"
+#include "cuda/prim/splits.cuh"
 #include "cuda/prim/team.cuh"
 
 namespace coterie::cuda {
@@ -37,6 +37,27 @@ inline float* floats(const TensorView& view) { return static_cast<float*>(view.d
 // The first `count` of them; `top`: of improved clustered attention.
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
                                    bool causal);
+
+constexpr int kCentroidRows = 128;  // of a block of the kernels for all architectures
+
+// The cluster means of a call as queries over all keys. "Row" of a cluster: (item * H + h) * C + c.
+struct CentroidQueries {
+  ItemSpans spans;
+  ItemChunks chunks;
+  const float* centroids;       // (items, H, C, width)
+  const std::int32_t* offsets;  // (items, H, C + 1)
+  int H, group, clusters, width;
+  int block_rows, row_tiles;      // means of a thread block; blocks for all of them
+  float sign, exponent, inverse;  // sign of the scale; |scale| log2(e), and 1 over it
+
+  __device__ std::int64_t row(int item, int head, int cluster) const {
+    return (static_cast<std::int64_t>(item) * H + head) * clusters + cluster;
+  }
+  __device__ bool empty(int item, int head, int cluster) const {
+    const std::int64_t first = (static_cast<std::int64_t>(item) * H + head) * (clusters + 1);
+    return offsets[first + cluster] >= offsets[first + cluster + 1];
+  }
+};
 
 // The blocks of select_attend_sm90a.cu. Thresholds, counts and candidates have block_rows rows a
 // team.

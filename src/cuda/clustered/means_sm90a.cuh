@@ -9,7 +9,6 @@
 #include <cstdint>
 
 #include "cuda/clustered/centroid.cuh"
-#include "cuda/clustered/centroid_attend.cuh"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/softmax.cuh"

@@ -38,7 +38,7 @@ ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, b
 
 namespace {
 
-// Stages one after the other, each in all memory behind what they share. Counts the most.
+// Stages one after the other, each in all memory behind what they share: `most` is what they need.
 struct Stages {
   Arena shared;
   cudaStream_t stream = nullptr;
@@ -95,12 +95,12 @@ class ClusteredPass : public Pass {
   }
 
   std::int64_t workspace_bytes() const override {
-    Stages counted;
-    select_stages(counted, {});
-    attend_stages(counted, {});
-    if (!call_.causal) forward_stages(counted, {});
-    backward_stages(counted, {}, {}, {});
-    return counted.most;
+    Stages select, attend, forward, backward;
+    select_stages(select, {});
+    attend_stages(attend, {});
+    if (!call_.causal) forward_stages(forward, {});
+    backward_stages(backward, {}, {}, {});
+    return std::max({select.most, attend.most, forward.most, backward.most});
   }
 
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {

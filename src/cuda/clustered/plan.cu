@@ -29,14 +29,14 @@ CentroidBlocks centroid_blocks(const AttentionCall& call, std::int64_t clusters,
 CentroidQueries centroid_queries(const AttentionCall& call, std::int64_t clusters,
                                  const CentroidBlocks& blocks) {
   CentroidQueries queries{};
-  queries.block_rows = blocks.rows;
-  queries.row_tiles = static_cast<int>((clusters + blocks.rows - 1) / blocks.rows);
   queries.spans = item_spans(call.inputs);
-  queries.chunks = key_chunks(call, call.H * queries.row_tiles, blocks.resident);
   queries.H = static_cast<int>(call.H);
   queries.group = static_cast<int>(call.H / call.value_heads);
   queries.clusters = static_cast<int>(clusters);
   queries.width = static_cast<int>(call.Dk);
+  queries.block_rows = blocks.rows;
+  queries.row_tiles = (queries.clusters + blocks.rows - 1) / blocks.rows;
+  queries.chunks = key_chunks(call, call.H * queries.row_tiles, blocks.resident);
   queries.sign = call.scale < 0 ? -1.0f : 1.0f;
   queries.exponent = static_cast<float>(std::fabs(call.scale) * 1.4426950408889634);
   queries.inverse = 1.0f / queries.exponent;
@@ -63,15 +63,10 @@ SelectTeams select_teams(const AttentionCall& call, int problems, int resident) 
 
 BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, std::int64_t topk,
                              bool mass_grad, bool sm90a) {
-  BackwardShape shape;
-  shape.items = static_cast<int>(call.num_items());
-  shape.B = static_cast<int>(call.B);
-  shape.H = static_cast<int>(call.H);
-  shape.group = static_cast<int>(call.H / call.value_heads);
-  shape.N = static_cast<int>(call.N);
-  shape.S = static_cast<int>(call.S);
-  shape.clusters = static_cast<int>(clusters);
-  shape.topk = static_cast<int>(topk);
+  const auto number = [](std::int64_t size) { return static_cast<int>(size); };
+  BackwardShape shape{
+      number(call.num_items()), number(call.B), number(call.H),   number(call.H / call.value_heads),
+      number(call.N),           number(call.S), number(clusters), number(topk)};
   shape.units = {shape.items, shape.H, shape.clusters, shape.N,
                  static_cast<int>(max(call.B * call.N - 1, std::int64_t{0}) >> kUnitBits)};
   shape.pitch = dispatch_head_dim(call.op, max(call.Dk, call.Dv),

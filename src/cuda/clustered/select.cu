@@ -29,38 +29,29 @@ namespace {
 constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kMergeWarps = 4;
 
+// Bytes of the means and two stages of keys, and to align them.
 template <class T, int kDim>
-struct SelectTiles {
-  static constexpr int kRowBytes = Tile<T, kDim>::kRowBytes;
-  static constexpr int kBytes = (kCentroidRows + 2 * kSelectKeys) * kRowBytes;
-
-  Tile<T, kDim> queries;
-
-  __device__ explicit SelectTiles(const void* memory) : queries{shared_address(memory)} {}
-  __device__ Tile<T, kDim> keys(int stage) const {
-    return queries.below(kCentroidRows + stage * kSelectKeys);
-  }
-};
+constexpr int kTileBytes = (kCentroidRows + 2 * kSelectKeys) * Tile<T, kDim>::kRowBytes + 1024;
 
 // The products of a block's means with `total` tiles of keys, the t-th from key first(t) on and not
 // beyond `end`. Calls body(t, products); products(visit) calls visit(n, s) with those of this
 // warp's rows 16 m .. 16 m + 15, in s[m], and the keys 16 n .. 16 n + 15 of the tile.
 template <class T, int kDim, class First, class Body>
-__device__ __forceinline__ void walk_keys(const SelectTiles<T, kDim>& tiles,
-                                          const SelectArgs<T>& args, const CentroidBlock& block,
-                                          int item, const Rows<const T>& rows, int total, int end,
+__device__ __forceinline__ void walk_keys(unsigned char* memory, const SelectArgs<T>& args,
+                                          const CentroidBlock& block, int item,
+                                          const Rows<const T>& rows, int total, int end,
                                           const First& first, const Body& body) {
+  const Tile<T, kDim> means{shared_address(memory)};
+  const auto keys = [&](int t) { return means.below(kCentroidRows + t % 2 * kSelectKeys); };
   const auto load = [&](int t) {
-    if (t < total)
-      load_tile<kSelectKeys, kThreads>(tiles.keys(t % 2), rows, first(t), end - first(t));
+    if (t < total) load_tile<kSelectKeys, kThreads>(keys(t), rows, first(t), end - first(t));
     cp_async_commit();
   };
   load(0);
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
-                                          block.first);
+  load_centroids<kCentroidRows, kThreads>(means, args.queries, item, block.head, block.first);
   __syncthreads();
   QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32> fragments;
-  fragments.load(tiles.queries, static_cast<int>(threadIdx.x) / 32 * 32);
+  fragments.load(means, static_cast<int>(threadIdx.x) / 32 * 32);
 #pragma unroll 1
   for (int t = 0; t < total; ++t) {
     cp_async_wait<0>();
@@ -70,7 +61,7 @@ __device__ __forceinline__ void walk_keys(const SelectTiles<T, kDim>& tiles,
 #pragma unroll
       for (int n = 0; n < kSelectKeys / 16; ++n) {
         Accumulator s[2];
-        fragments.scores(s, tiles.keys(t % 2), 16 * n);
+        fragments.scores(s, keys(t), 16 * n);
         visit(n, s);
       }
     });
@@ -82,7 +73,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     centroid_threshold_kernel(const __grid_constant__ SelectArgs<T> args) {
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
-  const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);  // slot = item * kSamples + part
   const int item = block.slot / kSamples, part = block.slot % kSamples;
   const ItemSpan span = args.queries.spans.k.span(item);
@@ -93,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   float groups[2][2][8];
 #pragma unroll
   for (int i = 0; i < 32; ++i) groups[i / 16][i / 8 % 2][i % 8] = -FLT_MAX;
-  walk_keys(
-      tiles, args, block, item, args.keys(span, block.head), sample.tiles, span.length,
+  walk_keys<T, kDim>(
+      memory, args, block, item, args.keys(span, block.head), sample.tiles, span.length,
       [&](int t) { return sample.key(t); },
       [&](int, const auto& products) {
         products([&](int n, const Accumulator(&s)[2]) {
@@ -108,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
       });
   __syncthreads();
   float(*maxima)[33] = reinterpret_cast<float(*)[33]>(memory);
-  static_assert(sizeof(float) * 33 * kCentroidRows <= SelectTiles<T, kDim>::kBytes + 1024, "room");
+  static_assert(sizeof(float) * 33 * kCentroidRows <= kTileBytes<T, kDim>, "room");
 #pragma unroll
   for (int i = 0; i < 32; ++i)
     maxima[warp * 32 + i / 16 * 16 + i / 8 % 2 * 8 + lane / 4][lane % 4 * 8 + i % 8] =
@@ -122,7 +112,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     centroid_candidates_kernel(const __grid_constant__ SelectArgs<T> args) {
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
-  const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);
   const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
   if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
@@ -140,24 +129,25 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
                         row_threshold(args, chunk.item, block.head, cluster + 8 * r));
   const auto first = [&](int t) { return chunk.begin + t * kSelectKeys; };
   const int total = (chunk.end - chunk.begin + kSelectKeys - 1) / kSelectKeys;
-  walk_keys(tiles, args, block, chunk.item, args.keys(chunk.span, block.head), total, chunk.end,
-            first, [&](int t, const auto& products) {
-              products([&](int n, Accumulator(&s)[2]) {
-                const int key = first(t) + 16 * n + lane % 4 * 2;
-                if (first(t + 1) > chunk.end)
+  walk_keys<T, kDim>(memory, args, block, chunk.item, args.keys(chunk.span, block.head), total,
+                     chunk.end, first, [&](int t, const auto& products) {
+                       products([&](int n, Accumulator(&s)[2]) {
+                         const int key = first(t) + 16 * n + lane % 4 * 2;
+                         if (first(t + 1) > chunk.end)
 #pragma unroll
-                  for (int i = 0; i < 16; ++i)
-                    if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end)
-                      s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+                           for (int i = 0; i < 16; ++i)
+                             if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end)
+                               s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                  const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
-                  offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0],
-                         low[1], high[0], high[1], key);
-                }
-              });
-              make_room(lists, args.capacity, args.wanted, first(t + 1));
-            });
+                         for (int r = 0; r < 4; ++r) {
+                           const float *low = s[r / 2][0] + r % 2 * 2,
+                                       *high = s[r / 2][1] + r % 2 * 2;
+                           offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])),
+                                  low[0], low[1], high[0], high[1], key);
+                         }
+                       });
+                       make_room(lists, args.capacity, args.wanted, first(t + 1));
+                     });
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     if (cluster + 8 * r < args.queries.clusters)
@@ -194,7 +184,7 @@ void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStrea
   const CentroidQueries& queries = args.queries;
   const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
   dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
-    constexpr int kDim = decltype(dim)::value, kBytes = SelectTiles<T, kDim>::kBytes + 1024;
+    constexpr int kDim = decltype(dim)::value, kBytes = kTileBytes<T, kDim>;
     launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
                  tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
     launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,

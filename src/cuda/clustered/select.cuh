@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/clustered/centroid_attend.cuh"
+#include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/candidates.cuh"
