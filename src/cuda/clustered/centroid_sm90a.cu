@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // centroid.cu by Hopper's warpgroup products, for 16-bit types. Serves plain clustered attention,
-// calls of improved clustered attention whose top keys are given (attention_attend), and forward
-// passes with too few (item, head, tile of means) to fill the device in select_attend_sm90a.cu:
-// fewer than 25 for up to 128 clusters of 64 elements on 132 multiprocessors.
+// improved clustered attention whose top keys are given (attention_attend), and its forward passes
+// where the teams of select_attend_sm90a.cu would leave a quarter of the device without work, such
+// as 16 heads of up to 128 clusters on 132 multiprocessors.
 //
 // Block number as in centroid.cu, or by teams: team * size + chunk. Two or four warpgroups of 64
 // means walk a chunk of the keys, 64 at a time; the output of one tile and the scores of the next

@@ -16,7 +16,7 @@
 //
 // Block number of 1 and 2 = (part or chunk of the keys * H + head) * row tiles + tile; 4 warps of
 // 32 means, 64 keys at a time. Shared memory: means and two stages of keys; 33 KiB for 16-bit rows
-// of 64 elements, 129 KiB for f32 rows of 128. Step 3: a warp for two means, 36 KiB of a block.
+// of 64 elements, 128 KiB for f32 rows of 128. Step 3: a warp for two means, 36 KiB of a block.
 #include "cuda/clustered/clustered.h"
 #include "cuda/clustered/select.cuh"
 #include "cuda/launch/dispatch.h"
@@ -29,9 +29,9 @@ namespace {
 constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kMergeWarps = 4;
 
-// Bytes of the means and two stages of keys, and to align them.
+// Bytes of the means and two stages of keys.
 template <class T, int kDim>
-constexpr int kTileBytes = (kCentroidRows + 2 * kSelectKeys) * Tile<T, kDim>::kRowBytes + 1024;
+constexpr int kTileBytes = (kCentroidRows + 2 * kSelectKeys) * Tile<T, kDim>::kRowBytes;
 
 // The products of a block's means with `total` tiles of keys, the t-th from key first(t) on and not
 // beyond `end`. Calls body(t, products); products(visit) calls visit(n, s) with those of this
@@ -83,19 +83,18 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   float groups[2][2][8];
 #pragma unroll
   for (int i = 0; i < 32; ++i) groups[i / 16][i / 8 % 2][i % 8] = -FLT_MAX;
-  walk_keys<T, kDim>(
-      memory, args, block, item, args.keys(span, block.head), sample.tiles, span.length,
-      [&](int t) { return sample.key(t); },
-      [&](int, const auto& products) {
-        products([&](int n, const Accumulator(&s)[2]) {
+  const auto first = [&](int t) { return sample.key(t); };
+  const auto group_maxima = [&](int n, const Accumulator(&s)[2]) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
-            const float* pair = s[i / 4][i % 2] + i / 2 % 2 * 2;
-            group = fmaxf(group, fmaxf(pair[0], pair[1]));
-          }
-        });
-      });
+    for (int i = 0; i < 8; ++i) {
+      float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
+      const float* pair = s[i / 4][i % 2] + i / 2 % 2 * 2;
+      group = fmaxf(group, fmaxf(pair[0], pair[1]));
+    }
+  };
+  walk_keys<T, kDim>(memory, args, block, item, args.keys(span, block.head), sample.tiles,
+                     span.length, first,
+                     [&](int, const auto& products) { products(group_maxima); });
   __syncthreads();
   float(*maxima)[33] = reinterpret_cast<float(*)[33]>(memory);
   static_assert(sizeof(float) * 33 * kCentroidRows <= kTileBytes<T, kDim>, "room");
@@ -129,25 +128,24 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
                         row_threshold(args, chunk.item, block.head, cluster + 8 * r));
   const auto first = [&](int t) { return chunk.begin + t * kSelectKeys; };
   const int total = (chunk.end - chunk.begin + kSelectKeys - 1) / kSelectKeys;
+  const auto offer_tile = [&](int t, const auto& products) {
+    products([&](int n, Accumulator(&s)[2]) {
+      const int key = first(t) + 16 * n + lane % 4 * 2;
+      if (first(t + 1) > chunk.end)
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
+        offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0], low[1],
+               high[0], high[1], key);
+      }
+    });
+    make_room(lists, args.capacity, args.wanted, first(t + 1));
+  };
   walk_keys<T, kDim>(memory, args, block, chunk.item, args.keys(chunk.span, block.head), total,
-                     chunk.end, first, [&](int t, const auto& products) {
-                       products([&](int n, Accumulator(&s)[2]) {
-                         const int key = first(t) + 16 * n + lane % 4 * 2;
-                         if (first(t + 1) > chunk.end)
-#pragma unroll
-                           for (int i = 0; i < 16; ++i)
-                             if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end)
-                               s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
-#pragma unroll
-                         for (int r = 0; r < 4; ++r) {
-                           const float *low = s[r / 2][0] + r % 2 * 2,
-                                       *high = s[r / 2][1] + r % 2 * 2;
-                           offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])),
-                                  low[0], low[1], high[0], high[1], key);
-                         }
-                       });
-                       make_room(lists, args.capacity, args.wanted, first(t + 1));
-                     });
+                     chunk.end, first, offer_tile);
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     if (cluster + 8 * r < args.queries.clusters)
