@@ -70,7 +70,8 @@ constexpr int kSelectParts = 8;  // of the keys, for one or several blocks of a 
 
 struct ClusteredPlan {
   const AttentionCall& call;
-  int clusters, topk;        // topk 0 for plain clustered attention; else at most the keys
+  int clusters, topk;  // topk 0 for plain clustered attention; else at most the keys
+  std::int64_t clustering_bytes;
   bool clusters_with_means;  // the clustering writes the means of the clusters
   // The means against all keys: their attention, and the selection of top keys.
   bool sm90a;              // by warpgroup products, in the backward pass as well

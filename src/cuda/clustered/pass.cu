@@ -242,7 +242,7 @@ class ClusteredPass : public Pass {
   void cluster(Stages& stages, const ClusteredForward& pass, const ClusterExtra& extra) const {
     const ClusteredTensors& tensors = pass.tensors;
     stages([&](Arena& arena) {
-      void* memory = arena.take<std::byte>(cluster_workspace_bytes(params_.clustering, call_));
+      void* memory = arena.take<std::byte>(plan().clustering_bytes);
       if (!arena.counting())
         cluster_queries(params_.clustering, call_, tensors.labels, tensors.order, tensors.offsets,
                         memory, pass.stream, extra);

@@ -101,7 +101,10 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
                              std::int64_t topk, bool mass_grad) {
   const std::int64_t clusters = clustering.clusters;
   topk = min(topk, call.S);
-  ClusteredPlan plan{call, static_cast<int>(clusters), static_cast<int>(topk),
+  ClusteredPlan plan{call,
+                     static_cast<int>(clusters),
+                     static_cast<int>(topk),
+                     cluster_workspace_bytes(clustering, call),
                      clusters_with_means(clustering, call),
                      on_hopper() && call.inputs.q.dtype != DType::f32};
   const CentroidBlocks blocks = centroid_blocks(call, clusters, plan.sm90a);
