@@ -106,15 +106,14 @@ struct ClusterUnits {
 // Slots of top keys whose gradients a block sums up.
 constexpr int kSlotTile = 32;
 
-// Which kernels differentiate the attention of the means: centroid_backward.cu, on Hopper and for
-// 16-bit types split_backward_sm90a.cu or centroid_backward_sm90a.cu.
-enum class CentroidBackward : std::uint16_t { all_devices, split_sm90a, fused_sm90a };
+constexpr int kFusedCentroids = 256;  // of a key head, for centroid_gradient_sm90a_kernel
+constexpr int kMeanRows = 128;        // of a block of mean_gradient_sm90a_kernel
 
 struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
-  ClusterUnits units;  // the parts of clusters that blocks work on
-  int pitch;           // of scratch rows: the head dim padded to 64 or 128
-  CentroidBackward centroid_kernels;
+  ClusterUnits units;     // the parts of clusters that blocks work on
+  int pitch;              // of scratch rows: the head dim padded to 64 or 128
+  bool fused;             // centroid_gradient_sm90a_kernel serves this call
   ItemChunks chunks;      // of the keys, for the gradients of the means
   ItemChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;
@@ -199,16 +198,10 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. centroid_backward.cu
 template <class T>
 void centroid_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
-// The same by Hopper's warpgroup products, for 16-bit types. split_backward_sm90a.cu
-constexpr int kMeanRows = 128;  // centroids of a block that owns centroids
-template <class T>
-void centroid_gradients_split_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// Both in one kernel, for a pitch of 64 and at most kFusedCentroids of a key head.
-// centroid_backward_sm90a.cu
-constexpr int kFusedCentroids = 256;
+// The same by Hopper's warpgroup products, for 16-bit types. centroid_backward_sm90a.cu
 template <class T>
 void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream);
-// What the mean adds to dq. broadcast_backward.cu
+// What the mean adds to dq. broadcast.cu
 template <class T>
 void broadcast_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // Adds the slots to dk and dv; at the same time as broadcast_gradients, if that was launched just

@@ -1,9 +1,18 @@
 // SPDX-License-Identifier: MIT
-// Attention of cluster means over all keys: log-sum-exp, output, and for improved clustered
-// attention the mass of the cluster's top keys, which are left out of the output.
+// Attention of cluster means over all keys: with A_cj = softmax_j(scale mean_c . k_j),
+//   centroid_lse_c, mass_c = sum of A_cj over the top keys T_c, out_c = sum of A_cj v_j outside T_c
+// (plain clustered attention: T_c is empty, no mass).
 //
-// Blocks take 128 means and one chunk of the keys; a second kernel adds the chunks in order.
-#include "cuda/clustered/centroid_attend.cuh"
+// centroid_attend_kernel: block number = (slot of a chunk of keys * H + head) * row tiles + tile; 4
+// warps of 32 means each walk the chunk, 64 keys at a time. Means stay in registers for rows of 128
+// bytes. Shared memory: means, two stages of keys and values, masks of top keys; 50 KiB for 16-bit
+// rows of 64 elements, 98 KiB for 128, twice as much for f32. Launch bounds: 3, 2 or 1 (f32) blocks
+// of a multiprocessor.
+// centroid_combine_kernel: a warp adds up the chunks of one mean, in order.
+//
+// Runs for f32, and for all types where the device is not a Hopper GPU; on Hopper 16-bit types have
+// centroid_sm90a.cu, and select_attend_sm90a.cu where one kernel selects top keys and attends.
+#include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
@@ -183,14 +192,6 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
               static_cast<int>(row % queries.clusters));
 }
 
-template <class T, int kDim>
-void launch_attend(const AttendArgs<T>& args, cudaStream_t stream) {
-  constexpr int kBytes = CentroidTiles<T, kDim>::kBytes;
-  const unsigned tiles = static_cast<unsigned>(args.queries.H * args.queries.row_tiles);
-  launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
-               tiles * args.queries.chunks.slots, kThreads, kBytes, stream, args);
-}
-
 }  // namespace
 
 void attend_means(const ClusteredForward& pass, Arena& arena) {
@@ -220,9 +221,13 @@ void attend_means(const ClusteredForward& pass, Arena& arena) {
                              teams};
     if constexpr (sizeof(T) == 2)
       if (plan.sm90a) attend_chunks_sm90a(args, pass.stream);
+    const auto tiles = static_cast<unsigned>(call.H * plan.means.row_tiles);
     if (!plan.sm90a)
       dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
-        launch_attend<T, decltype(dim)::value>(args, pass.stream);
+        constexpr int kDim = decltype(dim)::value;
+        launch_early("centroid_attend", centroid_attend_kernel<T, kDim>,
+                     tiles * plan.means.chunks.slots, kThreads, CentroidTiles<T, kDim>::kBytes,
+                     pass.stream, args);
       });
     if (teams.size > 0) return;
     const std::int64_t blocks = (plan.num_means() + kCombineWarps - 1) / kCombineWarps;

@@ -1,38 +1,21 @@
 // SPDX-License-Identifier: MIT
-// Scores of cluster means against keys: what the centroid kernels share. Means are f32 in memory
-// and rounded to the element type for the products.
+// Cluster means against keys: what the centroid kernels share. Means are f32 in memory and rounded
+// to the element type for the products (load_centroids). For the attention of centroid.cu and
+// centroid_sm90a.cu the walk through a row's list of top keys, and the sum over chunks of keys.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include <climits>
 #include <cstdint>
 
+#include "cuda/clustered/clustered.h"
+#include "cuda/launch/dispatch.h"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
-#include "cuda/prim/splits.cuh"
+#include "cuda/prim/softmax.cuh"
+#include "cuda/prim/team.cuh"
+#include "cuda/prim/warp.cuh"
 
 namespace coterie::cuda {
-
-constexpr int kCentroidRows = 128;  // of a block of the kernels for all architectures
-
-// The cluster means of a call as queries over all keys. "Row" of a cluster: (item * H + h) * C + c.
-struct CentroidQueries {
-  ItemSpans spans;
-  ItemChunks chunks;
-  const float* centroids;       // (items, H, C, width)
-  const std::int32_t* offsets;  // (items, H, C + 1)
-  int H, group, clusters, width;
-  int block_rows, row_tiles;      // means of a thread block; blocks for all of them
-  float sign, exponent, inverse;  // sign of the scale; |scale| log2(e), and 1 over it
-
-  __device__ std::int64_t row(int item, int head, int cluster) const {
-    return (static_cast<std::int64_t>(item) * H + head) * clusters + cluster;
-  }
-  __device__ bool empty(int item, int head, int cluster) const {
-    const std::int64_t first = (static_cast<std::int64_t>(item) * H + head) * (clusters + 1);
-    return offsets[first + cluster] >= offsets[first + cluster + 1];
-  }
-};
 
 // Block number = (slot * H + head) * row_tiles + tile: blocks that read the same keys are
 // neighbours.
@@ -87,7 +70,7 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
   constexpr int kTotal = kRows * Shape::kChunks / kThreads, kBatch = kTotal % 4 == 0 ? 4 : 1;
   static_assert(kRows * Shape::kChunks % kThreads == 0, "every thread has as many");
 #pragma unroll 1
-  for (int step = 0; step < kTotal; step += kBatch) {  // loads of a batch are on their way together
+  for (int step = 0; step < kTotal; step += kBatch) {  // loads of a batch are in flight together
     float values[kBatch][kVector];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -104,5 +87,144 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
     for (int j = 0; j < kBatch; ++j) store(threadIdx.x + (step + j) * kThreads, values[j]);
   }
 }
+
+constexpr int kAttendKeys = 64;  // of a tile: one bit each in a row's mask of top keys
+
+struct PartialRow {
+  float shift, sum, mass, unused;  // in units of 2^shift
+};
+
+// What the attention in select_attend_sm90a.cu writes. Partial results are those of the blocks of a
+// team: (teams, kSelectParts, block rows, ...), reused from problem to problem.
+template <class T>
+struct MeanOutputs {
+  Tensor4<const T> v;
+  PartialRow* rows;
+  float* outs;
+  int pitch;
+  float *lse, *mass, *out;  // results (items, H, C, ...)
+  int width;                // of a row of out
+};
+
+template <class T>
+struct AttendArgs {
+  CentroidQueries queries;
+  Tensor4<const T> k, v;
+  const std::int32_t* top_keys;  // (items, H, C, topk), or null
+  int topk;
+  PartialRow* rows;  // (slots, H, C)
+  float* outs;       // (slots, H, C, pitch), not normalised
+  int pitch;
+  float *lse, *mass, *out;  // results (items, H, C, ...); no mass without top keys
+  int width;                // of a row of out
+  // Blocks that share the keys of their means and combine their chunks themselves; size 0: none do.
+  Teams teams;
+};
+
+// Walks a row's ascending list of top keys; one thread per row. The key after the next one is
+// fetched ahead, so that the walk does not wait for memory at every tile.
+struct TopWalk {
+  const std::int32_t* list = nullptr;
+  int left = 0;  // of the list
+  int next = INT_MAX, after = INT_MAX;
+
+  __device__ int fetch() {
+    if (left == 0) return INT_MAX;
+    --left;
+    const int key = *list++;
+    return key < 0 ? INT_MAX : key;
+  }
+  __device__ void advance() {
+    next = after;
+    after = fetch();
+  }
+  __device__ void start(const std::int32_t* keys, int count, int first) {
+    int before = 0;  // keys below the first; many loads in flight
+    for (int i = 0; i < count; i += 16) {
+      int key[16];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) key[j] = keys[min(i + j, count - 1)];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) before += i + j < count && key[j] >= 0 && key[j] < first;
+    }
+    list = keys + before;
+    left = count - before;
+    next = fetch();
+    after = fetch();
+  }
+  // Bit b: key begin + b is a top key.
+  __device__ unsigned long long mask(int begin) {
+    unsigned long long bits = 0;
+    while (next < begin + kAttendKeys) {
+      bits |= 1ull << (next - begin);
+      advance();
+    }
+    return bits;
+  }
+};
+
+// Adds the chunks of one mean, in order; by a warp.
+template <class T>
+__device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item, int head,
+                                            int cluster) {
+  const CentroidQueries& queries = args.queries;
+  const int lane = threadIdx.x % 32, width = args.width;
+  const std::int64_t row = queries.row(item, head, cluster);
+  const bool empty = queries.empty(item, head, cluster);
+  const int parts = empty ? 0 : queries.chunks.count(queries.spans.k.span(item).length);
+  const std::int64_t first =
+      queries.row(queries.chunks.first_slot(queries.spans.k, item), head, cluster);
+  const std::int64_t step = static_cast<std::int64_t>(queries.H) * queries.clusters;
+
+  // Lane p of a warp looks at chunk p of 32.
+  const PartialRow none{-INFINITY, 0.0f, 0.0f, 0.0f};
+  const auto row_of = [&](int part) {
+    return part < parts ? args.rows[first + part * step] : none;
+  };
+  const PartialRow own = row_of(lane);
+  float shift = own.shift;
+  for (int part = lane + 32; part < parts; part += 32) shift = fmaxf(shift, row_of(part).shift);
+  shift = warp_max(shift);
+  float sum = 0.0f, listed = 0.0f, total[kMaxHeadDim / 32] = {};
+  for (int base = 0; base < parts; base += 32) {
+    const PartialRow partial = base == 0 ? own : row_of(base + lane);
+    const float factor = base + lane < parts ? exp2_approximate(partial.shift - shift) : 0.0f;
+    sum += factor * partial.sum;
+    listed += factor * partial.mass;
+    const float* values = args.outs + (first + base * step) * args.pitch;
+    const int count = min(parts - base, 32);
+    constexpr int kBatch = 8;  // parts whose loads are in flight together
+    for (int begin = 0; begin < count; begin += kBatch)
+#pragma unroll
+      for (int i = 0; i < kMaxHeadDim / 32; ++i) {
+        if (32 * i >= width) continue;
+        const float* column = values + min(lane + 32 * i, width - 1);
+        float part[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j)
+          part[j] = column[min(begin + j, count - 1) * step * args.pitch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const float weight = __shfl_sync(~0u, factor, (begin + j) % 32);
+          if (begin + j < count) total[i] += weight * part[j];
+        }
+      }
+  }
+  sum = warp_sum(sum);
+  listed = warp_sum(listed);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (lane == 0) {
+    args.lse[row] = row_lse(shift, sum);
+    if (args.mass) args.mass[row] = listed * inverse;
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxHeadDim / 32; ++i)
+    if (lane + 32 * i < width) args.out[row * width + lane + 32 * i] = total[i] * inverse;
+}
+
+// Partial results of every chunk on Hopper's warpgroup products, and with teams the results; 16-bit
+// types only. centroid_sm90a.cu
+template <class T>
+void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -11,7 +11,7 @@
 // for 16-bit types. Shared memory: the owned rows, two stages of 32 or 64 walked rows and their lse
 // and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128.
 // For f32, and for all types where the device is not a Hopper GPU; there 16-bit types have
-// centroid_backward_sm90a.cu and split_backward_sm90a.cu.
+// centroid_backward_sm90a.cu.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"

@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: MIT
-// The chunks of centroid.cu on Hopper's warpgroup products: each warpgroup takes 64
-// means and 64 keys at a time; the output of one tile and the scores of the next are computed
-// together. Where all blocks are on the GPU at a time, those of a mean combine their chunks
-// themselves.
-#include "cuda/clustered/centroid_attend.cuh"
-#include "cuda/clustered/key_pipeline.cuh"
-#include "cuda/clustered/mean_rows.cuh"
+// centroid.cu by Hopper's warpgroup products, for 16-bit types. Serves plain clustered attention,
+// improved clustered attention whose top keys are given (attention_attend), and its forward passes
+// where the teams of select_attend_sm90a.cu would leave a quarter of the device without work, such
+// as 16 heads of up to 128 clusters on 132 multiprocessors.
+//
+// Block number as in centroid.cu, or by teams: team * size + chunk. Two or four warpgroups of 64
+// means walk a chunk of the keys, 64 at a time; the output of one tile and the scores of the next
+// are computed together. Where all blocks are resident, they are launched as teams: those of a mean
+// combine their chunks themselves, after a barrier in global memory. Otherwise
+// centroid_combine_kernel does.
+// Shared memory: means and 6 (rows of 128 elements: 4) stages of keys and values; 112 KiB for 2
+// warpgroups, 128 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128 registers for rows of 64,
+// all of them for 128.
+#include "cuda/clustered/centroid.cuh"
+#include "cuda/clustered/means_sm90a.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/team.cuh"

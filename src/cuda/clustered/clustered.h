@@ -12,7 +12,7 @@
 #include "core/call.h"
 #include "coterie/params.h"
 #include "cuda/clustered/backward.h"
-#include "cuda/clustered/centroid.cuh"
+#include "cuda/prim/splits.cuh"
 #include "cuda/prim/team.cuh"
 
 namespace coterie::cuda {
@@ -38,6 +38,27 @@ inline float* floats(const TensorView& view) { return static_cast<float*>(view.d
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
                                    bool causal);
 
+constexpr int kCentroidRows = 128;  // of a block of the kernels for all architectures
+
+// The cluster means of a call as queries over all keys. "Row" of a cluster: (item * H + h) * C + c.
+struct CentroidQueries {
+  ItemSpans spans;
+  ItemChunks chunks;
+  const float* centroids;       // (items, H, C, width)
+  const std::int32_t* offsets;  // (items, H, C + 1)
+  int H, group, clusters, width;
+  int block_rows, row_tiles;      // means of a thread block; blocks for all of them
+  float sign, exponent, inverse;  // sign of the scale; |scale| log2(e), and 1 over it
+
+  __device__ std::int64_t row(int item, int head, int cluster) const {
+    return (static_cast<std::int64_t>(item) * H + head) * clusters + cluster;
+  }
+  __device__ bool empty(int item, int head, int cluster) const {
+    const std::int64_t first = (static_cast<std::int64_t>(item) * H + head) * (clusters + 1);
+    return offsets[first + cluster] >= offsets[first + cluster + 1];
+  }
+};
+
 // The blocks of select_attend_sm90a.cu. Thresholds, counts and candidates have block_rows rows a
 // team.
 struct SelectTeams {
@@ -49,10 +70,11 @@ constexpr int kSelectParts = 8;  // of the keys, for one or several blocks of a 
 
 struct ClusteredPlan {
   const AttentionCall& call;
-  int clusters, topk;        // topk 0 for plain clustered attention; else at most the keys
+  int clusters, topk;  // topk 0 for plain clustered attention; else at most the keys
+  std::int64_t clustering_bytes;
   bool clusters_with_means;  // the clustering writes the means of the clusters
   // The means against all keys: their attention, and the selection of top keys.
-  bool sm90a;              // by warpgroup products
+  bool sm90a;              // by warpgroup products, in the backward pass as well
   CentroidQueries means;   // tiles of means and chunks of keys; the pointers are null
   SelectTeams selection;   // without memory
   Teams attention;         // that add up their chunks; size 0: centroid_combine_kernel does
@@ -94,16 +116,5 @@ void attend_means(const ClusteredForward& pass, Arena& arena);
 // topk.cu, or the cluster's row, broadcast.cu.
 void attend_top_keys(const ClusteredForward& pass);
 void broadcast_means(const ClusteredForward& pass);
-
-struct ClusteredBackward {
-  const ClusteredPlan& plan;
-  ClusteredTensors tensors;
-  TensorView grad_out;
-  AttentionGradients gradients;
-  cudaStream_t stream = nullptr;
-};
-
-// All stages of backward.h. backward.cu
-void clustered_backward(const ClusteredBackward& pass, Arena& arena);
 
 }  // namespace coterie::cuda

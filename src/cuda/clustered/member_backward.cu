@@ -3,14 +3,18 @@
 // keys' part of dq, dk and dv of the top keys, and the sums of g_i and e_i. Weights are recomputed
 // from the saved lse.
 //
-// A block takes a unit, up to kUnitRows members of one cluster gathered in sorted order, a row
-// tile at a time, with all top keys of the cluster in shared memory:
+// Grid (units, H, tiles of 32 slots), 2 or 4 warps. A block takes a unit, up to kUnitRows members
+// of one cluster gathered in sorted order, 16 rows a warp at a time, with all top keys of the
+// cluster in shared memory:
 //
 //   row tile x 32 slots: P = exp2(Q Kᵀ), dP = G Vᵀ  ->  e of a row  ->  dS = P (dP - e), to shared
 //   dq rows = dS K, at their places      dk slots += dSᵀ Q, dv slots += Pᵀ G      sum of G's rows
 //
 // Where the unit is the whole cluster, the block has all that the operands of the centroid kernels
-// are made of (member_backward.cu). For clusters of several units that is a second launch.
+// are made of (ClusterRow). For clusters of several units that is a second launch.
+// Shared memory (MemberShape): two stages of rows, and keys, values and dS of all slots; 54 KiB for
+// 4 warps, 32 top keys and 16-bit rows of 64. Launch bounds: 6 or 4 blocks of a multiprocessor for
+// 16-bit rows of 64, 2 for rows of 128, 1 for f32. All devices and element types.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -27,8 +31,6 @@
 
 namespace coterie::cuda {
 namespace {
-
-// Products of member_backward.cu: weights of members over top keys, and sums over members.
 
 // p and g . v of 16 rows from `row` on over 16 kCount slots from `slot` on; the lane's two rows see
 // the first keys[] slots of the tile. lse in base 2.
@@ -446,7 +448,7 @@ struct MemberBlock {
   }
 };
 
-// The members of a unit on their way to shared memory, a tile at a time: find() asks for the
+// Copies the members of a unit to shared memory, a tile at a time: find() asks for the
 // numbers of its rows, load() copies them.
 template <class T, int kWidth, int kWarps>
 struct UnitRows {
@@ -729,7 +731,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   const int head = static_cast<int>(blockIdx.y), own = static_cast<int>(blockIdx.z);
   const int clusters = shape.items * shape.clusters;
   const int number = static_cast<int>(blockIdx.x) + (units ? 0 : clusters);
-  // What only needs the cluster's number is on its way while its members are looked up.
+  // What only needs the cluster's number is fetched while its members are looked up.
   const int line = static_cast<int>(threadIdx.x) * 32;
   if (units && line < shape.topk && shape.items == 1 && number < shape.clusters)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(

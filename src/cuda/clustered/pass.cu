@@ -5,12 +5,15 @@
 #include <cstddef>
 #include <optional>
 
+#include "cuda/api/entry.h"
+#include "cuda/api/padding.h"
 #include "cuda/api/pass.h"
 #include "cuda/api/refusal.h"
 #include "cuda/cluster/clustering.h"
 #include "cuda/cluster/means.h"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
+#include "cuda/launch/launch.h"
 
 namespace coterie::cuda {
 
@@ -35,7 +38,7 @@ ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, b
 
 namespace {
 
-// Stages one after the other, each in all memory behind what they share. Counts the most.
+// Stages one after the other, each in all memory behind what they share: `most` is what they need.
 struct Stages {
   Arena shared;
   cudaStream_t stream = nullptr;
@@ -48,6 +51,27 @@ struct Stages {
     most = std::max(most, arena.used());
   }
 };
+
+template <class T>
+BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
+  // Of the tail, and of what it corrects, which the causal form does not have.
+  const std::int64_t tail = shape.causal ? 0 : 1;
+  const std::int64_t rows = tail * shape.items * shape.H * shape.clusters;
+  const std::int64_t units = shape.units.places(), pitch = shape.pitch;
+  const std::int64_t slices = tail * shape.chunks.slots * shape.H * shape.clusters;
+  BackwardScratch<T> scratch;
+  scratch.unit_dout = arena.take<float>(tail * units * pitch);
+  scratch.unit_dmass = arena.take<float>(tail * units);
+  scratch.mean = arena.take<T>(rows * pitch);
+  scratch.dout = arena.take<T>(rows * pitch);
+  scratch.row_lse = arena.take<float>(rows);
+  scratch.row_delta = arena.take<float>(rows);
+  scratch.mean_slices = arena.take<float>(slices * pitch);
+  const bool top = shape.topk > 0;
+  scratch.top_dmean = arena.take<float>(top ? rows * pitch : 0);
+  scratch.slots = arena.take<T>(units * shape.topk * 2 * pitch);
+  return scratch;
+}
 
 // Both mechanisms; the plain one has no top keys.
 template <class Params>
@@ -71,12 +95,12 @@ class ClusteredPass : public Pass {
   }
 
   std::int64_t workspace_bytes() const override {
-    Stages counted;
-    select_stages(counted, {});
-    attend_stages(counted, {});
-    if (!call_.causal) forward_stages(counted, {});
-    counted([&](Arena& arena) { clustered_backward({plan()}, arena); });
-    return counted.most;
+    Stages select, attend, forward, backward;
+    select_stages(select, {});
+    attend_stages(attend, {});
+    if (!call_.causal) forward_stages(forward, {});
+    backward_stages(backward, {}, {}, {});
+    return std::max({select.most, attend.most, forward.most, backward.most});
   }
 
   void select(const std::vector<TensorView>& saved, const Workspace& workspace) const override {
@@ -94,9 +118,8 @@ class ClusteredPass : public Pass {
   }
   void backward(const AttentionResult& result, const TensorView& grad_out,
                 const AttentionGradients& gradients, const Workspace& workspace) const override {
-    Arena arena = take_workspace(workspace);
-    clustered_backward({plan(), named(result.saved), grad_out, gradients, stream_of(workspace)},
-                       arena);
+    Stages stages{take_workspace(workspace), stream_of(workspace)};
+    backward_stages(stages, result, grad_out, gradients);
   }
 
  private:
@@ -151,6 +174,64 @@ class ClusteredPass : public Pass {
     outputs(stages, pass);
   }
 
+  // The stages of backward.h.
+  void backward_stages(Stages& stages, const AttentionResult& result, const TensorView& grad_out,
+                       const AttentionGradients& gradients) const {
+    stages([&](Arena& arena) {
+      dispatch_element(call_.op, call_.inputs.q.dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        BackwardArgs<T> args{plan().backward};
+        args.scratch = take_scratch<T>(arena, args.shape);
+        if (arena.counting()) return;
+        const bool nothing = call_.causal && plan().topk == 0;  // to attend to
+        clear(gradients.dq, call_.inputs.q_sequences, nothing, stages.stream);
+        clear(gradients.dk, call_.inputs.k_sequences, call_.causal, stages.stream);
+        clear(gradients.dv, call_.inputs.k_sequences, call_.causal, stages.stream);
+        if (plan().num_means() == 0 || nothing) return;
+        name_tensors(args, named(result.saved), grad_out, gradients);
+        differentiate(args, stages.stream);
+      });
+    });
+  }
+  template <class T>
+  void differentiate(const BackwardArgs<T>& args, cudaStream_t stream) const {
+    const bool means = !call_.causal, broadcast = means && args.dq.data;
+    member_gradients(args, stream);
+    if constexpr (sizeof(T) == 2)
+      if (means && plan().sm90a) centroid_gradients_sm90a(args, stream);
+    if (means && !plan().sm90a) centroid_gradients(args, stream);
+    if (broadcast) broadcast_gradients(args, stream);
+    if (plan().topk > 0 && (args.dk.data || args.dv.data))
+      sum_top_key_gradients(args, broadcast, stream);
+  }
+  template <class T>
+  void name_tensors(BackwardArgs<T>& args, const ClusteredTensors& t, const TensorView& grad_out,
+                    const AttentionGradients& gradients) const {
+    const auto gradient = [](const TensorView& view) {
+      return view.present() ? tensor4<T>(view) : Tensor4<T>{};
+    };
+    args.lists = {ints(t.order),    ints(t.labels),      ints(t.offsets),
+                  ints(t.top_keys), floats(t.centroids), floats(t.centroid_lse),
+                  floats(t.mass),   floats(t.out),       floats(t.lse)};
+    args.q = tensor4<const T>(call_.inputs.q);
+    args.k = tensor4<const T>(call_.k);
+    args.v = tensor4<const T>(call_.inputs.v);
+    args.g = tensor4<const T>(grad_out);
+    args.dq = gradient(gradients.dq);
+    args.dk = gradient(gradients.dk);
+    args.dv = gradient(gradients.dv);
+  }
+  // Zeros in all of a gradient, or in the rows that belong to no item.
+  void clear(const TensorView& view, const Sequences& sequences, bool all,
+             cudaStream_t stream) const {
+    if (!all || view.count() == 0) return zero_padding(view, sequences, call_.num_items(), stream);
+    std::int64_t last = 0;
+    for (int dim = 0; dim < view.rank; ++dim) last += (view.size(dim) - 1) * view.stride(dim);
+    if (last + 1 != view.count()) return fill(view, 0.0, {nullptr, 0, stream});
+    const auto bytes = static_cast<std::size_t>(view.count() * dtype_bytes(view.dtype));
+    COTERIE_CUDA(cudaMemsetAsync(view.data, 0, bytes, stream));
+  }
+
   ClusteredForward begin(Stages& stages, const std::vector<TensorView>& saved) const {
     ClusteredForward pass{plan(), named(saved)};
     pass.counters = stages.shared.template take<unsigned>(plan().counters());
@@ -161,7 +242,7 @@ class ClusteredPass : public Pass {
   void cluster(Stages& stages, const ClusteredForward& pass, const ClusterExtra& extra) const {
     const ClusteredTensors& tensors = pass.tensors;
     stages([&](Arena& arena) {
-      void* memory = arena.take<std::byte>(cluster_workspace_bytes(params_.clustering, call_));
+      void* memory = arena.take<std::byte>(plan().clustering_bytes);
       if (!arena.counting())
         cluster_queries(params_.clustering, call_, tensors.labels, tensors.order, tensors.offsets,
                         memory, pass.stream, extra);

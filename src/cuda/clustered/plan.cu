@@ -29,14 +29,14 @@ CentroidBlocks centroid_blocks(const AttentionCall& call, std::int64_t clusters,
 CentroidQueries centroid_queries(const AttentionCall& call, std::int64_t clusters,
                                  const CentroidBlocks& blocks) {
   CentroidQueries queries{};
-  queries.block_rows = blocks.rows;
-  queries.row_tiles = static_cast<int>((clusters + blocks.rows - 1) / blocks.rows);
   queries.spans = item_spans(call.inputs);
-  queries.chunks = key_chunks(call, call.H * queries.row_tiles, blocks.resident);
   queries.H = static_cast<int>(call.H);
   queries.group = static_cast<int>(call.H / call.value_heads);
   queries.clusters = static_cast<int>(clusters);
   queries.width = static_cast<int>(call.Dk);
+  queries.block_rows = blocks.rows;
+  queries.row_tiles = (queries.clusters + blocks.rows - 1) / blocks.rows;
+  queries.chunks = key_chunks(call, call.H * queries.row_tiles, blocks.resident);
   queries.sign = call.scale < 0 ? -1.0f : 1.0f;
   queries.exponent = static_cast<float>(std::fabs(call.scale) * 1.4426950408889634);
   queries.inverse = 1.0f / queries.exponent;
@@ -62,28 +62,19 @@ SelectTeams select_teams(const AttentionCall& call, int problems, int resident) 
 }
 
 BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, std::int64_t topk,
-                             bool mass_grad) {
-  BackwardShape shape;
-  shape.items = static_cast<int>(call.num_items());
-  shape.B = static_cast<int>(call.B);
-  shape.H = static_cast<int>(call.H);
-  shape.group = static_cast<int>(call.H / call.value_heads);
-  shape.N = static_cast<int>(call.N);
-  shape.S = static_cast<int>(call.S);
-  shape.clusters = static_cast<int>(clusters);
-  shape.topk = static_cast<int>(topk);
+                             bool mass_grad, bool sm90a) {
+  const auto number = [](std::int64_t size) { return static_cast<int>(size); };
+  BackwardShape shape{
+      number(call.num_items()), number(call.B), number(call.H),   number(call.H / call.value_heads),
+      number(call.N),           number(call.S), number(clusters), number(topk)};
   shape.units = {shape.items, shape.H, shape.clusters, shape.N,
                  static_cast<int>(max(call.B * call.N - 1, std::int64_t{0}) >> kUnitBits)};
   shape.pitch = dispatch_head_dim(call.op, max(call.Dk, call.Dv),
                                   [](auto width) { return static_cast<int>(width); });
-  const bool sm90a = on_hopper() && call.inputs.q.dtype != DType::f32;
   const std::int64_t stacked = shape.group * clusters;
-  const bool fused = sm90a && shape.pitch == 64 && stacked <= kFusedCentroids;
-  shape.centroid_kernels = fused   ? CentroidBackward::fused_sm90a
-                           : sm90a ? CentroidBackward::split_sm90a
-                                   : CentroidBackward::all_devices;
+  shape.fused = sm90a && shape.pitch == 64 && stacked <= kFusedCentroids;
   // Centroids of a block and blocks at a time of the kernels that sum over keys.
-  const std::int64_t owned = fused ? kFusedCentroids : kMeanRows,
+  const std::int64_t owned = shape.fused ? kFusedCentroids : kMeanRows,
                      resident = (sm90a ? 1 : 2) * multiprocessors();
   shape.chunks = key_chunks(call, call.value_heads * ((stacked + owned - 1) / owned), resident);
   shape.key_ranges = key_chunks(call, call.value_heads, resident);
@@ -110,12 +101,15 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
                              std::int64_t topk, bool mass_grad) {
   const std::int64_t clusters = clustering.clusters;
   topk = min(topk, call.S);
-  ClusteredPlan plan{call, static_cast<int>(clusters), static_cast<int>(topk),
+  ClusteredPlan plan{call,
+                     static_cast<int>(clusters),
+                     static_cast<int>(topk),
+                     cluster_workspace_bytes(clustering, call),
                      clusters_with_means(clustering, call),
                      on_hopper() && call.inputs.q.dtype != DType::f32};
   const CentroidBlocks blocks = centroid_blocks(call, clusters, plan.sm90a);
   plan.means = centroid_queries(call, clusters, blocks);
-  plan.backward = backward_shape(call, clusters, topk, mass_grad);
+  plan.backward = backward_shape(call, clusters, topk, mass_grad, plan.sm90a);
   const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
   if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
   if (call.causal) return plan;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Top keys of every cluster: the keys with the largest products with the cluster's mean, without
-// storing the products.
+// storing the products. On Hopper 16-bit types have the same steps in one kernel,
+// select_attend_sm90a.cu; this file serves f32 and other devices.
 //
 // 1. threshold: products with a sample of the keys. In each of kSamples parts of the sample a row's
 //    keys fall into 32 groups; the j-th largest group maximum has at least j keys at or above it,
@@ -12,10 +13,12 @@
 //    to the element type; scored again in f32, ranked, and written in ascending order of index.
 // The threshold only decides how much work is done, never what is selected. Steps 1 and 2 compute
 // their scores by the same instructions, hence with the same bits.
+//
+// Block number of 1 and 2 = (part or chunk of the keys * H + head) * row tiles + tile; 4 warps of
+// 32 means, 64 keys at a time. Shared memory: means and two stages of keys; 33 KiB for 16-bit rows
+// of 64 elements, 128 KiB for f32 rows of 128. Step 3: a warp for two means, 36 KiB of a block.
 #include "cuda/clustered/clustered.h"
-#include "cuda/clustered/merge.cuh"
 #include "cuda/clustered/select.cuh"
-#include "cuda/clustered/select_attend.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -26,38 +29,29 @@ namespace {
 constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kMergeWarps = 4;
 
+// Bytes of the means and two stages of keys.
 template <class T, int kDim>
-struct SelectTiles {
-  static constexpr int kRowBytes = Tile<T, kDim>::kRowBytes;
-  static constexpr int kBytes = (kCentroidRows + 2 * kSelectKeys) * kRowBytes;
-
-  Tile<T, kDim> queries;
-
-  __device__ explicit SelectTiles(const void* memory) : queries{shared_address(memory)} {}
-  __device__ Tile<T, kDim> keys(int stage) const {
-    return queries.below(kCentroidRows + stage * kSelectKeys);
-  }
-};
+constexpr int kTileBytes = (kCentroidRows + 2 * kSelectKeys) * Tile<T, kDim>::kRowBytes;
 
 // The products of a block's means with `total` tiles of keys, the t-th from key first(t) on and not
 // beyond `end`. Calls body(t, products); products(visit) calls visit(n, s) with those of this
 // warp's rows 16 m .. 16 m + 15, in s[m], and the keys 16 n .. 16 n + 15 of the tile.
 template <class T, int kDim, class First, class Body>
-__device__ __forceinline__ void walk_keys(const SelectTiles<T, kDim>& tiles,
-                                          const SelectArgs<T>& args, const CentroidBlock& block,
-                                          int item, const Rows<const T>& rows, int total, int end,
+__device__ __forceinline__ void walk_keys(unsigned char* memory, const SelectArgs<T>& args,
+                                          const CentroidBlock& block, int item,
+                                          const Rows<const T>& rows, int total, int end,
                                           const First& first, const Body& body) {
+  const Tile<T, kDim> means{shared_address(memory)};
+  const auto keys = [&](int t) { return means.below(kCentroidRows + t % 2 * kSelectKeys); };
   const auto load = [&](int t) {
-    if (t < total)
-      load_tile<kSelectKeys, kThreads>(tiles.keys(t % 2), rows, first(t), end - first(t));
+    if (t < total) load_tile<kSelectKeys, kThreads>(keys(t), rows, first(t), end - first(t));
     cp_async_commit();
   };
   load(0);
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, args.queries, item, block.head,
-                                          block.first);
+  load_centroids<kCentroidRows, kThreads>(means, args.queries, item, block.head, block.first);
   __syncthreads();
   QueryFragments<T, kDim, sizeof(T) == 2 || kDim <= 32> fragments;
-  fragments.load(tiles.queries, static_cast<int>(threadIdx.x) / 32 * 32);
+  fragments.load(means, static_cast<int>(threadIdx.x) / 32 * 32);
 #pragma unroll 1
   for (int t = 0; t < total; ++t) {
     cp_async_wait<0>();
@@ -67,7 +61,7 @@ __device__ __forceinline__ void walk_keys(const SelectTiles<T, kDim>& tiles,
 #pragma unroll
       for (int n = 0; n < kSelectKeys / 16; ++n) {
         Accumulator s[2];
-        fragments.scores(s, tiles.keys(t % 2), 16 * n);
+        fragments.scores(s, keys(t), 16 * n);
         visit(n, s);
       }
     });
@@ -79,42 +73,37 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     centroid_threshold_kernel(const __grid_constant__ SelectArgs<T> args) {
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
-  const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);  // slot = item * kSamples + part
   const int item = block.slot / kSamples, part = block.slot % kSamples;
   const ItemSpan span = args.queries.spans.k.span(item);
   const KeySample sample(span.length, part);
-  const int rank = sample.rank(args.wanted);
-  if (span.length <= 3 * args.capacity || rank > 32)
+  if (span.length <= 3 * args.capacity || sample.tiles == 0)  // every key is a candidate
     return write_thresholds(args, block, item, part, -FLT_MAX);
-  if (part >= sample.parts) return write_thresholds(args, block, item, part, FLT_MAX);
-
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float groups[2][2][8];
 #pragma unroll
   for (int i = 0; i < 32; ++i) groups[i / 16][i / 8 % 2][i % 8] = -FLT_MAX;
-  walk_keys(
-      tiles, args, block, item, args.keys(span, block.head), sample.tiles, span.length,
-      [&](int t) { return sample.key(t); },
-      [&](int, const auto& products) {
-        products([&](int n, const Accumulator(&s)[2]) {
+  const auto first = [&](int t) { return sample.key(t); };
+  const auto group_maxima = [&](int n, const Accumulator(&s)[2]) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
-            const float* pair = s[i / 4][i % 2] + i / 2 % 2 * 2;
-            group = fmaxf(group, fmaxf(pair[0], pair[1]));
-          }
-        });
-      });
+    for (int i = 0; i < 8; ++i) {
+      float& group = groups[i / 4][i / 2 % 2][2 * n + i % 2];
+      const float* pair = s[i / 4][i % 2] + i / 2 % 2 * 2;
+      group = fmaxf(group, fmaxf(pair[0], pair[1]));
+    }
+  };
+  walk_keys<T, kDim>(memory, args, block, item, args.keys(span, block.head), sample.tiles,
+                     span.length, first,
+                     [&](int, const auto& products) { products(group_maxima); });
   __syncthreads();
   float(*maxima)[33] = reinterpret_cast<float(*)[33]>(memory);
-  static_assert(sizeof(float) * 33 * kCentroidRows <= SelectTiles<T, kDim>::kBytes + 1024, "room");
+  static_assert(sizeof(float) * 33 * kCentroidRows <= kTileBytes<T, kDim>, "room");
 #pragma unroll
   for (int i = 0; i < 32; ++i)
     maxima[warp * 32 + i / 16 * 16 + i / 8 % 2 * 8 + lane / 4][lane % 4 * 8 + i % 8] =
         groups[i / 16][i / 8 % 2][i % 8];
   __syncthreads();
-  write_thresholds(args, block, item, part, 0.0f, rank, maxima);
+  write_thresholds(args, block, item, part, 0.0f, (args.wanted + kSamples - 1) / kSamples, maxima);
 }
 
 template <class T, int kDim>
@@ -122,7 +111,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     centroid_candidates_kernel(const __grid_constant__ SelectArgs<T> args) {
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
-  const SelectTiles<T, kDim> tiles(memory);
   const CentroidBlock block(args.queries, blockIdx.x);
   const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
   if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
@@ -140,24 +128,24 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
                         row_threshold(args, chunk.item, block.head, cluster + 8 * r));
   const auto first = [&](int t) { return chunk.begin + t * kSelectKeys; };
   const int total = (chunk.end - chunk.begin + kSelectKeys - 1) / kSelectKeys;
-  walk_keys(tiles, args, block, chunk.item, args.keys(chunk.span, block.head), total, chunk.end,
-            first, [&](int t, const auto& products) {
-              products([&](int n, Accumulator(&s)[2]) {
-                const int key = first(t) + 16 * n + lane % 4 * 2;
-                if (first(t + 1) > chunk.end)
+  const auto offer_tile = [&](int t, const auto& products) {
+    products([&](int n, Accumulator(&s)[2]) {
+      const int key = first(t) + 16 * n + lane % 4 * 2;
+      if (first(t + 1) > chunk.end)
 #pragma unroll
-                  for (int i = 0; i < 16; ++i)
-                    if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end)
-                      s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+        for (int i = 0; i < 16; ++i)
+          if (key + i / 4 % 2 * 8 + i % 2 >= chunk.end) s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                  const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
-                  offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0],
-                         low[1], high[0], high[1], key);
-                }
-              });
-              make_room(lists, args.capacity, args.wanted, first(t + 1));
-            });
+      for (int r = 0; r < 4; ++r) {
+        const float *low = s[r / 2][0] + r % 2 * 2, *high = s[r / 2][1] + r % 2 * 2;
+        offer4(lists[r], fmaxf(fmaxf(low[0], low[1]), fmaxf(high[0], high[1])), low[0], low[1],
+               high[0], high[1], key);
+      }
+    });
+    make_room(lists, args.capacity, args.wanted, first(t + 1));
+  };
+  walk_keys<T, kDim>(memory, args, block, chunk.item, args.keys(chunk.span, block.head), total,
+                     chunk.end, first, offer_tile);
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     if (cluster + 8 * r < args.queries.clusters)
@@ -188,23 +176,19 @@ __global__ void __launch_bounds__(kMergeWarps * 32, 4)
   merge_lists(args, row, lists, memory[warp]);
 }
 
-template <class T, int kDim>
-void launch_candidates(const SelectArgs<T>& args, cudaStream_t stream) {
-  const CentroidQueries& queries = args.queries;
-  constexpr int kBytes = SelectTiles<T, kDim>::kBytes + 1024;
-  const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
-  launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
-               tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
-  launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,
-               tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
-}
-
 // The three steps as kernels of their own.
 template <class T>
 void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStream_t stream) {
-  dispatch_head_dim(call.op, call.Dk,
-                    [&](auto dim) { launch_candidates<T, decltype(dim)::value>(args, stream); });
-  const std::int64_t pairs = call.num_items() * call.H * ((args.queries.clusters + 1) / 2);
+  const CentroidQueries& queries = args.queries;
+  const unsigned tiles = static_cast<unsigned>(queries.H * queries.row_tiles);
+  dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value, kBytes = kTileBytes<T, kDim>;
+    launch_early("centroid_threshold", centroid_threshold_kernel<T, kDim>,
+                 tiles * kSamples * queries.chunks.items, kThreads, kBytes, stream, args);
+    launch_early("centroid_candidates", centroid_candidates_kernel<T, kDim>,
+                 tiles * queries.chunks.slots, kThreads, kBytes, stream, args);
+  });
+  const std::int64_t pairs = call.num_items() * call.H * ((queries.clusters + 1) / 2);
   launch_early("centroid_merge", centroid_merge_kernel<T>,
                static_cast<unsigned>((pairs + kMergeWarps - 1) / kMergeWarps), kMergeWarps * 32, 0,
                stream, args);
@@ -236,17 +220,16 @@ void select_top_keys(const ClusteredForward& pass, Arena& arena) {
   if (arena.counting() || plan.num_means() == 0 || plan.topk == 0) return;
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    SelectArgs<T> args;
-    args.queries = plan.queries(pass.tensors);
-    args.k = tensor4<const T>(call.k);
-    args.topk = plan.topk;
-    args.wanted = wanted;
-    args.capacity = capacity;
-    args.thresholds = thresholds;
-    args.counts = counts;
-    args.candidates = candidates;
-    args.top_keys = ints(pass.tensors.top_keys);
-    args.inputs_ready = plan.clusters_with_means;
+    const SelectArgs<T> args{plan.queries(pass.tensors),
+                             tensor4<const T>(call.k),
+                             plan.topk,
+                             wanted,
+                             capacity,
+                             thresholds,
+                             counts,
+                             candidates,
+                             ints(pass.tensors.top_keys),
+                             plan.clusters_with_means};
     if constexpr (sizeof(T) == 2)
       if (plan.sm90a) {
         const MeanOutputs<T> to{tensor4<const T>(call.inputs.v),

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: MIT
-// Outputs of the queries of improved clustered attention.
+// Outputs of the queries of improved clustered attention:
+//   out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c
+// Causal: attention over those top keys that are not after the query, and nothing else.
 //
-// out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c.
-// A block takes up to 32 or 64 queries a warp of one cluster. It gathers the cluster's keys and
-// values to shared memory once; each warp then streams 16 queries at a time through its registers
-// and writes each output to its query's place. Causal: attention over those top keys that are not
-// after the query, and nothing else.
+// Grid (tiles of sorted queries, H). A block of 4 warps takes up to 256 queries of one cluster;
+// where clusters have up to 96 members on average, a block of one warp takes up to 32. It gathers
+// the cluster's keys and values to shared memory once (8 KiB for 32 top keys and 16-bit rows of 64
+// elements, at most 128 KiB); each warp then streams 16 queries at a time through its registers and
+// writes each output to its query's place. Launch bounds: 16 warps of a multiprocessor for 16-bit
+// rows of 64, 8 for others. Rows that are not aligned to 16 bytes are copied by elements. All
+// devices and element types.
 #include <climits>
 #include <cstdint>
 
@@ -24,8 +28,6 @@
 namespace coterie::cuda {
 namespace {
 
-// Attention of 16 queries of a warp over keys and values in shared memory (topk.cu).
-//
 // Lanes read rows of queries in pieces of 16 bytes. That deals columns to lanes in another order
 // than the products do; keys are read from shared memory in the same way, and products do not care
 // in which order depths are added.
@@ -384,7 +386,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   const Rows<const T> k = args.k.rows(span.batch, head / args.group, span.begin);
   const Rows<const T> v = args.v.rows(span.batch, head / args.group, span.begin);
   const std::int32_t* top = args.top_keys + cluster_row * args.topk;
-  // One branch around all copies, so that they are on their way together.
+  // One branch around all copies, so that they are in flight together.
   const int count = k.aligned && v.aligned && max(k.pitch, v.pitch) <= UINT_MAX
                         ? gather<true, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk)
                         : gather<false, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk);

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Adds the gradients of the clusters' top keys (slots, backward.h) to the rows of dk and dv. A
-// block owns a tile of keys. It looks through the lists of all clusters for keys of its tile and
-// sorts what it finds by key, then by head and cluster. Groups of its lanes add up equal shares
-// of that, however often a key is listed; keys on the border of shares go through shared memory.
+// Adds the gradients of the clusters' top keys (slots, backward.h) to the rows of dk and dv:
+//   dk_j += sum over the lists and units with j among their keys of the slot's row; dv_j likewise
+//
+// Grid (tiles of 64 to 4096 keys, key heads), 256 threads. A block owns a tile of keys. It looks
+// through the lists of all clusters for keys of its tile and sorts what it finds by key, then by
+// head and cluster. Groups of its lanes add up equal shares of that, however often a key is listed;
+// keys on the border of shares go through shared memory. Atomics count entries only; the order of
+// every sum is fixed. Shared memory: 88 KiB; two blocks of a multiprocessor. Rows that are not
+// aligned are read and written by elements. All devices and element types.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -16,11 +21,8 @@
 namespace coterie::cuda {
 namespace {
 
-// The fold of the clustered backward pass (topk_backward_sum.cu): which list entries add to a tile
-// of keys, and in what order.
-
 constexpr int kMostKeys = 4096, kLeastKeys = 64;  // of a tile
-constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 // Entries sorted at a time; a tile with more of them is added up in several rounds.
 constexpr int kEntries = 2048;
 static_assert(kEntries >= kMaxTopKeys, "a round takes at least one list");
@@ -48,7 +50,7 @@ struct UnitPlaces {
   int first, second, units;
 };
 
-struct FoldMemory {
+struct EntryMemory {
   Entry found[kEntries];
   UnitPlaces units[kEntries];
   int ends[kMostKeys];  // entries of each key, then where its next one goes
@@ -61,7 +63,7 @@ struct FoldMemory {
 
 // What a block works on.
 template <class T>
-struct FoldBlock {
+struct KeyTileLists {
   const BackwardArgs<T>& args;
   ItemChunk keys;
   int key_head;
@@ -89,65 +91,63 @@ struct FoldBlock {
 
   // Finds the entries of lists [first, last) in any order, and counts them by key; returns their
   // number, of which at most kEntries are kept. A warp reads 32 slots of several lists at a time.
-  __device__ int find(FoldMemory& memory, int first, int last) const {
+  __device__ int find(EntryMemory& memory, int first, int last) const {
     constexpr int kLists = 16;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, topk = args.shape.topk;
     const auto size = static_cast<unsigned>(keys.end - keys.begin);
     const std::int32_t* lists = args.lists.top_keys + first_row() * topk;
     __syncthreads();
     if (threadIdx.x == 0) memory.count = 0;
-    for (unsigned i = threadIdx.x; i < size; i += kFoldThreads) memory.ends[i] = 0;
+    for (unsigned i = threadIdx.x; i < size; i += kThreads) memory.ends[i] = 0;
     __syncthreads();
     for (int slot = lane; slot - lane < topk; slot += 32)
-      for (int base = first + warp; base < last; base += kLists * kFoldWarps) {
+      for (int base = first + warp; base < last; base += kLists * kWarps) {
         const std::int32_t* from = lists + static_cast<std::int64_t>(base) * topk + slot;
         unsigned key[kLists];
 #pragma unroll
-        for (int i = 0; i < kLists; ++i, from += kFoldWarps * topk)
-          key[i] = (slot < topk && base + i * kFoldWarps < last ? *from : -1) - keys.begin;
+        for (int i = 0; i < kLists; ++i, from += kWarps * topk)
+          key[i] = (slot < topk && base + i * kWarps < last ? *from : -1) - keys.begin;
 #pragma unroll
         for (int i = 0; i < kLists; ++i) {
           if (key[i] >= size) continue;
           atomicAdd(&memory.ends[key[i]], 1);
           const int place = atomicAdd(&memory.count, 1);
           if (place < kEntries)
-            memory.found[place] = make_entry(static_cast<int>(key[i]), base + i * kFoldWarps, slot);
+            memory.found[place] = make_entry(static_cast<int>(key[i]), base + i * kWarps, slot);
         }
       }
     __syncthreads();
     return memory.count;
   }
-};
 
-// Puts the `count` entries that were found in order: to the places of their keys, then each key's
-// few among themselves. `entries` is memory to work in.
-template <class T>
-__device__ __forceinline__ void sort_entries(const FoldBlock<T>& block, FoldMemory& memory,
-                                             Entry* entries, int count) {
-  int carry = 0;
-  const int size = block.keys.end - block.keys.begin;
-  for (int first = 0; first < size; first += kFoldThreads) {
-    const int key = first + static_cast<int>(threadIdx.x);
-    const int start = block_exclusive_scan(key < size ? memory.ends[key] : 0, carry);
-    if (key < size) memory.ends[key] = start;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kFoldThreads) {
-    const Entry entry = memory.found[i];
-    entries[atomicAdd(&memory.ends[key_of(entry)], 1)] = entry;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kFoldThreads) {
-    const Entry entry = entries[i];
-    const int key = key_of(entry), begin = memory.begin(key), end = memory.ends[key];
-    int place = begin;
+  // Puts the `count` entries that were found in order: to the places of their keys, then each key's
+  // few among themselves. `entries` is memory to work in.
+  __device__ __forceinline__ void sort(EntryMemory& memory, Entry* entries, int count) const {
+    int carry = 0;
+    const int size = keys.end - keys.begin;
+    for (int first = 0; first < size; first += kThreads) {
+      const int key = first + static_cast<int>(threadIdx.x);
+      const int start = block_exclusive_scan(key < size ? memory.ends[key] : 0, carry);
+      if (key < size) memory.ends[key] = start;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const Entry entry = memory.found[i];
+      entries[atomicAdd(&memory.ends[key_of(entry)], 1)] = entry;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const Entry entry = entries[i];
+      const int key = key_of(entry), begin = memory.begin(key), end = memory.ends[key];
+      int place = begin;
 #pragma unroll 8
-    for (int j = begin; j < end; ++j) place += entries[j] < entry;
-    memory.found[place] = entry;
-    memory.units[place] = block.unit_places(entry);
+      for (int j = begin; j < end; ++j) place += entries[j] < entry;
+      memory.found[place] = entry;
+      memory.units[place] = unit_places(entry);
+    }
+    __syncthreads();
   }
-  __syncthreads();
-}
+};
 
 // 16 bytes, or zeros; and 16 bytes written or not. By predicate: loads behind branches would be
 // waited for one by one.
@@ -171,18 +171,18 @@ __device__ __forceinline__ void store_if(void* to, const uint4& words, bool ther
 template <class T, int kPitch>
 struct Share {
   static constexpr int kVector = 16 / sizeof(T);
-  static constexpr int kLanes = kPitch / 8, kShares = kFoldThreads / kLanes;
+  static constexpr int kLanes = kPitch / 8, kShares = kThreads / kLanes;
   static constexpr int kVectors = 2 * kPitch / (kLanes * kVector);
-  static constexpr int kAhead = kVectors > 2 ? 2 : 3;  // entries on their way: they come from far
+  static constexpr int kAhead = kVectors > 2 ? 2 : 3;  // entries in flight: they come from far
   using Border = float[2][2 * kPitch];  // sums of a share's first and last key, where not all of it
-  const FoldBlock<T>& block;
-  const FoldMemory& memory;
+  const KeyTileLists<T>& block;
+  const EntryMemory& memory;
   Border* borders;
   Rows<T> rows[2];  // of dk and dv for the tile's keys; no data when the tensor is absent
   bool fast;        // they are read and written by 16 bytes
   float sum[kVectors][kVector] = {};
 
-  __device__ Share(const FoldBlock<T>& b, const FoldMemory& m, Border* to)
+  __device__ Share(const KeyTileLists<T>& b, const EntryMemory& m, Border* to)
       : block(b), memory(m), borders(to) {
     const BackwardArgs<T>& args = block.args;
     const ItemChunk& keys = block.keys;
@@ -322,23 +322,23 @@ struct Share {
 
 // What a block of top_key_gradient_kernel has in shared memory.
 template <class T, int kPitch>
-struct FoldShared {
+struct TileMemory {
   union {
     Entry entries[kEntries];  // while they are sorted
     typename Share<T, kPitch>::Border borders[Share<T, kPitch>::kShares];
   };
-  FoldMemory memory;
+  EntryMemory memory;
 };
 
 template <class T, int kPitch>
-__global__ void __launch_bounds__(kFoldThreads, 2)
+__global__ void __launch_bounds__(kThreads, 2)
     top_key_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, ItemChunks tiles,
                             bool beside_broadcast) {
   extern __shared__ __align__(16) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<FoldShared<T, kPitch>*>(bytes);
-  FoldMemory& memory = shared.memory;
+  auto& shared = *reinterpret_cast<TileMemory<T, kPitch>*>(bytes);
+  EntryMemory& memory = shared.memory;
   const BackwardShape& shape = args.shape;
-  FoldBlock<T> block{args, tiles.find(shape.spans.k, blockIdx.x), static_cast<int>(blockIdx.y)};
+  KeyTileLists<T> block{args, tiles.find(shape.spans.k, blockIdx.x), static_cast<int>(blockIdx.y)};
   const ItemChunk& keys = block.keys;
   if (keys.begin >= keys.end) return await_writes();
   block.queries = shape.spans.q.span(keys.item);
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kFoldThreads, 2)
       step = kEntries / shape.topk;
       count = block.find(memory, first, min(first + step, lists));
     }
-    sort_entries(block, memory, shared.entries, count);
+    block.sort(memory, shared.entries, count);
     // The lists were there before. Behind broadcast_gradients, which lets this kernel start when
     // all before it is over, the only wait is the one in the end.
     if (!beside_broadcast) await_writes();
@@ -379,7 +379,7 @@ void sum_top_key_gradients(const BackwardArgs<T>& args, bool beside_broadcast,
   const dim3 grid(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group));
   dispatch_head_dim("i-clustered", shape.pitch, [&](auto width) {
     launch_early("top_key_gradient", top_key_gradient_kernel<T, decltype(width)::value>, grid,
-                 kFoldThreads, sizeof(FoldShared<T, decltype(width)::value>), stream, args, tiles,
+                 kThreads, sizeof(TileMemory<T, decltype(width)::value>), stream, args, tiles,
                  beside_broadcast);
   });
 }
