@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: MIT
-// The metric S of the keys' covariance, and centroids weighed with it: m_c = S (mu_c - r) and b_c,
+// Centroids weighed with the keys' covariance S (key_covariance.cu): m_c = S (mu_c - r) and b_c,
 // see stages.h.
 //
-// key_covariance: a block of 256 threads per 16 rows of S, key head and item; fp32 sums over up to
-//   8 Dk evenly spaced keys, 64 of them in shared memory at a time (16 or 32 KB).
-// weigh_centroids: blocks of 512 threads share an item and head; a warp takes a cluster. Shared
-//   memory: S, 16 or 64 KB, and 4 or 8 KB of differences.
-// Preconditions: Dk <= 128, any alignment. The one-kernel k-means (key_kmeans_sm90a.cu) replaces
-// both where it serves.
+// Blocks of 512 threads share an item and head; a warp takes a cluster. Shared memory: S, 16 or 64
+// KB, and 4 or 8 KB of differences. Preconditions: Dk <= 128, any alignment. The one-kernel k-means
+// (key_kmeans_sm90a.cu) replaces it where it serves.
 #include "cuda/cluster/stages.h"
 
 #include "coterie/random.h"
@@ -20,78 +17,6 @@
 namespace coterie::cuda {
 
 namespace {
-
-constexpr int kCovarianceThreads = 256, kCovarianceBatch = 64;
-constexpr int kSlab = 16;  // rows of the covariance that one block computes
-
-struct CovarianceArgs {
-  ClusterShape shape;
-  float* covariance;
-  int width;
-  ZeroedWords zeroed;
-};
-
-// Rows slab .. slab + 15 of the covariance of one item and key head, S2 / n - mean mean^T of the
-// sampled keys less the first key. A thread has four rows and kEach columns.
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kCovarianceThreads)
-    key_covariance_kernel(CovarianceArgs args, Tensor4<const T> k) {
-  await_previous();
-  constexpr int kEach = kWidth / 64;
-  __shared__ __align__(16) float keys[kCovarianceBatch][kWidth];
-  __shared__ int sampled[kCovarianceBatch];
-  __shared__ float mean[kWidth];
-  args.zeroed.zero();
-  const int slab = blockIdx.x % (kWidth / kSlab) * kSlab, problem = blockIdx.x / (kWidth / kSlab);
-  const int key_heads = args.shape.heads / args.shape.group, thread = threadIdx.x;
-  const ItemSpan span = args.shape.k.span(problem / key_heads);
-  const Rows<const T> rows = k.rows(span.batch, problem % key_heads, span.begin);
-  const int samples = min(span.length, 8 * args.width);
-  const int own = thread / 64 * 4, column = thread % 64 * kEach;
-  float sum[5][kEach] = {};  // of products with the four rows, and with 1
-  for (int first = 0; first < samples; first += kCovarianceBatch) {
-    const int count = min(kCovarianceBatch, samples - first);
-    __syncthreads();
-    if (thread < count)
-      sampled[thread] =
-          static_cast<int>(static_cast<std::int64_t>(first + thread) * span.length / samples);
-    __syncthreads();
-#pragma unroll 8
-    for (int i = thread; i < count * kWidth; i += kCovarianceThreads) {
-      const int d = i % kWidth;
-      keys[i / kWidth][d] =
-          d < args.width ? to_float(rows.row(sampled[i / kWidth])[d]) - to_float(rows.row(0)[d])
-                         : 0.0f;
-    }
-    __syncthreads();
-    float part[5][kEach] = {};  // of the batch by itself: less is lost
-#pragma unroll 4
-    for (int r = 0; r < count; ++r) {
-      const float4 four = *reinterpret_cast<const float4*>(&keys[r][slab + own]);
-      const float left[5] = {four.x, four.y, four.z, four.w, 1.0f};
-#pragma unroll
-      for (int i = 0; i < 5; ++i)
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) part[i][e] = fmaf(left[i], keys[r][column + e], part[i][e]);
-    }
-#pragma unroll
-    for (int i = 0; i < 5; ++i)
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) sum[i][e] += part[i][e];
-  }
-  const float count = static_cast<float>(max(samples, 1));
-  if (own == 0)
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) mean[column + e] = sum[4][e] / count;
-  __syncthreads();
-  float* to = args.covariance +
-              (static_cast<std::int64_t>(problem) * kWidth + slab + own) * kWidth + column;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int e = 0; e < kEach; ++e)
-      to[i * kWidth + e] = sum[i][e] / count - mean[slab + own + i] * mean[column + e];
-}
 
 struct WeighArgs {
   ClusterSums sums;
@@ -237,21 +162,6 @@ KeyMetricBuffers::KeyMetricBuffers(Arena& arena, const AttentionCall& call, std:
                                    padded_width(call.Dk))),
       centroids(arena.take<float>(call.num_items() * call.H * clusters * call.Dk)),
       table(arena, call, clusters) {}
-
-void key_covariance(const AttentionCall& call, const KeyMetricBuffers& buffers,
-                    const ZeroedWords& zeroed, cudaStream_t stream) {
-  const CovarianceArgs args{cluster_shape(call, 0), buffers.covariance, static_cast<int>(call.Dk),
-                            zeroed};
-  dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    dispatch_head_dim(call.op, call.Dk, [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      launch_early("key_covariance", key_covariance_kernel<T, kWidth>,
-                   static_cast<unsigned>(args.shape.key_problems() * (kWidth / kSlab)),
-                   kCovarianceThreads, 0, stream, args, tensor4<const T>(call.k));
-    });
-  });
-}
 
 void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool initial,
                      const KeyMetricBuffers& buffers, cudaStream_t stream) {

@@ -20,66 +20,70 @@ inline std::size_t sort_shared_bytes(int clusters, int warps) {
   return group_shared_bytes(clusters, warps) + kSortPairs * sizeof(std::uint16_t);
 }
 
-// A chunk of a block's pairs, sorted in shared memory.
-struct SortedChunk {
-  const std::uint16_t* pairs;  // counted from the first of the chunk
-  const std::int32_t* ends;    // of the clusters in it
-  int begin;                   // its first pair
-};
+// From counts to places in the order of a chunk. By all threads of a block.
+template <int kSides>
+__device__ void place_clusters(const BlockCounts<kSides>& counts) {
+  int carry = 0;
+  for (int first = 0; first < counts.clusters; first += blockDim.x) {
+    const int c = first + static_cast<int>(threadIdx.x);
+    const int slot = block_exclusive_scan(c < counts.clusters ? counts.total(c) : 0, carry);
+    if (c < counts.clusters) counts.place(c, slot);
+  }
+  __syncthreads();
+}
+
+// write(first place, begin, end) for the pairs [begin, end) of a cluster in a sorted chunk, by all
+// lanes of a warp, for clusters [first, first + count) of `ends`; `starts` are where their next
+// pairs go. A lane reads the places of one cluster; the pairs of a cluster are written together.
+template <class Write>
+__device__ __forceinline__ void store_clusters(const std::int32_t* ends, int first, int count,
+                                               std::int32_t* starts, const Write& write) {
+  const int lane = static_cast<int>(threadIdx.x % 32u), warps = static_cast<int>(blockDim.x) / 32;
+  const int each = (count + warps - 1) / warps;
+  const int own = first + static_cast<int>(threadIdx.x) / 32 * each;
+  const int stop = min(own + each, first + count);
+  for (int base = own; base < stop; base += 32) {
+    const int c = base + lane;
+    const int begin = c > 0 && c < stop ? ends[c - 1] : 0, end = c < stop ? ends[c] : 0;
+    const int start = c < stop ? starts[c] : 0;
+    if (c < stop) starts[c] = start + end - begin;
+    for (int k = 0; k < min(32, stop - base); ++k)
+      write(base + k, __shfl_sync(~0u, start, k), __shfl_sync(~0u, begin, k),
+            __shfl_sync(~0u, end, k));
+  }
+}
 
 // Sorts this block's `range` of pairs, whose labels it wrote, or others before. start(c, slot,
 // before) says where the block's first pair of cluster c goes, see share_counts, and is told the
-// end of all; write(c, place, pair, sorted) stores one. `starts` has a number for each cluster:
-// where the pairs of a chunk go while it is written. `shared` has sort_shared_bytes.
-template <int kSides, class Start, class Write>
-__device__ void sort_pairs(Team& team, const std::int32_t* const (&labels)[kSides], int clusters,
+// end of all; write(place, pair) stores one. `starts` has a number for each cluster: where the
+// pairs of a chunk go while it is written. `shared` has sort_shared_bytes.
+template <class Start, class Write>
+__device__ void sort_pairs(Team& team, const std::int32_t* labels, int clusters,
                            const RowRange& range, std::int32_t* histograms, std::int32_t* starts,
                            std::int32_t* shared, int shared_words, const Start& start,
                            const Write& write) {
-  constexpr int kChunk = kSortPairs / kSides;
   const int room = shared_words - kSortPairs / 2, lane = static_cast<int>(threadIdx.x % 32u);
   auto* sorted = reinterpret_cast<std::uint16_t*>(shared + room);
-  const BlockCounts<kSides> counts(labels, clusters, shared, room);
-  const std::int32_t* ends = counts.last_counts();
-  const int all = counts.clusters, warps = static_cast<int>(blockDim.x) / 32;
-  const int each = (all + warps - 1) / warps, own = static_cast<int>(threadIdx.x) / 32 * each;
+  const BlockCounts<> counts({labels}, clusters, shared, room);
   counts.count(range);
   const int total = share_counts(team, counts, histograms, [&](int c, int slot, int before) {
     starts[c] = start(c, slot, before);
   });
-  if (threadIdx.x == 0) start(all, total, 0);
-  for (int first = range.begin; first < range.end; first += kChunk) {
-    const RowRange chunk{first, min(first + kChunk, range.end)};
-    if (range.end - range.begin > kChunk) counts.count(chunk);
-    __syncthreads();
-    int carry = 0;
-    for (int base = 0; base < all; base += blockDim.x) {  // from counts to places
-      const int c = base + static_cast<int>(threadIdx.x);
-      const int slot = block_exclusive_scan(c < all ? counts.total(c) : 0, carry);
-      if (c < all) counts.place(c, slot);
-    }
-    __syncthreads();
+  if (threadIdx.x == 0) start(clusters, total, 0);
+  __syncthreads();
+  for (int first = range.begin; first < range.end; first += kSortPairs) {
+    const RowRange chunk{first, min(first + kSortPairs, range.end)};
+    if (range.end - range.begin > kSortPairs) counts.count(chunk);
+    place_clusters(counts);
     counts.fill(chunk, [&](int slot, int pair) {
       sorted[slot] = static_cast<std::uint16_t>(pair - chunk.begin);
     });
     __syncthreads();
-    // Lanes know a cluster each, and write the pairs of one after the other together.
-    const int stop = min(own + each, all);
-    for (int base = own; base < stop; base += 32) {
-      const int c = base + lane;
-      const int begin = c > 0 && c < stop ? ends[c - 1] : 0, end = c < stop ? ends[c] : 0;
-      const int place = c < stop ? starts[c] - begin : 0;
-      for (int k = 0; k < min(32, stop - base); ++k) {
-        const int from = __shfl_sync(~0u, begin, k), to = __shfl_sync(~0u, end, k);
-        const int target = __shfl_sync(~0u, place, k);
-        for (int i = from + lane; i < to; i += 32)
-          write(base + k, target + i, chunk.begin + sorted[i], SortedChunk{sorted, ends, first});
-      }
-    }
-    if (chunk.end == range.end) break;
-    __syncthreads();
-    for (int c = threadIdx.x; c < all; c += blockDim.x)
-      starts[c] += ends[c] - (c > 0 ? ends[c - 1] : 0);
+    store_clusters(counts.last_counts(), 0, clusters, starts,
+                   [&](int, int place, int begin, int end) {
+                     for (int i = begin + lane; i < end; i += 32)
+                       write(place - begin + i, chunk.begin + sorted[i]);
+                   });
   }
 }
 
@@ -106,14 +110,14 @@ __device__ inline void sort_problem(const SortSide& side, int number, Team& team
     offsets[c] = slot;
     if (copy) offsets_copy[c] = slot;
   };
-  sort_pairs<1>(
-      team, {side.labels + start}, clusters, team.share(span.length * m), histograms, starts,
-      shared, shared_words,
+  sort_pairs(
+      team, side.labels + start, clusters, team.share(span.length * m), histograms, starts, shared,
+      shared_words,
       [&](int c, int slot, int before) {
         offset(c, slot);
         return slot + before;
       },
-      [&](int, int place, int pair, const SortedChunk&) {
+      [&](int place, int pair) {
         const int row = m > 1 ? pair / m : pair;
         order[place] = row;
         if (copy) copy[place] = row;

@@ -747,44 +747,124 @@ __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanPr
   label_rows<kChunks>(args, columns, range, problem.last - problem.first + 1, shared);
 }
 
+// Queries and keys of equal lengths, sorted together: a chunk of kJointRows rows of either side in
+// shared memory, and what a query sees of it. Both sides are counted in the order of their
+// positions, so that what a query sees is known where it is placed.
+constexpr int kJointRows = kSortPairs / 2;
+
+inline std::size_t joint_shared_bytes(int clusters, int warps) {
+  return group_shared_bytes(2 * clusters, warps) +
+         (kSortPairs + kJointRows) * sizeof(std::uint16_t);
+}
+
 // Numbers of a block, C of each: two sets of histograms of both sides, where the next queries and
-// keys of a cluster go, and where its keys begin.
+// keys of a cluster go, and how many keys of it there are before.
 constexpr int kJointNumbers = 7;
 
-// The runs of queries and keys of equal lengths, sorted together, and how many keys of its cluster
-// a query sees: those of blocks and chunks before, and those of its chunk that are not after it.
+// Sorts a chunk whose clusters were placed: rows[slot], and for queries sight[slot], the place
+// behind the last key of its cluster that is not after it.
+__device__ __forceinline__ void fill_joint(const BlockCounts<2>& counts, const RowRange& chunk,
+                                           std::uint16_t* rows, std::uint16_t* sight) {
+  const int lane = static_cast<int>(threadIdx.x % 32u), clusters = counts.clusters / 2;
+  const int bits = 32 - __clz(clusters - 1), end = counts.own(chunk).end;
+  const unsigned below = (1u << lane) - 1;
+  std::int32_t *q_slots = counts.own_counts(), *k_slots = q_slots + clusters;
+  counts.for_batches(chunk, [&](int first, const int(&label)[2][kLabelBatch]) {
+    const int parts = uniform_trips((end - first + 31) / 32);
+    const int(&q)[kLabelBatch] = label[0];
+    const int(&k)[kLabelBatch] = label[1];
+    // Lanes whose label is this lane's: queries, keys, and keys like this query.
+    unsigned same_q[kLabelBatch], same_k[kLabelBatch], seen_k[kLabelBatch];
+#pragma unroll
+    for (int i = 0; i < kLabelBatch; ++i)
+      same_q[i] = same_k[i] = seen_k[i] = __ballot_sync(~0u, q[i] >= 0);
+    for (int bit = 0; bit < bits; ++bit)
+#pragma unroll
+      for (int i = 0; i < kLabelBatch; ++i) {
+        if (i >= parts) break;
+        const bool q_set = q[i] >> bit & 1, k_set = k[i] >> bit & 1;
+        const unsigned q_lanes = __ballot_sync(~0u, q_set), k_lanes = __ballot_sync(~0u, k_set);
+        same_q[i] &= q_set ? q_lanes : ~q_lanes;
+        same_k[i] &= k_set ? k_lanes : ~k_lanes;
+        seen_k[i] &= q_set ? k_lanes : ~k_lanes;
+      }
+#pragma unroll
+    for (int i = 0; i < kLabelBatch; ++i) {
+      if (i >= parts) break;
+      const bool in = q[i] >= 0;
+      int q_slot = 0, k_slot = 0, seen = 0;
+      if (in) {
+        q_slot = q_slots[q[i]];
+        k_slot = k_slots[k[i]];
+        seen = k_slots[q[i]];
+      }
+      __syncwarp();
+      if (in && (same_q[i] & below) == 0) q_slots[q[i]] = q_slot + __popc(same_q[i]);
+      if (in && (same_k[i] & below) == 0) k_slots[k[i]] = k_slot + __popc(same_k[i]);
+      __syncwarp();
+      if (!in) continue;
+      const auto row = static_cast<std::uint16_t>(first + 32 * i + lane - chunk.begin);
+      q_slot += __popc(same_q[i] & below);
+      rows[q_slot] = row;
+      rows[k_slot + __popc(same_k[i] & below)] = row;
+      sight[q_slot] = static_cast<std::uint16_t>(seen + __popc(seen_k[i] & (2 * below + 1)));
+    }
+  });
+  __syncthreads();
+}
+
+// The runs of both sides of a problem, and how many keys of its cluster a query sees: those of
+// blocks and chunks before, and those of its chunk that are not after it.
 __device__ inline void sort_both_sides(const ScanArgs& args, int number, int turn, Team& team,
                                        std::int32_t* memory) {
   const ClusterShape& shape = args.sides[0].sort.shape;
-  const int clusters = shape.clusters;
+  const int clusters = shape.clusters, lane = static_cast<int>(threadIdx.x % 32u);
   const ItemSpan span = shape.q.span(number / shape.heads);
   const std::int64_t start = shape.start(span, number % shape.heads);
   const std::int64_t lists = static_cast<std::int64_t>(number) * (clusters + 1);
   const SortedRuns &q = args.sides[0].sort.runs, &k = args.sides[1].sort.runs;
   const std::int64_t blocks = static_cast<std::int64_t>(args.teams.count) * team.size;
   std::int32_t* starts = args.numbers + (4 * blocks + 3 * blockIdx.x) * clusters;
-  std::int32_t* first_keys = starts + 2 * clusters;
-  if (team.rank == 0 && threadIdx.x == 0) q.offsets[lists + clusters] = span.length;
-  sort_pairs<2>(
-      team, {args.sides[0].labels + start, args.sides[1].labels + start}, clusters,
-      team.share(span.length), histograms_of(args.numbers, args.teams, team, turn, 2 * clusters),
-      starts, memory, args.shared_words,
-      [&](int c, int slot, int before) {  // keys are behind all queries
-        const bool keys = c >= clusters;
-        const int first = keys ? slot - span.length : slot;
-        if (team.rank == 0) (keys ? k.offsets + c - clusters : q.offsets + c)[lists] = first;
-        if (keys && c < 2 * clusters) first_keys[c - clusters] = first;
-        return first + before;
-      },
-      [&](int c, int place, int row, const SortedChunk& sorted) {
-        const bool keys = c >= clusters;
-        (keys ? k.order : q.order)[start + place] = row;
-        if (keys) return;
-        const int own = clusters + c, begin = sorted.ends[own - 1];
-        args.ends[start + place] =
-            starts[own] - first_keys[c] +
-            upper_bound(sorted.pairs + begin, sorted.ends[own] - begin, row - sorted.begin);
-      });
+  std::int32_t* before = starts + 2 * clusters;
+  const RowRange range = team.share(span.length);
+  const int room = args.shared_words - (kSortPairs + kJointRows) / 2;
+  auto* rows = reinterpret_cast<std::uint16_t*>(memory + room);
+  std::uint16_t* sight = rows + kSortPairs;
+  const BlockCounts<2> counts({args.sides[0].labels + start, args.sides[1].labels + start},
+                              clusters, memory, room);
+  counts.count(range);
+  share_counts(team, counts, histograms_of(args.numbers, args.teams, team, turn, 2 * clusters),
+               [&](int c, int slot, int members) {
+                 const bool keys = c >= clusters;  // they are behind all queries
+                 const int first = keys ? slot - span.length : slot;
+                 if (team.rank == 0)
+                   (keys ? k.offsets + c - clusters : q.offsets + c)[lists] = first;
+                 starts[c] = first + members;
+                 if (keys) before[c - clusters] = members;
+               });
+  if (team.rank == 0 && threadIdx.x < 2)
+    (threadIdx.x ? k.offsets : q.offsets)[lists + clusters] = span.length;
+  __syncthreads();
+  const std::int32_t* ends = counts.last_counts();
+  for (int first = range.begin; first < range.end; first += kJointRows) {
+    const RowRange chunk{first, min(first + kJointRows, range.end)};
+    if (range.end - range.begin > kJointRows) counts.count(chunk);
+    place_clusters(counts);
+    fill_joint(counts, chunk, rows, sight);
+    store_clusters(ends, 0, clusters, starts, [&](int c, int place, int begin, int end) {
+      const int shift = before[c] - ends[clusters + c - 1];
+      __syncwarp();  // all have read it
+      if (lane == 0) before[c] = shift + ends[clusters + c];
+      for (int i = begin + lane; i < end; i += 32) {
+        q.order[start + place - begin + i] = chunk.begin + rows[i];
+        args.ends[start + place - begin + i] = sight[i] + shift;
+      }
+    });
+    store_clusters(ends, clusters, clusters, starts, [&](int, int place, int begin, int end) {
+      for (int i = begin + lane; i < end; i += 32)
+        k.order[start + place - begin + i] = chunk.begin + rows[i];
+    });
+  }
 }
 
 // What there is behind the last row of an item, and the runs of one side.
@@ -880,9 +960,9 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
     const int part = args.columns * kScanBands<kChunks> * 128;
     args.low_part = 2 * part <= kTableBytes ? part : 0;
     constexpr int kWarps = kScanThreads<kChunks> / 32;
-    const std::size_t bytes =
-        max(static_cast<std::size_t>(part + args.low_part),
-            sort_shared_bytes((args.ends ? 2 : 1) * centroids.clusters, kWarps));
+    const std::size_t bytes = max(static_cast<std::size_t>(part + args.low_part),
+                                  args.ends ? joint_shared_bytes(centroids.clusters, kWarps)
+                                            : sort_shared_bytes(centroids.clusters, kWarps));
     args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
     launch_cooperative_early(routing_scan_kernel<kChunks>, args.teams.blocks(),
                              kScanThreads<kChunks>, bytes, stream, args);
