@@ -41,8 +41,7 @@ __device__ __forceinline__ void weights(Accumulator (&p)[kCount], Accumulator (&
                                         int row, int slot, const float (&lse)[2],
                                         const int (&keys)[2], float scale) {
 #pragma unroll
-  for (int i = 0; i < 8 * kCount; ++i)
-    p[i / 8][i / 4 % 2][i % 4] = gv[i / 8][i / 4 % 2][i % 4] = 0.0f;
+  for (int n = 0; n < kCount; ++n) clear(p[n]), clear(gv[n]);
   for_depths<T, kWidth / 16>([&](int d) {
     FragmentA<T> q, g;
     load_a(q, sQ, row, 16 * d);
@@ -148,25 +147,22 @@ struct SlotSums {
   __device__ __forceinline__ void add_rows(const Tile<T, kSlotTile>& sD,
                                            const Tile<T, kSlotTile>& sP, const Tile<T, kWidth>& sQ,
                                            const Tile<T, kWidth>& sG, int r) {
-    FragmentA<T> a[2];
-    FragmentB<T> b;
-    load_a_transposed(a[0], sD, 0, r);
-    load_a_transposed(a[1], sD, 16, r);
+    const auto add_to = [&](Accumulator(&to)[kColumns][2], const Tile<T, kSlotTile>& left,
+                            const Tile<T, kWidth>& right, bool ones) {
+      FragmentA<T> a[2];
+      FragmentB<T> b;
+      load_a_transposed(a[0], left, 0, r);
+      load_a_transposed(a[1], left, 16, r);
 #pragma unroll
-    for (int d = 0; d < kColumns; ++d) {
-      load_b_transposed(b, sQ, 16 * (first() + d), r);
-      multiply_add(dk[d][0], a[0], b);
-      multiply_add(dk[d][1], a[1], b);
-    }
-    load_a_transposed(a[0], sP, 0, r);
-    load_a_transposed(a[1], sP, 16, r);
-#pragma unroll
-    for (int d = 0; d < kColumns; ++d) {
-      load_b_transposed(b, sG, 16 * (first() + d), r);
-      multiply_add(dv[d][0], a[0], b);
-      multiply_add(dv[d][1], a[1], b);
-      multiply_add(rows_sum[d], all_ones<T>(), b);
-    }
+      for (int d = 0; d < kColumns; ++d) {
+        load_b_transposed(b, right, 16 * (first() + d), r);
+        multiply_add(to[d][0], a[0], b);
+        multiply_add(to[d][1], a[1], b);
+        if (ones) multiply_add(rows_sum[d], all_ones<T>(), b);
+      }
+    };
+    add_to(dk, sD, sQ, false);
+    add_to(dv, sP, sG, true);
   }
   // Puts dk times `scale` and dv into two tiles of kSlotTile rows.
   __device__ void store(const Tile<T, kWidth>& to_dk, const Tile<T, kWidth>& to_dv,
@@ -393,8 +389,7 @@ struct MemberBlock {
   // dq of 16 rows over all slots, 32 columns: dS times the keys.
   __device__ __forceinline__ void multiply_keys(Accumulator (&dq)[2], int first, int column) const {
     const int tiles = (args.shape.topk + kSlotTile - 1) / kSlotTile;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) dq[i / 8][i / 4 % 2][i % 4] = 0.0f;
+    clear(dq[0]), clear(dq[1]);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile)
 #pragma unroll

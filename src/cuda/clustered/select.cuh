@@ -240,7 +240,7 @@ __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, 
 
 constexpr int kRowLanes = 16;
 
-__device__ __forceinline__ int row_lane() { return static_cast<int>(threadIdx.x) % kRowLanes; }
+__device__ __forceinline__ int lane_of_row() { return static_cast<int>(threadIdx.x) % kRowLanes; }
 
 template <class Value>
 __device__ __forceinline__ Value row_sum(Value value) {
@@ -267,7 +267,7 @@ __device__ __forceinline__ int row_sum_before(int value) {
 #pragma unroll
   for (int step = 1; step < kRowLanes; step *= 2) {
     const int other = __shfl_up_sync(~0u, sum, step, kRowLanes);
-    if (row_lane() >= step) sum += other;
+    if (lane_of_row() >= step) sum += other;
   }
   return sum - value;
 }
@@ -309,7 +309,7 @@ struct MeanScores {
   // `most`: the larger count of both rows.
   __device__ __forceinline__ void rescore(CandidateKey* keys, int count, int most) const {
     if (!rows.aligned) return rescore_slowly(keys, count);
-    const int lane = row_lane();
+    const int lane = lane_of_row();
 #pragma unroll 1
     for (int first = 0; first < most; first += 2 * kTogether) {
       float sums[kTogether] = {};
@@ -346,7 +346,7 @@ struct MeanScores {
   }
   __device__ __forceinline__ void rescore_slowly(CandidateKey* keys, int count) const {
 #pragma unroll 1
-    for (int i = row_lane(); i < count; i += kRowLanes) {
+    for (int i = lane_of_row(); i < count; i += kRowLanes) {
       const int index = index_of(keys[i]);
       float sum = 0.0f;
 #pragma unroll 1
@@ -366,7 +366,7 @@ template <class T>
 __device__ __forceinline__ int stage_lists(const SelectArgs<T>& args, const RowLists& lists,
                                            bool there, CandidateKey* to) {
   constexpr int kTogether = 6;
-  const int lane = row_lane(), units = lists.parts * (kLaneLists / 2);
+  const int lane = lane_of_row(), units = lists.parts * (kLaneLists / 2);
   const int bits = units > 8 ? 0 : units > 4 ? 1 : units > 2 ? 2 : 3;  // of the lanes of a unit
   const int share = lane & ((1 << bits) - 1);
   int count = 0;
@@ -412,7 +412,7 @@ __device__ __forceinline__ int stage_lists(const SelectArgs<T>& args, const RowL
 // Leaves the best of keys[0, count), at least `least` and at most `most`, where there are more and
 // none is repeated; returns how many, at most `most` in any case.
 __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least, int most) {
-  const int lane = row_lane();
+  const int lane = lane_of_row();
   bool open = count > most;
   if (!__any_sync(~0u, open)) return count;
   CandidateKey largest = 0, smallest = 0;  // of the complements
@@ -565,7 +565,7 @@ __device__ __forceinline__ void count_larger(const Key* keys, int most, const Ke
 template <int kSlots, class Key, class Visit>
 __device__ __forceinline__ void rank_keys(Key* keys, int count, int most, const Visit& visit) {
   constexpr int kWide = 16 / sizeof(Key), kStep = kSlots * kRowLanes;
-  const int lane = row_lane();
+  const int lane = lane_of_row();
 #pragma unroll 1
   for (int i = count + lane; i < most + kWide - 1; i += kRowLanes) keys[i] = 0;
   __syncwarp();
@@ -611,7 +611,7 @@ __device__ __forceinline__ int choose(const SelectArgs<T>& args, const MeanScore
   });
   const int most = pair_max(open);
   if (most > 0) {
-    if (open == 0 && row_lane() == 0) memory.fresh[0] = candidate_key(0.0f, 0);
+    if (open == 0 && lane_of_row() == 0) memory.fresh[0] = candidate_key(0.0f, 0);
     __syncwarp();
     exact.rescore(memory.fresh, open, most);
     rank_keys<2>(memory.fresh, open, most, [&](int place, CandidateKey key, int rank) {
@@ -645,7 +645,7 @@ __device__ __forceinline__ int merge_lists(const SelectArgs<T>& args, const Sele
   });
   if (row.there)
 #pragma unroll 1
-    for (int i = found + row_lane(); i < args.topk; i += kRowLanes) top[i] = -1;
+    for (int i = found + lane_of_row(); i < args.topk; i += kRowLanes) top[i] = -1;
   return found;
 }
 

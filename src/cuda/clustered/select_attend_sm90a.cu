@@ -112,14 +112,16 @@ struct ListedValues {
   static_assert(kVector == 8, "eight lanes for 64 columns");
   float sums[kVector] = {};
 
-  __device__ static int column() { return row_lane() % 8 * kVector + row_lane() / 8 * kColumns; }
+  __device__ static int column() {
+    return lane_of_row() % 8 * kVector + lane_of_row() / 8 * kColumns;
+  }
 
   // Adds weights times rows of `count` keys, columns [first, first + 64). index: complements; the
   // first one is valid at any rate. `most`: the larger count of both rows of the warp.
   __device__ __forceinline__ void add(const Rows<const T>& rows, const std::uint32_t* index,
                                       const float* weight, int count, int most, int first) {
     constexpr int kTogether = 16;  // rows of a lane, whose loads are in flight together
-    const int lane = row_lane(), column = first + lane % 8 * kVector;
+    const int lane = lane_of_row(), column = first + lane % 8 * kVector;
     if (!rows.aligned) return add_slowly(rows, index, weight, count, column);
     const int place = column < rows.width ? column : 0;
 #pragma unroll 1
@@ -142,7 +144,7 @@ struct ListedValues {
   __device__ __forceinline__ void add_slowly(const Rows<const T>& rows, const std::uint32_t* index,
                                              const float* weight, int count, int column) {
 #pragma unroll 1
-    for (int key = row_lane() / 8; key < count; key += 2) {
+    for (int key = lane_of_row() / 8; key < count; key += 2) {
       const T* row = rows.row(static_cast<int>(~index[key]));
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
@@ -153,7 +155,7 @@ struct ListedValues {
   }
   // The lane's sums over all keys.
   __device__ void total(float (&to)[kColumns]) const {
-    const bool upper = row_lane() >= 8;
+    const bool upper = lane_of_row() >= 8;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) to[i] = exchange(upper, sums[i], sums[i + kColumns], 8);
   }
@@ -164,7 +166,7 @@ struct ListedValues {
 template <class T>
 __device__ __forceinline__ void add_parts(const MeanOutputs<T>& to, const SelectRow& row,
                                           const RowParts& parts, MergeMemory& memory) {
-  const int lane = row_lane();
+  const int lane = lane_of_row();
   PartialRow own{-INFINITY, 0.0f, 0.0f, 0.0f};
   if (row.members && lane < parts.parts) own = to.rows[parts.first + lane * parts.step];
 #pragma unroll 1
@@ -204,7 +206,7 @@ __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const M
                                               MergeMemory& memory) {
   constexpr int kColumns = ListedValues<T>::kColumns;
   const CentroidQueries& queries = args.queries;
-  const int lane = row_lane(), most = pair_max(count);
+  const int lane = lane_of_row(), most = pair_max(count);
   const std::int64_t number = row.number(queries);
   const ItemSpan span = queries.spans.k.span(row.item);
   const float shift = memory.shift, sum = memory.sum, inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
