@@ -68,7 +68,12 @@ template <class T, int kWidth>
 __device__ __forceinline__ void store_fragment(const Tile<T, kWidth>& tile, int row, int column,
                                                const Accumulator& acc) {
   const int lane = threadIdx.x % 32;
-  if constexpr (sizeof(T) == 2) {
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kMatrices = sizeof(T) == 2;
+#else
+  constexpr bool kMatrices = false;
+#endif
+  if constexpr (kMatrices) {
     FragmentA<T> a;
     to_fragment(a, acc);
     stmatrix_x4(tile.below(row).address(lane % 16, column + lane / 16 * 8), a.r);
@@ -77,9 +82,11 @@ __device__ __forceinline__ void store_fragment(const Tile<T, kWidth>& tile, int 
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t to =
           tile.below(row).address(lane / 4 + i % 2 * 8, column + i / 2 * 8 + lane % 4 * 2);
-      asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(acc[i / 2][i % 2 * 2]),
-                   "f"(acc[i / 2][i % 2 * 2 + 1])
-                   : "memory");
+      const float low = acc[i / 2][i % 2 * 2], high = acc[i / 2][i % 2 * 2 + 1];
+      if constexpr (sizeof(T) == 2)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pack2<T>(low, high)) : "memory");
+      else
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(low), "f"(high) : "memory");
     }
   }
 }
