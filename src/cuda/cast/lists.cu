@@ -243,7 +243,7 @@ TokenSlots cast_token_slots(const CastShape& shape, const AttentionCall& call, A
   const TokenSlots slots = make_token_slots(
       arena, call.inputs.q_sequences, call.B, call.N, shape.list_heads, shape.members,
       static_cast<std::int64_t>(shape.clusters) * shape.width, 0, shape.clusters);
-  find_token_slots(slots, call.B, arena, stream);
+  find_token_slots(slots, arena, stream);
   return slots;
 }
 
