@@ -211,7 +211,7 @@ void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t
   unsigned ranges = 0, heads = 0;
   const auto add = [&](const TokenSlots& side, SlotSearch& to) {
     to = {side, row_tiles(side.spans, side.items, 1 << args.range_bits)};
-    if (side.lists == 0) to.ranges.slots = 0;
+    if (side.lists == 0 || side.items == 0) to.ranges.slots = 0;
     ranges = max(ranges, static_cast<unsigned>(to.ranges.slots));
     heads += static_cast<unsigned>(side.heads);
   };
