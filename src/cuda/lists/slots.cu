@@ -46,10 +46,13 @@ struct SlotRange {
         range(side.ranges.find(tokens.spans, number)),
         start(tokens.start(range.item, range.span, head)),
         index(tokens.index + start),
-        offsets(tokens.offsets),
-        width(static_cast<int>(tokens.block / tokens.lists)) {
-    if (offsets)
-      offsets += (static_cast<std::int64_t>(range.item) * tokens.heads + head) * (tokens.lists + 1);
+        offsets(nullptr),
+        width(0) {
+    if (tokens.per_row > 0)
+      offsets = tokens.offsets +
+                (static_cast<std::int64_t>(range.item) * tokens.heads + head) * (tokens.lists + 1);
+    else
+      width = static_cast<int>(tokens.block / tokens.lists);
   }
   __device__ int list_begin(int list) const { return offsets ? offsets[list] : list * width; }
 
@@ -190,9 +193,11 @@ TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64
                             const std::int32_t* offsets) {
   TokenSlots tokens = make_single_slots(sequences, batches, rows, heads, index);
   tokens.per_row = static_cast<int>(per_row);
-  tokens.block = block;
+  if (per_row > 0)
+    tokens.offsets = offsets;
+  else
+    tokens.block = block;
   tokens.lists = static_cast<int>(lists);
-  tokens.offsets = offsets;
   tokens.first = arena.take<std::int32_t>(batches * heads * rows);
   tokens.count = arena.take<std::int32_t>(batches * heads * rows);
   tokens.slots = arena.take<std::int32_t>(

@@ -16,11 +16,13 @@ namespace coterie::cuda {
 struct TokenSlots {
   SequenceSpans spans;
   int items, heads;
-  int per_row;                  // runs: slots of a row; 0 for members
-  std::int64_t block;           // members: slots of an item and head
+  int per_row;  // runs: slots of a row; 0 for members
+  union {
+    std::int64_t block;           // members: slots of an item and head
+    const std::int32_t* offsets;  // runs: (items, heads, lists + 1)
+  };
   int lists;                    // each ascends
   const std::int32_t* index;    // the tokens of all slots, -1 where there is none
-  const std::int32_t* offsets;  // runs: (items, heads, lists + 1)
   std::int32_t *first, *count;  // (B, heads, rows): a token's part of `slots`
   std::int32_t* slots;          // laid out as the index
 
