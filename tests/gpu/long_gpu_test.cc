@@ -137,7 +137,10 @@ TEST_P(LongGpuTest, AgreesWithTheCpu) {
     write_values(host.result.saved[i], read_values(run.saved[i].download()));
   attention_attend(reference.mechanism, reference.inputs, host.result, host.workspace);
   cases::run_backward(reference, host);
-  expect_near("out", run.out, host.result.out, gpu_test::bound(c.dtype, false));
+  // CAST outside of Hopper's kernels rounds the mix and what members add before their sum.
+  const bool more = std::holds_alternative<CastParams>(problem.mechanism) && c.Dk % 8 != 0;
+  expect_near("out", run.out, host.result.out,
+              (more ? 4.0 / 3 : 1.0) * gpu_test::bound(c.dtype, false));
   const double bound = gpu_test::bound(c.dtype, true);
   expect_near("dq", run.dq, host.gradients.dq, bound);
   expect_near("dk", run.dk, host.gradients.dk, bound);
