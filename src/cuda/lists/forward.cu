@@ -73,8 +73,8 @@ struct ForwardRows {
 
   QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
   RankRange range[2][2];
-  RankRange seen;           // by any of the warp's queries
-  const QueryFacts* facts;  // of the block's queries
+  RankRange seen;  // by any of the warp's queries
+  QueryFacts facts[2][2];
   RowSoftmax softmax[2][2];
   Accumulator out[2][kDim / 16] = {};
 
@@ -87,12 +87,12 @@ struct ForwardRows {
   // From what is known of the block's queries.
   __device__ void start(const RankRange (&ranges)[kForwardRows],
                         const QueryFacts (&known)[kForwardRows]) {
-    facts = known;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         range[m][half] = ranges[row(m, half)];
+        facts[m][half] = known[row(m, half)];
         softmax[m][half] = {kLowestShift, 0.0f};
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
@@ -106,11 +106,11 @@ struct ForwardRows {
       const int b = column / 4, n = column / 2 % 2, e = column % 2;
       const ListKey key = keys[16 * b + 8 * n + threadIdx.x % 4 * 2 + e];
 #pragma unroll
-      for (int own = 0; own < 4; ++own) {
-        const int m = own / 2, half = own % 2;
+      for (int row = 0; row < 4; ++row) {
+        const int m = row / 2, half = row % 2;
         const bool seen = key.rank >= range[m][half].low && key.rank < range[m][half].high;
         float& score = s[b][m][n][2 * half + e];
-        score = seen ? finished_score(problem, score, facts[row(m, half)], key) : -INFINITY;
+        score = seen ? finished_score(problem, score, facts[m][half], key) : -INFINITY;
       }
     }
   }
