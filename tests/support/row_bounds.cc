@@ -635,12 +635,15 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
 
   const double most_blurred = blur.empty() ? 1.0 : *std::max_element(blur.begin(), blur.end());
   const Met met(problem, wide);
-  // Tokens of several clusters have a part in each, whose underflow adds up.
+  // Tokens of several clusters have a part in each, whose underflow adds up: at random, or in step
+  // where all clusters have the same members.
   const auto* routing = std::get_if<RoutingParams>(&mechanism);
   const double parts_of_token =
       routing && routing->membership != Membership::nearest ? number_of(routing->clusters) : 1.0;
+  const bool same_members = routing && routing->window >= N && routing->window >= S;
   const double u = kRoundings * roundoff(dtype),
-               least = underflow(dtype) * std::sqrt(parts_of_token);
+               least =
+                   underflow(dtype) * (same_members ? parts_of_token : std::sqrt(parts_of_token));
   const auto norms = [](const Rows& r) { return measured(r.exact, norm_of); };
   const auto root = [](Index count) { return std::sqrt(static_cast<double>(count)); };
   const double kNotJudged = -1.0;
