@@ -67,10 +67,10 @@ test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
 	cmake --build --preset cuda
 	ctest --preset cuda -L gpu --output-on-failure
 
-sanitize-gpu: setup  ## the tests of CUDA kernels under compute-sanitizer's memcheck and racecheck
+sanitize-gpu: setup  ## the tests of CUDA kernels under compute-sanitizer's memcheck, racecheck and synccheck
 	cmake --preset racecheck
 	cmake --build --preset racecheck
-	for tool in memcheck racecheck; do \
+	for tool in memcheck racecheck "synccheck --num-cuda-barriers 16384"; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 build/racecheck/bin/test_gpu \
 	    --gtest_filter='-*RepeatsItsBits*:*Graph*' || exit 1; done
 
