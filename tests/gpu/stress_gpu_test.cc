@@ -126,6 +126,15 @@ TEST(StressGpuTest, WhatOnceHungReturns) {
   tally.print();
 }
 
+// Draws in which a fault was found, or a tolerance that left out a term.
+TEST(StressGpuTest, WhatOnceFailedPasses) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  Tally tally;
+  for (const std::uint64_t seed : {10385, 10501, 20134, 50110, 51665})
+    if (!check(test::draw_case(seed, test::Form::gpu), seed, std::to_string(seed), tally)) break;
+  tally.print();
+}
+
 TEST(WatchdogDeathTest, EndsTheProgramAndNamesWhatItWatched) {
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(

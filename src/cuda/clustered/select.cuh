@@ -316,20 +316,22 @@ struct MeanScores {
 #pragma unroll 1
       for (int shift = 0; shift < rows.width; shift += 8 * kVector) {
         const int column = shift + lane % 8 * kVector;
-        const bool inside = column < rows.width;
-        const int place = inside ? column : 0;
+        const bool inside = column < rows.width;  // else both factors are 0: 0 times inf is NaN
         uint4 words[kTogether];
 #pragma unroll
         for (int u = 0; u < kTogether; ++u) {
           const int at = max(min(first + 2 * u + lane / 8, count - 1), 0);
-          words[u] = *reinterpret_cast<const uint4*>(rows.row(index_of(keys[at])) + place);
+          const T* row = rows.row(index_of(keys[at]));
+          words[u] =
+              inside ? *reinterpret_cast<const uint4*>(row + column) : make_uint4(0, 0, 0, 0);
         }
         float factors[kVector];  // rows of whole 16 bytes: so are those of the means
 #pragma unroll
         for (int i = 0; i < kVector; i += 4) {
-          const float4 four = *reinterpret_cast<const float4*>(mean + place + i);
+          const float4 four = inside ? *reinterpret_cast<const float4*>(mean + column + i)
+                                     : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) factors[i + e] = inside ? (&four.x)[e] : 0.0f;
+          for (int e = 0; e < 4; ++e) factors[i + e] = (&four.x)[e];
         }
 #pragma unroll
         for (int u = 0; u < kTogether; ++u)
