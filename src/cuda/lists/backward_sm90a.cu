@@ -732,7 +732,7 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
 }
 
 // Products of the backward pass of lists (backward_tiles.cuh) by warpgroup products: 16-bit types,
-// rows of 64 or 128 elements, only for sm_90a. As backward_products.cuh, but the work is only
+// rows of 64 or 128 elements, only for sm_90a. As WarpProducts of backward.cu, but the work is only
 // started: every function that starts some makes one group of it, for wait.
 
 template <class Type, int kRowWidth>

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT
 // What queries see of their lists. Runs (strict): how many keys of the query's cluster are not
-// after it, and what becomes of its own key. Members: the same for member lists
-// (lists/member_ends.cuh).
+// after it, and what becomes of its own key. Members: the same for member lists.
 //
 // run_ends: a block of 256 threads per tile of 256 or 1024 query slots and head; a binary search in
 //   the run of keys, which is staged in shared memory where it fits (24 KB).
 // own_rows: with several slots of a query, a thread per row joins what they see.
-// member_ends: a thread per query slot; lists/member_slots.cu does the same on its way where it
-// serves. Preconditions: none. The scan finds the ends of queries and keys that it sorts together.
+// member_ends: a thread per query slot.
+// Preconditions: none. The scan finds the ends of queries and keys that it sorts together.
 #include "cuda/cluster/group.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
