@@ -19,6 +19,7 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/load.cuh"
 #include "cuda/prim/wgmma.cuh"
 
 namespace coterie::cuda {
@@ -547,11 +548,8 @@ struct MixTokens {
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       const int band = i % (kDim / 64), row = i / (kDim / 64) * 4 + lane / 8;
-      asm volatile(
-          "ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-          : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w)
-          : "r"(Tile<T, 64>{queries + band * Memory::kBand}.chunk(loader.warp_row + row, lane % 8))
-          : "memory");
+      words[i] = load_shared16(
+          Tile<T, 64>{queries + band * Memory::kBand}.chunk(loader.warp_row + row, lane % 8));
     }
     const auto pitch = static_cast<unsigned>(args.out.row * sizeof(T));
     char* to = loader.pointers.template get<char*>(MixPointers::out) + lane % 8 * 16 +

@@ -10,6 +10,7 @@
 
 #include "cuda/cast/cast.cuh"
 #include "cuda/prim/bands.cuh"
+#include "cuda/prim/load.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
@@ -152,11 +153,7 @@ __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int count,
   const int end = chunk * 8 < width ? count - row : 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"((i % 2 ? even ^ 64 : even) + i * 512)
-                 : "memory");
+    const uint4 words = load_shared16((i % 2 ? even ^ 64 : even) + i * 512);
     if (4 * i < end) *reinterpret_cast<uint4*>(first + 4 * i * pitch) = words;
   }
 }

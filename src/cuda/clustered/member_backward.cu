@@ -99,15 +99,6 @@ __device__ __forceinline__ void store_weights(const Tile<T, kSlotTile>& tile,
   store_fragment(tile, row, 16, acc[1]);
 }
 
-__device__ __forceinline__ uint4 load_shared16(std::uint32_t from) {
-  uint4 words;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(from)
-               : "memory");
-  return words;
-}
-
 template <class T>
 __device__ __forceinline__ FragmentA<T> all_ones() {
   FragmentA<T> ones;

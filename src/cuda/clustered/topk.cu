@@ -46,14 +46,7 @@ struct TopKeyTile {
     return base + row * Tile<T, kDim>::kRowBytes + moved * 16;
   }
   __device__ TopKeyTile below(int row) const { return {base + row * Tile<T, kDim>::kRowBytes}; }
-  __device__ uint4 piece(int row, int index) const {
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(chunk(row, index))
-                 : "memory");
-    return words;
-  }
+  __device__ uint4 piece(int row, int index) const { return load_shared16(chunk(row, index)); }
 };
 
 // Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kTopKeys,

@@ -103,14 +103,6 @@ __device__ __forceinline__ void stage_sums(std::uint32_t at, const float (&sum)[
   }
   __syncwarp();
 }
-__device__ __forceinline__ uint4 load_shared16(std::uint32_t from) {
-  uint4 word;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-               : "r"(from)
-               : "memory");
-  return word;
-}
 
 // 4 or 8 bytes, or zeros.
 template <class Value>
