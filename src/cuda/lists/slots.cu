@@ -57,7 +57,7 @@ struct SlotRange {
   __device__ int list_begin(int list) const { return offsets ? offsets[list] : list * width; }
 
   // Calls visit(slot, token) for the range's pieces of this group's lists, list by list. Returns
-  // how many entries of lists are before the pieces, of which this lane found the ends.
+  // how many entries of lists are before the pieces whose begin this lane found.
   template <class Visit>
   __device__ __forceinline__ int for_pieces(const Visit& visit) const {
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -69,28 +69,29 @@ struct SlotRange {
     const int parts = share == 1 ? kBatch : share == 2 ? kBatch / 2 : share <= 4 ? kBatch / 4 : 1;
     const int part_bits = 31 - __clz(parts);
     int before = 0;
-    for (int chunk = first; chunk < last; chunk += kLanes) {  // a lane knows the piece of one list
-      int begin = 0, end = 0;
-      if (chunk + lane < last) {
-        const int list = list_begin(chunk + lane), size = list_begin(chunk + lane + 1) - list;
-        begin = entries_up_to(index + list, size, range.begin - 1);
-        before += begin;
-        begin += list;
-        end = list + entries_up_to(index + list, size, range.end - 1);
+    for (int chunk = first; chunk < last; chunk += kLanes / 2) {
+      int bound = 0;  // where the piece of a list begins or ends: two lanes know a list
+      if (const int own = chunk + lane / 2; own < last) {
+        const int start_of_own = list_begin(own), size = list_begin(own + 1) - start_of_own;
+        bound = entries_up_to(index + start_of_own, size, (lane % 2 ? range.end : range.begin) - 1);
+        if (lane % 2 == 0) before += bound;
+        bound += start_of_own;
       }
-      for (int base = 0; base < min(last - chunk, kLanes); base += kBatch >> part_bits) {
+      const auto begin_of = [&](int list) { return __shfl_sync(lanes, bound, 2 * list, kLanes); };
+      const auto end_of = [&](int list) { return __shfl_sync(lanes, bound, 2 * list + 1, kLanes); };
+      for (int base = 0; base < min(last - chunk, kLanes / 2); base += kBatch >> part_bits) {
         int slot[kBatch], token[kBatch];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const int list = base + (j >> part_bits), skipped = (j & parts - 1) * kLanes;
-          slot[j] = __shfl_sync(lanes, begin, list, kLanes) + lane + skipped;
-          token[j] = slot[j] < __shfl_sync(lanes, end, list, kLanes) ? index[slot[j]] : -1;
+          slot[j] = begin_of(list) + lane + skipped;
+          token[j] = slot[j] < end_of(list) ? index[slot[j]] : -1;
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           visit(slot[j], token[j]);
           if ((j + 1 & parts - 1) == 0) {  // the list's last part of the batch
-            const int stop = __shfl_sync(lanes, end, base + (j >> part_bits), kLanes);
+            const int stop = end_of(base + (j >> part_bits));
 #pragma unroll 1
             for (int next = slot[j] + kLanes; next < stop; next += kLanes) visit(next, index[next]);
           }
@@ -104,7 +105,6 @@ struct SlotRange {
 
 __global__ void __launch_bounds__(kThreads, 3)
     token_slots_kernel(const __grid_constant__ SlotArgs args) {
-  await_writes();
   release_next();                    // kernels that need no slots run beside this one
   extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
   __shared__ int firsts[kMostRange + 1];
@@ -223,9 +223,11 @@ void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t
   add(tokens, args.sides[0]);
   if (second) add(*second, args.sides[1]);
   if (ranges == 0 || heads == 0) return;
-  launch_early("token_slots", token_slots_kernel, dim3(ranges, heads), kThreads,
-               (static_cast<std::size_t>(kGroups) * sizeof(std::uint16_t)) << args.range_bits,
-               stream, args);
+  // Not early: blocks that start while a cooperative kernel still has the shared memory are spread
+  // unevenly, which cost 10 of 140 us behind select_top.
+  launch_kernel("token_slots", {}, token_slots_kernel, dim3(ranges, heads), kThreads,
+                (static_cast<std::size_t>(kGroups) * sizeof(std::uint16_t)) << args.range_bits,
+                stream, args);
 }
 
 }  // namespace coterie::cuda

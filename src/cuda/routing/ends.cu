@@ -143,11 +143,13 @@ struct MemberEndArgs {
   const std::int32_t *q_members, *k_members;
   std::int32_t* ends;
   std::uint8_t* flags;
+  bool beside_slots;  // the kernel ahead finds the slots of tokens, and waited for the members
 };
 
 // A thread per query slot; the blocks of an item and head are neighbours.
 __global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEndArgs args) {
-  await_previous();
+  release_next();
+  if (!args.beside_slots) await_writes();
   const std::int64_t block = static_cast<std::int64_t>(args.clusters) * args.q_width;
   const auto each = static_cast<unsigned>((block + kEndThreads - 1) / kEndThreads);
   const unsigned problem = blockIdx.x / each;
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEndArgs 
   const int head = static_cast<int>(problem) % args.heads, key_heads = args.heads / args.group;
   const std::int64_t place =
       static_cast<std::int64_t>(blockIdx.x % each) * kEndThreads + threadIdx.x;
-  if (place >= block) return;
+  if (place >= block) return await_writes();
   const std::int64_t slot = problem * block + place;
   const int row = args.q_members[slot];
   int seen = 0;
@@ -170,6 +172,7 @@ __global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEndArgs 
   }
   if (args.ends) args.ends[slot] = seen;
   if (args.flags) args.flags[slot] = seen > 1;
+  await_writes();
 }
 
 }  // namespace
@@ -211,7 +214,7 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
 
 void find_member_ends(const AttentionCall& call, const RoutingSide& queries,
                       const RoutingSide& keys, std::int32_t* ends, std::uint8_t* flags,
-                      cudaStream_t stream) {
+                      bool beside_slots, cudaStream_t stream) {
   const ClusterShape& shape = queries.shape;
   const std::int64_t block = static_cast<std::int64_t>(shape.clusters) * queries.width;
   const std::int64_t blocks = (block + kEndThreads - 1) / kEndThreads * shape.problems();
@@ -226,7 +229,8 @@ void find_member_ends(const AttentionCall& call, const RoutingSide& queries,
                            queries.members,
                            keys.members,
                            ends,
-                           flags};
+                           flags,
+                           beside_slots};
   launch_early("member_ends", member_ends_kernel, dim3(static_cast<unsigned>(blocks)), kEndThreads,
                0, stream, args);
 }

@@ -233,8 +233,8 @@ class RoutingPass : public Pass {
     return ends;
   }
   // The same for members.
-  void see_members(const RoutingSaved& at, const Sides& sides, bool ends_there, Arena& arena,
-                   cudaStream_t stream, ListCall& lists) const {
+  void see_members(const RoutingSaved& at, const Sides& sides, bool ends_there, bool beside_slots,
+                   Arena& arena, cudaStream_t stream, ListCall& lists) const {
     if (call_.causal) {
       lists.ranges.rule = plan_.shared ? ListRule::causal : ListRule::ends;
       lists.ranges.window = call_.N + call_.S;
@@ -248,7 +248,7 @@ class RoutingPass : public Pass {
     }
     if (!arena.counting())
       find_member_ends(call_, sides.q, sides.k, ends_there ? nullptr : ints(at.ends), flags,
-                       stream);
+                       beside_slots, stream);
   }
 
   OwnKeys own_keys(const Sides& sides, const RunEnds& ends, const float* head_scale) const {
@@ -278,7 +278,7 @@ class RoutingPass : public Pass {
     } else {  // with the slots of keys for the backward pass
       const TokenSlots keys = slots_of(true, false, at, arena);
       find_token_slots(tokens, arena, stream, plan_.shared ? nullptr : &keys);
-      see_members(at, sides, ends_there, arena, stream, lists);
+      see_members(at, sides, ends_there, true, arena, stream, lists);
     }
     ListOutputs outputs;
     outputs.slot_rows =
@@ -342,7 +342,7 @@ class RoutingPass : public Pass {
     if (plan_.strict)
       ends = see_runs(at, sides, queries, true, arena, stream, lists);
     else
-      see_members(at, sides, true, arena, stream, lists);
+      see_members(at, sides, true, false, arena, stream, lists);
     OwnKeys own = own_keys(sides, ends, head_scale);
 
     ListGradients gradients;

@@ -128,10 +128,10 @@ void select_balanced(const AttentionCall& call, const RoutingSide& side,
 
 // What follows from member lists, by query slot: ends (of the causal form with separate keys) are
 // the keys of the list that are not after the query; bit 0 of a flag says that a query sees more
-// than one key. Either may be null. ends.cu
+// than one key. Either may be null. `beside_slots`: launched right behind find_token_slots. ends.cu
 void find_member_ends(const AttentionCall& call, const RoutingSide& queries,
                       const RoutingSide& keys, std::int32_t* ends, std::uint8_t* flags,
-                      cudaStream_t stream);
+                      bool beside_slots, cudaStream_t stream);
 
 // From slots back to tokens (tokens.cu): one softmax over several clusters and the own key,
 // gradients that add up, and the way back through the normalisation of rows.
