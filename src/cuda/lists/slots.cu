@@ -105,6 +105,7 @@ struct SlotRange {
 
 __global__ void __launch_bounds__(kThreads, 3)
     token_slots_kernel(const __grid_constant__ SlotArgs args) {
+  await_writes();
   release_next();                    // kernels that need no slots run beside this one
   extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
   __shared__ int firsts[kMostRange + 1];
@@ -206,7 +207,7 @@ TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64
 }
 
 void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t stream,
-                      const TokenSlots* second) {
+                      const TokenSlots* second, bool early) {
   if (arena.counting()) return;
   SlotArgs args{};
   const auto rows_of = [](const TokenSlots& side) {
@@ -223,9 +224,7 @@ void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t
   add(tokens, args.sides[0]);
   if (second) add(*second, args.sides[1]);
   if (ranges == 0 || heads == 0) return;
-  // Not early: blocks that start while a cooperative kernel still has the shared memory are spread
-  // unevenly, which cost 10 of 140 us behind select_top.
-  launch_kernel("token_slots", {}, token_slots_kernel, dim3(ranges, heads), kThreads,
+  launch_kernel("token_slots", {early, false}, token_slots_kernel, dim3(ranges, heads), kThreads,
                 (static_cast<std::size_t>(kGroups) * sizeof(std::uint16_t)) << args.range_bits,
                 stream, args);
 }

@@ -49,9 +49,10 @@ TokenSlots make_single_slots(const Sequences& sequences, std::int64_t batches, s
                              std::int64_t heads, const std::int32_t* index);
 
 // Fills first, count and slots, of two sides where there is a second one; with an arena that only
-// counts nothing is launched. slots.cu
+// counts nothing is launched. Not `early` behind a cooperative kernel: blocks that start while it
+// has the shared memory are spread unevenly, which costs 10 of 140 us behind select_top. slots.cu
 void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t stream,
-                      const TokenSlots* second = nullptr);
+                      const TokenSlots* second = nullptr, bool early = true);
 
 // Entries of an ascending list, -1 behind its end, that are at most `most`.
 __device__ __forceinline__ int entries_up_to(const std::int32_t* list, int width, int most) {

@@ -277,7 +277,7 @@ class RoutingPass : public Pass {
       ends = see_runs(at, sides, tokens, ends_there, arena, stream, lists);
     } else {  // with the slots of keys for the backward pass
       const TokenSlots keys = slots_of(true, false, at, arena);
-      find_token_slots(tokens, arena, stream, plan_.shared ? nullptr : &keys);
+      find_token_slots(tokens, arena, stream, plan_.shared ? nullptr : &keys, false);
       see_members(at, sides, ends_there, true, arena, stream, lists);
     }
     ListOutputs outputs;
