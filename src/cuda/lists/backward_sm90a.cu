@@ -12,8 +12,8 @@
 //
 // Wider rows: list_tile_kernel of backward_tiles.cuh with GroupProducts, 255 registers, 104 KB.
 //
-// Preconditions: aligned rows less than 2 GiB apart, no filters, softmax weights, not
-// ListRule::wrap; query heads that share keys share lists. Other calls: backward.cu.
+// Preconditions: aligned rows less than 2 GiB apart, no filters, softmax weights;
+// query heads that share keys share lists. Other calls: backward.cu.
 #include <cstdint>
 #include <type_traits>
 

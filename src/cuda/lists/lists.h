@@ -53,7 +53,6 @@ enum class ListRule : std::uint8_t {
   sliding,  // causal: [r - window + 1, r]; else [r - window / 2, r + (window + 1) / 2)
   blocked,  // blocks of `window` ranks: from `before` blocks before that of r to `after` behind it
   ends,     // [ends - window, ends) by query slot; ends never decrease along a list
-  wrap,     // r in the first block: the last block, where there are two or more; else nothing
 };
 
 struct ListRanges {

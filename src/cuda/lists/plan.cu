@@ -293,9 +293,9 @@ ListBackwardPlan plan_lists_backward(const AttentionCall& call, const ListCall& 
   // Query heads that share keys share lists.
   const bool shared_lists =
       !problem.q.index || problem.q.heads / problem.q.index_heads % problem.group == 0;
-  const bool hopper = hopper_takes(call, lists) && lists.ranges.rule != ListRule::wrap &&
-                      near(gradients.grad_out) && writable(gradients.dq) &&
-                      writable(gradients.dk) && writable(gradients.dv) && shared_lists;
+  const bool hopper = hopper_takes(call, lists) && near(gradients.grad_out) &&
+                      writable(gradients.dq) && writable(gradients.dk) && writable(gradients.dv) &&
+                      shared_lists;
   if (!hopper) {
     plan.kernel = ListBackwardKernel::tiles;
   } else if (plan.queries && takes_whole_lists(problem, gradients)) {

@@ -242,11 +242,6 @@ struct ListProblem {
         high = causal ? r + 1 : (block + after + 1) * window;
         break;
       }
-      case ListRule::wrap: {
-        const int last = keys > 0 ? (keys - 1) / window : 0;
-        low = last > 0 && r < window ? last * window : keys;
-        break;
-      }
       default:
         break;
     }
