@@ -9,6 +9,7 @@
 #include "coterie/group.h"
 #include "coterie/hash.h"
 #include "coterie/inputs.h"
+#include "coterie/layer.h"
 #include "coterie/mechanism.h"
 #include "coterie/params.h"
 #include "coterie/random.h"

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: MIT
+// What a layer of several head groups is made of, for any tensor library: the heads of each group
+// and its seed.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "coterie/spec.h"
+
+namespace coterie {
+
+// The heads of a group: [first, first + count) of the layer's query heads, and the key/value heads
+// that they read.
+struct HeadSlice {
+  std::int64_t first = 0, count = 0;
+  std::int64_t first_kv = 0, kv_count = 0;
+};
+
+// One slice per group of `spec` in a layer of `heads` query heads and `kv_heads` key/value heads.
+// Throws Error when head counts do not add up or a group would share a key/value head with another.
+std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads,
+                                   std::int64_t kv_heads);
+
+// The seed of the clusterings in one group of one layer, from the seed of a pass. Layers and groups
+// count from 0. With step(s, n) = mix(s + 0x9E3779B97F4A7C15 (n + 1)) modulo 2^64 and the mix of
+// SplitMix64 (Steele et al. 2014), it is step(step(seed, layer), group).
+std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group);
+
+}  // namespace coterie

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: MIT
+#include "coterie/layer.h"
+
+#include "core/check.h"
+
+namespace coterie {
+
+std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads,
+                                   std::int64_t kv_heads) {
+  COTERIE_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "spec",
+                "the number of query heads must be a multiple of the number of key/value heads; "
+                "got ",
+                heads, " and ", kv_heads);
+  const std::int64_t per_kv = heads / kv_heads;
+  std::vector<HeadSlice> slices;
+  HeadSlice next;
+  for (const std::int64_t count : spec.head_counts(heads)) {
+    COTERIE_CHECK(count % per_kv == 0, "spec", "the heads of a group must be a multiple of ",
+                  per_kv, ", the query heads per key/value head; got a group of ", count);
+    next.count = count;
+    next.kv_count = count / per_kv;
+    slices.push_back(next);
+    next.first += count;
+    next.first_kv += next.kv_count;
+  }
+  return slices;
+}
+
+std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
+  for (const std::int64_t number : {layer, group}) {
+    seed += 0x9E3779B97F4A7C15ull * (static_cast<std::uint64_t>(number) + 1);
+    seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9ull;
+    seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EBull;
+    seed ^= seed >> 31;
+  }
+  return seed;
+}
+
+}  // namespace coterie
