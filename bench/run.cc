@@ -8,6 +8,7 @@
 
 #include "coterie/cluster.h"
 #include "coterie/error.h"
+#include "coterie/layer.h"
 
 namespace coterie::bench {
 namespace {
@@ -15,39 +16,22 @@ namespace {
 // The factor that gives every mechanism the logits q . k / sqrt(D): keys of lsh have unit length,
 // while rows of made-up data have length sqrt(D).
 double logit_factor(const Mechanism& mechanism, std::int64_t D) {
-  if (std::holds_alternative<LshParams>(mechanism)) return 1.0;
+  if (row_form(mechanism) == RowForm::unit_keys) return 1.0;
   return 1.0 / std::sqrt(static_cast<double>(D));
 }
 
-// Query heads [first, first + count), and the key heads they read.
-struct HeadRange {
-  std::int64_t first, count, ratio;
-
-  TensorView queries(const TensorView& x) const {
-    return x.present() ? x.narrowed(1, first, count) : x;
-  }
-  TensorView keys(const TensorView& x) const {
-    return x.present() ? x.narrowed(1, first / ratio, count / ratio) : x;
-  }
-  void check() const {
-    if (first % ratio == 0 && count % ratio == 0) return;
-    throw Error("[bench] expected groups of whole key/value heads (" + std::to_string(ratio) +
-                " query heads each); got " + std::to_string(count) + " heads from head " +
-                std::to_string(first));
-  }
-};
+TensorView queries_of(const HeadSlice& heads, const TensorView& x) {
+  return x.present() ? x.narrowed(1, heads.first, heads.count) : x;
+}
+TensorView keys_of(const HeadSlice& heads, const TensorView& x) {
+  return x.present() ? x.narrowed(1, heads.first_kv, heads.kv_count) : x;
+}
 
 // Calls visit(group, its heads) for the groups of an entry.
 template <class Visit>
 void for_each_group(const Entry& entry, const Problem& problem, const Visit& visit) {
-  const std::vector<std::int64_t> counts = entry.spec.head_counts(problem.heads);
-  HeadRange heads{0, 0, problem.heads / problem.kv_heads};
-  for (std::size_t g = 0; g < counts.size(); ++g) {
-    heads.count = counts[g];
-    heads.check();
-    visit(entry.spec.groups[g], heads);
-    heads.first += counts[g];
-  }
+  const std::vector<HeadSlice> slices = head_slices(entry.spec, problem.heads, problem.kv_heads);
+  for (std::size_t g = 0; g < slices.size(); ++g) visit(entry.spec.groups[g], slices[g]);
 }
 
 struct Rows {
@@ -160,17 +144,18 @@ TensorView HeadRun::own(Tensor tensor) {
 
 AttentionRun::AttentionRun(const Entry& entry, const AttentionData& data,
                            const Gradients& gradients) {
-  for_each_group(entry, data.problem, [&](const HeadGroup& group, const HeadRange& heads) {
+  for_each_group(entry, data.problem, [&](const HeadGroup& group, const HeadSlice& heads) {
     HeadRun& run = groups_.emplace_back();
     run.mechanism = group.mechanism;
     run.shared_qk = keys_are_queries(group.mechanism);
-    run.inputs = make_inputs(group.mechanism, entry,
-                             {heads.queries(data.q), heads.keys(data.k), heads.keys(data.v)},
-                             data.problem.seed);
-    run.gradients.dq = heads.queries(gradients.dq);
-    if (!run.shared_qk) run.gradients.dk = heads.keys(gradients.dk);
-    run.gradients.dv = heads.keys(gradients.dv);
-    run.grad_out = heads.queries(data.grad_out);
+    run.inputs =
+        make_inputs(group.mechanism, entry,
+                    {queries_of(heads, data.q), keys_of(heads, data.k), keys_of(heads, data.v)},
+                    data.problem.seed);
+    run.gradients.dq = queries_of(heads, gradients.dq);
+    if (!run.shared_qk) run.gradients.dk = keys_of(heads, gradients.dk);
+    run.gradients.dv = keys_of(heads, gradients.dv);
+    run.grad_out = queries_of(heads, data.grad_out);
     add_learned_inputs(run, data.problem.seed);
     add_results(run);
   });
@@ -222,8 +207,8 @@ std::string refusal(const Entry& entry, const Problem& problem) {
   };
   if (problem.device == Device::cpu) return "";
   try {
-    for_each_group(entry, problem, [&](const HeadGroup& group, const HeadRange& heads) {
-      const TensorView keys = rows(heads.count / heads.ratio);
+    for_each_group(entry, problem, [&](const HeadGroup& group, const HeadSlice& heads) {
+      const TensorView keys = rows(heads.kv_count);
       AttentionInputs inputs =
           make_inputs(group.mechanism, entry, {rows(heads.count), keys, keys}, problem.seed);
       const LearnedLayouts layouts(group.mechanism, inputs);

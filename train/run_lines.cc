@@ -48,13 +48,8 @@ std::string attention_text(const Config& config) {
   return text;
 }
 
-bool selects_by_content(const Mechanism& mechanism) {
-  return std::holds_alternative<ClusteredParams>(mechanism) ||
-         std::holds_alternative<ImprovedClusteredParams>(mechanism) ||
-         std::holds_alternative<LshParams>(mechanism) ||
-         std::holds_alternative<RoutingParams>(mechanism) ||
-         std::holds_alternative<CastParams>(mechanism);
-}
+// Queries of such mechanisms share keys, which their contents select.
+bool selects_by_content(const Mechanism& mechanism) { return !takes_mask(mechanism); }
 
 bool selects_by_content(const std::vector<AttentionSpec>& specs) {
   for (const AttentionSpec& spec : specs) {

@@ -2,6 +2,8 @@
 // The attention mechanisms: one of the parameters of params.h each.
 #pragma once
 
+#include <cstdint>
+#include <string>
 #include <variant>
 
 #include "coterie/params.h"
@@ -15,6 +17,19 @@ using Mechanism =
 // The mechanism's name in an attention spec: "full", "i-clustered", ...
 const char* mechanism_name(const Mechanism& mechanism);
 
+// Whether each query may have a mask of its own; else queries of a cluster share their keys.
+bool takes_mask(const Mechanism& mechanism);
+
+// What happens to rows before their products: nothing; keys get unit length (lsh); queries and keys
+// get zero mean and unit variance (routing).
+enum class RowForm : std::uint8_t { plain, unit_keys, normalised };
+RowForm row_form(const Mechanism& mechanism);
+
+// What a layer keeps to compute one position at a time: nothing, because it has no exact causal
+// form; all earlier rows; the latest rows; a ring of the latest keys of each cluster.
+enum class Decoding : std::uint8_t { none, rows, window, rings };
+Decoding decoding(const Mechanism& mechanism, bool causal);
+
 // Whether keys are taken from the queries: lsh, and routing with share_qk.
 bool keys_are_queries(const Mechanism& mechanism);
 
@@ -27,5 +42,12 @@ Causality resolve_causality(const Mechanism& mechanism, bool causal);
 // Parameters with every `automatic` replaced by its value; throws Error when they contradict each
 // other, the mechanism or `causal`.
 Mechanism resolve(const Mechanism& mechanism, bool causal);
+
+// What is known of a mechanism after resolve, as lines of key=value for callers in other languages:
+// name, causality (none, strict, leaking), keys_are_queries, takes_mask, rows; key.NAME: the keys
+// of the spec; saved.cpu.NAME and saved.cuda.NAME: kind (selection, count, value) and sizes of what
+// a forward pass saves; state.NAME: required or optional, and sizes. Sizes are in postfix notation
+// over B, H, N, S, Dk, Dv, key_heads, value_heads and items: "32 S min".
+std::string mechanism_facts(const Mechanism& mechanism, bool causal);
 
 }  // namespace coterie

@@ -47,4 +47,7 @@ std::string to_string(const Mechanism& mechanism);
 // A table of names, keys, defaults and meanings, for --help.
 std::string spec_help();
 
+// A table of what mechanisms attend to, take and refuse, in Markdown: that of docs/mechanisms.md.
+std::string mechanism_table();
+
 }  // namespace coterie

@@ -21,7 +21,6 @@ from .functional import (
     run_groups,
 )
 from .layout import saved_layout, sizes_of
-from .spec import Group
 from .state import State
 
 
@@ -112,7 +111,7 @@ def collect_stats(
         for call, result in zip(calls, results, strict=True):
             own = mask_of_heads(options, first, call.group.heads)
             saved = named_saved(call, result, own)
-            sizes = _cluster_sizes(call.group, saved)
+            sizes = _cluster_sizes(saved)
             empty = None if sizes is None else (sizes == 0).sum(-1)
             mass = _kept_mass(call, saved, sample_rows(call, own, rows))
             found.append(
@@ -125,15 +124,14 @@ def collect_stats(
 def named_saved(call: GroupCall, result: GroupResult, options: Options) -> dict[str, Tensor]:
     """The saved tensors of a pass by name."""
     sizes = sizes_of(call.group, call.q, call.v, options.cu_seqlens_q)
-    names = [saved.name for saved in saved_layout(call.group, sizes)]
+    names = [saved.name for saved in saved_layout(call.group, sizes, call.q.is_cuda)]
     return dict(zip(names, result.saved, strict=True))
 
 
-def _cluster_sizes(group: Group, saved: dict[str, Tensor]) -> Tensor | None:
-    if group.name in ("clustered", "i-clustered"):
-        return saved["offsets"].diff(dim=-1)
-    if "q_offsets" in saved:
-        return saved["q_offsets"].diff(dim=-1)
+def _cluster_sizes(saved: dict[str, Tensor]) -> Tensor | None:
+    offsets = saved.get("offsets", saved.get("q_offsets"))
+    if offsets is not None:
+        return offsets.diff(dim=-1)
     members = saved.get("q_members", saved.get("members"))
     return None if members is None else (members >= 0).sum(-1)
 
@@ -145,10 +143,9 @@ def _row_mean(values: Tensor) -> Tensor:
 
 def _kept_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor | None:
     """Share of full attention's weight on the keys of each row; NaN for rows without keys."""
-    name = call.group.name
     exact = exact_rows(call, sample)
     full = exact.lse
-    if name in ("full", "local", "strided", "oracle-top", "i-clustered") or "q_offsets" in saved:
+    if call.group.takes_mask or "top_keys" in saved or "q_offsets" in saved:
         kept = _kept_lse(call, saved, sample).to(full.dtype)
         mass = (kept - full).exp()
         if sample.demoted is not None:
@@ -205,9 +202,8 @@ def _row_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
             return None
         bound = _centroid_distance(call, saved, sample) * radius
     else:
-        renormalised = call.group.name in ("full", "local", "strided", "oracle-top")
         mass = _kept_mass(call, saved, sample)
-        if mass is None or not (renormalised or "q_offsets" in saved):
+        if mass is None or not (call.group.takes_mask or "q_offsets" in saved):
             return None
         # Weights w on the kept keys become w / mass: their distance from w is 2 (1 - mass).
         bound = 2 * (1 - mass.nan_to_num(1.0)).clamp_min(0) * radius

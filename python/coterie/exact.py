@@ -71,7 +71,7 @@ def _places(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> _Pl
 def _scale(call: GroupCall, options: Options) -> float:
     if options.scale:
         return options.scale
-    return 1.0 if call.group.name == "routing" else 1 / math.sqrt(call.q.shape[-1])
+    return 1.0 if call.group.rows == "normalised" else 1 / math.sqrt(call.q.shape[-1])
 
 
 def sample_rows(call: GroupCall, options: Options, rows: int) -> Sample:
@@ -112,9 +112,9 @@ def _demotes(call: GroupCall) -> bool:
 def _logit_rows(call: GroupCall, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
     """Rows whose products are the logits; and the size of the numbers they are made of."""
     size = torch.linalg.vector_norm(x, dim=-1)
-    if call.group.name == "routing":
+    if call.group.rows == "normalised":
         return normalised_rows(x), size * (x.var(-1, correction=0) + 1e-6).rsqrt()
-    if call.group.name == "lsh" and keys:  # unit keys; zero rows stay zero
+    if call.group.rows == "unit_keys" and keys:  # zero rows stay zero
         unit = x / size.masked_fill(size == 0, 1).unsqueeze(-1)
         return unit, torch.ones_like(size)
     return x, size

@@ -64,7 +64,7 @@ def _fake_saved(args: tuple[Any, ...], selection_only: bool) -> list[Tensor]:
     wide = accumulator(q.dtype)
     return [
         q.new_empty(saved.shape, dtype=torch.int32 if saved.whole else wide)
-        for saved in saved_layout(group, sizes_of(group, q, v, cu_seqlens_q))
+        for saved in saved_layout(group, sizes_of(group, q, v, cu_seqlens_q), q.is_cuda)
         if saved.selection or not selection_only
     ]
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from . import library
 
-_MASKED = ("full", "local", "strided", "oracle-top")
-
 
 @dataclass(frozen=True)
 class Group:
-    """Heads of a layer that share a mechanism; parameters as in ``include/coterie/params.h``."""
+    """Heads of a layer that share a mechanism, with what the core knows of it."""
 
     name: str
     text: str  # the spec of this group alone, without its number of heads
@@ -29,8 +27,12 @@ class Group:
     positions: str  # rotary, relative or none
     positions_named: bool  # in the spec, and not by default
     keys_are_queries: bool  # takes no k
+    takes_mask: bool  # each query may have a mask of its own
+    rows: str  # plain, unit_keys or normalised
     causality: str  # none, strict, or leaking: the selection sees later positions
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str]  # the keys of the spec
+    saved: dict[str, dict[str, list[str]]]  # by device and name: kind and formulas of the sizes
+    state: dict[str, list[str]]  # by name: required or optional, and formulas of the sizes
 
     def whole(self, key: str) -> int:
         """An integer parameter."""
@@ -40,22 +42,30 @@ class Group:
         """A number that need not be whole."""
         return float(self.parameters[key])
 
-    @property
-    def takes_mask(self) -> bool:
-        """Whether each query may have a mask of its own."""
-        return self.name in _MASKED
+
+def _part(facts: dict[str, str], prefix: str) -> dict[str, str]:
+    """The facts whose names begin with ``prefix``, without it."""
+    return {k.removeprefix(prefix): v for k, v in facts.items() if k.startswith(prefix)}
+
+
+def _lists(facts: dict[str, str], prefix: str) -> dict[str, list[str]]:
+    return {name: text.split(",") for name, text in _part(facts, prefix).items()}
 
 
 def _group(facts: dict[str, str]) -> Group:
     return Group(
-        name=facts.pop("name"),
-        text=facts.pop("text"),
-        heads=int(facts.pop("heads")),
-        positions=facts.pop("positions"),
-        positions_named=facts.pop("positions_named") == "1",
-        keys_are_queries=facts.pop("keys_are_queries") == "1",
-        causality=facts.pop("causality"),
-        parameters=facts,
+        name=facts["name"],
+        text=facts["text"],
+        heads=int(facts["heads"]),
+        positions=facts["positions"],
+        positions_named=facts["positions_named"] == "1",
+        keys_are_queries=facts["keys_are_queries"] == "1",
+        takes_mask=facts["takes_mask"] == "1",
+        rows=facts["rows"],
+        causality=facts["causality"],
+        parameters=_part(facts, "key."),
+        saved={device: _lists(facts, f"saved.{device}.") for device in ("cpu", "cuda")},
+        state=_lists(facts, "state."),
     )
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Parser and printer of the attention spec; what there is to parse stands in spec_keys.cc.
+// Parser and printer of the attention spec. Names and keys come from the descriptors.
 #include "coterie/spec.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "core/check.h"
-#include "core/spec_keys.h"
+#include "core/descriptor.h"
 
 namespace coterie {
 namespace {
@@ -66,9 +66,9 @@ std::string join(const std::vector<std::string>& parts, const char* between) {
   return text;
 }
 
-const SpecEntry& find_entry(std::string_view name) {
+const Descriptor& find_descriptor(std::string_view name) {
   std::vector<std::string> names;
-  for (const SpecEntry& entry : spec_table()) {
+  for (const Descriptor& entry : descriptors()) {
     if (entry.name == name) return entry;
     names.push_back(entry.name);
   }
@@ -76,12 +76,12 @@ const SpecEntry& find_entry(std::string_view name) {
        near_miss(name, names));
 }
 
-std::string key_and_default(const SpecEntry& entry, const SpecKey& key) {
+std::string key_and_default(const Descriptor& entry, const SpecKey& key) {
   if (key.needed(entry.defaults)) return key.name + " (required)";
   return key.name + "=" + key.get(entry.defaults);
 }
 
-const SpecKey& find_key(const SpecEntry& entry, std::string_view name) {
+const SpecKey& find_key(const Descriptor& entry, std::string_view name) {
   std::vector<std::string> names, defaults;
   for (const SpecKey& key : entry.keys) {
     if (key.name == name) return key;
@@ -108,7 +108,7 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   return parts;
 }
 
-void parse_keys(std::string_view text, const SpecEntry& entry, HeadGroup& group) {
+void parse_keys(std::string_view text, const Descriptor& entry, HeadGroup& group) {
   std::vector<std::string> seen;
   for (const std::string_view part : split(text, ',')) {
     const std::size_t equals = part.find('=');
@@ -143,7 +143,7 @@ HeadGroup parse_group(std::string_view text) {
     heads = parse_heads(trimmed(name.substr(0, star)));
     name = trimmed(name.substr(star + 1));
   }
-  const SpecEntry& entry = find_entry(name);
+  const Descriptor& entry = find_descriptor(name);
   HeadGroup group = entry.defaults;
   group.heads = heads;
   if (open != std::string_view::npos) {
@@ -156,7 +156,7 @@ HeadGroup parse_group(std::string_view text) {
 }
 
 std::string group_text(const HeadGroup& group) {
-  const SpecEntry& entry = spec_entry(group.mechanism);
+  const Descriptor& entry = descriptor_of(group.mechanism);
   std::vector<std::string> keys;
   for (const SpecKey& key : entry.keys) {
     const std::string value = key.get(group);
@@ -173,9 +173,8 @@ void append_padded(std::string& line, const std::string& text, std::size_t width
 }  // namespace
 
 bool HeadGroup::rotary() const {
-  if (positions != Positions::automatic) return positions == Positions::rotary;
-  return std::holds_alternative<FullParams>(mechanism) ||
-         std::holds_alternative<LocalParams>(mechanism);
+  const bool automatic = positions == Positions::automatic;
+  return (automatic ? descriptor_of(mechanism).positions : positions) == Positions::rotary;
 }
 
 AttentionSpec AttentionSpec::parse(std::string_view text) {
@@ -224,8 +223,8 @@ std::string spec_help() {
       "  full\n"
       "  i-clustered(clusters=100,topk=32)\n"
       "  4*local(window=256)+4*routing(clusters=16,window=256,causal=strict)\n";
-  for (const SpecEntry& entry : spec_table()) {
-    text += "\n" + entry.name + ": " + entry.help + "\n";
+  for (const Descriptor& entry : descriptors()) {
+    text += std::string("\n") + entry.name + ": " + entry.summary + "\n";
     for (const SpecKey& key : entry.keys) {
       std::string line = "  ";
       append_padded(line, key_and_default(entry, key), 24);

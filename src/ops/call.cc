@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT
 #include "ops/call.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <sstream>
 
 #include "core/check.h"
+#include "core/descriptor.h"
 #include "core/items.h"
 
 namespace coterie::ops {
@@ -23,13 +25,6 @@ std::string text_of(const std::vector<std::int64_t>& sizes) {
 void check_device(const char* op, const char* name, const TensorView& tensor, Device device) {
   COTERIE_CHECK(tensor.device == device, op, "expected ", name, " on ", describe(device),
                 "; got it on ", describe(tensor.device));
-}
-
-bool takes_mask(const Mechanism& mechanism) {
-  return std::holds_alternative<FullParams>(mechanism) ||
-         std::holds_alternative<LocalParams>(mechanism) ||
-         std::holds_alternative<StridedParams>(mechanism) ||
-         std::holds_alternative<OracleTopParams>(mechanism);
 }
 
 bool same_view(const TensorView& a, const TensorView& b) {
@@ -103,36 +98,57 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
 }
 
 void refuse(const AttentionCall& call, const char* name, const TensorView& tensor) {
-  COTERIE_CHECK(!tensor.present(), call.op, "expected no ", name,
-                ", for it has no use of one; got ", describe(tensor));
+  COTERIE_CHECK(!tensor.present(), call.op, name, " is not used by this operation; got ",
+                describe(tensor));
 }
 
-void check_state(const Mechanism& mechanism, const AttentionCall& call) {
-  const AttentionInputs& inputs = call.inputs;
-  const DType accumulator = accumulator_dtype(inputs.q.dtype);
-  if (const auto* routing = std::get_if<RoutingParams>(&mechanism)) {
-    check_dense(call.op, "centroids", inputs.centroids, accumulator,
-                {call.value_heads, routing->clusters, call.Dk}, call.device);
-    if (inputs.logit_scale.present())
-      check_dense(call.op, "logit_scale", inputs.logit_scale, accumulator, {call.H}, call.device);
-  } else if (const auto* cast = std::get_if<CastParams>(&mechanism)) {
-    check_dense(call.op, "centroids (surrogate tokens)", inputs.centroids, accumulator,
-                {call.H, cast->clusters, call.Dk}, call.device);
-    check_dense(call.op, "gate", inputs.gate, accumulator, {call.B, call.N}, call.device);
-    refuse(call, "logit_scale", inputs.logit_scale);
-  } else {
-    refuse(call, "centroids", inputs.centroids);
-    refuse(call, "logit_scale", inputs.logit_scale);
+// "routing, cast": mechanisms with this field in their state, or with a gradient of it.
+std::string users_of(StateField field, bool gradients) {
+  std::string names;
+  for (const Descriptor& each : descriptors())
+    for (const auto& own : each.state(each.defaults.mechanism, {}))
+      if (own.field == field && (own.differentiable || !gradients))
+        names += (names.empty() ? "" : ", ") + std::string(each.name);
+  return names;
+}
+
+CallSizes<std::int64_t> sizes_of(const AttentionCall& call) {
+  return {call.B,  call.H,         call.N,           call.S,           call.Dk,
+          call.Dv, call.key_heads, call.value_heads, call.num_items(), call.device == Device::cuda};
+}
+
+// A tensor of the mechanism's state, or its gradient, by the names of the messages.
+struct StateView {
+  StateField field;
+  const char* name;
+  const TensorView& tensor;
+};
+
+// Tensors are there as the descriptor says: of its shape, or none where it has no such field.
+void check_state(const Mechanism& mechanism, const AttentionCall& call,
+                 const std::vector<StateView>& views, bool gradients) {
+  const DType accumulator = accumulator_dtype(call.inputs.q.dtype);
+  const StateTensors<std::int64_t> fields =
+      descriptor_of(mechanism).state(mechanism, sizes_of(call));
+  for (const StateView& view : views) {
+    const auto own = std::find_if(fields.begin(), fields.end(), [&](const auto& field) {
+      return field.field == view.field && (field.differentiable || !gradients);
+    });
+    if (own == fields.end())
+      COTERIE_CHECK(!view.tensor.present(), call.op, view.name, " is only used by ",
+                    users_of(view.field, gradients), "; got ", describe(view.tensor));
+    else if (view.tensor.present() || (own->required && !gradients))
+      check_dense(call.op, gradients ? view.name : own->name, view.tensor, accumulator, own->sizes,
+                  call.device);
   }
-  if (!std::holds_alternative<CastParams>(mechanism)) refuse(call, "gate", inputs.gate);
 }
 
-void check_mask(const Mechanism& mechanism, const AttentionCall& call) {
+void check_mask(const Descriptor& mechanism, const AttentionCall& call) {
   const TensorView& mask = call.inputs.mask;
   if (!mask.present()) return;
-  COTERIE_CHECK(takes_mask(mechanism), call.op,
-                "expected no mask, because queries of a cluster share their keys; got one. Use "
-                "lengths or cu_seqlens for padding");
+  COTERIE_CHECK(mechanism.takes_mask, call.op,
+                "a mask is not supported, because queries of a cluster share their keys; got one. "
+                "Use lengths or cu_seqlens for padding");
   check_device(call.op, "mask", mask, call.device);
   check_dtype(call.op, "mask", mask, DType::u8);
   check_shape(call.op, "mask", mask, {call.B, call.H, call.N, call.S});
@@ -202,7 +218,7 @@ void check_saved(const AttentionCall& call, const SavedLayout& layout,
 
 void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
                      const TensorView& grad_out, const AttentionGradients& gradients) {
-  const DType dtype = call.inputs.q.dtype, accumulator = accumulator_dtype(dtype);
+  const DType dtype = call.inputs.q.dtype;
   const auto check = [&](const char* name, const TensorView& tensor,
                          const std::vector<std::int64_t>& sizes) {
     if (!tensor.present()) return;
@@ -219,38 +235,39 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
                   "expected no dk, because keys are the queries and dq holds both; got ",
                   describe(gradients.dk));
   check("dk", gradients.dk, {call.B, call.key_heads, call.S, call.Dk});
-  const auto* cast = std::get_if<CastParams>(&mechanism);
-  if (cast && gradients.dcentroids.present())
-    check_dense(call.op, "dcentroids", gradients.dcentroids, accumulator,
-                {call.H, cast->clusters, call.Dk}, call.device);
-  if (cast && gradients.dgate.present())
-    check_dense(call.op, "dgate", gradients.dgate, accumulator, {call.B, call.N}, call.device);
-  if (!cast) {
-    refuse(call, "dcentroids", gradients.dcentroids);
-    refuse(call, "dgate", gradients.dgate);
-  }
-  if (gradients.dlogit_scale.present()) {
-    COTERIE_CHECK(call.inputs.logit_scale.present(), call.op,
-                  "expected dlogit_scale only with logit_scale; got it alone");
-    check_dense(call.op, "dlogit_scale", gradients.dlogit_scale, accumulator, {call.H},
-                call.device);
-  }
+  check_state(mechanism, call,
+              {{StateField::centroids, "dcentroids", gradients.dcentroids},
+               {StateField::gate, "dgate", gradients.dgate},
+               {StateField::logit_scale, "dlogit_scale", gradients.dlogit_scale}},
+              true);
+  COTERIE_CHECK(!gradients.dlogit_scale.present() || call.inputs.logit_scale.present(), call.op,
+                "dlogit_scale needs logit_scale; got it alone");
 }
 
 AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs) {
-  const char* op = mechanism_name(mechanism);
-  AttentionCall call = make_base_call(op, inputs, keys_are_queries(mechanism));
-  const Causality form = resolve_causality(mechanism, inputs.causal);
-  call.causal = form != Causality::none;
-  if (std::holds_alternative<RoutingParams>(mechanism) && inputs.scale == 0) call.scale = 1.0;
-  check_mask(mechanism, call);
-  check_state(mechanism, call);
-  const bool strict_routing =
-      std::holds_alternative<RoutingParams>(mechanism) && form == Causality::strict;
-  if (strict_routing || keys_are_queries(mechanism) ||
-      std::holds_alternative<CastParams>(mechanism))
-    check_self_attention(call);
+  const Descriptor& own = descriptor_of(mechanism);
+  AttentionCall call = make_base_call(own.name, inputs, own.keys_are_queries(mechanism));
+  call.causal = own.causality(mechanism, inputs.causal) != Causality::none;
+  if (own.rows == RowForm::normalised && inputs.scale == 0) call.scale = 1.0;
+  check_mask(own, call);
+  check_state(mechanism, call,
+              {{StateField::centroids, "centroids", inputs.centroids},
+               {StateField::gate, "gate", inputs.gate},
+               {StateField::logit_scale, "logit_scale", inputs.logit_scale}},
+              false);
+  if (own.self_attention(mechanism)) check_self_attention(call);
   return call;
+}
+
+SavedLayout saved_layout(const Mechanism& mechanism, const AttentionCall& call) {
+  SavedLayout layout;
+  const DType accumulator = accumulator_dtype(call.inputs.q.dtype);
+  for (const auto& [name, kind, sizes] :
+       descriptor_of(mechanism).saved(mechanism, sizes_of(call))) {
+    layout.tensors.push_back({name, kind == SavedKind::value ? accumulator : DType::i32, sizes});
+    if (kind == SavedKind::selection) ++layout.selection_count;
+  }
+  return layout;
 }
 
 AttentionCall make_list_call(const char* op, const AttentionInputs& inputs) {

@@ -57,9 +57,9 @@ TEST(Mechanism, PositionalMechanismsAreCausalWithoutLeaking) {
 
 TEST(Mechanism, ClusteredAndCastHaveNoCausalForm) {
   EXPECT_EQ(error_of("clustered(clusters=3)", true),
-            "[clustered] expected inputs that are not causal, for it has no causal form; got "
-            "causal inputs");
-  EXPECT_EQ(error_of("cast(clusters=3,size=4)", true).substr(0, 16), "[cast] expected ");
+            "[clustered] there is no causal form; got causal inputs");
+  EXPECT_EQ(error_of("cast(clusters=3,size=4)", true),
+            "[cast] there is no causal form; got causal inputs");
   EXPECT_EQ(error_of("clustered(clusters=3)", false), "no error");
   EXPECT_EQ(error_of("cast(clusters=3,size=4)", false), "no error");
 }
@@ -77,9 +77,8 @@ TEST(Mechanism, ImprovedClusteredHasTheReferenceFormOnly) {
       "the future) or routing(causal=strict)";
   EXPECT_EQ(error_of("i-clustered(clusters=3)", true), unavailable);
   EXPECT_EQ(error_of("i-clustered(clusters=3,causal=strict)", false), unavailable);
-  EXPECT_EQ(
-      error_of("i-clustered(clusters=3,causal=none)", true),
-      "[i-clustered] expected inputs that are not causal with causal=none; got causal inputs");
+  EXPECT_EQ(error_of("i-clustered(clusters=3,causal=none)", true),
+            "[i-clustered] causal=none takes inputs that are not causal; got causal inputs");
   const Mechanism reference = parse("i-clustered(clusters=3,causal=reference)");
   for (const bool causal : {false, true}) {
     EXPECT_EQ(resolve_causality(reference, causal), Causality::leaking);
@@ -132,19 +131,23 @@ TEST(Mechanism, RoutingRefusesContradictions) {
     const char* part;
   };
   const Case cases[] = {
-      {"routing(clusters=3,window=4,causal=none)", true, "not causal with causal=none"},
-      {"routing(clusters=3,window=4,membership=top)", true, "expected membership=nearest"},
+      {"routing(clusters=3,window=4,causal=none)", true,
+       "causal=none takes inputs that are not causal"},
+      {"routing(clusters=3,window=4,membership=top)", true,
+       "causal=strict needs membership=nearest"},
       {"routing(clusters=3,window=4,membership=top,causal=strict)", false,
-       "expected membership=nearest"},
-      {"routing(clusters=3,window=4,membership=nearest)", false, "expected causal=strict"},
+       "causal=strict needs membership=nearest"},
+      {"routing(clusters=3,window=4,membership=nearest)", false,
+       "membership=nearest needs causal=strict"},
       {"routing(clusters=3,window=4,membership=nearest,causal=paper)", true, "got causal=paper"},
       {"routing(clusters=3,membership=balanced)", true, "no causal form; got causal=strict"},
       {"routing(clusters=3,membership=balanced,causal=paper)", false, "got causal=paper"},
-      {"routing(clusters=3,membership=balanced,window=4)", false, "expected no window"},
+      {"routing(clusters=3,membership=balanced,window=4)", false, "takes no window"},
       {"routing(clusters=3,window=4,queries_in=2)", false, "queries_in"},
-      {"routing(clusters=3,window=4,include_self=true)", false, "include_self only with causal"},
-      {"routing(clusters=3,window=4,include_self=true,share_qk=true)", true, "without share_qk"},
-      {"routing(clusters=3,window=4,count_eps=0)", true, "count_eps only with membership=top"},
+      {"routing(clusters=3,window=4,include_self=true)", false, "include_self needs causal=strict"},
+      {"routing(clusters=3,window=4,include_self=true,share_qk=true)", true,
+       "include_self needs share_qk=false"},
+      {"routing(clusters=3,window=4,count_eps=0)", true, "count_eps needs membership=top"},
   };
   for (const Case& c : cases) {
     const std::string error = error_of(c.text, c.causal);
@@ -158,10 +161,10 @@ TEST(Mechanism, RoutingRefusesContradictions) {
 
 TEST(Mechanism, ParametersWithoutEffectAreRefused) {
   EXPECT_EQ(error_of("local(window=3,flange=2)", false),
-            "[local] expected flange only with kind=blocked; got flange=2 with kind=sliding");
+            "[local] flange needs kind=blocked; got flange=2 with kind=sliding");
   EXPECT_EQ(error_of("local(window=3,flange=2,kind=blocked)", false), "no error");
   EXPECT_EQ(error_of("clustered(clusters=3,bits=32)", false),
-            "[clustered] expected bits only with clustering=hamming-keys or hamming; got bits=32 "
+            "[clustered] bits needs clustering=hamming-keys or hamming; got bits=32 "
             "with clustering=keys");
   EXPECT_EQ(error_of("clustered(clusters=3,bits=32,clustering=hamming-keys)", false), "no error");
   EXPECT_NE(error_of("i-clustered(clusters=3,hash_bias=false,clustering=hamming-keys)", false),
@@ -170,9 +173,9 @@ TEST(Mechanism, ParametersWithoutEffectAreRefused) {
 
 TEST(Mechanism, ParametersBuiltByHandAreCheckedToo) {
   EXPECT_EQ(error_of(LocalParams{}, false),
-            "[local] expected window of local, an integer from 1 to 2147483647; got none");
+            "[local] window is required for local: an integer from 1 to 2147483647; got none");
   EXPECT_EQ(error_of(LocalParams{.window = -1}, false),
-            "[local] expected window of local to be an integer from 1 to 2147483647; got -1");
+            "[local] window of local must be an integer from 1 to 2147483647; got -1");
   EXPECT_NE(error_of(OracleTopParams{.topk = 0}, false), "no error");
   EXPECT_NE(error_of(LshParams{.buckets = 3}, false), "no error");
   EXPECT_NE(error_of(ClusteredParams{{.clusters = 3, .iterations = -2}}, false), "no error");

@@ -171,7 +171,7 @@ TEST(Spec, ErrorsNameWhatIsAllowed) {
   EXPECT_EQ(error_of("local(window=4,kind=round)"),
             "[spec] expected kind of local to be sliding|blocked; got \"round\"");
   EXPECT_EQ(error_of("local"),
-            "[spec] expected window of local, an integer from 1 to 2147483647; got none");
+            "[spec] window is required for local: an integer from 1 to 2147483647; got none");
   EXPECT_EQ(error_of("clustered(clusters=3,bits=64)"),
             "[spec] expected bits of clustered to be an integer from 1 to 63; got \"64\"");
   EXPECT_EQ(error_of("full+2*full"),

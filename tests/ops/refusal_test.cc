@@ -44,7 +44,6 @@ void expect_refused(const Case& c, const std::vector<std::string>& parts, const 
     const std::string message = error_of(calls[call]);
     EXPECT_TRUE(message.starts_with("[" + std::string(mechanism_name(m)) + "] "))
         << "call " << call << ": " << message;
-    EXPECT_NE(message.find("expected"), std::string::npos) << message;
     EXPECT_NE(message.find("got"), std::string::npos) << message;
     for (const std::string& part : parts) {
       EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;

@@ -38,7 +38,7 @@ def test_selection_comes_first_among_the_saved_tensors(spec: str, causal: bool) 
     saved = C.attention(*problem.arguments())[1]
     selection = C.attention_select(*problem.arguments())
     (group,) = coterie.head_groups(spec, 4, causal)
-    layout = saved_layout(group, sizes_of(group, problem.q, problem.v, None))
+    layout = saved_layout(group, sizes_of(group, problem.q, problem.v, None), on_gpu=False)
     assert len(selection) == sum(entry.selection for entry in layout)
     for one, other in zip(selection, saved, strict=False):
         assert torch.equal(one, other)

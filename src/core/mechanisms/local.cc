@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: MIT
+#include "core/check.h"
+#include "core/descriptor.h"
+
+namespace coterie {
+namespace {
+
+struct Local : ExactMechanism {
+  using Params = LocalParams;
+  static constexpr const char *kName = "local",
+                              *kSummary = "attention to near positions; any mask, causal or not",
+                              *kAttends =
+                                  "keys i-⌊w/2⌋ … i+⌈w/2⌉-1 (causal: the w keys up to its own "
+                                  "position); `blocked`: its block of w positions and `flange` "
+                                  "blocks on each side";
+  static constexpr Positions kPositions = Positions::rotary;
+
+  static std::vector<SpecKey> keys(const HeadGroup& defaults) {
+    return {
+        integer_key("window", field_of(&Params::window), {}, defaults,
+                    "keys in the window or block"),
+        choice_key<LocalKind>("kind", field_of(&Params::kind),
+                              {{"sliding", LocalKind::sliding}, {"blocked", LocalKind::blocked}},
+                              "window around each query, or fixed blocks"),
+        integer_key("flange", field_of(&Params::flange), {.min = 0}, defaults,
+                    "blocked: neighbour blocks seen on each side")};
+  }
+  static void settle(Params& params, Causality) {
+    COTERIE_CHECK(params.kind == LocalKind::blocked || params.flange == Params{}.flange, kName,
+                  "flange needs kind=blocked; got flange=", params.flange, " with kind=sliding");
+  }
+  static Decoding decoding(const Params&) { return Decoding::window; }
+};
+
+}  // namespace
+
+template <>
+Descriptor describe<LocalParams>() {
+  return make_descriptor<Local>();
+}
+
+}  // namespace coterie
