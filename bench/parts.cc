@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include "bench/parts.h"
 
-#include "coterie/cluster.h"
-#include "coterie/hash.h"
+#include "ops/parts.h"
 
 namespace coterie::bench {
 namespace {

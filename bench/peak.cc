@@ -11,9 +11,9 @@
 #include "bench/driver.h"
 #include "bench/fma.h"
 #include "bench/threads.h"
-#include "coterie/cluster.h"
 #include "coterie/random.h"
 #include "coterie/runtime.h"
+#include "ops/parts.h"
 
 namespace coterie::bench {
 namespace {

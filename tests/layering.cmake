@@ -57,8 +57,9 @@ string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h")
 # What needs no torch, so that it can be built with sanitizers.
 set(may_fuzz "${std}|${public}|fuzz/.*|formats/.*|report/report\\.h|train/(config|options)\\.h")
 set(may_cases "${std}|${public}|cases/.*")
-# The gate compares with the specification; the opponent is torch; the clock of a GPU is CUDA's.
-set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|${libtorch}|cuda_runtime_api\\.h")
+# The gate compares with the specification, parts are timed alone; the opponent is torch; the clock of
+# a GPU is CUDA's.
+set(may_bench "${std}|${public}|cases/.*|bench/.*|ref/ref\\.h|ops/parts\\.h|${libtorch}|cuda_runtime_api\\.h")
 set(may_apps "${std}|${public}|cases/.*|bench/.*|formats/.*|report/.*|train/.*|coterie/torch/[a-z0-9_]+\\.h|apps/.*")
 string(APPEND may_apps "|(CLI|fmt|nlohmann)/.*|${libtorch}")
 

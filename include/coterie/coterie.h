@@ -2,12 +2,9 @@
 // Everything the core library offers.
 #pragma once
 
-#include "coterie/attend.h"
 #include "coterie/attention.h"
 #include "coterie/cluster.h"
 #include "coterie/error.h"
-#include "coterie/group.h"
-#include "coterie/hash.h"
 #include "coterie/inputs.h"
 #include "coterie/layer.h"
 #include "coterie/mechanism.h"
@@ -15,7 +12,6 @@
 #include "coterie/random.h"
 #include "coterie/result.h"
 #include "coterie/runtime.h"
-#include "coterie/select.h"
 #include "coterie/spec.h"
 #include "coterie/tensor.h"
 #include "coterie/view.h"

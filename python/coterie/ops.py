@@ -13,16 +13,6 @@ attention_forward(...): the same without derivatives
 attention_backward(grad_out, ..., out, saved, needs) -> gradients
     Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
 attention_select(...) -> the selection: the int32 ones of the saved tensors
-hash_planes(x, bits, bias, seed) -> planes (1, 1, bits, D), thresholds (1, 1, bits)
-hash_codes(x, planes, thresholds, lengths?, cu_seqlens?) -> codes (B, H, N) int64
-hamming_kmeans(codes, lengths?, cu_seqlens?, clusters, iterations, bits, seed) -> labels, centroids
-cluster_queries(q, k, q_lengths?, k_lengths?, cu_seqlens_q?, cu_seqlens_k?, mechanism, seed)
-    -> labels
-nearest_centroid(x, centroids (items|1, H', C, D), bias?, lengths?, cu_seqlens?) -> labels
-balanced_assign(x, centroids, lengths?, cu_seqlens?, capacity) -> labels
-group_by_cluster(labels, lengths?, cu_seqlens?, clusters) -> order, inverse, offsets (items, H, C+1)
-select_top(rows (items|1, H', R, D), x, lengths?, cu_seqlens?, count)
-    -> indices (items, H, R, count)
 spherical_kmeans(x, lengths?, cu_seqlens?, clusters, iterations, seed) -> centroids (H, C, D)
 ema_update(centroids!, counts!, sums!, x, labels, lengths?, cu_seqlens?, decay) -> ()
 commitment_loss(x, centroids (H', C, D), labels, lengths?, cu_seqlens?) -> loss (1)
@@ -175,69 +165,6 @@ def attention(
                 return (found[0], found[1:]) if want_saved else (found, ())
     result = _forward(*rows, *rest)
     return result
-
-
-def _labels(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:3], dtype=torch.int32)
-
-
-def _items(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-@torch.library.register_fake("coterie::hash_planes")
-def _(x: Tensor, bits: int, bias: bool, seed: int) -> tuple[Tensor, Tensor]:
-    planes = x.new_empty((1, 1, bits, x.shape[3]), dtype=torch.float32)
-    return planes, x.new_empty((1, 1, bits), dtype=torch.float32)
-
-
-@torch.library.register_fake("coterie::hash_codes")
-def _(x: Tensor, planes: Tensor, thresholds: Tensor, lengths: Any, cu_seqlens: Any) -> Tensor:
-    return x.new_empty(x.shape[:3], dtype=torch.int64)
-
-
-@torch.library.register_fake("coterie::hamming_kmeans")
-def _(
-    codes: Tensor,
-    lengths: Any,
-    cu_seqlens: Any,
-    clusters: int,
-    iterations: int,
-    bits: int,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    items = _items(codes, cu_seqlens)
-    return _labels(codes), codes.new_empty((items, codes.shape[1], clusters))
-
-
-@torch.library.register_fake("coterie::cluster_queries")
-def _(q: Tensor, *args: Any) -> Tensor:
-    return _labels(q)
-
-
-@torch.library.register_fake("coterie::nearest_centroid")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return _labels(x)
-
-
-@torch.library.register_fake("coterie::balanced_assign")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return _labels(x)
-
-
-@torch.library.register_fake("coterie::group_by_cluster")
-def _(
-    labels: Tensor, lengths: Any, cu_seqlens: Any, clusters: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    offsets = labels.new_empty((_items(labels, cu_seqlens), labels.shape[1], clusters + 1))
-    return _labels(labels), _labels(labels), offsets
-
-
-@torch.library.register_fake("coterie::select_top")
-def _(rows: Tensor, x: Tensor, lengths: Any, cu_seqlens: Any, count: int) -> Tensor:
-    heads = max(rows.shape[1], x.shape[1])
-    shape = (_items(x, cu_seqlens), heads, rows.shape[2], count)
-    return x.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.register_fake("coterie::spherical_kmeans")

@@ -115,12 +115,6 @@ TensorView view(const Tensor& tensor) {
 
 TensorView view(const OptionalTensor& tensor) { return tensor ? view(*tensor) : TensorView{}; }
 
-TensorView code_view(const Tensor& codes) {
-  TensorView result = view(codes);
-  if (result.dtype == DType::i64) result.dtype = DType::u64;
-  return result;
-}
-
 Tensor with_contiguous_rows(const Tensor& tensor) {
   const std::int64_t last = tensor.dim() - 1;
   const bool rows = last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1;

@@ -54,8 +54,6 @@ using Kernel = void(StableIValue* stack, std::uint64_t num_inputs, std::uint64_t
 
 TensorView view(const Tensor& tensor);
 TensorView view(const OptionalTensor& tensor);  // absent for absent
-// A view of int64 memory as the core's codes.
-TensorView code_view(const Tensor& codes);
 
 // The tensor, or a copy with a contiguous last dimension.
 Tensor with_contiguous_rows(const Tensor& tensor);

@@ -1,19 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Hashing, clustering, grouping and selection.
+// Centroids of routing: k-means, moving average, commitment loss.
 #pragma once
 
 #include "bridge.h"
 
 namespace coterie::stable_api {
 
-Kernel hash_planes;
-Kernel hash_codes;
-Kernel hamming_kmeans;
-Kernel cluster_queries;
-Kernel nearest_centroid;
-Kernel balanced_assign;
-Kernel group_by_cluster;
-Kernel select_top;
 Kernel spherical_kmeans;
 Kernel ema_update;
 Kernel commitment_loss;

@@ -28,14 +28,6 @@ constexpr Operator kOperators[] = {
     {"attention_forward", api::attention},  // the same without derivatives
     {"attention_backward", api::attention_backward},
     {"attention_select", api::attention_select},
-    {"hash_planes", api::hash_planes},
-    {"hash_codes", api::hash_codes},
-    {"hamming_kmeans", api::hamming_kmeans},
-    {"cluster_queries", api::cluster_queries},
-    {"nearest_centroid", api::nearest_centroid},
-    {"balanced_assign", api::balanced_assign},
-    {"group_by_cluster", api::group_by_cluster},
-    {"select_top", api::select_top},
     {"spherical_kmeans", api::spherical_kmeans},
     {"ema_update", api::ema_update},
     {"commitment_loss", api::commitment_loss},
@@ -52,28 +44,6 @@ STABLE_TORCH_LIBRARY(coterie, m) {
          ", Tensor out, Tensor[] saved, int needs) -> Tensor[]")
             .c_str());
   m.def(("attention_select(" + kArguments + ") -> Tensor[]").c_str());
-  m.def("hash_planes(Tensor x, int bits, bool bias, int seed) -> (Tensor, Tensor)");
-  m.def(
-      "hash_codes(Tensor x, Tensor planes, Tensor thresholds, Tensor? lengths, "
-      "Tensor? cu_seqlens) -> Tensor");
-  m.def(
-      "hamming_kmeans(Tensor codes, Tensor? lengths, Tensor? cu_seqlens, int clusters, "
-      "int iterations, int bits, int seed) -> (Tensor, Tensor)");
-  m.def(
-      "cluster_queries(Tensor q, Tensor k, Tensor? q_lengths, Tensor? k_lengths, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str mechanism, int seed) -> Tensor");
-  m.def(
-      "nearest_centroid(Tensor x, Tensor centroids, Tensor? bias, Tensor? lengths, "
-      "Tensor? cu_seqlens) -> Tensor");
-  m.def(
-      "balanced_assign(Tensor x, Tensor centroids, Tensor? lengths, Tensor? cu_seqlens, "
-      "int capacity) -> Tensor");
-  m.def(
-      "group_by_cluster(Tensor labels, Tensor? lengths, Tensor? cu_seqlens, int clusters) -> "
-      "(Tensor, Tensor, Tensor)");
-  m.def(
-      "select_top(Tensor rows, Tensor x, Tensor? lengths, Tensor? cu_seqlens, int count) -> "
-      "Tensor");
   m.def(
       "spherical_kmeans(Tensor x, Tensor? lengths, Tensor? cu_seqlens, int clusters, "
       "int iterations, int seed) -> Tensor");

@@ -10,9 +10,6 @@ namespace coterie::ops {
 // Checks the inputs against the (resolved) mechanism and each other.
 AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs);
 
-// The same for operations on lists (attend.h): q, k, v, lengths, scale and causal only.
-AttentionCall make_list_call(const char* op, const AttentionInputs& inputs);
-
 // Operations that only the CPU has.
 void check_cpu(const char* op, const char* name, const TensorView& tensor);
 void check_shape(const char* op, const char* name, const TensorView& tensor,

@@ -13,6 +13,7 @@
 #include "cpu/engine/rows.h"
 #include "cuda/api/entry.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 #include "ops/scratch.h"
 
 namespace coterie {

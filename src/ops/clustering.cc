@@ -5,11 +5,10 @@
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "core/items.h"
-#include "coterie/cluster.h"
-#include "coterie/hash.h"
 #include "cpu/cluster/hamming.h"
 #include "cpu/engine/rows.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 #include "ops/scratch.h"
 
 namespace coterie {

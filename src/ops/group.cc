@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/group.h"
 
 #include "core/check.h"
 #include "core/items.h"
@@ -7,6 +6,7 @@
 #include "cpu/cluster/group.h"
 #include "cpu/engine/rows.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 
 namespace coterie {
 

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/hash.h"
 
 #include "core/check.h"
 #include "core/dispatch.h"
@@ -8,6 +7,7 @@
 #include "cpu/cluster/hash.h"
 #include "cpu/engine/rows.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 #include "ops/scratch.h"
 
 namespace coterie {

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/select.h"
 
 #include <algorithm>
 
@@ -10,6 +9,7 @@
 #include "cpu/engine/rows.h"
 #include "cpu/engine/top.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 #include "ops/scratch.h"
 
 namespace coterie {

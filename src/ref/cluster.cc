@@ -5,7 +5,6 @@
 #include <bit>
 #include <numeric>
 
-#include "coterie/hash.h"
 #include "coterie/random.h"
 #include "ref/ref.h"
 #include "ref/selection.h"

@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/clustering.h"
 #include "coterie/attention.h"
 #include "coterie/cluster.h"
-#include "coterie/group.h"
 
 namespace coterie::ref {
 

@@ -15,8 +15,6 @@
 #include "core/items.h"
 #include "core/parallel.h"
 #include "coterie/cluster.h"
-#include "coterie/group.h"
-#include "coterie/hash.h"
 #include "coterie/random.h"
 #include "coterie/runtime.h"
 #include "cuda/cluster/clustering.h"
@@ -25,6 +23,7 @@
 #include "cuda/cluster/stages.h"
 #include "cuda/launch/launch.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 #include "tests/gpu/cluster_setup.h"
 
 namespace coterie::gpu_test {

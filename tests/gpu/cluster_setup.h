@@ -14,6 +14,7 @@
 #include "coterie/cluster.h"
 #include "cuda/launch/launch.h"
 #include "ops/call.h"
+#include "ops/parts.h"
 
 namespace coterie::gpu_test {
 

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "coterie/runtime.h"
+#include "ops/parts.h"
 #include "ref/ref.h"
 #include "tests/support/definitions.h"
 #include "tests/support/tensors.h"

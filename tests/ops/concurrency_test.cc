@@ -10,12 +10,10 @@
 
 #include "cases/cases.h"
 #include "cases/problem.h"
-#include "coterie/attend.h"
+#include "coterie/attention.h"
 #include "coterie/cluster.h"
-#include "coterie/group.h"
-#include "coterie/hash.h"
 #include "coterie/runtime.h"
-#include "coterie/select.h"
+#include "ops/parts.h"
 #include "tests/support/expect.h"
 #include "tests/support/tensors.h"
 
@@ -116,37 +114,8 @@ std::vector<HostTensor> list_of(HostTensor&& first) {
   return list;
 }
 
-// out, lse and gradients of one of the operations on lists.
-template <class Lists, class Bytes, class Forward, class Backward>
-Operation list_operation(const char* name, const AttentionInputs& inputs, const Lists& lists,
-                         const Shape& slots, Bytes bytes, Forward forward, Backward backward) {
-  return {name, [=] {
-            const DType dtype = inputs.q.dtype;
-            Shape rows = slots;
-            rows.push_back(inputs.v.size(3));
-            const auto like = [&](const TensorView& view) {
-              return HostTensor(dtype, Shape(view.sizes, view.sizes + view.rank));
-            };
-            std::vector<HostTensor> outputs;
-            outputs.emplace_back(dtype, rows);
-            outputs.emplace_back(DType::f32, slots);
-            for (const TensorView& view : {inputs.q, inputs.k, inputs.v})
-              outputs.push_back(like(view));
-            const HostTensor gradient = test::normals(dtype, rows, 9);
-            const Memory memory(bytes(inputs, lists)), again(bytes(inputs, lists));
-            forward(inputs, lists, outputs[0], outputs[1], memory.workspace());
-            const AttentionResult result{outputs[0], {outputs[1]}};
-            AttentionGradients gradients;
-            gradients.dq = outputs[2];
-            gradients.dk = outputs[3];
-            gradients.dv = outputs[4];
-            backward(inputs, lists, result, gradient, gradients, again.workspace());
-            return outputs;
-          }};
-}
-
 TEST_F(ConcurrencyTest, PartsOfMechanisms) {
-  constexpr std::int64_t B = 2, H = 4, N = 300, D = 16, C = 6, kWidth = 40;
+  constexpr std::int64_t B = 2, H = 4, N = 300, D = 16, C = 6;
   const HostTensor q = test::normals(DType::f32, {B, H, N, D}, 1);
   const HostTensor k = test::normals(DType::f32, {B, H, N, D}, 2);
   const HostTensor v = test::normals(DType::f32, {B, H, N, D}, 3);
@@ -161,12 +130,6 @@ TEST_F(ConcurrencyTest, PartsOfMechanisms) {
   inputs.v = v;
   HostTensor codes(DType::u64, {B, H, N});
   hash_codes(q, {}, planes, thresholds, codes);
-  HostTensor order(DType::i32, {B, H, N}), offsets(DType::i32, {B, H, C + 1});
-  const Groups groups{order, {}, offsets};
-  group_by_cluster(labels, {}, groups);
-  HostTensor lists(DType::i32, {B, H, C, kWidth});
-  fill(lists, [](std::int64_t i) { return static_cast<double>(i % kWidth * 7 + i / kWidth % 5); });
-
   std::vector<Operation> operations;
   operations.push_back({"hash_codes", [&] {
                           HostTensor out(DType::u64, {B, H, N});
@@ -226,15 +189,6 @@ TEST_F(ConcurrencyTest, PartsOfMechanisms) {
                             cluster_queries(params, inputs, out, memory.workspace());
                             return list_of(std::move(out));
                           }});
-  operations.push_back(list_operation("attend_banded", inputs, BandedLists{groups, groups, 20},
-                                      {B, H, N}, attend_banded_workspace_bytes, attend_banded,
-                                      attend_banded_backward));
-  operations.push_back(list_operation("attend_shared", inputs, SharedLists{groups, lists},
-                                      {B, H, N}, attend_shared_workspace_bytes, attend_shared,
-                                      attend_shared_backward));
-  operations.push_back(list_operation("attend_members", inputs, MemberLists{lists, lists},
-                                      {B, H, C, kWidth}, attend_members_workspace_bytes,
-                                      attend_members, attend_members_backward));
   for (int repeat = 0; repeat < 3; ++repeat) expect_bits_of_one_caller(operations);
 }
 

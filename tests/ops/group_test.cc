@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/group.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
+#include "ops/parts.h"
 #include "ref/ref.h"
 #include "tests/support/tensors.h"
 

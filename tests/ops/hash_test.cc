@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/hash.h"
 
 #include <gtest/gtest.h>
 
@@ -7,6 +6,7 @@
 #include <limits>
 
 #include "coterie/runtime.h"
+#include "ops/parts.h"
 #include "ref/ref.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"

@@ -10,6 +10,7 @@
 
 #include "cases/problem.h"
 #include "coterie/cluster.h"
+#include "ops/parts.h"
 #include "ref/ref.h"
 #include "tests/support/definitions.h"
 #include "tests/support/expect.h"

@@ -9,8 +9,8 @@
 
 #include "cases/problem.h"
 #include "coterie/cluster.h"
-#include "coterie/group.h"
 #include "coterie/spec.h"
+#include "ops/parts.h"
 #include "ref/ref.h"
 #include "tests/support/expect.h"
 #include "tests/support/tensors.h"

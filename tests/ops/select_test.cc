@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/select.h"
 
 #include <gtest/gtest.h>
 
@@ -9,6 +8,7 @@
 #include <numeric>
 
 #include "coterie/runtime.h"
+#include "ops/parts.h"
 #include "tests/support/tensors.h"
 
 namespace coterie {

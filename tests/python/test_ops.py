@@ -56,53 +56,6 @@ def _lengths() -> torch.Tensor:
     return torch.tensor([19, 14], dtype=torch.int32)
 
 
-def test_hash_planes_passes_opcheck() -> None:
-    torch.library.opcheck(C.hash_planes.default, (torch.randn(2, 4, 19, 8), 31, True, 5))
-
-
-def test_hash_codes_and_hamming_kmeans_pass_opcheck() -> None:
-    x = torch.randn(2, 4, 19, 8)
-    planes, thresholds = C.hash_planes(x, 31, True, 5)
-    codes = C.hash_codes(x, planes, thresholds, _lengths(), None)
-    expected = (x.unsqueeze(-2) * planes).sum(-1) > thresholds
-    assert torch.equal(codes[0], (expected[0].long() << torch.arange(31)).sum(-1))
-    torch.library.opcheck(C.hash_codes.default, (x, planes, thresholds, _lengths(), None))
-    torch.library.opcheck(C.hamming_kmeans.default, (codes, _lengths(), None, 3, 4, 31, 1))
-
-
-def test_cluster_queries_gives_the_labels_that_attention_uses() -> None:
-    problem = make_problem("i-clustered(clusters=3,topk=4)", padded=True)
-    arguments = (problem.q, problem.k, _lengths(), _lengths(), None, None, problem.spec, 7)
-    torch.library.opcheck(C.cluster_queries.default, arguments)
-    assert torch.equal(C.cluster_queries(*arguments), C.attention(*problem.arguments())[1][0])
-
-
-def test_assignments_pass_opcheck() -> None:
-    x, centroids = torch.randn(2, 4, 19, 8), torch.randn(1, 2, 5, 8)
-    torch.library.opcheck(C.nearest_centroid.default, (x, centroids, None, _lengths(), None))
-    torch.library.opcheck(C.balanced_assign.default, (x, centroids, _lengths(), None, 0))
-    labels = C.nearest_centroid(x, centroids, None, None, None)
-    scores = x @ centroids.repeat_interleave(2, 1).mT
-    assert torch.equal(labels.long(), scores.argmax(-1))
-
-
-def test_group_by_cluster_sorts_tokens_by_label() -> None:
-    labels = torch.randint(0, 5, (2, 4, 19), dtype=torch.int32)
-    torch.library.opcheck(C.group_by_cluster.default, (labels, None, None, 5))
-    order, inverse, offsets = C.group_by_cluster(labels, None, None, 5)
-    assert torch.equal(order.long(), labels.argsort(dim=-1, stable=True))
-    assert torch.equal(torch.gather(order, 2, inverse.long())[0, 0], torch.arange(19).int())
-    assert torch.equal(offsets.diff(dim=-1)[1, 2], labels[1, 2].bincount(minlength=5).int())
-
-
-def test_select_top_finds_the_best_tokens() -> None:
-    rows, x = torch.randn(1, 4, 6, 8), torch.randn(2, 2, 19, 8)
-    torch.library.opcheck(C.select_top.default, (rows, x, _lengths(), None, 5))
-    found = C.select_top(rows, x, None, None, 5)
-    best = (rows @ x.repeat_interleave(2, 1).mT).topk(5).indices.sort().values
-    assert torch.equal(found.long(), best)
-
-
 def test_centroid_operators_pass_opcheck() -> None:
     x = torch.randn(2, 4, 19, 8)
     arguments = (x, _lengths(), None, 3, 5, 1)

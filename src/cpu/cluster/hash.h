@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Hash codes on the CPU (see coterie/hash.h).
+// Hash codes on the CPU (see ops/parts.h).
 #pragma once
 
 #include <cstdint>

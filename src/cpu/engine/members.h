@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/call.h"
-#include "coterie/attend.h"
 #include "coterie/mechanism.h"
 #include "cpu/engine/row_tiles.h"
 #include "cpu/engine/rows.h"
@@ -51,6 +50,13 @@ struct GroupPlan {
   std::function<SlotGroup<T>(std::int64_t item, std::int64_t head, std::int64_t group)> group;
   T scale = 1;
   const T* head_scale = nullptr;  // optional (H) factors
+};
+
+// Members of each group, -1 = empty, ascending: slot p of group c is query queries[item, head, c, p],
+// which attends to keys[item, key head, c, :].
+struct MemberLists {
+  TensorView queries;  // (items, H, C, wq)
+  TensorView keys;     // (items, Hkv, C, wk)
 };
 
 // The groups of `lists`, with call.scale. When the call is causal, keys after the query's position

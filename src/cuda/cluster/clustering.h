@@ -28,7 +28,7 @@ struct ClusterExtra {
 };
 
 // labels (B, H, N): cluster of every query, -1 in padding; order (B, H, N) and offsets
-// (items, H, C+1): the stable sort of each item's queries by label (see coterie/group.h); all int32
+// (items, H, C+1): the stable sort of each item's queries by label (see core/clustering.h); all int32
 // and contiguous. Launches on `stream` and returns; the same inputs give the same bits.
 // `extra` where clusters_with_means.
 void cluster_queries(const ClusteringParams& params, const AttentionCall& call,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Stable counting sort of rows by cluster on the GPU (see coterie/group.h).
+// Stable counting sort of rows by cluster on the GPU (see core/clustering.h).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -17,7 +17,7 @@
 
 namespace coterie::cuda {
 
-// Hash codes of queries (see coterie/hash.h). hash.cu
+// Hash codes of queries (see ops/parts.h). hash.cu
 
 struct HashPlan {
   ClusterShape shape;
