@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "bench/threads.h"
+#include "cases/buffers.h"
 #include "coterie/random.h"
 
 namespace coterie::bench {
@@ -116,7 +117,7 @@ HostTensor References::output(const TensorView& q, const TensorView& k, const Te
   inputs.v = v;
   inputs.causal = causal && rows() == q.size(2);
   if (causal && !inputs.causal) inputs.mask = causal_mask(mask, sample, v.size(2), positions_);
-  const AttentionBuffers buffers(FullParams{}, inputs);
+  const cases::Buffers buffers(FullParams{}, inputs);
   attention_forward(FullParams{}, inputs, buffers.result(), buffers.workspace());
   return host_copy(buffers.result().out);
 }

@@ -224,7 +224,7 @@ Pass prepare(const Problem& problem) {
   const AttentionInputs& inputs = problem.inputs;
   Pass run;
   run.selection_count = attention_saved(problem.mechanism, inputs).selection_count;
-  run.buffers = AttentionBuffers(problem.mechanism, inputs);
+  run.buffers = Buffers(problem.mechanism, inputs);
   run.result = run.buffers.result();
   for (const TensorView& saved : run.result.saved) poison(saved);
   run.result.out = like(problem.grad_out, problem.layout, run.storage);

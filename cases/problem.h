@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cases/buffers.h"
 #include "cases/cases.h"
-#include "coterie/attention.h"
 #include "coterie/mechanism.h"
 #include "coterie/tensor.h"
 
@@ -40,7 +40,7 @@ struct Pass {
   AttentionResult result;
   std::size_t selection_count = 0;
   AttentionGradients gradients;
-  AttentionBuffers buffers;  // of the saved tensors and the workspace
+  Buffers buffers;  // of the saved tensors and the workspace
   Workspace workspace;       // of exactly the bytes asked for
   std::vector<HostTensor> storage;
 };

@@ -1,75 +1,97 @@
 // SPDX-License-Identifier: MIT
-// Attention by any mechanism, forward and backward.
+// Attention by a spec, forward and backward, on raw memory.
 //
-// A forward pass has two halves: attention_select decides which tokens meet (clusters, top keys,
-// members; no gradient), attention_attend computes outputs for that selection. The selection and
-// whatever else the backward pass needs lie in `saved` tensors, which the caller allocates as
-// attention_saved says, so that selections can be inspected, kept and reused.
+//   const coterie::Attention attention("i-clustered(clusters=100)");
+//   const auto saved = attention.forward({.q = view(q, {B, H, N, D}), ...}, view(out, {B, H, N, D}));
+//   attention.backward(saved, view(grad_out, {B, H, N, D}), {.dq = view(dq, {B, H, N, D}), ...});
 //
 // Contract of every mechanism: rows beyond an item's length, and queries with nothing to attend to,
 // get output 0, log-sum-exp -inf and gradient 0. Ties go to the lower index. The same inputs and
-// seed give the same bits for any number of threads, backward included. An argument a mechanism
-// cannot honour is refused with an Error.
+// seed give the same bits for any number of threads, backward included. An argument that a
+// mechanism cannot honour is refused with an Error.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "coterie/inputs.h"
-#include "coterie/mechanism.h"
-#include "coterie/result.h"
+#include "coterie/layer.h"
+#include "coterie/passes.h"
+#include "coterie/spec.h"
 #include "coterie/tensor.h"
 
 namespace coterie {
 
-// What `saved` must hold, in order. The first `selection_count` of them are the selection.
-struct SavedLayout {
-  std::vector<TensorLayout> tensors;
-  std::size_t selection_count = 0;
+// What a head group takes besides q, k and v: the fields of these names in AttentionInputs and
+// AttentionGradients, for specs of several groups.
+struct GroupState {
+  ConstTensorView centroids, gate, logit_scale;
 };
-SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& inputs);
+struct GroupStateGradients {
+  TensorView dcentroids, dgate, dlogit_scale;
+};
 
-// Bytes that select, attend, forward and backward need; 64-byte aligned memory.
-std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs);
+// Where a call takes memory from, and where it runs.
+struct CallResources {
+  // Memory of at least `bytes` bytes, 64-byte aligned, on `device`; host memory when not set, which
+  // serves the CPU only. Memory of a GPU is released while the stream may still use it, so its
+  // allocator must be ordered by the stream.
+  std::function<std::shared_ptr<void>(std::int64_t bytes, Device device)> allocate;
+  void* stream = nullptr;  // cudaStream_t
+};
 
-// Fills the selection part of `saved`.
-void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
-                      const std::vector<TensorView>& saved, const Workspace& workspace);
-
-// Computes `out` and the rest of `saved` from the inputs and the selection.
-void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
-                      const AttentionResult& result, const Workspace& workspace);
-
-// attention_select, then attention_attend.
-void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
-                       const AttentionResult& result, const Workspace& workspace);
-
-// Gradients of sum(out * grad_out), the selection held constant. `result` is the forward pass's.
-void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,
-                        const AttentionResult& result, const TensorView& grad_out,
-                        const AttentionGradients& gradients, const Workspace& workspace);
-
-// Host memory for one call: `out`, the saved tensors and the workspace as the functions above ask.
-// For programs without a tensor library.
-class AttentionBuffers {
+// The attention of a layer. It does not change, so several threads may use one object.
+class Attention {
  public:
-  AttentionBuffers() = default;  // of no call
-  AttentionBuffers(const Mechanism& mechanism, const AttentionInputs& inputs);
+  explicit Attention(std::string_view spec);  // throws Error as AttentionSpec::parse does
+  explicit Attention(AttentionSpec spec);
 
-  // Views of the memory, good for the lifetime of whichever object it was moved to.
-  AttentionResult result() const;
-  Workspace workspace() const;
+  const AttentionSpec& spec() const { return spec_; }
 
-  AttentionBuffers(AttentionBuffers&&) = default;
-  AttentionBuffers& operator=(AttentionBuffers&&) = default;
-  AttentionBuffers(const AttentionBuffers&) = delete;
-  AttentionBuffers& operator=(const AttentionBuffers&) = delete;
-  ~AttentionBuffers() = default;
+  // What a forward pass keeps for the backward pass: its inputs, its output (both as views, whose
+  // memory must outlive this) and tensors of its own.
+  class Saved {
+   public:
+    // A saved tensor by name ("offsets", "lse", ...) of a head group; throws Error with the names
+    // that exist.
+    ConstTensorView get(std::string_view name, std::size_t group = 0) const;
+    std::vector<std::string> names(std::size_t group = 0) const;
+
+   private:
+    friend class Attention;
+    struct Group {
+      HeadSlice slice;
+      AttentionInputs inputs;  // of its heads
+      AttentionResult result;
+      SavedLayout layout;
+    };
+    std::vector<Group> groups_;
+    std::vector<std::shared_ptr<void>> memory_;
+    CallResources resources_;
+  };
+
+  // Writes out (B, H, N, Dv). Head groups take consecutive heads of q and out, and their share of
+  // the heads of k and v. k has no heads for groups whose keys are the queries. `state` has one
+  // entry per group, or none where inputs have what a single group needs.
+  Saved forward(const AttentionInputs& inputs, const TensorView& out,
+                const std::vector<GroupState>& state = {},
+                const CallResources& resources = {}) const;
+  Saved forward(const AttentionInputs& inputs, const ConstTensorView& out,
+                const std::vector<GroupState>& state = {},
+                const CallResources& resources = {}) const = delete;  // out is written
+
+  // Gradients of sum(out * grad_out), the selection held constant.
+  void backward(const Saved& saved, const ConstTensorView& grad_out,
+                const AttentionGradients& gradients,
+                const std::vector<GroupStateGradients>& state = {}) const;
 
  private:
-  HostTensor out_, workspace_;
-  std::vector<HostTensor> saved_;
+  AttentionSpec spec_;
 };
 
 }  // namespace coterie

@@ -13,23 +13,23 @@ namespace coterie {
 // is one item of length N. `lengths` int32 (B): the first lengths[b] rows of entry b. `cu_seqlens`
 // int32 (items+1), B = 1: item t is rows [cu_seqlens[t], cu_seqlens[t+1]). At most one is given.
 struct Sequences {
-  TensorView lengths;
-  TensorView cu_seqlens;
+  ConstTensorView lengths;
+  ConstTensorView cu_seqlens;
 };
 
 // Query head h reads key/value head h / (H / Hkv). The last dimension must be contiguous. With
 // `causal`, query i of an item is at key position i + (key length - query length).
 struct AttentionInputs {
-  TensorView q;  // (B, H, N, Dk)
-  TensorView k;  // (B, Hkv, S, Dk); absent or the view q for lsh, and for routing with share_qk
-  TensorView v;  // (B, Hkv, S, Dv)
+  ConstTensorView q;  // (B, H, N, Dk)
+  ConstTensorView k;  // (B, Hkv, S, Dk); absent or the view q for lsh, and for routing with share_qk
+  ConstTensorView v;  // (B, Hkv, S, Dv)
   Sequences q_sequences;
   Sequences k_sequences;
-  TensorView mask;         // u8 (B, H, N, S), stride 0 to broadcast: nonzero = may attend;
+  ConstTensorView mask;         // u8 (B, H, N, S), stride 0 to broadcast: nonzero = may attend;
                            // full, local, strided and oracle-top only
-  TensorView centroids;    // routing: (Hkv, C, Dk); cast: surrogate tokens (H, C, Dk)
-  TensorView gate;         // cast: gate logits (B, N)
-  TensorView logit_scale;  // routing, optional: (H) factors of the logits
+  ConstTensorView centroids;    // routing: (Hkv, C, Dk); cast: surrogate tokens (H, C, Dk)
+  ConstTensorView gate;         // cast: gate logits (B, N)
+  ConstTensorView logit_scale;  // routing, optional: (H) factors of the logits
   double scale = 0.0;      // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
   bool causal = false;
   std::uint64_t seed = 0;

@@ -36,6 +36,7 @@ class HostTensor {
 
   const TensorView& view() const { return view_; }
   operator const TensorView&() const { return view_; }  // NOLINT: a tensor is usable as its view
+  operator ConstTensorView() const { return view_; }    // NOLINT: and as an input
   template <class T>
   T* data() {
     return static_cast<T*>(view_.data);

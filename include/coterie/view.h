@@ -37,9 +37,8 @@ DType accumulator_dtype(DType input);
 
 constexpr int kMaxRank = 5;
 
-// A non-owning view. Strides count elements. A default-constructed view is "absent" and stands for
-// an optional argument that was not given. Operations never write through a view they document as
-// an input.
+// A non-owning view. Strides count elements. A default-constructed view is "absent": an optional
+// argument that was not given.
 struct TensorView {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -63,6 +62,55 @@ struct TensorView {
   // The view of [begin, begin+length) in one dimension.
   TensorView narrowed(int dim, std::int64_t begin, std::int64_t length) const;
 };
+
+// A view of memory that the library only reads: the type of inputs. Any view converts to it.
+struct ConstTensorView : TensorView {
+  ConstTensorView() = default;
+  ConstTensorView(const TensorView& view) : TensorView(view) {}  // NOLINT: any view can be read
+
+  static ConstTensorView contiguous(const void* data, DType dtype,
+                                    std::initializer_list<std::int64_t> sizes,
+                                    Device device = Device::cpu);
+};
+
+// Views of densely packed row-major memory, with the element type of the pointer: float, double,
+// std::int32_t, std::int64_t, std::uint64_t or std::uint8_t. bf16 and f16 have no type in C++17;
+// use contiguous() for them.
+template <class T>
+constexpr DType dtype_of_type();
+template <class T>
+TensorView view(T* data, std::initializer_list<std::int64_t> sizes, Device device = Device::cpu) {
+  return TensorView::contiguous(data, dtype_of_type<T>(), sizes, device);
+}
+template <class T>
+ConstTensorView view(const T* data, std::initializer_list<std::int64_t> sizes,
+                     Device device = Device::cpu) {
+  return ConstTensorView::contiguous(data, dtype_of_type<T>(), sizes, device);
+}
+template <>
+constexpr DType dtype_of_type<float>() {
+  return DType::f32;
+}
+template <>
+constexpr DType dtype_of_type<double>() {
+  return DType::f64;
+}
+template <>
+constexpr DType dtype_of_type<std::int32_t>() {
+  return DType::i32;
+}
+template <>
+constexpr DType dtype_of_type<std::int64_t>() {
+  return DType::i64;
+}
+template <>
+constexpr DType dtype_of_type<std::uint64_t>() {
+  return DType::u64;
+}
+template <>
+constexpr DType dtype_of_type<std::uint8_t>() {
+  return DType::u8;
+}
 
 // Memory and queue of one call. The caller provides `bytes` as told by the matching
 // ..._workspace_bytes function (operations without one need none); contents before and after the

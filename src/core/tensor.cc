@@ -146,6 +146,13 @@ TensorView TensorView::contiguous(void* data, DType dtype,
   return dense_view(data, dtype, sizes.begin(), static_cast<int>(sizes.size()), device);
 }
 
+// Operations do not write to their inputs, so that one type of view serves both inside.
+ConstTensorView ConstTensorView::contiguous(const void* data, DType dtype,
+                                            std::initializer_list<std::int64_t> sizes,
+                                            Device device) {
+  return TensorView::contiguous(const_cast<void*>(data), dtype, sizes, device);
+}
+
 std::int64_t TensorView::count() const {
   if (!present()) return 0;
   std::int64_t count = 1;

@@ -1,166 +1,178 @@
 // SPDX-License-Identifier: MIT
-// Attention by any mechanism: checks, then the back end.
+// Attention by a spec: head groups as slices of the layer's tensors, one pass each.
 #include "coterie/attention.h"
 
-#include <limits>
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
 
 #include "core/check.h"
-#include "core/parallel.h"
-#include "cpu/mechanisms/attention.h"
-#include "cuda/api/entry.h"
-#include "ops/call.h"
 
 namespace coterie {
 
 namespace {
 
-// A call whose mechanism is settled and whose inputs are checked.
-struct Checked {
-  Mechanism mechanism;
-  AttentionCall call;
-  SavedLayout layout;
+std::shared_ptr<void> host_memory(std::int64_t bytes, Device device) {
+  COTERIE_CHECK(device == Device::cpu, "attention", "tensors are on ", describe(device),
+                ", but there is no allocator for it; set CallResources::allocate");
+  constexpr std::int64_t kAlignment = 64;
+  const std::int64_t whole = std::max<std::int64_t>(1, (bytes + kAlignment - 1) / kAlignment);
+  void* memory = std::aligned_alloc(kAlignment, static_cast<std::size_t>(whole * kAlignment));
+  if (!memory) throw std::bad_alloc();
+  return {memory, std::free};
+}
 
-  Checked(const Mechanism& asked, const AttentionInputs& inputs)
-      : mechanism(resolve(asked, inputs.causal)),
-        call(ops::make_call(mechanism, inputs)),
-        layout(ops::saved_layout(mechanism, call)) {
-    if (call.device == Device::cpu) return;
-    const std::string refusal = cuda::refusal(mechanism, call);
-    COTERIE_CHECK(refusal.empty(), call.op, "expected tensors on the cpu; got tensors on ",
-                  describe(call.device), ", and ", refusal);
+std::shared_ptr<void> allocate(const CallResources& resources, std::int64_t bytes, Device device) {
+  return resources.allocate ? resources.allocate(bytes, device) : host_memory(bytes, device);
+}
+
+// A dense tensor in `memory`.
+TensorView dense(const TensorLayout& layout, void* memory, Device device) {
+  TensorView view;
+  view.data = memory;
+  view.dtype = layout.dtype;
+  view.device = device;
+  view.rank = static_cast<int>(layout.sizes.size());
+  std::int64_t stride = 1;
+  for (int dim = view.rank - 1; dim >= 0; --dim) {
+    view.sizes[dim] = layout.sizes[static_cast<std::size_t>(dim)];
+    view.strides[dim] = stride;
+    stride *= view.sizes[dim];
   }
-
-  bool on_cuda() const { return call.device == Device::cuda; }
-};
-
-std::int64_t bytes_of(const Checked& checked) {
-  if (checked.on_cuda()) return cuda::workspace_bytes(checked.mechanism, checked.call);
-  return std::visit([&](const auto& params) { return cpu::workspace_bytes(params, checked.call); },
-                    checked.mechanism);
+  return view;
 }
 
-// A GPU has no use for the CPU's threads.
-CallThreads threads_for(const Checked& checked, const Workspace& workspace) {
-  if (checked.on_cuda()) return {};
-  return {workspace.bytes, [&] { return bytes_of(checked); }};
+std::int64_t bytes_of(const TensorView& tensor) {
+  return tensor.count() * dtype_bytes(tensor.dtype);
 }
 
-// No token to attend with, or none to attend to: nothing is left to compute.
-bool has_no_pairs(const AttentionCall& call) { return call.B == 0 || call.N == 0 || call.S == 0; }
-
-// What a GPU writes then: outputs and saved values of 0, log-sum-exps of -inf, no slots. The CPU
-// computes the same.
-void attend_to_nothing(const Checked& checked, const AttentionResult& result,
-                       const Workspace& workspace) {
-  cuda::fill(result.out, 0, workspace);
-  for (std::size_t t = checked.layout.selection_count; t < result.saved.size(); ++t) {
-    const TensorLayout& layout = checked.layout.tensors[t];
-    const bool lse = layout.name.find("lse") != std::string::npos;
-    const double value = lse ? -std::numeric_limits<double>::infinity() : 0;
-    cuda::fill(result.saved[t], layout.dtype == DType::i32 ? -1 : value, workspace);
-  }
+// Heads [first, first + count) of a tensor (B, heads, ...); absent where either is.
+TensorView heads_of(const TensorView& tensor, std::int64_t first, std::int64_t count) {
+  return tensor.present() && count > 0 ? tensor.narrowed(1, first, count) : TensorView{};
 }
 
-void check_out(const AttentionCall& call, const TensorView& out) {
-  ops::check_rows(call.op, "out", out, 4, call.device);
-  ops::check_dtype(call.op, "out", out, call.inputs.q.dtype);
-  ops::check_shape(call.op, "out", out, {call.B, call.H, call.N, call.Dv});
+// The heads of each group. A spec of one group takes all tensors whole.
+std::vector<HeadSlice> slices_of(const AttentionSpec& spec, const AttentionInputs& inputs) {
+  const auto heads = [](const TensorView& tensor, const char* name) {
+    COTERIE_CHECK(tensor.rank == 4, "attention", "expected ", name,
+                  " of shape (B, heads, rows, width); got ", describe(tensor));
+    return tensor.size(1);
+  };
+  std::vector<HeadSlice> slices =
+      head_slices(spec, heads(inputs.q, "q"), heads(inputs.v, "v"));
+  const std::int64_t key_heads =
+      inputs.k.present() ? heads(inputs.k, "k") : std::int64_t{0};
+  std::int64_t needed = 0;
+  for (const HeadSlice& slice : slices) needed += slice.key_count;
+  COTERIE_CHECK(slices.size() == 1 || key_heads == needed, "attention", "expected k with ", needed,
+                " heads, those of the groups that have keys; got ", key_heads);
+  return slices;
+}
+
+template <class State>
+void check_states(std::size_t groups, const std::vector<State>& state) {
+  COTERIE_CHECK(state.empty() || state.size() == groups, "attention", "expected state for ", groups,
+                " head groups; got ", state.size());
 }
 
 }  // namespace
 
-SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& inputs) {
-  return Checked(mechanism, inputs).layout;
-}
+Attention::Attention(std::string_view spec) : Attention(AttentionSpec::parse(spec)) {}
 
-std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs) {
-  const CallThreads threads;
-  return bytes_of(Checked(mechanism, inputs));
-}
+Attention::Attention(AttentionSpec spec) : spec_(std::move(spec)) {}
 
-void attention_select(const Mechanism& mechanism, const AttentionInputs& inputs,
-                      const std::vector<TensorView>& saved, const Workspace& workspace) {
-  const Checked checked(mechanism, inputs);
-  const CallThreads threads = threads_for(checked, workspace);
-  ops::check_saved(checked.call, checked.layout, saved, checked.layout.selection_count);
-  if (checked.on_cuda()) return cuda::select(checked.mechanism, checked.call, saved, workspace);
-  std::visit([&](const auto& params) { cpu::select(params, checked.call, saved, workspace); },
-             checked.mechanism);
-}
-
-void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
-                      const AttentionResult& result, const Workspace& workspace) {
-  const Checked checked(mechanism, inputs);
-  const CallThreads threads = threads_for(checked, workspace);
-  check_out(checked.call, result.out);
-  ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
-  if (checked.on_cuda() && has_no_pairs(checked.call))
-    return attend_to_nothing(checked, result, workspace);
-  if (checked.on_cuda()) return cuda::attend(checked.mechanism, checked.call, result, workspace);
-  std::visit([&](const auto& params) { cpu::attend(params, checked.call, result, workspace); },
-             checked.mechanism);
-}
-
-void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
-                       const AttentionResult& result, const Workspace& workspace) {
-  const Checked checked(mechanism, inputs);
-  const CallThreads threads = threads_for(checked, workspace);
-  check_out(checked.call, result.out);
-  ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
-  if (checked.on_cuda() && has_no_pairs(checked.call)) {
-    cuda::select(checked.mechanism, checked.call, result.saved, workspace);
-    return attend_to_nothing(checked, result, workspace);
+Attention::Saved Attention::forward(const AttentionInputs& inputs, const TensorView& out,
+                                    const std::vector<GroupState>& state,
+                                    const CallResources& resources) const {
+  const Device device = inputs.q.device;
+  const std::vector<HeadSlice> slices = slices_of(spec_, inputs);
+  check_states(slices.size(), state);
+  Saved saved;
+  saved.resources_ = resources;
+  const auto own = [&](std::int64_t bytes) {
+    saved.memory_.push_back(allocate(resources, bytes, device));
+    return saved.memory_.back().get();
+  };
+  for (std::size_t g = 0; g < slices.size(); ++g) {
+    const HeadSlice& slice = slices[g];
+    const Mechanism& mechanism = spec_.groups[g].mechanism;
+    Saved::Group group;
+    group.slice = slice;
+    group.inputs = inputs;
+    group.result.out = out;
+    if (slices.size() > 1) {
+      group.inputs.q = heads_of(inputs.q, slice.first, slice.count);
+      group.inputs.k = heads_of(inputs.k, slice.first_key, slice.key_count);
+      group.inputs.v = heads_of(inputs.v, slice.first_kv, slice.kv_count);
+      group.inputs.mask = heads_of(inputs.mask, slice.first, slice.count);
+      group.result.out = heads_of(out, slice.first, slice.count);
+    }
+    if (!state.empty()) {
+      group.inputs.centroids = state[g].centroids;
+      group.inputs.gate = state[g].gate;
+      group.inputs.logit_scale = state[g].logit_scale;
+    }
+    group.layout = attention_saved(mechanism, group.inputs);
+    for (const TensorLayout& layout : group.layout.tensors) {
+      TensorView tensor = dense(layout, nullptr, device);
+      tensor.data = own(bytes_of(tensor));
+      group.result.saved.push_back(tensor);
+    }
+    const std::int64_t bytes = attention_workspace_bytes(mechanism, group.inputs);
+    const std::shared_ptr<void> scratch = allocate(resources, bytes, device);
+    attention_forward(mechanism, group.inputs, group.result,
+                      {scratch.get(), bytes, resources.stream});
+    saved.groups_.push_back(std::move(group));
   }
-  if (checked.on_cuda()) return cuda::forward(checked.mechanism, checked.call, result, workspace);
-  std::visit(
-      [&](const auto& params) {
-        cpu::select(params, checked.call, result.saved, workspace);
-        cpu::attend(params, checked.call, result, workspace);
-      },
-      checked.mechanism);
+  return saved;
 }
 
-void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,
-                        const AttentionResult& result, const TensorView& grad_out,
-                        const AttentionGradients& gradients, const Workspace& workspace) {
-  const Checked checked(mechanism, inputs);
-  const CallThreads threads = threads_for(checked, workspace);
-  check_out(checked.call, result.out);
-  ops::check_saved(checked.call, checked.layout, result.saved, checked.layout.tensors.size());
-  ops::check_gradients(checked.mechanism, checked.call, grad_out, gradients);
-  if (checked.on_cuda() && has_no_pairs(checked.call)) {
-    for (const TensorView* gradient :
-         {&gradients.dq, &gradients.dk, &gradients.dv, &gradients.dcentroids, &gradients.dgate,
-          &gradients.dlogit_scale})
-      cuda::fill(*gradient, 0, workspace);
-    return;
+void Attention::backward(const Saved& saved, const ConstTensorView& grad_out,
+                         const AttentionGradients& gradients,
+                         const std::vector<GroupStateGradients>& state) const {
+  COTERIE_CHECK(saved.groups_.size() == spec_.groups.size(), "attention",
+                "expected what forward of this attention saved, ", spec_.groups.size(),
+                " head groups; got ", saved.groups_.size());
+  check_states(spec_.groups.size(), state);
+  for (std::size_t g = 0; g < saved.groups_.size(); ++g) {
+    const Saved::Group& group = saved.groups_[g];
+    const HeadSlice& slice = group.slice;
+    AttentionGradients own = gradients;
+    TensorView own_grad_out = grad_out;
+    if (saved.groups_.size() > 1) {
+      own_grad_out = heads_of(grad_out, slice.first, slice.count);
+      own.dq = heads_of(gradients.dq, slice.first, slice.count);
+      own.dk = heads_of(gradients.dk, slice.first_key, slice.key_count);
+      own.dv = heads_of(gradients.dv, slice.first_kv, slice.kv_count);
+    }
+    if (!state.empty()) {
+      own.dcentroids = state[g].dcentroids;
+      own.dgate = state[g].dgate;
+      own.dlogit_scale = state[g].dlogit_scale;
+    }
+    const Mechanism& mechanism = spec_.groups[g].mechanism;
+    const std::int64_t bytes = attention_workspace_bytes(mechanism, group.inputs);
+    const std::shared_ptr<void> scratch = allocate(saved.resources_, bytes, group.inputs.q.device);
+    attention_backward(mechanism, group.inputs, group.result, own_grad_out, own,
+                       {scratch.get(), bytes, saved.resources_.stream});
   }
-  if (checked.on_cuda())
-    return cuda::backward(checked.mechanism, checked.call, result, grad_out, gradients, workspace);
-  std::visit(
-      [&](const auto& params) {
-        cpu::backward(params, checked.call, result, grad_out, gradients, workspace);
-      },
-      checked.mechanism);
 }
 
-AttentionBuffers::AttentionBuffers(const Mechanism& mechanism, const AttentionInputs& inputs) {
-  const Checked checked(mechanism, inputs);
-  const CallThreads threads;
-  const AttentionCall& call = checked.call;
-  COTERIE_CHECK(!checked.on_cuda(), call.op,
-                "expected inputs on the cpu for buffers in host memory; got them on cuda");
-  for (const TensorLayout& layout : checked.layout.tensors) saved_.emplace_back(layout);
-  out_ = HostTensor(call.inputs.q.dtype, {call.B, call.H, call.N, call.Dv});
-  workspace_ = HostTensor(DType::u8, {bytes_of(checked)});
+ConstTensorView Attention::Saved::get(std::string_view name, std::size_t group) const {
+  COTERIE_CHECK(group < groups_.size(), "attention", "expected a head group below ",
+                groups_.size(), "; got ", group);
+  const Group& own = groups_[group];
+  for (std::size_t i = 0; i < own.layout.tensors.size(); ++i)
+    if (own.layout.tensors[i].name == name) return own.result.saved[i];
+  std::string known;
+  for (const std::string& other : names(group)) known += " " + other;
+  fail("attention", "there is no saved tensor \"", name, "\"; there are:", known);
 }
 
-AttentionResult AttentionBuffers::result() const {
-  return {out_, std::vector<TensorView>(saved_.begin(), saved_.end())};
-}
-
-Workspace AttentionBuffers::workspace() const {
-  return {workspace_.view().data, workspace_.view().count(), nullptr};
+std::vector<std::string> Attention::Saved::names(std::size_t group) const {
+  std::vector<std::string> names;
+  for (const TensorLayout& layout : groups_.at(group).layout.tensors) names.push_back(layout.name);
+  return names;
 }
 
 }  // namespace coterie

@@ -17,15 +17,13 @@ double attend_to_ones() {
   coterie::fill(k, [](std::int64_t i) { return 0.3 - 0.1 * static_cast<double>(i); });
   coterie::fill(v, [](std::int64_t) { return 1.0; });
 
-  const coterie::Mechanism full = coterie::FullParams{};
+  coterie::HostTensor out(coterie::DType::f32, {1, 1, 5, 2});
   coterie::AttentionInputs inputs;
   inputs.q = q;
   inputs.k = k;
   inputs.v = v;
-
-  const coterie::AttentionBuffers buffers(full, inputs);
-  coterie::attention_forward(full, inputs, buffers.result(), buffers.workspace());
-  return coterie::read_values(buffers.result().out).back();
+  coterie::Attention("full").forward(inputs, out.view());
+  return coterie::read_values(out).back();
 }
 
 }  // namespace

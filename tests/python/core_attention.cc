@@ -58,18 +58,15 @@ int main() {
   inputs.gate = gate;
   inputs.logit_scale = logit_scale;
   inputs.q_sequences.lengths = inputs.k_sequences.lengths = lengths;
-  const coterie::Mechanism mechanism = coterie::AttentionSpec::parse(spec).groups.at(0).mechanism;
-  const coterie::AttentionBuffers buffers(mechanism, inputs);
-  coterie::attention_forward(mechanism, inputs, buffers.result(), buffers.workspace());
-  const HostTensor dq = like(q), dk = like(k), dv = like(v);
+  const coterie::Attention attention(spec);
+  const HostTensor out = like(grad_out), dq = like(q), dk = like(k), dv = like(v);
+  const auto saved = attention.forward(inputs, out.view());
   coterie::AttentionGradients gradients;
   gradients.dq = dq;
   gradients.dk = dk;
   gradients.dv = dv;
-  coterie::attention_backward(mechanism, inputs, buffers.result(), grad_out, gradients,
-                              buffers.workspace());
-  const coterie::TensorView out = buffers.result().out;
-  std::cout.write(static_cast<const char*>(out.data), out.count() * 4);
+  attention.backward(saved, grad_out, gradients);
+  write_tensor(out);
   for (const HostTensor* gradient : {&dq, &dk, &dv}) {
     if (gradient->view().present()) write_tensor(*gradient);
   }

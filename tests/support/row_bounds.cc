@@ -8,6 +8,7 @@
 #include <sstream>
 #include <variant>
 
+#include "cases/buffers.h"
 #include "core/half.h"
 #include "core/items.h"
 #include "core/parallel.h"
@@ -213,7 +214,7 @@ Applied apply_weights(const Mechanism& mechanism, AttentionInputs inputs,
                            {values.size(1), inputs.centroids.size(1), inputs.centroids.size(2)});
     inputs.centroids = centroids;
   }
-  const AttentionBuffers buffers(mechanism, inputs);
+  const cases::Buffers buffers(mechanism, inputs);
   AttentionResult result = buffers.result();
   copy_selection(selection, result.saved);
   Applied applied{HostTensor(rows.dtype, {rows.sizes, rows.sizes + 4}),
@@ -471,7 +472,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
   const Index N = terms.N, S = terms.S;
 
   // The exact values.
-  const AttentionBuffers buffers(mechanism, wide.inputs);
+  const cases::Buffers buffers(mechanism, wide.inputs);
   AttentionResult result = buffers.result();
   copy_selection(selection, result.saved);
   out_.exact = like(wide.g);

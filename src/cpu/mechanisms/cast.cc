@@ -56,7 +56,7 @@ CastPass<T>::CastPass(Arena& arena, const CastParams& cast, const AttentionCall&
       width(list_width(params, call)),
       slots(call.num_items() * call.H * clusters * width),
       lists(arena, call),
-      gated_q(params.gate_scale ? take_rows<T>(arena, call, call.H) : call.inputs.q),
+      gated_q(params.gate_scale ? take_rows<T>(arena, call, call.H) : TensorView(call.inputs.q)),
       gated_k(params.gate_scale ? take_rows<T>(arena, call, call.key_heads) : call.k),
       index(arena, slots, call.H, call.B * call.N, call.num_items()) {}
 
