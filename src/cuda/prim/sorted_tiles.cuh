@@ -42,7 +42,7 @@ struct QueryTiles {
            cluster;
   }
 
-  // By all lanes of a warp. `offsets` is (items, H, clusters + 1).
+  // Called by all lanes of a warp. `offsets` is (items, H, clusters + 1).
   __device__ QueryTile find(const SequenceSpans& queries, const std::int32_t* offsets, int heads,
                             int head, int number) const {
     int item = 0;
