@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// From the library's entry points to the functions of a mechanism.
+// Forwards the library's entry points to the Pass of a mechanism.
 #include "cuda/api/pass.h"
 
 #include <algorithm>

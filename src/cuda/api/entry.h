@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the rest of the library may call of the CUDA back end. Without nvcc src/no_cuda defines the
-// same functions, so no caller asks at compile time whether CUDA is there.
+// The functions of the CUDA back end that the rest of the library calls. Without nvcc, src/no_cuda
+// defines the same functions, so callers need no compile-time check for CUDA.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@
 
 namespace coterie::cuda {
 
-// True when the library has CUDA kernels and at least one device answers. Never throws.
+// True when the library has CUDA kernels and at least one device responds. Never throws.
 bool available();
 
-// The devices that answer, in CUDA's order; empty when there is none.
+// The devices that respond, in CUDA's order; empty if there are none.
 std::vector<CudaDevice> devices();
 
 // Version of the toolkit the library was compiled with, such as "13.0"; "none" without CUDA.
@@ -48,8 +48,8 @@ void fill(const TensorView& tensor, double value, const Workspace& workspace);
 // Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
 std::string refuse_tokens(const TensorView& x);
 
-// The centroids of routing (coterie/cluster.h), with everything on the device and on
-// workspace.stream. Labels there were not checked: those beyond the clusters give wrong results.
+// The centroids of routing (coterie/cluster.h). All tensors are on the device and all work runs on
+// workspace.stream. Labels are not checked: labels out of range give wrong results.
 void ema_update(double decay, const TensorView& x, const Sequences& sequences,
                 const TensorView& labels, const CentroidState& state, const Workspace& workspace);
 std::int64_t commitment_workspace_bytes(const TensorView& x);

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread per element, by number in row-major order.
+// One thread per element, numbered in row-major order.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(const __grid_constant__ TensorView tensor, std::int64_t count, float value) {

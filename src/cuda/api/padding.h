@@ -12,11 +12,11 @@ namespace coterie::cuda {
 // Whether rows may belong to no item.
 bool ragged(const Sequences& sequences);
 
-// Zeros in the padding of a (B, heads, rows, D) tensor; nothing to do without lengths and offsets.
+// Zeroes the padding of a (B, heads, rows, D) tensor. Does nothing without lengths and offsets.
 void zero_padding(const TensorView& tensor, const Sequences& sequences, std::int64_t items,
                   cudaStream_t stream);
 
-// `value` in the padding of floats (B, heads, rows).
+// Writes `value` to the padding of floats (B, heads, rows).
 void fill_padding(float* values, std::int64_t batches, std::int64_t heads, std::int64_t rows,
                   const Sequences& sequences, std::int64_t items, float value, cudaStream_t stream);
 

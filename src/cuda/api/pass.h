@@ -23,14 +23,14 @@ class Pass {
   explicit Pass(const AttentionCall& call) : call_(call) {}
   virtual ~Pass() = default;
 
-  // Why the mechanism's kernels cannot run the call; "" when they can. What all kernels ask of
-  // shapes and types is checked in attention.cc. The other functions are for calls not refused.
+  // Why the mechanism's kernels cannot run the call; "" when they can. attention.cc checks the
+  // shapes and types that all kernels need. The other functions are for calls not refused.
   virtual std::string refusal() const { return ""; }
 
   virtual std::int64_t workspace_bytes() const = 0;
   virtual void select(const std::vector<TensorView>& saved, const Workspace& workspace) const = 0;
   virtual void attend(const AttentionResult& result, const Workspace& workspace) const = 0;
-  // select, then attend; a mechanism of which both need the same may share it.
+  // select, then attend; a mechanism may override it to share work between the two.
   virtual void forward(const AttentionResult& result, const Workspace& workspace) const {
     select(result.saved, workspace);
     attend(result, workspace);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Which GPUs there are, from the CUDA runtime.
+// The GPUs that the CUDA runtime reports.
 #include <cuda_runtime_api.h>
 
 #include "core/check.h"
@@ -11,11 +11,11 @@
 namespace coterie::cuda {
 namespace {
 
-// 0 also when there is no driver: a machine without a GPU is no error.
+// Also 0 without a driver: a machine without a GPU is not an error.
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();  // the runtime keeps the error for the next call otherwise
+    cudaGetLastError();  // otherwise the next call reports this error
     return 0;
   }
   return count;
@@ -32,7 +32,7 @@ std::vector<CudaDevice> devices() {
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) {
       cudaGetLastError();
-      continue;  // listed by the driver, but does not answer
+      continue;  // listed by the driver, but does not respond
     }
     CudaDevice info;
     info.name = properties.name;

@@ -28,7 +28,7 @@ struct ClusteringPlan {
     single_kernel = keys && key_kmeans_serves(c, shape);
   }
 
-  // Where the rows are decides on the single kernel, but not how much memory a call needs.
+  // The alignment of rows decides on the single kernel, but not on the memory that a call needs.
   std::int64_t bytes() const {
     Arena stages, single;
     if (keys && key_kmeans_fits(call, shape)) cluster_at_once({}, {}, single, nullptr);
@@ -72,7 +72,7 @@ struct ClusteringPlan {
   void cluster_in_stages(const ClusterLists& out, Arena& arena, cudaStream_t stream) const {
     const KeyMetricBuffers metric(arena, call, params.clusters);
     const NearestPlan nearest(arena, shape, params.iterations + 1);
-    // The sums may overwrite the centroids: those of empty clusters, which are kept, have none.
+    // The sums may overwrite the centroids: only empty clusters keep theirs, and they have no sums.
     const ClusterSums sums =
         make_cluster_sums(arena, shape, call.inputs.q, out.order, out.offsets, metric.centroids);
     if (arena.counting()) return;

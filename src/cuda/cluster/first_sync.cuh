@@ -10,9 +10,9 @@
 
 namespace coterie::cuda {
 
-// Sets the teams' counters to zero. Before the first barrier of a team comes one of the whole grid,
-// which every cooperative launch has, in two steps (arrive in the constructor, wait later), so that
-// no block stalls. Each step is a __syncthreads(), too.
+// Sets the teams' counters to zero. The first barrier of a team is preceded by a barrier of the
+// whole grid, which every cooperative launch provides. It has two steps (arrive in the constructor,
+// wait later), so no block stalls. Each step is also a __syncthreads().
 class FirstTeamSync {
  public:
   __device__ explicit FirstTeamSync(const Team& team) : ahead_(team.size > 1) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // Stable counting sort of one problem's rows by cluster, by a team of blocks.
 //
-// Warps count the clusters of neighbouring parts of the rows; the blocks' counts meet in global
-// memory, which tells where each block's, and so each warp's, members of a cluster go. Shared
-// memory: group_shared_bytes, counters of the clusters for as many warps as fit into 96 KB, at
-// least one. By all threads of the team's blocks, which are launched cooperatively.
+// Warps count the clusters of neighbouring parts of the rows. The blocks exchange their counts in
+// global memory, which gives the place of each block's, and so each warp's, members of a cluster.
+// Shared memory: group_shared_bytes, counters of the clusters for as many warps as fit into 96 KB,
+// at least one. Called by all threads of the team's blocks, which are launched cooperatively.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct GroupLists {
   int clusters;
 };
 
-// Shared memory of BlockCounts: one counter a cluster, for as many warps as fit well.
+// Shared memory of BlockCounts: one counter per cluster, for as many warps as fit.
 inline std::size_t group_shared_bytes(int clusters, int warps) {
   const std::size_t one = static_cast<std::size_t>(clusters) * sizeof(std::int32_t);
   return one * min(max(96 * 1024 / one, std::size_t{1}), static_cast<std::size_t>(warps));
@@ -36,7 +36,7 @@ __device__ inline std::int32_t* histograms_of(std::int32_t* histograms, const Te
          static_cast<std::int64_t>(turn * teams.count + team.number) * team.size * clusters;
 }
 
-// Labels of rows first + 32 i + lane, -1 from `end` on; several loads on their way at a time.
+// Labels of rows first + 32 i + lane, -1 from `end` on; several loads in flight at a time.
 constexpr int kLabelBatch = 8;
 __device__ __forceinline__ void load_labels(const std::int32_t* labels, int first, int end,
                                             int (&label)[kLabelBatch]) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ void load_labels(const std::int32_t* labels, int firs
   }
 }
 
-// Lanes with the same label, of which `bits` bits count; -1 is like itself only. Where most labels
-// differ this is faster than __match_any_sync, and the batch's ballots overlap.
+// Lanes with the same label, compared in `bits` bits; -1 matches only -1. If most labels differ,
+// this is faster than __match_any_sync, and the batch's ballots overlap.
 __device__ __forceinline__ void find_alike(const int (&label)[kLabelBatch], int bits,
                                            unsigned (&alike)[kLabelBatch]) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void find_alike(const int (&label)[kLabelBatch], int 
     }
 }
 
-// The first place in [0, count) where `values` exceeds `value`; they ascend.
+// The first place in [0, count) where the ascending `values` exceed `value`.
 template <class Value>
 __device__ __forceinline__ int upper_bound(const Value* values, int count, int value) {
   int first = 0;
@@ -81,15 +81,15 @@ __device__ __forceinline__ int upper_bound(const Value* values, int count, int v
   return first;
 }
 
-// Members of the clusters among some rows of a block, warp by warp; later where the next ones go.
-// kSides: label arrays of the same rows that are sorted together, clusters of one behind the other.
+// Members of the clusters among some rows of a block, per warp; after place(), where the next go.
+// kSides: label arrays of the same rows that are sorted together, with consecutive clusters.
 template <int kSides = 1>
 struct BlockCounts {
   const std::int32_t* labels[kSides];
   int clusters, warps;   // clusters of all sides; warps that have counters
   std::int32_t* counts;  // (warps, clusters)
 
-  // `each` clusters a side; `shared` has room for `words` >= clusters.
+  // `each` clusters per side; `shared` has `words` >= clusters.
   __device__ BlockCounts(const std::int32_t* const (&of)[kSides], int each, std::int32_t* shared,
                          int words)
       : clusters(kSides * each),
@@ -99,7 +99,7 @@ struct BlockCounts {
     for (int side = 0; side < kSides; ++side) labels[side] = of[side];
   }
 
-  // Those of this warp, and of the last one that has any.
+  // The counters of this warp, and of the last warp that has any.
   __device__ std::int32_t* own_counts() const { return counts + threadIdx.x / 32 * clusters; }
   __device__ std::int32_t* last_counts() const { return counts + (warps - 1) * clusters; }
 
@@ -110,7 +110,7 @@ struct BlockCounts {
     const int begin = min(rows.begin + warp * each, rows.end);
     return {begin, warp < warps ? min(begin + each, rows.end) : begin};
   }
-  // visit(first row, labels of all sides) for batches of this warp's part.
+  // Calls visit(first row, labels of all sides) for batches of this warp's part.
   template <class Visit>
   __device__ __forceinline__ void for_batches(const RowRange& rows, const Visit& visit) const {
     const RowRange mine = own(rows);
@@ -123,7 +123,7 @@ struct BlockCounts {
     }
   }
   __device__ void count(const RowRange& rows) const {
-    __syncthreads();  // whoever used the memory before
+    __syncthreads();  // earlier users of the memory
     for (int i = threadIdx.x; i < warps * clusters; i += blockDim.x) counts[i] = 0;
     __syncthreads();
     std::int32_t* count = own_counts();
@@ -142,7 +142,7 @@ struct BlockCounts {
     for (int w = 0; w < warps; ++w) members += counts[w * clusters + cluster];
     return members;
   }
-  // From counts to places: the cluster's first member of this block goes to `slot`.
+  // Turns counts into places: this block's first member of the cluster goes to `slot`.
   __device__ void place(int cluster, int slot) const {
     for (int w = 0; w < warps; ++w) {
       const int members = counts[w * clusters + cluster];
@@ -150,7 +150,7 @@ struct BlockCounts {
       slot += members;
     }
   }
-  // write(slot, row) for the rows, whose clusters were placed; in order.
+  // Calls write(slot, row) for the rows in order, after place() for their clusters.
   template <class Write>
   __device__ void fill(const RowRange& rows, const Write& write) const {
     const int lane = threadIdx.x % 32, each = clusters / kSides, bits = 32 - __clz(each - 1);
@@ -175,9 +175,9 @@ struct BlockCounts {
   }
 };
 
-// From the counts of all blocks of the team, which meet here: calls visit(cluster, slot, before)
-// with the place of the cluster's first member, and how many members are of blocks before this one,
-// by one thread each. Returns how many there are in all.
+// Combines the counts of all blocks of the team, which it synchronises. One thread per cluster
+// calls visit(cluster, slot, before) with the place of its first member and the number of members
+// in blocks before this one. Returns the number of all members.
 template <int kSides, class Visit>
 __device__ int share_counts(Team& team, const BlockCounts<kSides>& counts, std::int32_t* histograms,
                             const Visit& visit) {
@@ -202,8 +202,8 @@ __device__ int share_counts(Team& team, const BlockCounts<kSides>& counts, std::
   return carry;
 }
 
-// order and offsets of a problem; `range` is this block's share of its rows, `shared` room for
-// `shared_words` >= clusters. Labels of the range were written by this block.
+// order and offsets of a problem; `range` is this block's share of its rows; this block wrote their
+// labels. `shared` has `shared_words` >= clusters.
 __device__ inline void group_rows(Team& team, const RowRange& range, const GroupLists& lists,
                                   std::int32_t* shared, int shared_words) {
   const BlockCounts<> counts({lists.labels}, lists.clusters, shared, shared_words);
@@ -225,8 +225,8 @@ struct TeamProblem {
   RowRange range;      // this block's share of them
 };
 
-// Labels, order and offsets of all problems, of which a block's team takes some. label(team,
-// problem) labels the block's rows.
+// Labels, order and offsets of all problems, divided among the teams. label(team, problem) labels
+// the block's rows.
 template <class Label>
 __device__ __forceinline__ void group_problems(const ClusterShape& shape, const Teams& teams,
                                                const ClusterLists& all, std::int32_t* histograms,

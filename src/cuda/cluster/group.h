@@ -21,14 +21,14 @@ struct SortSide {
   ClusterShape shape;
   const std::int32_t* labels;  // (B, heads, rows, per_row), in [0, C) for rows of an item
   int per_row = 1;
-  SortedRuns runs, copy;  // copy is optional: to be the same
+  SortedRuns runs, copy;  // copy is optional, with the same contents
 };
-// Sorts the rows of one side or two in one launch. Scratch memory comes from the arena; with one
-// that only counts nothing is launched.
+// Sorts the rows of one side or two in one launch. Scratch memory comes from the arena; if it only
+// counts, nothing is launched.
 void sort_by_cluster(const SortSide& first, const SortSide* second, Arena& arena,
                      cudaStream_t stream);
 
-// Labels of rows and their stable sort, of all items and heads: what a clustering writes.
+// The output of a clustering: labels of the rows of all items and heads, and their stable sort.
 struct ClusterLists {
   std::int32_t* labels = nullptr;   // (B, H, N), -1 in padding
   std::int32_t* order = nullptr;    // (B, H, N), -1 in padding

@@ -7,16 +7,15 @@
 // codes and labels of the block's rows where they fit, up to 225 KB. __launch_bounds__(512, 1).
 //
 // Assignment: rows against centroids by 1-bit tensor-core products. Once few centroids move, a pass
-// looks at these only: a row that is as near to its own centroid as before has no other candidates.
-// Rows that lost similarity are listed and compare with all.
+// compares with these only: a row that is still as near to its own centroid as before has no other
+// candidates. Rows that lost similarity are listed and compared with all.
 //
 // Update: only codes that changed their cluster vote. A block counts changes of its rows in shared
-// memory, lane l of a warp bits l%16 and l%16 + 16 of word l/16 as two 16-bit halves of one
-// counter; the owner of a cluster adds the blocks' changes to the cluster's votes. Bit 63, which
-// codes leave free, counts the members. All sums are of integers, so the order of the atomics does
-// not matter. Where shared memory does not hold the changes of all clusters (kShared false) votes
-// go to global memory at once. Preconditions: up to 63 bits, sm_80 or later. Any number of
-// clusters.
+// memory: lane l of a warp counts bits l%16 and l%16 + 16 of word l/16 as two 16-bit halves of one
+// counter. The owner of a cluster adds the blocks' changes to the cluster's votes. Bit 63, which
+// codes leave free, counts the members. All sums are integers, so the order of the atomics does not
+// matter. If shared memory cannot hold the changes of all clusters (kShared false), votes go
+// directly to global memory. Preconditions: up to 63 bits, sm_80 or later. Any number of clusters.
 #include <cstdint>
 
 #include "coterie/random.h"
@@ -35,7 +34,7 @@ namespace {
 
 constexpr int kMTiles = 2, kTileRows = 16 * kMTiles;  // rows of a warp's tile, one a lane
 constexpr int kColumnStep = 128;                      // centroids of an unrolled sweep
-constexpr int kMovedStep = 16;                        // the same, where few are swept
+constexpr int kMovedStep = 16;                        // the same, if few are swept
 constexpr int kMostColumns = 4096;                    // that 9 bits of column tile can tell apart
 
 struct Point {
@@ -71,7 +70,7 @@ __device__ __forceinline__ void nearest_keys(const uint4* fragments, int columns
   for (int column = 0; column < columns; column += kStep) {
 #pragma unroll
     for (int pair = 0; pair < kStep / 16; ++pair) {
-      // Of 32 columns lanes have 16 bytes, pairs of column tiles 8 of them.
+      // A lane has 16 bytes of 32 columns, 8 bytes for each pair of column tiles.
       const int number = kStep > 16 ? column / 16 + pair : column / 16;
       const uint2 b = words[number / 2 * 64 + number % 2];
 #pragma unroll
@@ -90,14 +89,13 @@ __device__ __forceinline__ void nearest_keys(const uint4* fragments, int columns
   }
 }
 
-// The row of a tile that this lane answers for: of row tile l%2 number l/4 or l/4 + 8.
+// The row of a tile whose label this lane finds: row l/4 or l/4 + 8 of row tile l%2.
 __device__ __forceinline__ int answered_row() {
   const int lane = static_cast<int>(threadIdx.x % 32);
   return lane % 2 * 16 + lane % 4 / 2 * 8 + lane / 4;
 }
 
-// From keys to the nearest centroid of this lane's row. Where kTiles is 1, lanes of odd number have
-// none.
+// Decodes keys to the nearest centroid of this lane's row. If kTiles is 1, odd lanes have none.
 template <int kTiles>
 __device__ __forceinline__ Point decode_keys(const std::uint32_t (&best)[kTiles][2], int columns) {
   const std::uint32_t quad = threadIdx.x % 4, reversed = 7 - 2 * quad;
@@ -122,8 +120,8 @@ __device__ __forceinline__ Point decode_keys(const std::uint32_t (&best)[kTiles]
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kSegmentRows = 32704;       // changes of a segment fit in 16 bits, signed
-constexpr int kSharedBytes = 225 * 1024;  // of a block, static shared memory left out
-constexpr int kPending = kTileRows + 16;  // rows of a warp that compare with all centroids
+constexpr int kSharedBytes = 225 * 1024;  // of a block, without static shared memory
+constexpr int kPending = kTileRows + 16;  // rows of a warp to compare with all centroids
 constexpr int kRowBytes = 8 + 4;          // code and label
 constexpr int kFew = 8;                   // centroids that lanes compare with one by one
 
@@ -140,7 +138,7 @@ struct Problem {
   int number, count;  // `count` codes
   const std::uint64_t* all_codes;
   RowRange range;              // of this block
-  const std::uint64_t* codes;  // of the range, as the labels
+  const std::uint64_t* codes;  // of the range, like the labels
   std::int32_t* labels;
 
   __device__ int rows() const { return range.end - range.begin; }
@@ -178,7 +176,7 @@ struct Stage {
   }
 };
 
-// Centroid c, or where `initial`, the code it starts from.
+// Centroid c, or if `initial`, the code it starts from.
 __device__ inline std::uint64_t centroid(const HammingArgs& args, const Problem& problem, int c,
                                          bool initial) {
   if (!initial)
@@ -201,7 +199,7 @@ __device__ __forceinline__ void store_column(uint4* fragments, int i, std::uint6
   to[12] = static_cast<std::uint32_t>(inverse >> 32);
 }
 
-// Fragments of centroids [first, first + columns). Beyond the last centroid zeros, which never win.
+// Fragments of centroids [first, first + columns). Zeros after the last centroid never win.
 __device__ inline void stage_centroids(const HammingArgs& args, const Problem& problem, int first,
                                        int columns, bool initial, uint4* fragments) {
   for (int i = threadIdx.x; i < columns; i += kThreads) {
@@ -211,8 +209,8 @@ __device__ inline void stage_centroids(const HammingArgs& args, const Problem& p
   }
 }
 
-// Fragments of all centroids at once, and for those that moved by themselves, unless they are more
-// than half; returns the number of these.
+// Fragments of all centroids at once, and separately of those that moved, unless more than half
+// did; returns the number that moved.
 __device__ inline int stage_all(const HammingArgs& args, const Problem& problem, bool initial,
                                 const Stage& stage) {
   const int columns = padded_columns(args.shape.clusters);
@@ -238,7 +236,7 @@ __device__ inline int stage_all(const HammingArgs& args, const Problem& problem,
   return carry;
 }
 
-// Adds the bits of listed rows to their new clusters and takes them from the old ones.
+// Adds the bits of listed rows to their new clusters and subtracts them from the old ones.
 template <bool kShared>
 __device__ __forceinline__ void cast_votes(const uint4* records, int count, std::uint32_t* table) {
   const int lane = threadIdx.x % 32;
@@ -272,7 +270,7 @@ struct RowAssigner {
   const bool initial, vote;
   const int lane, warp;
 
-  // Of the block's rows, from shared memory where they fit.
+  // Codes and labels of the block's rows, from shared memory if they fit.
   __device__ __forceinline__ std::uint64_t code_of(int row) const {
     return stage.held ? stage.codes[row] : problem.codes[row];
   }
@@ -304,7 +302,7 @@ struct RowAssigner {
     int label, old;
   };
 
-  // This lane's row gets a new label, and counts if it differs from the old one. -1 is no row.
+  // Sets the label of this lane's row, which votes if the label changed. Row -1 means none.
   __device__ __forceinline__ void relabel(const Answer& answer) const {
     const auto [row, label, old] = answer;
     const bool changed = row >= 0 && label != old;
@@ -342,7 +340,7 @@ struct RowAssigner {
     };
   }
 
-  // Rows [first, end) of a tile against all centroids. All warps of the block come here.
+  // Rows [first, end) of a tile against all centroids. Called by all warps of the block.
   __device__ __forceinline__ Answer assign_tile(int first, int end) const {
     const int clusters = args.shape.clusters, row = own_row(first, end);
     std::uint32_t a[kMTiles][2], best[kMTiles][2];
@@ -370,7 +368,7 @@ struct RowAssigner {
     std::uint64_t code;
     int label, distance;
   };
-  // A row that lost similarity goes to the list, of `listed` so far.
+  // Appends a row that lost similarity to the list of `listed` rows.
   __device__ __forceinline__ Own find_own(int row, int& listed) const {
     Own own{row, 0, 0, 0};
     if (row >= 0) own = {row, code_of(row), label_of(row), 0};
@@ -387,7 +385,7 @@ struct RowAssigner {
     return own;
   }
 
-  // Rows of a tile against `moved` centroids that moved; returns the rows listed.
+  // Rows of a tile against the `moved` centroids that moved; adds to `listed`.
   __device__ __forceinline__ Answer assign_moved(int first, int end, int moved, int& listed) const {
     std::uint32_t a[kMTiles][2], best[kMTiles][2];
     load_codes(tile_row(first, end), a);
@@ -399,7 +397,7 @@ struct RowAssigner {
     const int more = static_cast<int>(next.value) + own.distance - 64;
     return {own.row, more > 0 || (more == 0 && other < own.label) ? other : own.label, own.label};
   }
-  // The same without the tensor cores, where very few moved.
+  // The same without the tensor cores, if very few moved.
   __device__ __forceinline__ Answer assign_few(int first, int end, int moved, int& listed) const {
     const Own own = find_own(first + lane < end ? first + lane : -1, listed);
     std::uint32_t best = static_cast<std::uint32_t>(own.distance) << 16 | own.label;
@@ -412,7 +410,7 @@ struct RowAssigner {
     return {own.row, static_cast<int>(best & 0xffffu), own.label};
   }
 
-  // The last up to 16 of the listed rows against all centroids.
+  // Up to 16 of the listed rows, from the end, against all centroids.
   __device__ __forceinline__ Answer assign_listed(int& listed) const {
     __syncwarp();
     const int count = min(listed, 16), columns = padded_columns(args.shape.clusters);
@@ -456,7 +454,7 @@ struct RowAssigner {
   }
 };
 
-// The block's changes to global memory, and zeros in their place.
+// Writes the block's changes to global memory and clears them.
 __device__ __forceinline__ void write_changes(const HammingArgs& args, const Stage& stage,
                                               std::int64_t part) {
   auto* from = reinterpret_cast<uint4*>(stage.changes);
@@ -468,8 +466,8 @@ __device__ __forceinline__ void write_changes(const HammingArgs& args, const Sta
   }
 }
 
-// One assignment pass over the block's rows, and its changes to global memory. `moved` centroids
-// are not those of the pass before.
+// One assignment pass over the block's rows; writes its changes to global memory. `moved` centroids
+// differ from those of the previous pass.
 template <bool kShared>
 __device__ void assign_pass(const HammingArgs& args, const Problem& problem, const Stage& stage,
                             int iteration, int moved) {
@@ -492,7 +490,7 @@ __device__ void assign_pass(const HammingArgs& args, const Problem& problem, con
   }
 }
 
-// New centroids of the clusters that this block owns, a warp for each, by majority of the votes.
+// New centroids of the clusters that this block owns, a warp per cluster, by majority of the votes.
 template <bool kShared>
 __device__ void update_centroids(const HammingArgs& args, const Team& team, const Problem& problem,
                                  int iteration) {
@@ -548,7 +546,7 @@ __device__ void cluster_codes(const HammingArgs& args, Team& team, const Problem
     team.sync();
   }
   for (int iteration = 0; iteration <= args.run.iterations; ++iteration) {
-    // With the same centroids this pass would repeat the one before.
+    // With the same centroids this pass would repeat the previous one.
     const int busy =
         iteration == 0 || args.busy[problem.number * args.run.iterations + iteration - 1];
     int moved = clusters;

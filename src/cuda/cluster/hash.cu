@@ -2,10 +2,10 @@
 // Hash codes: bit r of query q is [p_r . q > t_r] (docs/mechanisms.md: hamming, hamming-keys).
 // Planes are normal numbers, or sums of key differences with thresholds at the mean query.
 //
-// isotropic_planes: a thread per element of a plane. key_planes: blocks of 256 threads, the first
-//   ones add up queries of a split each, the others make planes, a warp for each.
-// hash: blocks of 256 threads share an item and head; a warp takes 16 or 32 rows at a time, in
-//   registers, times all 64 planes by mma.sync; inputs of more digits than a factor are sums of
+// isotropic_planes: a thread per element of a plane. key_planes: blocks of 256 threads; the first
+//   ones sum the queries of a split each, the others make planes, a warp per plane.
+// hash: blocks of 256 threads share an item and head; a warp multiplies 16 or 32 rows at a time, in
+//   registers, by all 64 planes with mma.sync; inputs with more digits than a factor are sums of
 //   parts. Shared memory: planes as a table of columns and as floats, 50 to 130 KB; two blocks a
 //   multiprocessor for 16-bit types (__launch_bounds__).
 // Preconditions: up to 63 bits, Dk <= 128. Any alignment.
@@ -34,7 +34,7 @@ constexpr int kPairsPerPlane = 16;
 
 // Planes rounded to bf16, so that products with 16-bit inputs are exact, and thresholds.
 __global__ void __launch_bounds__(kThreads) isotropic_planes_kernel(HashArgs args, bool bias) {
-  // The next kernel may read its inputs at once: nothing but this one has still to be waited for.
+  // Waits first: the next kernel may then read its inputs at once, as only this one still runs.
   await_writes();
   release_next();
   args.zeroed.zero();
@@ -81,7 +81,7 @@ __device__ void key_plane(const HashArgs& args, const Tensor4<const T>& k, int k
   }
 }
 
-// Sum of rows [begin, end) to `sums`, threads over vectors and groups of rows.
+// Writes the sum of rows [begin, end) to `sums`; threads share vectors and groups of rows.
 template <class T>
 __device__ void sum_queries(const Rows<const T>& rows, RowRange range, float* sums) {
   constexpr int kVector = VectorSum<T>::kVector;
@@ -111,7 +111,7 @@ __device__ void sum_queries(const Rows<const T>& rows, RowRange range, float* su
   }
 }
 
-// Blocks below problems x splits add up queries, the others make planes, a warp for each.
+// Blocks below problems x splits sum queries, the others make planes, a warp per plane.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     key_planes_kernel(HashArgs args, Tensor4<const T> q, Tensor4<const T> k) {
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(kThreads)
               args.query_sums + static_cast<std::int64_t>(block) * args.width);
 }
 
-// How a type is multiplied: parts of rows and of planes, and which products of parts count. Planes
-// from keys have more digits than bf16 and fp16.
+// How a type is multiplied: parts of rows and planes, row tiles of a warp, blocks. Planes from keys
+// have more digits than bf16 and fp16.
 template <class T, int kChunks>
 struct HashParts {
   static constexpr int kRow = sizeof(T) == 2 ? 1 : 3, kPlane = sizeof(T) == 2 ? 2 : 3;
@@ -196,7 +196,7 @@ __device__ void stage_planes(const HashArgs& args, int problem, int length, floa
   }
 }
 
-// Codes of the 16 * kMTiles rows in `rows`: code[m][side] holds this lane's bits, then all bits.
+// Codes of the 16 * kMTiles rows in `rows`; all four lanes of a row get its code.
 template <int kSum, class T, int kChunks, int kRowParts, int kMTiles>
 __device__ __forceinline__ void hash_rows(
     const RowFragments<T, kChunks, kRowParts> (&rows)[kMTiles], const uint4* table,
@@ -320,7 +320,7 @@ HashPlan::HashPlan(Arena& arena, const ClusteringParams& params, const Attention
       bits(static_cast<int>(params.bits)),
       width(static_cast<int>(call.Dk)),
       by_keys(params.method == Clustering::hamming_keys) {
-  // About 1024 blocks add up queries, whatever the device.
+  // About 1024 blocks sum queries, regardless of the device.
   const int most = min(max(1024 / max(1, shape.problems()), 1), 128);
   split_rows = max(1024, (shape.rows + most - 1) / most);
   splits = (shape.rows + split_rows - 1) / split_rows;

@@ -56,7 +56,7 @@ __device__ __forceinline__ void add_products(const Tile<T, kWidth>& tile, int fi
   }
 }
 
-// Takes the first key of all from `count` rows of the tile. Only for fp32: 16-bit keys far from
+// Subtracts the item's first key from `count` rows of the tile. Only for fp32: 16-bit keys far from
 // zero have fewer digits than the sums.
 template <int kWidth>
 __device__ void subtract_first(const Tile<float, kWidth>& tile, const Rows<const float>& keys,
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     add_products(tile, warp * (kBatch<T> / kWarps), count, slab, sum, columns);
   }
   __syncthreads();
-  // Row kSlab of a warp's part are the sums of the columns.
+  // Row kSlab of a warp's part contains the sums of the columns.
   auto* parts = reinterpret_cast<float*>(shared);
   const int lane = threadIdx.x % 32;
 #pragma unroll

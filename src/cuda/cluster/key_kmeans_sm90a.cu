@@ -6,17 +6,17 @@
 // Grid and block: cooperative; a team of up to kMostParts blocks of 4 warpgroups takes one item and
 // head. Each block takes a part of its rows, and in the steps by centroids a part of these; blocks
 // exchange sums and tables through global memory. Three team barriers for two passes.
-//   start    the covariance and the first table by every block for itself, which takes less time
-//            than an exchange: one warpgroup multiplies the keys, one adds them up, two load the
-//            first centroids. A warpgroup makes 64 columns m_c = S (mu_c - r) of the table, both
-//            factors as sums of two bf16 numbers
-//   labels   a round is 256 rows, 64 for each warpgroup, times all centroids, as in
-//   nearest_sm90a.cu lists    a warp picks the rows of its 16 clusters, in order sums
-//   onehot(labels)^T times the listed rows by mma.sync: exact products, added up in fp32
-//            registers over many rounds. A round is labelled before the one before it is listed
+//   start    every block makes the covariance and the first table itself, which takes less time
+//            than an exchange: one warpgroup multiplies the keys, one sums them, two load the first
+//            centroids. A warpgroup makes 64 columns m_c = S (mu_c - r) of the table, both factors
+//            as sums of two bf16 numbers
+//   labels   a round is 256 rows, 64 per warpgroup, times all centroids, as in nearest_sm90a.cu
+//   lists    a warp picks the rows of its 16 clusters, in order
+//   sums     onehot(labels)^T times the listed rows by mma.sync: exact products, summed in fp32
+//            registers over many rounds. A round is labelled before the previous one is listed
 // Shared memory: struct Memory, about 209 KB, most of it a ring of four rounds of rows (128 KB) and
-// the table (40 KB). __launch_bounds__(512, 1): 128 registers; loops are rolled up where nothing is
-// lost, because at 4k most of this code runs once or twice and instruction fetches dominate.
+// the table (40 KB). __launch_bounds__(512, 1): 128 registers; loops stay rolled where that costs
+// nothing, because at 4k most of this code runs once or twice and instruction fetches dominate.
 // Preconditions: key_kmeans_serves (Hopper, aligned 16-bit rows of up to 64 elements, up to 256
 // clusters). Otherwise the stages of key_metric.cu, means.cu and nearest.cu run.
 #include <cstdint>
@@ -45,10 +45,10 @@ constexpr int kTileBytes = 64 * 128, kSlotBytes = kGroups * kTileBytes;
 constexpr int kStep = 64;             // centroids at a time
 constexpr int kMostParts = 8;         // of a problem's rows
 constexpr int kSamples = 8 * kWidth;  // keys of the covariance, at most
-// Of a table of centroids: rows, then biases; in global memory bounds of the blocks' warps behind.
+// A table of centroids: rows, then biases; in global memory, bounds of the blocks' warps follow.
 constexpr int kTableBytes = kClusters * (128 + kBiasBytes);
 constexpr int kSharedTableBytes = kTableBytes + kMostParts * kWarps * 8;
-constexpr int kMostRows = 1 << 24;  // counts of rows are exact below that many
+constexpr int kMostRows = 1 << 24;  // fp32 counts of rows are exact below this
 
 template <class T>
 struct KeyKMeansArgs : KeyKMeansPlan {
@@ -61,8 +61,8 @@ struct KeyKMeansArgs : KeyKMeansPlan {
 
 // Shared memory of a block, at a multiple of 1024 bytes.
 struct Memory {
-  unsigned char ring[kSlots * kSlotBytes];   // rows; before them keys and centroids
-  unsigned char table[kTableBytes];          // m_c, and biases in bf16 parts; before, key products
+  unsigned char ring[kSlots * kSlotBytes];   // rows; at first keys and centroids
+  unsigned char table[kTableBytes];          // m_c, biases in bf16 parts; at first key products
   unsigned char metric[2][kTileBytes];       // the covariance in bf16: high parts, low parts
   std::uint32_t lists[kWarps][kRound + 16];  // rows of a warp's clusters
   std::uint8_t labels[kSlots][kRound];       // of row r at r % 32 * 8 + r / 32
@@ -70,15 +70,15 @@ struct Memory {
   alignas(16) float reference[kWidth];       // the fixed query
   uint2 bounds[kWarps];
   std::int32_t numbers[kSamples];       // rows of the sampled keys
-  std::int32_t initial[kClusters + 1];  // rows of the first centroids; places of the clusters
+  std::int32_t initial[kClusters + 1];  // rows of the first centroids; later places of clusters
   int2 scan[kWarps];
   std::uint64_t ready[kSlots], free[kSlots];
   RowRange share;  // of the centroids, for this block
   int poisoned;    // a row of cluster 0 is not finite
 };
 
-// The same value, but of unknown origin: what depends on it is no constant of the loops around, for
-// which there are no registers. Local memory is far away here, with so little L1 left.
+// The same value, opaque to the compiler: values that depend on it are not hoisted out of loops,
+// which lowers register pressure. Spills are slow here, with so little L1 left.
 template <class Value>
 __device__ __forceinline__ Value afresh(Value value) {
   if constexpr (sizeof(Value) == 8)
@@ -88,7 +88,7 @@ __device__ __forceinline__ Value afresh(Value value) {
   return value;
 }
 
-using cuda::uniform;  // beside the one below
+using cuda::uniform;  // in addition to the overload below
 __device__ __forceinline__ ItemSpan uniform(const ItemSpan& span) {
   return {uniform(span.batch), uniform(span.begin), uniform(span.length)};
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ float divide(float a, float b, float inverse) {
   return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
-// The same rows, with what key_kmeans_serves has asked for known to the compiler.
+// The same rows, known to the compiler as aligned: key_kmeans_serves checked that.
 template <class T>
 __device__ __forceinline__ Rows<const T> aligned_rows(Rows<const T> rows) {
   rows.aligned = true;
@@ -118,15 +118,15 @@ __device__ __forceinline__ std::uint32_t equal_pairs(std::uint32_t a, std::uint3
   return ones;
 }
 
-// A list entry: the row above, the cluster as a number of either type below; distinct bits are
-// distinct numbers here. kNobody is no cluster's.
+// A list entry: the row in the upper half, the cluster as a number of either type in the lower
+// half; distinct bits are distinct numbers here. kNobody is no cluster.
 constexpr std::uint32_t kNumber = 0x4000, kNobody = 0x5000;
 
 // The bits of infinity.
 template <class T>
 constexpr std::uint32_t kInfinity = std::is_same_v<T, F16> ? 0x7c00u : 0x7f80u;
 
-// The bits of the larger absolute value of two numbers, as a float.
+// The absolute value with these bits of T, as a float.
 template <class T>
 __device__ __forceinline__ float magnitude(std::uint32_t bits) {
   if constexpr (std::is_same_v<T, F16>) return to_float(F16{static_cast<std::uint16_t>(bits)});
@@ -191,14 +191,14 @@ struct KeyKMeans {
       visit(own.begin + i / (kWidth / 4), i % (kWidth / 4) * 4);
   }
 
-  // Where shared memory has columns [column, column + 4) of row r of the centroids to be weighed,
-  // in slots of the ring that the first two rounds leave free. Rows change banks.
+  // Shared memory of columns [column, column + 4) of row r of the centroids to be weighted, in
+  // slots of the ring that the first two rounds leave free. Swizzled by row.
   __device__ std::uint32_t staged(int r, int column) const {
     return slot(2 + r / 128) + r % 128 * (4 * kWidth) + (column ^ (r & 7) * 8) * 4;
   }
 
-  // Means of the block's share of the clusters to `to`, and staged where `stage`. Those without
-  // rows become zeros, or stay as they are where `stage`.
+  // Writes the means of the block's share of the clusters to `to`, and stages them if `stage`.
+  // Empty clusters get zeros, or keep their centroids if `stage`.
   __device__ void write_means(float* to, bool stage) const {
     const float* from = afresh(args.sums) + part(0) * kWidth;
     const std::int32_t* sizes = afresh(args.counts) + part(0);
@@ -207,7 +207,7 @@ struct KeyKMeans {
       float4 sums[kMostParts];
       int counts[kMostParts];
 #pragma unroll
-      for (int rank = 0; rank < kMostParts; ++rank) {  // all loads are on their way together
+      for (int rank = 0; rank < kMostParts; ++rank) {  // all loads are in flight together
         const bool there = rank < team.size;
         sums[rank] = there ? __ldcg(first + rank * (kClusters * kWidth / 4)) : float4{};
         counts[rank] = there ? __ldcg(sizes + cluster + rank * kClusters) : 0;
@@ -248,7 +248,7 @@ struct KeyKMeans {
     const std::int64_t first = args.shape.start(span, head);
     Places places;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {  // all loads are on their way together
+    for (int i = 0; i < kBatch; ++i) {  // all loads are in flight together
       const std::int64_t row =
           first + min(range.begin + begin + i * kThreads, max(range.end, 1) - 1);
       places.labels[i] = args.run.out.labels[row];
@@ -257,7 +257,7 @@ struct KeyKMeans {
     return places;
   }
 
-  // Rows of cluster `threadIdx.x`: of all blocks, of those before this one, of this one.
+  // Rows of cluster `threadIdx.x`: in all blocks, in those before this one, in this one.
   struct Members {
     int total, before, own;
   };
@@ -292,14 +292,14 @@ struct KeyKMeans {
                      sum.y - value.y + __reduce_add_sync(~0u, lane < warp ? other.y : 0));
   }
 
-  // The sort: offsets of the clusters, then every row to its place. Many rows are put in order in
-  // shared memory first, where neighbours are cheap. `places` are those of the first batch.
+  // The sort: offsets of the clusters, then every row to its place. Many rows are sorted in shared
+  // memory first, where scattered stores are cheap. `places` are those of the first batch.
   __device__ void write_order(const Members& members, Places places) const {
     const int clusters = args.shape.clusters, c = afresh(static_cast<int>(threadIdx.x));
     const int count = range.end - range.begin;
     const bool staged = count > 8 * kThreads && count <= kSlots * kSlotBytes / 2;
     const int2 start = scan(make_int2(members.total, members.own));
-    if (c <= clusters) {  // the last one ends the others
+    if (c <= clusters) {  // the last entry is the end of all
       memory.initial[c] = start.x + members.before;
       memory.numbers[c] = start.y;
       if (team.rank == 0)
@@ -358,7 +358,7 @@ struct KeyKMeans {
     });
   }
 
-  // The row of a first centroid; by one half of the warps.
+  // Chooses the row of a first centroid; called by one half of the warps.
   __device__ __forceinline__ void choose_row() const {
     const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
                               static_cast<std::uint32_t>(problem)};
@@ -370,7 +370,7 @@ struct KeyKMeans {
     prefetch(rows.row(row));
   }
 
-  // Starts to load the sampled keys, zeros behind them, by the other half: 64 a warp.
+  // Starts to load the sampled keys, padded with zeros; called by the other half, 64 keys per warp.
   __device__ __forceinline__ void load_keys(const ItemSpan& keys, int samples) const {
     const int lane = own_lane(), first = warp * 64;
     const Rows<const T> from =
@@ -392,12 +392,12 @@ struct KeyKMeans {
     cp_async_commit();
   }
 
-  // A row, of up to 128 bytes, comes to the L2.
+  // Prefetches a row of up to 128 bytes into L2.
   __device__ static void prefetch(const T* row) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
   }
 
-  // Sums of the keys' elements, by the second warpgroup: ones times the keys, 128 of them a warp.
+  // Sums of the keys' elements, by the second warpgroup: ones times the keys, 128 keys per warp.
   __device__ __forceinline__ void add_keys() const {
     const int lane = own_lane(), own = warp % 4;
     const Tile<T, kWidth> tile{slot(own / 2)};
@@ -419,7 +419,7 @@ struct KeyKMeans {
       store2(&memory.column_sums[own][8 * n + 2 * lane], sums[n][0], sums[n][1]);
   }
 
-  // Where the sums of products of elements stand, in place of the table. Rows change banks.
+  // Address of a sum of products of elements, in the memory of the table. Swizzled by row.
   __device__ float* product(int row, int column) const {
     return reinterpret_cast<float*>(memory.table) + row * kWidth + (column ^ (row & 3) * 8);
   }
@@ -451,8 +451,8 @@ struct KeyKMeans {
                sum[4 * n + 2 * side + 1]);
   }
 
-  // A power of two by which the mean variance comes near 1. It changes no label, and keeps the
-  // table in the range of fp16. Of a lane's two columns: their means, and those of their squares.
+  // A power of two that brings the mean variance near 1. It changes no label and keeps the table in
+  // the range of fp16. The arguments are the means of a lane's two columns and of their squares.
   __device__ __forceinline__ float metric_scale(const float2& mean, const float2& square) const {
     const float trace = warp_sum((square.x - mean.x * mean.x) + (square.y - mean.y * mean.y));
     const std::uint32_t exponent = __float_as_uint(trace / static_cast<float>(args.width)) >> 23;
@@ -461,7 +461,7 @@ struct KeyKMeans {
 
   // S2 / n - mean mean^T, scaled, as right factor of the products, in two bf16 parts. By all
   // threads in a loop: instructions that run once are slower than the barrier. Every warp has all
-  // means, two a lane.
+  // means, two per lane.
   __device__ __forceinline__ void covariance(int samples) const {
     const float count = static_cast<float>(max(samples, 1)), inverse = __frcp_rn(count);
     float2 mean = make_float2(0.0f, 0.0f);
@@ -502,8 +502,8 @@ struct KeyKMeans {
     low = pack2<Bf16>(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
   }
 
-  // The first centroids to shared memory, by the last two warpgroups; the first of them is the
-  // reference. The block's share goes to global memory: an empty cluster needs its own again.
+  // Copies the first centroids to shared memory, by the last two warpgroups; the first centroid is
+  // the reference. The block's share also goes to global memory: an empty cluster reuses its own.
   __device__ __forceinline__ void stage_initial() const {
     constexpr int kAtOnce = kThreads / 2 / 8, kLoads = 4;
     const int thread = static_cast<int>(threadIdx.x) - kThreads / 2, column = thread % 8 * 8;
@@ -513,7 +513,7 @@ struct KeyKMeans {
     for (int first = thread / 8; first < kClusters; first += kLoads * kAtOnce) {
       uint4 words[kLoads];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i)  // all on their way together
+      for (int i = 0; i < kLoads; ++i)  // all in flight together
         words[i] = load_once(rows.row(memory.initial[first + i * kAtOnce]) + (inside ? column : 0),
                              inside);
 #pragma unroll
@@ -542,7 +542,7 @@ struct KeyKMeans {
     const int next = range.begin + static_cast<int>(threadIdx.x);  // of the first two rounds
     if (next < range.end) prefetch(rows.row(next));
     if (threadIdx.x == 0) memory.share = find_share();
-    if (warp < kWarps / 2)  // the first one still meets the other blocks
+    if (warp < kWarps / 2)  // the first warp is still busy with the grid barrier
       load_keys(keys, samples);
     else
       choose_row();
@@ -560,8 +560,8 @@ struct KeyKMeans {
     __syncthreads();
   }
 
-  // The table's rows of `count` staged centroids, from cluster `first` on, and bounds of them for
-  // each warp.
+  // Computes the table's rows of `count` staged centroids, from cluster `first` on, and their
+  // bounds for each warp.
   __device__ __forceinline__ void weigh(int first, int count) const {
     uint2 most = make_uint2(0, 0);
     if (group * 64 < count) most = weigh_rows(first, count);
@@ -571,7 +571,7 @@ struct KeyKMeans {
     __syncthreads();
   }
 
-  // The block's share of the table to global memory.
+  // Copies the block's share of the table to global memory.
   __device__ __forceinline__ void share_table() const {
     const RowRange own = share();
     unsigned char* to = team_table();
@@ -586,7 +586,7 @@ struct KeyKMeans {
     *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(memory.table + offset);
   }
 
-  // The team's table to shared memory, the last row repeated.
+  // Copies the team's table to shared memory, the last row repeated.
   __device__ __forceinline__ void stage_table() const {
     const unsigned char* from = team_table();
     const std::uint32_t to = shared_address(memory.table);
@@ -618,7 +618,7 @@ struct KeyKMeans {
   __device__ uint2* team_bounds(int rank) const {
     return reinterpret_cast<uint2*>(team_table() + kTableBytes) + rank * kWarps;
   }
-  // Where a table has columns [8 n, 8 n + 8) of a centroid, and its bias.
+  // Offsets of columns [8 n, 8 n + 8) of a centroid in a table, and of its bias.
   __device__ static int row_offset(int c, int n) { return c * 128 + ((n ^ (c & 7)) << 4); }
   __device__ static int bias_offset(int c) {
     return kClusters * 128 + c / 8 * (8 * kBiasBytes) + c % 8 * 16;
@@ -715,7 +715,7 @@ struct KeyKMeans {
   }
   __device__ int phase(int round) const { return static_cast<unsigned>(done + round) / kSlots & 1; }
 
-  // Starts to load this warp's 16 rows of a round, zeros behind the last one.
+  // Starts to load this warp's 16 rows of a round, zeros after the last one.
   __device__ __forceinline__ void load(int round) const {
     const int lane = own_lane(), r = warp % 4 * 16 + lane / 8, chunk = lane % 8;
     const int count = left(round) - group * 64;
@@ -737,7 +737,7 @@ struct KeyKMeans {
     return args.shape.start(span, head) + range.begin + round * kRound;
   }
 
-  // Labels of this warpgroup's rows of a round; to global memory in the last pass.
+  // Labels this warpgroup's rows of a round; writes them to global memory in the last pass.
   __device__ __forceinline__ void label(int round, const float2& bounds, bool last) const {
     const Tile<T, 64> tile{slot(round) + group * kTileBytes};
     const int lane = own_lane(), warp_row = warp % 4 * 16, quad = lane % 4;
@@ -761,12 +761,12 @@ struct KeyKMeans {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       offset[side] = key_offset(magnitude<T>(most[side]), bounds.x, bounds.y);
-      // 1, 1 | 1, K in bf16: K has two digits
+      // 1, 1 | 1, K in bf16: K has two significant bits
       shift[side] =
           ones | (((__float_as_uint(offset[side]) & 0xffff0000u) | 0x3f80u) & with_offset);
     }
     const int columns = (args.shape.clusters + kStep - 1) / kStep * kStep;
-    // Descriptors that change from step to step, so that the products follow each other at once.
+    // Descriptors are advanced from step to step, so that products are issued back to back.
     std::uint64_t table[4],
         bias = narrow_descriptor(shared_address(memory.table) + kClusters * 128);
 #pragma unroll
@@ -779,7 +779,7 @@ struct KeyKMeans {
       wgmma<T, 0, 0>(d, a[0], table[0]);
 #pragma unroll
       for (int step = 1; step < 4; ++step) wgmma<T, 1, 0>(d, a[step], table[step]);
-      // Last: what K pushes out of the sum is lost once.
+      // Last, so that the bits which adding K rounds off are lost only once.
       wgmma<Bf16, 1, 0>(d, shift, bias);
 #pragma unroll
       for (int step = 0; step < 4; ++step)
@@ -804,7 +804,7 @@ struct KeyKMeans {
 #pragma unroll
       for (int side = 0; side < 2; ++side)
         best[side] = max(best[side], __shfl_xor_sync(~0u, best[side], step));
-    // Of four lanes the first two write a label each.
+    // The first two of four lanes write a label each.
     const unsigned row = group * 64 + warp_row + quad % 2 * 8 + lane / 4;
     const bool valid = (quad % 2 ? offset[1] : offset[0]) < INFINITY;
     const int number = 511 - static_cast<int>((quad % 2 ? best[1] : best[0]) & 511u);
@@ -818,7 +818,7 @@ struct KeyKMeans {
     mbarrier_arrive(ready(round));
   }
 
-  // Zeros in place of rows that are not finite: 0 times such a row would reach all sums.
+  // Clears rows that are not finite: 0 times such a row would spoil all sums.
   __device__ void clear(const Tile<T, 64>& tile, int warp_row,
                         const std::uint32_t (&most)[2]) const {
     const int lane = own_lane(), quad = lane % 4;
@@ -839,7 +839,7 @@ struct KeyKMeans {
                  : "memory");
   }
 
-  // Lists the round's rows of this warp's clusters, in order; filled up to a multiple of 16.
+  // Lists the round's rows of this warp's clusters, in order; padded to a multiple of 16.
   __device__ __forceinline__ int list(int round, std::uint32_t* entries) const {
     const int lane = own_lane();
     const uint2 packed = reinterpret_cast<const uint2*>(memory.labels[place(round)])[lane];
@@ -912,8 +912,7 @@ struct KeyKMeans {
     }
   }
 
-  // The warp's sums to global memory, to what it wrote before where `more`, and zeros in their
-  // place.
+  // Writes the warp's sums to global memory, added to those there if `more`, and clears them.
   __device__ __forceinline__ void flush(float (&sums)[kWidth / 8][4], bool more) const {
     const int lane = own_lane();
     const std::int64_t row = part(team.rank) + warp * kOwn;
@@ -936,9 +935,9 @@ struct KeyKMeans {
       }
   }
 
-  // Labels of the block's rows, and its sums of clusters and their sizes to global memory.
+  // Labels the block's rows and writes its clusters' sums and sizes to global memory.
   __device__ void pass(bool last) {
-    constexpr int kTogether = 64;  // rounds that the tensor cores add up: they lose digits
+    constexpr int kTogether = 64;  // rounds that the tensor cores sum: their sums lose digits
     const float2 bounds = table_bounds();
     float sums[kWidth / 8][4] = {}, counts[4] = {};
     int members = 0;
@@ -988,7 +987,7 @@ struct KeyKMeans {
     load(1);
 #pragma unroll 1
     for (int number = 0;; ++number) {
-      // All rows of the first table by every block for itself, later ones by the team.
+      // Every block makes the whole first table itself; the team shares later ones.
       const bool alone = number == 0;
       const RowRange own = share();
       weigh(alone ? 0 : own.begin, alone ? kClusters : own.end - own.begin);
@@ -1038,7 +1037,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape) {
-  constexpr int kFewProblems = 8, kFewRows = 8192;  // below both a problem needs more blocks
+  constexpr int kFewProblems = 8, kFewRows = 8192;  // fewer, larger problems need more blocks
   return call.inputs.q.dtype != DType::f32 && call.Dk <= kWidth && shape.clusters <= kClusters &&
          (shape.problems() >= kFewProblems || shape.rows <= kFewRows) && shape.rows < kMostRows &&
          on_hopper();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Centroids weighed with the keys' covariance S (key_covariance.cu): m_c = S (mu_c - r) and b_c,
-// see stages.h.
+// Centroids weighted by the keys' covariance S (key_covariance.cu): m_c = S (mu_c - r) and b_c, see
+// stages.h.
 //
 // Blocks of 512 threads share an item and head; a warp takes a cluster. Shared memory: S, 16 or 64
 // KB, and 4 or 8 KB of differences. Preconditions: Dk <= 128, any alignment. The one-kernel k-means
-// (key_kmeans_sm90a.cu) replaces it where it serves.
+// (key_kmeans_sm90a.cu) replaces it where it can run.
 #include "cuda/cluster/stages.h"
 
 #include "coterie/random.h"
@@ -28,8 +28,8 @@ struct WeighArgs {
 
 constexpr int kWeighThreads = 512, kWeighWarps = kWeighThreads / 32;
 
-// A power of two by which the covariance's mean variance comes near 1: it changes no label, and
-// keeps the table in the range of fp16.
+// A power of two that brings the covariance's mean variance near 1. It changes no label and keeps
+// the table in the range of fp16.
 __device__ float metric_scale(const float* covariance, int width, int pitch) {
   float trace = 0.0f;
   for (int d = threadIdx.x % 32; d < width; d += 32) trace += covariance[d * pitch + d];
@@ -62,7 +62,7 @@ __device__ __forceinline__ void new_centroid(const WeighArgs& args, const T* que
   }
 }
 
-// Writes m'_c, b_c and the norm of a cluster, the last one also beyond the end.
+// Writes m'_c, b_c and the norm of a cluster; the last cluster also fills the padding.
 template <class T, int kChunks>
 __device__ __forceinline__ void write_column(const WeighArgs& args, int problem, int c,
                                              const float (&mean)[kChunks],
@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_column(const WeighArgs& args, int problem,
   args.table.norms[static_cast<std::int64_t>(problem) * padded + c + lane] = norm;
 }
 
-// A warp for each cluster; blocks work on one problem.
+// A warp per cluster; `blocks` blocks share a problem.
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kWeighThreads)
     weigh_centroids_kernel(WeighArgs args, Tensor4<const T> q, int blocks) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kWeighThreads)
   write_column<T, kChunks>(args, problem, c, mean, reference, weighed);
 }
 
-// Rows in the table, and of the covariance.
+// Width of the rows of the table and of the covariance.
 std::int64_t padded_width(std::int64_t width) { return width <= 64 ? 64 : kMaxHeadDim; }
 
 }  // namespace

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// The first cluster that ends behind `slot`, by a search of the warp in `offsets` (clusters + 1).
+// The first cluster that ends after `slot`: the warp searches `offsets` (clusters + 1).
 __device__ int cluster_at(const std::int32_t* offsets, int clusters, int slot) {
   int first = 0, count = clusters;
   while (count > 1) {
@@ -32,7 +32,7 @@ __device__ int cluster_at(const std::int32_t* offsets, int clusters, int slot) {
   return first;
 }
 
-// Rows of up to 32 slots on their way: this lane has those of slots l/lanes + i * groups, where
+// Rows of up to 32 slots in flight: this lane has those of slots l/lanes + i * groups, where
 // `lanes` lanes share a row and a warp has `groups` of them.
 template <class T, bool kAligned>
 struct SlotBatch {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const auto token = [&](int first) {
     return lane < batch_rows && first + lane < tile.end ? order[first + lane] : -1;
   };
-  // A batch of rows and the next one's numbers are on their way while the search runs.
+  // A batch of rows and the next one's numbers are in flight during the search.
   SlotBatch<T, kAligned> batch, ahead;
   ahead.load(rows, token(tile.begin), lanes);
   int next = token(tile.begin + batch_rows);
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int stop = min(end, last);
       batch.add(sum, slot - first, stop - first, lanes);
       slot = stop;
-      if (end > last) break;  // goes on in the next batch, or behind the tile
+      if (end > last) break;  // continues in the next batch, or after the tile
       const bool whole = start >= tile.begin;
       write_sum(sum, lanes, args.width,
                 whole ? args.sums + (static_cast<std::int64_t>(problem) * clusters + c) * args.width
@@ -128,12 +128,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       } while (end == start);
     }
   }
-  // A cluster that goes on behind the tile.
+  // A cluster that continues after the tile.
   if (c < clusters && start < tile.end)
     write_sum(sum, lanes, args.width, args.partial(head, number, start > tile.begin));
 }
 
-// Completes the sums, or makes means of them; a warp for each cluster.
+// Completes the sums, or turns them into means; a warp per cluster.
 __global__ void __launch_bounds__(kThreads)
     finish_sums_kernel(ClusterSums args, bool mean, ZeroedWords zeroed) {
   await_previous();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Sums and means of the rows of every cluster, taken in the sorted order: no atomics, and the
-// result depends on nothing but the sizes, the order and the rows.
+// result depends only on the sizes, the order and the rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,9 +16,9 @@
 namespace coterie::cuda {
 
 // sums (items, H, C, D) f32: sum over every cluster of rows of x (B, H, N, D), a tensor with the
-// call's query sequences, or their mean; 0 for an empty cluster. Sets `zeroed` to zero besides.
-// Launches on `stream` and takes scratch memory from `arena`; with an arena that only counts
-// nothing is launched, and views other than those of the call and `x` may be absent.
+// call's query sequences, or their mean; 0 for an empty cluster. Also sets `zeroed` to zero.
+// Launches on `stream` and takes scratch memory from `arena`; if it only counts, nothing is
+// launched, and views other than those of the call and `x` may be absent.
 void cluster_sums(const AttentionCall& call, const TensorView& x, const TensorView& order,
                   const TensorView& offsets, const TensorView& sums, Arena& arena,
                   cudaStream_t stream, bool mean = false, const ZeroedWords& zeroed = {});
@@ -33,13 +33,13 @@ inline void centroid_means(const AttentionCall& call, const TensorView& order,
 // The first step of sums over clusters, for kernels that do the second themselves.
 //
 // Sums of the rows of every cluster in two steps: warps add up tiles of equal size of the sorted
-// order, then clusters that lie in several tiles collect their parts in tile order.
+// order, then clusters that span several tiles collect their parts in tile order.
 
 struct ClusterSums {
   ClusterShape shape;
   const std::int32_t *order, *offsets;
-  float* sums;       // (items, H, C, width); where a cluster lies in one tile
-  float* partials;   // (H, tiles, 2, width): first and last cluster of a tile, where they go on
+  float* sums;       // (items, H, C, width); written if a cluster lies in one tile
+  float* partials;   // (H, tiles, 2, width): first and last cluster of a tile, if cut
   int width;         // elements of a row
   ItemChunks tiles;  // of the query side
 
@@ -48,7 +48,7 @@ struct ClusterSums {
   }
 };
 
-// What the first step wrote for a cluster of a problem in slots [begin, end), added up: this lane's
+// Adds up what the first step wrote for a cluster of a problem in slots [begin, end): this lane's
 // columns lane + 32 i. 0 for an empty cluster.
 template <int kColumns>
 __device__ __forceinline__ void collect_sums(const ClusterSums& args, int problem, int c, int begin,
@@ -66,7 +66,7 @@ __device__ __forceinline__ void collect_sums(const ClusterSums& args, int proble
 #pragma unroll
   for (int i = 0; i < kColumns; ++i)
     if (lane + 32 * i < args.width) sum[i] = from[lane + 32 * i];
-  // Several loads on their way at a time; zeros change nothing.
+  // Several loads are in flight at a time; zeros change nothing.
   constexpr int kAhead = 4;
   from = args.partial(head, number + 1, 0);
   for (int tile = first + 1; tile <= last; tile += kAhead) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Nearest centroid: argmax_c x . m_c + b_c by tensor cores, scores never stored.
+// Nearest centroid: argmax_c x . m_c + b_c on tensor cores; scores are never stored.
 //
 // Grid and block: cooperative, one block of 256 threads a multiprocessor; a team of blocks takes an
 // item and head. A warp holds 16 to 64 rows in registers and multiplies them by 16 centroids at a
-// time from shared memory (mma.sync); nearest.cuh says how the best one is found, and the sort
-// comes last. Shared memory: centroids and biases, up to 192 KB; more centroids are read again in
-// every round. Preconditions: the table of key_metric.cu. On Hopper nearest_sm90a.cu serves 16-bit
-// types whose centroids fit; f32 rows are two bf16 parts.
+// time from shared memory (mma.sync); nearest.cuh describes how the best one is found; the sort
+// runs last. Shared memory: centroids and biases, up to 192 KB; more centroids are read again in
+// every round. Preconditions: the table of key_metric.cu. On Hopper, nearest_sm90a.cu runs instead
+// for 16-bit types whose centroids fit; f32 rows are two bf16 parts.
 #include "cuda/cluster/stages.h"
 
 #include "cuda/cluster/nearest.cuh"
@@ -57,8 +57,8 @@ __device__ __forceinline__ void nearest_keys(
   }
 }
 
-// Copies the columns of centroids [first, first + columns) of a problem; their biases as a product
-// starts from them, those of columns 2i and 2i + 1 for both rows of a lane.
+// Copies the columns of centroids [first, first + columns) of a problem. Their biases are laid out
+// as initial values of a product: those of columns 2i and 2i + 1 for both rows of a lane.
 template <class T, int kChunks>
 __device__ void stage_table(const NearestArgs<T>& args, int problem, int first, int columns,
                             uint4* table, float4* bias) {

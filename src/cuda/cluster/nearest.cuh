@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Nearest centroid by tensor cores: what its kernels share (nearest.cu).
+// Code shared by the kernels that find the nearest centroid (nearest.cu, nearest_sm90a.cu).
 //
 // A score s becomes one integer key: s + K, with K = 1.5 * 2^k and 2^(k-1) above every |s| of the
-// row, lies in [2^k, 2^(k+1)), so its bits are a fixed-point number; times 512 the sign and the
-// exponent fall off the top and 9 bits for the reversed column number become free at the bottom.
-// A multiply-add and half a three-way maximum per score; ties go to the lower index. The resolution
-// is 2^(k-23), some 2^-17 of the bound |x|_inf |m|_1 + |b|.
+// row, lies in [2^k, 2^(k+1)), so its bits are a fixed-point number. Times 512, it loses sign and
+// exponent at the top and has 9 free bits for the reversed column number at the bottom. A score
+// costs a multiply-add and half a three-way maximum; ties go to the lower index. The resolution is
+// 2^(k-23), some 2^-17 of the bound |x|_inf |m|_1 + |b|.
 #pragma once
 
 #include "cuda/cluster/group.cuh"
@@ -47,8 +47,8 @@ __device__ __forceinline__ float row_offset(const RowWords<T, kChunks>& row, con
   return key_offset(largest, bounds.x, bounds.y);
 }
 
-// The larger of `best` and the keys of two neighbouring columns, of which the scores have K added;
-// `number` is 511 less the first one's.
+// The larger of `best` and the keys of two neighbouring columns, whose scores already include K;
+// `number` is 511 minus the first one's number.
 __device__ __forceinline__ std::uint32_t best_key(std::uint32_t best, float even, float odd,
                                                   std::uint32_t scale, std::uint32_t number) {
   const auto key = [&](float score, std::uint32_t low) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ std::uint32_t best_key(std::uint32_t best, float even
 
 constexpr int kBiasBytes = 32;  // of a centroid in a table for wgmma: hi, mid, lo, 1, and zeros
 
-// A bias as a sum of three bf16 numbers, to shared memory as narrow_descriptor wants it.
+// A bias as a sum of three bf16 numbers, to shared memory in the layout of narrow_descriptor.
 __device__ __forceinline__ void store_bias(std::uint32_t to, float bias) {
   Bf16 part[3];
   split_factor(bias, part);
@@ -77,7 +77,7 @@ struct Point {
   int label;
 };
 
-// From this lane's key of a row to the best of its four lanes.
+// Decodes this lane's key of a row; returns the best of the row's four lanes.
 __device__ __forceinline__ Point decode_key(std::uint32_t key) {
   const int number = 511 - static_cast<int>(key & 511u);
   Point best{key >> 9, number / 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + number % 2};
@@ -140,7 +140,7 @@ __device__ __forceinline__ void label_problems(const NearestArgs<T>& args, std::
                  });
 }
 
-// By Hopper's warpgroup products; 16-bit types only. False, and nothing launched, when the
+// With Hopper's warpgroup products; 16-bit types only. Launches nothing and returns false when the
 // centroids do not fit in shared memory. nearest_sm90a.cu
 template <class T>
 bool nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream);

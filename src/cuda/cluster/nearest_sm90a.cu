@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// nearest.cu by warpgroup products, for 16-bit types and as many centroids as shared memory holds.
+// nearest.cu with warpgroup products, for 16-bit types if all centroids fit in shared memory.
 //
 // Grid and block: cooperative, one block of three warpgroups a multiprocessor
 // (__launch_bounds__(384, 1), 168 registers); a team of blocks takes an item and head. A warpgroup
 // takes 64 rows, straight from global memory to registers, and 128 centroids at a time; while it
-// looks at their scores, others multiply. Shared memory: 160 or 288 bytes a centroid, up to 192 KB;
-// the sort uses the same memory. Preconditions: Hopper, all centroids in shared memory, up to 2048
-// of them. Otherwise nearest.cu runs.
+// evaluates their scores, the others multiply. Shared memory: 160 or 288 bytes a centroid, up to
+// 192 KB; the sort uses the same memory. Preconditions: Hopper, all centroids in shared memory, up
+// to 2048 of them. Otherwise nearest.cu runs.
 //
 // Rows are read as RowFragments describes: the depths of a product come in another order than in
 // memory. The centroids are put into shared memory in the same order. One more product step adds
@@ -25,8 +25,8 @@ constexpr int kStep = 128;  // centroids at a time; their number in shared memor
 template <int kChunks>
 constexpr int kBands = (kChunks + 1) / 2;  // of 64 depths
 
-// All centroids of a problem, the last one repeated: 32 depths of one by a thread. Their biases go
-// to `bias`, as narrow_descriptor wants them.
+// Copies all centroids of a problem, the last one repeated; a thread copies 32 depths of one. Their
+// biases go to `bias`, in the layout of narrow_descriptor.
 template <class T, int kChunks>
 __device__ void stage_table(const NearestArgs<T>& args, int problem, std::uint32_t table,
                             std::uint32_t bias) {
@@ -80,7 +80,7 @@ struct GroupScores {
           descriptor_behind(table, (column + step / 4 * columns) * 128 + step % 4 * 32);
       wgmma_step<T, 0>(step, d, rows.a[0][step], b);
     }
-    // Last: what K pushes out of the sum is lost once.
+    // Last, so that the bits which adding K rounds off are lost only once.
     wgmma<Bf16, 1, 0>(d, shift, descriptor_behind(bias, column * kBiasBytes));
     wgmma_commit();
     wgmma_wait<0>();
@@ -93,7 +93,7 @@ struct GroupScores {
     for (int column = 0; column < columns; column += kStep) {
       float d[kStep / 2];
       multiply(d, column);
-      std::uint32_t found[2] = {};  // column numbers counted from this one's
+      std::uint32_t found[2] = {};  // column numbers relative to `column`
 #pragma unroll
       for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
 // Stable counting sort of one problem's pairs (row, cluster) by cluster, by a team of blocks, for
 // many pairs: a block sorts its share in shared memory, kSortPairs at a time, and writes the runs
-// from there. Stores of single words to places far apart (group_rows in group.cuh) take several
-// times as long at 64k rows, and less time at 4k.
+// from there. Scattered stores of single words (group_rows in group.cuh) take several times as long
+// at 64k rows, but less time at 4k.
 //
-// By all threads of the team's blocks. Shared memory: sort_shared_bytes, up to 128 KB: counters of
-// the clusters for as many warps as fit into 96 KB, and 32 KB of sorted pairs.
+// Called by all threads of the team's blocks. Shared memory: sort_shared_bytes, up to 128 KB:
+// counters of the clusters for as many warps as fit into 96 KB, and 32 KB of sorted pairs.
 #pragma once
 
 #include "cuda/cluster/group.cuh"
@@ -15,12 +15,12 @@ namespace coterie::cuda {
 
 constexpr int kSortPairs = 16384;
 
-// `clusters` of all sides.
+// `clusters` counts those of all sides.
 inline std::size_t sort_shared_bytes(int clusters, int warps) {
   return group_shared_bytes(clusters, warps) + kSortPairs * sizeof(std::uint16_t);
 }
 
-// From counts to places in the order of a chunk. By all threads of a block.
+// Turns counts into positions in the order of a chunk. Called by all threads of a block.
 template <int kSides>
 __device__ void place_clusters(const BlockCounts<kSides>& counts) {
   int carry = 0;
@@ -32,9 +32,9 @@ __device__ void place_clusters(const BlockCounts<kSides>& counts) {
   __syncthreads();
 }
 
-// write(first place, begin, end) for the pairs [begin, end) of a cluster in a sorted chunk, by all
-// lanes of a warp, for clusters [first, first + count) of `ends`; `starts` are where their next
-// pairs go. A lane reads the places of one cluster; the pairs of a cluster are written together.
+// All lanes of a warp call write(cluster, first place, begin, end) for the pairs [begin, end) of a
+// cluster in a sorted chunk, for clusters [first, first + count) of `ends`; `starts` says where
+// their next pairs go. A lane reads the places of one cluster; a warp writes its pairs together.
 template <class Write>
 __device__ __forceinline__ void store_clusters(const std::int32_t* ends, int first, int count,
                                                std::int32_t* starts, const Write& write) {
@@ -53,10 +53,10 @@ __device__ __forceinline__ void store_clusters(const std::int32_t* ends, int fir
   }
 }
 
-// Sorts this block's `range` of pairs, whose labels it wrote, or others before. start(c, slot,
-// before) says where the block's first pair of cluster c goes, see share_counts, and is told the
-// end of all; write(place, pair) stores one. `starts` has a number for each cluster: where the
-// pairs of a chunk go while it is written. `shared` has sort_shared_bytes.
+// Sorts this block's `range` of pairs; this block or an earlier kernel wrote their labels. start(c,
+// slot, before) returns the place of the block's first pair of cluster c, see share_counts; it is
+// also called for the end. write(place, pair) stores one pair. `starts` has a number per cluster:
+// where the pairs of a chunk go while it is written. `shared` has sort_shared_bytes.
 template <class Start, class Write>
 __device__ void sort_pairs(Team& team, const std::int32_t* labels, int clusters,
                            const RowRange& range, std::int32_t* histograms, std::int32_t* starts,
@@ -87,8 +87,8 @@ __device__ void sort_pairs(Team& team, const std::int32_t* labels, int clusters,
   }
 }
 
-// The sort of a problem of one side. numbers (3, blocks, clusters): two sets of histograms, and
-// `starts` of a block each.
+// The sort of a problem of one side. numbers (3, blocks, clusters): two sets of histograms, then
+// the `starts` of each block.
 __device__ inline std::int32_t* starts_of(std::int32_t* numbers, const Teams& teams, int clusters) {
   return numbers +
          (2 * static_cast<std::int64_t>(teams.count) * teams.size + blockIdx.x) * clusters;

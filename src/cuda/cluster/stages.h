@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Stages of the clusterings (clustering.cu). Every stage launches on `stream`; members of buffers
-// are null when the arena only counts, and where a method does not need them.
+// are null when the arena only counts or a method does not need them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +32,7 @@ struct HashPlan {
   HashPlan(Arena& arena, const ClusteringParams& params, const AttentionCall& call);
 };
 
-// Fills plan.codes by the planes of params.method, hamming or hamming_keys.
+// Fills plan.codes using the planes of params.method, hamming or hamming_keys.
 void hash_queries(const ClusteringParams& params, const AttentionCall& call, const HashPlan& plan,
                   const ZeroedWords& zeroed, cudaStream_t stream);
 
@@ -66,9 +66,9 @@ void hamming_kmeans(const HammingPlan& plan, const HammingRun& run, cudaStream_t
 // prepared for it.
 //
 // With S the covariance and r a fixed query, argmax_c x.S mu_c - mu_c.S mu_c / 2 is argmax_c of
-// x.m_c + b_c with m_c = S (mu_c - r) and b_c = -(mu_c + r).m_c / 2: what all clusters share is
-// left out, which keeps rounding small. m_c is rounded to m'_c in the type of the product; b_c
-// takes back the change at x = mu_c, -mu_c.(m'_c - m_c).
+// x.m_c + b_c with m_c = S (mu_c - r) and b_c = -(mu_c + r).m_c / 2: terms that all clusters share
+// are left out, which keeps rounding small. m_c is rounded to m'_c in the type of the product; b_c
+// compensates for the change at x = mu_c, -mu_c.(m'_c - m_c).
 
 // m'_c, b_c and |m'_c|_1 of every cluster, the last one repeated up to `padded` of them.
 struct CentroidTable {
@@ -101,8 +101,8 @@ void weigh_centroids(const AttentionCall& call, const ClusterSums& sums, bool in
 // All passes of the k-means in the keys' metric as one kernel, for 16-bit queries of
 // up to 64 elements and up to 256 clusters on Hopper. key_kmeans_sm90a.cu
 
-// Whether the kernel can run a call of this shape, and has blocks enough to be worth it; and
-// whether it serves the call itself, whose rows must be aligned.
+// fits: the kernel can run a call of this shape, with enough blocks to be worth it. serves: it can
+// also run this very call, whose rows must be aligned.
 bool key_kmeans_fits(const AttentionCall& call, const ClusterShape& shape);
 bool key_kmeans_serves(const AttentionCall& call, const ClusterShape& shape);
 
@@ -121,7 +121,7 @@ struct KeyKMeansRun {
   int passes;
   ClusterLists out;
   float* means;        // (items, H, C, Dk) of the final clusters, or null
-  ZeroedWords zeroed;  // besides, for later kernels
+  ZeroedWords zeroed;  // also set to zero, for later kernels
 };
 
 // `metric` keeps the covariance and the centroids.
@@ -131,7 +131,7 @@ void key_kmeans(const AttentionCall& call, const KeyKMeansPlan& plan,
 // The cluster with the largest x . m_c + b_c for every row x: a product of rows and centroids of
 // which only the arg-max is kept.
 
-// 16-bit parts of which rows and centroids of type T consist in the product.
+// 16-bit parts into which the product splits rows and centroids of type T.
 template <class T>
 constexpr int kNearestParts = sizeof(T) == 2 ? 1 : 2;
 

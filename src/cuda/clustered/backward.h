@@ -9,10 +9,10 @@
 //   dmean_c = scale sum_j dS_cj k_j / n_c     dq_i = scale sum_T ds_ij k_j + dmean_c
 //   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i)
 //   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i m_c p_ij g_i
-// The centroid kernels treat all keys alike (dA = G . v everywhere); what that gets wrong for top
-// keys is put right in the slots, which hold the sums over i (member_backward.cu).
-// The causal form has the top keys only, of which a query sees those not after it, and mass 1:
-// ds_ij, dq_i and the sums over i of dk_j and dv_j are what is left.
+// The centroid kernels treat all keys alike (dA = G . v everywhere). The slots, which hold the sums
+// over i, correct the error that this makes for top keys (member_backward.cu).
+// The causal form has only the top keys, of which a query sees those not after it, and mass 1:
+// ds_ij, dq_i and the sums over i of dk_j and dv_j remain.
 // No float atomics: every sum has one writer and a fixed order.
 #pragma once
 
@@ -24,9 +24,9 @@
 
 namespace coterie::cuda {
 
-// Clusters cut in units, one per thread block, for the backward pass (backward.h). The first
-// unit of a cluster is found by the cluster's number, the others by the multiples of kUnitRows that
-// lie inside the cluster's range of the sorted rows: there are at least as many of these.
+// Clusters are cut into units, one per thread block. The first unit of a cluster is found by the
+// cluster's number, the others by the multiples of kUnitRows that lie inside the cluster's range of
+// the sorted rows: there are at least as many of these.
 
 constexpr int kUnitBits = 10, kUnitRows = 1 << kUnitBits;  // members of a unit, at most
 
@@ -79,7 +79,7 @@ struct ClusterUnits {
       const std::int64_t at = static_cast<std::int64_t>(multiple) << kUnitBits;
       const int batch = static_cast<int>(at / rows), r = static_cast<int>(at % rows);
       unit.item = spans.item_of(batch, r, items);
-      unit.part = 1;  // of nothing, where no item has this row
+      unit.part = 1;  // not a unit if no item has this row
       if (unit.item < 0) return unit;
       unit.span = spans.span(unit.item);
       const std::int64_t token = (static_cast<std::int64_t>(batch) * heads + head) * rows;
@@ -113,7 +113,7 @@ struct BackwardShape {
   int items, B, H, group, N, S, clusters, topk;
   ClusterUnits units;     // the parts of clusters that blocks work on
   int pitch;              // of scratch rows: the head dim padded to 64 or 128
-  bool fused;             // centroid_gradient_sm90a_kernel serves this call
+  bool fused;             // centroid_gradient_sm90a_kernel runs this call
   ItemChunks chunks;      // of the keys, for the gradients of the means
   ItemChunks key_ranges;  // with sm90a: keys of a block, for the gradients of the keys
   bool mass_grad, causal;
@@ -187,12 +187,11 @@ struct StackedCentroids {
   }
 };
 
-// The stages, in order. Each is instantiated for float, Bf16 and F16. The first one
-// waits for all that was launched before it, then lets the next one start: those behind it may read
-// inputs and saved tensors before they wait (prim/dependent.cuh).
+// The stages, in order. Each is instantiated for float, Bf16 and F16. The first one waits for all
+// earlier launches, then lets the next one start: the later ones may read inputs and saved tensors
+// before they wait (prim/dependent.cuh).
 
-// slots, dq as far as the top keys go, mean, dout, row_lse, row_delta and top_dmean.
-// member_backward.cu
+// slots, the top keys' part of dq, mean, dout, row_lse, row_delta and top_dmean. member_backward.cu
 template <class T>
 void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // dk and dv, and mean_slices, as if there were no top keys. centroid_backward.cu

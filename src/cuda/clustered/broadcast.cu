@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // dmean_c / n_c in this lane's columns: slices and top keys, added in a fixed order. Groups of
-// lanes take turns.
+// lanes take slices in turn.
 template <class T>
 __device__ __forceinline__ void mean_gradient(float (&mean)[16 / sizeof(T)],
                                               const BackwardArgs<T>& args, const ClusterUnit& unit,
@@ -104,8 +104,8 @@ __device__ __forceinline__ void mean_gradient(float (&mean)[16 / sizeof(T)],
   for (int i = 0; i < kVector; ++i) mean[i] = at.sum_groups(mean[i]) * share;
 }
 
-// Adds to dq of the members of a unit what its cluster's mean contributes, or writes it where there
-// are no top keys. By `warps` warps.
+// Adds the contribution of the cluster's mean to dq of a unit's members, or writes it if there are
+// no top keys. Called by `warps` warps.
 template <class T>
 __device__ __forceinline__ void add_mean(const BackwardArgs<T>& args, int head,
                                          const ClusterUnit& unit, int warps) {
@@ -151,8 +151,8 @@ __device__ __forceinline__ void add_mean(const BackwardArgs<T>& args, int head,
   }
 }
 
-// A block takes one unit, or four with a warp for each. The next kernel may start when all before
-// this kernel is over: it needs no more.
+// A block takes one unit, or four with a warp each. The next kernel may start once all kernels
+// before this one have ended: it does not need this one.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     broadcast_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, int warps) {

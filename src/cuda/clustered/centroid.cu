@@ -10,8 +10,8 @@
 // of a multiprocessor.
 // centroid_combine_kernel: a warp adds up the chunks of one mean, in order.
 //
-// Runs for f32, and for all types where the device is not a Hopper GPU; on Hopper 16-bit types have
-// centroid_sm90a.cu, and select_attend_sm90a.cu where one kernel selects top keys and attends.
+// Runs for f32, and for all types if the device is not a Hopper GPU. On Hopper, 16-bit types use
+// centroid_sm90a.cu, or select_attend_sm90a.cu if one kernel selects top keys and attends.
 #include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
@@ -89,7 +89,7 @@ struct WarpMeans {
       }
   }
 
-  // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` are there.
+  // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` exist.
   __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
                          int left, const unsigned long long* masks, float exponent, bool first) {
     Accumulator s[kBlock][2];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Cluster means against keys: what the centroid kernels share. Means are f32 in memory and rounded
-// to the element type for the products (load_centroids). For the attention of centroid.cu and
-// centroid_sm90a.cu the walk through a row's list of top keys, and the sum over chunks of keys.
+// Cluster means against keys: code shared by the centroid kernels. Means are f32 in memory and
+// rounded to the element type for the products (load_centroids). The attention of centroid.cu and
+// centroid_sm90a.cu shares the walk through a list of top keys and the sum over chunks of keys.
 #pragma once
 
 #include <climits>
@@ -28,15 +28,15 @@ struct CentroidBlock {
         first(static_cast<int>(number % queries.row_tiles) * queries.block_rows) {}
 };
 
-// Fills kRows rows of the tile with columns from `column0` on of the means of clusters first,
-// first + 1, ... times the sign of the scale; what is beyond the last cluster or column is zero.
+// Fills kRows rows of the tile with columns from `column0` on of the means of clusters first, first
+// + 1, ... times the sign of the scale; elements beyond the last cluster or column are zero.
 template <int kRows, int kThreads, class T, int kDim>
 __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
                                                const CentroidQueries& queries, int item, int head,
                                                int first, int column0 = 0) {
   using Shape = Tile<T, kDim>;
   const float* means = queries.centroids + queries.row(item, head, 0) * queries.width;
-  const bool whole = queries.width % 4 == 0;  // float4 are aligned, and inside or outside
+  const bool whole = queries.width % 4 == 0;  // a float4 is aligned, and inside or outside
   constexpr int kVector = Shape::kVector;
   const auto store = [&](int number, const float(&values)[kVector]) {
     union {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
     for (int i = 0; i < kVector; ++i) rounded.elements[i] = from_float<T>(values[i] * queries.sign);
     store_shared16(tile.chunk(number / Shape::kChunks, number % Shape::kChunks), rounded.words);
   };
-  // Where a chunk stands, and how many of its elements are there.
+  // The address of a chunk, and how many of its elements exist.
   const auto left_of = [&](int number, const float*& from) {
     const int column = column0 + number % Shape::kChunks * kVector;
     const int cluster = first + number / Shape::kChunks;
@@ -94,7 +94,7 @@ struct PartialRow {
   float shift, sum, mass, unused;  // in units of 2^shift
 };
 
-// What the attention in select_attend_sm90a.cu writes. Partial results are those of the blocks of a
+// Outputs of the attention in select_attend_sm90a.cu. Partial results are those of the blocks of a
 // team: (teams, kSelectParts, block rows, ...), reused from problem to problem.
 template <class T>
 struct MeanOutputs {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item,
       queries.row(queries.chunks.first_slot(queries.spans.k, item), head, cluster);
   const std::int64_t step = static_cast<std::int64_t>(queries.H) * queries.clusters;
 
-  // Lane p of a warp looks at chunk p of 32.
+  // Lane p of a warp reads chunk p of 32.
   const PartialRow none{-INFINITY, 0.0f, 0.0f, 0.0f};
   const auto row_of = [&](int part) {
     return part < parts ? args.rows[first + part * step] : none;
@@ -222,8 +222,8 @@ __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item,
     if (lane + 32 * i < width) args.out[row * width + lane + 32 * i] = total[i] * inverse;
 }
 
-// Partial results of every chunk on Hopper's warpgroup products, and with teams the results; 16-bit
-// types only. centroid_sm90a.cu
+// Partial results of every chunk by Hopper's warpgroup products, and with teams the final results;
+// 16-bit types only. centroid_sm90a.cu
 template <class T>
 void attend_chunks_sm90a(const AttendArgs<T>& args, cudaStream_t stream);
 

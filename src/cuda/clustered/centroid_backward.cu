@@ -9,9 +9,8 @@
 // Block number = (slot of keys * key heads + key head) * tiles of owned centroids + tile. 4 or 8
 // warps of 16 or 32 owned rows (CentroidShape); the operands of the owned rows stay in registers
 // for 16-bit types. Shared memory: the owned rows, two stages of 32 or 64 walked rows and their lse
-// and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128.
-// For f32, and for all types where the device is not a Hopper GPU; there 16-bit types have
-// centroid_backward_sm90a.cu.
+// and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128. For f32, and for all types if
+// the device is not a Hopper GPU. On Hopper, 16-bit types use centroid_backward_sm90a.cu.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -25,8 +24,8 @@
 namespace coterie::cuda {
 namespace {
 
-// A warp owns kBlocks x 16 rows of one side and walks tiles of kStep rows of the other. Operands
-// that stay are kept in registers where they fit: two products need 2 x kBlocks x kWidth / 8 each.
+// A warp owns kBlocks x 16 rows of one side and walks tiles of kStep rows of the other. Operands of
+// the owned rows stay in registers if they fit: two products need 2 x kBlocks x kWidth / 8 each.
 template <class T, int kWidth>
 struct CentroidShape {
   static constexpr bool kHalf = sizeof(T) == 2;
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     }
   }
 
-  // The owned row that this lane holds in block m, above or below.
+  // The owned row that this lane holds in block m, in the upper or lower half.
   const auto row_of = [&](int m, int side) { return warp_row + 16 * m + 8 * side + lane / 4; };
   const auto store_keys = [&](const Tensor4<T>& tensor, int number, float times) {
     if (!tensor.data) return;

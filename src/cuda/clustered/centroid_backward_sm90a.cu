@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// centroid_backward.cu by warpgroup products, for 16-bit types on Hopper: one kernel, or two where
-// it does not serve.
+// centroid_backward.cu with warpgroup products, for 16-bit types on Hopper: one kernel, or two
+// where it cannot run.
 //
 // centroid_gradient_sm90a_kernel: dk, dv and dmean, for rows of up to 64 elements and up to 256
 // centroids of a key head. Block number = chunk of keys * key heads + key head; a block has a
@@ -9,16 +9,17 @@
 //   warpgroups 0, 1: 64 keys each     S = K meanᵀ, G = V doutᵀ, then dv += A dout, dk += dS mean
 //   warpgroup 2: all centroids        dmean += dSᵀ K, with dS through shared memory
 //
-// so that scores are computed once, and dmean of the chunk stays in registers. Warpgroup 2 also
-// loads keys and values, a step ahead. Shared memory, 162 KiB: mean and dout of the centroids (64),
-// two steps of keys and values (64), dS in two buffers for each of two warpgroups (32), lse and
-// delta. 384 threads, 168 registers each.
+// Scores are computed once, and dmean of the chunk stays in registers. Warpgroup 2 also loads keys
+// and values, a step ahead. Shared memory, 162 KiB: mean and dout of the centroids (64), two steps
+// of keys and values (64), dS in two buffers for each of two warpgroups (32), lse and delta. 384
+// threads, 168 registers each.
 //
 // key_gradient_sm90a_kernel: dk, dv. Block number = range of keys * key heads + key head; it has a
 // multiprocessor to itself. Two warpgroups take 64 keys in turn and walk the centroids of all query
-// heads of their key head; a third one loads keys and values into three places. Up to 512 centroids
-// (rows of 128 elements: 256) stay in shared memory, more are loaded in halves, one ahead: 128 KiB,
-// and 48 or 96 KiB of keys and values. setmaxnreg gives the first two warpgroups 232 registers.
+// heads of their key head; a third one loads keys and values into three buffers. Up to 512
+// centroids (rows of 128 elements: 256) stay in shared memory, more are loaded in halves, one
+// ahead: 128 KiB, and 48 or 96 KiB of keys and values. setmaxnreg gives the first two warpgroups
+// 232 registers.
 //
 // mean_gradient_sm90a_kernel: dmean. Block number = (chunk of keys * key heads + key head) * tiles
 // of 128 centroids + tile. Two warpgroups with a multiprocessor to themselves; each owns 64
@@ -41,14 +42,14 @@
 namespace coterie::cuda {
 namespace {
 
-// A matrix from a row on.
+// A matrix from a row on, with an address that is known to be uniform.
 template <class Matrix>
 __device__ __forceinline__ Matrix uniform_rows(const Matrix& matrix, int row) {
   return {__shfl_sync(~0u, matrix.base + row * 128, 0)};
 }
 
-// Rows first .. of a range with `count` left, by one warpgroup; slowly where they are not aligned,
-// for want of registers.
+// Rows first .. of a range with `count` left, by one warpgroup; unaligned rows are loaded slowly,
+// to save registers.
 template <class T, int kWidth>
 __device__ __forceinline__ void load_rows(const Bands<T, kWidth, 64>& to, const Rows<const T>& rows,
                                           int first, int count) {
@@ -93,14 +94,14 @@ struct KeyTile {
     }
   }
 
-  // Adds 64 centroids, with lse and delta of them. `count` keys are there. Only sums are on their
-  // way when accumulators are read: of others the assembler does not see that they were waited for.
+  // Adds 64 centroids, with lse and delta of them. `count` keys exist. Only sums are in flight when
+  // accumulators are read: the assembler does not see that others were waited for.
   template <class Keys, class Centroids>
   __device__ void add(const Keys& k, const Keys& v, const Centroids& mean, const Centroids& dout,
                       const float* lse, const float* delta, float scale, int count) {
     float s[32], ds[32];
     std::uint32_t p_factor[4][4];
-    wgmma_wait<0>();  // for the sums, whose factors make room
+    wgmma_wait<0>();  // for the sums: their factors free registers
     wgmma_fence();
     row_products(s, k, 0, mean, 0);
     wgmma_commit();
@@ -130,7 +131,7 @@ struct KeyTile {
     }
   }
 
-  // Writes the rows of keys `first` and up, `count` of which are there.
+  // Writes the rows of keys from `first` on, `count` of which exist.
   __device__ void store(const BackwardShape& shape, const Rows<T>& to_dk, const Rows<T>& to_dv,
                         int first, int count) const {
     const float factor = 1.0f / (shape.weight_scale * shape.gradient_scale);
@@ -180,7 +181,7 @@ constexpr int kThreads = 3 * kWarpgroup, kKeyThreads = 2 * kWarpgroup;
 constexpr int kTiles = kFusedCentroids / 64;  // of centroids
 constexpr int kKeys = 128;                    // of a block at a time
 
-// What a block works on. It stands in shared memory, for want of registers.
+// What a block works on. It is kept in shared memory to save registers.
 template <class T>
 struct CentroidTask {
   ItemChunk keys;
@@ -237,24 +238,24 @@ struct GradientBlock {
   }
   __device__ float* lse() const { return reinterpret_cast<float*>(memory + L::kStats); }
   __device__ float* delta() const { return lse() + kFusedCentroids; }
-  // dS of a warpgroup has two buffers, so that the first two do not wait for each other. Barriers
-  // of a buffer: all of it is there, or may be overwritten.
+  // dS of a warpgroup has two buffers, so that the first two warpgroups do not wait for each other.
+  // Barriers of a buffer: it is full, or may be overwritten.
   __device__ std::uint32_t full(int group, int buffer) const {
     return mean.base + L::kBarriers + 8 * (2 * group + buffer);
   }
   __device__ std::uint32_t free(int group, int buffer) const { return full(group + 2, buffer); }
-  // Keys and values of a step are there.
+  // Keys and values of a step have arrived.
   __device__ std::uint32_t loaded(int step) const { return full(4, step % 2); }
   __device__ typename L::Keys scores(int group, int buffer) const {
     return {mean.base + L::kScores + (2 * group + buffer) * L::Keys::kBytes};
   }
-  // A place for 64 keys (tensor 0) or values of a warpgroup.
+  // The buffer of 64 keys (tensor 0) or values of a warpgroup.
   __device__ typename L::Keys place(int group, int number, int tensor) const {
     return {mean.base + L::kPlaces + ((2 * group + number % 2) * 2 + tensor) * L::Keys::kBytes};
   }
 
-  // By the first two warpgroups. Rows beyond the last get weights exp2(0) = 1, but their mean and
-  // dout are zero.
+  // Called by the first two warpgroups. Rows beyond the last get weights exp2(0) = 1, but their
+  // mean and dout are zero.
   __device__ void load_centroids() const {
     const int pitch = args.shape.pitch, total = task().total;
     const std::int64_t first = task().first_row;
@@ -289,11 +290,11 @@ struct GradientBlock {
     mbarrier_arrive_warp(loaded(number));
   }
 
-  // dS of this warpgroup to a buffer.
+  // Writes dS of this warpgroup to a buffer.
   __device__ void store_scores(int group, int buffer, const std::uint32_t (&ds)[4][4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
-    // Chunk 2 k + half of a row; what the tile's permutation does to it is an exclusive or.
+    // Chunk 2 k + half of a row; the tile's permutation of it is an exclusive or.
     const std::uint32_t first = Tile<T, 64>{scores(group, buffer).base}.chunk(row, lane / 16);
 #pragma unroll
     for (int k = 0; k < 4; ++k) stmatrix_x4(first ^ (k << 5), ds[k]);
@@ -373,7 +374,7 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
         typename CentroidLayout<T>::Keys scores = block.scores(group, tile % 2);
         typename CentroidLayout<T>::Keys keys = block.place(group, step, 0);
         mbarrier_wait(block.full(group, tile % 2), number / 2 & 1);
-        fence_async_proxy();  // here, where it delays nobody
+        fence_async_proxy();  // here, where it delays no other warp
         wgmma_fence();
 #pragma unroll
         for (int depth = 0; depth < 64; depth += 16)
@@ -386,7 +387,7 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
       ++number;
       if (tile == 0) block.publish_keys(step + 1);
     }
-    sync_group();  // all warps have read what lies there, as have the other warpgroups
+    sync_group();  // all warps have read the buffer, as have the other warpgroups
     block.load_keys(step + 2);
   }
   cp_async_wait<0>();
@@ -425,7 +426,7 @@ constexpr int kPlaces = 3;
 template <class T, int kWidth>
 struct KeyShape {
   static constexpr int kRows = 32768 / kWidth;  // centroids in shared memory
-  static constexpr int kBuffer = kRows / 2;     // of which are loaded at a time when streamed
+  static constexpr int kBuffer = kRows / 2;     // of these, loaded at a time when streamed
   using Centroids = Bands<T, kWidth, kRows>;
   using Keys = Bands<T, kWidth, 64>;
   static constexpr int kKeys = 2 * Centroids::kBytes;
@@ -434,8 +435,8 @@ struct KeyShape {
   static constexpr int kSharedBytes = kBarriers + (2 * kPlaces + 1) * 8;
 };
 
-// What a block works on, and its shared memory. 64 keys have a number; warpgroup g has those with
-// number % 2 = g.
+// What a block works on, and its shared memory. Tiles of 64 keys are numbered; warpgroup g takes
+// those with number % 2 = g.
 template <class T, int kWidth>
 struct KeyBlock : StackedCentroids {
   using S = KeyShape<T, kWidth>;
@@ -457,18 +458,18 @@ struct KeyBlock : StackedCentroids {
   __device__ typename S::Keys place(int number, int tensor) const {
     return {mean.base + S::kKeys + (number % kPlaces * 2 + tensor) * S::Keys::kBytes};
   }
-  // Barriers of a place: its keys are there, or may be overwritten.
+  // Barriers of a place: its keys have arrived, or may be overwritten.
   __device__ std::uint32_t full(int number) const {
     return mean.base + S::kBarriers + number % kPlaces * 8;
   }
   __device__ std::uint32_t free(int number) const { return full(number) + kPlaces * 8; }
-  // Where the two computing warpgroups wait for each other.
+  // The barrier of the two computing warpgroups.
   __device__ PartBarrier<kKeyThreads> computing() const {
     return {3, mean.base + S::kBarriers + 2 * kPlaces * 8};
   }
 
-  // kLoaded centroids from `from` on, into rows from `row` on, by the computing warpgroups. Rows
-  // beyond the last get weights exp2(0) = 1, but their mean and dout are zero.
+  // Loads kLoaded centroids from `from` on into rows from `row` on, by the computing warpgroups.
+  // Rows beyond the last get weights exp2(0) = 1, but their mean and dout are zero.
   template <int kLoaded>
   __device__ void load_centroids(int row, int from) const {
     const int count = total - from;
@@ -488,7 +489,7 @@ struct KeyBlock : StackedCentroids {
     computing().sync();
   }
 
-  // By the third warpgroup: all keys of the block, as places become free.
+  // Called by the third warpgroup: loads all keys of the block as places become free.
   __device__ void stream_keys() const {
     const ItemSpan& span = keys.span;
     const Rows<const T> k = args.k.rows(span.batch, key_head, span.begin);
@@ -595,7 +596,7 @@ struct MeanTile {
   using Matrix = Bands<T, kWidth, 64>;
   static constexpr int kBytes = 2 * Matrix::kBytes;
   Matrix mean, dout;
-  int first, count;  // centroids from `first` on, `count` of which are there
+  int first, count;  // centroids from `first` on, `count` of which exist
   float lse[2], delta[2];
   float sum[kWidth / 64][32];
 
@@ -619,7 +620,7 @@ struct MeanTile {
     for (int j = 0; j < kWidth / 2; ++j) sum[j / 32][j % 32] = 0.0f;
   }
 
-  // s becomes the weights of 64 keys, of which `keys` are there; then ds their derivatives.
+  // s becomes the weights of 64 keys, of which `keys` exist; then ds their derivatives.
   __device__ void weigh(float (&s)[32], int keys, float scale) const {
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = exp2_approximate(fmaf(s[i], scale, -lse[i / 2 % 2]));
@@ -685,8 +686,8 @@ __global__ void __launch_bounds__(kMeanThreads, 1)
   const float scale = args.shape.scale * kLog2e;
   float s[2][32], ds[32];
   std::uint32_t factor[4][4];
-  // Keys t, whose scores are there; computes those of the next ones. Only sums are in flight
-  // from one step to the next: of other accumulators the assembler does not see that they were
+  // Processes keys t, whose scores are ready, and computes those of the next keys. Only sums are in
+  // flight from one step to the next: the assembler does not see that other accumulators were
   // waited for.
   const auto step = [&](float(&now)[32], float(&next)[32], int t) {
     const int after = min(t + 1, pipeline.total - 1);

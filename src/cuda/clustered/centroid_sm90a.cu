@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT
-// centroid.cu by Hopper's warpgroup products, for 16-bit types. Serves plain clustered attention,
-// improved clustered attention whose top keys are given (attention_attend), and its forward passes
-// where the teams of select_attend_sm90a.cu would leave a quarter of the device without work, such
-// as 16 heads of up to 128 clusters on 132 multiprocessors.
+// centroid.cu with Hopper's warpgroup products, for 16-bit types. Runs for plain clustered
+// attention, for improved clustered attention whose top keys are given (attention_attend), and for
+// its forward passes if the teams of select_attend_sm90a.cu would leave over a quarter of the
+// device idle, such as 16 heads of up to 128 clusters on 132 multiprocessors.
 //
 // Block number as in centroid.cu, or by teams: team * size + chunk. Two or four warpgroups of 64
 // means walk a chunk of the keys, 64 at a time; the output of one tile and the scores of the next
-// are computed together. Where all blocks are resident, they are launched as teams: those of a mean
+// are computed together. If all blocks are resident, they are launched as teams: those of a mean
 // combine their chunks themselves, after a barrier in global memory. Otherwise
-// centroid_combine_kernel does.
-// Shared memory: means and 6 (rows of 128 elements: 4) stages of keys and values; 112 KiB for 2
-// warpgroups, 128 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128 registers for rows of 64,
-// all of them for 128.
+// centroid_combine_kernel does. Shared memory: means and 6 (rows of 128 elements: 4) stages of keys
+// and values; 112 KiB for 2 warpgroups, 128 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128
+// registers for rows of 64, all registers for 128.
 #include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/means_sm90a.cuh"
 #include "cuda/launch/launch.h"
@@ -21,7 +20,7 @@
 namespace coterie::cuda {
 namespace {
 
-// Rows of which top keys are known, and left out of the sums.
+// Rows whose top keys are known, and left out of the sums.
 template <class T, int kDim>
 struct GroupMeans : MeanSums<T, kDim> {
   RowSoftmax softmax[2];
@@ -89,7 +88,7 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     walk.start(args.top_keys + queries.row(chunk.item, block.head, warp_row + lane) * args.topk,
                args.topk, chunk.begin);
   pipeline.publish_first();
-  __syncthreads();  // the means of all threads are there
+  __syncthreads();  // all threads have stored their means
   // Which of this lane's scores of tile t are of top keys.
   unsigned long long bits[2];
   const auto find_top = [&](int t) {
@@ -125,8 +124,8 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     if (__any_sync(~0u, above)) rows.rescale(s, queries.exponent);
     rows.weigh(s, bits, queries.exponent);
     pack_factor<T>(p, s);
-    // Products begin and end in one step: the assembler does them one by one otherwise. After the
-    // last tile its scores are computed again, for nothing, which saves a branch here.
+    // Products begin and end in one step: the assembler serialises them otherwise. After the last
+    // tile its scores are computed again and ignored, which saves a branch here.
     const int next = min(t + 1, pipeline.total - 1);
     pipeline.wait(next);
     wgmma_fence();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Clustered and improved clustered attention on the GPU: what is decided once per call, and the
-// stages of the two passes. pass.cu has their order, plan.cu the decisions.
+// Clustered and improved clustered attention on the GPU: the decisions of a call and the stages of
+// the two passes. pass.cu contains their order, plan.cu the decisions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,7 +34,7 @@ struct ClusteredTensors {
 inline std::int32_t* ints(const TensorView& view) { return static_cast<std::int32_t*>(view.data); }
 inline float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
 
-// The first `count` of them; `top`: of improved clustered attention.
+// The first `count` of them; `top`: improved clustered attention.
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
                                    bool causal);
 
@@ -62,7 +62,7 @@ struct CentroidQueries {
 // The blocks of select_attend_sm90a.cu. Thresholds, counts and candidates have block_rows rows a
 // team.
 struct SelectTeams {
-  Teams teams;    // of up to kSelectParts blocks, a power of two; no teams: select.cu serves
+  Teams teams;    // of up to kSelectParts blocks, a power of two; no teams: select.cu runs
   int problems;   // (item, head, tile of means)
   float* maxima;  // (teams, block rows, kSelectParts, 32)
 };
@@ -91,13 +91,12 @@ struct ClusteredPlan {
   }
 };
 
-// Asks the current device for its limits.
+// Queries the limits of the current device.
 ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& clustering,
                              std::int64_t topk, bool mass_grad);
 
-// Every stage launches on `stream` and takes its scratch memory from `arena`; with an arena that
-// only counts it launches nothing, so that the same function tells how much it needs. Tensors may
-// be absent then.
+// Every stage launches on `stream` and takes its scratch memory from `arena`; if that only counts,
+// it launches nothing, so the same function computes how much it needs. Tensors may then be absent.
 struct ClusteredForward {
   const ClusteredPlan& plan;
   ClusteredTensors tensors;
@@ -107,8 +106,8 @@ struct ClusteredForward {
   cudaStream_t stream = nullptr;
 };
 
-// top_keys from the centroids and the keys; with selection_attends what attend_means gives, too.
-// select.cu
+// top_keys from the centroids and the keys; with selection_attends also the results of
+// attend_means. select.cu
 void select_top_keys(const ClusteredForward& pass, Arena& arena);
 // centroid_lse, out and (with top keys) mass from the centroids. centroid.cu
 void attend_means(const ClusteredForward& pass, Arena& arena);

@@ -16,8 +16,8 @@
 
 namespace coterie::cuda {
 
-// load_tile for consecutive rows in a loop of products: rows that are not aligned are copied by few
-// instructions, slowly, because those would cost the loop registers.
+// load_tile for consecutive rows in a loop of products: unaligned rows are copied slowly, by few
+// instructions, because more would cost the loop registers.
 template <int kRows, int kThreads, class T>
 __device__ __forceinline__ void stream_tile(const Tile<T, 64>& tile, const Rows<const T>& rows,
                                             std::int64_t first, int count) {
@@ -50,9 +50,9 @@ __device__ __forceinline__ void stream_tile(const Tile<T, 64>& tile, const Rows<
   }
 }
 
-// kMatrices: 1 for keys, 2 for keys and values. Of kStages tiles in shared memory, kAhead are
-// loaded before they are needed, and a thread has seen its own share of a tile arrive kReady tiles
-// before. kTurns: parts of the warps that load tiles in turn, which costs each of them less often.
+// kMatrices: 1 for keys, 2 for keys and values. kAhead of the kStages tiles in shared memory are
+// loaded before they are needed; a thread waits for its own share of a tile kReady tiles ahead.
+// kTurns: groups of warps that load tiles in turn, so each of them loads less often.
 template <class T, int kDim, int kMatrices, int kWarps, int kKeys = 64, int kTurns = 1>
 struct KeyPipeline {
   static constexpr int kLoaders = kWarps / kTurns;
@@ -61,7 +61,7 @@ struct KeyPipeline {
   static constexpr int kStageBytes = kMatrices * kBands * kBandBytes;
   static constexpr bool kLarge = kStageBytes > 16 * 1024;
   static constexpr int kStages = kLarge ? 4 : 6, kAhead = kLarge ? 2 : 4, kReady = kLarge ? 1 : 2;
-  static constexpr int kPending = (kAhead - kReady) / kTurns;  // tiles of a warp behind a published
+  static constexpr int kPending = (kAhead - kReady) / kTurns;  // a warp's tiles after a published
   static constexpr int kBytes = kStages * kStageBytes + kStages * 16;
 
   std::uint32_t base;
@@ -76,9 +76,9 @@ struct KeyPipeline {
     return base + number % kStages * kStageBytes + matrix * kBands * kBandBytes;
   }
 
-  // By all threads, before a __syncthreads.
+  // Called by all threads, before a __syncthreads.
   __device__ void init() const {
-    if (threadIdx.x > 0) return;  // threads with addresses of their own would go one by one
+    if (threadIdx.x > 0) return;  // threads with different addresses would be serialised
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full(stage), kLoaders * kWarpArrivals);
@@ -86,12 +86,12 @@ struct KeyPipeline {
     }
   }
 
-  // After a __syncthreads behind the last tile; init may follow.
+  // Called after the last tile and a __syncthreads; init may follow.
   __device__ void close() const {
     if (threadIdx.x < 2 * kStages) mbarrier_invalidate(full(0) + threadIdx.x * 8);
   }
 
-  // This warp loads the tile.
+  // Whether this warp loads the tile.
   __device__ bool loads(int number) const {
     return kTurns == 1 ||
            __shfl_sync(~0u, static_cast<int>(threadIdx.x) / (32 * kLoaders), 0) == number % kTurns;
@@ -117,7 +117,7 @@ struct KeyPipeline {
   // Starts to load the first tiles; first(t) is the first key of tile t. publish_first waits.
   template <class First>
   __device__ void begin(const First& first, std::int64_t end) const {
-#pragma unroll 1  // short code is sooner there
+#pragma unroll 1  // short code is fetched sooner
     for (int t = 0; t < kAhead; ++t) fill(t, first(t), end);
   }
   __device__ void publish_first() const {
@@ -128,13 +128,13 @@ struct KeyPipeline {
     for (int tile = 0; tile < kReady; ++tile)
       if (tile < total && tile % kTurns == part) mbarrier_arrive_warp(full(tile));
   }
-  // Keeps the tiles coming, at the start of the work on tile `number`.
+  // Loads tiles ahead; called at the start of the work on tile `number`.
   template <class First>
   __device__ void advance(int number, const First& first, std::int64_t end) const {
     fill(number + kAhead, first(number + kAhead), end);
     publish(number + kReady);
   }
-  // After fill(number + kAhead - kReady): this warp's share of the tile is there.
+  // After fill(number + kAhead - kReady): this warp's share of the tile has arrived.
   __device__ void publish(int number) const {
     if (!loads(number)) return;
     cp_async_wait<kPending>();
@@ -156,7 +156,7 @@ struct GroupQueries {
   // `first`: cluster of the block's first row. The caller synchronises the threads.
   __device__ GroupQueries(std::uint32_t base, const CentroidQueries& queries, int item, int head,
                           int first)
-      // The shuffle tells the compiler that a warp agrees on the address.
+      // The shuffle tells the compiler that the address is uniform in a warp.
       : memory(base + __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) * (64 * 128)) {
 #pragma unroll
     for (int band = 0; band < kDim / 64; ++band)
@@ -176,13 +176,13 @@ struct GroupQueries {
   }
 };
 
-// Attention of a warpgroup's 64 means over tiles of 64 keys: two rows of a thread. What is summed
-// up, weights times values.
+// Attention of a warpgroup's 64 means over tiles of 64 keys, two rows per thread: the sums of
+// weights times values.
 template <class T, int kDim>
 struct MeanSums {
   float out[kDim / 64][32] = {};
 
-  // A row's, under another shift.
+  // Rescales a row for another shift.
   __device__ void scale(int half, float factor) {
 #pragma unroll
     for (int i = 0; i < kDim / 4; ++i) out[i / 16][i % 16 / 2 * 4 + 2 * half + i % 2] *= factor;
@@ -195,8 +195,8 @@ struct MeanSums {
 #pragma unroll
     for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
   }
-  // To places row and row + 8 of the partial results, as far as there are `rows` of them. `sum` and
-  // `mass` are those of this lane.
+  // Writes rows row and row + 8 of the partial results, if `rows` more exist. `sum` and `mass` are
+  // those of this lane.
   __device__ void write_sums(PartialRow* to, float* outs, int pitch, std::int64_t row, int rows,
                              const PartialRow (&lane_rows)[2]) const {
     const int lane = threadIdx.x % 32;
@@ -217,14 +217,14 @@ struct MeanSums {
   }
 };
 
-// With the state of the softmax. Shifts are whole numbers: weights that were rounded under another
-// shift differ by a power of two and nothing else.
+// Adds the state of the softmax. Shifts are whole numbers: weights that were rounded under another
+// shift differ only by a power of two.
 template <class T, int kDim>
 struct MeanRows : MeanSums<T, kDim> {
   float shift[2] = {-INFINITY, -INFINITY};
   float sum[2] = {};  // of this lane's weights
 
-  // The largest of each four scores that belong to 16 keys, of both rows.
+  // The largest of the four scores of every 16 keys, for both rows.
   __device__ static void largest(const float (&s)[32], float (&fours)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

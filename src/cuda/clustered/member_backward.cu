@@ -10,11 +10,11 @@
 //   row tile x 32 slots: P = exp2(Q Kᵀ), dP = G Vᵀ  ->  e of a row  ->  dS = P (dP - e), to shared
 //   dq rows = dS K, at their places      dk slots += dSᵀ Q, dv slots += Pᵀ G      sum of G's rows
 //
-// Where the unit is the whole cluster, the block has all that the operands of the centroid kernels
-// are made of (ClusterRow). For clusters of several units that is a second launch.
-// Shared memory (MemberShape): two stages of rows, and keys, values and dS of all slots; 54 KiB for
-// 4 warps, 32 top keys and 16-bit rows of 64. Launch bounds: 6 or 4 blocks of a multiprocessor for
-// 16-bit rows of 64, 2 for rows of 128, 1 for f32. All devices and element types.
+// If the unit is the whole cluster, the block also computes the operands of the centroid kernels
+// (ClusterRow). Clusters of several units need a second launch for them. Shared memory
+// (MemberShape): two stages of rows, and keys, values and dS of all slots; 54 KiB for 4 warps, 32
+// top keys and 16-bit rows of 64. Launch bounds: 6 or 4 blocks per multiprocessor for 16-bit rows
+// of 64, 2 for rows of 128, 1 for f32. All devices and element types.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -111,8 +111,8 @@ __device__ __forceinline__ FragmentA<T> all_ones() {
   return ones;
 }
 
-// dk and dv of kSlotTile slots and the sum of the rows of G (as a product with ones), a share of
-// the columns for each warp.
+// dk and dv of kSlotTile slots and the sum of the rows of G (as a product with ones); each warp
+// takes a share of the columns.
 template <class T, int kWidth, int kWarps>
 struct SlotSums {
   static constexpr int kColumns = kWidth / kWarps / 16;  // in units of 16
@@ -127,7 +127,7 @@ struct SlotSums {
         dk[d][0][i / 4][i % 4] = dk[d][1][i / 4][i % 4] = dv[d][0][i / 4][i % 4] =
             dv[d][1][i / 4][i % 4] = rows_sum[d][i / 4][i % 4] = 0.0f;
   }
-  // Adds dSᵀ Q, Pᵀ G and the sum of the first rows of the tiles.
+  // Adds dSᵀ Q, Pᵀ G and the sum of G's rows over the first `rows` rows of the tiles.
   __device__ void add(const Tile<T, kSlotTile>& sD, const Tile<T, kSlotTile>& sP,
                       const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG, int rows) {
     if constexpr (sizeof(T) == 2) {
@@ -187,8 +187,8 @@ struct SlotSums {
 };
 
 // Shared memory: two stages of Q and dO rows with their numbers and lse, weights of kSlotTile
-// slots, a place for 32 columns of dq, mean and output of the cluster, the top keys' numbers;
-// behind these for every kSlotTile slots dS, keys and values.
+// slots, a buffer for 32 columns of dq, mean and output of the cluster, the top keys' numbers; then
+// dS, keys and values for every kSlotTile slots.
 template <class T, int kWidth, int kBlockWarps>
 struct MemberShape {
   static constexpr int kWarps = kBlockWarps;
@@ -207,7 +207,7 @@ struct MemberShape {
   static constexpr int bytes(int tiles) { return kSlots + tiles * kTileBytes; }
 };
 
-// Rows of a tile that this thread copies, by number; the same ones of two tensors.
+// Rows of a tile that this thread copies, by number; the same rows of two tensors.
 template <class T, int kWidth, int kRows, int kThreads>
 struct Gather {
   static constexpr int kChunks = Tile<T, kWidth>::kChunks;
@@ -247,7 +247,7 @@ struct Gather {
   }
 };
 
-// Sums over the members, in shared memory behind the first stage of rows.
+// Sums over the members, in shared memory after the first stage of rows.
 template <int kWidth, int kWarps>
 struct MemberSums {
   float dout[kWidth];
@@ -283,7 +283,7 @@ struct MemberBlock {
   __device__ Tile<T, kWidth> rows(int first, int tensor) const {
     return {base + (2 * stage(first) + tensor) * S::kRowTileBytes};
   }
-  // Of the rows of a stage: their numbers (-1: none) and lse.
+  // Numbers (-1: none) and lse of the rows of a stage.
   __device__ std::int32_t* numbers(int first) const {
     return reinterpret_cast<std::int32_t*>(memory + S::kFacts) + stage(first) * 2 * S::kRowTile;
   }
@@ -297,7 +297,7 @@ struct MemberBlock {
   }
   __device__ Tile<T, kSlotTile> weights() const { return {base + S::kWeights}; }
   __device__ Tile<T, kSlotTile> staging() const { return {base + S::kWeights + S::kWeightBytes}; }
-  // Of slots [kSlotTile tile, kSlotTile (tile + 1)).
+  // dS, and keys or values, of slots [kSlotTile tile, kSlotTile (tile + 1)).
   __device__ Tile<T, kSlotTile> derivatives(int tile) const {
     return {base + S::kSlots + tile * S::kTileBytes};
   }
@@ -312,7 +312,7 @@ struct MemberBlock {
     return first + static_cast<int>(threadIdx.x) / 32 * 16 < unit.count;
   }
 
-  // Tells how many top keys there are; keys() is filled for the causal form only. By whole warps.
+  // Returns the number of top keys; fills keys() for the causal form only. Called by whole warps.
   __device__ int count_keys() const {
     const int lane = threadIdx.x % 32, topk = args.shape.topk;
     const std::int32_t* list = args.lists.top_keys + static_cast<std::int64_t>(row) * topk;
@@ -356,7 +356,7 @@ struct MemberBlock {
     }
   }
 
-  // Sums over the members of a unit: to where finish_cluster finds them, or where add_units does.
+  // Stores the sums over a unit's members where finish_cluster (`whole`) or add_units reads them.
   __device__ __forceinline__ void store_sums(const SlotSums<T, kWidth, kWarps>& slot_sums,
                                              float dmass, bool whole) const {
     const std::int64_t place = unit.place;
@@ -402,7 +402,7 @@ struct MemberBlock {
         }
       }
   }
-  // Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to what lies
+  // Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to the values
   // there.
   __device__ __forceinline__ void write_slots(const SlotSums<T, kWidth, kWarps>& slot_sums, int own,
                                               bool add) const {
@@ -441,8 +441,8 @@ struct MemberBlock {
   }
 };
 
-// Copies the members of a unit to shared memory, a tile at a time: find() asks for the
-// numbers of its rows, load() copies them.
+// Copies the members of a unit to shared memory, a tile at a time: find() loads the numbers of its
+// rows, load() copies the rows.
 template <class T, int kWidth, int kWarps>
 struct UnitRows {
   using Block = MemberBlock<T, kWidth, kWarps>;
@@ -478,9 +478,9 @@ struct UnitRows {
   }
 };
 
-// The end of a cluster: operands of the centroid kernels from the sums over its members, and what
-// those kernels get wrong for its top keys. dS should be A (dm - delta) and the weight 0, where
-// they take A (dout . v - delta) and A. The difference is that of one more member, row 0 of the
+// The end of a cluster: operands of the centroid kernels from the sums over its members, and the
+// correction of those kernels for its top keys. dS should be A (dm - delta) and the weight 0, but
+// they use A (dout . v - delta) and A. The difference is that of one more member, row 0 of the
 // first stage, with the mean as query and dout as output gradient. The first two warps share the
 // work.
 template <class T, int kWidth, int kWarps>
@@ -499,8 +499,8 @@ struct ClusterRow {
     dmass *= block.args.shape.gradient_scale;
   }
 
-  // Rounds the mean (warp 0) and dout (warp 1) into the row, the other 15 of which become zero, and
-  // writes them, lse and delta to scratch memory if `write`. delta is taken of the rounded sum:
+  // Rounds the mean (warp 0) and dout (warp 1) into the row, clears the other 15 rows, and writes
+  // mean, dout, lse and delta to scratch memory if `write`. delta is computed from the rounded sum:
   // dout . v - delta then cancels as in exact arithmetic.
   __device__ void write_operands(float mass, bool write) const {
     const BackwardScratch<T>& scratch = block.args.scratch;
@@ -531,8 +531,8 @@ struct ClusterRow {
     scratch.row_delta[block.row] = delta;
   }
 
-  // Writes dS of all slots and the weights of slot tile `own` to shared memory, as those of
-  // members; a warp has half of the slots of a tile.
+  // Writes dS of all slots and the weights of slot tile `own` to shared memory, like those of
+  // members; a warp takes half of the slots of a tile.
   __device__ void differentiate(int num_keys, int own) const {
     const BackwardShape& shape = block.args.shape;
     const float power = shape.unscale > kMost ? kMost : shape.unscale, delta = sums.delta;
@@ -555,7 +555,7 @@ struct ClusterRow {
       store_fragment(block.derivatives(tile), 0, slot, d[0]);
     }
   }
-  // What top keys add to the gradient of the mean. By all warps.
+  // Writes what top keys add to the gradient of the mean. Called by all warps.
   __device__ void write_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     const float scale = block.args.shape.scale;
@@ -572,8 +572,8 @@ struct ClusterRow {
                dq[n / 2][n % 2][1] * scale);
     }
   }
-  // dout times weights has to be what it is without scales. The power of two that is missing goes
-  // to the weights up to kMost, so that fp16 holds them, the rest to dout.
+  // The product of dout and weights must be unscaled. The missing power of two goes to the weights
+  // up to kMost, so that they fit fp16, and the rest to dout.
   __device__ void unscale_dout() const {
     const float rest = block.args.shape.unscale / kMost;
     if (rest <= 1.0f) return;
@@ -593,8 +593,8 @@ struct ClusterRow {
   }
 };
 
-// All that follows from the sums over the members, which are in shared memory; adds to the sums of
-// the slots. Blocks with own > 0 write nothing else. By all threads.
+// Computes all that depends on the sums over the members, which are in shared memory; adds to the
+// sums of the slots. Blocks with own > 0 write nothing else. Called by all threads.
 template <class T, int kWidth, int kWarps>
 __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
                                                SlotSums<T, kWidth, kWarps>& slot_sums, int num_keys,
@@ -625,8 +625,8 @@ struct MemberTile {
   int first;  // of the tile's rows
 
   // Writes dS of all slots and the weights of slot tile `own` to shared memory, both times the
-  // mass; returns the sum of e of this lane's rows, once for the four lanes of a row. Up through
-  // the tiles for e, and back for the derivatives.
+  // mass; returns the sum of e of this lane's rows, once for the four lanes of a row. Walks up the
+  // tiles for e, and back down for the derivatives.
   __device__ float differentiate(int num_keys, int own, float mass) const {
     const BackwardShape& shape = block.args.shape;
     const int tiles = (shape.topk + kSlotTile - 1) / kSlotTile;
@@ -675,8 +675,8 @@ struct MemberTile {
     return threadIdx.x % 4 == 0 ? inner[0] + inner[1] : 0.0f;
   }
 
-  // dq of the top keys, behind differentiate: through shared memory, so that rows are written in
-  // pieces of 16 bytes.
+  // The top keys' part of dq, after differentiate: through shared memory, so that rows are written
+  // in pieces of 16 bytes.
   __device__ void write_queries() const {
     using Staging = Tile<T, kSlotTile>;
     constexpr int kStep = 32 / Staging::kChunks;  // rows at a time
@@ -709,14 +709,14 @@ struct MemberTile {
   }
 };
 
-// Block (x, y, z) has unit x of head y, and writes the slots from z kSlotTile on; with z = 0 also
-// dq and what comes of the sums. Without `units`, block x does what is left to do for the cluster
-// of several units whose second one is the x-th of those that are not their cluster's first.
+// Block (x, y, z) takes unit x of head y and writes the slots from z kSlotTile on; with z = 0 also
+// dq and the results of the sums. Without `units`, block x finishes a cluster of several units: the
+// one whose second unit is the x-th of the units that are not their cluster's first.
 template <class T, int kWidth, int kWarps>
 __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
                                   MemberShape<T, kWidth, kWarps>::kMinBlocks)
     member_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, bool units) {
-  await_writes();  // first: the kernels behind this one read what was there before it early
+  await_writes();  // first: later kernels read what earlier ones wrote before they wait
   release_next();
   using S = MemberShape<T, kWidth, kWarps>;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -724,7 +724,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   const int head = static_cast<int>(blockIdx.y), own = static_cast<int>(blockIdx.z);
   const int clusters = shape.items * shape.clusters;
   const int number = static_cast<int>(blockIdx.x) + (units ? 0 : clusters);
-  // What only needs the cluster's number is fetched while its members are looked up.
+  // The top keys need only the cluster's number: they are fetched while its members are looked up.
   const int line = static_cast<int>(threadIdx.x) * 32;
   if (units && line < shape.topk && shape.items == 1 && number < shape.clusters)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(
@@ -736,7 +736,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   if (!units) {
     if (unit.count == 0 || unit.part != 1) return;
     unit.first -= kUnitRows;
-    unit.count = 0;  // its members were there before
+    unit.count = 0;  // the first launch added its members
     unit.place = shape.units.row(unit.item, head, unit.cluster);
   }
   const int count = unit.count, topk = shape.topk;

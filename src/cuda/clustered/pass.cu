@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Clustered and improved clustered attention: the order of their stages. Host code only;
-// clustered.h says which file has which stage.
+// clustered.h says which file contains which stage.
 #include <algorithm>
 #include <cstddef>
 #include <optional>
@@ -38,7 +38,7 @@ ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, b
 
 namespace {
 
-// Stages one after the other, each in all memory behind what they share: `most` is what they need.
+// Runs stages one after the other, each in all memory after the shared part; `most` is their need.
 struct Stages {
   Arena shared;
   cudaStream_t stream = nullptr;
@@ -54,7 +54,7 @@ struct Stages {
 
 template <class T>
 BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
-  // Of the tail, and of what it corrects, which the causal form does not have.
+  // The causal form has neither the tail nor its corrections.
   const std::int64_t tail = shape.causal ? 0 : 1;
   const std::int64_t rows = tail * shape.items * shape.H * shape.clusters;
   const std::int64_t units = shape.units.places(), pitch = shape.pitch;
@@ -125,7 +125,7 @@ class ClusteredPass : public Pass {
  private:
   static constexpr bool kImproved = std::is_same_v<Params, ImprovedClusteredParams>;
 
-  // Decided when it is first asked for: a call that is refused has none.
+  // Made on first use: a refused call has no plan.
   const ClusteredPlan& plan() const {
     if (plan_) return *plan_;
     if constexpr (kImproved)
@@ -221,7 +221,7 @@ class ClusteredPass : public Pass {
     args.dk = gradient(gradients.dk);
     args.dv = gradient(gradients.dv);
   }
-  // Zeros in all of a gradient, or in the rows that belong to no item.
+  // Zeroes all of a gradient, or only the rows that belong to no item.
   void clear(const TensorView& view, const Sequences& sequences, bool all,
              cudaStream_t stream) const {
     if (!all || view.count() == 0) return zero_padding(view, sequences, call_.num_items(), stream);
@@ -248,7 +248,7 @@ class ClusteredPass : public Pass {
                         memory, pass.stream, extra);
     });
   }
-  // Clusters, their means, and the stage behind them, whose memory the means do not share.
+  // Clusters, their means, and the next stage, whose memory is separate from that of the means.
   template <class Next>
   void cluster_means(Stages& stages, const ClusteredForward& pass, const Next& next) const {
     ClusterExtra extra;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What clustered and improved clustered attention decide once per call (clustered.h): which kernels
-// serve, the shape of their blocks, and how keys are cut. Host code only.
+// Decisions of clustered and improved clustered attention, once per call (clustered.h): which
+// kernels run, the shape of their blocks, and how keys are cut. Host code only.
 #include <cmath>
 
 #include "cuda/cluster/clustering.h"
@@ -11,7 +11,7 @@
 namespace coterie::cuda {
 namespace {
 
-// Means of a thread block of the centroid kernels, and blocks on the device at a time.
+// Means per thread block of the centroid kernels, and resident blocks.
 struct CentroidBlocks {
   int rows, resident;
 };
@@ -21,7 +21,7 @@ CentroidBlocks centroid_blocks(const AttentionCall& call, std::int64_t clusters,
   if (!sm90a) return {kCentroidRows, (wide ? 2 : 3) * multiprocessors()};
   // Wide rows: two warpgroups with all the registers of a multiprocessor.
   if (wide) return {kCentroidRows, multiprocessors()};
-  // Two or four warpgroups of 64 rows, as wastes fewer rows; 4 when it is the same.
+  // Two or four warpgroups of 64 rows, whichever wastes fewer rows; four if equal.
   const bool large = 2 * ((clusters + 255) / 256) == (clusters + 127) / 128;
   return {large ? 256 : 128, (large ? 1 : 2) * multiprocessors()};
 }
@@ -43,8 +43,8 @@ CentroidQueries centroid_queries(const AttentionCall& call, std::int64_t cluster
   return queries;
 }
 
-// Teams of as many blocks as take the least time: rounds x (keys of a block + what a problem costs
-// besides, in keys).
+// Chooses the team size that takes the least time: rounds x (keys of a block + overhead of a
+// problem, in keys).
 SelectTeams select_teams(const AttentionCall& call, int problems, int resident) {
   constexpr std::int64_t kOverhead = 2048;
   SelectTeams selection{};
@@ -73,7 +73,7 @@ BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, s
                                   [](auto width) { return static_cast<int>(width); });
   const std::int64_t stacked = shape.group * clusters;
   shape.fused = sm90a && shape.pitch == 64 && stacked <= kFusedCentroids;
-  // Centroids of a block and blocks at a time of the kernels that sum over keys.
+  // Centroids per block, and resident blocks, of the kernels that sum over keys.
   const std::int64_t owned = shape.fused ? kFusedCentroids : kMeanRows,
                      resident = (sm90a ? 1 : 2) * multiprocessors();
   shape.chunks = key_chunks(call, call.value_heads * ((stacked + owned - 1) / owned), resident);
@@ -113,9 +113,9 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
   const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
   if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
   if (call.causal) return plan;
-  // Few problems leave multiprocessors without work where both are one kernel.
+  // With few problems, one kernel for both would leave multiprocessors idle.
   plan.selection_attends = 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
-  // Teams where the chunks of all means are on the device at a time.
+  // Teams, if the blocks of all chunks of all means are resident at once.
   const int size = plan.means.chunks.per_item;
   if (plan.sm90a && static_cast<std::int64_t>(problems) * size <= blocks.resident)
     plan.attention = {problems, size, nullptr};

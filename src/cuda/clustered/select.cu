@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Top keys of every cluster: the keys with the largest products with the cluster's mean, without
-// storing the products. On Hopper 16-bit types have the same steps in one kernel,
-// select_attend_sm90a.cu; this file serves f32 and other devices.
+// storing the products. On Hopper, select_attend_sm90a.cu has the same steps in one kernel for
+// 16-bit types; this file is for f32 and other devices.
 //
 // 1. threshold: products with a sample of the keys. In each of kSamples parts of the sample a row's
 //    keys fall into 32 groups; the j-th largest group maximum has at least j keys at or above it,
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   extern __shared__ __align__(128) unsigned char memory[];
   const CentroidBlock block(args.queries, blockIdx.x);
   const ItemChunk chunk = args.queries.chunks.find(args.queries.spans.k, block.slot);
-  if (chunk.begin >= chunk.end) return;  // nobody reads the lists of an unused slot
+  if (chunk.begin >= chunk.end) return;  // the lists of an unused slot are never read
 
   const int lane = threadIdx.x % 32;
   const int cluster = block.first + static_cast<int>(threadIdx.x) / 32 * 32 + lane / 4;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32, 4)
   merge_lists(args, row, lists, memory[warp]);
 }
 
-// The three steps as kernels of their own.
+// The three steps as separate kernels.
 template <class T>
 void select_keys(const AttentionCall& call, const SelectArgs<T>& args, cudaStream_t stream) {
   const CentroidQueries& queries = args.queries;
@@ -208,7 +208,7 @@ void select_top_keys(const ClusteredForward& pass, Arena& arena) {
   const std::int64_t lists =
       kLaneLists * (plan.sm90a ? part_rows : plan.means.chunks.slots * call.H * plan.clusters);
   const int wanted = plan.topk + spare_keys(plan.topk);
-  // A list can hold all that a cut leaves, and a lane's scores of one tile more.
+  // A list can hold all that a cut leaves, and a lane's scores of one more tile.
   const int capacity = (wanted + kSelectKeys / 4 + 15) / 16 * 16;
   const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
   float* thresholds = arena.take<float>(plan.sm90a ? team_rows : plan.num_means() * kSamples + 1);

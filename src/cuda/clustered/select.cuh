@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Selection of the top keys of cluster means: arguments, samples and thresholds of select.cu, and
 // the lists of candidates, which select_attend_sm90a.cu shares. Lists are in global memory, four
-// for a row of means in every part of the keys, as four lanes hold the scores of a row.
+// for a row of means in every part of the keys, because four lanes hold the scores of a row.
 #pragma once
 
 #include <cfloat>
@@ -18,7 +18,7 @@
 namespace coterie::cuda {
 
 constexpr int kSamples = 8;      // parts of the sample, a block each
-constexpr int kSampleShare = 4;  // one key tile in so many is in the sample
+constexpr int kSampleShare = 4;  // one key tile in this many is in the sample
 constexpr int kSelectKeys = 64;  // keys of a tile, 16 of them for each lane of a row's four
 constexpr int kLaneLists = 4;    // of a row and chunk: one for each lane that holds scores of it
 
@@ -33,15 +33,15 @@ struct SelectArgs {
   std::int32_t* counts;    // (slots, H, C, kLaneLists)
   Candidate* candidates;   // (slots, H, C, capacity, kLaneLists)
   std::int32_t* top_keys;  // (items, H, C, topk)
-  bool inputs_ready;       // nothing that runs beside this kernel writes the inputs of the call
+  bool inputs_ready;       // no concurrent kernel writes the inputs of the call
 
   __device__ Rows<const T> keys(const ItemSpan& span, int head) const {
     return k.rows(span.batch, head / queries.group, span.begin);
   }
 };
 
-// The sample of one block: `tiles` whole tiles of kSelectKeys keys, the j-th at key(j). None where
-// the parts would not have a tile each.
+// The sample of one block: `tiles` whole tiles of kSelectKeys keys, the j-th at key(j). None if
+// there are fewer tiles than parts.
 struct KeySample {
   int part, all, tiles;
 
@@ -55,8 +55,8 @@ struct KeySample {
   }
 };
 
-// Writes the thresholds of a block's rows: `value`, or where there are maxima the rank-th largest
-// of the 32 group maxima of row r, maxima[r].
+// Writes the thresholds of a block's rows: `value`, or with maxima the rank-th largest of the 32
+// group maxima of row r, maxima[r].
 template <class T>
 __device__ void write_thresholds(const SelectArgs<T>& args, const CentroidBlock& block, int item,
                                  int part, float value, int rank = 1,
@@ -83,7 +83,7 @@ __device__ float row_threshold(const SelectArgs<T>& args, int item, int head, in
 }
 
 // The lists of a row: kLaneLists of them in each of several parts. Candidates of different lists
-// lie side by side, so that the first ones of all are read together.
+// are interleaved, so that the first ones of all are read together.
 struct RowLists {
   int parts, pitch;                  // from one candidate of a list to the next
   std::int64_t counts, counts_step;  // those of the first part; from part to part
@@ -97,12 +97,12 @@ struct RowLists {
   }
 };
 
-// Lists with all parts of a row side by side.
+// Lists with all parts of a row interleaved.
 __device__ __forceinline__ RowLists joined_lists(std::int64_t row, int parts, int capacity) {
   const int width = parts * kLaneLists;
   return {parts, width, row * width, kLaneLists, row * capacity * width, kLaneLists};
 }
-// Lists of a row in parts of their own, `step` rows apart.
+// Lists of a row in separate parts, `step` rows apart.
 __device__ __forceinline__ RowLists separate_lists(std::int64_t row, int parts, std::int64_t step,
                                                    int capacity) {
   return {parts,
@@ -113,13 +113,13 @@ __device__ __forceinline__ RowLists separate_lists(std::int64_t row, int parts, 
           step * kLaneLists * capacity};
 }
 
-// One row of means in a warp: four lanes hold its scores, each keeps a list of its own, so that
-// nothing is shared while scores stream by. A list has room for one tile after every check.
+// One row of means in a warp: four lanes hold its scores, each keeps its own list, so nothing is
+// shared while scores stream by. After every check, a list can take one more tile.
 struct LaneList {
   Candidate* list;
   std::uint32_t pitch;  // bytes from one candidate to the next
   int count;
-  float floor;  // scores below are no candidates
+  float floor;  // scores below it are not candidates
 
   LaneList() = default;
   __device__ LaneList(Candidate* candidates, const RowLists& lists, int part, int lane, float least)
@@ -152,12 +152,12 @@ __device__ __forceinline__ int keep_above(const LaneList& list, CandidateKey cut
   return kept;
 }
 
-// By all lanes of a warp, for the row of lanes 4 * quad .. 4 * quad + 3: keeps the best `wanted` of
-// its lists and raises its floor. Keys to come have indices from `next` on. Rare, and kept out of
-// the registers of the kernels.
+// Called by all lanes of a warp, for the row of lanes 4 * quad .. 4 * quad + 3: keeps the best
+// `wanted` of its lists and raises its floor. Later keys have indices from `next` on. Rare; not
+// inlined, to keep register pressure in the kernels low.
 static __device__ __noinline__ LaneList prune(LaneList own, int quad, int wanted, int next) {
   const int lane = threadIdx.x % 32;
-  // Of the row's lists, whose lanes are neighbours.
+  // The row's lists, one in each of four neighbouring lanes.
   LaneList lists[4];
   const auto address = reinterpret_cast<unsigned long long>(own.list);
   int total = 0;
@@ -188,7 +188,7 @@ static __device__ __noinline__ LaneList prune(LaneList own, int quad, int wanted
   return own;
 }
 
-// Cuts back the lists that may overflow with the next tile.
+// Prunes the lists that may overflow with the next tile.
 template <int kRows>
 __device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity, int wanted,
                                           int next) {
@@ -206,12 +206,12 @@ __device__ __forceinline__ void make_room(LaneList (&lists)[kRows], int capacity
   }
 }
 
-// 4 scores of a row, the largest of them and where they stand: keys first, first + 1, first + 8,
-// first + 9.
+// Offers 4 scores of a row, of which `largest` is the maximum: those of keys first, first + 1,
+// first + 8, first + 9.
 __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, float s1, float s2,
                                        float s3, int first) {
   if (!(largest >= list.floor)) return;
-  // No branches: in most warps some lane has a candidate, and lanes would go one by one.
+  // No branches: in most warps some lane has a candidate, and the warp would diverge.
   const auto offer = [&](float score, int key) {
     asm volatile(
         "{.reg .pred p;\n"
@@ -229,14 +229,14 @@ __device__ __forceinline__ void offer4(LaneList& list, float largest, float s0, 
   offer(s3, first + 9);
 }
 
-// Last step of the selection of top keys: from the lists of candidates of a row to its top keys,
-// two rows of a warp side by side (select.cu).
+// Last step of the selection (select.cu): finds the top keys of a row in its lists of candidates,
+// two rows per warp.
 //
 // Candidates have the scores of means rounded to the element type. Ranked by these, the first ones
-// are top keys whatever rounding did, those behind the first `wanted` are none, and the ones
-// between are scored again in f32.
+// are top keys regardless of rounding, those after the first `wanted` are not, and those in between
+// are scored again in f32.
 
-// Two rows of a warp side by side, 16 lanes each. All lanes of the warp call these together.
+// Two rows per warp, 16 lanes each. All lanes of the warp call these together.
 
 constexpr int kRowLanes = 16;
 
@@ -256,7 +256,7 @@ __device__ __forceinline__ Value row_max(Value value) {
   return value;
 }
 
-// Bit l: what lane l of the row says.
+// Bit l: the vote of lane l of the row.
 __device__ __forceinline__ std::uint32_t row_votes(bool vote) {
   return __ballot_sync(~0u, vote) >> (threadIdx.x & kRowLanes) & 0xffffu;
 }
@@ -275,14 +275,14 @@ __device__ __forceinline__ int row_sum_before(int value) {
 // The larger of both rows' values.
 __device__ __forceinline__ int pair_max(int value) { return __reduce_max_sync(~0u, value); }
 
-// Exact scores of candidates for the top keys of a mean, two means of a warp side by side.
+// Exact scores of candidates for the top keys of a mean, two means per warp.
 
-// Values, not references: of a choice between two elements the compiler makes a local array.
+// Values, not references: for a choice between two elements the compiler would use a local array.
 __device__ __forceinline__ float exchange(bool upper, float low, float high, int step) {
   return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, step);
 }
 
-// Sums over eight lanes side by side; lane l has that of sums[l % 8] afterwards.
+// Sums over eight neighbouring lanes; lane l gets that of sums[l % 8].
 __device__ __forceinline__ float eight_sums(const float (&sums)[8]) {
   const int lane = threadIdx.x % 32;
   float four[4], two[2];
@@ -305,7 +305,7 @@ struct MeanScores {
   __device__ static CandidateKey key_of(float sum, int index) {
     return candidate_key(isnan(sum) ? -INFINITY : sum, index);
   }
-  // Replaces the scores of keys[0, count), of which the first one is a valid key at any rate.
+  // Replaces the scores of keys[0, count), of which the first is a valid key even if count is 0.
   // `most`: the larger count of both rows.
   __device__ __forceinline__ void rescore(CandidateKey* keys, int count, int most) const {
     if (!rows.aligned) return rescore_slowly(keys, count);
@@ -325,7 +325,7 @@ struct MeanScores {
           words[u] =
               inside ? *reinterpret_cast<const uint4*>(row + column) : make_uint4(0, 0, 0, 0);
         }
-        float factors[kVector];  // rows of whole 16 bytes: so are those of the means
+        float factors[kVector];  // rows of whole 16 bytes, in the means as well
 #pragma unroll
         for (int i = 0; i < kVector; i += 4) {
           const float4 four = inside ? *reinterpret_cast<const float4*>(mean + column + i)
@@ -359,10 +359,10 @@ struct MeanScores {
   }
 };
 
-constexpr int kStaged = 320;  // candidates of a row that are kept on the chip
+constexpr int kStaged = 320;  // candidates of a row that are kept in shared memory
 
-// Copies the first kStaged of a row's candidates, if it is `there`; returns how many there are. A
-// lane takes two lists of a part, or every so manieth of their candidates; it loads the first ones
+// Copies the first kStaged of a row's candidates if `there`; returns how many the row has. A lane
+// takes two lists of a part, or every 2nd, 4th or 8th of their candidates; it loads the first ones
 // before it knows how many there are.
 template <class T>
 __device__ __forceinline__ int stage_lists(const SelectArgs<T>& args, const RowLists& lists,
@@ -411,8 +411,8 @@ __device__ __forceinline__ int stage_lists(const SelectArgs<T>& args, const RowL
   return count;
 }
 
-// Leaves the best of keys[0, count), at least `least` and at most `most`, where there are more and
-// none is repeated; returns how many, at most `most` in any case.
+// If there are more than `most`, keeps the best of keys[0, count): at most `most`, and at least
+// `least` if none is repeated. Returns how many are left.
 __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least, int most) {
   const int lane = lane_of_row();
   bool open = count > most;
@@ -456,8 +456,8 @@ __device__ __forceinline__ int cut_keys(CandidateKey* keys, int count, int least
   return kept;
 }
 
-// The same for rows with more than kStaged candidates, straight from their lists and by the whole
-// warp. Rare, and kept out of the way.
+// The same for rows with more than kStaged candidates, directly from their lists and by the whole
+// warp. Rare, so not inlined.
 template <class T>
 __device__ __noinline__ int cut_long_lists(const SelectArgs<T>& args, RowLists own, int count,
                                            int most, CandidateKey* own_keys) {
@@ -497,8 +497,8 @@ __device__ __noinline__ int cut_long_lists(const SelectArgs<T>& args, RowLists o
   return count;
 }
 
-constexpr int kRankedSpare = 16;  // the cut before the ranking may leave so many more than wanted
-constexpr int kLeastCut = 64;     // what is ranked without a cut
+constexpr int kRankedSpare = 16;  // the cut before the ranking may leave this many more than wanted
+constexpr int kLeastCut = 64;     // up to this many are ranked without a cut
 constexpr int kMaxFresh = 40;
 
 // How many ranks rounding may move a key.
@@ -508,13 +508,13 @@ __host__ __device__ constexpr int spare_keys(std::int64_t topk) {
 static_assert(kMaxTopKeys + spare_keys(kMaxTopKeys) + kRankedSpare + 4 <= kStaged, "room to rank");
 static_assert(2 * spare_keys(kMaxTopKeys) <= kMaxFresh, "room to score again");
 
-// Shared memory of a row. In the end index and score are those of its top keys, in no order.
+// Shared memory of a row. At the end, index and score are those of its top keys, unordered.
 struct alignas(16) MergeMemory {
   CandidateKey keys[kStaged];
   CandidateKey fresh[kMaxFresh + 2];
   std::uint32_t index[kMaxTopKeys + 4];  // complements: the larger, the lower the index
   float score[kMaxTopKeys];              // of the rounded mean
-  float rounded[kMaxFresh];              // the scores that fresh ones had
+  float rounded[kMaxFresh];              // the previous scores of the fresh ones
   float total[128];                      // output of the softmax over all keys, before the division
   float shift, sum;                      // of that softmax
   float apart[6];                        // rows of a warp begin in different banks
@@ -533,13 +533,13 @@ struct SelectRow {
   }
 };
 
-// What decides between most keys: of candidates their scores.
+// The word that decides between most keys: the score of a candidate.
 __device__ __forceinline__ std::uint32_t first_word(CandidateKey key) {
   return static_cast<std::uint32_t>(key >> 32);
 }
 __device__ __forceinline__ std::uint32_t first_word(std::uint32_t key) { return key; }
 
-// How many of keys[0, most) are larger than each of `own`, by all of their bits or the first word.
+// How many of keys[0, most) are larger than each of `own`, by all bits or by the first word.
 template <bool kExact, int kSlots, class Key>
 __device__ __forceinline__ void count_larger(const Key* keys, int most, const Key (&own)[kSlots],
                                              int (&rank)[kSlots]) {
@@ -563,7 +563,7 @@ __device__ __forceinline__ void count_larger(const Key* keys, int most, const Ke
 }
 
 // Calls visit(place, key, rank) for keys[0, count); rank: how many of them are larger. They are
-// distinct and not 0. `most`: the larger count of both rows. There is room for three more.
+// distinct and not 0. `most`: the larger count of both rows. The array has space for three more.
 template <int kSlots, class Key, class Visit>
 __device__ __forceinline__ void rank_keys(Key* keys, int count, int most, const Visit& visit) {
   constexpr int kWide = 16 / sizeof(Key), kStep = kSlots * kRowLanes;
@@ -580,7 +580,7 @@ __device__ __forceinline__ void rank_keys(Key* keys, int count, int most, const 
       own[s] = keys[min(first + s * kRowLanes + lane, max(count - 1, 0))];
     count_larger<sizeof(Key) == 4>(keys, most, own, rank);
     if constexpr (sizeof(Key) == 8) {
-      // Ranks of distinct keys add up to this. Scores that are equal do not.
+      // Ranks add up to count (count - 1) / 2 unless scores are equal.
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) sum += first + s * kRowLanes + lane < count ? rank[s] : 0;
       if (__any_sync(~0u, most > kStep || row_sum(sum) != count * (count - 1) / 2))
@@ -594,7 +594,7 @@ __device__ __forceinline__ void rank_keys(Key* keys, int count, int most, const 
   __syncwarp();
 }
 
-// The top keys of memory.keys[0, count), which may be all there are, to memory.index and
+// Writes the top keys of memory.keys[0, count), all of them if count <= topk, to memory.index and
 // memory.score; returns how many.
 template <class T>
 __device__ __forceinline__ int choose(const SelectArgs<T>& args, const MeanScores<T>& exact,
@@ -651,7 +651,7 @@ __device__ __forceinline__ int merge_lists(const SelectArgs<T>& args, const Sele
   return found;
 }
 
-// Top keys, and with outputs the attention too, by Hopper's warpgroup products; 16-bit types only.
+// Top keys, and with outputs also the attention, by Hopper's warpgroup products; 16-bit types only.
 template <class T>
 void select_sm90a(const SelectArgs<T>& args, const SelectTeams& teams, const MeanOutputs<T>* to,
                   cudaStream_t stream);

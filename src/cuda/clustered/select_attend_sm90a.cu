@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The selection of select.cu in one kernel, on Hopper's warpgroup products, and with kAttend the
+// The selection of select.cu in one kernel, with Hopper's warpgroup products, and with kAttend the
 // attention of the means over all keys (centroid.cu). For 16-bit types.
 //
 // A team of 1 to 8 blocks takes 256 or 128 means of one item's head, then the next ones; each block
@@ -11,13 +11,12 @@
 //   keys        candidates that reach the threshold; softmax and products by parts of the keys
 //   means       top keys from the candidates; parts of the outputs added  by means
 //
-// The attention visits all keys, because top keys are not known before its end; they are taken out
-// of its sums again (write_outputs).
-// Two or four warpgroups of 64 means. Shared memory: means and 6 (rows of 128 elements: 4) stages
-// of keys and values, in the last step the lists of the merge in their place; 112 KiB for 2
-// warpgroups, 145 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128 registers for rows of 64,
-// 255 for 128. Where teams leave a quarter of the device without work, the attention is a kernel of
-// its own (centroid_sm90a.cu), as it is where top keys are given.
+// The attention visits all keys, because top keys are not known before its end; write_outputs
+// subtracts them from its sums. Two or four warpgroups of 64 means. Shared memory: means and 6
+// (rows of 128 elements: 4) stages of keys and values, in the last step replaced by the lists of
+// the merge; 112 KiB for 2 warpgroups, 145 KiB for 4, 160 KiB for rows of 128. Launch bounds: 128
+// registers for rows of 64, 255 for 128. If teams would leave over a quarter of the device idle, or
+// if top keys are given, the attention is a separate kernel (centroid_sm90a.cu).
 #include <cstdint>
 
 #include "cuda/clustered/means_sm90a.cuh"
@@ -31,13 +30,13 @@ namespace {
 constexpr int kPartKeys = 64;       // of a tile
 constexpr int kGroupMaxima = 32;    // of a row in each part: 8 for each of the lanes that share it
 constexpr int kLeastSample = 1024;  // keys of a part's sample, if it has as many
-constexpr int kCloseEnough = 8;     // thresholds may leave so many more than wanted
+constexpr int kCloseEnough = 8;     // thresholds may leave this many more than wanted
 
-// The keys of one block: whole tiles but for the end, and a sample of them in equal segments.
+// The keys of one block: whole tiles except at the end, and a sample of them in equal segments.
 struct KeyPart {
   int begin, end;
   int segments, each, stride,
-      apart;  // tiles sampled in a segment, their and the segments' distance
+      apart;  // tiles sampled per segment, distances of tiles and of segments
 
   __device__ KeyPart(int keys, const Team& team) {
     const int bits = __ffs(team.size) - 1;  // the size is a power of two
@@ -61,7 +60,7 @@ struct KeyPart {
   }
 };
 
-// A value that about `rank` of the warp's values of each row reach: at least as many, and not many
+// For each row, a value that about `rank` of the warp's values reach: at least `rank`, and not many
 // more if they differ.
 template <int kRows, int kValues>
 __device__ __forceinline__ void ranked_values(const std::uint32_t (&values)[kRows][kValues],
@@ -117,7 +116,7 @@ struct ListedValues {
   }
 
   // Adds weights times rows of `count` keys, columns [first, first + 64). index: complements; the
-  // first one is valid at any rate. `most`: the larger count of both rows of the warp.
+  // first one is valid even if count is 0. `most`: the larger count of both rows of the warp.
   __device__ __forceinline__ void add(const Rows<const T>& rows, const std::uint32_t* index,
                                       const float* weight, int count, int most, int first) {
     constexpr int kTogether = 16;  // rows of a lane, whose loads are in flight together
@@ -161,8 +160,8 @@ struct ListedValues {
   }
 };
 
-// Adds the partial results of a row in order, two rows of a warp side by side. First of all: no
-// step before it has loads in flight that these could join.
+// Adds the partial results of a row in order, two rows per warp. Runs first: no earlier step has
+// loads in flight that these could join.
 template <class T>
 __device__ __forceinline__ void add_parts(const MeanOutputs<T>& to, const SelectRow& row,
                                           const RowParts& parts, MergeMemory& memory) {
@@ -195,11 +194,11 @@ __device__ __forceinline__ void add_parts(const MeanOutputs<T>& to, const Select
   __syncwarp();
 }
 
-// Takes a row's `count` top keys out of the sums again and writes the results. Two rows of a warp
-// side by side; overwrites the scores of the keys.
+// Subtracts a row's `count` top keys from the sums and writes the results. Two rows per warp;
+// overwrites the scores of the keys.
 //
-// The products had every key's weight rounded to T. What is taken out is rounded in the same way,
-// and shifts are whole numbers, so that nothing but the rounding of sums is left of a top key.
+// The products used every key's weight rounded to T. The subtracted weights are rounded in the same
+// way, and shifts are whole numbers, so only the rounding of sums is left of a top key.
 template <class T>
 __device__ __forceinline__ void write_outputs(const SelectArgs<T>& args, const MeanOutputs<T>& to,
                                               const SelectRow& row, int count,
@@ -255,8 +254,8 @@ __device__ __forceinline__ void finish_rows(const SelectArgs<T>& args, const Mea
   __syncwarp();
 }
 
-// A kernel's shared memory: means, tiles of keys and values, and in the place of both the merge's
-// lists; barriers.
+// A kernel's shared memory: means, tiles of keys and values with their barriers; the merge's lists
+// reuse all of it.
 template <class T, int kDim, int kGroups, bool kAttend>
 struct SelectMemory {
   using Means = GroupQueries<T, kDim, kGroups>;
@@ -292,15 +291,14 @@ struct SelectProblem {
   __device__ bool there(int row) const {
     return first + row < args.queries.clusters && !args.queries.empty(item, head, first + row);
   }
-  // Number of a row of the team's in tensors with kRows rows a team.
+  // Number of a team's row in tensors with kRows rows per team.
   __device__ std::int64_t place(const Team& team, int row) const {
     return static_cast<std::int64_t>(team.number) * kRows + row;
   }
   __device__ RowLists lists(const Team& team, int row) const {
     return joined_lists(place(team, row), team.size, args.capacity);
   }
-  // Calls body(row) for this block's rows in the steps by means, kStep rows side by side for each
-  // warp.
+  // Calls body(row) for this block's rows in the steps by means, kStep rows per warp at a time.
   template <int kStep, class Body>
   __device__ void for_own_rows(const Team& team, const Body& body) const {
     const int own = kRows / team.size;
@@ -379,14 +377,14 @@ struct SelectProblem {
     });
   }
 
-  // Scores of keys from `left` on, counted from this lane's first, are none.
+  // Drops the scores of keys from `left` on, counted from this lane's first.
   __device__ static void drop_keys(float (&s)[32], int left) {
 #pragma unroll
     for (int i = 0; i < 32; ++i)
       if (i / 4 * 8 + i % 2 >= left) s[i] = -INFINITY;
   }
 
-  // Lists of the part's keys that reach the thresholds, and the attention over all of them.
+  // Lists the part's keys that reach the thresholds, and attends to all keys of the part.
   __device__ void visit_keys(const Team& team, const KeyPart& part,
                              const typename Memory::Means& means, const Tiles& keys) const {
     const CentroidQueries& queries = args.queries;
@@ -438,8 +436,8 @@ struct SelectProblem {
         std::uint32_t p[4][4];
 #pragma unroll
         for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
-        // Products begin and end in one step: the assembler does them one by one otherwise. After
-        // the last tile its scores are computed again, for nothing, which saves a branch here.
+        // Products begin and end in one step: the assembler serialises them otherwise. After the
+        // last tile its scores are computed again and ignored, which saves a branch here.
         keys.wait(next);
         wgmma_fence();
         rows.add_products(p, keys.tile(t, 1));
@@ -461,7 +459,7 @@ struct SelectProblem {
     if constexpr (kAttend)
       rows.write(to.rows, to.outs, to.pitch, partial(team, team.rank, row), kRows);
   }
-  // Place of a row's partial results of the block of a rank.
+  // Place of a row's partial results from the block with a rank.
   __device__ std::int64_t partial(const Team& team, int rank, int row) const {
     return (static_cast<std::int64_t>(team.number) * team.size + rank) * kRows + row;
   }
@@ -477,7 +475,7 @@ struct SelectProblem {
     });
   }
 
-  // `last`: of this block.
+  // `last`: this is the block's last problem.
   __device__ void run(Team& team, bool last) const {
     const ItemSpan span = args.queries.spans.k.span(item);
     const KeyPart part(span.length, team);
@@ -490,14 +488,14 @@ struct SelectProblem {
     await_writes();
     const typename Memory::Means means(base, args.queries, item, head, first);
     sampled.publish_first();
-    __syncthreads();  // the means of all threads are there
+    __syncthreads();  // all threads have stored their means
     sample(team, span, part, means, sampled);
     Tiles keys{tiles, {}, part.tiles()};
     keys.rows[0] = k;
     if constexpr (kAttend)
       keys.rows[1] = to.v.rows(span.batch, head / args.queries.group, span.begin);
     keys.init();
-    team.arrive();  // a barrier of the block, too
+    team.arrive();  // also a block barrier
     keys.begin([&](int t) { return part.key(t); }, part.end);
     team.wait();
     find_thresholds(team);
@@ -506,7 +504,7 @@ struct SelectProblem {
     __syncthreads();
     keys.close();
     team.sync();
-    if (last) release_next();  // a kernel that waits from the start on costs this one time
+    if (last) release_next();  // not earlier: a waiting kernel slows this one down
     finish(team);
     __syncthreads();  // before the next problem's keys
   }
@@ -517,7 +515,7 @@ __global__ void __launch_bounds__(kGroups* kWarpgroup, kDim == 64 ? 4 / kGroups 
     select_sm90a_kernel(const __grid_constant__ SelectArgs<T> args,
                         const __grid_constant__ SelectTeams teams,
                         const __grid_constant__ MeanOutputs<T> to) {
-  // What comes after this kernel may then read what came before it.
+  // Kernels after this one may then read what kernels before it wrote.
   if (!args.inputs_ready) await_writes();
   extern __shared__ __align__(1024) unsigned char memory[];
   Team team(teams.teams);

@@ -3,13 +3,13 @@
 //   out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c
 // Causal: attention over those top keys that are not after the query, and nothing else.
 //
-// Grid (tiles of sorted queries, H). A block of 4 warps takes up to 256 queries of one cluster;
-// where clusters have up to 96 members on average, a block of one warp takes up to 32. It gathers
-// the cluster's keys and values to shared memory once (8 KiB for 32 top keys and 16-bit rows of 64
+// Grid (tiles of sorted queries, H). A block of 4 warps takes up to 256 queries of one cluster; if
+// clusters have up to 96 members on average, a block of one warp takes up to 32. It gathers the
+// cluster's keys and values to shared memory once (8 KiB for 32 top keys and 16-bit rows of 64
 // elements, at most 128 KiB); each warp then streams 16 queries at a time through its registers and
-// writes each output to its query's place. Launch bounds: 16 warps of a multiprocessor for 16-bit
-// rows of 64, 8 for others. Rows that are not aligned to 16 bytes are copied by elements. All
-// devices and element types.
+// writes each output to its query's place. Launch bounds: 16 warps per multiprocessor for 16-bit
+// rows of 64, 8 for others. Rows that are not aligned to 16 bytes are copied element by element.
+// All devices and element types.
 #include <climits>
 #include <cstdint>
 
@@ -28,14 +28,14 @@
 namespace coterie::cuda {
 namespace {
 
-// Lanes read rows of queries in pieces of 16 bytes. That deals columns to lanes in another order
-// than the products do; keys are read from shared memory in the same way, and products do not care
-// in which order depths are added.
+// Lanes read rows of queries in pieces of 16 bytes, so they get the columns in another order than a
+// product expects. Keys are read from shared memory in the same order, and the order in which
+// depths are added does not matter.
 
 constexpr int kTopKeys = 32;  // multiplied at a time
 
 // Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
-// Neighbouring rows lie in different halves of 128 bytes, so that 8 lanes meet no bank twice.
+// Neighbouring rows are in different halves of 128 bytes, so 8 lanes have no bank conflicts.
 template <class T, int kDim>
 struct TopKeyTile {
   static constexpr int kChunks = Tile<T, kDim>::kChunks;
@@ -50,8 +50,8 @@ struct TopKeyTile {
 };
 
 // Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kTopKeys,
-// which is not 0; returns how many there are. Where kAligned, pitches have 32 bits: an address is
-// one instruction then. By all threads; the caller commits, waits and synchronises.
+// which is not 0; returns how many there are. With kAligned, pitches fit 32 bits: an address takes
+// one instruction. Called by all threads; the caller commits, waits and synchronises.
 template <bool kAligned, class T, int kDim, int kBlockThreads>
 __device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
                                       const Rows<const T>& k, const Rows<const T>& v,
@@ -59,7 +59,7 @@ __device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Til
   constexpr int kChunks = Tile<T, kDim>::kChunks;
   static_assert(kTopKeys * kChunks % kBlockThreads == 0, "lanes stay together for the shuffles");
   constexpr int kSteps = kTopKeys * kChunks / kBlockThreads;
-  // All at once where it matters: others would be many instructions.
+  // Fully unrolled where it matters: other cases would take many instructions.
   constexpr int kUnrolled = !kAligned ? 1 : sizeof(T) == 4 ? 4 : kSteps;
   const int lane = threadIdx.x % 32;
   int count = 0;
@@ -150,8 +150,8 @@ struct TopKeyRows {
   Accumulator out[kDim / 16];
   float shift[2], sum[2];
 
-  // The weights of kTopKeys keys, of which the lane's two rows see the first left[], from their
-  // scores. kStart: they are the first ones.
+  // Turns the scores of kTopKeys keys, of which the lane's two rows see the first left[], into
+  // weights. kStart: they are the first keys.
   template <bool kStart>
   __device__ __forceinline__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
 #pragma unroll
@@ -247,18 +247,18 @@ struct TopkArgs {
   float* lse;
   int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kTopKeys, not 0
   float exponent;                 // scale log2(e)
-  bool causal;                    // keys after a query are out of its sight
-  bool clusters_ready;            // before the kernel that may still run ends
+  bool causal;                    // keys after a query are not visible to it
+  bool clusters_ready;            // even while the previous kernel still runs
 };
 
-// log(2^shift * sum) by few instructions, -inf where nothing was added up.
+// log(2^shift * sum) in few instructions, -inf if nothing was summed.
 __device__ __forceinline__ float quick_lse(float shift, float sum) {
   float digits;
   asm("lg2.approx.f32 %0, %1;" : "=f"(digits) : "f"(sum));
   return (shift + digits) * kLn2;
 }
 
-// store_columns for aligned rows of 16-bit elements; a row below 0 is none.
+// store_columns for aligned rows of 16-bit elements; a negative row is skipped.
 template <class T>
 __device__ __forceinline__ void store_aligned(const Rows<T>& out, int row, int column,
                                               const Accumulator (&pair)[2], int half) {
@@ -282,8 +282,8 @@ __device__ __forceinline__ void store_slowly(const Rows<T>& out, int row, int co
       out.row(row)[d] = from_float<T>(pair[i / 4][i / 2 % 2][2 * half + i % 2]);
 }
 
-// The outputs of 16 queries, mass * out / sum + bottom, to their places, and their log-sum-exps.
-// bottom has kDim elements.
+// Writes the outputs of 16 queries, mass * out / sum + bottom, and their log-sum-exps. bottom has
+// kDim elements.
 template <class T, int kDim>
 __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
                                            const TopKeyRows<T, kDim>& rows, const Rows<T>& out,
@@ -320,7 +320,7 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
     for_columns([&](int row, int column, const Accumulator(&pair)[2], int half) {
       store_columns(out, row, row >= 0, column, pair, half);
     });
-  else if (out.aligned)  // one branch around all: registers are few
+  else if (out.aligned)  // one branch around all stores saves registers
     for_columns([&](int row, int column, const Accumulator(&pair)[2], int half) {
       store_aligned(out, row, column, pair, half);
     });
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   const float mass = args.mass ? args.mass[cluster_row] : 1.0f;
   const int width = args.v.width;
   constexpr int kTail = (kDim + 32 * kWarps - 1) / (32 * kWarps);
-  float tail[kTail] = {};  // of the bottom; waited for with all else
+  float tail[kTail] = {};  // of the bottom; waited for with the other loads
   if (args.bottom)
 #pragma unroll
     for (int i = 0; i < kTail; ++i)
@@ -439,7 +439,7 @@ void attend_top_keys(const ClusteredForward& pass) {
   zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
   fill_padding(floats(tensors.lse), call.B, call.H, call.N, call.inputs.q_sequences,
                call.num_items(), -INFINITY, pass.stream);
-  // A warp alone where clusters are small: it waits for nobody.
+  // One warp per block if clusters are small: it waits for no other.
   const bool alone = call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

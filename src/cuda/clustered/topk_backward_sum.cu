@@ -2,12 +2,12 @@
 // Adds the gradients of the clusters' top keys (slots, backward.h) to the rows of dk and dv:
 //   dk_j += sum over the lists and units with j among their keys of the slot's row; dv_j likewise
 //
-// Grid (tiles of 64 to 4096 keys, key heads), 256 threads. A block owns a tile of keys. It looks
-// through the lists of all clusters for keys of its tile and sorts what it finds by key, then by
-// head and cluster. Groups of its lanes add up equal shares of that, however often a key is listed;
-// keys on the border of shares go through shared memory. Atomics count entries only; the order of
-// every sum is fixed. Shared memory: 88 KiB; two blocks of a multiprocessor. Rows that are not
-// aligned are read and written by elements. All devices and element types.
+// Grid (tiles of 64 to 4096 keys, key heads), 256 threads. A block owns a tile of keys. It searches
+// the lists of all clusters for keys of its tile and sorts these entries by key, then by head and
+// cluster. Groups of lanes sum equal shares of the entries, however often a key is listed; keys on
+// the border of shares go through shared memory. Atomics only count entries; the order of every sum
+// is fixed. Shared memory: 88 KiB; two blocks per multiprocessor. Rows that are not aligned are
+// read and written element by element. All devices and element types.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -28,7 +28,7 @@ constexpr int kEntries = 2048;
 static_assert(kEntries >= kMaxTopKeys, "a round takes at least one list");
 
 // (key, list, slot) in one word, in the order in which entries are added; lists are numbered by
-// head and cluster. A list has a key once, so words are distinct.
+// head and cluster. A list contains a key once, so words are distinct.
 using Entry = unsigned long long;
 constexpr int kSlotBits = 8, kKeyShift = 40;
 static_assert(kMaxTopKeys <= 1 << kSlotBits, "a slot in its bits");
@@ -45,7 +45,7 @@ __device__ __forceinline__ int slot_of(Entry entry) {
   return static_cast<int>(entry & ((1u << kSlotBits) - 1));
 }
 
-// Places of a cluster's units: the first one, and the second, which the others follow.
+// Places of a cluster's units: the first, and the second, after which the others follow.
 struct UnitPlaces {
   int first, second, units;
 };
@@ -56,7 +56,7 @@ struct EntryMemory {
   int ends[kMostKeys];  // entries of each key, then where its next one goes
   int count;
 
-  // Of the sorted entries.
+  // The key of a sorted entry, and the first entry of a key.
   __device__ int key(int entry) const { return key_of(found[entry]); }
   __device__ int begin(int key) const { return key == 0 ? 0 : ends[key - 1]; }
 };
@@ -69,7 +69,7 @@ struct KeyTileLists {
   int key_head;
   ItemSpan queries;
 
-  // Of the lists of this key head: they follow each other.
+  // The first of the lists of this key head, which follow each other.
   __device__ std::int64_t first_row() const {
     const BackwardShape& shape = args.shape;
     return (static_cast<std::int64_t>(keys.item) * shape.H + key_head * shape.group) *
@@ -120,8 +120,8 @@ struct KeyTileLists {
     return memory.count;
   }
 
-  // Puts the `count` entries that were found in order: to the places of their keys, then each key's
-  // few among themselves. `entries` is memory to work in.
+  // Sorts the `count` entries that were found: by key, then each key's few among themselves.
+  // `entries` is scratch memory.
   __device__ __forceinline__ void sort(EntryMemory& memory, Entry* entries, int count) const {
     int carry = 0;
     const int size = keys.end - keys.begin;
@@ -149,7 +149,7 @@ struct KeyTileLists {
   }
 };
 
-// 16 bytes, or zeros; and 16 bytes written or not. By predicate: loads behind branches would be
+// Loads 16 bytes or zeros; stores 16 bytes or nothing. By predicate: loads inside branches would be
 // waited for one by one.
 __device__ __forceinline__ uint4 load_if(const void* from, bool there) {
   uint4 words = make_uint4(0, 0, 0, 0);
@@ -166,20 +166,20 @@ __device__ __forceinline__ void store_if(void* to, const uint4& words, bool ther
       : "memory");
 }
 
-// A share's lane: its pieces of the sums of a key, rows of dk and dv one after the other as in
+// One lane of a share: its pieces of the sums of a key, the row of dk, then that of dv, as in
 // scratch.slots.
 template <class T, int kPitch>
 struct Share {
   static constexpr int kVector = 16 / sizeof(T);
   static constexpr int kLanes = kPitch / 8, kShares = kThreads / kLanes;
   static constexpr int kVectors = 2 * kPitch / (kLanes * kVector);
-  static constexpr int kAhead = kVectors > 2 ? 2 : 3;  // entries in flight: they come from far
-  using Border = float[2][2 * kPitch];  // sums of a share's first and last key, where not all of it
+  static constexpr int kAhead = kVectors > 2 ? 2 : 3;  // entries in flight: latency is high
+  using Border = float[2][2 * kPitch];  // sums of a share's first and last key, if cut
   const KeyTileLists<T>& block;
   const EntryMemory& memory;
   Border* borders;
   Rows<T> rows[2];  // of dk and dv for the tile's keys; no data when the tensor is absent
-  bool fast;        // they are read and written by 16 bytes
+  bool fast;        // they are read and written 16 bytes at a time
   float sum[kVectors][kVector] = {};
 
   __device__ Share(const KeyTileLists<T>& b, const EntryMemory& m, Border* to)
@@ -202,7 +202,7 @@ struct Share {
   }
   __device__ static constexpr int tensor(int n) { return n / (kVectors / 2); }
   __device__ static int column(int n) { return place(n % (kVectors / 2)); }
-  // Whether there is something of a piece, and where in a key's row.
+  // Whether a piece is inside a row, and its address in a key's row.
   __device__ bool inside(int n) const {
     return rows[tensor(n)].data && column(n) < rows[tensor(n)].width;
   }
@@ -250,7 +250,7 @@ struct Share {
       for (int n = 0; n < kVectors; ++n) add_chunk<T>(sum[n], more[n]);
     }
   }
-  // Where the key is `complete`, writes its row and starts anew.
+  // If the key is `complete`, writes its row and clears the sums.
   __device__ void write(const uint4 (&old)[kVectors], int key, bool complete) {
 #pragma unroll
     for (int n = 0; n < kVectors; ++n) {
@@ -306,7 +306,7 @@ struct Share {
       }
     }
   }
-  // Adds up the last key of these lanes' share, if it goes on in the next ones.
+  // Adds up the last key of these lanes' share, if it continues in the next ones.
   __device__ void add_borders(int first, int end, int size) {
     if (first >= end) return;
     const int key = memory.key(end - 1), key_end = memory.ends[key];
@@ -320,7 +320,7 @@ struct Share {
   }
 };
 
-// What a block of top_key_gradient_kernel has in shared memory.
+// Shared memory of a block of top_key_gradient_kernel.
 template <class T, int kPitch>
 struct TileMemory {
   union {
@@ -347,13 +347,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   int step = lists;
   for (int first = 0; first < lists; first += step) {
     int count = block.find(memory, first, min(first + step, lists));
-    if (count > kEntries) {  // fewer lists at a time, so that all of their slots have room
+    if (count > kEntries) {  // fewer lists at a time, so that all of their slots fit
       step = kEntries / shape.topk;
       count = block.find(memory, first, min(first + step, lists));
     }
     block.sort(memory, shared.entries, count);
-    // The lists were there before. Behind broadcast_gradients, which lets this kernel start when
-    // all before it is over, the only wait is the one in the end.
+    // The lists existed before. After broadcast_gradients, which lets this kernel start once all
+    // kernels before it have ended, the only wait is the one at the end.
     if (!beside_broadcast) await_writes();
     const int size = (count + share.kShares - 1) / share.kShares;
     const int begin = min(static_cast<int>(threadIdx.x) / share.kLanes * size, count);
@@ -370,7 +370,7 @@ template <class T>
 void sum_top_key_gradients(const BackwardArgs<T>& args, bool beside_broadcast,
                            cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
-  // One block for every place on the device, as long as sequences allow.
+  // At least one block per multiprocessor, if the sequences are long enough.
   const std::int64_t rows = static_cast<std::int64_t>(shape.B) * (shape.H / shape.group) * shape.S;
   int size = kMostKeys;
   while (size > kLeastKeys && rows / size < multiprocessors()) size /= 2;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the current device can do, asked of CUDA once per device.
+// Limits of the current device, queried once per device.
 #pragma once
 
 namespace coterie::cuda {
@@ -7,7 +7,7 @@ namespace coterie::cuda {
 struct DeviceLimits {
   int major, minor;  // compute capability
   int multiprocessors;
-  int shared_per_block;  // bytes of shared memory that a block may ask for
+  int shared_per_block;  // bytes of shared memory that a block may request
   int shared_per_multiprocessor;
 };
 

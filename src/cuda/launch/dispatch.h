@@ -15,7 +15,7 @@ constexpr int kMaxHeadDim = 128;
 constexpr int kMaxTopKeys = 128;
 // Rows of a sequence times the 32 lanes or vectors of a row are counted in 32 bits.
 constexpr std::int64_t kMaxRows = (std::int64_t{1} << 26) - 1;
-constexpr std::int64_t kMaxSlots = std::int64_t{1} << 30;  // as are the slots of a head's lists
+constexpr std::int64_t kMaxSlots = std::int64_t{1} << 30;  // as are slots of a head's lists
 constexpr std::int64_t kMaxLists = std::int64_t{1} << 30;  // and all lists, with their tiles
 constexpr std::int64_t kMaxBlocks = 65535;                 // along y and z of a grid
 
@@ -38,7 +38,7 @@ decltype(auto) dispatch_element(const char* op, DType dtype, Body&& body) {
   }
 }
 
-// Calls body(std::integral_constant<int, P>) with P = 64 or 128, the smaller that holds a row; rows
+// Calls body(std::integral_constant<int, P>) with P = 64 or 128, the smallest that fits a row; rows
 // are padded inside the tiles.
 template <class Body>
 decltype(auto) dispatch_head_dim(const char* op, std::int64_t head_dim, Body&& body) {

@@ -6,7 +6,7 @@
 namespace coterie::cuda {
 
 void fail_cuda(cudaError_t status, const char* what) {
-  cudaGetLastError();  // the runtime keeps the error for the next call otherwise
+  cudaGetLastError();  // otherwise the next call reports this error
   fail("cuda", "expected ", what, " to succeed; got ", cudaGetErrorName(status), ": ",
        cudaGetErrorString(status));
 }

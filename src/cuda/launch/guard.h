@@ -8,14 +8,14 @@ namespace coterie::cuda {
 
 class DeviceGuard {
  public:
-  // Refuses a device that does not exist.
+  // Throws if the device does not exist.
   DeviceGuard(const char* op, Device device);
   ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int before_ = -1;  // the device to return to; -1: it is the current one
+  int before_ = -1;  // the device to restore; -1: none, it was already current
 };
 
 }  // namespace coterie::cuda

@@ -7,8 +7,8 @@
 namespace coterie::cuda {
 namespace {
 
-// Kernels whose limit was raised, with the device in the 16 bits that addresses leave free: a hash
-// table without locks, which only grows. Where it is full, limits are raised again and again.
+// Kernels whose limit was raised, with the device in the 16 bits that addresses leave free: a
+// lock-free hash set that only grows. Once it is full, other limits are raised on every launch.
 class RaisedLimits {
  public:
   bool contains(std::uint64_t key) const {
@@ -54,7 +54,7 @@ void allow_shared_memory(const void* kernel) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   most - static_cast<int>(attributes.sharedSizeBytes)),
              "raising the shared memory of a kernel");
-  raised.insert(key);  // after the limit: whoever finds it may launch
+  raised.insert(key);  // after the limit: a thread that finds the key may launch
 }
 
 }  // namespace coterie::cuda

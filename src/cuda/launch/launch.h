@@ -20,10 +20,10 @@ inline cudaStream_t stream_of(const Workspace& workspace) {
   return static_cast<cudaStream_t>(workspace.stream);
 }
 
-// Lets a kernel use all the dynamic shared memory that the current device has for it: more than 48
-// KiB, static arrays included, must be asked for. The limit belongs to the kernel and not to a
-// launch, so that it never depends on the bytes of one call: host threads with other shapes launch
-// the same kernel. Asked of CUDA once per kernel and device.
+// Lets a kernel use all the dynamic shared memory of the current device: more than 48 KiB, static
+// arrays included, must be requested. The limit belongs to the kernel, not to a launch, and other
+// host threads may launch the same kernel with other shapes: it must not depend on the bytes of one
+// call. Requested once per kernel and device.
 void allow_shared_memory(const void* kernel);
 
 template <class Kernel>
@@ -32,8 +32,8 @@ void allow_shared_memory(Kernel* kernel, std::size_t bytes) {
 }
 
 struct LaunchMode {
-  bool early;     // may start while the kernel ahead of it in the stream ends
-  bool together;  // cooperative: all blocks are on the device at a time
+  bool early;     // may start before the previous kernel in the stream has finished
+  bool together;  // cooperative: all blocks are resident at once
 };
 
 template <class... Parameters, class... Arguments>
@@ -61,8 +61,8 @@ void launch_kernel(const char* name, LaunchMode mode, void (*kernel)(Parameters.
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
-// For kernels that wait for those ahead of them by themselves (dependent.cuh). Every block has
-// to wait, at its end at the latest: whoever waits for this kernel relies on all before it as well.
+// For kernels that themselves wait for earlier ones (dependent.cuh). Every block has to wait, at
+// its end at the latest: a kernel that waits for this one relies on all earlier ones too.
 template <class... Parameters, class... Arguments>
 void launch_early(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
                   std::size_t shared, cudaStream_t stream, const Arguments&... arguments) {

@@ -82,14 +82,14 @@ __device__ __forceinline__ void pack_factor(std::uint32_t (&a)[4][4], const floa
   for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = pack2<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Row of a warpgroup's 64 that this lane holds, above (side 0) or below.
+// Row of a warpgroup's 64 that this lane holds: upper (side 0) or lower (side 1).
 __device__ __forceinline__ int group_row(int side) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   return thread / 32 * 16 + 8 * side + thread % 32 / 4;
 }
 
-// All threads of one warpgroup wait for each other. No PartBarrier (mbarrier.cuh), as racecheck
-// reports none of the kernels that meet here.
+// All threads of one warpgroup wait for each other. Not a PartBarrier (mbarrier.cuh) because
+// racecheck reports none of the kernels that use it.
 __device__ __forceinline__ void sync_group() {
   asm volatile(
       "bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.x) / kWarpgroup + kGroupBarriers),

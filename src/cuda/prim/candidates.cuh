@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Lists of candidates for a top-k selection. A candidate is one 64-bit key, larger for a better
-// score and, among equal scores, for a lower index; keys are distinct, so that every cut is exact.
+// score and, among equal scores, for a lower index; keys are distinct, so every cut is exact.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ __device__ __forceinline__ int index_of(CandidateKey key) {
   return static_cast<int>(~static_cast<std::uint32_t>(key));
 }
 
-// count += a > b or a >= b. The compiler would take a copy, an addition and a choice for it.
+// count += a > b or a >= b. The compiler would emit a copy, an addition and a select.
 __device__ __forceinline__ void count_greater(int& count, std::uint32_t a, std::uint32_t b) {
   asm("{.reg .pred p;\nsetp.gt.u32 p, %1, %2;\n@p add.s32 %0, %0, 1;}"
       : "+r"(count)
@@ -58,9 +58,9 @@ __device__ __forceinline__ CandidateKey warp_max(CandidateKey key) {
   return key;
 }
 
-// A key that at least `least` and at most `most` of the keys are not below. for_each(visit) calls
-// visit(key) for this lane's share of the keys, of which there are more than `most`. Where keys are
-// repeated there may be none; fewer than `least` are not below the result then.
+// A threshold that at least `least` and at most `most` of the keys reach. for_each(visit) calls
+// visit(key) for this lane's share of the keys; there are more than `most` keys. If keys are
+// repeated there may be no such threshold; fewer than `least` keys then reach the result.
 template <class ForEach>
 __device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
   CandidateKey largest = 0, smallest = 0;  // of the complements
@@ -84,7 +84,7 @@ __device__ CandidateKey find_cut(const ForEach& for_each, int least, int most) {
   return high;
 }
 
-// The lane's values in descending order over the lanes of the warp.
+// Sorts the lanes' values in descending order over the lanes of the warp.
 __device__ __forceinline__ float warp_sort_descending(float value) {
   const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_values(Accumulator (&out)[kBlocks][kDim / 16
   }
 }
 
-// Shared memory of a forward pass by mma.sync: queries, then two stages of keys and values.
+// Shared memory of a forward pass with mma.sync: queries, then two stages of keys and values.
 
 template <class T, int kDim, int kRows, int kKeys>
 struct AttendTiles {

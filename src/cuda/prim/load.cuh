@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async16(std::uint32_t to, const void* from, i
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until at most `kPending` of this thread's latest groups are on their way.
+// Waits until at most `kPending` of this thread's latest groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -53,15 +53,15 @@ __device__ __forceinline__ uint4 load_chunk(const T* row, int column, int width)
   return chunk.words;
 }
 
-// Fills `kRows` rows of the tile by `kThreads` threads: row r of the tile is row
-// index ? index[r] : first + r of `rows`, or zero when r >= count or the index is negative. Columns
-// beyond rows.width are zero. The caller commits and waits, then synchronises the threads.
+// Fills `kRows` rows of the tile with `kThreads` threads: row r of the tile is row index[r] of
+// `rows`, or first + r without an index. It is zero when r >= count or index[r] is negative.
+// Columns beyond rows.width are zero. The caller commits and waits, then synchronises the threads.
 template <int kRows, int kThreads, class T, int kWidth>
 __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Rows<const T>& rows,
                                           std::int64_t first, int count,
                                           const std::int32_t* index = nullptr) {
-  // Threads side by side read a row's chunks; steps are whole eights of rows where there are
-  // threads enough, so that the permutation of chunks stays the same.
+  // Neighbouring threads read a row's chunks. With enough threads, steps are multiples of 8 rows,
+  // which keeps the permutation of chunks the same.
   constexpr int kChunks = Tile<T, kWidth>::kChunks;
   constexpr bool kEights = kThreads / kChunks >= 8;
   constexpr int kStep = kEights ? kThreads / kChunks / 8 * 8 : kThreads / kChunks;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Row
   const bool inside = column < rows.width;
   const std::uint32_t to = tile.chunk(r, chunk);
   const T* from = rows.row(first + r) + column;
-  // One branch around all copies, and few instructions where rows are not aligned.
+  // One branch around all copies; the path for unaligned rows is kept short.
   if (!rows.aligned) {
 #pragma unroll 1
     for (int row = r; row < kRows; row += kStep) {
@@ -105,16 +105,14 @@ __device__ __forceinline__ void load_tile(const Tile<T, kWidth>& tile, const Row
 #pragma unroll
     for (int step = 0; step < kRows; step += kStep)
       if (kRows % kStep == 0 || r + step < kRows) copy(step);
-  } else {  // twice as many, which would be many instructions
+  } else {  // twice as many copies: too many instructions to unroll
 #pragma unroll 4
     for (int step = 0; step < kRows; step += kStep)
       if (kRows % kStep == 0 || r + step < kRows) copy(step);
   }
 }
 
-// Single words from global to shared memory, asynchronously.
-
-// Copies four bytes, or zeros where `there` is false.
+// Copies four bytes asynchronously, or zeros if `there` is false.
 __device__ __forceinline__ void cp_async4(std::uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "r"(there ? 4 : 0)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Barriers in shared memory that count arrivals and flip a phase (mbarrier), and named barriers for
-// a part of a block. A warp that waits by parity takes part in the next phase, so that the phase it
+// a part of a block. A warp that waits by parity takes part in the next phase, so the phase it
 // waits for cannot pass twice unseen.
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace coterie::cuda {
 
-// One lane arrives for its warp, and parts of a block meet at the hardware's named barriers:
-// racecheck follows neither. With COTERIE_RACECHECK every lane arrives and waits at barriers in
-// shared memory; who waits for whom, and where, is the same.
+// One lane arrives for its warp, and parts of a block synchronise at the hardware's named barriers:
+// racecheck tracks neither. With COTERIE_RACECHECK every lane arrives and waits at barriers in
+// shared memory, with the same dependencies at the same places.
 #ifdef COTERIE_RACECHECK
 constexpr bool kRacecheck = true;
 #else
@@ -27,12 +27,12 @@ __device__ __forceinline__ void mbarrier_invalidate(std::uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// What the lanes of this warp did comes before what follows the barrier.
+// Orders the work of this warp's lanes before what follows the barrier.
 __device__ __forceinline__ void mbarrier_arrive_warp(std::uint32_t barrier) {
   __syncwarp();
   if (threadIdx.x % 32 < kWarpArrivals) mbarrier_arrive(barrier);
 }
-// The same for barriers first .. end - 1, at most 32: at(i) is one's address.
+// The same for barriers first .. end - 1, at most 32: at(i) is the address of barrier i.
 template <class At>
 __device__ __forceinline__ void mbarrier_arrive_warp(int first, int end, const At& at) {
   __syncwarp();
@@ -43,17 +43,17 @@ __device__ __forceinline__ void mbarrier_arrive_warp(int first, int end, const A
     if (first + lane < end) mbarrier_arrive(at(first + lane));
   }
 }
-// An arrival once this thread's copies by cp.async are there.
+// Arrives once this thread's cp.async copies have completed.
 __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// The arrivals of a warp that fills a tile, 32 + kWarpArrivals: of each lane when its copies are
-// there, and the warp's for what the lanes stored themselves.
+// The arrivals of a warp that fills a tile, 32 + kWarpArrivals: one of each lane when its copies
+// have completed, and the warp's for the lanes' own stores.
 __device__ __forceinline__ void arrive_filled(std::uint32_t barrier) {
   arrive_after_copies(barrier);
   mbarrier_arrive_warp(barrier);
 }
-// Waits for barriers first .. end - 1, at most 32: wait(i) for one.
+// Waits for barriers first .. end - 1, at most 32: wait(i) waits for barrier i.
 template <class Wait>
 __device__ __forceinline__ void mbarrier_wait_warp(int first, int end, const Wait& wait) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -78,14 +78,14 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity)
 // Named barriers of a block: 1 to 7 are a kernel's own, the others belong to its warpgroups.
 constexpr int kGroupBarriers = 8;
 
-// kThreads of a block, whole warps, that wait for each other. `number` is that of a named barrier;
-// `memory` are 8 bytes of its shared memory.
+// A barrier for kThreads threads of a block, in whole warps. `number` is that of a named barrier;
+// `memory` is the address of 8 bytes of shared memory.
 template <int kThreads>
 struct PartBarrier {
   int number;
   std::uint32_t memory;
 
-  // By one thread, before the block meets.
+  // Called by one thread, before a block barrier.
   __device__ void init() const {
     if constexpr (kRacecheck) mbarrier_init(memory, kThreads);
   }
@@ -102,7 +102,7 @@ struct PartBarrier {
     else
       asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
   }
-  // Counts for the others' sync, and goes on.
+  // Arrives for the others' sync() without waiting.
   __device__ __forceinline__ void arrive() const {
     if constexpr (kRacecheck)
       mbarrier_arrive(memory);

@@ -5,9 +5,9 @@
 // accumulator of 16 x 16 as two 16 x 8 halves. In a half, lane l holds rows l/4 and l/4 + 8,
 // columns 2 (l%4) and 2 (l%4) + 1: acc[half][0..1] in the first row, acc[half][2..3] in the second.
 //
-// fp32 operands are split in two tf32 parts, and three products of parts are added (the fourth is
+// fp32 operands are split into two tf32 parts, and three products of parts are added (the fourth is
 // below fp32 rounding). Inside each group of 8 depths fp32 fragments hold depth 2 (l%4) where the
-// hardware means l%4, and 2 (l%4) + 1 for l%4 + 4; all loads here agree on that, and so an
+// hardware expects l%4, and 2 (l%4) + 1 for l%4 + 4; all loads here use this order, so an
 // accumulator can be used as FragmentA without moving data between lanes.
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace coterie::cuda {
 
 // Four 8 x 8 matrices of 16-bit elements between shared memory and the registers of a warp, in the
-// order of FragmentA (mma.cuh): lanes 8 m .. 8 m + 7 have the addresses of the rows of matrix m.
+// order of FragmentA: lanes 8 m .. 8 m + 7 have the addresses of the rows of matrix m.
 
 __device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -52,8 +52,8 @@ struct FragmentB {
 };
 using Accumulator = float[2][4];
 
-// Calls body(d) for kSteps steps of depth: unrolled, but for fp32, of which one product of
-// fragments has sixty instructions.
+// Calls body(d) for kSteps steps of depth. Unrolled except for fp32, where one product of fragments
+// takes sixty instructions.
 template <class T, int kSteps, class Body>
 __device__ __forceinline__ void for_depths(const Body& body) {
   if constexpr (sizeof(T) == 2) {
@@ -81,8 +81,8 @@ __device__ __forceinline__ void load_shared64(std::uint32_t& low, std::uint32_t&
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(low), "=r"(high) : "r"(address) : "memory");
 }
 
-// Rows row .. row+15, depths depth .. depth+15 of a tile. Here and below the numbers of rows,
-// columns and depths are multiples of 16.
+// Rows row .. row+15, depths depth .. depth+15 of a tile. Here and below, row, column and depth are
+// multiples of 16.
 template <class T, int kWidth>
 __device__ __forceinline__ void load_a(FragmentA<T>& a, const Tile<T, kWidth>& tile, int row,
                                        int depth) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_b_transposed(FragmentB<T>& b, const Tile<T,
   }
 }
 
-// Rounds a 16 x 16 accumulator to T, as the left factor of a next product.
+// Rounds a 16 x 16 accumulator to T, as the left factor of the next product.
 template <class T>
 __device__ __forceinline__ void to_fragment(FragmentA<T>& a, const Accumulator& acc) {
 #pragma unroll

@@ -27,7 +27,7 @@ __device__ __forceinline__ T* row_address(T* base, int number, int pitch) {
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(number), "r"(pitch), "l"(base));
   return address;
 }
-// Whether rows can be read and written by 16 bytes, with bytes of a pitch in 32 bits.
+// Whether rows can be read and written 16 bytes at a time, with a pitch in bytes that fits 32 bits.
 template <class T>
 __device__ __forceinline__ bool in_vectors(const Rows<T>& rows) {
   return rows.aligned && rows.pitch < 1 << 28 && rows.pitch > -(1 << 28);
@@ -37,8 +37,8 @@ __device__ __forceinline__ int pitch_bytes(const Rows<T>& rows) {
   return static_cast<int>(rows.pitch) * static_cast<int>(sizeof(T));
 }
 
-// The first `count` of the elements of 16 bytes, one by one, where rows are not aligned: few
-// instructions, so that they do not stand in the way of the others.
+// The first `count` elements of 16 bytes, one at a time, for unaligned rows: few instructions, to
+// keep this rare path out of the way of the others.
 template <class T>
 __device__ __forceinline__ uint4 load_slowly(const T* from, int count) {
   constexpr int kVector = 16 / sizeof(T), kBits = 8 * sizeof(T);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_chunk(float (&sum)[16 / sizeof(T)], const ui
     }
 }
 
-// A row in 16-byte chunks, one per lane of a group of 4 to 32 lanes; kVector numbers a lane.
+// A row in 16-byte chunks, one per lane of a group of 4 to 32 lanes; kVector elements per lane.
 template <class T>
 struct ChunkLane {
   static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
@@ -119,14 +119,12 @@ struct ChunkLane {
     lane = threadIdx.x % lanes;
   }
   __device__ int column() const { return lane * kVector; }
-  // Over the groups of the warp.
+  // Sum over the groups of the warp.
   __device__ float sum_groups(float value) const {
     for (int step = lanes; step < 32; step *= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
     return value;
   }
 };
-
-// Rows as 16-byte vectors of floats to add up.
 
 // kVector neighbouring elements of a row and their sum.
 template <class T>

@@ -6,7 +6,7 @@
 // memory. The columns' table has the same order: 16 bytes per lane (column l/4 of 8, elements
 // 8 (l%4) ..) for each tile of 8 columns and 32 depths.
 //
-// fp32 elements are a sum of bf16 parts; products of parts are summed, the large ones last.
+// fp32 elements are split into bf16 parts; products of parts are summed, the large ones last.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,7 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool there) {
   return words;
 }
 
-// This lane's elements of one row of up to 32 * kChunks, as they lie in memory.
+// This lane's elements of one row of up to 32 * kChunks, as laid out in memory.
 template <class T, int kChunks>
 struct RowWords {
   static constexpr int kVectors = static_cast<int>(sizeof(T)) / 2;  // of 16 bytes for 8 elements
@@ -105,7 +105,7 @@ struct RowTile {
 
   // Rows first .. first + kRows - 1; zeros from `end` on.
   __device__ __forceinline__ void load(const Rows<const T>& rows, int first, int end) {
-    if (rows.aligned)  // one branch around all loads, so that they are on their way together
+    if (rows.aligned)  // one branch around all loads, so that all are in flight together
       load_all<true>(rows, first, end);
     else
       load_all<false>(rows, first, end);
@@ -135,8 +135,8 @@ __device__ __forceinline__ void split_factor(float value, F (&part)[kParts]) {
 }
 
 // Rows l/4 and l/4 + 8 of 16, as left factors of 2 * kChunks steps of depth 16. A step's four words
-// must be neighbours in the register file; `zero`, a 0 that the compiler does not know, makes them
-// new values that it places there once instead of moving loaded words before every product.
+// must be in adjacent registers. XOR with `zero`, a 0 unknown to the compiler, makes them new
+// values that it places there once instead of moving loaded words before every product.
 template <class T, int kChunks, int kParts>
 struct RowFragments {
   std::uint32_t a[kParts][2 * kChunks][4];
@@ -163,8 +163,8 @@ struct RowFragments {
   }
 };
 
-// Where element `depth` of column `column` stands in a table of `chunks` times 32 depths, counted
-// in elements; the parts of 8 columns follow each other.
+// Position of element `depth` of column `column` in a table of `chunks` times 32 depths, in
+// elements; the parts of 8 columns follow each other.
 __host__ __device__ constexpr std::int64_t table_index(int chunks, int parts, int column, int depth,
                                                        int part) {
   const std::int64_t tile =
@@ -172,8 +172,9 @@ __host__ __device__ constexpr std::int64_t table_index(int chunks, int parts, in
   return (tile * 32 + column % 8 * 4 + depth % 32 / 8) * 8 + depth % 8;
 }
 
-// d[m] = rows x (8 columns) + start, for kMTiles tiles of 16 rows: parts p of the rows meet parts q
-// of the columns for p + q < kDepth. `table` points at this lane's 16 bytes of the tile of columns.
+// d[m] = rows x (8 columns) + start, for kMTiles tiles of 16 rows: the sum over parts p of the rows
+// and q of the columns with p + q < kDepth. `table` points at this lane's 16 bytes of the columns'
+// tile.
 template <int kDepth, class T, int kChunks, int kParts, int kColumnParts, int kMTiles>
 __device__ __forceinline__ void multiply_rows(
     const RowFragments<T, kChunks, kParts> (&rows)[kMTiles], const uint4* table,

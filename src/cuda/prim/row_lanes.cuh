@@ -26,7 +26,7 @@ struct RowLanes {
 
   __device__ static int column() { return static_cast<int>(threadIdx.x) % kLanes * kVector; }
 
-  // This lane's elements of a row, zeros beyond its end or where the row is not `there`.
+  // This lane's elements of a row, zeros beyond its end or if `there` is false.
   __device__ static void load(const Rows<const T>& rows, std::int64_t row, bool there, Values& x) {
     union {
       uint4 words;
@@ -42,7 +42,7 @@ struct RowLanes {
     for (int i = 0; i < kVector; ++i) x[i] = to_float(chunk.elements[i]);
   }
 
-  // The same of a row of `width` floats.
+  // The same for a row of `width` floats.
   __device__ static void load_floats(const float* row, int width, Values& x) {
     if (width % 4 == 0) {
 #pragma unroll
@@ -76,7 +76,7 @@ struct RowLanes {
     }
   }
 
-  // Sum over the lanes of a row, in an order of its own.
+  // Butterfly sum over the lanes of a row.
   __device__ static float sum(float value) {
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) value += __shfl_xor_sync(~0u, value, step);
@@ -96,7 +96,7 @@ struct RowLanes {
     for (int i = 0; i < kVector; ++i) part += x[i];
     return sum(part);
   }
-  // A row of `width` elements to mean 0 and variance 1; returns 1 / sigma.
+  // Normalises a row of `width` elements to mean 0 and variance 1; returns 1 / sigma.
   __device__ static float normalise(int width, Values& x) {
     const float mean = total(x) / static_cast<float>(width);
 #pragma unroll

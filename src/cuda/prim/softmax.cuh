@@ -40,14 +40,14 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// 2^(score * exponent - shift), with the product rounded as shifts are: beyond 2^24 the difference
-// of an exact product and a rounded shift would be far from 0 for the largest score itself.
+// 2^(score * exponent - shift), with the product rounded as shifts are: beyond 2^24 an exact
+// product minus a rounded shift would be far from 0 even for the largest score.
 __device__ __forceinline__ float shifted_weight(float score, float exponent, float shift) {
   return exp2_approximate(__fmul_rn(score, exponent) - shift);
 }
 
 // Weights are shifted_weight(score, exponent, shift). The shift follows the largest score only when
-// that is kSlack above it: sums stay far from overflow, and rows are hardly ever rescaled.
+// that is kSlack above it: sums stay far from overflow, and rows are rarely rescaled.
 struct RowSoftmax {
   static constexpr float kSlack = 8.0f;
   float shift = -INFINITY;
@@ -56,8 +56,8 @@ struct RowSoftmax {
   // The largest score that needs no new shift; `inverse` is 1 / exponent.
   __device__ float limit(float inverse) const { return (shift + kSlack) * inverse; }
 
-  // For a new largest score of the row; returns the factor of everything summed so far. Scores of
-  // -inf only (rows that see infinities) leave the shift at 0, which makes their weights 0.
+  // For a new largest score of the row; returns the factor of everything summed so far. If all
+  // scores are -inf (rows that see infinities), the shift becomes 0 and all weights are 0.
   __device__ float raise(float largest, float exponent) {
     const float old = shift;
     shift = fmaxf(shift, largest * exponent);

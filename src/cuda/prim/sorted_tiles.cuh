@@ -18,10 +18,11 @@ struct QueryTile {
   ItemSpan span;
 };
 
-// The tiles of cluster c of item t have consecutive numbers from
-//   t * clusters + c + (rows before its first one) >> bits (+ batch * room for one more)
-// on. A cluster of n rows has at most (n >> bits) + 1 tiles, so numbers never meet. A row of an
-// item may be in several clusters, per_row of them: it then counts that often.
+// The tiles of cluster c of item t have consecutive numbers, starting at
+//   t * clusters + c + (rows of the tensor before its first one >> bits) for packed items, else
+//   t * per_item + c + (rows of the item before its first one >> bits).
+// A cluster of n rows has at most (n >> bits) + 1 tiles, so numbers never collide. A row of an item
+// may be in per_row clusters; it then counts that often.
 struct QueryTiles {
   int bits;                       // a tile has at most 1 << bits rows
   int clusters, items, per_item;  // per_item: numbers of an item, 0 for packed items
@@ -41,7 +42,7 @@ struct QueryTiles {
            cluster;
   }
 
-  // By all lanes of a warp. `offsets` is (items, H, clusters + 1).
+  // Called by all lanes of a warp. `offsets` is (items, H, clusters + 1).
   __device__ QueryTile find(const SequenceSpans& queries, const std::int32_t* offsets, int heads,
                             int head, int number) const {
     int item = 0;
@@ -60,8 +61,8 @@ struct QueryTiles {
     // Packed rows are counted from the start of the tensor, others from that of the item.
     const int before = per_item > 0 ? 0 : tile.span.begin * per_row;
     const int origin = per_item > 0 ? item * per_item : item * clusters;
-    // The last cluster whose first tile is not after this one. A lane looks at several places at a
-    // time: up to 256 clusters take one wait for memory.
+    // The last cluster whose first tile is not after this one. A lane probes several places at
+    // once: up to 256 clusters cost one memory latency.
     constexpr int kProbes = 8;
     const int lane = threadIdx.x % 32;
     for (int left = clusters; left > 1;) {
@@ -87,7 +88,7 @@ struct QueryTiles {
   }
 };
 
-// `rows` of each batch entry; packed items share one.
+// `rows` rows per batch entry; packed items share one entry.
 inline QueryTiles query_tiles(bool packed, std::int64_t items, std::int64_t rows,
                               std::int64_t per_row, std::int64_t clusters, int bits) {
   const std::int64_t slots = rows * per_row, per_item = clusters + (slots >> bits) + 1;

@@ -63,8 +63,8 @@ inline ItemChunks row_tiles(const SequenceSpans& spans, int items, int rows) {
   return {rows, per_item, items, items * per_item};
 }
 
-// Cuts the keys so that `rows` row tiles per item keep `blocks` resident thread blocks busy: the
-// least time of waves x (keys of a chunk + a block's overhead, in keys).
+// Cuts the keys so that `rows` row tiles per item keep `blocks` resident thread blocks busy:
+// minimises waves x (keys of a chunk + a block's overhead, in keys).
 inline ItemChunks key_chunks(const AttentionCall& call, std::int64_t rows, std::int64_t blocks) {
   constexpr std::int64_t kStep = 128, kOverhead = 256, kMost = 256;
   const std::int64_t keys = max(call.S, std::int64_t{1}),

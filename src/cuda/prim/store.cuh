@@ -11,7 +11,7 @@
 
 namespace coterie::cuda {
 
-// To device memory, which a pointer that came through shared memory does not say.
+// To global memory: the address space of a pointer read from shared memory is unknown.
 __device__ __forceinline__ void store_global(float* to, float value) {
   asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_global(void* to, const std::uint32_t (&wor
   store_global(to, make_uint4(word[0], word[1], word[2], word[3]));
 }
 
-// Of four lanes l%4, lane t ends with word t of each: word[j] comes from lane j.
+// Transposes the words of four lanes: word[j] of lane t becomes word[t] of lane j.
 __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
   const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
 }
 
 // Columns column .. column+31 of the row that this lane holds in the upper (side 0) or lower half
-// (side 1) of two neighbouring accumulators. All lanes of the warp call; `there` lanes write.
+// (side 1) of two neighbouring accumulators. All lanes of the warp call; lanes with `there` write.
 template <class T>
 __device__ __forceinline__ void store_columns(const Rows<T>& rows, std::int64_t row, bool there,
                                               int column, const Accumulator* acc, int side) {

@@ -72,17 +72,17 @@ struct Team {
         size(teams.size),
         arrivals(teams.arrivals + number) {}
 
-  // All blocks of the team have come here, and each sees what the others wrote before.
+  // Waits until all blocks of the team arrive; each then sees what the others wrote before.
   __device__ void sync() {
     arrive();
     wait();
   }
-  // In two steps: this block has come, and all have.
+  // The two halves of sync(): this block arrives, and waits for the others.
   __device__ void arrive() {
     __syncthreads();
     if (size == 1) return;
     expected += size;
-    if (threadIdx.x == blockDim.x - 1)  // it waits for all stores; the first threads have work
+    if (threadIdx.x == blockDim.x - 1)  // the release waits for all stores; thread 0 has other work
       asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
   }
   __device__ void wait() const {
@@ -96,7 +96,7 @@ struct Team {
     __syncthreads();
   }
 
-  // This block's part of `count` rows; parts start at multiples of 64 and follow the ranks.
+  // This block's part of `count` rows; parts start at multiples of 64, in the order of the ranks.
   __device__ RowRange share(int count) const {
     const int each = ((count + size - 1) / size + 63) / 64 * 64;
     const int begin = static_cast<int>(
@@ -105,7 +105,7 @@ struct Team {
   }
 };
 
-// Writes -1 behind the last row of an item, the team's threads sharing the work.
+// Writes -1 after the last row of an item; the team's threads share the work.
 __device__ inline void fill_padding(const ClusterShape& shape, const Team& team, int item, int head,
                                     std::int32_t* labels, std::int32_t* order) {
   const ItemSpan span = shape.q.span(item);
@@ -126,7 +126,7 @@ void launch_cooperative(void (*kernel)(Parameters...), int blocks, int threads, 
                 dim3(static_cast<unsigned>(blocks)), threads, shared, stream, arguments...);
 }
 
-// As launch_early: the kernel waits for those ahead of it by itself.
+// As launch_early: the kernel itself waits for earlier ones.
 template <class... Parameters, class... Arguments>
 void launch_cooperative_early(void (*kernel)(Parameters...), int blocks, int threads,
                               std::size_t shared, cudaStream_t stream,

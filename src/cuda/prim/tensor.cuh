@@ -49,8 +49,8 @@ struct ItemSpan {
   int batch, begin, length;
 };
 
-// Sequences of one side. Lengths and offsets lie on the device and were not checked: they are
-// clamped, so that wrong ones give wrong rows and no bad address.
+// Sequences of one side. Lengths and offsets are on the device and were not checked: they are
+// clamped, so wrong ones give wrong rows but no invalid address.
 struct SequenceSpans {
   const std::int32_t* lengths;     // (B), or null
   const std::int32_t* cu_seqlens;  // (items + 1), or null

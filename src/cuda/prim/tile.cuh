@@ -17,12 +17,12 @@ struct Tile {
 
   std::uint32_t base;
 
-  // Rows of 4, 12, ... chunks change banks by themselves every second row.
+  // With 4, 12, ... chunks per row, neighbouring rows already fall into different banks.
   __device__ static constexpr int swizzle(int row) {
     return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
   }
-  // The part of the tile from a row on, a multiple of 8. Loads of unrolled loops go through it: the
-  // permutation of their addresses is then the same in all steps.
+  // The tile from `row` on, a multiple of 8. Unrolled loops load through it: the permutation of
+  // their addresses is then the same in all steps.
   __device__ Tile below(int row) const { return {base + row * kRowBytes}; }
   __device__ std::uint32_t chunk(int row, int index) const {
     return base + row * kRowBytes + ((index ^ swizzle(row)) << 4);

@@ -7,15 +7,15 @@
 
 namespace coterie::cuda {
 
-// This thread's number, as if it could change: what follows from it is computed where it is used,
-// for want of registers.
+// This thread's number, opaque to the compiler: values derived from it are recomputed where they
+// are used, which lowers register pressure.
 __device__ __forceinline__ unsigned thread_again() {
   unsigned thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// The sum and the largest of the lanes' values, in all lanes of a warp.
+// The sum and the maximum of the lanes' values, in all lanes of a warp.
 template <class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
@@ -39,15 +39,15 @@ __device__ __forceinline__ T warp_inclusive_scan(T value) {
   return value;
 }
 
-// What all lanes of a warp have, so that the compiler sees it: descriptors that are computed from
-// it stay in uniform registers.
+// Shows the compiler that all lanes of a warp have the same value: descriptors computed from it
+// stay in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-// The same of a number >= 0 on which loops depend: the assembler keeps what is computed in them in
-// uniform registers only if it knows the trips to be the same.
+// The same for a loop count >= 0: the assembler keeps values computed in the loop in uniform
+// registers only if it knows that all lanes make the same number of trips.
 __device__ __forceinline__ int uniform_trips(int number) { return __reduce_max_sync(~0u, number); }
 
 // Sum of `value` over the threads of the block before this one; `carry` is added, and becomes the
-// next carry. By all threads, which it synchronises.
+// next carry. Called by all threads; it synchronises them.
 __device__ inline int block_exclusive_scan(int value, int& carry) {
   __shared__ int warp_sums[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -65,9 +65,7 @@ __device__ inline int block_exclusive_scan(int value, int& carry) {
   return result;
 }
 
-// Ascending lists of rows.
-
-// How many of the first `count` entries of an ascending list are not beyond `most`.
+// How many of the first `count` entries of an ascending list are <= `most`.
 __device__ __forceinline__ int count_up_to(const std::int32_t* list, int count, int most) {
   int low = 0;
   while (low < count) {

@@ -12,7 +12,7 @@
 #include "core/types.h"
 #include "cuda/prim/mbarrier.cuh"
 
-// The accumulators d[4] to d[128] of a warpgroup product as inline assembly wants them: the
+// The accumulators d[4] to d[128] of a warpgroup product as inline assembly needs them: the
 // operands %0, %1, ... of the instruction text, and the list of outputs with `io` "+" or "=".
 #define COTERIE_WGMMA_D4 "%0,%1,%2,%3"
 #define COTERIE_WGMMA_D16 COTERIE_WGMMA_D4 ",%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -78,15 +78,15 @@ __device__ __forceinline__ std::uint64_t narrow_descriptor(std::uint32_t address
          static_cast<std::uint64_t>(128 >> 4) << 16 | static_cast<std::uint64_t>(256 >> 4) << 32;
 }
 
-// The descriptor of what lies `offset` bytes behind; one addition, where matrix_descriptor takes
-// several instructions.
+// The descriptor of the matrix `offset` bytes further on: one addition, while matrix_descriptor
+// takes several instructions.
 __device__ __forceinline__ std::uint64_t descriptor_behind(std::uint64_t descriptor, int offset) {
   const std::uint32_t low =
       static_cast<std::uint32_t>(descriptor) + (static_cast<std::uint32_t>(offset) >> 4);
   return descriptor >> 32 << 32 | low;
 }
 
-// Before the first product of a batch: registers and shared memory are as the warp wrote them.
+// Before the first product of a batch: orders the warp's writes to registers and shared memory.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// `add` is 0, 1 or an operand with one of them, `flags` which factors are transposed.
+// `add` is 0, 1 or an operand with one of them; `flags` says which factors are transposed.
 #define COTERIE_WGMMA(type, n, io, names, outputs, left, right, add, flags, ...)         \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                      \
                ", 0;\n"                                                                  \
@@ -122,8 +122,8 @@ __device__ __forceinline__ void fence_async_proxy() {
     COTERIE_WGMMA("bf16", __VA_ARGS__);  \
   else                                   \
     COTERIE_WGMMA("f16", __VA_ARGS__)
-// The left factor in shared memory, or in registers; a sum that starts or goes on, or which of both
-// is told by a number.
+// The left factor is in shared memory or in registers. The product starts a sum or adds to one,
+// chosen at compile time or by a number (wgmma_from).
 #define COTERIE_WGMMA_SHARED(n, names, outputs, left, right, third, fourth)                        \
   template <class T, int kAdd, int kTransposed, int kLeftTransposed = 0>                           \
   __device__ __forceinline__ void wgmma(float(&d)[n / 2], std::uint64_t a, std::uint64_t b) {      \
@@ -152,10 +152,10 @@ __device__ __forceinline__ void fence_async_proxy() {
                              "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed));  \
   }
 
-// wgmma<T, kAdd, kTransposed>(d, a, b): d = a b (kAdd 0) or d += a b (kAdd 1), 64 x 16 by 16 x n;
-// a thread has n / 2 elements of d. b: with kTransposed 0 its n columns are rows of the tile (keys
-// in Q Kᵀ), with 1 its 16 depths are (keys in P V). a is in shared memory, with kLeftTransposed 1
-// with its depths as rows, or in registers; wide products read it less often.
+// wgmma<T, kAdd, kTransposed>(d, a, b): d = a b (kAdd 0) or d += a b (kAdd 1), 64 x 16 by 16 x n; a
+// thread has n / 2 elements of d. b: with kTransposed 0 its n columns are rows of the tile (keys in
+// Q Kᵀ), with 1 its 16 depths are (keys in P V). a is in registers or in shared memory, where
+// kLeftTransposed 1 means that its depths are rows; wide products read it less often.
 COTERIE_WGMMA_SHARED(8, COTERIE_WGMMA_D4, COTERIE_WGMMA_OUT4, "%4", "%5", "%6", "%7")
 COTERIE_WGMMA_SHARED(32, COTERIE_WGMMA_D16, COTERIE_WGMMA_OUT16, "%16", "%17", "%18", "%19")
 COTERIE_WGMMA_SHARED(64, COTERIE_WGMMA_D32, COTERIE_WGMMA_OUT32, "%32", "%33", "%34", "%35")
@@ -174,7 +174,7 @@ __device__ __forceinline__ void wgmma_from(float (&d)[32], const std::uint32_t (
                          "%36", "%37", "%38", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
                          "r"(add), "n"(kTransposed));
 }
-// One of the steps of depth that are a product: the first starts the sum.
+// One step of depth of a product; the first step starts the sum.
 template <class T, int kTransposed, class Left, int kCount>
 __device__ __forceinline__ void wgmma_step(int step, float (&d)[kCount], const Left& a,
                                            std::uint64_t b) {
