@@ -183,7 +183,7 @@ __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
                                               const Own& load_own, const Ring& load_ring) {
   using M = InnerMemory<T>;
   const int tiles = args.tiles(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  // Order within a cluster: its first own tile, its tiles of the ring, the rest of its own.
+  // Order within a cluster: its first own tile, its ring tiles, its other own tiles.
   const auto load = [&](int number, int i) {
     const bool shared = i > 0 && i <= tiles;
     const int tile = i == 0 ? 0 : shared ? i - 1 : i - tiles;

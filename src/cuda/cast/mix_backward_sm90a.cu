@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
     fence_async_proxy();
     __syncthreads();
     const Tiles tokens = stage(number);
-    // Of two neighbouring tokens.
+    // Facts of two neighbouring tokens.
     const float4* facts = reinterpret_cast<const float4*>(stage_facts(number)) + threadIdx.x % 4;
     const auto weigh = [&](float(&s)[32]) {
       // All warps have completed the sums of the previous stage.

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) pass.summary_dots[number] = dot;
 }
 
-// By the mix and through the summaries.
+// Gradients of surrogates, by the mix and through the summaries.
 __device__ __forceinline__ void fold_surrogates(const CastShape& shape, const CastBackward& pass,
                                                 int block) {
   const int heads = shape.H * shape.clusters;

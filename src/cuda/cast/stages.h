@@ -143,7 +143,7 @@ struct CastBackward {
   float* summary_weights;  // of the token in the summary (beta)
   float* dgate_slots;
   float* shifts;  // if resident: log-sum-exp inside the cluster - log of the weight, base 2
-  // Of the inputs' type. Keys and values: (items, key_slot_heads, C, w, D).
+  // In the inputs' type. Keys and values: (items, key_slot_heads, C, w, D).
   void *dq_slots, *dk_slots, *dv_slots;
   float4* gates;  // (B, N): psi and sigmoid of the gate, and of its opposite
   // (B, H, N)

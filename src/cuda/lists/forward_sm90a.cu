@@ -3,12 +3,11 @@
 // query sees, and its log-sum-exps, with an online softmax.
 //
 // A stream of steps (stream.cuh) whose owned rows are queries. Grid: one or a few blocks per
-// multiprocessor, by StreamRun of plan.h. 512 threads: three warpgroups compute 64 queries each
-// with 144 or 152 registers, which hold outputs and (64 elements) queries; four warps load with 80
-// or 56. Shared memory, 210 to 225 KB: a ring of 10, 9 (statistics) or 5 (128 elements) tiles of
-// keys and values, 6 or 3 places of queries, the plan (64 bytes per step), ranges and row
-// statistics. kFold: the first and last tile of a window, in which no query sees the same column,
-// are weighted as one.
+// multiprocessor (StreamRun). 512 threads: three warpgroups compute 64 queries each with 144 or 152
+// registers, which hold outputs and (64 elements) queries; four warps load with 80 or 56. Shared
+// memory, 210 to 225 KB: a ring of 10, 9 (statistics) or 5 (128 elements) tiles of keys and values,
+// 6 or 3 places of queries, the plan (64 bytes per step), row ranges and statistics. kFold: first
+// and last tile of a window, in which no query sees the same column, are weighted as one.
 //
 // Preconditions (plan.cu): 16-bit types, aligned rows less than 2 GiB apart, no filters, softmax
 // weights, ranks and slots below 2^30. Other calls: forward.cu.
@@ -58,7 +57,7 @@ __device__ __forceinline__ void replace_columns(float (&s)[32], const float (&ot
     s[at] = own >> i & 1 ? s[at] : other[at];
   }
 }
-// Packed weights of a row: the first `count` move to `other` and become 0.
+// Packed weights of a row: the first `count` move to `other` and are zeroed here.
 __device__ __forceinline__ void split_columns(std::uint32_t (&p)[4][4],
                                               std::uint32_t (&other)[4][4], int half, int count) {
 #pragma unroll
@@ -405,7 +404,7 @@ struct GroupRows {
   }
 };
 
-// Iterations of the loops that copy rows: the longer code with statistics must fit into the
+// Unroll factor of the loops that copy rows: the longer code with statistics must fit into the
 // instruction caches.
 template <int kDim, ListForm kForm>
 constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kStreamRows / 4;
@@ -563,7 +562,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
   constexpr int kChunk = Shape::kRing / 2;  // tiles waited for at a time
   const ListProblem& problem = args.problem;
   StreamReader reader;
-  // Waits for tiles from `tile` on of a step that ends before `end` that arrive without a release.
+  // Waits for the step's tiles [tile, end) as far as they arrive without a release.
   const auto await = [&](int tile, int end) {
     shape.wait_below(min(min(end, tile + kChunk), Shape::reach(reader)), reader);
     fence_async_proxy();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Candidates for routing's members: rows whose rounded score is not below a threshold of the
-// centroid, chosen such that about kCandidateAim times the wanted number of rows pass; choose.cu
-// makes the selection exact. The statistics of the rows are computed along the way.
+// centroid, which about kCandidateAim times the wanted number of rows reach; choose.cu makes the
+// selection exact. The statistics of the rows are computed along the way.
 //
 // Grid and block: cooperative, one block of four warpgroups per multiprocessor. A team of up to 16
 // blocks takes 256 centroids of a head, which are kept in shared memory. A warpgroup loads 64 rows

@@ -4,10 +4,9 @@
 // rows; and the sort of the rows by cluster. If queries and keys have the same number of heads and
 // rows, both are sorted together, which also gives the number of keys that a query sees.
 //
-// Grid and block: cooperative, one block of four warpgroups (three for Dk = 128) per
-// multiprocessor; a team of blocks takes an item and head; a block's rows are contiguous. A
-// warpgroup loads 64 rows from global memory to registers and takes 64 centroids at a time from
-// shared memory.
+// Grid and block: cooperative, one block of 4 warpgroups (3 for Dk = 128) per multiprocessor; a
+// team of blocks takes an item and head; a block's rows are contiguous. A warpgroup loads 64 rows
+// from global memory to registers and takes 64 centroids at a time from shared memory.
 //
 // Both are f16 in the products: a row x, whose bf16 elements hardly change, and m, each times a
 // power of two. The rounding error of m is multiplied as well, as a second f16 number, if it fits
@@ -151,7 +150,7 @@ constexpr std::int32_t kNumbers = 63;  // low bits of a score that are replaced 
 // or odd columns of a step, and whose columns are the 8 blocks of 8 columns of all steps, two
 // scores differ in their row or in their column: the second best is the second largest row maximum
 // or column maximum. So a score takes part in two maxima, of three numbers each, and needs no
-// number of its own. Bits of positive floats, as integers, have the order of the floats; those of
+// separate number. Bits of positive floats, as integers, have the order of the floats; those of
 // negative floats are below 0.
 struct ScoreGrid {
   std::int32_t first = 0, second = 0;  // row maxima; the low bits are the number
