@@ -35,7 +35,7 @@ struct MixArgs {
   const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
   const T* inner;                   // (slots, D)
   const float* summary_lse;         // (items, H, C), or null
-  float* lse;                       // (B, H, N), or null
+  float* lse;                       // (B, H, N)
 };
 
 constexpr int kMixRows = 64;  // tokens per tile, clusters per tile

@@ -6,8 +6,8 @@
 //                  (add_gradients)
 //
 // Grid and block: 256 threads. count_members and move_centroids: a block per cluster and centroid
-// head, which reads all labels; the others: up to 1024 blocks, a group of 4 to 32 lanes per token.
-// Shared memory: up to 34 KB of double sums in move_centroids. The order of sums depends only on
+// head, which reads all labels; the others: up to 1024 blocks, a group of 16 or 32 lanes per token.
+// Shared memory: up to 17 KB, double sums in move_centroids. The order of sums depends only on
 // the rows. Preconditions: refuse_tokens. Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
