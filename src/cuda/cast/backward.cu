@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of CAST: the order of its stages. With warpgroups the mix, and if the plan says
-// resident also the attention inside clusters, run on kernels for Hopper; else they are lists.
+// The backward pass of CAST: the order of its stages. With warpgroups the mix, and if the plan is
+// resident also the attention inside clusters, run on kernels for Hopper; otherwise they are lists.
 #include <algorithm>
 #include <vector>
 
@@ -22,7 +22,7 @@ CastBackward take_backward(const CastShape& shape, const CastPlan& plan, const A
        {&pass.dots, &pass.excess, &pass.weights, &pass.weighted, &pass.query_factors,
         &pass.key_factors, &pass.summary_weights, &pass.dgate_slots, &pass.shifts})
     *scalars = arena.take<float>(slots);
-  // mix_dq is done with before slots have gradients.
+  // mix_dq is no longer needed when slots get gradients.
   const std::int64_t slot_bytes = slots * call.Dk * each;
   auto* memory = arena.take<float4>(std::max(3 * slot_bytes, rows * call.Dk * 4) / 16 + 3);
   pass.mix_dq = reinterpret_cast<float*>(memory);
@@ -68,7 +68,7 @@ void backward_mix(const CastShape& shape, const AttentionCall& call, const CastB
   cast_totals(shape, pass, stream);
 }
 
-// The attention inside clusters as one of lists.
+// The attention inside clusters as attention over lists.
 void backward_lists(const CastShape& shape, const AttentionCall& call, const CastBackward& pass,
                     Arena& arena, cudaStream_t stream) {
   const CastLists inner = cast_inner_lists(shape, call, arena, stream);
@@ -112,7 +112,7 @@ void cast_backward(const CastParams& params, const AttentionCall& call, const Ca
   } else {
     backward_lists(shape, call, pass, arena, stream);
   }
-  // Where query heads of one key head have lists of their own, their sums come first.
+  // If query heads of one key head have separate lists, their sums come first.
   const bool apart = shape.list_heads > 1 && shape.group > 1;
   TensorView dk = gradients.dk, dv = gradients.dv;
   if (apart && (arena.counting() || dk.present())) dk = cast_take_rows(call, arena, call.B, call.N);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What CAST's kernels share: its scalar functions, tiles of tokens, lanes along gathered rows, and
-// which clusters are empty.
+// Shared by CAST's kernels: scalar functions, tiles of tokens, lanes along gathered rows, and which
+// clusters are empty.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ __device__ __forceinline__ float softplus(float x) {
   return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 __device__ __forceinline__ float gate_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-// psi(x), or 1 where gates do not scale.
+// psi(x), or 1 if gates do not scale.
 __device__ __forceinline__ float gate_factor(const CastShape& shape, float x) {
   return shape.gate_scale ? 1.0f + softplus(x) : 1.0f;
 }
@@ -37,20 +37,20 @@ inline ItemChunks token_tiles(const CastShape& shape, int rows) {
   return row_tiles(shape.tokens, shape.items, rows);
 }
 
-// Blocks of `each` threads for `count` of them.
+// Number of blocks of `each` threads for `count` threads.
 inline unsigned blocks_of(std::int64_t count, int each) {
   return static_cast<unsigned>((count + each - 1) / each);
 }
 
-// Dense rows (count, width) as the loaders take them.
+// Dense rows (count, width) for the loaders.
 template <class T>
 __device__ __forceinline__ Rows<T> dense_rows(T* data, int width) {
   return {data, width, width,
           (reinterpret_cast<std::uintptr_t>(data) | width * sizeof(T)) % 16 == 0};
 }
 
-// RowLanes (prim/row_lanes.cuh) where rows of a warp may be added up apart from each other and come
-// as they lie.
+// RowLanes (prim/row_lanes.cuh) whose rows within a warp are summed separately and may have any
+// alignment.
 template <class T, int kDim>
 struct CastLanes : RowLanes<T, kDim> {
   using Base = RowLanes<T, kDim>;
@@ -76,7 +76,7 @@ struct CastLanes : RowLanes<T, kDim> {
         group(static_cast<int>(threadIdx.x) / kLanes) {}
 
   __device__ bool first() const { return lane == 0; }
-  // The number of this group's row where a grid has one per group.
+  // Index of this group's row in a grid with one row per group.
   __device__ std::int64_t row_of_grid() const {
     return (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   }
@@ -92,7 +92,7 @@ struct CastLanes : RowLanes<T, kDim> {
     for (int i = 0; i < kVector; ++i) floats.value[i] = to_float(elements[i]);
     return floats;
   }
-  // Of floats that may lie anywhere.
+  // For floats of any alignment.
   __device__ static Floats load_floats(const float* row, int width) {
     Floats floats;
     if (reinterpret_cast<std::uintptr_t>(row) % 16 == 0) {
@@ -108,7 +108,7 @@ struct CastLanes : RowLanes<T, kDim> {
     Base::store(rows, row, floats.value);
   }
 
-  // Over the lanes of the row, which call it together.
+  // Dot product over the lanes of the row, which must call it together.
   __device__ static float dot(const Floats& a, const Floats& b) {
     constexpr unsigned kRow = kLanes == 32 ? ~0u : (1u << (kLanes % 32)) - 1;
     const unsigned mask = kRow << (threadIdx.x % 32 / kLanes * kLanes);
@@ -124,7 +124,7 @@ struct CastLanes : RowLanes<T, kDim> {
     for (int i = 0; i < kVector; ++i) sum.value[i] = fmaf(weight, a.value[i], sum.value[i]);
   }
 
-  // The sums of a warp's groups, to sums[warp].
+  // Stores the sums of a warp's groups in sums[warp].
   template <int kWarps>
   __device__ static void fold(Floats& sum, float (&sums)[kWarps][kDim]) {
 #pragma unroll
@@ -138,8 +138,8 @@ struct CastLanes : RowLanes<T, kDim> {
   }
 };
 
-// Which of 64 clusters are there to be mixed, by their summaries' log-sum-exps; without those
-// (laplace) empty clusters need no attention, for their summaries are 0. By all lanes of a warp.
+// Which of 64 clusters take part in the mix, by their summaries' log-sum-exps. Without those
+// (laplace) all do: summaries of empty clusters are 0. Called by all lanes of a warp.
 struct ClusterBits {
   unsigned long long bits = ~0ull;
 

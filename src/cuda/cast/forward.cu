@@ -41,7 +41,7 @@ CastShape cast_shape(const CastParams& params, const AttentionCall& call,
 CastPlan::CastPlan(const CastShape& shape, const AttentionCall& call)
     : key_slot_heads(static_cast<int>(shape.list_heads > 1 ? call.H : call.value_heads)),
       member_tiles(1) {
-  constexpr int kBlock = 64;  // clusters of a block
+  constexpr int kBlock = 64;  // clusters per block
   const std::int64_t groups = (shape.clusters + kBlock - 1) / kBlock, tokens = max(shape.N, 1);
   parts = key_chunks(call, shape.H, multiprocessors());
   chunks = key_chunks(call, groups * shape.H, 2 * multiprocessors());
@@ -55,7 +55,7 @@ CastPlan::CastPlan(const CastShape& shape, const AttentionCall& call)
 
 namespace {
 
-// Rows that are copied and written 16 bytes at a time, bytes between them counted in 32 bits.
+// Rows that are copied and written 16 bytes at a time, with row pitches in 32-bit bytes.
 bool aligned(const TensorView& rows) { return !rows.present() || tensor4<const F16>(rows).aligned; }
 bool near(const TensorView& rows) {
   return rows.stride(2) >= 0 && rows.stride(2) < std::int64_t{1} << 30;
@@ -74,7 +74,7 @@ void CastPlan::choose_backward(const CastShape& shape, const AttentionCall& call
                                const TensorView& grad_out, const AttentionGradients& to) {
   warpgroups = on_hopper() && call.inputs.q.dtype != DType::f32 && !shape.laplace &&
                aligned(call.inputs.q) && aligned(grad_out) && aligned(to.dq);
-  // Sums over slots of query heads take one list for all.
+  // Sums over slots of query heads need one list for all.
   resident = warpgroups && shape.width <= kCastResident && shape.D <= 64 &&
              (shape.group == 1 || shape.list_heads == 1) && aligned(call.k) &&
              aligned(call.inputs.v) && aligned(to.dk) && aligned(to.dv) && near(call.inputs.q) &&
@@ -145,7 +145,7 @@ class CastPass : public Pass {
   }
 
  private:
-  // An arena that only counts launches nothing.
+  // With an arena that only counts, nothing is launched.
   void attend_into(const AttentionResult& result, Arena& arena, cudaStream_t stream) const {
     CastForward pass{};
     pass.saved = cast_saved(params_, result.saved);

@@ -3,15 +3,15 @@
 // dp_ij = g_i . v_j and dot_i = sum_j p_ij dp_ij,
 //   dq_i = alpha_i scale sum_j p_ij (dp_ij - dot_i) k_j,
 //   dk_j = scale sum_i alpha_i p_ij (dp_ij - dot_i) q_i,   dv_j = sum_i alpha_i p_ij g_i.
-// One kernel over the owned side: queries (InnerQueries), then keys (InnerKeys), as the gradients
-// of summaries, which keys need, follow from the queries. What membership adds to the gradients of
-// mix and summaries comes on the way (stages.h).
+// One kernel over the owned side: first queries (InnerQueries), then keys (InnerKeys), because keys
+// need the gradients of summaries, which follow from the queries. The contributions of membership
+// to the gradients of mix and summaries are computed along the way (stages.h).
 //
-// Grid: resident blocks take clusters in turn. Each has tiles of 64 members. Two warpgroups own
-// tiles of two matrices in turn (queries and gradients, or keys and values) and walk all tiles of
-// the other two (walk.cuh), which they share: those pass through a ring. One more warpgroup loads.
-// Shared memory: a ring of 8 pairs of tiles and 4 own pairs of 16 KiB each, 210 KiB in all; 216
-// registers for threads that compute, 72 for those that load.
+// Grid: resident blocks take clusters in turn, in tiles of 64 members. Two warpgroups own tiles of
+// two matrices in turn (queries and gradients, or keys and values) and walk all tiles of the other
+// two (walk.cuh), which they share through a ring. One more warpgroup loads. Shared memory: a ring
+// of 8 pairs of tiles and 4 own pairs of 16 KiB each, 210 KiB in total; 216 registers for threads
+// that compute, 72 for those that load.
 // Preconditions: Hopper, 16-bit types, softmax, lists of up to 256 members (kCastResident), aligned
 // rows of up to 64 elements. Else member_backward.cu and lists.cu.
 #include "cuda/cast/walk.cuh"
@@ -35,20 +35,19 @@ struct InnerArgs {
   }
 };
 
-// What a computing warpgroup has to know of one of its rows; zeros where there is none, but for an
-// infinite lse.
+// Row metadata for a computing warpgroup; zeros if there is no row, except for an infinite lse.
 struct alignas(16) InnerRow {
   float lse;     // queries: of the scores, base 2
   float factor;  // of the logits of the mix, or of the summary
-  float other;   // queries: log-sum-exp of the mix; keys: what dgate_slots has
-  float slope;   // of the factor by the gate
+  float other;   // queries: log-sum-exp of the mix; keys: present value of dgate_slots
+  float slope;   // derivative of the factor by the gate
 };
-// Of a cluster. For keys: of its summary the gradient, and also log-sum-exp and gradient . summary.
+// Data of a cluster. For keys, `summary` is its gradient; lse and dot are for keys only.
 struct alignas(16) InnerFloats {
   float surrogate[64], summary[64], lse, dot;
 };
 
-// One cluster and what is its.
+// One cluster and its data.
 template <class T>
 struct InnerCluster {
   int number, item, head, cluster;  // number: of (item, head, cluster)
@@ -73,11 +72,11 @@ struct InnerMemory {
   static constexpr int kGroups = 2, kThreads = (kGroups + 1) * kWarpgroup;
   static constexpr int kRing = 8, kOwn = 2 * kGroups;  // tiles: two clusters of 256 members
   using Tiles = TilePair<T, 64>;
-  // Beside a tile of the ring: a tile of 8 rows, of which up to four are the cluster's; in the
-  // place of the others facts of the 64 rows.
+  // Next to a tile of the ring: a tile of 8 rows, of which up to four are the cluster's; the rest
+  // holds metadata of the 64 rows.
   static constexpr int kBeside = 1024, kFactsAt = 512;
   static constexpr int kOwnAt = kRing * Tiles::kBytes, kBesideAt = kOwnAt + kOwn * Tiles::kBytes;
-  static constexpr int kSumsAt = kBesideAt + kRing * kBeside;  // 8 rows a group: weights of sums
+  static constexpr int kSumsAt = kBesideAt + kRing * kBeside;  // 8 rows per group: weights of sums
   static constexpr int kRowsAt = kSumsAt + kGroups * 1024;
   static constexpr int kClustersAt = kRowsAt + kOwn * 64 * static_cast<int>(sizeof(InnerRow));
   static constexpr int kBarriersAt = kClustersAt + kRing * static_cast<int>(sizeof(InnerFloats));
@@ -98,10 +97,10 @@ struct InnerMemory {
   __device__ int& count(int place) const {  // members of a tile in the ring
     return reinterpret_cast<int*>(memory + kCountsAt)[place];
   }
-  __device__ InnerRow* rows(int place) const {  // of a group's own
+  __device__ InnerRow* rows(int place) const {  // of a group's own rows
     return reinterpret_cast<InnerRow*>(memory + kRowsAt) + place * 64;
   }
-  __device__ InnerFloats& cluster(int place) const {  // beside its first tile in the ring
+  __device__ InnerFloats& cluster(int place) const {  // stored with its first tile in the ring
     return reinterpret_cast<InnerFloats*>(memory + kClustersAt)[place];
   }
   __device__ std::uint32_t ring_full(int place) const { return base + kBarriersAt + 16 * place; }
@@ -109,22 +108,22 @@ struct InnerMemory {
   __device__ std::uint32_t own_full(int place) const { return ring_full(kRing + place); }
   __device__ std::uint32_t own_empty(int place) const { return own_full(place) + 8; }
 
-  // By one thread; all threads of the block wait for it.
+  // Called by one thread; all threads of the block wait for it.
   __device__ void start() const {
     for (int i = 0; i < kRing + kOwn; ++i) {
-      // Lanes' copies, and what a warp writes itself.
+      // Copies by lanes, and a warp's own writes.
       mbarrier_init(ring_full(i), 32 + kWarpArrivals);
       mbarrier_init(ring_empty(i), (i < kRing ? 4 * kGroups : 4) * kWarpArrivals);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // Tile `turn` of a group's own.
+  // Waits for tile `turn` of a group's own.
   __device__ void wait_own(int group, int turn) const {
     mbarrier_wait(own_full(2 * group + turn % 2), turn / 2 & 1);
   }
 };
 
-// The rows of 64 members. A lane knows two of their tokens.
+// The rows of 64 members. Each lane holds two of their tokens.
 struct MemberRows {
   int token[2];
 
@@ -139,7 +138,7 @@ struct MemberRows {
   __device__ int count() const {
     return __popc(__ballot_sync(~0u, token[0] >= 0)) + __popc(__ballot_sync(~0u, token[1] >= 0));
   }
-  // Copies rows of two matrices, by a warp.
+  // Copies rows of two matrices. Called by a warp.
   template <class T>
   __device__ void copy(const TilePair<T, 64>& to, const Rows<const T>& a,
                        const Rows<const T>& b) const {
@@ -167,7 +166,7 @@ struct MemberRows {
   }
 
  private:
-  // One instruction; the compiler takes several.
+  // One instruction; the compiler needs several.
   __device__ static const void* row_address(const void* base, int row, int pitch) {
     std::uint64_t address;
     asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(pitch), "l"(base));
@@ -175,16 +174,16 @@ struct MemberRows {
   }
 };
 
-// The loading warpgroup: a job each for its warps, then they wait for each other, so that none is a
-// whole turn of a place ahead. load_own(cluster, tile, place), load_ring(cluster, tile, place): by
-// a warp.
+// The loading warpgroup: each warp does one job, then they synchronise, so that none gets a full
+// phase of a place ahead. load_own(cluster, tile, place) and load_ring(cluster, tile, place) are
+// called by a warp.
 template <class T, class Own, class Ring>
 __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
                                               const InnerMemory<T>& memory, int begin, int end,
                                               const Own& load_own, const Ring& load_ring) {
   using M = InnerMemory<T>;
   const int tiles = args.tiles(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  // Of a cluster: its first own tile, its tiles of the ring, the rest of its own.
+  // Order within a cluster: its first own tile, its ring tiles, its other own tiles.
   const auto load = [&](int number, int i) {
     const bool shared = i > 0 && i <= tiles;
     const int tile = i == 0 ? 0 : shared ? i - 1 : i - tiles;
@@ -209,8 +208,8 @@ __device__ __forceinline__ void load_clusters(const InnerArgs<T>& args,
   }
 }
 
-// The tiles that one computing warpgroup owns: body(first tile of the cluster in the ring, tile,
-// place of its own). All is there when it is called, and given back behind it.
+// The tiles that one computing warpgroup owns: calls body(first tile of the cluster in the ring,
+// tile, place of its own) when all data is ready, and releases it afterwards.
 template <class T, class Body>
 __device__ __forceinline__ void for_own_tiles(const InnerArgs<T>& args,
                                               const InnerMemory<T>& memory, int begin, int end,
@@ -227,7 +226,7 @@ __device__ __forceinline__ void for_own_tiles(const InnerArgs<T>& args,
         phase ^= 1;
       }
     }
-  } ready, given;  // the first that was not waited for, or not given back
+  } ready, given;  // the first not waited for, or not released
   const auto wait_below = [&](int n) {
 #pragma unroll 1
     for (; ready.number < n; ready.step())
@@ -256,7 +255,7 @@ __device__ __forceinline__ float2 lane_pair(const float* from, int D) {
   const int column = static_cast<int>(threadIdx.x) % 32 * 2;
   return column < D ? *reinterpret_cast<const float2*>(from + column) : make_float2(0.0f, 0.0f);
 }
-// By a warp: a row of such pairs as floats and, rounded, as two rows of T, whose sum it is.
+// Called by a warp: stores a row of such pairs as floats and as two rows of T whose sum it is.
 template <class T>
 __device__ __forceinline__ void split_row(float (&floats)[64], const Tile<T, 64>& to, int row,
                                           const float2& two) {
@@ -283,7 +282,7 @@ __device__ __forceinline__ void copy_queries(const InnerArgs<T>& args,
   rows.copy(to, args.q.rows(cluster.span.batch, cluster.head, cluster.span.begin),
             args.grad_out.rows(cluster.span.batch, cluster.head, cluster.span.begin));
 }
-// What a group has to know of its own rows: make(gate, token, row) of those that are there.
+// Metadata of a group's own rows: make(gate, token, row) for those that exist.
 template <class T, class Make>
 __device__ __forceinline__ void load_row_facts(const InnerArgs<T>& args,
                                                const InnerCluster<T>& cluster,
@@ -301,7 +300,7 @@ __device__ __forceinline__ void load_row_facts(const InnerArgs<T>& args,
   }
 }
 
-// Products of a group's own rows with the rows of their cluster, on their way.
+// Starts products of a group's own rows with the rows of their cluster.
 template <class T>
 __device__ __forceinline__ void narrow_products(float (&first)[4], float (&second)[4],
                                                 const TilePair<T, 64>& own, std::uint32_t cluster) {
@@ -318,8 +317,8 @@ __device__ __forceinline__ void narrow_products(float (&first)[4], float (&secon
   }
   wgmma_commit();
 }
-// Weights of rows in shared memory, and by them the sums of a group's own rows: their columns are
-// the rows of the result, weights' numbers its columns. A float is two weights.
+// Weights of rows in shared memory, and the sums of a group's own rows with them: entry (column of
+// the rows, index of the weight). A float is split into two weights.
 template <class T>
 __device__ __forceinline__ void store_weight(const Tile<T, 64>& to, int number, int row,
                                              float value) {
@@ -338,12 +337,12 @@ __device__ __forceinline__ void add_weighted_rows(float (&sums)[4], const Bands<
     wgmma<T, 1, 0, 1>(sums, own.by_rows(16 * depth, 0), factors.by_columns(0, depth));
 }
 
-// Queries own the rows. What membership makes of the mix's gradients comes on the way (stages.h):
-// tokens' logits and dalpha of their own cluster are products with rows of the cluster: surrogate
-// and summary, rounded.
+// Queries own the rows. The effect of membership on the mix's gradients is computed along the way
+// (stages.h): a token's logit and dalpha in its own cluster are products with the cluster's
+// surrogate and summary, rounded.
 template <class T>
 struct InnerQueries {
-  static constexpr bool kBeside = true;  // the search of the slots
+  static constexpr bool kBeside = true;  // overlaps the search of the slots
   using Memory = InnerMemory<T>;
   const InnerArgs<T>& args;
   const Memory& memory;
@@ -435,7 +434,7 @@ struct InnerQueries {
     const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
     const float2* surrogate =
         reinterpret_cast<const float2*>(memory.cluster(ring % Memory::kRing).surrogate) + lane;
-    float4 facts[2];  // stored behind the fence, which would wait for them
+    float4 facts[2];  // stored after the fence, which would wait for them
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int row = group_row(side);
@@ -459,7 +458,7 @@ struct InnerQueries {
         value[1] = fmaf(scale, fmaf(-e, own_mean[1], value[1]), factor * two.y);
       }
     }
-    // What membership adds to the gradients of the surrogate and the summary.
+    // Contribution of membership to the gradients of the surrogate and the summary.
     float members[2][4] = {};
     fence_async_proxy();
     sync_group();
@@ -489,14 +488,14 @@ struct InnerQueries {
                                     : members[1][2 * side] + members[1][2 * side + 1];
       if (lane < 2 && group_row(side) < D) to[group_row(side)] = value;
     }
-    sync_group();  // rows and weights were read
+    sync_group();  // rows and weights have been read
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
     store_rows(static_cast<T*>(pass.dq_slots) + (first + row) * D, D, count - row, D,
                own.first.base, sum[0]);
   }
 };
 
-// Keys own the rows. Through the summary comes, with dR its gradient and dot = dR . summary,
+// Keys own the rows. The summary contributes, with dR its gradient and dot = dR . summary,
 //   dlogit_j = beta_j (dR . v_j - dot),   dv_j += beta_j dR,   dk_j += factor_j dlogit_j S.
 template <class T>
 struct InnerKeys {
@@ -599,7 +598,7 @@ struct InnerKeys {
     wgmma_settle(products);
     wgmma_settle(dbetas);
     const std::int64_t first = static_cast<std::int64_t>(n) * shape.width + 64 * tile;
-    float dgate[2];  // stored behind the fence, which would wait for it
+    float dgate[2];  // stored after the fence, which would wait for it
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int row = group_row(side);
@@ -621,7 +620,7 @@ struct InnerKeys {
         value_row[1] = fmaf(beta, b.y, value_row[1]);
       }
     }
-    // What keys add to the gradient of the surrogate.
+    // Contribution of keys to the gradient of the surrogate.
     float keys[4] = {};
     fence_async_proxy();
     sync_group();
@@ -640,7 +639,7 @@ struct InnerKeys {
     for (int side = 0; side < 2; ++side)
       if (lane == 0 && group_row(side) < D)
         to[group_row(side)] = keys[2 * side] + keys[2 * side + 1];
-    sync_group();  // rows and weights were read
+    sync_group();  // rows and weights have been read
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
     store_rows(static_cast<T*>(pass.dk_slots) + (first + row) * D, D, count - row, D,
                own.first.base, dk[0]);
@@ -649,7 +648,7 @@ struct InnerKeys {
   }
 };
 
-// setmaxnreg: of 384 threads with 168 each.
+// setmaxnreg: 384 threads start with 168 each.
 constexpr int kLoadRegisters = 72, kComputeRegisters = 216;
 
 template <class T, template <class> class Part>
@@ -660,7 +659,7 @@ __global__ void __launch_bounds__(InnerMemory<T>::kThreads, 1)
   const InnerMemory<T> memory(shared);
   if (threadIdx.x == 0) memory.start();
   __syncthreads();
-  // The last blocks have a cluster less: kernels ahead may still be where they go.
+  // The last blocks get one cluster less: preceding kernels may still occupy their multiprocessors.
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int each = args.clusters() / blocks, more = args.clusters() % blocks;
   const int begin = block * each + min(block, more), end = begin + each + (block < more);
@@ -682,7 +681,7 @@ __global__ void __launch_bounds__(InnerMemory<T>::kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
     const int tiles = args.tiles();
-    int n = begin, at = 0;  // the cluster whose first tile in the ring is at
+    int n = begin, at = 0;  // the cluster whose first tile in the ring is `at`
     for_own_tiles<T>(args, memory, begin, end, [&](int ring, int tile, int place) {
       for (; at < ring; at += tiles) ++n;
       part.compute(n, tile, ring, place);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
-// CAST as attention over lists (lists/lists.h), where the kernels of *_sm90a.cu do not serve: f32,
-// laplace, rows that are not aligned, clusters that are too many or too large, other devices.
+// CAST as attention over lists (lists/lists.h), for calls that *_sm90a.cu does not support: f32,
+// laplace, unaligned rows, clusters that are too many or too large, other devices.
 //
 // Attention inside clusters: lists of members. The mix: tokens i over all clusters c,
 //   alpha_ic = softmax_c or laplace(scale psi(phi_i) q_i . S_c),   out_i = sum_c alpha_ic R_c,
 // with surrogates S as keys, summaries R as values and psi as a factor of the query (its row
-// statistics). Empty clusters are masked. Tokens are cut in runs, which all have the same keys: a
-// list each, so that gradients of few clusters keep the device busy; cast_totals adds them up.
-// What membership changes is one row per slot, which sum_slots (lists/slot_sum.h) adds to tokens:
+// statistics). Empty clusters are masked. Tokens are split into runs with the same keys, one list
+// each, so that gradients of few clusters keep the device busy; cast_totals adds them up.
+// Membership adds one row per slot, which sum_slots (lists/slot_sum.h) adds to tokens:
 //   forward: alpha (inner output - R);  dq: a factor times S;  dk: likewise;  dv: beta times dR.
 //
-// Kernels here: a thread per element, or a row per group of lanes, 16 bytes a lane (CastLanes); no
-// shared memory. Sums over heads run in ascending order.
+// Kernels here: a thread per element, or a row per group of lanes, 16 bytes per lane (CastLanes);
+// no shared memory. Sums over heads run in ascending order.
 #include <algorithm>
 
 #include "cuda/cast/cast.cuh"
@@ -25,8 +25,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One thread per element of `to` (B, heads, rows, D): the sum over heads added h, ... of those that
-// `from` has `repeated` times.
+// One thread per element of `to` (B, heads, rows, D): the sum over `added` heads, each head of
+// `from` being repeated `repeated` times.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     cast_heads_kernel(Tensor4<const T> from, Tensor4<T> to, int heads, int rows, int added,
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   to.rows(batch, head, row).data[d] = from_float<T>(sum);
 }
 
-// What the mix's lists are made of.
+// Inputs of the mix's lists.
 template <class T>
 struct MixTables {
   CastShape shape;
@@ -53,7 +53,7 @@ struct MixTables {
   T *surrogates, *summaries;
   std::uint8_t* present;   // one per row of clusters
   RowStatistics* factors;  // (B, H, N)
-  std::int32_t* tokens;    // (B, N): their numbers in the item
+  std::int32_t* tokens;    // (B, N): their indices in the item
   std::int32_t* offsets;   // (items, runs + 1): where runs begin
   std::int32_t* clusters;  // (items, runs, C): all of them
   std::int32_t* firsts;    // (items + 1): where the clusters of an item begin, if packed
@@ -112,7 +112,7 @@ struct CastSlot {
 };
 
 // inner = alpha (inner - summary), for every slot of (items, H, C, w), by groups of lanes. Weights
-// are those of rounded surrogates.
+// use rounded surrogates.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads)
     mix_slots_kernel(const __grid_constant__ CastShape shape,
@@ -163,14 +163,14 @@ __global__ void __launch_bounds__(kThreads)
   if (dq.data) lanes.store(dq.rows(batch, head, 0), row, sum);
 }
 
-// What comes to the gradient of a slot beside the attention inside its cluster: for each of its
+// What is added to the gradient of a slot besides the attention inside its cluster: for each of its
 // query heads a factor times a row of the cluster.
 template <class T>
 struct SlotTerms {
   T* rows;  // (items, heads, C, w, D), or null
   const float *factors, *clusters;
   int heads;
-  bool per_item;  // clusters
+  bool per_item;  // clusters are per item
 };
 template <class T>
 struct SlotTermSet {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
   lanes.store(dense_rows(terms.rows, shape.D), number, sum);
 }
 
-// Calls body(type, width, blocks of `rows` rows by groups of lanes).
+// Calls body(type, width, blocks for `rows` rows by groups of lanes).
 template <class Body>
 void dispatch_rows(const AttentionCall& call, std::int64_t rows, const Body& body) {
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT
-// What the members of CAST's clusters change in the gradients of mix and summaries, where the
-// attention inside clusters is one of lists (else inner_backward_sm90a.cu). For a member i of a
+// Contribution of the members of CAST's clusters to the gradients of mix and summaries, if the
+// attention inside clusters uses lists (otherwise inner_backward_sm90a.cu). For a member i of a
 // cluster with surrogate S, summary R and gradient dR of the summary,
 //   by the mix (kMix): excess_i = slope_i (dot_i - g_i . R), dS += scale psi(phi_i) excess_i q_i,
 //     dR -= alpha_i g_i, and as much of the gate as scale sigmoid(phi_i) excess_i q_i . S;
 //   through the summary: dlogit_i = beta_i (dR . v_i - dR . R), or laplace'(logit_i) dR . v_i,
 //     dS += scale psi(-phi_i) dlogit_i k_i, dphi_i -= scale sigmoid(-phi_i) dlogit_i S . k_i.
-// Factors of the rows that members get are left by slot, for cast_complete_slots.
+// Factors of the rows that members receive are stored by slot, for cast_complete_slots.
 //
-// Grid: a block of 256 threads per cluster, a member at a time per group of lanes (CastLanes). Sums
-// run over the members of a group, the groups of a warp, the warps. Shared memory: a row of floats
-// per warp, 4 KiB. No preconditions.
+// Grid: a block of 256 threads per cluster, one member at a time per group of lanes (CastLanes).
+// Sums run over the members of a group, the groups of a warp, the warps. Shared memory: a row of
+// floats per warp, 4 KiB. No preconditions.
 #include "cuda/cast/cast.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
@@ -26,7 +26,7 @@ struct MemberArgs {
   CastShape shape;
   CastBackward pass;
   Tensor4<const T> rows[2];  // queries and gradients of the output, or keys and values
-  int group;                 // query heads of a head of these
+  int group;                 // query heads per head of these
 };
 
 template <class T, int kDim, bool kMix>
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   auto surrogate = lanes.load_floats(shape.surrogates + shape.cluster(0, head, cluster) * D, D);
   auto summary = lanes.load_floats((kMix ? pass.saved.summary : pass.dsummary) + number * D, D);
   float dot = 0.0f, lse = 0.0f;
-  if (kMix) {  // as the mix has them
+  if (kMix) {  // rounded as in the mix
     surrogate.round();
     summary.round();
   } else if (!shape.laplace) {

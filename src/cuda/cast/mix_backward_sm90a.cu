@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of CAST's mix by warpgroup products (walk.cuh), all tokens i as if they were in
-// no cluster (row_backward.cu): for clusters c with surrogates S, summaries R and factor_i = scale
-// psi,
+// The backward pass of CAST's mix with warpgroup products (walk.cuh), all tokens i as if they were
+// in no cluster (row_backward.cu): for clusters c with surrogates S, summaries R and factor_i =
+// scale psi,
 //   dq_i = factor_i sum_c dlogit_ic S_c,
 //   dsummary_c = sum_i alpha_ic g_i,   dsurrogate_c = sum_i factor_i dlogit_ic q_i.
 //
-// Tokens: a block of two warpgroups per part of an item's tokens and head; each has 64 tokens at a
-// time. Shared memory: tokens (two buffers of 64 elements a row, one of 128) and 4 or 3 stages of
-// 64 clusters; 132 or 162 KiB. Clusters: a warpgroup per 64 clusters, head and chunk of tokens, two
-// blocks on a multiprocessor; own clusters and 4 or 2 stages of 64 tokens, 84 or 98 KiB. Chunks add
-// up in cast_totals.
+// Tokens: a block of two warpgroups per part of an item's tokens and head; each handles 64 tokens
+// at a time. Shared memory: tokens (two buffers for rows of 64 elements, one for 128) and 4 or 3
+// stages of 64 clusters; 132 or 162 KiB. Clusters: a warpgroup per 64 clusters, head and chunk of
+// tokens, two blocks per multiprocessor; own clusters and 4 or 2 stages of 64 tokens, 84 or 98 KiB.
+// Chunks are summed in cast_totals.
 // Preconditions: Hopper, 16-bit types, softmax, aligned rows of up to 128 elements. Else lists.cu.
 #include "cuda/api/padding.h"
 #include "cuda/cast/walk.cuh"
@@ -40,11 +40,11 @@ struct MixBackwardArgs {
   }
 };
 
-// Tokens own the rows. Their deltas are not known yet: derivatives take a guess, the mean over
-// the first 64 clusters, and with e the error of the guess, known at the end,
+// Tokens own the rows. Their deltas are not known yet: derivatives use a guess, the mean over the
+// first 64 clusters, and with e the error of the guess, known at the end,
 //   dq = factor (sum_c alpha_c (dalpha_c - guess) S_c - e sum_c alpha_c S_c).
-// A block's warpgroups have 64 tokens each at a time, and the clusters in common: all of them stay
-// in shared memory, or they pass through it.
+// A block's warpgroups handle 64 tokens each at a time and share the clusters, which either all
+// stay in shared memory or are streamed through it.
 template <class T, int kWidth>
 struct TokenShape {
   static constexpr int kGroups = 2, kThreads = kGroups * kWarpgroup;
@@ -83,7 +83,7 @@ struct TokenBlock {
   __device__ float4* facts(int buffer) const {
     return reinterpret_cast<float4*>(memory + S::kFacts) + (buffer * S::kGroups + group) * 64;
   }
-  // One bit a cluster: whether it is there to be mixed.
+  // One bit per cluster: whether it takes part in the mix.
   __device__ unsigned long long present(int step) const {
     return reinterpret_cast<const unsigned long long*>(memory + S::kPresent)[step];
   }
@@ -98,7 +98,7 @@ struct TokenBlock {
   }
   __device__ std::int64_t place(int token) const { return args.shape.row(part.span, head) + token; }
 
-  // The warpgroup's tokens from `first` on.
+  // Loads the warpgroup's tokens from `first` on.
   __device__ void load_tokens(int buffer, int first) const {
     load_rows(buffer, first);
     load_facts(buffer, first);
@@ -115,14 +115,14 @@ struct TokenBlock {
       cp_async16(shared_address(facts(buffer) + row),
                  args.pass.facts + (there ? place(first + row) : 0), there ? 16 : 0);
   }
-  // By one warpgroup or another.
+  // Warpgroups take turns.
   __device__ void load_clusters(int number, int step) const {
     if (number % S::kGroups != group) return;
     stage(number).template load<kWarpgroup>(args.keys(head), args.values(part.item, head),
                                             step * 64, args.shape.clusters - step * 64);
   }
 
-  // dq, delta and the gate's part of the warpgroup's tokens.
+  // Stores dq, delta and the gate's part of the warpgroup's tokens.
   __device__ void store(int buffer, int start, TileSum<kWidth>& sum, const TileSum<kWidth>& mean,
                         const float (&error)[2], const float (&guess)[2]) const {
     const float4* own_facts = facts(buffer);
@@ -158,7 +158,7 @@ struct TokenBlock {
       }
     }
     if (!args.dq.data) return;
-    // The gradients' tiles were read.
+    // The gradients' tiles have been read.
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
     const Rows<T> rows = args.dq.rows(part.span.batch, head, part.span.begin + start + row);
     sync_group();
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(TokenShape<T, kWidth>::kThreads, 1)
   fence_async_proxy();
   __syncthreads();
   TileSum<kWidth> sum, mean;
-  int number = 0, buffer = 0;  // of the clusters and the tokens in use
+  int number = 0, buffer = 0;  // of the clusters and tokens in use
 #pragma unroll 1
   for (int base = block.part.begin; base < block.part.end; base += S::kRows, first += S::kRows) {
     if (S::kBuffers == 2) block.load_tokens(buffer ^ 1, first + S::kRows);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
   const auto stage = [&](int number) {
     return Tiles(base + S::kStage + number % S::kStages * Tiles::kBytes);
   };
-  // Of 64 tokens the first halves of their facts, then the second ones.
+  // For 64 tokens, the first halves of their facts, then the second halves.
   const auto stage_facts = [&](int number) {
     return reinterpret_cast<float2*>(memory + S::kFacts) + number % S::kStages * 128;
   };
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
   const Rows<const T> g = args.grad_out.rows(part.span.batch, head, part.span.begin);
   const float2* row_facts =
       reinterpret_cast<const float2*>(args.pass.facts + shape.row(part.span, head));
-  // Rows beyond the last are zeros with facts of 0: a weight of 1 of nothing.
+  // Rows beyond the last are zeros with facts of 0: their weight of 1 multiplies zeros.
   const auto load_rows = [&](int number) {
     const int token = part.begin + 64 * number;
     if (token < part.end) stage(number).template load<kWarpgroup>(q, g, token, part.end - token);
@@ -327,10 +327,10 @@ __global__ void __launch_bounds__(kWarpgroup, 2)
     fence_async_proxy();
     __syncthreads();
     const Tiles tokens = stage(number);
-    // Of two tokens side by side.
+    // Facts of two neighbouring tokens.
     const float4* facts = reinterpret_cast<const float4*>(stage_facts(number)) + threadIdx.x % 4;
     const auto weigh = [&](float(&s)[32]) {
-      // All warps' sums of the stage before are complete.
+      // All warps have completed the sums of the previous stage.
       __syncthreads();
       load_rows(number + S::kStages - 1);
       load_facts(number + S::kStages - 1);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
-// CAST's mix on Hopper's warpgroup products: with alpha the softmax over clusters of a token,
+// CAST's mix with Hopper's warpgroup products: with alpha the softmax over clusters of a token,
 //   out_i = sum over other clusters of alpha_ic summary_c + sum over its slots of alpha_ic
-//   inner_slot.
-// The weights of a token's own clusters are taken out of the softmax's before these are multiplied
-// with the summaries, and multiply the inner outputs.
+//           inner_slot.
+// The weights of a token's own clusters are removed from the softmax weights before these are
+// multiplied by the summaries, and multiply the inner outputs instead.
 //
-// Grid: one block on a multiprocessor takes runs of tiles of one (item, head), whose surrogates and
-// summaries stay in shared memory. Its one to three warpgroups take tiles of 64 tokens in turn; a
-// warp loads the queries of 16 tokens and the inner outputs of their slots, of this tile and the
-// next, by itself. Shared memory: up to 227 KiB (MixMemory).
+// Grid: one block per multiprocessor takes runs of tiles of one (item, head), whose surrogates and
+// summaries stay in shared memory. Its one to three warpgroups take tiles of 64 tokens in turn;
+// each warp loads the queries of 16 tokens and the inner outputs of their slots, of this tile and
+// the next. Shared memory: up to 227 KiB (MixMemory).
 // Preconditions: Hopper, 16-bit types, softmax, aligned rows, all clusters of a head in shared
 // memory (cast_mix_fits_sm90a). Else cast_mix in lists.cu.
 #include <cstdint>
@@ -35,20 +35,20 @@ struct MixArgs {
   const T *surrogates, *summaries;  // (H, C, D), (items, H, C, D)
   const T* inner;                   // (slots, D)
   const float* summary_lse;         // (items, H, C), or null
-  float* lse;                       // (B, H, N), or null
+  float* lse;                       // (B, H, N)
 };
 
-constexpr int kMixRows = 64;  // tokens of a tile, clusters of a tile
+constexpr int kMixRows = 64;  // tokens per tile, clusters per tile
 
 template <class T, int kDim>
 struct MixMemory {
   static constexpr int kMost = kDim == 64 ? 3 : 2;     // warpgroups
   static constexpr int kQueries = kDim == 64 ? 2 : 1;  // tiles of queries
-  static constexpr int kSlots = kDim == 64 ? 32 : 24;  // of a warp that have room
+  static constexpr int kSlots = kDim == 64 ? 32 : 24;  // slots per warp that fit
   static constexpr int kBand = kMixRows * 128;         // 64 columns of a tile
   static constexpr int kTile = kDim / 64 * kBand;
   static constexpr int kInnerBand = kSlots * 128;
-  static constexpr int kWeights = 16 * 128;  // of a tile of clusters
+  static constexpr int kWeights = 16 * 128;  // for a tile of clusters
   static constexpr int kWarp = kDim / 64 * kInnerBand + kWeights;
   static constexpr int kGroup = kQueries * kTile + kWarp * (kWarpgroup / 32);
   static constexpr int kPointers = 80;
@@ -56,7 +56,7 @@ struct MixMemory {
   static constexpr int bytes(int tiles, int groups) {
     return tiles * (2 * kTile + 8) + groups * kGroup + kPointers;
   }
-  // How many warpgroups have room.
+  // How many warpgroups fit.
   static int groups(int tiles) {
     return min((device_limits().shared_per_block - bytes(tiles, 0)) / kGroup, kMost);
   }
@@ -77,20 +77,20 @@ struct MixMemory {
   __device__ std::uint32_t queries(int turn) const { return group + turn % kQueries * kTile; }
   __device__ std::uint32_t weights() const { return own; }
   __device__ std::uint32_t inner() const { return own + kWeights; }
-  // Which clusters of a tile are there: 64 bits.
+  // Which clusters of a tile take part: 64 bits.
   __device__ std::uint32_t bits(int tile) const {
     return clusters(tiles, 0) + static_cast<int>(blockDim.x) / kWarpgroup * kGroup + tile * 8;
   }
   __device__ std::uint32_t pointers() const { return bits(tiles); }
 };
 
-// Tiles of one (item, head) that a block works on: numbers first .. end - 1 in the item.
+// Tiles of one (item, head) that a block works on: first .. end - 1 in the item.
 struct MixRun {
   int item, head, first, end;
   ItemSpan span;
 };
 
-// What a run's tensors begin with. It stays in shared memory, for want of registers.
+// Start addresses of a run's tensors, kept in shared memory to save registers.
 struct MixPointers {
   enum Field { entries, tokens, first, count, gates, queries, inner, out, lse };
 
@@ -105,7 +105,7 @@ struct MixPointers {
   __device__ void set(Field field, const void* pointer) const {
     asm volatile("st.shared.b64 [%0], %1;" ::"r"(base + 8 * field), "l"(pointer) : "memory");
   }
-  // By one thread.
+  // Called by one thread.
   template <class T>
   __device__ void set_all(const MixArgs<T>& args, const MixRun& run) const {
     const CastShape& shape = args.shape;
@@ -124,8 +124,8 @@ struct MixPointers {
   }
 };
 
-// Loads of a warp. Slots are looked up two tiles ahead, their entries and the queries one; the
-// inner outputs come while the clusters are multiplied.
+// Loads of a warp. Slots are looked up two tiles ahead, their entries and the queries one tile
+// ahead; the inner outputs are in flight while the clusters are multiplied.
 template <class T, int kDim>
 struct MixLoader {
   using Memory = MixMemory<T, kDim>;
@@ -151,8 +151,8 @@ struct MixLoader {
         length(run.span.length) {}
 
   __device__ int first_row(int tile) const { return tile * kMixRows + warp_row; }
-  // Lane 0: where the slots of the warp's first row begin; lanes 1 and 2: those of the last row and
-  // how many they are.
+  // Lane 0: where the slots of the warp's first row begin; lanes 1 and 2: begin and number of those
+  // of the last row.
   __device__ int fetch_bounds(int tile) const {
     const int begin = first_row(tile), last = min(begin + 16, length) - 1;
     if (tile >= end || begin > last || lane > 2) return 0;
@@ -169,16 +169,16 @@ struct MixLoader {
   __device__ int fetch_token(int entry) const {
     return pointers.get<Index>(MixPointers::tokens)[entry];
   }
-  // Of row l % 16.
+  // For row l % 16.
   __device__ float fetch_gate(int tile) const {
     return pointers.get<const float*>(
         MixPointers::gates)[min(first_row(tile) + lane % 16, length - 1)];
   }
-  // Starts to copy rows lane / 8, lane / 8 + 4, ..., a chunk of each: those that are there, zeros
-  // else. row(i) is the address of row lane / 8 + i and whether it is there.
+  // Starts copying rows lane / 8, lane / 8 + 4, ..., a chunk of each, zeros for missing rows.
+  // row(i) returns the address of row lane / 8 + i and whether it exists.
   template <int kRows, class Row>
   __device__ void copy(std::uint32_t tile, int band_bytes, const Row& row) const {
-    // The permutation of the chunks is that of every other row.
+    // Rows four apart differ in the permutation of the chunks.
     const std::uint32_t even = Tile<T, 64>{tile}.chunk(lane / 8, lane % 8), odd = even ^ 64;
 #pragma unroll
     for (int i = 0; i < kRows; i += 4) {
@@ -203,7 +203,7 @@ struct MixLoader {
     });
     cp_async_commit();
   }
-  // Lane i knows the entry of slot i.
+  // Lane i holds the entry of slot i.
   __device__ void copy_inner(int slots, int entry) const {
     const auto pitch = static_cast<unsigned>(args.shape.D * sizeof(T));
     const char* start = pointers.get<const char*>(MixPointers::inner) + lane % 8 * 16;
@@ -231,13 +231,12 @@ struct MixTokens {
   const Memory memory;
   const Loader loader;
   RowSoftmax softmax[2];
-  float factor;       // of the logits of row l % 16, to base 2 for a softmax
-  float exponent[2];  // the same of this thread's rows, without the sign
+  float factor;       // of the logits of row l % 16, in base 2 for the softmax
+  float exponent[2];  // of this thread's rows, without the sign
   float out[kDim / 64][32];
   std::uint32_t queries, q[kDim / 16][4];
   int lane;
-  // Of slot l of the warp's tokens, where there is one: row, cluster, and the weight once it is
-  // known.
+  // Slot l of the warp's tokens, if it exists: row, cluster, and the weight once it is known.
   int slot_row, slot_cluster;
   float slot_weight;
 
@@ -290,7 +289,7 @@ struct MixTokens {
     }
     slot_weight *= of_row(factors, slot_row);
   }
-  // A row's shift from the first of its logits: the largest is rarely far above it.
+  // Sets a row's shift from the first of its logits: the largest is rarely far above it.
   __device__ void set_shifts(const float (&s)[32]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -301,16 +300,16 @@ struct MixTokens {
     const bool absent = softmax[0].shift == -INFINITY || softmax[1].shift == -INFINITY;
     if (__any_sync(~0u, absent)) raise(s);
   }
-  // What the threads of a row have of two.
+  // The value of a row, given the two rows of each thread.
   __device__ static float of_row(const float (&values)[2], int row) {
     const float low = __shfl_sync(~0u, values[0], row % 8 * 4);
     const float high = __shfl_sync(~0u, values[1], row % 8 * 4);
     return row < 8 ? low : high;
   }
-  // Weights as left factors. The shift stays while no weight is large; else they are computed
-  // again.
+  // Computes weights as left factors. The shift is kept unless a weight is large; then they are
+  // computed again.
   __device__ void weigh(std::uint32_t (&p)[4][4], float (&s)[32], int tile) {
-    constexpr float kLarge = 8192.0f;  // two weights are far from the largest f16
+    constexpr float kLarge = 8192.0f;  // twice this is far below the largest f16
     std::uint32_t low, high;
     load_shared64(low, high, memory.bits(tile));
     if ((low & high) != ~0u) {
@@ -345,7 +344,7 @@ struct MixTokens {
     if (__any_sync(~0u, slot_cluster / kMixRows == tile && slot_cluster >= 0))
       take_weights(p, tile);
   }
-  // Takes the weights of the slots out of the others.
+  // Moves the weights of the slots out of the others.
   __device__ void take_weights(std::uint32_t (&p)[4][4], int tile) {
     __syncwarp();
 #pragma unroll
@@ -364,7 +363,7 @@ struct MixTokens {
     for (int k = 0; k < 4; ++k)
       ldmatrix_x4(p[k], row_chunk<16>(memory.weights(), lane % 16, 2 * k + lane / 16));
   }
-  // 16 rows of a tile from `row` on, two chunks of each.
+  // Stores 16 rows of a tile from `row` on, two chunks of each.
   __device__ void store_matrices(std::uint32_t tile, int row, int chunk,
                                  const std::uint32_t (&r)[4]) const {
     stmatrix_x4(row_chunk<kMixRows>(tile, row + lane % 16, chunk + lane / 16), r);
@@ -401,14 +400,13 @@ struct MixTokens {
     for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
   }
 
-  // The address of this lane's 16 bytes of a row, for ldmatrix of rows that the lanes know.
+  // The address of this lane's 16 bytes of a row, for ldmatrix of rows chosen by the lanes.
   template <int kRows>
   __device__ static std::uint32_t row_chunk(std::uint32_t tile, int row, int chunk) {
     return Tile<T, 64>{tile + chunk / 8 * (kRows * 128)}.chunk(row, chunk % 8);
   }
 
-  // Weights of 16 slots as a left factor, one in each column; lane i has weight and row of slot
-  // i % 16.
+  // Weights of 16 slots as a left factor, one per column; lane i has weight and row of slot i % 16.
   __device__ FragmentA<T> spread(float weight, int row) const {
     const T rounded = from_float<T>(weight);
     const std::uint32_t own =
@@ -427,7 +425,7 @@ struct MixTokens {
     }
     return a;
   }
-  // Adds weights times rows, of which rows(d) are columns 16 d and on.
+  // Adds weights times rows; rows(d) are columns from 16 d on.
   template <class Values>
   __device__ void add_rows(const FragmentA<T>& weights, const Values& rows) {
 #pragma unroll
@@ -441,7 +439,7 @@ struct MixTokens {
       for (int i = 0; i < 8; ++i) to[i] = sums[i / 4][i % 4];
     }
   }
-  // What the tokens' own clusters give them.
+  // Adds the contributions of the tokens' own clusters.
   __device__ void sum_slots(const typename Loader::Range& range) {
     const int here = min(range.count, Memory::kSlots);
 #pragma unroll 1
@@ -457,8 +455,8 @@ struct MixTokens {
     }
     if (range.count > here) sum_rest(range, here);
   }
-  // The weight of slot i % 16 by its row and cluster: products of gathered rows, of which the
-  // diagonal counts.
+  // The weight of slot i % 16 from its row and cluster: the diagonal of the products of gathered
+  // rows.
   __device__ float weight_of(int row, int cluster) const {
     const std::uint32_t table = memory.clusters(cluster / kMixRows, 0);
     Accumulator product = {};
@@ -480,7 +478,7 @@ struct MixTokens {
     return exp2_approximate(
         fmaf(lane % 16 < 8 ? low : high, __shfl_sync(~0u, factor, row), -of_row(shifts, row)));
   }
-  // Slots that have no room, straight from memory; their clusters' summaries are in the sums.
+  // Slots that do not fit, straight from global memory; the sums contain their clusters' summaries.
   __device__ __forceinline__ void sum_rest(const typename Loader::Range& range, int slot) {
     const int D = args.shape.D;
     const T* inner = loader.pointers.template get<const T*>(MixPointers::inner);
@@ -521,7 +519,7 @@ struct MixTokens {
       });
     }
   }
-  // Rows go through the queries' place, which this warp has read.
+  // Rows are staged in the place of the queries, which this warp has read.
   __device__ void finish(int tile) {
     const int first = loader.first_row(tile), left = loader.length - first;
     float* lse = loader.pointers.template get<float*>(MixPointers::lse) + first + lane / 4;
@@ -564,8 +562,7 @@ struct MixTokens {
     __syncwarp();
   }
 
-  // The tiles that this warpgroup has, from `tile` on; clusters() waits until the clusters are
-  // there.
+  // Processes this warpgroup's tiles from `tile` on; clusters() waits for the clusters.
   template <class Clusters>
   __device__ void work(int tile, const Clusters& clusters) {
     const int step = static_cast<int>(blockDim.x) / kWarpgroup;
@@ -604,7 +601,7 @@ struct MixTokens {
   }
 };
 
-// Surrogates and summaries of a run, by all threads.
+// Loads surrogates and summaries of a run with all threads.
 template <class T, int kDim>
 __device__ void load_clusters(const MixArgs<T>& args, const MixMemory<T, kDim>& memory,
                               const MixRun& run) {
@@ -651,7 +648,7 @@ __device__ __forceinline__ void for_runs(const MixArgs<T>& args, const Body& bod
     const int slot = unit % tiles.slots;
     const ItemChunk tile = tiles.find(args.shape.tokens, slot);
     MixRun run{tile.item, unit / tiles.slots, tile.split, 0, tile.span};
-    // The slots of an item, of which the last may be unused.
+    // The slots of an item, the last of which may be unused.
     const int next = tile.item + 1 < tiles.items
                          ? tiles.first_slot(args.shape.tokens, tile.item + 1)
                          : tiles.slots;
@@ -671,7 +668,7 @@ __global__ void __launch_bounds__(MixMemory<T, kDim>::kMost* kWarpgroup, 1)
   const MixMemory<T, kDim> memory(shared_address(shared),
                                   (args.shape.clusters + kMixRows - 1) / kMixRows);
   for_runs(args, [&](const MixRun& run) {
-    __syncthreads();  // what was there before is done with
+    __syncthreads();  // all are done with the previous run
     if (threadIdx.x == 0) MixPointers{memory.pointers()}.set_all(args, run);
     __syncthreads();
     MixTokens<T, kDim>(args, memory, run)

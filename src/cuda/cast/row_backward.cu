@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// What the backward pass of CAST has of rows in scalars, and its gradients of gates and surrogates.
-// With dalpha_ic = g_i . summary_c, for softmax
+// Per-row scalars of CAST's backward pass, and its gradients of gates and surrogates. With
+// dalpha_ic = g_i . summary_c, for softmax
 //   dlogit_ic = alpha_ic (dalpha_ic - delta_i), delta_i = sum_c alpha_ic dalpha_ic,
-// for laplace dlogit_ic = laplace'(logit_ic) dalpha_ic. In its own clusters a token has
-// g_i . inner_slot in the place of dalpha; `excess` is what that adds to dlogit. The mix takes all
-// tokens as if they were in no cluster, up to delta.
+// for laplace dlogit_ic = laplace'(logit_ic) dalpha_ic. In its own clusters a token has g_i .
+// inner_slot instead of dalpha; `excess` is what that adds to dlogit. The mix treats all tokens as
+// if they were in no cluster, up to delta.
 //
 // Grids: a thread per element (prepare), per row of (B, H, N) (facts), up to 32 threads per token
 // (gates), a warp per cluster (totals), a thread per element of the surrogates. No shared memory.
@@ -20,9 +20,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The gradient of a cluster's surrogate (`which` 0) or summary (1) by the mix, in parts that add up
-// in their order: what members add, then the parts of the tokens. These are (chunks, H, C, 2, D)
-// with warpgroups, else (2, items, H, runs, C, D).
+// The gradient of a cluster's surrogate (`which` 0) or summary (1) by the mix, in parts that are
+// added in order: those of the members, then those of the tokens. The latter are (chunks, H, C, 2,
+// D) with warpgroups, else (2, items, H, runs, C, D).
 struct MixParts {
   int members, chunks;  // parts of the members, of the tokens
   std::int64_t member_step, step;
@@ -59,8 +59,8 @@ struct MixParts {
   }
 };
 
-// Psi and sigmoid of gates, and of their opposites; surrogates and summaries rounded to T, unless
-// there is no place for them.
+// Psi and sigmoid of gates and of their negatives; surrogates and summaries rounded to T, unless
+// null.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ CastShape shape, float4* gates, const float* summary,
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreads)
   if (i < shape.items * table) summaries[i] = from_float<T>(summary[i]);
 }
 
-// The facts of rows (stages.h); a thread has one. What was there before the attention inside
-// clusters is looked up while that ends, if it is known to be there: see cast_inner_queries.
+// The facts of rows (stages.h); one row per thread. Inputs older than the attention inside clusters
+// are read while that finishes, if they are known to be ready: see cast_inner_queries.
 __global__ void __launch_bounds__(kThreads)
     row_facts_kernel(const __grid_constant__ CastShape shape,
                      const __grid_constant__ CastBackward pass, ItemChunks tiles) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!pass.plan.warpgroups && !shape.laplace) pass.delta[place] += fact.z;
 }
 
-// `lanes` threads per token, a power of two up to 32: the gradients of its gate by the heads' rows
+// `lanes` threads per token, a power of two up to 32: the gradient of its gate from the heads' rows
 // and slots.
 __device__ __forceinline__ void fold_gates(const CastShape& shape, const CastBackward& pass,
                                            int lanes, int block) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) pass.summary_dots[number] = dot;
 }
 
-// By the mix and through the summaries.
+// Gradients of surrogates, by the mix and through the summaries.
 __device__ __forceinline__ void fold_surrogates(const CastShape& shape, const CastBackward& pass,
                                                 int block) {
   const int heads = shape.H * shape.clusters;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // The scores of CAST's clusters (select.h) on Hopper: 64 tokens against all clusters, 32 by each of
-// two warpgroups, while a third one loads. Queries and keys of a token are rows of one product such
-// that a thread gets both, and only the mix of their softmaxes is written.
+// two warpgroups, while a third one loads. Queries and keys of a token are rows of one product,
+// arranged so that a thread gets both, and only the mix of their softmaxes is written.
 //
-// Grid: one block on a multiprocessor, or two with up to 64 clusters, takes tiles of 64 tokens and
-// a list head in turn. Two blocks are a cluster of Hopper's and share the surrogates: each fetches
+// Grid: one block per multiprocessor, or two with up to 64 clusters, takes tiles of 64 tokens and a
+// list head in turn. Two blocks form a thread block cluster and share the surrogates: each fetches
 // half of them for both. Shared memory: four stages of 64 columns of tokens and clusters, 96 to 192
 // KiB. Preconditions: Hopper, 16-bit types, softmax, up to 256 clusters (kMostScored). Else
 // select.cu.
@@ -19,10 +19,7 @@
 namespace coterie::cuda {
 namespace {
 
-// The scores of CAST's clusters by warpgroup products: a block's stages, loads, products and
-// softmaxes (scores_sm90a.cu).
-
-// Two blocks side by side (a cluster of Hopper's) that fill each other's shared memory.
+// A pair of blocks (a thread block cluster) that fill each other's shared memory.
 
 constexpr int kPair = 2;  // blocks
 
@@ -34,7 +31,7 @@ __device__ __forceinline__ unsigned pair_rank() {
 __device__ __forceinline__ void pair_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The same where nothing but barriers was written.
+// The same if only barriers were written.
 __device__ __forceinline__ void pair_start() {
   asm volatile(
       "fence.mbarrier_init.release.cluster;\n"
@@ -50,12 +47,12 @@ __device__ __forceinline__ void pair_arrive(std::uint32_t barrier, int block) {
       "r"(block)
       : "memory");
 }
-// Bytes that copies will bring, besides an arrival.
+// Arrives and announces the bytes that copies will bring.
 __device__ __forceinline__ void expect_bytes(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// To the same place in both blocks; each one's barrier counts.
+// Copies to the same place in both blocks; each block's barrier counts.
 __device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from, int bytes,
                                              std::uint32_t barrier) {
   asm volatile(
@@ -67,21 +64,21 @@ __device__ __forceinline__ void copy_to_pair(std::uint32_t to, const void* from,
 
 constexpr int kScoreRows = 64;
 constexpr int kScoreGroups = 2, kScoreThreads = (kScoreGroups + 1) * kWarpgroup;  // one more loads
-constexpr int kScoreDepth = 64;  // elements of a row that are multiplied at a time: 128 bytes
+constexpr int kScoreDepth = 64;  // elements of a row multiplied at a time: 128 bytes
 
 template <class T>
 struct ScoreArgs {
   CastScores scores;
   ItemChunks tiles;
   int first_head;
-  unsigned slots, units;  // tiles of a list head, in all
+  unsigned slots, units;  // tiles per list head, in total
   Tensor4<const T> q, k;
   const T* surrogates;  // (H, chunks, kClusters, 64), rows permuted as in tiles
 };
 
 template <int kClusters>
 struct ScoreStages {
-  static constexpr int kStages = 4;                                  // as many as warps that load
+  static constexpr int kStages = 4;                                  // as many as loading warps
   static constexpr int kGroup = 64 * 128, kTable = kClusters * 128;  // bytes
   static constexpr int kStage = kScoreGroups * kGroup + kTable;
   static constexpr int kBytes = kStages * kStage + kStages * 16;
@@ -134,8 +131,8 @@ struct ScoreBlock {
     steps = chunks * (all.scores.shape.list_heads == 1 ? all.scores.shape.H : 1);
   }
 
-  // By a warp: queries (side 0) or keys of the tile's tokens, to the rows of the warpgroups that
-  // have them.
+  // Called by a warp: loads queries (side 0) or keys of the tile's tokens to the rows of the
+  // warpgroups that use them.
   __device__ void load_side(unsigned step, int side, const Rows<const T>& rows, int column,
                             const ItemChunk& tokens) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, own = column + lane % 8 * 8;
@@ -147,7 +144,7 @@ struct ScoreBlock {
     const auto copy = [&](const auto& one) {
 #pragma unroll
       for (int i = 0; i < kScoreRows; i += 4) {
-        // Eight tokens of a side are 8 rows, then come 8 of the other.
+        // Eight tokens of a side are 8 rows, followed by 8 of the other side.
         one((i % 8 == 0 ? even : odd) + i / 32 * Stages::kGroup + (i % 32 / 8 * 16 + i % 8) * 128,
             from, i < count);
         from += 4 * rows.pitch;
@@ -164,7 +161,7 @@ struct ScoreBlock {
       });
   }
 
-  // By the last warpgroup: the steps of the block's tiles, a warp for each stage.
+  // Called by the last warpgroup: the steps of the block's tiles, one warp per stage.
   __device__ void load() const {
     const CastShape& shape = args.scores.shape;
     const bool aligned = args.q.aligned && args.k.aligned;
@@ -191,14 +188,14 @@ struct ScoreBlock {
       if (aligned) {
         arrive_after_copies(stages.full(number));
       } else {
-        cp_async_wait<0>();  // one of them may be aligned
+        cp_async_wait<0>();  // one of the tensors may be aligned
         fence_async_proxy();
         mbarrier_arrive(stages.full(number));
       }
     }
   }
 
-  // By a warpgroup that multiplies: its 32 tokens of the block's tiles.
+  // Called by a multiplying warpgroup: its 32 tokens of the block's tiles.
   __device__ void work(int group) const {
     unsigned number = 0;
     for (unsigned unit = blockIdx.x; unit < args.units; unit += gridDim.x, number += steps) {
@@ -231,8 +228,8 @@ struct ScoreBlock {
     if (threadIdx.x % 32 < kPair) pair_arrive(stages.free(number), threadIdx.x % 32);
   }
 
-  // Affinities of a thread's token with a quarter of the clusters, by queries and by keys, become
-  // scores: the softmaxes and their mix.
+  // Turns affinities of a thread's token with a quarter of the clusters, by queries and by keys,
+  // into scores: the softmaxes and their mix.
   __device__ __forceinline__ void write(Sums& sums, const ScoreTile& tile, int group) const {
     const CastScores& scores = args.scores;
     const int lane = static_cast<int>(threadIdx.x) % 32, clusters = scores.shape.clusters;
@@ -283,7 +280,7 @@ struct ScoreBlock {
 };
 
 template <int kClusters>
-constexpr unsigned kBlocks = kClusters == 64 ? 2 : 1;  // on a multiprocessor
+constexpr unsigned kBlocks = kClusters == 64 ? 2 : 1;  // per multiprocessor
 
 template <class T, int kClusters>
 __global__ void surrogate_tiles_kernel(const float* from, T* to, int clusters, int width) {

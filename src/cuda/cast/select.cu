@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
 // Which tokens form the clusters of CAST: affinities, products of tokens and surrogates summed over
-// the heads that share a clustering, become scores (select.h). They are kept for as many clusters
-// at a time as there is room for; when not for all, the softmax's normalisers are found in a pass
-// of their own. Members follow in top.cu or single.cu.
+// the heads that share a clustering, become scores (select.h). They are stored for as many clusters
+// at a time as memory allows; if not for all, the softmax's normalisers are found in a separate
+// pass. Members follow in top.cu or single.cu.
 //
 // Affinities are for f32, laplace, more than 256 clusters and other devices; else scores_sm90a.cu.
-// Grid: a block of 8 warps per 128 tokens and unit of 128 clusters; a warp has 32 tokens, queries
-// and keys, and 64 clusters (mma.sync). Shared memory: three stages of 128 bytes of 384 rows, 144
-// KiB. Scores: a thread per token and unit. No preconditions.
+// Grid: a block of 8 warps per 128 tokens and unit of 128 clusters; a warp handles 32 tokens,
+// queries and keys, and 64 clusters (mma.sync). Shared memory: three stages of 128 bytes of 384
+// rows, 144 KiB. Scores: a thread per token and unit. No preconditions.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -21,9 +21,9 @@ namespace {
 
 constexpr int kAffinityTokens = 128, kAffinityThreads = 256, kAffinityStages = 3;
 constexpr int kScoringThreads = 256;
-constexpr int kAffinityHalf = 64;  // clusters of a warp, over which it sums up
+constexpr int kAffinityHalf = 64;  // clusters per warp, over which it sums
 
-// Elements of a row that are multiplied at a time: 128 bytes.
+// Elements of a row multiplied at a time: 128 bytes.
 template <class T>
 constexpr int kAffinityDepth = 128 / static_cast<int>(sizeof(T));
 
@@ -35,7 +35,7 @@ struct AffinityArgs {
   Tensor4<const T> q, k;
   const T* surrogates;  // (H, C, D)
   float2* partials;     // (2 units, 2, B, N): largest affinity and sum of exponentials, or null
-  bool keep;            // affinities
+  bool keep;            // store affinities
 };
 
 // The tiles of one step in shared memory: queries and keys of the tokens, surrogates.
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kAffinityThreads, 1)
   await_previous();
   const CastScores& scores = args.scores;
   const CastShape& shape = scores.shape;
-  // Units side by side read the same tokens.
+  // Neighbouring units read the same tokens.
   const ItemChunk tokens = args.tiles.find(shape.tokens, static_cast<int>(blockIdx.x / args.units));
   if (tokens.begin >= tokens.end) return;
   const int unit = scores.first_unit + static_cast<int>(blockIdx.x % args.units);
@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(kAffinityThreads, 1)
   }
 }
 
-// Scores in the place of affinities by queries: a thread per token and stored unit. A softmax is
-// exp(A - norm), with the log-sum-exp of the partial sums and the logarithm of the factor in the
-// norm; for laplace the norms are the factors.
+// Replaces affinities by queries with scores: a thread per token and stored unit. A softmax is
+// exp(A - norm), where the norm is the log-sum-exp of the partial sums minus the logarithm of the
+// factor; for laplace the norms are the factors.
 __global__ void __launch_bounds__(kScoringThreads)
     affinity_scores_kernel(const __grid_constant__ CastScores scores, unsigned units,
                            const float2* partials) {
@@ -204,7 +204,7 @@ __global__ void round_kernel(const float* from, T* to, std::int64_t count) {
   if (i < count) to[i] = from_float<T>(from[i]);
 }
 
-// How affinities or scores are kept: `stored` units at a time.
+// How affinities or scores are stored: `stored` units at a time.
 struct CastSelectPlan {
   bool scored;  // scores only
   int blocks, units, stored;
@@ -214,12 +214,12 @@ struct CastSelectPlan {
                shape.clusters <= kMostScored && on_hopper()),
         blocks((shape.clusters + kUnitClusters - 1) / kUnitClusters),
         units(blocks * shape.list_heads) {
-    // As much memory as the inner outputs will take, or as the queries.
+    // As much memory as the inner outputs or the queries take.
     const std::int64_t unit = sides() * kUnitClusters * call.B * call.N;
     const std::int64_t room =
         max(shape.slots(), call.B * call.H * call.N) * call.Dk / max(unit, std::int64_t{1});
     stored = static_cast<int>(min(max(room, std::int64_t{1}), std::int64_t{units}));
-    // A list head's clusters must be there together.
+    // A list head's clusters must be stored together.
     if (scored || params.mode == CastMode::single) stored = max(stored / blocks, 1) * blocks;
   }
   int sides() const { return scored ? 1 : 2; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The scores by which CAST's clusters choose their tokens (cpu/mechanisms/cast_select.h),
 //   sigmoid(phi) f(A_q) + sigmoid(-phi) f(A_k), f a softmax over the clusters or laplace,
-// stored for some clusters at a time.
+// stored for some of the clusters at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,9 +20,9 @@ constexpr int kUnitClusters = 128;
 
 struct CastScores {
   CastShape shape;
-  int blocks;      // units of a list head
-  int first_unit;  // of those that are stored
-  int sides;       // 1: scores; 2: affinities by queries, in whose place scores come, and by keys
+  int blocks;         // units of a list head
+  int first_unit;     // first stored unit
+  int sides;          // 1: scores; 2: affinities by queries, which scores replace, and by keys
   float* affinities;  // (units, sides, kUnitClusters, B, N)
 
   __device__ std::int64_t rows() const { return static_cast<std::int64_t>(shape.B) * shape.N; }
@@ -51,8 +51,8 @@ struct DigitMemory {
   int found, left;
 };
 
-// By all threads of a block: the key that exactly `wanted` of key(0), ..., key(count - 1) are not
-// below; they are distinct, and more than that. Digit by digit, until one tells all of them apart.
+// Finds the key that exactly `wanted` of the distinct key(0), ..., key(count - 1) are not below,
+// with wanted < count, digit by digit. Called by all threads of a block.
 template <int kThreads, class Key>
 __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMemory& memory) {
   constexpr int kDigit = DigitMemory::kDigit, kBins = DigitMemory::kBins;
@@ -88,7 +88,7 @@ __device__ CandidateKey find_last(const Key& key, int count, int wanted, DigitMe
 }
 
 // Scores by Hopper's warpgroup products for up to this many clusters and some list heads; softmax
-// and 16-bit types only. The table has room for the surrogates with the clusters filled up.
+// and 16-bit types only. The table has space for the surrogates with the clusters padded.
 // scores_sm90a.cu
 constexpr int kMostScored = 256;
 void cast_scores_sm90a(const CastScores& scores, const AttentionCall& call, int first_head,
@@ -102,9 +102,9 @@ struct SingleBuffers {
   std::int32_t *labels, *order;  // (list_heads, B, N)
   std::int32_t* offsets;         // (problems, C + 1)
   std::int32_t* histograms;
-  CandidateKey* bars;    // (problems, C): worse keys are turned away
+  CandidateKey* bars;    // (problems, C): lower keys are rejected
   unsigned* arrivals;    // by team
-  std::int32_t* turned;  // (problems, 2): tokens turned away in this round and the next
+  std::int32_t* turned;  // (problems, 2): tokens rejected in this round and the next
 
   SingleBuffers(Arena& arena, const CastShape& shape);
 };

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Every token of CAST joins one cluster: of all pairs (token, cluster) by descending score, ties by
-// lower token, then lower cluster, each is accepted while its token and a place are free.
+// Every token of CAST joins one cluster: pairs (token, cluster) are visited by descending score,
+// ties by lower token, then lower cluster; a pair is accepted if its token and a place are free.
 //
-// Computed in rounds. Each token is with the best cluster whose bar it passes; a cluster with too
-// many raises its bar to the key of the last that it has room for and turns the others away. Both
-// sides rank pairs by one order, so where this ends is unique and the result above.
+// Computed in rounds. Each token joins the best cluster whose bar it passes; a cluster with too
+// many raises its bar to the key of the last token that fits and rejects the others. Both sides
+// rank pairs by one order, so the outcome is unique and equals the result above.
 //
 // Grid: resident blocks of 512 threads (cooperative launch) in teams, one per list of members at a
 // time. A warp finds a token's cluster, a block a cluster's bar. Shared memory: counters of the
@@ -22,7 +22,7 @@ struct SingleArgs {
   CastScores scores;
   SingleBuffers buffers;
   Teams teams;
-  int first_head, heads;  // list heads whose scores are there
+  int first_head, heads;  // list heads whose scores are stored
   std::int64_t size;
   std::int32_t* members;
   int shared_words;
@@ -57,7 +57,7 @@ struct SingleProblem {
     turned = args.buffers.turned + 2 * number;
   }
 
-  // The best cluster whose bar a token passes, by a warp.
+  // The best cluster whose bar a token passes. Called by a warp.
   __device__ int best_cluster(int token) const {
     const CastShape& shape = args.scores.shape;
     CandidateKey best = 0;  // by score, then lower cluster
@@ -87,7 +87,7 @@ struct SingleProblem {
     }
   }
 
-  // Clusters turn away what they have no room for; `turned` counts it.
+  // Clusters reject the tokens that do not fit; `count` is increased by their number.
   __device__ void turn_away(const Team& team, DigitMemory& memory, std::int32_t* count) const {
     for (int c = team.rank; c < args.scores.shape.clusters; c += team.size) {
       const int begin = __ldcg(offsets + c), members = __ldcg(offsets + c + 1) - begin;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                   histograms_of(args.buffers.histograms, args.teams, team, turn, shape.clusters),
                   shape.clusters},
                  shared, args.shared_words);
-      // The blocks have met since they read the last round's number.
+      // The blocks have synchronised since they read the last round's count.
       if (team.rank == 0 && threadIdx.x == 0) own.turned[(round + 1) % 2] = 0;
       team.sync();
       own.turn_away(team, memory, own.turned + round % 2);

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT
-// The summaries of CAST's clusters: a cluster's is the attention of its surrogate S over its
-// members,
+// The summaries of CAST's clusters: attention of a cluster's surrogate S over its members,
 //   R = sum_j beta_j v_j,   beta = softmax_j or laplace(scale psi(-phi_j) S . k_j).
 //
-// Grid: a block of two warps per (item, head, cluster), 8 blocks on a multiprocessor. A group of
-// lanes has 8 members at a time, 16 bytes of their keys and values a lane (CastLanes). The warps'
-// parts are joined at the end. Shared memory: 16 chunks of 16 bytes a thread and a row of floats a
-// warp, 17 KiB. Rows that are not aligned are loaded element by element. No preconditions.
+// Grid: a block of two warps per (item, head, cluster), 8 blocks per multiprocessor. A group of
+// lanes handles 8 members at a time, 16 bytes of their keys and values per lane (CastLanes). The
+// warps' parts are combined at the end. Shared memory: 16 chunks of 16 bytes per thread and a row
+// of floats per warp, 17 KiB. Unaligned rows are loaded element by element. No preconditions.
 #include "cuda/cast/cast.cuh"
 #include "cuda/cast/stages.h"
 #include "cuda/launch/dispatch.h"
@@ -26,8 +25,8 @@ struct SummaryArgs {
   T *surrogates, *summaries;  // rounded, or null
 };
 
-// The 16 bytes of this lane in several rows, some row for a negative number, to its own column of
-// `to`; what lies beyond a row is some of its columns. The caller waits.
+// Fetches this lane's 16 bytes of several rows (an arbitrary row for a negative number) to its own
+// column of `to`; lanes beyond the width fetch other columns. The caller waits.
 template <int kCount, class Layout, class T>
 __device__ __forceinline__ void fetch_rows(uint4 (*to)[kSummaryThreads], const Layout& lanes,
                                            const Rows<const T>& rows, int known) {
@@ -42,9 +41,9 @@ __device__ __forceinline__ void fetch_rows(uint4 (*to)[kSummaryThreads], const L
   }
 }
 
-// A block per cluster. A group of lanes has kBatch members at a time, lane i the i-th one's number;
-// keys and values of the next ones are on their way together, and the numbers and gates of those
-// that follow. Warps meet at the end only.
+// A block per cluster. A group of lanes handles kBatch members at a time, lane i knows the i-th
+// one's number; keys and values of the next members are in flight, as are the numbers and gates of
+// those that follow. Warps synchronise only at the end.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kSummaryThreads, 8)
     summary_kernel(const __grid_constant__ SummaryArgs<T> args) {
@@ -133,7 +132,7 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
     totals[threadIdx.x / 32] = total;
   }
   lanes.template fold<kSummaryWarps>(sum, sums);
-  // The warps' parts, to one shift.
+  // Combines the warps' parts with a common shift.
   float factors[kSummaryWarps], largest = -INFINITY;
   total = 0.0f;
 #pragma unroll
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
   }
   if (!shape.laplace && threadIdx.x == 0)
     args.saved.summary_lse[number] = total > 0.0f ? largest + logf(total) : -INFINITY;
-  await_writes();  // whoever waits for this kernel waits for the one ahead
+  await_writes();  // completion of this kernel implies that of the preceding one
 }
 
 }  // namespace

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
 // The best tokens of every cluster of CAST: by score, then lower index.
 //
-// The scores of some tokens give a bound that a few times as many pass as are wanted; those that
+// The scores of a sample of tokens give a bound that a few times the wanted number pass; those that
 // pass are kept in shared memory, then in registers, where the last of the best is found by
-// counting in bins. When too few or too many pass, or more are wanted than there is room for,
-// digits are counted over all tokens.
+// counting in bins. If too few or too many pass, or more are wanted than fit, digits are counted
+// over all tokens.
 //
-// Grid: a block of 512 threads per (item, list head, cluster), or of 1024 where every cluster has a
-// multiprocessor to itself; 256 of them search. Shared memory: 2048 keys of 8 bytes, 1024 chosen
-// tokens and the bins, 24 KiB. No preconditions.
+// Grid: a block of 512 threads per (item, list head, cluster), or of 1024 if every cluster has its
+// own multiprocessor; 256 of them search. Shared memory: 2048 keys of 8 bytes, 1024 chosen tokens
+// and the bins, 24 KiB. No preconditions.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -20,9 +20,9 @@
 namespace coterie::cuda {
 namespace {
 
-// The n-th largest of words that the threads of a part of a block know, by counting in bins.
+// Finds the n-th largest of words held by part of a block's threads, by counting in bins.
 
-// Threads that search, the first of a block. They meet at barriers: the fewer warps, the sooner.
+// Threads that search, the first of a block. Barriers are faster with few warps.
 constexpr int kSearch = 256, kSearchWarps = kSearch / 32;
 
 struct SearchMemory {
@@ -31,12 +31,12 @@ struct SearchMemory {
   std::uint64_t barrier;
 
   __device__ PartBarrier<kSearch> searchers() { return {1, shared_address(&barrier)}; }
-  // By one thread, before the block meets.
+  // Called by one thread before the block synchronises.
   __device__ void init() { searchers().init(); }
 };
 
-// A search by kSearch threads, each of which knows some of the words. Memory is used in turns: a
-// step needs one barrier, and those who read what it counted may be overtaken by one step.
+// A search by kSearch threads, each of which holds some of the words. Three buffers alternate: a
+// step needs one barrier, and threads still reading its counts may be overtaken by one step.
 template <int kEach>
 struct WordSearch {
   SearchMemory& memory;
@@ -44,7 +44,7 @@ struct WordSearch {
 
   __device__ int next_turn() const { return turn == 2 ? 0 : turn + 1; }
 
-  // The range of all words; zeros are none.
+  // The range of all words; zeros are ignored.
   __device__ void find_range(const std::uint32_t (&words)[kEach], std::uint32_t& low,
                              std::uint32_t& high) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -52,7 +52,7 @@ struct WordSearch {
     high = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      low = min(low, words[i] - 1);  // none is the last one to be chosen
+      low = min(low, words[i] - 1);  // 0 wraps around to the maximum
       high = max(high, words[i]);
     }
     low = __reduce_min_sync(~0u, low);
@@ -67,9 +67,9 @@ struct WordSearch {
     high = __reduce_max_sync(~0u, memory.most[turn][lane % kSearchWarps]) + 1;
   }
 
-  // The largest word that at least `wanted` are not below, or one that no more than `enough` are
-  // not below. Of all `count` words. Counts those that are not below the result, and, where these
-  // are more than enough, how many are above it.
+  // Finds the largest word that at least `wanted` of all `count` words are not below, or one that
+  // no more than `enough` are not below. Sets `count` to the words not below the result and, if
+  // these are more than enough, `above` to those above it.
   __device__ std::uint32_t find(const std::uint32_t (&words)[kEach], int wanted, int enough,
                                 int& count, int& above) {
     const int lane = threadIdx.x % 32;
@@ -84,7 +84,7 @@ struct WordSearch {
           atomicAdd(&memory.bins[turn][(words[i] - low) >> shift], 1);
       memory.bins[next_turn()][threadIdx.x] = 0;
       memory.searchers().sync();
-      // Every warp finds the bin of the last one that is wanted; a lane has eight.
+      // Every warp finds the bin of the last wanted word; a lane has eight bins.
       const int4* own = reinterpret_cast<const int4*>(memory.bins[turn]) + 2 * lane;
       const int4 first = own[0], second = own[1];
       const int sizes[8] = {first.x,  first.y,  first.z,  first.w,
@@ -121,23 +121,23 @@ struct WordSearch {
   }
 };
 
-constexpr int kPassing = 2048;     // keys that have room; as many are the sample
-constexpr int kMostWanted = 1024;  // of the quick way
+constexpr int kPassing = 2048;     // keys that fit; also the sample size
+constexpr int kMostWanted = 1024;  // limit of the fast path
 
 struct TopMemory {
   union {
     DigitMemory digits;
-    CandidateKey keys[kPassing];  // of the sample, then of what passes
+    CandidateKey keys[kPassing];  // of the sample, then of tokens that pass
   };
   alignas(16) int chosen[kMostWanted];
-  int count, taken;  // of what passes, of the chosen
+  int count, taken;  // of tokens that pass, of the chosen
   int warps[32];
   CandidateKey found;
   SearchMemory search;
 };
 
-// A key that at least `wanted` and at most `enough` of memory.keys[0, count) are not below; all of
-// them are distinct, and at least so many. By all threads of a block.
+// A key that at least `wanted` and at most `enough` of memory.keys[0, count) are not below; these
+// are distinct, and at least `wanted`. Called by all threads of a block.
 __device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& memory) {
   if (threadIdx.x < kSearch) {
     constexpr int kEach = kPassing / kSearch;
@@ -167,12 +167,12 @@ __device__ CandidateKey find_key(int count, int wanted, int enough, TopMemory& m
   return memory.found;
 }
 
-// Keys of tokens that are not below a bound which all of the `wanted` best pass, to memory.keys;
-// their number, or -1 if they were too few or have no room. Their order is any.
+// Stores the keys of tokens that pass a bound, which should let all of the `wanted` best pass, in
+// memory.keys, in any order; returns their number, or -1 if they are too few or do not fit.
 template <int kThreads>
 __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemory& memory) {
-  constexpr int kSampled = kPassing / kThreads;  // of a thread
-  constexpr int kBatch = 16;                     // scores of a thread in flight
+  constexpr int kSampled = kPassing / kThreads;  // per thread
+  constexpr int kBatch = 16;                     // scores per thread in flight
   const auto sampled = [&](int i) {
     return static_cast<int>((static_cast<std::int64_t>(i) * kThreads + threadIdx.x) * tokens /
                             kPassing);
@@ -184,7 +184,7 @@ __device__ int find_passing(const ScoreRow& row, int tokens, int wanted, TopMemo
   for (int i = 0; i < kSampled; ++i)
     memory.keys[i * kThreads + threadIdx.x] = candidate_key(sample[i], sampled(i));
   __syncthreads();
-  // In the sample the best are so many on average; four standard deviations and some more.
+  // Expected number of the best in the sample, plus four standard deviations and a margin.
   const float share = static_cast<float>(wanted) * kPassing / static_cast<float>(tokens);
   const int rank = static_cast<int>(share + 4.0f * sqrtf(share) + 4.0f);
   if (rank >= kPassing) return -1;
@@ -223,7 +223,7 @@ __device__ void list_best(int count, int wanted, TopMemory& memory, std::int32_t
       memory.chosen[atomicAdd(&memory.taken, 1)] = index_of(memory.keys[i]);
   if (threadIdx.x < (4 - wanted % 4) % 4) memory.chosen[wanted + threadIdx.x] = INT32_MAX;
   __syncthreads();
-  // Four neighbouring threads look for the place of one token, at four others at a time.
+  // Four neighbouring threads find the place of one token, comparing four others at a time.
   constexpr int kTogether = 4;
   const int groups = (wanted + 3) / 4;
   for (int i = threadIdx.x / kTogether; i < wanted; i += kThreads / kTogether) {
@@ -245,7 +245,7 @@ __device__ void list_best(int count, int wanted, TopMemory& memory, std::int32_t
 template <int kThreads>
 __device__ void list_tokens(const ScoreRow& row, int tokens, CandidateKey last, TopMemory& memory,
                             std::int32_t* list) {
-  constexpr int kBatch = 8;  // tokens of a thread at a time
+  constexpr int kBatch = 8;  // tokens per thread at a time
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int written = 0;
   for (int begin = 0; begin < tokens; begin += kThreads * kBatch) {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads)
       __syncthreads();
     }
     if (passing >= 0) return list_best<kThreads>(passing, wanted, memory, list);
-    __syncthreads();  // the keys' memory is that of the digits
+    __syncthreads();  // keys and digits share memory
   }
   const CandidateKey last =
       find_last<kThreads>([&](int token) { return row.key(token); }, tokens, wanted, memory.digits);
@@ -326,7 +326,7 @@ void cast_top(const CastScores& scores, int units, std::int32_t* members, cudaSt
         dim3(static_cast<unsigned>(units * kUnitClusters) * static_cast<unsigned>(shape.items)),
         threads, 0, stream, scores, units, members);
   };
-  // Where every cluster has a multiprocessor to itself, its tokens are read sooner by more threads.
+  // If every cluster has its own multiprocessor, more threads read its tokens faster.
   if (shape.problems() * shape.clusters <= multiprocessors())
     launch(top_kernel<1024>, 1024);
   else

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Steps of CAST's backward pass by warpgroup products, as mix_backward_sm90a.cu and
-// inner_backward_sm90a.cu share them. A warpgroup owns 64 rows of two matrices A, B in shared
-// memory and walks 64 rows of two others X, Y at a time:
+// Steps of CAST's backward pass by warpgroup products, shared by mix_backward_sm90a.cu and
+// inner_backward_sm90a.cu. A warpgroup owns 64 rows of two matrices A, B in shared memory and walks
+// 64 rows of two others X, Y at a time:
 //   p = weigh(A Xᵀ),   ds = derive(B Yᵀ, p),   sums += ds X and p X, or p Y.
 // Own rows are tokens (queries, gradients of the output) over clusters (surrogates, summaries),
-// clusters over tokens, or members of a cluster. A pair of tiles takes 16 KiB for 64 elements a
-// row. Preconditions: Hopper, 16-bit types, aligned rows.
+// clusters over tokens, or members of a cluster. A pair of tiles takes 16 KiB for rows of 64
+// elements. Preconditions: Hopper, 16-bit types, aligned rows.
 #pragma once
 
 #include "cuda/cast/cast.cuh"
@@ -22,7 +22,7 @@ struct TilePair {
   Matrix first, second;
 
   __device__ explicit TilePair(std::uint32_t base) : first{base}, second{base + Matrix::kBytes} {}
-  // 64 aligned rows from `row` on, of which `count` are there, by kThreads threads.
+  // Loads 64 aligned rows from `row` on, of which `count` exist, with kThreads threads.
   template <int kThreads>
   __device__ void load(const Rows<const T>& a, const Rows<const T>& b, int row, int count) const {
     load<kThreads>(first, a, row, count);
@@ -30,7 +30,7 @@ struct TilePair {
   }
 
  private:
-  // load_tile of aligned rows; of whole tiles in few instructions.
+  // load_tile for aligned rows; whole tiles take few instructions.
   template <int kThreads>
   __device__ static void load(const Matrix& to, const Rows<const T>& rows, int row, int count) {
     constexpr int kStep = kThreads / 8;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void settle(TileSum<kWidth>& sum) {
   for (int band = 0; band < kWidth / 64; ++band) wgmma_settle(sum[band]);
 }
 
-// As add_products, but starts a sum where `add` is 0.
+// Like add_products, but starts a sum if `add` is 0.
 template <class T, int kWidth>
 __device__ __forceinline__ void add_from(TileSum<kWidth>& d, const std::uint32_t (&a)[4][4],
                                          const Bands<T, kWidth, 64>& b, int add) {
@@ -88,9 +88,9 @@ __device__ __forceinline__ void declare(TileSum<kWidth>& sum) {
   for (int i = 0; i < kWidth / 2; ++i) asm volatile("" : "=f"(sum[i / 32][i % 32]));
 }
 
-// Products of own with others; weigh(s) makes weights of those of the first matrices, derive(d, s)
-// derivatives of those of the second. Adds sums of both with rows of the others to what is there,
-// or starts with them where `add` is 0; they are on their way at the end.
+// Products of own with others; weigh(s) turns those of the first matrices into weights, derive(d,
+// s) those of the second into derivatives. Adds the sums of both with rows of the others to the
+// sums, or starts them if `add` is 0; they are still in flight on return.
 template <class T, int kWidth, class Weigh, class Derive>
 __device__ __forceinline__ void walk(const TilePair<T, kWidth>& own,
                                      const TilePair<T, kWidth>& other,
@@ -104,7 +104,7 @@ __device__ __forceinline__ void walk(const TilePair<T, kWidth>& own,
   wgmma_commit();
   row_products(d, own.second, 0, other.second, 0);
   wgmma_commit();
-  wgmma_wait<1>();  // also for the sums before, which read the factors
+  wgmma_wait<1>();  // also for the previous sums, which read the factors
   wgmma_settle(s);
   weigh(s);
   wgmma_wait<0>();
@@ -118,7 +118,7 @@ __device__ __forceinline__ void walk(const TilePair<T, kWidth>& own,
   wgmma_commit();
 }
 
-// Of a lane's two rows: the mean of d by the weights s.
+// For each of a lane's two rows: the mean of d weighted by s.
 __device__ __forceinline__ void guess_deltas(float (&guess)[2], const float (&d)[32],
                                              const float (&s)[32]) {
 #pragma unroll
@@ -134,8 +134,8 @@ __device__ __forceinline__ void guess_deltas(float (&guess)[2], const float (&d)
   }
 }
 
-// A warp's 16 rows of an accumulator to rows of `width` elements, of which `count` are there, by
-// way of its rows of a tile.
+// Stores a warp's 16 rows of an accumulator to rows of `width` elements, of which `count` exist,
+// staged in its rows of a tile.
 template <class T>
 __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int count, int width,
                                            std::uint32_t tile, const float (&d)[32]) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int count,
   }
 }
 
-// 32 columns of a row from two neighbouring parts of a sum.
+// Stores 32 columns of a row from two neighbouring parts of a sum.
 template <class U>
 __device__ __forceinline__ void store_part(const Rows<U>& rows, int row, bool there, int part,
                                            const float* values, float factor, int side) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of lists by mma.sync (backward_tiles.cuh, which has the formulas, the grid and the
-// shared memory): every type, width, rule and filter. A warp has 16 of the 64 owned rows; 220 to
-// 255 registers. What 16-bit calls take on Hopper: plan.cu.
+// Backward pass of lists by mma.sync (formulas, grid and shared memory: backward_tiles.cuh): every
+// type, width, rule and filter. A warp handles 16 of the 64 owned rows; 220 to 255 registers. Which
+// 16-bit calls run other kernels on Hopper: plan.cu.
 #include "cuda/launch/dispatch.h"
 #include "cuda/lists/backward_tiles.cuh"
 #include "cuda/prim/mma.cuh"
@@ -9,18 +9,18 @@
 namespace coterie::cuda {
 namespace {
 
-// Products by mma.sync: a warp has 16 owned rows, and meets kColumns rows of the other side at a
-// time. GroupProducts of backward_sm90a.cu has the same functions, which only start the work; here
-// it is done when they return.
+// Products by mma.sync: a warp handles 16 owned rows against kColumns rows of the other side at a
+// time. GroupProducts of backward_sm90a.cu has the same interface, but its functions only start the
+// work; these complete it.
 template <class Type, int kRowWidth>
 struct WarpProducts {
   using T = Type;
   static constexpr int kWidth = kRowWidth;
   static constexpr bool kFilters = true;                     // and laplace weights
-  static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as registers hold
-  static constexpr int kUnit = 16;                           // rows that are in step
+  static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as fit in registers
+  static constexpr int kUnit = 16;                           // rows that advance in lockstep
   static constexpr int kRowBytes = kWidth * static_cast<int>(sizeof(T));
-  // Blocks on a multiprocessor.
+  // Blocks per multiprocessor.
   static constexpr int kBlocks = sizeof(T) == 2 ? 2 : 1;
   using Scores =
       float[kColumns / 2];         // columns 8 j + 2 (l%4) + e%2 of row l/4 + 8 (e/2): [4 j + e]
@@ -32,8 +32,8 @@ struct WarpProducts {
     return *reinterpret_cast<Accumulator*>(values + 8 * n);
   }
 
-  // Rows of two tensors, by the 128 threads of a block: ranks from `first` on, `count` of them and
-  // zeros beyond.
+  // Loads rows of two tensors with the 128 threads of a block: `count` ranks from `first` on, then
+  // zeros.
   template <int kRows>
   __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
                               int count, const std::int32_t* index) {
@@ -42,7 +42,7 @@ struct WarpProducts {
       load_tile<kRows, 128>(to[tensor], rows[tensor], first, count, index);
   }
 
-  // s = rows of a, those of this warp, times rows of b, transposed.
+  // s = this warp's rows of a times the transposed rows of b.
   __device__ static void start_scores(Scores& s, const Matrix& a, const Matrix& b) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) s[i] = 0.0f;
@@ -72,7 +72,7 @@ struct WarpProducts {
     to_fragment(factor, part(s, n));
   }
 
-  // An element of a matrix in an even column, and the next.
+  // An element of a matrix in an even column, and the next element.
   __device__ static float2 pair(const Matrix& matrix, int row, int column) {
     return load_pair<T>(matrix.address(row, column));
   }

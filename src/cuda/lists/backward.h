@@ -12,7 +12,7 @@
 
 namespace coterie::cuda {
 
-// fp16 weights are kept in range by a power of two.
+// fp16 weights are scaled by a power of two to keep them in range.
 constexpr int kHalfWeightBits = 8;
 constexpr float kHalfWeightScale = 1 << kHalfWeightBits;
 
@@ -24,7 +24,7 @@ struct ListSums {
   bool rounded;  // slots are of T, else floats
 
   __host__ __device__ bool wanted() const { return rows.data || slots; }
-  // Of T: where rows or slots are counted from.
+  // Base of type T that rows or slots are counted from.
   __device__ Rows<T> rows_of(const ItemSpan& span, int head, int width) const {
     if (rows.data) return rows.rows(span.batch, head, span.begin);
     return {static_cast<T*>(slots), width, width, width * sizeof(T) % 16 == 0};
@@ -37,11 +37,11 @@ struct ListBackwardArgs {
   ListTiles q_tiles, k_tiles;
   Tensor4<const T> q, k, v, g;
   ListValues weight, lse, delta;
-  float* delta_out;  // computed here where delta is not given
+  float* delta_out;  // written here if delta is not given
   bool delta_out_by_slot;
   ListSums<T> dq, dk, dv;
-  bool normalise;      // dq and dk are those of the rows before their normalisation
-  float* dq_products;  // then optional, by query row: dq . normalised row
+  bool normalise;      // dq and dk are with respect to the rows before normalisation
+  float* dq_products;  // if so, optional, by query row: dq . normalised row
   float weight_scale;  // kHalfWeightScale for fp16; 1 for other types
 };
 
@@ -49,7 +49,7 @@ struct ListBackwardArgs {
 struct ScoreScale {
   float score;     // to logits
   float exponent;  // to logits in base 2
-  float gradient;  // of dS in dk, where it is not the same for all heads
+  float gradient;  // factor of dS in dk, if it differs between heads
   bool laplace;
 
   __device__ ScoreScale(const ListProblem& problem, int head)
@@ -60,15 +60,15 @@ struct ScoreScale {
 };
 
 // 1 / sigma of a row as a factor of weights and their derivatives, which are then rounded to T and
-// multiplied with the row. Without variance it is 0, as the normalised row is: 1000 times a scaled
-// weight is beyond f16, and infinity times 0 is NaN.
+// multiplied by the row. For a row without variance it is 0, as is the normalised row: 1000 times a
+// scaled weight overflows f16, and infinity times 0 is NaN.
 template <class T>
 __device__ __forceinline__ float inverse_factor(float inverse) {
   return std::is_same_v<T, F16> && fabsf(inverse - 1000.0f) < 0.01f ? 0.0f : inverse;
 }
 
-// Launches, as plans say. The first three are of queries or of keys; the others compute all
-// gradients at once, and are of 16-bit types, as the second and third are.
+// Launches, as planned. The first three compute the gradients of queries or of keys, the others all
+// gradients at once. All but the first are for 16-bit types.
 template <class T>
 void launch_list_tiles(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream);
 template <class T>

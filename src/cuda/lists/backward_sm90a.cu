@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of lists (lists.h) on Hopper by warpgroup products, of 16-bit rows: dq and delta of
-// queries in one kernel, dk and dv of keys in another one (formulas: backward_tiles.cuh).
+// Backward pass of lists (lists.h) on Hopper with warpgroup products, for 16-bit rows: dq and delta
+// of queries in one kernel, dk and dv of keys in another (formulas: backward_tiles.cuh).
 //
 // list_stream_kernel, rows of up to 64 elements, forms plain and normalised: a stream of steps
-// (stream.cuh). Grid: one block per multiprocessor or a few, by StreamRun of plan.h. 384 threads:
-// two warpgroups compute with 224 registers and own 64 rows each, four warps load with 56.
-// Shared memory, 190 to 215 KB: 8 or 9 streamed and 4 owned tiles of two tensors (16 KB each), the
-// plan (64 bytes a step), and what must be known of rows beside the tiles, so that computing warps
-// read nothing from global memory. Per tile: weights and derivatives, then in one batch the sums of
-// this tile and the scores of the next.
+// (stream.cuh). Grid: one or a few blocks per multiprocessor, by StreamRun of plan.h. 384 threads:
+// two warpgroups compute with 224 registers and own 64 rows each, four warps load with 56. Shared
+// memory, 190 to 215 KB: 8 or 9 streamed and 4 owned tiles of two tensors (16 KB each), the plan
+// (64 bytes per step), and row metadata, so computing warps read nothing from global memory. Per
+// tile: weights and derivatives, then in one batch the sums of this tile and the scores of the
+// next.
 //
 // Wider rows: list_tile_kernel of backward_tiles.cuh with GroupProducts, 255 registers, 104 KB.
 //
-// Preconditions: aligned rows less than 2 GiB apart, no filters, softmax weights;
-// query heads that share keys share lists. Other calls: backward.cu.
+// Preconditions: aligned rows less than 2 GiB apart, no filters, softmax weights; query heads that
+// share keys share lists. Other calls: backward.cu.
 #include <cstdint>
 #include <type_traits>
 
@@ -30,12 +30,12 @@
 namespace coterie::cuda {
 namespace {
 
-// 64 queries as they are in global memory. Rows beyond the list have the range of its last one, and
+// 64 queries as stored in global memory. Rows beyond the list have the range of its last row, and
 // zeros.
 struct QueryValuesRecord {
   alignas(16) float lse[kStreamRows];
   float delta[kStreamRows];
-  int2 range[kStreamRows];  // of key ranks; ListRule::ends: only .y, as given
+  int2 range[kStreamRows];  // key ranks; ListRule::ends: only .y, as given
 };
 struct WeightedQueriesRecord : QueryValuesRecord {
   RowStatistics stats[kStreamRows];
@@ -45,7 +45,7 @@ template <ListForm kForm>
 using QueryRecord =
     std::conditional_t<kForm == ListForm::plain, QueryValuesRecord, WeightedQueriesRecord>;
 
-// The same of 64 keys; unused in the plain form.
+// The same for 64 keys; unused in the plain form.
 struct KeyRecord {
   alignas(16) RowStatistics stats[kStreamRows];
 };
@@ -55,7 +55,7 @@ template <ListForm kForm>
 constexpr int kQueryBytes = sizeof(QueryRecord<kForm>) / kStreamRows;
 
 // kKeys: keys are owned.
-// Short code: what all warps run in turn is more than the instruction caches hold.
+// The code is kept short: the code that all warps run in turn exceeds the instruction caches.
 template <ListForm kForm>
 constexpr int kCopyUnroll = kForm == ListForm::plain ? 2 : 1;
 template <ListForm kForm, bool kKeys>
@@ -69,7 +69,7 @@ struct StreamBackwardShape : BackwardStream<kForm, kKeys> {
   using Base::Base;
   using Owned = std::conditional_t<kKeys, KeyRecord, QueryRecord<kForm>>;
   using Streamed = std::conditional_t<kKeys, QueryRecord<kForm>, KeyRecord>;
-  // Row numbers stay until results are stored, longer than the rows themselves.
+  // Row numbers are needed until results are stored, longer than the rows themselves.
   static constexpr int kRowPlaces = Base::kSlots + Base::kGroups;
   static constexpr int kBytes = Base::kBytes + kRowPlaces * kStreamRows * 4;
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
@@ -85,7 +85,7 @@ struct StreamBackwardShape : BackwardStream<kForm, kKeys> {
   }
 };
 
-// Owned keys are counted by those that are there: more change nothing, as they are not stored.
+// Owned keys are not limited to those that exist: extra ones are harmless, as they are not stored.
 constexpr int kAnyKeys = 0x3fffffff;
 
 // The loading warps.
@@ -94,7 +94,7 @@ struct ListLoader {
   const ListBackwardArgs<T>& args;
   const StreamBackwardShape<kForm, kKeys>& shape;
 
-  // 64 ranks from `first` on, whose rows are `row`: `at`, `slot` of rank 0 of the list.
+  // 64 ranks from `first` on, whose rows are `row`; `slot` of rank 0 of the list.
   __device__ void load_queries(const std::uint32_t (&to)[2], QueryRecord<kForm>& record,
                                const StreamStep& step, int head, const int (&row)[2], int begin,
                                int first, int count, std::int64_t slot, int keys) const {
@@ -183,7 +183,7 @@ struct ListLoader {
               step.count - rank);
     ready();
     if constexpr (kKeys) {
-      // Heads that share keys share lists: their slots are a head's apart.
+      // Heads that share keys share lists: their slots are head_slots apart.
       const std::int64_t heads_before = head - static_cast<std::int64_t>(step.head) * problem.group;
       load_queries(to, shape.streamed(slot), step, head, row, step.other_begin, rank, step.count,
                    step.other_slot + heads_before * problem.q.head_slots, kAnyKeys);
@@ -193,15 +193,15 @@ struct ListLoader {
   }
 };
 
-// Calls start with 0 .. 3. Products of different accumulators take turns, as those of one wait for
-// each other.
+// Calls start with 0 .. 3. Products of different accumulators alternate, as those of one
+// accumulator wait for each other.
 template <class Start>
 __device__ __forceinline__ void for_depths(const Start& start) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) start(k);
 }
 
-// Owned rows of two tensors as left factors, in registers.
+// Owned rows of two tensors as left factors, held in registers.
 template <class T>
 struct OwnedFactors {
   std::uint32_t a[2][4][4];
@@ -240,7 +240,7 @@ struct OwnedFactors {
     wgmma_settle(s);
     wgmma_settle(d);
   }
-  // A use behind the loop that multiplies: without one ptxas 13.0 gives the registers away in it.
+  // A use after the product loop: without it ptxas 13.0 reuses the registers within the loop.
   __device__ void keep(float& value) const {
     std::uint32_t all = 0;
 #pragma unroll
@@ -250,7 +250,7 @@ struct OwnedFactors {
                  : "r"(all));
   }
 };
-// Starts depth k of sums: 16 of the rows of a tile, with their factors.
+// Starts depth k of the sums: 16 of the rows of a tile, with their factors.
 template <class T>
 __device__ __forceinline__ void start_sum(int k, float (&sum)[32],
                                           const std::uint32_t (&factor)[4][4], std::uint32_t tile) {
@@ -269,10 +269,10 @@ __device__ __forceinline__ RankRange range_of(int2 range, const ListProblem& pro
   return {max(high - problem.window, 0), max(high, 0)};
 }
 
-// A lane has elements of two owned rows. What becomes of sums at the end of a step is done for one
-// row after the other: those of the row at work are i with i % 4 < 2. The same instructions do both
-// where they are many, in the way back through the normalisation: what runs once a step takes as
-// long as its code.
+// A lane has elements of two owned rows. At the end of a step, sums are processed one row after the
+// other: those of the current row are i with i % 4 < 2. The normalised form runs the same
+// instructions for both rows (no unrolling), because code that runs once per step costs as much
+// time as its length.
 template <ListForm kForm, class Finish>
 __device__ __forceinline__ void for_sides(const Finish& finish) {
   constexpr int kTurns = kForm == ListForm::plain ? 2 : 1;
@@ -287,7 +287,7 @@ __device__ __forceinline__ void next_side(float (&sum)[32]) {
   }
 }
 
-// Sums of owned row `own` times a factor, to a row of a tensor or to a slot, both aligned.
+// Stores sums of owned row `own` times a factor to a row of a tensor or to a slot, both aligned.
 template <class T>
 __device__ __forceinline__ void store_owned(const float (&sum)[32], float factor,
                                             const ListSums<T>& to, const StreamStep& step, int own,
@@ -320,17 +320,17 @@ __device__ __forceinline__ void store_owned(const float (&sum)[32], float factor
   }
 }
 
-// A warp's way along the tiles of the ring, as StreamReader, one tile after the other: so that all
-// of it stays in uniform registers.
+// A warp's walk along the tiles of the ring, like StreamReader, but one tile after the other, which
+// keeps all state in uniform registers.
 template <class Shape>
 struct TileWalk {
   const Shape& shape;
-  int ready = 0, place = 0, phase = 0;  // tiles that it waited for; where the next will be
+  int ready = 0, place = 0, phase = 0;  // tiles waited for; place of the next
   int released = 0;
 
   __device__ explicit TileWalk(const Shape& stream) : shape(stream) {}
 
-  // Waits for tile `number` and, as far as they come by themselves, some that follow below `end`.
+  // Waits for tile `number` and for following tiles below `end` that arrive without a release.
   __device__ void await(int number, int end) {
     if (number < ready) return;
     wait_below(min(min(end, number + Shape::kRing / 2), released + Shape::kRing));
@@ -358,8 +358,8 @@ struct TileWalk {
   }
 };
 
-// Scores of 64 by 64 become weights: of 16 columns at a time by weigh(masked, block). Columns that
-// no row of the warp sees cost nothing.
+// Turns scores of 64 by 64 into weights, 16 columns at a time by weigh(masked, block). Columns that
+// no row of the warp sees are skipped.
 template <class Seen, class Weigh>
 __device__ __forceinline__ void weigh_blocks(float (&s)[32], bool whole, const Seen& seen,
                                              const Weigh& weigh) {
@@ -382,9 +382,9 @@ __device__ __forceinline__ void weigh_blocks(float (&s)[32], bool whole, const S
 // A lane's two owned keys.
 template <class T, ListForm kForm>
 struct OwnedKeys {
-  int rank;                   // of the upper one; the other's is 8 more
-  int first;                  // of the warp's sixteen
-  float inverse[2], mean[2];  // the mean times the width and the inverse
+  int rank;                   // of the upper key; the lower has rank + 8
+  int first;                  // of the warp's sixteen keys
+  float inverse[2], mean[2];  // mean: times the width and the inverse
   float scale_bits;
   int window;                // ListRule::ends: of every query; else 0
   float exponent, gradient;  // of a head
@@ -409,7 +409,7 @@ struct OwnedKeys {
     gradient = scale.gradient;
   }
 
-  // Scores of 16 queries become weights.
+  // Turns scores of 16 queries into weights.
   template <bool kMasked>
   __device__ void weigh16(float (&s)[32], int block, const QueryRecord<kForm>& queries) const {
 #pragma unroll
@@ -424,7 +424,7 @@ struct OwnedKeys {
         const float shift = fmaf(c ? lse.y : lse.x, kLog2e, -scale_bits);
         float factor = exponent;
         if constexpr (kForm != ListForm::plain) factor *= c ? query.w : query.y;
-        int last;  // that the query sees, and how many
+        int last;  // last visible rank, and their number
         unsigned span;
         if constexpr (kMasked) {
           last = (c ? range.w : range.y) - 1 - rank;
@@ -452,7 +452,7 @@ struct OwnedKeys {
         [&](auto masked, int block) { weigh16<decltype(masked)::value>(s, block, queries); });
   }
 
-  // d becomes the factor of the queries' rows, s that of the output gradients; both rounded to T.
+  // Turns d into factors of the queries' rows and s into those of output gradients, rounded to T.
   __device__ void differentiate(float (&s)[32], float (&d)[32],
                                 const QueryRecord<kForm>& queries) const {
 #pragma unroll
@@ -481,11 +481,11 @@ struct OwnedKeys {
   }
 };
 
-// A lane's two owned queries, and what all of the warp's sixteen see.
+// A lane's two owned queries, and the ranges of the warp's sixteen.
 template <class T, ListForm kForm>
 struct OwnedQueries {
-  int low[2], span[2];     // of the ranks in sight
-  RankRange seen, shared;  // by any, and by all of the warp
+  int low[2], span[2];     // of the visible ranks
+  RankRange seen, shared;  // visible to any, and to all of the warp
   float shift[2];          // of logits in base 2
   float factor[2], score;  // of scores, and to logits
   float delta[2], weight[2], mean[2];
@@ -522,7 +522,7 @@ struct OwnedQueries {
       factor[side] = kForm == ListForm::plain ? scale.exponent : scale.exponent * factor[side];
   }
 
-  // Scores of 16 keys become weights; `first` is the rank of the tile's first key.
+  // Turns scores of 16 keys into weights; `first` is the rank of the tile's first key.
   template <bool kMasked>
   __device__ void weigh16(float (&s)[32], int block, const KeyRecord& keys, int first) const {
     const int column = first + static_cast<int>(threadIdx.x) % 4 * 2;
@@ -567,7 +567,7 @@ struct OwnedQueries {
       open[side] = false;
     }
   }
-  // d becomes dS, which is added up by row; both are then factors of the keys' rows, rounded to T.
+  // Turns d into dS and sums it by row; s and d become factors of the keys' rows, rounded to T.
   __device__ void differentiate(float (&s)[32], float (&d)[32], const KeyRecord& keys) {
     if (__any_sync(~0u, open[0] || open[1])) guess(s, d);
 #pragma unroll
@@ -589,8 +589,8 @@ struct OwnedQueries {
   }
 };
 
-// A computing warpgroup's steps, 64 owned rows each: dk and dv of keys, over all query heads of
-// their key head; or dq and delta of queries, see list_tile_kernel for the guess of delta.
+// The steps of a computing warpgroup, 64 owned rows each: dk and dv of keys, over all query heads
+// of their key head; or dq and delta of queries (see list_tile_kernel for the guess of delta).
 template <class T, ListForm kForm, bool kKeys>
 __device__ void compute_steps(const ListBackwardArgs<T>& args,
                               const StreamBackwardShape<kForm, kKeys>& shape,
@@ -600,7 +600,7 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
   const ListProblem& problem = args.problem;
   const SlotSide& own_side = kKeys ? problem.k : problem.q;
   const int heads = kKeys ? problem.group : 1, slot_step = own_side.index ? 1 : own_side.lists;
-  // Which sums are wanted: of dS times rows, and of weights times rows.
+  // Which sums are needed: of dS times rows, and of weights times rows.
   const bool wanted = kKeys || args.dq.wanted(), both = kKeys || (wanted && args.delta_out);
   const float scale_bits = log2f(args.weight_scale), unscaled = 1.0f / args.weight_scale;
   TileWalk<Shape> walk(shape);
@@ -614,11 +614,11 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
     shape.wait_own(number);
     const auto& record = shape.owned(number);
     Owned own(record, step, problem, scale_bits, both);
-    // Owned rows are done with when they are in registers, unless they are needed behind.
+    // Owned rows are released once they are in registers, unless they are needed after the loop.
     const bool early = kForm == ListForm::plain || !args.normalise;
     const OwnedFactors<T> factors(shape.own(number, 0), shape.own(number, 1));
     if (early) shape.release_own(number);
-    float slopes[32], weighted[32];  // dk or dq; dv, or what corrects dq
+    float slopes[32], weighted[32];  // dk or dq; dv, or the correction of dq
 #pragma unroll
     for (int i = 0; i < 32; ++i) slopes[i] = weighted[i] = 0.0f;
 #pragma unroll 1
@@ -640,8 +640,8 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
         std::uint32_t p[4][4], ds[4][4];
         pack_factor<T>(ds, d);
         pack_factor<T>(p, s);
-        // The sums of this tile and the scores of the next begin and end together: the assembler
-        // does them one by one otherwise.
+        // The sums of this tile and the scores of the next start and end together: otherwise the
+        // assembler serialises them.
         const bool more = tile + 1 < end;
         const int next = Shape::ring_place(place + 1);
         if (more) walk.await(tile + 1, end);
@@ -684,7 +684,7 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
     const std::int64_t row_base =
         ListProblem::row_base(problem.q, {step.batch, step.own_begin, 0}, step.head);
     const int* rows = shape.owned_rows(number);
-    float factor = unscaled;  // where heads have scales of their own they are in dS of keys
+    float factor = unscaled;  // per-head scales are already in dS of keys
     if constexpr (!kKeys)
       factor *= own.score;
     else if (!problem.head_scale)
@@ -732,8 +732,8 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
 }
 
 // Products of the backward pass of lists (backward_tiles.cuh) by warpgroup products: 16-bit types,
-// rows of 64 or 128 elements, only for sm_90a. As WarpProducts of backward.cu, but the work is only
-// started: every function that starts some makes one group of it, for wait.
+// rows of 64 or 128 elements, only for sm_90a. Like WarpProducts of backward.cu, but the functions
+// only start the work: each commits one group, for wait.
 
 template <class Type, int kRowWidth>
 struct GroupProducts {
@@ -743,7 +743,7 @@ struct GroupProducts {
   static constexpr int kColumns = 64;
   static constexpr int kUnit = 64;
   static constexpr int kRowBytes = kWidth * 2;
-  static constexpr int kBlocks = 2;  // on a multiprocessor
+  static constexpr int kBlocks = 2;  // per multiprocessor
   using Scores = float[32];
   using Sums = float[kWidth / 2];
   using Factor = FragmentA<T>[4];
@@ -753,8 +753,8 @@ struct GroupProducts {
     return *reinterpret_cast<float(*)[32]>(sums + 32 * number);
   }
 
-  // Rows of two tensors, by the 128 threads of a block: ranks from `first` on, `count` of them and
-  // zeros beyond.
+  // Loads rows of two tensors with the 128 threads of a block: `count` ranks from `first` on, then
+  // zeros.
   template <int kRows>
   __device__ static void load(const Matrix (&to)[2], const Rows<const T> (&rows)[2], int first,
                               int count, const std::int32_t* index) {
@@ -786,15 +786,15 @@ struct GroupProducts {
     to_fragment(factor, *reinterpret_cast<Accumulator*>(s + 8 * part));
   }
 
-  // An element of a matrix in an even column, and the next.
+  // An element of a matrix in an even column, and the next element.
   __device__ static float2 pair(const Matrix& matrix, int row, int column) {
     const Tile<T, 64> tile{matrix.base + column / 64 * Matrix::kBandBytes};
     return load_pair<T>(tile.address(row, column % 64));
   }
 
-  // Before products of what registers or this thread's copies hold.
+  // Before products of data in registers or of this thread's copies.
   __device__ static void fence() { wgmma_fence(); }
-  // Before the barrier behind which products read copied rows.
+  // Before the barrier after which products read copied rows.
   __device__ static void publish() { fence_async_proxy(); }
   template <int kPending>
   __device__ static void wait() {
@@ -809,8 +809,8 @@ struct GroupProducts {
 
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
-// Number `place` of a block's steps, -1 if there is none. In rounds blocks take two at a time,
-// forth and back, those of the longest ranges first where ranges grow or shrink along a list.
+// Number `place` of a block's steps, -1 if there is none. In rounds, blocks take two at a time in
+// alternating order, longest ranges first if ranges grow or shrink along a list.
 template <bool kKeys>
 __device__ int step_number(const StreamRun& run, int place) {
   if (!run.rounds) return run.in_order(place);
@@ -827,7 +827,7 @@ __device__ int step_number(const StreamRun& run, int place) {
 template <class T, ListForm kForm, bool kKeys>
 __global__ void __launch_bounds__(StreamBackwardShape<kForm, kKeys>::kThreads, 1)
     list_stream_kernel(const __grid_constant__ ListBackwardArgs<T> args, const StreamRun run) {
-  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  await_writes();  // first: sums after this kernel read the slots of tokens early
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const StreamBackwardShape<kForm, kKeys> shape(memory);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of lists (lists.h) by tiles, for what the stream of steps (backward_sm90a.cu) does
-// not take: fp32, filters, laplace weights, rows that are not aligned or wider than 64 elements.
+// Backward pass of lists (lists.h) by tiles, for calls that the stream of steps (backward_sm90a.cu)
+// does not support: fp32, filters, laplace weights, rows unaligned or wider than 64 elements.
 //
 // With weights p = exp(score - lse) and g the output gradients times their factors,
 //   dP = g vᵀ   delta = sum p dP   dS = p (dP - delta)
@@ -9,12 +9,12 @@
 //
 // Grid (tiles of the owned side, its heads); a block of 128 threads owns 64 ranks of a query list
 // or (kKeys) of a key list, keeps their sums in registers and walks over the tiles of the other
-// list that they meet, for keys of all query heads one after the other. Scores are computed by both
-// kernels; no block waits for another one.
+// list that they interact with; for keys, those of all query heads in turn. Both kernels compute
+// the scores; no block waits for another.
 //
 // Shared memory: the owned rows of two tensors, two stages of two tiles of P::kColumns rows (one in
-// use, one in flight), and what is known of the rows of these tiles: 50 to 110 KB. P is how
-// products are made: WarpProducts (backward.cu) or GroupProducts (backward_sm90a.cu).
+// use, one in flight), and the metadata of the rows of these tiles: 50 to 110 KB. P computes the
+// products: WarpProducts (backward.cu) or GroupProducts (backward_sm90a.cu).
 #pragma once
 
 #include <cstdint>
@@ -66,18 +66,18 @@ struct ListBlockShape {
 
 __device__ __forceinline__ int ahead(int stage) { return 1 - stage; }
 
-// First of the 16 or 64 owned rows that this thread's products have in common.
+// First of the 16 or 64 owned rows that this thread's products share.
 template <class P>
 __device__ __forceinline__ int unit_row() {
   return static_cast<int>(threadIdx.x) / 32 * 16 / P::kUnit * P::kUnit;
 }
-// The owned row that this lane holds above (side 0) or below.
+// The upper (side 0) or lower owned row of this lane.
 __device__ __forceinline__ int lane_row(int side) {
   return static_cast<int>(threadIdx.x) / 32 * 16 + 8 * side +
          static_cast<int>(threadIdx.x) % 32 / 4;
 }
 
-// What a block works on. It is in shared memory to save registers.
+// The work of a block. It is in shared memory to save registers.
 template <class T>
 struct ListBlock {
   ListPair pair;
@@ -85,7 +85,7 @@ struct ListBlock {
   Rows<const T> queries[2];  // q and output gradients, by rank where the list has no index
   Rows<const T> keys[2];     // k and v
 
-  // By one thread: list `at` of a query head.
+  // Called by one thread: list `at` of a query head.
   __device__ __noinline__ void set(const ListBackwardArgs<T>& args, const ListTile& at, int head) {
     pair = args.problem.pair(at.item, head, at.list);
     first = at.first;
@@ -98,15 +98,15 @@ struct ListBlock {
 };
 
 struct ListQuery {
-  RankRange range;  // of the keys in sight
+  RankRange range;  // visible keys
   float lse;        // in base 2; +inf makes all weights 0
   float delta;
   float weight;         // of the output gradient
-  RowStatistics stats;  // the mean times the width
+  RowStatistics stats;  // mean: times the width
   QueryFilter filter;
 };
 
-// Where a value of a query is: by row, or by slot.
+// Index of a query's value: by row, or by slot.
 __device__ __forceinline__ std::int64_t value_place(const ListProblem& problem,
                                                     const ListPair& pair, int head, int rank,
                                                     bool by_slot) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ ListQuery load_query(const ListBackwardArgs<T>& args,
   return query;
 }
 
-// Products of owned rows and a tile become weights and their derivatives.
+// Turns products of owned rows and a tile into weights and their derivatives.
 template <class P, bool kKeys>
 struct TileWeights {
   using Own = std::conditional_t<kKeys, ListKey, ListQuery>;
@@ -164,7 +164,7 @@ struct TileWeights {
   }
   __device__ bool laplace_weights() const { return P::kFilters && scale.laplace; }
 
-  // s becomes weights; with laplace logits, -inf where out of sight.
+  // Turns s into weights; with laplace into logits, -inf if hidden.
   template <bool kMasked>
   __device__ void weigh(Scores& s) const {
 #pragma unroll
@@ -181,13 +181,13 @@ struct TileWeights {
         s[i] = seen ? exp2_approximate(fmaf(product, scale.exponent, -q.lse)) : 0.0f;
     }
   }
-  // d becomes dP, with the factors of output gradients.
+  // Turns d into dP, with the factors of the output gradients.
   __device__ void weigh_gradients(Scores& d) const {
 #pragma unroll
     for (int i = 0; i < P::kColumns / 2; ++i) d[i] *= query(i).weight;
   }
-  // p and dS, rounded, as factors of the other side's rows. Sums of dS of owned queries are added
-  // to `sum`; of weights times dP, if not `slopes`.
+  // Computes p and dS, rounded, as factors of the other side's rows. Adds dS of owned queries to
+  // `sum`, or weights times dP if not `slopes`.
   __device__ void differentiate(Scores& s, Scores& d, bool slopes, float (&sum)[2],
                                 typename P::Factor& p, typename P::Factor& ds) const {
 #pragma unroll
@@ -216,7 +216,7 @@ struct TileWeights {
   }
 };
 
-// Owned rows of sums times a factor, to rows of a tensor or to slots.
+// Stores owned rows of sums times a factor to rows of a tensor or to slots.
 template <class P, class Out>
 __device__ __forceinline__ void store_sums(const typename P::Sums& sum, float factor,
                                            const Rows<Out>& rows, const SlotList& list, int first,
@@ -252,14 +252,14 @@ __device__ void store_sums(const typename P::Sums& sum, float factor,
   }
 }
 
-// dk and dv of 64 keys, or dq and delta of 64 queries. Where delta is not given, dS is computed
-// with a guess c instead, and dq is corrected at the end:
+// dk and dv of 64 keys, or dq and delta of 64 queries. If delta is not given, dS is computed with a
+// guess c instead, and dq is corrected at the end:
 //   e = sum p (dP - c) = delta - c   dq = scale (sum p (dP - c) k - e sum p k)
-// The guess keeps what is rounded as small as dS. Without dq, delta is computed as a plain sum.
+// The guess keeps the rounded values as small as dS. Without dq, delta is computed as a plain sum.
 template <class P, bool kKeys>
 __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     list_tile_kernel(const __grid_constant__ ListBackwardArgs<typename P::T> args) {
-  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  await_writes();  // first: sums after this kernel read the slots of tokens early
   release_next();
   using S = ListBlockShape<P>;
   using Weights = TileWeights<P, kKeys>;
@@ -299,12 +299,12 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   const bool wanted = kKeys || args.dq.wanted(), guess = !kKeys && wanted && args.delta_out;
   bool guessed[2] = {!guess, !guess};
   float rest[2] = {0.0f, 0.0f};
-  // Of dS times rows: dk or dq; of weights times rows: dv, or what corrects dq.
+  // dS times rows: dk or dq; weights times rows: dv, or the correction of dq.
   typename P::Sums slopes = {}, weighted = {};
   typename P::Factor p, ds;
 #pragma unroll 1
   for (int head = first_head; head < first_head + heads; ++head) {
-    if (head > first_head) __syncthreads();  // all are done with the head before
+    if (head > first_head) __syncthreads();  // all are done with the previous head
     if (kKeys && threadIdx.x == 0) {
       if (head > first_head) block.set(args, at, head);
       const RankRange seers = problem.queries_of(pair, first, first + count);
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     for (int rank = begin - P::kColumns; rank < end; rank += P::kColumns, stage = ahead(stage)) {
       if (rank >= begin) {
         if (threadIdx.x < P::kColumns) columns[stage][threadIdx.x] = next;
-        P::template wait<0>();  // for the sums, which read the stage that is loaded next
+        P::template wait<0>();  // for the sums that read the stage loaded next
         cp_async_wait<0>();
         P::publish();
         __syncthreads();
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
         }
       }
       if (rank < begin) continue;
-      // The queries that are in step, or of the tile, and the keys.
+      // Ranges of the first and last query of the unit or of the tile, and the keys.
       RankRange top, bottom;
       if constexpr (kKeys) {
         top = columns[stage][0].range;
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     }
   }
   if (args.normalise) {
-    // Where nothing was walked over, nobody has committed the copies of owned rows.
+    // If no tile was visited, the copies of owned rows have not been committed yet.
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     }
   }
   if constexpr (kKeys) {
-    // Where heads have scales of their own they are in dS.
+    // Per-head scales are already in dS.
     store_sums<P>(slopes, (problem.head_scale ? 1.0f : problem.scale) * unscaled, args.dk, pair.k,
                   first, pair.k_span, own_head, problem.width);
     store_sums<P>(weighted, unscaled, args.dv, pair.k, first, pair.k_span, own_head, problem.width);

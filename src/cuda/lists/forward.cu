@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of lists (lists.h) by mma.sync: out = softmax(scale q kᵀ) v over the keys that a
-// query sees, or laplace weights without normalisation, and log-sum-exps. Every call: all types and
-// widths, filters, masks; on Hopper forward_sm90a.cu takes most calls of 16-bit types.
+// query sees, or laplace weights without normalisation, and log-sum-exps. Supports every call: all
+// types, widths, filters and masks; on Hopper forward_sm90a.cu handles most calls of 16-bit types.
 //
-// Grid (tiles of 128 queries of a list, heads), 128 threads: a warp has 32 queries, and the block
-// walks over the tiles of 64 keys that any of them sees. Warps leave out what none of their queries
-// sees. Shared memory, 50 to 190 KB: the queries, two stages of keys and values, and what is known
-// of their rows; up to 255 registers. Rows that are not aligned are loaded element by element.
+// Grid (tiles of 128 queries of a list, heads), 128 threads: a warp handles 32 queries, and the
+// block walks over the tiles of 64 keys that any query sees. Warps skip keys that none of their
+// queries sees. Shared memory, 50 to 190 KB: the queries, two stages of keys and values, and row
+// metadata; up to 255 registers. Unaligned rows are loaded element by element.
 #include <cstdint>
 
 #include "cuda/launch/dispatch.h"
@@ -22,9 +22,9 @@ namespace {
 
 constexpr int kForwardThreads = 128, kForwardRows = 1 << kForwardTileBits, kForwardKeys = 64;
 
-// What scores need to know of a query.
+// Query metadata for the scores.
 struct QueryFacts {
-  float mean, inverse;  // mean times the row's width; the sign of the scale is in the inverse
+  float mean, inverse;  // mean is scaled by the row's width; inverse has the sign of the scale
   QueryFilter filter;
 
   __device__ void load(const ListProblem& problem, const ListPair& pair, int head, int rank) {
@@ -36,12 +36,12 @@ struct QueryFacts {
       mean = own.mean * static_cast<float>(problem.width);
       inverse = own.inverse;
     }
-    if (problem.score_scale(head) < 0.0f) inverse = -inverse;  // weights take the scale's size
+    if (problem.score_scale(head) < 0.0f) inverse = -inverse;  // weights use |scale|
     filter = QueryFilter(problem, pair, head, rank);
   }
 };
 
-// The score of a query and a key, from the product of the rows as they are.
+// The score of a query and a key, from the product of the raw rows.
 __device__ __forceinline__ float finished_score(const ListProblem& problem, float product,
                                                 const QueryFacts& query, const ListKey& key) {
   float score = product;
@@ -54,7 +54,7 @@ template <class T, int kDim>
 struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
   using AttendTiles<T, kDim, kForwardRows, kForwardKeys>::AttendTiles;
 
-  // Ranks from `begin` on of the key list.
+  // Loads the ranks from `begin` on of the key list.
   __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v,
                        const SlotList& list, int begin) const {
     const int left = list.count - begin;
@@ -66,7 +66,7 @@ struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
   }
 };
 
-// A warp's 32 queries: 2 x 16, of which a lane holds [m][half].
+// A warp's 32 queries: 2 x 16, indexed [m][half] in a lane.
 template <class T, int kDim>
 struct ForwardRows {
   static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
@@ -78,13 +78,13 @@ struct ForwardRows {
   RowSoftmax softmax[2][2];
   Accumulator out[2][kDim / 16] = {};
 
-  // Row of the tile.
+  // Row within the tile.
   __device__ static int row(int m, int half) {
     return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m + 8 * half +
            static_cast<int>(threadIdx.x) % 32 / 4;
   }
 
-  // From what is known of the block's queries.
+  // Reads the metadata of the block's queries.
   __device__ void start(const RankRange (&ranges)[kForwardRows],
                         const QueryFacts (&known)[kForwardRows]) {
 #pragma unroll
@@ -98,7 +98,7 @@ struct ForwardRows {
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
   }
 
-  // Products become scores, -inf for keys out of sight.
+  // Turns products into scores, -inf for hidden keys.
   __device__ void finish_scores(const ListProblem& problem, Accumulator (&s)[kBlock][2],
                                 const ListKey* keys) const {
 #pragma unroll
@@ -115,7 +115,7 @@ struct ForwardRows {
     }
   }
 
-  // New shifts for the rows that need one. A row looks at its own scores only.
+  // New shifts for the rows that need one. Each row uses only its own scores.
   __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent, float inverse) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -202,7 +202,7 @@ struct ForwardRows {
   }
 };
 
-// Members of a list end before its last slot: the log-sum-exps of empty slots.
+// Members of a list end before its last slot: writes the log-sum-exps of the empty slots.
 template <class T>
 __device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair, int first) {
   const int rank = first + static_cast<int>(threadIdx.x);
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   const ForwardTiles<T, kDim> tiles(memory);
   const ListProblem& problem = args.problem;
   const int head = blockIdx.y;
-  // With causal ranges the last tiles have most to do: they start first.
+  // With causal ranges the last tiles have the most work: they start first.
   const int number = problem.rule == ListRule::causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const ListTile tile = args.tiles.find(problem.q, head, number);
   if (tile.first == kNoRank) return;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kForwardThreads)
       pair.k.rows(args.k.rows(pair.k_span.batch, head / problem.group, pair.k_span.begin));
   const Rows<const T> v =
       pair.k.rows(args.v.rows(pair.k_span.batch, head / problem.value_group, pair.k_span.begin));
-  // A thread looks up one query; those beyond the last repeat it.
+  // Each thread looks up one query; threads beyond the last query repeat it.
   const int own = min(tile.first + static_cast<int>(threadIdx.x), pair.q.count - 1);
   ranges[threadIdx.x] = problem.range(pair, own);
   query_facts[threadIdx.x].load(problem, pair, head, own);

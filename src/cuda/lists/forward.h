@@ -16,11 +16,11 @@ struct ListForwardArgs {
   float* lse;
 };
 
-// Every call. forward.cu
+// All calls. forward.cu
 template <class T>
 void launch_list_forward(const ListForwardArgs<T>& args, cudaStream_t stream);
 
-// 16-bit types, by plan. forward_sm90a.cu
+// 16-bit types, as planned. forward_sm90a.cu
 template <class T>
 void launch_list_forward_sm90a(const ListForwardArgs<T>& args, const ListForwardPlan& plan,
                                cudaStream_t stream);

@@ -2,12 +2,12 @@
 // Forward pass of lists (lists.h) on Hopper: out = softmax(scale q kᵀ) v over the ranks that a
 // query sees, and its log-sum-exps, with an online softmax.
 //
-// A stream of steps (stream.cuh) whose owned rows are queries. Grid: one block per multiprocessor
-// or a few, by StreamRun of plan.h. 512 threads: three warpgroups compute 64 queries each, 144 or
-// 152 registers, outputs and (64 elements) queries in them; four warps load with 80 or 56. Shared
+// A stream of steps (stream.cuh) whose owned rows are queries. Grid: one or a few blocks per
+// multiprocessor (StreamRun). 512 threads: three warpgroups compute 64 queries each with 144 or 152
+// registers, which hold outputs and (64 elements) queries; four warps load with 80 or 56. Shared
 // memory, 210 to 225 KB: a ring of 10, 9 (statistics) or 5 (128 elements) tiles of keys and values,
-// 6 or 3 places of queries, the plan (64 bytes a step), ranges and statistics of rows. kFold: the
-// first and the last tile of a window, of which no query sees the same column, are weighed as one.
+// 6 or 3 places of queries, the plan (64 bytes per step), row ranges and statistics. kFold: first
+// and last tile of a window, in which no query sees the same column, are weighted as one.
 //
 // Preconditions (plan.cu): 16-bit types, aligned rows less than 2 GiB apart, no filters, softmax
 // weights, ranks and slots below 2^30. Other calls: forward.cu.
@@ -28,19 +28,19 @@ namespace coterie::cuda {
 namespace {
 
 // Columns of a tile of scores or weights, 64 by 64, in the registers of a warpgroup: a thread has
-// columns 8 j + 2 (l%4) + {0, 1} of two rows, 16 of each. Numbers and bits below are of these 16.
+// columns 8 j + 2 (l%4) + {0, 1} of two rows, 16 of each. Counts and bits below refer to these 16.
 
-// How many are below `column` of the tile.
+// Number of them below `column` of the tile.
 __device__ __forceinline__ int columns_below(int column) {
   const int own = min(max(column - static_cast<int>(threadIdx.x) % 4 * 2, 0), kStreamRows);
   return own / 8 * 2 + min(own % 8, 2);
 }
-// A bit for each that is not; the bits above the 16th do not count.
+// A bit for each that is not below; bits above the 16th are ignored.
 __device__ __forceinline__ std::uint32_t columns_from(int column) {
   return ~0u << columns_below(column);
 }
 
-// -inf for scores of a row whose bit is 0.
+// Sets the scores of a row whose bit is 0 to -inf.
 __device__ __forceinline__ void mask_columns(float (&s)[32], int half, std::uint32_t seen) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void mask_columns(float (&s)[32], int half, std::uint
     score = seen >> i & 1 ? score : -INFINITY;
   }
 }
-// Scores of another tile where the bit is 0.
+// Takes the scores of another tile where the bit is 0.
 __device__ __forceinline__ void replace_columns(float (&s)[32], const float (&other)[32], int half,
                                                 std::uint32_t own) {
 #pragma unroll
@@ -57,28 +57,28 @@ __device__ __forceinline__ void replace_columns(float (&s)[32], const float (&ot
     s[at] = own >> i & 1 ? s[at] : other[at];
   }
 }
-// Weights of a row, packed: the first `count` go to `other` and leave 0 behind.
+// Packed weights of a row: the first `count` move to `other` and are zeroed here.
 __device__ __forceinline__ void split_columns(std::uint32_t (&p)[4][4],
                                               std::uint32_t (&other)[4][4], int half, int count) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     std::uint32_t& word = p[j / 2][half + j % 2 * 2];
-    std::uint32_t own;  // 0 where it is shifted by 32 bits or more
+    std::uint32_t own;  // 0 if shifted by 32 bits or more
     asm("shl.b32 %0, %1, %2;" : "=r"(own) : "r"(~0u), "r"(max(16 * count - 32 * j, 0)));
     other[j / 2][half + j % 2 * 2] = word & ~own;
     word &= own;
   }
 }
 
-// A lane's part of ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at a
-// multiple of 1024): the first 16 columns; others are those at ^ 32 bytes.
+// A lane's address for ldmatrix and stmatrix of its warp's 16 rows in a tile of 64 (Tile<T, 64>, at
+// a multiple of 1024): the first 16 columns; the others are at ^ 32 bytes.
 __device__ __forceinline__ std::uint32_t matrix_lane() {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane % 16;
   return row * 128 + ((lane / 16 ^ lane % 8) << 4);
 }
-// A tile of keys or values in the ring, as right factor: the low word of its descriptor. What is
-// the same for a warp and known to be stays in uniform registers.
+// A tile of keys or values in the ring, as right factor: the low word of its descriptor. Values
+// that the compiler knows to be warp-uniform stay in uniform registers.
 template <class T, int kDim>
 struct RingTile {
   static constexpr int kBand = kStreamRows * 128 / 16;
@@ -90,7 +90,7 @@ struct RingTile {
   __device__ std::uint64_t by_columns(int d) const { return at(d / 4 * kBand + d % 4 * 2); }
   __device__ std::uint64_t by_rows(int k, int band) const { return at(k * 128 + band * kBand); }
 
-  // The values beside a tile of keys.
+  // The values next to a tile of keys.
   __device__ RingTile values() const { return {low + kDim / 64 * kBand}; }
 
   // Starts out = (kAdd 0) or += (1) p times the values of this tile.
@@ -104,15 +104,15 @@ struct RingTile {
   }
 };
 
-// The queries of a step, as left factors: in registers where there are enough, which leaves more of
-// shared memory's time to the keys.
+// The queries of a step, as left factors: in registers if there are enough, which leaves more
+// shared memory bandwidth to the keys.
 template <class T, int kDim>
 struct StepQueries {
   static constexpr bool kHeld = kDim == 64;
   std::uint32_t a[kHeld ? kDim / 16 : 1][4];
   Bands<T, kDim, kStreamRows> tile;
 
-  // Those of a step; `negated` where their scores are to be, and they are held.
+  // Loads the queries of a step; `negated` if their scores are negated and they are held.
   __device__ void load(std::uint32_t address, bool negated) {
     tile.base = address;
     if constexpr (kHeld) {
@@ -136,21 +136,21 @@ struct StepQueries {
   }
 };
 
-// Of a query: which keys it sees, and what its scores are made of.
+// Query metadata: which keys it sees, and the factors of its scores.
 struct alignas(16) QueryFact {
   RankRange range;
-  float exponent;  // of its scores, base 2; below 0: of the negated ones
+  float exponent;  // of its scores, base 2; negative: of the negated scores
   float mean;      // times the row's width
 };
 struct QueryTileFacts {
   QueryFact facts[kStreamRows];
-  int row[kStreamRows];  // where its output goes; below 0: nowhere
+  int row[kStreamRows];  // output row; negative: none
   void* out;             // row 0
-  float* lse;            // of it; null: not wanted
+  float* lse;            // of row 0; null: not requested
 };
 
-// A lane's part of reading rows back that matrix_lane() wrote, eight lanes a row: rows 4 on are 512
-// bytes further, and every second four ^ 64.
+// A lane's address for reading back rows written with matrix_lane(), eight lanes per row: rows 4 on
+// are 512 bytes further, and every second group of four is at ^ 64.
 __device__ __forceinline__ std::uint32_t row_lane() {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 8;
@@ -160,11 +160,11 @@ __device__ __forceinline__ std::uint32_t row_lane() {
 // The two queries of a thread.
 template <class T, int kDim, ListForm kForm>
 struct GroupRows {
-  RankRange shared;  // keys that all of the warp's queries see
+  RankRange shared;  // keys visible to all of the warp's queries
   RowSoftmax softmax[2];
   float exponent[2], mean[2];
-  bool negative, opening;  // opening: there may be rows that have seen no key yet
-  bool rounded;            // there are rows whose scores are scaled before they are weighed
+  bool negative, opening;  // opening: some rows may have seen no key yet
+  bool rounded;            // some rows have their scores scaled before weighting
   float out[kDim / 64][32];
 
   __device__ void start(const QueryTileFacts& tile) {
@@ -187,7 +187,7 @@ struct GroupRows {
     for (int i = 0; i < kDim / 2; ++i) out[i / 32][i % 32] = 0.0f;
   }
 
-  // Products of the rows as they are become scores, up to exponents. Once for a tile.
+  // Turns products of the raw rows into scores, up to exponents. Once per tile.
   __device__ void finish(const ListProblem& problem, float (&s)[32], const RowStatistics* keys,
                          const QueryTileFacts& tile) const {
     if constexpr (kForm == ListForm::normalised) {
@@ -208,7 +208,7 @@ struct GroupRows {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i] = -s[i];
     }
-    if (rounded) {  // by 1 where exponents are still to come
+    if (rounded) {  // by 1 where exponents are applied later
       const float factor[2] = {fabsf(tile.facts[group_row(0)].exponent) / exponent[0],
                                fabsf(tile.facts[group_row(1)].exponent) / exponent[1]};
 #pragma unroll
@@ -216,8 +216,8 @@ struct GroupRows {
     }
   }
   // A shift beyond 2^24 is rounded to a multiple of 2 or more, while weigh() does not round its
-  // products: the largest weight would be far from 1, and would stay there. Scores of such rows are
-  // scaled, and rounded as their shift was, from this tile on.
+  // products: the largest weight would be, and stay, far from 1. From this tile on, scores of such
+  // rows are scaled and rounded as their shift was.
   __device__ void round_far_rows(float (&s)[32]) {
     const auto far = [&](int half) {
       return fabsf(softmax[half].shift) > 0x1p24f && !fresh(half) && exponent[half] != 1.0f;
@@ -233,7 +233,7 @@ struct GroupRows {
     }
   }
 
-  // -inf for what is out of sight of the keys from rank `begin` on.
+  // Sets to -inf the hidden ones of the keys from rank `begin` on.
   __device__ static void mask(float (&s)[32], int begin, const QueryTileFacts& tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -242,7 +242,7 @@ struct GroupRows {
     }
   }
 
-  // The largest score of this thread in a row; four chains, which do not wait for each other.
+  // The largest score of this thread in a row; four independent chains.
   __device__ static float largest(const float (&s)[32], int half) {
     float top[4];
 #pragma unroll
@@ -255,7 +255,7 @@ struct GroupRows {
 
   // This row has seen no key yet.
   __device__ bool fresh(int half) const { return softmax[half].shift == kLowestShift; }
-  // The shifts of the rows that see their first keys.
+  // Sets the shifts of the rows that see their first keys.
   __device__ void begin_rows(const float (&s)[32]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -263,8 +263,8 @@ struct GroupRows {
       if (fresh(half)) softmax[half].shift = fmaxf(top, kLowestShift);
     }
   }
-  // The shifts of the rows that are `due` follow their scores, of this tile on; what they have is
-  // scaled by rescale(), which costs others a multiplication by 1.
+  // Raises the shifts of the rows that are `due` to their scores of this tile; the sums so far are
+  // rescaled, for other rows by a factor of 1.
   __device__ void raise(const float (&s)[32], const bool (&due)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,8 +291,8 @@ struct GroupRows {
     }
   }
 
-  // Before scores of the 64 keys from rank `begin` on are weighed. The first keys that a row sees
-  // set its shift.
+  // Prepares scores of the 64 keys from rank `begin` on for weighting. The first keys that a row
+  // sees set its shift.
   __device__ void prepare(float (&s)[32], int begin, const QueryTileFacts& tile) {
     const bool cut = begin < shared.low || begin + kStreamRows > shared.high;
     if (cut) mask(s, begin, tile);
@@ -304,8 +304,8 @@ struct GroupRows {
       opening = cut;
     }
   }
-  // Scores become weights. True: some are large, which their sums tell; shifts were raised to the
-  // largest scores, and the scores are to be weighed again: none is large then.
+  // Turns scores into weights. True: some are large, as their sums show; shifts were raised to the
+  // largest scores, and the scores must be weighted again, which leaves none large.
   __device__ bool overflows(float (&s)[32], std::uint32_t (&p)[4][4]) {
     constexpr float kLarge = 1024.0f;
     float sum[2];
@@ -321,11 +321,11 @@ struct GroupRows {
     return false;
   }
 
-  // Scores of the keys from rank `begin` on and of those `distance` further, of which no row sees
-  // the same column, become those of one tile, the first of the step.
+  // Merges scores of the keys from rank `begin` on and of those `distance` further, in which no row
+  // sees the same column, into those of one tile, the first of the step.
   __device__ void fold(float (&s)[32], const float (&far)[32], int begin, int distance,
                        const QueryTileFacts& tile) {
-    bool full = true;  // every column is seen, of one or the other
+    bool full = true;  // every column is visible in one or the other
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RankRange range = tile.facts[group_row(half)].range;
@@ -347,14 +347,14 @@ struct GroupRows {
     begin_rows(s);
     round_far_rows(s);
   }
-  // Scores of the tile that set the shifts become weights: none is above 1.
+  // Turns scores of the tile that set the shifts into weights: none is above 1.
   __device__ void weigh_first(const float (&s)[32], std::uint32_t (&p)[4][4]) {
     float sum[2];
     weigh(s, p, sum);
     softmax[0].sum = sum[0];
     softmax[1].sum = sum[1];
   }
-  // Weights of the keys further away, of a folded tile, go to `far`.
+  // Moves weights of a folded tile's further keys to `far`.
   __device__ static void split(std::uint32_t (&p)[4][4], std::uint32_t (&far)[4][4], int begin,
                                const QueryTileFacts& tile) {
 #pragma unroll
@@ -367,12 +367,12 @@ struct GroupRows {
     for (int band = 0; band < kDim / 64; ++band) wgmma_settle(out[band]);
   }
 
-  // Outputs go through `stage`, 64 rows of shared memory of which a warp uses its own 16, and leave
-  // as whole rows.
+  // Outputs are staged in `stage`, 64 rows of shared memory of which a warp uses its own 16, and
+  // are written as whole rows.
   __device__ void write(const ListForwardArgs<T>& args, const QueryTileFacts& tile,
                         std::uint32_t stage) {
     const int lane = static_cast<int>(threadIdx.x) % 32, width = args.problem.width;
-    int number[4];  // rows of this lane when they leave
+    int number[4];  // rows that this lane writes
 #pragma unroll
     for (int i = 0; i < 4; ++i) number[i] = tile.row[(group_row(0) & ~15) + 4 * i + lane / 8];
     T* base = static_cast<T*>(tile.out) + lane % 8 * 8;
@@ -404,8 +404,8 @@ struct GroupRows {
   }
 };
 
-// Turns of the loops that copy rows: the longer code of statistics must fit into the instruction
-// caches.
+// Unroll factor of the loops that copy rows: the longer code with statistics must fit into the
+// instruction caches.
 template <int kDim, ListForm kForm>
 constexpr int kLoadUnroll = kDim == 64 && kForm == ListForm::normalised ? 8 : kStreamRows / 4;
 
@@ -415,7 +415,7 @@ using ForwardStream =
                 (sizeof(QueryTileFacts) + kStreamRows - 1) / kStreamRows,
                 kForm == ListForm::plain ? 0 : sizeof(RowStatistics)>;
 
-// Beside the tiles is all that computing warps need to know of rows.
+// Next to the tiles is all row metadata that computing warps need.
 template <int kDim, ListForm kForm>
 struct ForwardShape : ForwardStream<kDim, kForm> {
   using ForwardStream<kDim, kForm>::StreamShape;
@@ -432,7 +432,7 @@ template <class T>
 __device__ void make_query_step(const ListForwardArgs<T>& args, const StepPlace& at,
                                 StreamStep& step) {
   make_step<false>(args.problem, at, step);
-  // Members of a list end before its last slot: the log-sum-exps of empty slots.
+  // Members of a list end before its last slot: writes the log-sum-exps of the empty slots.
   const SlotSide& side = args.problem.q;
   if (side.layout != ListLayout::members || !args.slot_rows || !args.lse) return;
   const std::int64_t slot =
@@ -489,7 +489,7 @@ __device__ void load_query_steps(const ListForwardArgs<T>& args,
         args.slot_rows ? args.slot_rows : args.out.rows(step.batch, step.head, step.own_begin).data;
     tile.lse = args.lse && !args.slot_rows ? args.lse + base : args.lse;
   };
-  int head = -1, key_head = 0, value_head = 0;  // of the tile before: divisions take long
+  int head = -1, key_head = 0, value_head = 0;  // of the previous tile: divisions are slow
   const auto load_keys = [&](int number, const StreamStep& step, int place, const auto& ready) {
     if (step.head != head) {
       head = step.head;
@@ -527,8 +527,8 @@ constexpr int kProducerRegisters = kDim == 64 && !kFold ? 80 : 56;
 template <int kDim, bool kFold>
 constexpr int kConsumerRegisters = kDim == 64 && !kFold ? 144 : 152;
 
-// The first and the last tile of a step, of which no query sees the same column: they are weighed
-// as one. s: scores of the first, and afterwards of the second tile.
+// The first and last tile of a step, in which no query sees the same column: they are weighted as
+// one. s: scores of the first, and afterwards of the second tile.
 template <class T, class Rows>
 __device__ void attend_ends(Rows& rows, const StepQueries<T, 64>& queries,
                             const QueryTileFacts& facts, float (&s)[32], int begin, int distance,
@@ -554,15 +554,15 @@ __device__ void attend_ends(Rows& rows, const StepQueries<T, 64>& queries,
   rows.settle();
 }
 
-// With kFold, steps of more than `fold` tiles weigh their first and last tile as one.
+// With kFold, steps of more than `fold` tiles weight their first and last tile as one.
 template <class T, int kDim, ListForm kForm, bool kFold>
 __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim, kForm>& shape,
                         const StreamPlan& plan, int fold) {
   using Shape = ForwardShape<kDim, kForm>;
-  constexpr int kChunk = Shape::kRing / 2;  // tiles that are waited for at a time
+  constexpr int kChunk = Shape::kRing / 2;  // tiles waited for at a time
   const ListProblem& problem = args.problem;
   StreamReader reader;
-  // Tiles from `tile` on of a step that ends before `end`, as far as they come by themselves.
+  // Waits for the step's tiles [tile, end) as far as they arrive without a release.
   const auto await = [&](int tile, int end) {
     shape.wait_below(min(min(end, tile + kChunk), Shape::reach(reader)), reader);
     fence_async_proxy();
@@ -571,7 +571,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
   constexpr int kTensor = Shape::kTensorBytes / 16;
   const std::uint32_t ring = uniform(shape.base / 16 | 1 << 16);
   const std::uint32_t wrap = ring + Shape::kRing * 2 * kTensor;
-  bool started = false;  // the first scores of a step are there
+  bool started = false;  // the first scores of a step are available
   StepQueries<T, kDim> queries;
   float s[32];
 #pragma unroll 1
@@ -608,7 +608,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
       int tile = first, stop = end, begin = uniform(step.low);
       if constexpr (kFold) {
         const QueryTileFacts& facts = shape.queries(number);
-        // Later queries have no say in the order in which an earlier one's weights are summed.
+        // Later queries must not affect the order in which an earlier query's weights are summed.
         if (end - first > fold && facts.facts[0].range.high <= begin + fold * kTile + 1) {
           shape.release_below(first, reader);
           await(end - kChunk, end);
@@ -639,7 +639,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
         const Ring values = Ring{keys}.values();
         keys += 2 * kTensor;
         if (keys == wrap) keys = ring;
-        // Products begin and end in one step: the assembler does them one by one otherwise.
+        // Products start and end in one step: otherwise the assembler serialises them.
         wgmma_fence();
         values.template add_products<1>(rows.out, p);
         queries.scores(s, Ring{keys});
@@ -650,8 +650,8 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
       }
       if constexpr (kFold) keys = uniform_trips(keys);
       const Ring values = Ring{keys}.values();
-      // The first scores of the next step, where its first tile, and those that are loaded before
-      // its queries, come by themselves.
+      // The first scores of the next step, if its first tile, and those that are loaded before its
+      // queries, arrive without a release.
       if (Shape::kSlots > kGroups && after_tiles > 0 &&
           keep + max(after_tiles - after_fresh, 1) <= Shape::reach(reader)) {
         started = true;
@@ -674,7 +674,7 @@ __device__ void consume(const ListForwardArgs<T>& args, const ForwardShape<kDim,
       }
     }
     shape.release_below(min(end, keep), reader);
-    if (!StepQueries<T, kDim>::kHeld) sync_group();  // all have read the queries' place
+    if (!StepQueries<T, kDim>::kHeld) sync_group();  // all have read the queries
     rows.write(args, shape.queries(number), shape.own(number, 0));
     shape.release_own(number);
   }
@@ -685,7 +685,7 @@ template <class T, int kDim, ListForm kForm, bool kFold>
 __global__ void __launch_bounds__((kGroups + 1) * kWarpgroup, 1)
     list_forward_sm90a_kernel(const __grid_constant__ ListForwardArgs<T> args, const StreamRun run,
                               int fold) {
-  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  await_writes();  // first: sums after this kernel read the slots of tokens early
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const ForwardShape<kDim, kForm> shape(memory);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Attention of lists: the stages of a pass, on the host. plan.cu decides, backward.h and forward.h
-// name the kernels.
+// Attention of lists: the host-side stages of a pass. plan.cu chooses the kernels; backward.h and
+// forward.h declare them.
 #include "cuda/lists/lists.h"
 
 #include <type_traits>
@@ -61,7 +61,7 @@ ListBackwardArgs<T> backward_args(const AttentionCall& call, const ListBackwardP
   return args;
 }
 
-// The kernel of queries or of keys.
+// Launches the kernel for queries or for keys.
 template <class T>
 void launch_side(const ListBackwardArgs<T>& args, const ListBackwardPlan& plan, bool keys,
                  cudaStream_t stream) {

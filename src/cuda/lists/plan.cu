@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Decisions about calls of lists, on the host.
+// Host-side decisions about calls of lists.
 #include "cuda/lists/plan.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ int split(std::int64_t whole, std::int64_t parts) {
 }
 int tiles_of(std::int64_t ranks) { return split(std::max(ranks, std::int64_t{0}), kStreamRows); }
 
-// Slots of an item and head.
+// Slots per item and head.
 std::int64_t head_slots(const ListSide& side, std::int64_t lists, std::int64_t rows) {
   switch (side.layout) {
     case ListLayout::runs:
@@ -86,7 +86,7 @@ ListProblem list_problem(const AttentionCall& call, const ListCall& lists) {
   problem.offset_rows = call.causal;
   problem.rule = lists.ranges.rule;
   problem.causal = lists.ranges.causal;
-  // Larger numbers see no more, even with half a window.
+  // Larger values see no more, even with half a window.
   const std::int64_t most = 2 * (call.N * lists.queries.per_row + call.S) + 1;
   const auto clipped = [&](std::int64_t value) {
     return static_cast<int>(std::min({value, most, std::int64_t{0x7fffffff}}));
@@ -115,12 +115,12 @@ ListForm list_form(const ListCall& lists) {
   return lists.q_stats || lists.k_stats ? ListForm::normalised : ListForm::plain;
 }
 
-// Rows that warpgroup products can be fed with: copied and written 16 bytes at a time.
+// Rows usable by warpgroup products: copied and written 16 bytes at a time.
 bool aligned(const TensorView& rows) { return tensor4<const Bf16>(rows).aligned; }
 // ... and less than 2 GiB apart.
 bool near(const TensorView& rows) { return aligned(rows) && rows.stride(2) < kMost / 2; }
 
-// Whether warpgroup products serve a call: ranks, places and slots are ints there.
+// Whether warpgroup products support a call: ranks, places and slots are ints there.
 bool hopper_takes(const AttentionCall& call, const ListCall& lists) {
   return dtype_bytes(call.inputs.q.dtype) == 2 && on_hopper() &&
          list_form(lists) != ListForm::general && call.N * lists.queries.per_row < kMost / 4 &&
@@ -129,8 +129,8 @@ bool hopper_takes(const AttentionCall& call, const ListCall& lists) {
          near(call.inputs.q) && near(call.k) && near(call.inputs.v);
 }
 
-// Tiles of the other side that 64 rows meet, at most; for ends, and lists of unknown lengths, what
-// is to be expected.
+// Upper bound of the tiles of the other side that 64 rows use; for ends, and for lists of unknown
+// lengths, an estimate.
 int span_tiles(const ListProblem& problem, const SlotSide& other) {
   std::int64_t ranks = other.spans.rows;
   if (other.layout == ListLayout::residues) ranks = split(ranks, other.lists);
@@ -143,8 +143,8 @@ int span_tiles(const ListProblem& problem, const SlotSide& other) {
   return split(ranks, kStreamRows);
 }
 
-// Whether steps are cut by work: where lists are runs, and every head has its own. Runs are of rows
-// with statistics: other forms need not know how.
+// Whether steps are cut by work: for runs where every head has its own lists. Only the normalised
+// form needs it, because all runs have row statistics.
 bool cut_by_work(ListForm form, const ListProblem& problem, const SlotSide& side, int steps,
                  int blocks) {
   const auto own_lists = [](const SlotSide& x) { return x.index_heads == x.heads; };
@@ -154,7 +154,7 @@ bool cut_by_work(ListForm form, const ListProblem& problem, const SlotSide& side
          blocks <= kCutBlocks && steps < 1 << kStepBits;
 }
 
-// unit: steps that a block takes together in rounds.
+// unit: steps that a block takes at once in rounds.
 StreamRun stream_run(const ListProblem& problem, ListForm form, const SlotSide& side,
                      const ListTiles& tiles, bool rounds, int unit) {
   StreamRun run{};
@@ -171,8 +171,8 @@ StreamRun stream_run(const ListProblem& problem, ListForm form, const SlotSide& 
   return run;
 }
 
-// Tiles of a sliding window, where steps may weigh the tile in which windows begin and the one in
-// which they end as one: those of a step are in the ring together. 0: they may not.
+// Tiles of a sliding window if steps may weight the tile in which windows begin and the one in
+// which they end as one, because the tiles of a step are in the ring together. 0: they may not.
 int fold_tiles(const ListRanges& ranges) {
   constexpr int kMostTiles = forward_ring(64, ListForm::plain) - 4;
   if (ranges.rule != ListRule::sliding || ranges.window <= kStreamRows ||
@@ -182,7 +182,7 @@ int fold_tiles(const ListRanges& ranges) {
 }
 
 bool takes_whole_lists(const ListProblem& problem, const ListGradients& to) {
-  // One tile alone keeps a block less busy than a stream of them.
+  // Single-tile lists keep a block less busy than a stream of tiles.
   const auto short_lists = [](const SlotSide& side) {
     return side.layout == ListLayout::members && side.width > kStreamRows &&
            side.width <= kWholeRanks;
@@ -201,7 +201,7 @@ bool takes_windows(const ListProblem& problem, const ListGradients& to) {
   };
   const auto close = [](const TensorView& rows) { return rows.stride(2) < kMost / 2; };
   const std::int64_t rows = std::max(q.spans.rows, k.spans.rows);
-  // Of shorter windows the two kernels of backward_sm90a.cu leave out what is not seen.
+  // For shorter windows the two kernels of backward_sm90a.cu skip hidden tiles.
   return problem.rule == ListRule::sliding && problem.window > kWalkWindow / 2 &&
          problem.window <= kWalkWindow && all_rows(q) && all_rows(k) && problem.group == 1 &&
          problem.value_group == 1 && problem.width <= 64 &&
@@ -231,7 +231,7 @@ WalkCut cut_windows(const ListProblem& problem) {
   return cut;
 }
 
-// Whether a tensor's memory has no gaps, in whatever order its dimensions are.
+// Whether a tensor's memory has no gaps, in any order of its dimensions.
 bool clearable(const TensorView& tensor) {
   std::int64_t covered = 1;
   for (int step = 0; step < tensor.rank; ++step)
@@ -264,7 +264,7 @@ ListForwardPlan plan_lists_forward(const AttentionCall& call, const ListCall& li
     plan.tiles = list_tiles(queries, kForwardTileBits);
     return plan;
   }
-  // Three steps at work and one in flight share a ring that holds what they meet.
+  // Three steps being computed and one in flight share a ring that holds the tiles they use.
   const bool rounds =
       span_tiles(plan.problem, plan.problem.k) + 3 > forward_ring(call.Dk, plan.form);
   plan.run = stream_run(plan.problem, plan.form, queries, plan.tiles, rounds, 1);
@@ -280,12 +280,12 @@ ListBackwardPlan plan_lists_backward(const AttentionCall& call, const ListCall& 
   plan.q_tiles = list_tiles(problem.q, kStreamBits);
   plan.k_tiles = list_tiles(problem.k, kStreamBits);
   plan.form = list_form(lists);
-  // Row statistics and factors of gradients are parts of one form.
+  // Row statistics and factors of gradients belong to the same form.
   if (plan.form == ListForm::plain && (gradients.weight.data || lists.head_scale))
     plan.form = ListForm::normalised;
   plan.keys =
       gradients.dk.present() || gradients.slot_dk || gradients.dv.present() || gradients.slot_dv;
-  // delta is a by-product of the queries, where it is not given.
+  // delta is a by-product of the queries if it is not given.
   const bool recomputed =
       lists.weighting == ListWeighting::softmax && !gradients.delta.data && plan.keys;
   plan.queries = gradients.dq.present() || gradients.slot_dq || recomputed;
@@ -310,7 +310,7 @@ ListBackwardPlan plan_lists_backward(const AttentionCall& call, const ListCall& 
     plan.kernel = ListBackwardKernel::wide_tiles;
   } else {
     plan.kernel = ListBackwardKernel::stream;
-    // Steps at work share a ring that holds what they meet, and some tiles in flight.
+    // Steps being computed share a ring that holds the tiles they use, and some tiles in flight.
     const auto run = [&](const SlotSide& side, const SlotSide& other, const ListTiles& tiles,
                          bool keys) {
       const bool rounds = span_tiles(problem, other) + 2 > backward_ring(plan.form, keys) ||

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// How a call of lists (lists.h) is computed: which kernel, in which form, and what each of its
-// blocks does. Decided once, before anything is launched. plan.cu
+// How a call of lists (lists.h) is computed: which kernel, in which form, and the work of each
+// block. Decided once, before anything is launched. plan.cu
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@
 
 namespace coterie::cuda {
 
-constexpr int kStreamBits = 6, kStreamRows = 1 << kStreamBits;  // of a tile, owned or streamed
-constexpr int kForwardTileBits = 7;                             // of forward.cu
+constexpr int kStreamBits = 6, kStreamRows = 1 << kStreamBits;  // rows of a tile, owned or streamed
+constexpr int kForwardTileBits = 7;                             // forward.cu
 
-// The forms of a list kernel: what is decided when it is compiled.
+// The forms of a list kernel: what is decided at compile time.
 enum class ListForm {
   plain,       // softmax over ranges
-  normalised,  // and row statistics
-  general,     // and filters, and laplace
+  normalised,  // with row statistics
+  general,     // with statistics, filters and laplace
 };
 
-// A stream of steps (stream.cuh): the steps of a block, and the tiles that its ring holds.
-constexpr int kStreamPlan = 160;                        // steps of a block, at most
+// A stream of steps (stream.cuh): the steps of a block, and the number of tiles in its ring.
+constexpr int kStreamPlan = 160;                        // maximum steps per block
 constexpr int kForwardGroups = 3, kBackwardGroups = 2;  // warpgroups that compute
 constexpr int forward_ring(std::int64_t width, ListForm form) {
   return width > 64 ? 5 : form == ListForm::plain ? 10 : 9;
@@ -29,16 +29,16 @@ constexpr int forward_ring(std::int64_t width, ListForm form) {
 constexpr int backward_ring(ListForm form, bool keys) {
   return form == ListForm::plain && !keys ? 9 : 8;
 }
-// What blocks measure to cut steps by work (WorkCut), at most.
+// Limits for blocks that cut steps by work (WorkCut).
 constexpr int kCutLists = 16384, kCutBlocks = 4096;
-constexpr int kStepBits = 24;  // of a number of steps
+constexpr int kStepBits = 24;  // bits of a step count
 
 struct StreamRun {
-  int heads, of_head;  // of the owned side, and the steps of each
-  int count;           // steps of a block, at most
+  int heads, of_head;  // heads of the owned side, and the steps of each
+  int count;           // maximum steps per block
   int blocks;
   bool rounds;   // as many steps as there are warpgroups walk over their tiles together
-  bool by_work;  // WorkCut says which steps a block has
+  bool by_work;  // WorkCut assigns the steps to blocks
 
   // Number `place` of a block's steps, -1 if there is none.
   __device__ int in_order(int place) const {
@@ -52,29 +52,29 @@ struct ListForwardPlan {
   ListTiles tiles;
   ListForm form;
   bool stream;    // forward_sm90a.cu, else forward.cu
-  StreamRun run;  // of the stream
-  int fold;       // tiles of a window whose first and last tile are weighed as one; 0: none
+  StreamRun run;  // if stream
+  int fold;       // tiles of a window whose first and last tile are weighted as one; 0: none
 };
 ListForwardPlan plan_lists_forward(const AttentionCall& call, const ListCall& lists,
                                    const ListOutputs& outputs);
 
-// The backward pass of windows: which tiles a block has. Tiles are numbered over the items of a
-// head where items are packed, over the heads of an item otherwise; numbers may be without a tile.
-constexpr int kWalkGroups = 4;  // warpgroups, each with a tile of keys
+// The backward pass of windows: the tiles of a block. If items are packed, tiles are numbered over
+// the items of a head, otherwise over the heads of an item; some numbers have no tile.
+constexpr int kWalkGroups = 4;  // warpgroups, each with one tile of keys
 constexpr int kWalkWindow = kWalkGroups * kStreamRows;
 struct WalkCut {
-  int per_head;  // numbers of a head, or of an item and head
-  int per_item;  // packed: numbers of an item, beside a number for every 64 rows
+  int per_head;  // numbers per head, or per item and head
+  int per_item;  // packed: numbers per item, in addition to one for every 64 rows
   int total, per_block;
-  int reach;  // keys in sight behind a query's own
+  int reach;  // visible keys after a query's own
 };
 
-constexpr int kWholeTiles = 4;                          // of either side of a whole list
+constexpr int kWholeTiles = 4;                          // on either side of a whole list
 constexpr int kWholeRanks = kWholeTiles * kStreamRows;  // of a list
 
 enum class ListBackwardKernel {
-  tiles,       // backward.cu: a kernel for queries and one for keys, as the next two
-  wide_tiles,  // the same by warpgroup products. backward_sm90a.cu
+  tiles,       // backward.cu: a kernel for queries and one for keys, as in the next two
+  wide_tiles,  // the same with warpgroup products. backward_sm90a.cu
   stream,      // backward_sm90a.cu
   whole,       // all gradients in one kernel. whole_backward_sm90a.cu
   windows,     // window_backward_sm90a.cu
@@ -88,7 +88,7 @@ struct ListBackwardPlan {
   StreamRun query_run, key_run;  // of the stream
   WalkCut windows;
   int whole_lists;
-  bool clears;  // gradients.cleared become 0
+  bool clears;  // gradients.cleared are zeroed
 };
 ListBackwardPlan plan_lists_backward(const AttentionCall& call, const ListCall& lists,
                                      const ListGradients& gradients);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // A call of lists (lists.h) as kernels see it: slots and tiles of a side, which keys a query sees,
-// and what a score is made of. Made by plan.cu.
+// and how a score is computed. Built by plan.cu.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace coterie::cuda {
 
 // One list of an item and head.
 struct SlotList {
-  int count;                  // of its rows
+  int count;                  // number of rows
   const std::int32_t* index;  // of rank 0; null: row first + rank * step
   int first, step;
   std::int64_t slot;  // of rank 0
@@ -23,7 +23,7 @@ struct SlotList {
   __device__ std::int64_t slot_of(int rank) const {
     return slot + static_cast<std::int64_t>(rank) * (index ? 1 : step);
   }
-  // Its rows by rank, for load_tile with index_at: of a tensor's rows of the item and head.
+  // Rows by rank for load_tile with index_at, from a tensor's rows of the item and head.
   template <class T>
   __device__ Rows<T> rows(const Rows<T>& item) const {
     if (index) return item;
@@ -33,9 +33,9 @@ struct SlotList {
 };
 
 constexpr int kNoRank = 0x3fffffff;  // in no list
-constexpr int kProbes = 8;           // places of an array that a search looks at together
+constexpr int kProbes = 8;           // array elements that a search reads at once
 
-// Ranks from `first` on of a list.
+// The ranks of a list from `first` on.
 struct ListTile {
   int item, list, first;
 };
@@ -46,11 +46,11 @@ struct SlotSide {
   const std::int32_t *index, *offsets;
   int items, heads, index_heads, lists, per_row, width;
   int heads_of_index;       // heads that share the lists of an index head
-  std::int64_t head_slots;  // of an item and head
+  std::int64_t head_slots;  // slots of an item and head
 
   __device__ int index_head(int head) const { return head / heads_of_index; }
 
-  // Entries of a list that are filled.
+  // Number of filled entries of a list.
   __device__ int filled(const std::int32_t* members) const {
     if (width == 0 || members[width - 1] >= 0) return width;
     int count = 0;  // the first -1 is in [count, count + left)
@@ -98,13 +98,13 @@ struct SlotSide {
   }
 };
 
-// Tiles of 1 << bits ranks, numbered over the items of a head. Numbers may be without a tile: their
-// first rank is then not in the list.
+// Tiles of 1 << bits ranks, numbered over the items of a head. Some numbers have no tile: their
+// first rank is then beyond the list.
 struct ListTiles {
   int bits;
-  int per_list;     // numbers of a list; 0 for packed items and runs
-  int unit;         // packed: rows that add a tile to every list of an item
-  QueryTiles runs;  // of ListLayout::runs
+  int per_list;     // numbers per list; 0 for packed items and runs
+  int unit;         // packed: rows per additional tile of every list of an item
+  QueryTiles runs;  // ListLayout::runs only
   int total;
 
   __device__ int first_tile(const SlotSide& side, int item) const {
@@ -129,7 +129,7 @@ struct ListTiles {
     }
     return cluster;
   }
-  // find for runs.
+  // find() for runs.
   __device__ ListTile find_run(const SlotSide& side, int head, int number) const {
     int item = 0;
     if (runs.per_item > 0) {
@@ -144,7 +144,7 @@ struct ListTiles {
         side.offsets +
         (static_cast<std::int64_t>(item) * side.index_heads + side.index_head(head)) *
             (side.lists + 1);
-    // Packed rows are counted from the start of the tensor, others from that of the item.
+    // Packed rows are counted from the start of the tensor, others from the start of the item.
     const int before = runs.per_item > 0 ? 0 : side.spans.span(item).begin * runs.per_row;
     const int origin = runs.per_item > 0 ? item * runs.per_item : item * runs.clusters;
     const int cluster = find_run(starts, origin, before, number);
@@ -165,7 +165,7 @@ struct ListTiles {
     }
     const int origin = first_tile(side, item);
     const int tiles = max((first_tile(side, item + 1) - origin) / side.lists, 1);
-    if (number - origin >= tiles * side.lists) return {item, 0, kNoRank};  // behind all items
+    if (number - origin >= tiles * side.lists) return {item, 0, kNoRank};  // after all items
     return {item, (number - origin) / tiles, (number - origin) % tiles << bits};
   }
 };
@@ -180,7 +180,7 @@ struct ListPair {
   ItemSpan q_span, k_span;
   SlotList q, k;
   int offset;  // position of query row 0
-  int shift;   // r of ListRule, of query rank 0
+  int shift;   // r of ListRule for query rank 0
 };
 
 struct ListMask {
@@ -191,7 +191,7 @@ struct ListMask {
 struct ListProblem {
   SlotSide q, k;
   int group, value_group;  // query heads of a key head and of a value head
-  bool offset_rows;        // the last query row stands at the last key row, else the first at 0
+  bool offset_rows;        // the last query row is at the last key row, else the first is at 0
   ListRule rule;
   bool causal;
   int window, before, after;
@@ -218,14 +218,14 @@ struct ListProblem {
     return pair;
   }
 
-  // What the query of rank t sees; never decreases with t.
+  // What the query of rank t sees; the bounds never decrease with t.
   __device__ RankRange range(const ListPair& pair, int t) const {
     if (rule != ListRule::ends) return range_at(pair.k.count, t + pair.shift);
     const int high = min(ends[pair.q.slot_of(t)], pair.k.count);
     return {max(high - window, 0), max(high, 0)};
   }
 
-  // What a query with this r of ListRule sees of `keys` keys; for all rules but ends.
+  // What a query with this r of ListRule sees of `keys` keys; all rules except ends.
   __device__ RankRange range_at(int keys, int r) const {
     std::int64_t low = 0, high = keys;
     switch (rule) {
@@ -249,7 +249,7 @@ struct ListProblem {
     return {static_cast<int>(low), static_cast<int>(min(max(high, low), std::int64_t{keys}))};
   }
 
-  // First rank of a query list for which `late` is true, which it then stays; count if none.
+  // First rank of a query list for which `late` is true, given that it stays true; count if none.
   template <class Late>
   __device__ static __forceinline__ int first_rank(int count, const Late& late) {
     int begin = 0;  // the answer is in [begin, begin + left]
@@ -266,7 +266,7 @@ struct ListProblem {
     }
     return begin;
   }
-  // The query ranks that see any of the keys [first, end), and perhaps some that do not.
+  // The query ranks that see any of the keys [first, end); may include some that see none.
   __device__ __forceinline__ RankRange queries_of(const ListPair& pair, int first, int end) const {
     const std::int64_t count = pair.q.count, wide = window;
     std::int64_t low = 0, high = count + pair.shift;  // by r of ListRule
@@ -302,24 +302,24 @@ struct ListProblem {
     return {static_cast<int>(low), static_cast<int>(high)};
   }
 
-  // Factor of the scores of a head; never 0, so that its product with an infinity is one.
+  // Factor of the scores of a head; never 0, so its product with infinity is infinite.
   __device__ float score_scale(int head) const {
     const float factor = head_scale ? scale * head_scale[head] : scale;
     return fabsf(factor) < 1e-30f ? 1e-30f : factor;
   }
 
-  // Number of row 0 of an item and head among those of (B, heads, rows).
+  // Index of row 0 of an item and head among the rows of (B, heads, rows).
   __device__ static std::int64_t row_base(const SlotSide& side, const ItemSpan& span, int head) {
     return (static_cast<std::int64_t>(span.batch) * side.heads + head) * side.spans.rows +
            span.begin;
   }
 };
 
-// A query of the general form: what its filters need to know.
+// The filters of one query in the general form.
 struct QueryFilter {
-  int last_row;              // keys of later rows are out of sight
+  int last_row;              // keys of later rows are hidden
   int own_row;               // as is the key of this row; -1: none
-  const std::uint8_t* mask;  // of key row 0; null: none
+  const std::uint8_t* mask;  // at key row 0; null: none
   std::int64_t column;
 
   QueryFilter() = default;
@@ -344,7 +344,7 @@ struct QueryFilter {
   }
 };
 
-// Of a row without statistics.
+// For rows without statistics.
 constexpr RowStatistics kNoStatistics{0.0f, 1.0f};
 
 }  // namespace coterie::cuda

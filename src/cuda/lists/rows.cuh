@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What kernels of list attention share: weights, keys, and the derivatives of both passes' ends.
+// Shared by the kernels of list attention: weights, keys, and derivatives.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace coterie::cuda {
 
-// A shift below all others, and finite: scores of -inf have weight 0 from the first tile on.
+// A shift below all others, but finite: scores of -inf have weight 0 from the first tile on.
 constexpr float kLowestShift = -3e38f;
 
 // See cpu/kernels/laplace.h.
@@ -38,8 +38,8 @@ __device__ __forceinline__ ListKey load_key(const ListProblem& problem, const Li
   return key;
 }
 
-// A first guess of delta, for rows that have none yet: the mean of dP over the keys of a tile, by
-// their weights. Whether this row has one now.
+// A first guess of delta for rows that have none yet: the weighted mean of dP over the keys of a
+// tile. Returns whether there is a guess for this row.
 template <int kCount>
 __device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const float (&d)[kCount],
                                             int side, float& delta) {
@@ -56,11 +56,10 @@ __device__ __forceinline__ bool guess_delta(const float (&s)[kCount], const floa
   return weight > 0.0f;
 }
 
-// From the gradient g of a normalised row y to that of the row x it was made of:
-// inverse (g - mean g - y mean(g y)), with y = inverse (x - mean) multiplied out. Of the upper one
-// of a lane's two rows, or with kSide = 1 the lower: element i of sum is of column i / 4 * 8 + 2
-// (l%4) + i%2, and load(column) gives two neighbours of x. Rows and sums are 0 beyond their width.
-// Returns g . y.
+// Turns the gradient g of a normalised row y into that of the original row x: inverse (g - mean g -
+// y mean(g y)), with y = inverse (x - mean) multiplied out. Handles the upper of a lane's two rows,
+// or the lower with kSide = 1: element i of sum belongs to column i / 4 * 8 + 2 (l%4) + i%2, and
+// load(column) returns two neighbours of x. Rows and sums are 0 beyond their width. Returns g . y.
 template <int kSide, int kCount, class Load>
 __device__ __forceinline__ float denormalise(float (&sum)[kCount], const RowStatistics& stats,
                                              int width, const Load& load) {
@@ -87,7 +86,7 @@ __device__ __forceinline__ float denormalise(float (&sum)[kCount], const RowStat
   return product;
 }
 
-// Of 8 sums each lane keeps one, over all keys of its warp: of column 8 (l/8) + 2 (l%4) + l/4%2.
+// Reduces 8 sums over the keys of a warp; a lane keeps column 8 (l/8) + 2 (l%4) + l/4%2.
 __device__ __forceinline__ float reduce_columns(const float (&sum)[8], unsigned lane) {
   float four[4], two[2];
 #pragma unroll

@@ -3,11 +3,11 @@
 // values[slot]), in ascending order of slots.
 //
 // Grid (256 or 512 neighbouring tokens of an item, heads of up to three sums), 256 threads. The
-// slots of a block's tokens are listed one behind the other, and groups of lanes take equal shares
-// of that list, however the slots are spread over the tokens: 73 of 100 may have none, and some
-// fifty. A token that several groups share is added up at the end, by the group that has its first
-// slot. Shared memory: open sums of groups and first slots, 10 KB; at most 64 registers.
-// Rows that are not aligned take the same way one row at a time.
+// slots of a block's tokens are concatenated, and groups of lanes take equal shares of that list,
+// however the slots are distributed over tokens: 73 of 100 may have none, and some fifty. A token
+// shared by several groups is finished at the end by the group that has its first slot. Shared
+// memory: partial sums of groups and first slots, 10 KB; at most 64 registers. Unaligned rows take
+// the same path one row at a time.
 #include <cstdint>
 #include <type_traits>
 
@@ -24,8 +24,8 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kSumThreads = 256;
-constexpr int kSumTokens = 512;  // of a block, at most
-constexpr int kSumBatch = 8;     // rows of a group in flight at a time
+constexpr int kSumTokens = 512;  // maximum per block
+constexpr int kSumBatch = 8;     // rows of a group in flight
 
 static __device__ const uint4 kZeros[32] = {};  // a row
 
@@ -36,7 +36,7 @@ struct SumArgs {
   const T* values;
   int heads, value_heads;
   Tensor4<T> to;
-  int parts;  // rows that one slot stands for: of several heads, or what is there and its own
+  int parts;  // rows per slot: of several heads, or the present value and its own
   bool added, zeroed, mean;
   float eps;
   float* weights;
@@ -62,16 +62,16 @@ struct TokenSums {
   static constexpr int kGroups = kSumThreads / Lanes::kLanes;
   static_assert(Lanes::kLanes >= kSumBatch, "a lane knows one of a batch");
   struct Shared {
-    // A group's part of the token that an earlier one has begun.
+    // A group's part of a token that an earlier group has begun.
     alignas(16) float open[kGroups][kWidth];
-    int firsts[kSumTokens + 1];  // where the slots of tokens are listed
+    int firsts[kSumTokens + 1];  // start of each token's slots in the list
   };
 
   const SumArgs<T>& args;
   const ItemChunk& tile;
   Shared& shared;
   int head;
-  int count, padding;  // rows of the block, of which the last are no tokens
+  int count, padding;  // rows of the block; the last `padding` are no tokens
   Rows<T> rows;
   std::uint32_t pitch;  // in bytes, if aligned
   const T* values;
@@ -80,7 +80,7 @@ struct TokenSums {
   __device__ TokenSums(const SumArgs<T>& a, const ItemChunk& t, int h, Shared& s)
       : args(a), tile(t), shared(s), head(h) {
     const TokenSlots& tokens = args.tokens;
-    // Rows behind the last token are the last item's.
+    // Rows after the last token belong to the last item.
     const bool last = !tokens.spans.cu_seqlens || tile.item + 1 == tokens.items;
     const int length = last ? tokens.spans.rows - tile.span.begin : tile.span.length;
     const int begin = tile.split * args.tiles.chunk;
@@ -113,7 +113,7 @@ struct TokenSums {
       shared.firsts[i] = i < tokens ? args.tokens.first[row + i] : end;
     __syncthreads();
   }
-  // Tokens without slots are done then.
+  // Finishes tokens without slots.
   __device__ void finish_empty() const {
     const int begin = tile.split * args.tiles.chunk;
     const Values zero = {};
@@ -127,7 +127,7 @@ struct TokenSums {
       for (int i = threadIdx.x; i < count; i += kSumThreads) weights[i] = args.factor(slots_of(i));
     }
   }
-  // The token that has a place of the list.
+  // The token at a place of the list.
   __device__ int token_at(int place) const {
     int token = 0;
 #pragma unroll
@@ -135,8 +135,8 @@ struct TokenSums {
       if (token + step < count && shared.firsts[token + step] <= place) token += step;
     return token;
   }
-  // A row that a lane knows, one of the group's from `first` on, or zeros. Its token, whether that
-  // ends with it, and whether it begins before the group's rows.
+  // The row known to a lane, one of the group's from `first` on, or zeros; its token, whether the
+  // token ends with it, and whether the token begins before the group's rows.
   struct Known {
     static constexpr int kEnds = 1 << 16, kOpen = 1 << 17, kToken = kEnds - 1;
     const T* row;
@@ -190,7 +190,7 @@ struct TokenSums {
     }
   }
 
-  // This lane's part of the rows that the group's lanes know; lanes beyond a row have some of it.
+  // This lane's part of the rows known to the group; lanes beyond the width read column 0.
   template <int kStep>
   __device__ void load(const T* known, uint4 (&words)[kStep]) const {
     const int column = Lanes::column() < args.to.width ? Lanes::column() : 0;
@@ -203,8 +203,8 @@ struct TokenSums {
     }
   }
 
-  // kStep rows of a group at a time; one where they are no whole vectors. Waits for the kernel
-  // ahead before it reads or writes a row, if that is yet to be done.
+  // Adds kStep rows of a group at a time; one if rows are not whole vectors. If `waits`, waits for
+  // the preceding kernel before reading or writing a row.
   template <int kStep>
   __device__ void add(bool waits) {
     constexpr bool kAligned = kStep > 1;
@@ -227,7 +227,7 @@ struct TokenSums {
     for (int base = first; base < first + each; base += kStep) {
       uint4 words[kStep];
       load(known.row, words);
-      const Known next = find(base + kStep);  // while the rows come
+      const Known next = find(base + kStep);  // while the rows are loading
       const int lately = min(max(last - base, 1), kStep) - 1;
       const int token = __shfl_sync(~0u, known.token, lately, Lanes::kLanes);
       if (base < last) latest = token;
@@ -243,7 +243,7 @@ struct TokenSums {
       }
       known = next;
     }
-    // The group's last token may go on: those that follow have kept their parts of it.
+    // The group's last token may continue: the groups that follow have kept their parts of it.
     const bool goes_on = !(latest & Known::kEnds);
     if (goes_on && latest & Known::kOpen) store<kAligned>(latest, sum);
     __syncthreads();
@@ -274,7 +274,7 @@ struct TokenSums {
   }
 };
 
-constexpr int kBlocks = 4;  // of a multiprocessor
+constexpr int kBlocks = 4;  // per multiprocessor
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kSumThreads, kBlocks)
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kSumThreads, kBlocks)
     else
       tokens.template add<1>(set.start == SlotSumStart::slots_ready);
   }
-  await_writes();  // whoever waits for this kernel waits for the one ahead
+  await_writes();  // completion of this kernel implies that of the preceding one
 }
 
 template <class T>
@@ -323,7 +323,7 @@ void sum_slots(const AttentionCall& call, const std::vector<SlotSum>& sums, Slot
       SumSet<T> set{};
       std::int64_t rows = 0;
       for (const SlotSum& sum : sums) rows += sum.to.size(0) * sum.to.size(1) * sum.to.size(2);
-      int chunk = kSumTokens;  // less, if the GPU were not full some times over
+      int chunk = kSumTokens;  // less if that would not fill the GPU a few times
       while (chunk > kSumThreads && rows / chunk < 4ll * kBlocks * multiprocessors()) chunk /= 2;
       set.start = start;
       unsigned heads = 0, blocks = 0, count = 0;

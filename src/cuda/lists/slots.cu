@@ -3,10 +3,10 @@
 // that ascend.
 //
 // Grid (ranges of 512 to 2048 tokens of an item, heads of both sides), 256 threads. A range is a
-// piece of every list, whose ends are found by search. Groups of 16 lanes take neighbouring lists,
-// count their tokens, and know then where each of their slots goes: no atomics, no sorting.
-// Shared memory: 16-bit counts [group][token], 16 to 64 KB, and 8 KB for where tokens begin; at
-// most 85 registers. Tokens that a list should not have are left out.
+// piece of every list, whose ends are found by search. Groups of 16 lanes take neighbouring lists
+// and count their tokens, which gives the destination of each of their slots: no atomics, no
+// sorting. Shared memory: 16-bit counts [group][token], 16 to 64 KB, and 8 KB for the starts of
+// tokens; at most 85 registers. Tokens that do not belong in a list are ignored.
 #include "cuda/lists/slots.h"
 
 #include "core/item.h"
@@ -20,9 +20,9 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 256, kEach = 8;
-constexpr int kMostRange = kThreads * kEach;  // tokens of a block
+constexpr int kMostRange = kThreads * kEach;  // tokens per block
 constexpr int kLanes = 16, kGroups = kThreads / kLanes;
-constexpr int kBatch = 8;  // pieces of lists, kLanes slots each, of a group in flight at a time
+constexpr int kBatch = 8;  // pieces of lists, kLanes slots each, that a group has in flight
 
 struct SlotSearch {
   TokenSlots tokens;
@@ -57,7 +57,7 @@ struct SlotRange {
   __device__ int list_begin(int list) const { return offsets ? offsets[list] : list * width; }
 
   // Calls visit(slot, token) for the range's pieces of this group's lists, list by list. Returns
-  // how many entries of lists are before the pieces whose begin this lane found.
+  // the number of list entries before the pieces whose begin this lane found.
   template <class Visit>
   __device__ __forceinline__ int for_pieces(const Visit& visit) const {
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -65,12 +65,12 @@ struct SlotRange {
     const int share = (tokens.lists + kGroups - 1) / kGroups;
     const int first = static_cast<int>(threadIdx.x) / kLanes * share;
     const int last = min(first + share, tokens.lists);
-    // Where a group has few lists their pieces are long: several parts of them in a batch.
+    // A group with few lists has long pieces: a batch has several parts of them.
     const int parts = share == 1 ? kBatch : share == 2 ? kBatch / 2 : share <= 4 ? kBatch / 4 : 1;
     const int part_bits = 31 - __clz(parts);
     int before = 0;
     for (int chunk = first; chunk < last; chunk += kLanes / 2) {
-      int bound = 0;  // where the piece of a list begins or ends: two lanes know a list
+      int bound = 0;  // where the piece of a list begins or ends: two lanes per list
       if (const int own = chunk + lane / 2; own < last) {
         const int start_of_own = list_begin(own), size = list_begin(own + 1) - start_of_own;
         bound = entries_up_to(index + start_of_own, size, (lane % 2 ? range.end : range.begin) - 1);
@@ -106,7 +106,7 @@ struct SlotRange {
 __global__ void __launch_bounds__(kThreads, 3)
     token_slots_kernel(const __grid_constant__ SlotArgs args) {
   await_writes();
-  release_next();                    // kernels that need no slots run beside this one
+  release_next();                    // kernels that need no slots may overlap this one
   extern __shared__ uint4 shared[];  // counts [group][token] of 16 bits
   __shared__ int firsts[kMostRange + 1];
   int head = static_cast<int>(blockIdx.y);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int tokens_of_block = 1 << args.range_bits, owners = tokens_of_block / kEach;
   const int first_token = problem.range.split << args.range_bits;
   const int thread = static_cast<int>(threadIdx.x);
-  // Padding of sequences that are not packed has no slots.
+  // Padding of unpacked sequences has no slots.
   const int rows = tokens.spans.cu_seqlens ? problem.range.span.length : tokens.spans.rows;
   const int count = min(tokens_of_block, rows - first_token);
   if (count <= 0) return;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   });
   int base = 0;                          // slots of tokens before the range
   block_exclusive_scan(before, base);    // also waits for all counts
-  uint4 total = make_uint4(0, 0, 0, 0);  // of this thread's 8 tokens; becomes where groups begin
+  uint4 total = make_uint4(0, 0, 0, 0);  // of this thread's 8 tokens; running start of each group
   if (thread < owners)
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   });
 }
 
-// Of few tokens where there are few blocks, so that lists share pieces of more lanes.
+// As large as 4 blocks per multiprocessor allow: longer pieces of lists keep more lanes busy.
 int range_bits(std::int64_t tokens) {
   int bits = 9;
   while (1 << bits < kMostRange && tokens >> bits > 4 * multiprocessors()) ++bits;

@@ -11,22 +11,22 @@
 
 namespace coterie::cuda {
 
-// The slots of one side. Slots are counted from the start of their block, that of an item and head.
-// Where every token has one slot, a run's, the index alone will do: then there is no `slots`.
+// The slots of one side, counted from the start of their block (item and head). If every token has
+// exactly one slot, in a run, the index alone is enough: then there is no `slots`.
 struct TokenSlots {
   SequenceSpans spans;
   int items, heads;
-  int per_row;  // runs: slots of a row; 0 for members
+  int per_row;  // runs: slots per row; 0 for members
   union {
     std::int64_t block;           // members: slots of an item and head
     const std::int32_t* offsets;  // runs: (items, heads, lists + 1)
   };
-  int lists;                    // each ascends
-  const std::int32_t* index;    // the tokens of all slots, -1 where there is none
+  int lists;                    // each ascending
+  const std::int32_t* index;    // the tokens of all slots, -1 for empty slots
   std::int32_t *first, *count;  // (B, heads, rows): a token's part of `slots`
-  std::int32_t* slots;          // laid out as the index
+  std::int32_t* slots;          // same layout as the index
 
-  // First slot of an item and head over the call.
+  // First slot of an item and head within the call.
   __device__ std::int64_t start(int item, const ItemSpan& span, int head) const {
     if (per_row == 0) return (static_cast<std::int64_t>(item) * heads + head) * block;
     return ((static_cast<std::int64_t>(span.batch) * heads + head) * spans.rows + span.begin) *
@@ -44,17 +44,17 @@ TokenSlots make_token_slots(Arena& arena, const Sequences& sequences, std::int64
                             std::int64_t block, std::int64_t per_row, std::int64_t lists,
                             const std::int32_t* offsets = nullptr);
 
-// The same for runs of one slot a token, without memory and nothing to fill.
+// The same for runs with one slot per token; needs no memory and no filling.
 TokenSlots make_single_slots(const Sequences& sequences, std::int64_t batches, std::int64_t rows,
                              std::int64_t heads, const std::int32_t* index);
 
-// Fills first, count and slots, of two sides where there is a second one; with an arena that only
-// counts nothing is launched. Not `early` behind a cooperative kernel: blocks that start while it
-// has the shared memory are spread unevenly, which costs 10 of 140 us behind select_top. slots.cu
+// Fills first, count and slots, of two sides if there is a second; with an arena that only counts,
+// nothing is launched. Do not use `early` after a cooperative kernel: blocks that start while it
+// holds the shared memory are spread unevenly, which costs 10 of 140 us after select_top. slots.cu
 void find_token_slots(const TokenSlots& tokens, const Arena& arena, cudaStream_t stream,
                       const TokenSlots* second = nullptr, bool early = true);
 
-// Entries of an ascending list, -1 behind its end, that are at most `most`.
+// Number of entries of an ascending list, padded with -1, that are at most `most`.
 __device__ __forceinline__ int entries_up_to(const std::int32_t* list, int width, int most) {
   if (most < 0) return 0;
   int first = 0;

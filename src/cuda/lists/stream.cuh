@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// A stream of steps over lists (lists.h), for kernels on Hopper whose blocks live long.
+// A stream of steps over lists (lists.h), for long-running blocks on Hopper.
 //
 // A step is a tile of 64 ranks of a list, its owned rows, with the tiles of the other list that it
-// meets. A block plans a run of steps at its start, a thread each, and numbers the tiles that they
-// meet: each is loaded once, and steps that follow each other share it. One warpgroup loads, two or
-// three compute and take the steps in turn; owned and streamed tiles are in two rings in shared
-// memory, with a full and an empty mbarrier for each place.
+// uses. A block plans its steps at the start, one thread per step, and numbers the tiles that they
+// use: each tile is loaded once and shared by consecutive steps. One warpgroup loads, two or three
+// compute and take the steps in turn; owned and streamed tiles are in two rings in shared memory,
+// with a full and an empty mbarrier for each place.
 //
-// Where lists differ in length, equal numbers of steps are unequal work: blocks then measure all
-// lists, by their lengths alone, and each finds its own share (WorkCut). What a step computes does
-// not depend on the block that does it.
+// If lists differ in length, equal numbers of steps are unequal work: each block then estimates the
+// work of all lists, from their lengths alone, and finds its own share (WorkCut). The result of a
+// step does not depend on the block that computes it.
 #pragma once
 
 #include <climits>
@@ -23,7 +23,7 @@
 
 namespace coterie::cuda {
 
-// Rows of 64 ranks from `at` on of a side's lists, of which `left` are there: this lane's are those
+// Rows of 64 ranks from `at` on of a side's lists, of which `left` exist: this lane gets the rows
 // of ranks lane and lane + 32, -1 beyond the last.
 __device__ __forceinline__ void list_rows(int (&row)[2], const SlotSide& side, int at, int left) {
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ void list_rows(int (&row)[2], const SlotSide& side, i
   }
 }
 
-// Row `number` of rows that are `pitch` bytes apart: one instruction.
+// Row `number` of rows that are `pitch` bytes apart, in one instruction.
 template <class T>
 __device__ __forceinline__ T* row_at(T* base, int number, std::uint32_t pitch) {
   std::uint64_t address;
@@ -43,16 +43,16 @@ __device__ __forceinline__ T* row_at(T* base, int number, std::uint32_t pitch) {
   return reinterpret_cast<T*>(address);
 }
 
-// Copies 64 rows of an item, as list_rows left them, of one or more tensors into tiles; zeros for
-// rows of -1. By a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart. kUnroll: turns
-// of the loop, four rows each, that stand one behind the other in the code.
+// Copies 64 rows of an item, given by list_rows, of one or more tensors into tiles; zeros for rows
+// of -1. Called by a warp. Rows are aligned (Rows::aligned) and less than 2 GiB apart. kUnroll:
+// unroll factor of the loop over groups of four rows.
 template <int kDim, int kUnroll = kStreamRows / 4, class T, int kTensors>
 __device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensors],
                                                const Rows<const T> (&rows)[kTensors],
                                                const int (&row)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, r = lane / 8, chunk = lane % 8;
   const bool inside = chunk * 8 < rows[0].width;
-  const unsigned char* from[kTensors];  // a valid address, where columns are beyond the width
+  const unsigned char* from[kTensors];  // stays valid for columns beyond the width
   std::uint32_t pitch[kTensors], even[kTensors];
 #pragma unroll
   for (int x = 0; x < kTensors; ++x) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_list_rows(const std::uint32_t (&to)[kTensor
 #pragma unroll
     for (int x = 0; x < kTensors; ++x) {
       const unsigned char* source = row_at(from[x], valid, pitch[x]);
-      // Chunks of every second four rows are permuted differently.
+      // Every second group of four rows uses a different permutation of chunks.
       const std::uint32_t target = (even[x] ^ i % 2 * 64) + i * 512;
       cp_async16(target, source, number >= 0 && inside ? 16 : 0);
 #pragma unroll
@@ -87,8 +87,8 @@ __device__ __forceinline__ void load_list_rows(std::uint32_t to, const Rows<cons
   load_list_rows<kDim, kUnroll>(tiles, tensors, row);
 }
 
-// Sums of a warp's 16 rows times factors of a lane's two, rounded to T, to a tile of 128-byte rows:
-// 16 columns at `at`, the others at ^ 32 bytes, 64 and so on.
+// Stores a warp's 16 rows of sums, times the factors of a lane's two rows, rounded to T, to a tile
+// of 128-byte rows: 16 columns at `at`, the others at ^ 32 bytes, 64 and so on.
 template <class T, int kCount>
 __device__ __forceinline__ void stage_sums(std::uint32_t at, const float (&sum)[kCount],
                                            const float (&factor)[2]) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void stage_sums(std::uint32_t at, const float (&sum)[
   __syncwarp();
 }
 
-// 4 or 8 bytes, or zeros.
+// Copies 4 or 8 bytes, or zeros.
 template <class Value>
 __device__ __forceinline__ void cp_async_value(Value* to, const Value* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
@@ -112,7 +112,7 @@ __device__ __forceinline__ void cp_async_value(Value* to, const Value* from, boo
                : "memory");
 }
 
-// Statistics of a row, zeros if it is not there; none: those that change nothing.
+// Statistics of a row, zeros if the row is absent; neutral values if there are no statistics.
 __device__ __forceinline__ void copy_statistics(RowStatistics& to, const RowStatistics* stats,
                                                 std::int64_t row, bool there) {
   if (stats)
@@ -122,28 +122,28 @@ __device__ __forceinline__ void copy_statistics(RowStatistics& to, const RowStat
     to = kNoStatistics;
 }
 
-// `at` is a place in the side's index, or a row of the item where there is none (`SlotList::first`
+// `at` is a place in the side's index, or a row of the item if there is no index (`SlotList::first`
 // and on, `lists` apart).
 struct alignas(16) StreamStep {
   int rows, first;             // owned ranks [first, first + rows)
-  int low, tiles;              // streamed ranks from `low` on, in so many tiles
-  int ring;                    // number of the first of them
-  int fresh;                   // tiles that are loaded with this step, the last ones of it
-  int span;                    // of a round: tiles of every head that is streamed
+  int low, tiles;              // streamed ranks from `low` on, in this many tiles
+  int ring;                    // number of the first streamed tile
+  int fresh;                   // tiles loaded with this step: its last ones
+  int span;                    // of a round: tiles per streamed head
   int count;                   // ranks of the streamed list
-  int shift;                   // r of ListRule, of rank 0 of the query list
+  int shift;                   // r of ListRule for rank 0 of the query list
   std::uint16_t head, batch;   // the query head
   int own_begin, other_begin;  // first row of the item
   int own_at, own_slot;        // of rank `first`
   int other_at, other_slot;    // of rank 0
 };
 
-// What a computing warp has seen of the ring: the numbers of tiles that it waited for and released.
+// A computing warp's progress along the ring: tiles waited for, and tiles released.
 struct StreamReader {
   int ready = 0, released = 0;
 };
 
-// Shared memory of a block. Streamed tiles are of two tensors; facts are bytes by row.
+// Shared memory of a block. Streamed tiles are of two tensors; facts are metadata bytes per row.
 template <int kGroups_, int kDim, int kOwnTensors, int kRing_, int kSlots_, int kOwnFacts,
           int kOtherFacts>
 struct StreamShape {
@@ -160,7 +160,7 @@ struct StreamShape {
   static constexpr int kBarriers = kOtherFactsAt + kRing * kOtherFactBytes;
   static constexpr int kBytes = kBarriers + 2 * (kRing + kSlots) * 8;
   static_assert(kRing <= 32, "a lane for every place");
-  // So that a place of owned tiles serves one warpgroup: others may be phases ahead.
+  // A place of owned tiles serves a single warpgroup: others may be phases ahead.
   static_assert(kSlots % kGroups == 0, "warpgroups have places of their own");
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
@@ -192,7 +192,7 @@ struct StreamShape {
   }
   __device__ std::uint32_t own_empty(int step) const { return own_full(step) + kSlots * 8; }
 
-  // By all threads, before plan_steps. Loading warps wait for every place and arrive at it.
+  // Called by all threads before plan_steps. Loading warps wait for every place and arrive at it.
   __device__ void init() const {
     const int place = static_cast<int>(threadIdx.x);
     if (place < kRing) {
@@ -213,18 +213,18 @@ struct StreamShape {
     if (number >= kRing) mbarrier_wait(empty(number), (number / kRing - 1) & 1);
   }
 
-  // Computing warps. fence_async_proxy() stands between waiting and warpgroup products.
+  // Computing warps. fence_async_proxy() goes between waiting and warpgroup products.
   __device__ void wait_own(int step) const { mbarrier_wait(own_full(step), step / kSlots & 1); }
   __device__ void release_own(int step) const { mbarrier_arrive_warp(own_empty(step)); }
-  // Waits for all tiles below `number`, which are within reach: a lane for each.
+  // Waits for all tiles below `number`, which must be within reach: one lane per tile.
   __device__ void wait_below(int number, StreamReader& reader) const {
     if (number <= reader.ready) return;
     const auto wait = [&](int tile) { mbarrier_wait(full(tile), tile / kRing & 1); };
     mbarrier_wait_warp(reader.ready, number, wait);
     reader.ready = number;
   }
-  // This warp is done with all tiles below `number`. Warps release every tile, used or not, once
-  // it is there: so the arrivals of a barrier belong to one tile.
+  // This warp is done with all tiles below `number`. Warps release every tile, used or not, after
+  // it has arrived, so that the arrivals of a barrier belong to one tile.
   __device__ void release_below(int number, StreamReader& reader) const {
 #pragma unroll 1
     while (reader.released < number) {
@@ -234,23 +234,23 @@ struct StreamShape {
       reader.released = end;
     }
   }
-  // Tiles from here on come only after this warp has released others.
+  // Tiles from here on arrive only after this warp has released others.
   __device__ static int reach(const StreamReader& reader) { return reader.released + kRing; }
 
   // The place of a number below 2 kRing.
   __device__ static int ring_place(int number) { return number >= kRing ? number - kRing : number; }
 };
 
-// What plan_steps found.
+// Result of plan_steps.
 struct StreamPlan {
   int steps, tiles;
 };
 
 // Plans the steps [0, count), count <= kStreamPlan: make(number, step) fills all but ring, fresh
-// and span. By all threads of the block. Steps without rows are left out. In rounds, three steps of
-// a list, one of every three numbers, walk over the same tiles together, however many there are, of
-// `heads` heads one after the other; else tiles stay until the last step that meets them, unless
-// they are too many. Ranges never decrease along a list.
+// and span. Called by all threads of the block. Steps without rows are dropped. In rounds, one step
+// of each warpgroup, all of one list, walk over the same tiles together, any number of them, for
+// `heads` heads in turn; else tiles stay until the last step that uses them, unless there are too
+// many. Ranges never decrease along a list.
 template <class Shape, class Make>
 __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int heads,
                                  const Make& make) {
@@ -273,7 +273,7 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
   if (step.rows > 0) {
     const Range own = ranges[thread];
     if (rounds) {
-      // Tiles of a list follow each other, so that numbers as far apart as tiles are of one list.
+      // Tiles of a list are consecutive: numbers as far apart as their tiles are in one list.
       const auto joined = [&](int other) {
         return other < count && ranges[other].first >= 0 &&
                ranges[other].first - own.first == other - thread;
@@ -294,7 +294,7 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
       step.span = step.tiles;
     }
   }
-  // Tiles and steps up to this thread; a long list has more tiles than 22 bits count.
+  // Tiles and steps up to this thread; a long list has more tiles than fit in 22 bits.
   const long long sum =
       warp_inclusive_scan(static_cast<long long>(step.fresh) << 10 | (step.rows > 0));
   if (lane == 31) sums[thread / 32] = sum;
@@ -315,18 +315,18 @@ __device__ StreamPlan plan_steps(const Shape& shape, int count, bool rounds, int
 }
 
 // The loading warpgroup. Its warps take owned and streamed tiles in turn: own(step number, step,
-// ready) and tile(number, step, place among the step's tiles, ready) start the copies of one; they
-// call ready() when they need its place, which may take long. All warps wait for every place, so
-// that tiles are fetched in the order of their need: where rows lie far apart (strided lists, 128
-// elements) that takes a tenth less time. A wait by parity must not miss a phase. So a warp that
-// has seen a place free arrives at its barrier: the next phase ends only when all four have looked,
-// however quickly steps without keys are loaded by others and released.
+// ready) and tile(number, step, place among the step's tiles, ready) start the copies of one tile
+// and call ready() when they need its place, which may block for long. All warps wait for every
+// place, so that tiles are fetched in the order of their use: if rows are far apart (strided lists,
+// 128 elements) this saves a tenth of the time. A wait by parity must not miss a phase, so a warp
+// that has seen a place free arrives at its barrier: the next phase ends only when all four have
+// seen it, however quickly other warps load and release steps without keys.
 template <class Shape, class Own, class Tile>
 __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool rounds, const Own& own,
                            const Tile& tile) {
   static_assert(Shape::kRing >= 4 && Shape::kSlots >= Shape::kGroups, "room for a round");
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  // Steps of a round need all their owned rows before the first tile is done with.
+  // Steps of a round need all their owned rows before the first tile is released.
   const int ahead = rounds ? Shape::kGroups : 1;
   int next = 0, owned = 0, turn = 0;
   const auto mine = [&] { return turn++ % 4 == warp; };
@@ -346,7 +346,7 @@ __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool roun
       own(owned, shape.plan()[owned], ready);
       arrive_filled(shape.own_full(owned));
     }
-    // Behind the tiles that were loaded with the steps before.
+    // After the tiles that were loaded with earlier steps.
     const int end = next + step.fresh;
     int place = max(step.tiles - step.fresh, 0);
 #pragma unroll 1
@@ -363,10 +363,10 @@ __device__ void load_steps(const Shape& shape, const StreamPlan& plan, bool roun
       arrive_filled(shape.full(next));
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
+  asm volatile("cp.async.wait_all;" ::: "memory");  // copies must finish before their threads exit
 }
 
-// A tile of a side; ListTile::first is kNoRank where there is none.
+// A tile of a side; ListTile::first is kNoRank if there is none.
 struct StepPlace {
   int head;
   ListTile tile;
@@ -380,7 +380,7 @@ __device__ inline StepPlace numbered_step(const SlotSide& side, const ListTiles&
   return {head, tiles.find(side, head, number - head * tiles.total)};
 }
 
-// What a step is, but for its tiles in the ring; `rows` is not above 0 where there is none. kKeys:
+// Fills a step except for its tiles in the ring; `rows` is not positive if there is none. kKeys:
 // keys are owned.
 template <bool kKeys>
 __device__ void make_step(const ListProblem& problem, const StepPlace& at, StreamStep& step) {
@@ -417,29 +417,29 @@ __device__ void make_step(const ListProblem& problem, const StepPlace& at, Strea
   step.other_slot = static_cast<int>(other.slot);
 }
 
-constexpr int kCutBytes = (kCutLists + 33) * 8 + (kCutBlocks + 1) * 4;  // of shared memory
-constexpr int kStepWork = 176;  // of a step beside its tiles: as of so many ranks
+constexpr int kCutBytes = (kCutLists + 33) * 8 + (kCutBlocks + 1) * 4;  // shared memory
+constexpr int kStepWork = 176;  // fixed work of a step, in ranks
 
-// A block's share of the steps of runs, without those that have no rows.
+// A block's share of the steps of runs, without steps that have no rows.
 template <bool kKeys>
 class WorkCut {
  public:
-  // `shared` has kCutBytes.
+  // `shared`: kCutBytes of memory.
   __device__ WorkCut(const ListProblem& problem, unsigned char* shared)
       : problem_(problem),
         before_(reinterpret_cast<std::int64_t*>(shared)),
         lists_(own().lists * own().items * own().heads),
         of_list_(1.0f / static_cast<float>(own().lists)) {}
 
-  // Finds the steps of this block, kStreamPlan at most, and returns their number. By all threads,
-  // which synchronise before they use the shared memory for something else.
+  // Finds the steps of this block, at most kStreamPlan, and returns their number. Called by all
+  // threads, which must synchronise before they reuse the shared memory.
   __device__ int take() {
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     int* begins = reinterpret_cast<int*>(before_ + lists_ + 33);
     bool over = true;
-    // Where blocks would have too many steps, steps without many tiles are taken for longer, and at
-    // last all for the same.
+    // If blocks would have too many steps, the fixed work per step is raised, and finally all steps
+    // count the same.
 #pragma unroll 1
     for (int tries = 0; over && tries < 4; ++tries) {
 #pragma unroll 4
@@ -471,7 +471,7 @@ class WorkCut {
 
  private:
   __device__ const SlotSide& own() const { return kKeys ? problem_.k : problem_.q; }
-  // Items and heads before that of a list.
+  // Number of items and heads before that of a list.
   __device__ int row_of(int number) const {
     return static_cast<int>((static_cast<float>(number) + 0.5f) * of_list_);
   }
@@ -479,8 +479,8 @@ class WorkCut {
     return static_cast<int>(sum & ((1 << kStepBits) - 1));
   }
 
-  // Work << kStepBits | steps of a list. A step meets as much of the other list as its own ranks
-  // are of theirs, and what the window adds, which the start of a list cuts off.
+  // Work << kStepBits | steps of a list. A step uses the same fraction of the other list as its
+  // ranks are of their own, plus what the window adds, which is cut off at the start of a list.
   __device__ std::int64_t measure(int number, int step_work) const {
     const int row = row_of(number), list = number - row * own().lists;
     const auto length = [&](const SlotSide& side, int of_row) {
@@ -497,7 +497,7 @@ class WorkCut {
     return (static_cast<std::int64_t>(steps) * (step_work + met)) << kStepBits | steps;
   }
 
-  // Turns what lists have into what those before them have.
+  // Turns the values of lists into sums over the lists before them.
   __device__ void add_up() {
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     std::int64_t* sums = before_ + lists_ + 1;              // of warps
@@ -522,7 +522,7 @@ class WorkCut {
     __syncthreads();
   }
 
-  // The last list whose sum `holds`, as those of all lists before it do.
+  // The last list for which `holds` is true; it is true for all lists before it.
   template <class Holds>
   __device__ int last_list(const Holds& holds) const {
     int low = 0;
@@ -534,7 +534,7 @@ class WorkCut {
     return low;
   }
 
-  // The first step of a block; the steps of a list count the same.
+  // The first step of a block; all steps of a list count the same.
   __device__ int begin_of(int block, bool by_work) const {
     const int blocks = static_cast<int>(gridDim.x), steps = steps_of(before_[lists_]);
     if (block == blocks) return steps;
@@ -551,10 +551,10 @@ class WorkCut {
   }
 
   const ListProblem& problem_;
-  std::int64_t* before_;  // work << kStepBits | steps of all lists before each, and of all
+  std::int64_t* before_;  // work << kStepBits | steps of all lists before each; then the total
   int lists_;             // of all heads and items
   float of_list_;         // 1 / lists of a head
-  int first_ = 0;         // step of this block
+  int first_ = 0;         // first step of this block
 };
 
 }  // namespace coterie::cuda

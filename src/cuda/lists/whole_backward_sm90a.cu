@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of lists that fit a block as a whole (lists.h): dq, dk and dv in one kernel of five
-// products, where backward_sm90a.cu has two kernels of eight. delta is exact, because a block has
-// all keys of every query (formulas: backward_tiles.cuh).
+// Backward pass of lists that fit into a block as a whole (lists.h): dq, dk and dv in one kernel of
+// five products, where backward_sm90a.cu has two kernels of eight. delta is exact, because a block
+// has all keys of every query (formulas: backward_tiles.cuh).
 //
 // Grid: one block per multiprocessor, which takes one list after the other. 384 threads: two
 // warpgroups compute with 232 registers, each with half of the keys, whose dk and dv stay in
 // registers; four warps load with 40. Per 32 queries: scores and dP of 64 keys by 32, weights, sums
-// over all keys through shared memory, dS; dv and dk at once, dq of 64 queries over all keys.
+// over all keys through shared memory, dS; then dv and dk; dq of 64 queries over all keys.
 // Shared memory, 215 KB: keys and values of two lists (128 KB), three tiles of queries and output
 // gradients (48 KB), dS of 64 queries and 256 keys (32 KB), statistics, barriers.
 //
 // Preconditions (plan.cu): members of 65 to 256 queries and keys, aligned 16-bit rows of up to 64
 // elements, gradients by slot, ranges from the first key on, a key head for each query head, delta
-// not given. Other calls: backward_sm90a.cu. Registers are at their limit: look at spills and at
+// not given. Other calls: backward_sm90a.cu. Registers are at their limit: check for spills and for
 // ptxas' C7512 (serialised products) after every change.
 #include <array>
 #include <cstdint>
@@ -31,7 +31,7 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kTileBytes = kStreamRows * 128;    // of a tensor
+constexpr int kTileBytes = kStreamRows * 128;    // per tensor
 constexpr int kQueryPlaces = 3, kKeyPlaces = 2;  // tiles of queries, lists of keys
 
 // log2 of ListBackwardArgs::weight_scale.
@@ -40,22 +40,22 @@ __device__ constexpr float scale_bits() {
   return std::is_same_v<T, F16> ? kHalfWeightBits : 0.0f;
 }
 
-// A list, as computing warps need to know it.
+// List metadata for the computing warps.
 struct WholeList {
   int queries, keys;
-  int key_tiles[kWholeTiles];  // that a tile of queries sees, from the first on
+  int key_tiles[kWholeTiles];  // visible to a tile of queries, from the first on
   float score;                 // factor of scores
   std::int64_t q_slot, k_slot;
 };
-// 64 queries, beside their rows and output gradients.
+// Metadata of 64 queries.
 struct alignas(16) QueryLimits {
-  float shift[2];  // of logits in base 2; weights have that of the output gradient in them
-  int end[2];      // of the ranks in sight; those beyond the list have that of its last one
+  float shift[2];  // of logits in base 2; includes the weight of the output gradient
+  int end[2];      // of the visible ranks; beyond the list, that of its last query
 };
 struct WholeQueries {
   QueryLimits limits[kStreamRows / 2];  // of neighbours
   float2 score[kStreamRows];            // mean of the row and factor of its scores, in base 2
-  float2 gradient[kStreamRows];         // inverse of the row, what makes a weighted sum its mean
+  float2 gradient[kStreamRows];         // inverse of the row; factor from weighted sum to mean
 };
 
 struct WholeShape {
@@ -91,7 +91,7 @@ struct WholeShape {
   __device__ RowStatistics* key_stats(int place) const {
     return reinterpret_cast<RowStatistics*>(memory + kKeyFactsAt) + place * kWholeRanks;
   }
-  // Sums of 32 queries over the keys of a warp, in turn.
+  // Sums of 32 queries over the keys of a warp; buffers alternate.
   __device__ float* parts(int turn) const {
     return reinterpret_cast<float*>(memory + kPartsAt) + turn % 2 * 8 * 32;
   }
@@ -106,7 +106,7 @@ struct WholeShape {
     return base + kBarriersAt + (2 * kQueryPlaces + place) * 8;
   }
   __device__ std::uint32_t keys_empty(int place) const { return keys_full(place) + kKeyPlaces * 8; }
-  // Barriers of both computing warpgroups: parts of delta are there, and slopes.
+  // Barriers of both computing warpgroups: parts of delta are complete, and slopes.
   __device__ PartBarrier<2 * kWarpgroup> deltas() const { return {3, keys_empty(kKeyPlaces)}; }
   __device__ PartBarrier<2 * kWarpgroup> slopes_there() const { return {4, deltas().memory + 8}; }
 
@@ -128,8 +128,8 @@ struct WholeShape {
   }
 };
 
-// Rows of sums times a factor, to slots from `slot` on; `count` of them are there. Rounded ones
-// go through `stage`, a tile of which a warp uses its own 16 rows, and leave as whole rows.
+// Stores rows of sums times a factor to slots from `slot` on; `count` of them exist. Rounded rows
+// are staged in `stage`, a tile of which a warp uses its own 16 rows, and written as whole rows.
 template <class T>
 __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor, int width,
                                            const ListSums<T>& to, std::int64_t slot, int count,
@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_rows(const float (&sum)[32], float factor,
   }
 }
 
-// Back through the normalisation of rows in shared memory.
+// Backward pass of the normalisation, for rows in shared memory.
 template <class T, class Stats>
 __device__ __forceinline__ void carry_back(float (&sum)[32], std::uint32_t rows, int width,
                                            const Stats& stats_of) {
@@ -183,8 +183,8 @@ __device__ __forceinline__ void carry_back(float (&sum)[32], std::uint32_t rows,
 
 constexpr int kStepQueries = 32;
 
-// 16 bytes of shared memory. The assembler keeps no copies of them in registers, and reads them
-// where they are used: there are none to spare.
+// Reads 16 bytes of shared memory where they are used. The assembler keeps no copies in registers:
+// there are none to spare.
 template <class Value>
 __device__ __forceinline__ Value read_again(const Value* at) {
   static_assert(sizeof(Value) == 16, "four words");
@@ -199,7 +199,7 @@ __device__ __forceinline__ Value read_again(const Value* at) {
   return all.value;
 }
 
-// Scores become weights.
+// Turns scores into weights.
 template <bool kMasked>
 __device__ __forceinline__ void weigh(float (&s)[16], const WholeQueries& facts, int half,
                                       const RowStatistics (&key)[2], int rank) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void weigh(float (&s)[16], const WholeQueries& facts,
     }
   }
 }
-// Sums of weights times products are added to those of 8 queries.
+// Adds weights times products to the sums of 8 queries.
 __device__ __forceinline__ void add_products(float (&sum)[8], const float (&s)[16],
                                              const float (&d)[16]) {
 #pragma unroll
@@ -235,7 +235,7 @@ __device__ __forceinline__ void pack_weights(std::uint32_t (&p)[2][4], const flo
   for (int i = 0; i < 8; ++i) p[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
 }
 
-// Derivatives as left factor; for dq to shared memory as well.
+// Derivatives as left factor, and in shared memory for dq.
 template <class T>
 __device__ __forceinline__ void differentiate(const std::uint32_t (&p)[2][4], const float (&d)[16],
                                               const float (&delta)[8], const WholeQueries& facts,
@@ -267,7 +267,7 @@ __device__ __forceinline__ void differentiate(const std::uint32_t (&p)[2][4], co
   }
 }
 
-// A warpgroup has key tiles `group` and 3 - group: those that more queries see first.
+// A warpgroup handles key tiles `group` and 3 - group, first the one that more queries see.
 template <class T>
 struct WholeGroup {
   const ListBackwardArgs<T>& args;
@@ -285,7 +285,7 @@ struct WholeGroup {
     for (int i = 0; i < 64; ++i) dk[i / 32][i % 32] = dv[i / 32][i % 32] = 0.0f;
   }
 
-  // Products of 32 queries and the keys of one or two tiles start: tensor 0 for scores.
+  // Starts products of 32 queries and the keys of one or two tiles: tensor 0 for scores.
   template <int kCount>
   __device__ void start(float (&to)[2][16], int tensor, int place, int key_place, int half) const {
 #pragma unroll
@@ -299,7 +299,7 @@ struct WholeGroup {
         wgmma_step<T, 0>(k, to[x], key, query);
       }
   }
-  // Sums of rows of queries, or of their output gradients, start.
+  // Starts sums of rows of queries, or of their output gradients.
   template <int kCount>
   __device__ void start_sums(float (&to)[2][32], const std::uint32_t (&factor)[2][2][4], int tensor,
                              int place, int half) {
@@ -317,7 +317,7 @@ struct WholeGroup {
     for (int x = 0; x < kCount; ++x) wgmma_settle(all[x]);
   }
 
-  // Sums of products over all keys of the list, of 8 queries: in two steps.
+  // Sums of products over all keys of the list, for 8 queries, in two steps.
   __device__ void post(const float (&sum)[8], int half) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     shape.parts(half)[threadIdx.x / 32 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] =
@@ -336,7 +336,7 @@ struct WholeGroup {
       sum[i] = __shfl_sync(~0u, total, 8 * (i / 2) + lane % 4 * 2 + i % 2);
   }
 
-  // 32 queries that see no key of this warpgroup.
+  // For 32 queries that see no key of this warpgroup.
   __device__ void pass(int place, int half) const {
     float sum[8] = {};
     post(sum, half);
@@ -433,7 +433,7 @@ struct WholeGroup {
   }
   __device__ void key_gradients(const WholeList& list, int key_place, float factor,
                                 float unscaled) {
-    sync_group();  // values are done with: their places are free
+    sync_group();  // all are done with the values: their places are free
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int first = tile_of(x) * kStreamRows;
@@ -454,7 +454,7 @@ template <class T>
 __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape& shape, int lists) {
   WholeGroup<T> own(args, shape);
   const float unscaled = exp2f(-scale_bits<T>());
-  int turn = 0, tile_turn = 0;  // lists and tiles of queries so far
+  int turn = 0, tile_turn = 0;  // lists and query tiles so far
 #pragma unroll 1
   for (; static_cast<int>(blockIdx.x + turn * gridDim.x) < lists; ++turn) {
     const int key_place = turn % kKeyPlaces;
@@ -467,7 +467,7 @@ __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape&
       const int tiles = uniform(list.key_tiles[tile]);
       mbarrier_wait(shape.queries_full(place), tile_turn / kQueryPlaces & 1);
       fence_async_proxy();
-      // The warpgroup that has less to do with these queries.
+      // The warpgroup that has less work with these queries.
       const bool mine = own.group == (tile == 0 || tile == 3);
       if (tiles > 0) {
         const int count = (own.group < tiles) + (3 - own.group < tiles);
@@ -494,7 +494,7 @@ __device__ void compute_lists(const ListBackwardArgs<T>& args, const WholeShape&
   }
 }
 
-// The loading warps: each 16 rows of every tile.
+// The loading warps: each loads 16 rows of every tile.
 template <class T>
 struct WholeLoader {
   const ListBackwardArgs<T>& args;
@@ -506,7 +506,7 @@ struct WholeLoader {
     int end;
   };
 
-  // This warp's rows of all tiles: of ranks 64 tile + 16 warp + (0 .. 15), -1 beyond the last.
+  // This warp's rows of all tiles: ranks 64 tile + 16 warp + (0 .. 15), -1 beyond the last.
   __device__ void find_rows(int (&row)[2], const SlotList& list) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -555,7 +555,7 @@ struct WholeLoader {
     }
   }
 
-  // What is known of this lane's two queries, ready for use.
+  // Metadata of this lane's two queries, ready for use.
   __device__ void find_facts(Facts (&facts)[2], const ListPair& pair, int head, const int (&row)[2],
                              float score) const {
     const ListProblem& problem = args.problem;
@@ -598,7 +598,7 @@ struct WholeLoader {
     all.gradient[at] = own.gradient;
   }
 
-  // By one thread.
+  // Called by one thread.
   __device__ void describe(const ListPair& pair, float score, WholeList& list) const {
     list.queries = pair.q.count;
     list.keys = pair.k.count;
@@ -614,11 +614,11 @@ struct WholeLoader {
   }
 };
 
-// A tensor without gaps that becomes 0, a part with every list: the loading warps have bandwidth to
+// A tensor without gaps that is zeroed, a part with every list: the loading warps have bandwidth to
 // spare.
 struct ClearedSpan {
   uint4* data;
-  std::int64_t vectors, each;  // in all, and with a list
+  std::int64_t vectors, each;  // in total, and per list
 
   __device__ __forceinline__ void clear(int list) const {
     const std::int64_t first = list * each;
@@ -638,7 +638,7 @@ struct WholeCleared {
   }
 };
 
-// Lists of a block, one after the other.
+// Loads the lists of a block, one after the other.
 template <class T>
 __device__ void load_lists(const ListBackwardArgs<T>& args, const WholeCleared& cleared,
                            const WholeShape& shape, int lists) {
@@ -673,7 +673,7 @@ __device__ void load_lists(const ListBackwardArgs<T>& args, const WholeCleared& 
       place = place == kQueryPlaces - 1 ? 0 : place + 1;
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");  // threads that end take their copies along
+  asm volatile("cp.async.wait_all;" ::: "memory");  // copies must finish before their threads exit
 }
 
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -682,7 +682,7 @@ template <class T>
 __global__ void __launch_bounds__(WholeShape::kThreads, 1)
     whole_list_kernel(const __grid_constant__ ListBackwardArgs<T> args,
                       const __grid_constant__ WholeCleared cleared, const int lists) {
-  await_writes();  // first: sums behind this kernel read the slots of tokens early
+  await_writes();  // first: sums after this kernel read the slots of tokens early
   release_next();
   extern __shared__ __align__(1024) unsigned char memory[];
   const WholeShape shape(memory);

@@ -3,18 +3,18 @@
 // of five products, where backward_sm90a.cu has two kernels of eight. delta is exact (formulas:
 // backward_tiles.cuh).
 //
-// Tiles of 64 queries and of 64 keys have the same numbers: queries of tile t see keys of the tiles
-// t - 4 .. t only, the first and the last of them in part. Grid: one block per multiprocessor,
-// which walks along its share of the tiles, and four more whose dq belongs to the next block, so
-// that blocks exchange nothing. 512 threads of 128 registers: each of four warpgroups loads one
-// tensor, has 64 of the keys in sight with their dk and dv in registers, and computes 32 queries at
-// a time; two of them compute dq. The warpgroup with the oldest keys takes the newest ones as well.
+// Tiles of 64 queries and of 64 keys share their numbering: queries of tile t see only keys of the
+// tiles t - 4 .. t, the first and the last of them in part. Grid: one block per multiprocessor,
+// which walks along its share of the tiles, and four more whose dq belongs to the next block;
+// blocks exchange no data. 512 threads of 128 registers: each of four warpgroups loads one tensor,
+// handles 64 of the visible keys with their dk and dv in registers, and computes 32 queries at a
+// time; two of them compute dq. The warpgroup with the oldest keys also takes the newest ones.
 // Shared memory, 222 KB: 6 tiles of keys and values, 2 of queries and output gradients, weights and
 // dS of 5 x 64 keys, 8 KB to store dq.
 //
 // Preconditions (plan.cu): windows of 129 to 256, aligned 16-bit rows of up to 64 elements, a key
 // and value head for each query head, dq by row, delta not given, no statistics or factors. Other
-// calls: backward_sm90a.cu. Registers are at their limit: look at ptxas' output (C7512: serialised
+// calls: backward_sm90a.cu. Registers are at their limit: check ptxas' output (C7512: serialised
 // products) after every change.
 #include <cstdint>
 #include <type_traits>
@@ -36,13 +36,13 @@ namespace {
 constexpr int kWalkKeys = 6, kWalkQueries = 2;  // places of tiles
 constexpr int kWalkTile = kStreamRows * 128;    // bytes of a tensor
 constexpr int kWalkHalf = 32;                   // queries of a half step
-constexpr int kWalkPartStride = 20;  // floats: sums of a query by warp, no two lanes in a bank
+constexpr int kWalkPartStride = 20;  // floats: sums of a query by warp, free of bank conflicts
 
 // Tiles [first, last) of an item and head that a block owns: their queries' dq, their keys' dk and
-// dv. It walks along the queries of [first, end).
+// dv. The block walks along the queries of [first, end).
 struct alignas(16) WalkPart {
   int first, last, end;
-  int next;  // number of the first tile behind it
+  int next;  // number of the first tile after it
   int head, batch, q_begin, k_begin;
   int q_origin, k_origin;  // ranks of tile 0, may be negative
   int queries, keys;
@@ -58,7 +58,7 @@ __device__ WalkPart find_part(const ListBackwardArgs<T>& args, const WalkCut& cu
   WalkPart part;
   const int number = next / cut.per_head;
   int item = number / problem.q.heads, first = next - number * cut.per_head;
-  int behind = cut.per_head;  // the first number behind the item
+  int behind = cut.per_head;  // the first number after the item
   part.head = number % problem.q.heads;
   if (const std::int32_t* offsets = problem.q.spans.cu_seqlens) {
     const auto start = [&](int i) {
@@ -114,7 +114,7 @@ struct WalkShape {
 
   __device__ explicit WalkShape(unsigned char* at) : memory(at), base(shared_address(at)) {}
 
-  // All threads, from both kinds of half steps: __syncthreads() is for one place in the code.
+  // All threads, in both kinds of half steps, where __syncthreads() would diverge.
   __device__ PartBarrier<kThreads> sums_there() const { return {1, base + kBarrierAt}; }
 
   // Tensors: keys and values; queries and output gradients.
@@ -131,19 +131,19 @@ struct WalkShape {
   }
   // dq before it is stored.
   __device__ std::uint32_t stage() const { return base + kStageAt; }
-  // Of logits in base 2; at first lse as it is.
+  // Shifts of logits in base 2; initially lse itself.
   __device__ float* shifts(int place) const {
     return reinterpret_cast<float*>(memory + kShiftsAt) + place * kStreamRows;
   }
-  // The part at work.
+  // The current part.
   __device__ WalkPart& part() const { return *reinterpret_cast<WalkPart*>(memory + kPartAt); }
-  // Sums of 32 queries by warp, in turn.
+  // Sums of 32 queries by warp; buffers alternate.
   __device__ float* parts(int turn) const {
     return reinterpret_cast<float*>(memory + kPartsAt) + turn * kWalkHalf * kWalkPartStride;
   }
 };
 
-// The place of a number counted from another one's place.
+// The place `count` before or after a place, of kPlaces.
 template <int kPlaces>
 __device__ __forceinline__ int place_before(int place, int count) {
   return place >= count ? place - count : place - count + kPlaces;
@@ -161,7 +161,7 @@ __device__ __forceinline__ unsigned walk_thread() {
   return thread_again() & (kWalkGroups * kWarpgroup - 1);
 }
 
-// The upper one of this thread's two keys; the other is 8 rows below.
+// The upper of this thread's two keys; the other is 8 rows below.
 __device__ __forceinline__ int walk_row(unsigned thread) {
   return static_cast<int>(thread % kWarpgroup / 32 * 16 + thread % 32 / 4);
 }
@@ -187,7 +187,7 @@ __device__ __forceinline__ void exchange(float (&sum)[8], const WalkShape& shape
   for (int i = 0; i < 8; ++i) sum[i] = __shfl_sync(~0u, all, 8 * (i / 2) + own % 4 * 2 + i % 2);
 }
 
-// Scores become weights. A lane's keys see the queries [low, low + count).
+// Turns scores into weights. A lane's keys are seen by the queries [low, low + count).
 template <bool kMasked>
 __device__ __forceinline__ void weigh_window(float (&s)[16], const float (&d)[16], float (&sum)[8],
                                              const float* shifts, int half, float exponent,
@@ -211,7 +211,7 @@ __device__ __forceinline__ void weigh_window(float (&s)[16], const float (&d)[16
     }
   }
 }
-// Of 16 queries: a weight pair as it is multiplied, and its derivative.
+// For 16 queries: weight pairs as factors, and their derivatives.
 template <class T>
 __device__ __forceinline__ void window_factors(std::uint32_t (&p)[4], std::uint32_t (&ds)[4], int k,
                                                const float (&s)[16], const float (&d)[16],
@@ -223,20 +223,20 @@ __device__ __forceinline__ void window_factors(std::uint32_t (&p)[4], std::uint3
     ds[word] = pack2<T>(s[i] * (d[i] - delta[column]), s[i + 1] * (d[i + 1] - delta[column + 1]));
   }
 }
-// Where the first 16 of the half's queries go in a tile of weights or slopes; the others 32 bytes
-// off, by exclusive or.
+// Where the first 16 of the half's queries go in a tile of weights or slopes; the others are at ^
+// 32 bytes.
 __device__ __forceinline__ std::uint32_t factor_place(int half, unsigned thread) {
   const unsigned row = thread % kWarpgroup / 32 * 16 + thread % 16;
   return row * 128 + ((static_cast<unsigned>(4 * half) + thread % 32 / 16 ^ thread % 8) << 4);
 }
 
-// 2 kCount columns of sums, from column 32 `part` on, of the ranks from `first` on leave as whole
-// pieces of rows, through `stage`.
+// Stores 2 kCount columns of sums, from column 32 `part` on, of the ranks from `first` on as whole
+// pieces of rows, staged in `stage`.
 template <class T, int kCount>
 __device__ __forceinline__ void store_walk_rows(const float (&sum)[kCount], float factor,
                                                 const Rows<T>& rows, int first, int count, int part,
                                                 std::uint32_t stage) {
-  constexpr unsigned kChunks = kCount / 4, kRows = 32 / kChunks;  // of a row; rows at a time
+  constexpr unsigned kChunks = kCount / 4, kRows = 32 / kChunks;  // chunks per row; rows at a time
   const unsigned thread = walk_thread(), lane = thread % 32;
   const unsigned warp_row = thread % kWarpgroup / 32 * 16;
   const std::uint32_t tile = stage + warp_row * 128;
@@ -278,7 +278,7 @@ struct alignas(16) WalkSource {
     origin = group < 2 ? part.k_origin : part.q_origin;
     count = group < 2 ? part.keys : part.queries;
   }
-  // Starts to copy a tile; ranks outside [0, count) become zeros.
+  // Starts copying a tile; ranks outside [0, count) become zeros.
   __device__ void load(std::uint32_t to, int tile) const {
     const unsigned thread = thread_again();
     const unsigned row = thread % kWarpgroup / 8, chunk = thread % 8;
@@ -302,8 +302,8 @@ __device__ __forceinline__ WalkSource<T>& walk_source(const WalkShape& shape, in
   return *reinterpret_cast<WalkSource<T>*>(shape.memory + WalkShape::kSourcesAt + group * 48);
 }
 
-// A tile of 128-byte rows in shared memory as a factor, as Bands: in fewer instructions, as the
-// address is known to have less than 18 bits.
+// A tile of 128-byte rows in shared memory as a factor, like Bands, but in fewer instructions,
+// because the address is known to fit in 18 bits.
 struct WalkTile {
   std::uint32_t low;
 
@@ -344,7 +344,7 @@ struct WalkGroup {
     wgmma_settle(dv);
   }
 
-  // 32 queries and the keys of a tile, `behind` tiles behind them.
+  // 32 queries and the keys of a tile, `behind` tiles before them.
   __device__ void half_step(const WalkPart& part, int tile, int behind, int key_place,
                             int query_place, int half) const {
     float s[16], d[16];
@@ -385,15 +385,15 @@ struct WalkGroup {
     }
   }
 
-  // 32 queries and the keys of the oldest tile, whose place the newest takes: a query sees no two
-  // keys of the same row. Of a warp's 16 keys and 16 queries, all are of the old tile, of the new
-  // one, or it is the blocks on the diagonal.
+  // 32 queries and the keys of the oldest tile, whose place the newest takes: a query never sees
+  // both keys of a row. For a warp's 16 keys and 16 queries, all are of the old tile, all of the
+  // new one, or the block is on the diagonal.
   __device__ void half_step_of_two(const WalkPart& part, int tile, int key_place, int query_place,
                                    int half) const {
     const unsigned thread = walk_thread();
     const int window = args.problem.window, first = part.k_origin + tile * kStreamRows;
     const int old_place = place_before<kWalkKeys>(key_place, kWalkGroups);
-    // Of 16 elements, by bit: whether the query is at or behind the new key.
+    // One bit for each of 16 elements: whether the query is at or after the new key.
     const int ahead = static_cast<int>(thread % 4 * 2) - static_cast<int>(thread % 32 / 4);
     const unsigned both = (ahead >= 0 ? 1u : 0u) | (ahead + 1 >= 0 ? 2u : 0u);
     const int blocks = 2 * half - static_cast<int>(thread % kWarpgroup / 32);
@@ -425,7 +425,7 @@ struct WalkGroup {
     weigh_window<false>(s, d, sum, shape.shifts(query_place), half, part.exponent, none, none,
                         thread);
     if (window < kWalkWindow || first < kWalkWindow || first + kStreamRows > part.keys) {
-      // The new and the old key of a row are seen by queries less than this behind the row.
+      // The new and old key of a row are visible to queries less than this far after the row.
       int ends[2][2];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
@@ -507,7 +507,7 @@ struct WalkGroup {
   // The sums of a tile that no further query sees.
   __device__ void retire(const WalkPart& part, int tile, int place) const {
     if (tile < part.first || tile >= part.last) return;
-    const std::uint32_t stage = shape.keys(place, 1);  // values, done with
+    const std::uint32_t stage = shape.keys(place, 1);  // values are no longer needed
     const int first = part.k_origin + tile * kStreamRows;
     if (args.dk.rows.data)
       store_walk_rows<T>(dk, part.factor, args.dk.rows.rows(part.batch, part.head, part.k_begin),
@@ -518,7 +518,7 @@ struct WalkGroup {
                          0, stage);
   }
 
-  // The tile's shifts from the lse that were copied, by the threads that copied them.
+  // Computes the tile's shifts from the copied lse, in the threads that copied them.
   __device__ void find_shifts(const WalkPart& part, int tile, int place) const {
     const int row = static_cast<int>(walk_thread()) - 2 * kWarpgroup;
     if (static_cast<unsigned>(row) >= kStreamRows) return;
@@ -528,7 +528,7 @@ struct WalkGroup {
     const float lse = value;
     value = there && lse != -INFINITY ? fmaf(lse, kLog2e, -log2f(args.weight_scale)) : INFINITY;
   }
-  // Starts to copy all of a tile.
+  // Starts copying all of a tile.
   __device__ void load(const WalkPart& part, int tile, int key_place, int query_place) const {
     const WalkSource<T>& source = walk_source<T>(shape, group);
     source.load(group < 2 ? shape.keys(key_place, group) : shape.queries(query_place, group - 2),
@@ -548,7 +548,7 @@ struct WalkGroup {
 #pragma unroll 1
     for (int next = static_cast<int>(blockIdx.x) * cut.per_block; next < stop();
          next = uniform(part.next)) {
-      __syncthreads();  // all are done with the part before
+      __syncthreads();  // all are done with the previous part
       if (threadIdx.x < 4) {
         const WalkPart own = find_part(args, cut, next, stop());
         if (threadIdx.x == 0) shape.part() = own;
@@ -559,7 +559,7 @@ struct WalkGroup {
       if (part.first >= part.last) continue;
 #pragma unroll
       for (int i = 0; i < 32; ++i) dk[i] = dv[i] = 0.0f;
-      int key = kWalkGroups;  // place of the tile at work
+      int key = kWalkGroups;  // place of the current tile
       if (group < 2)
 #pragma unroll 1
         for (int i = 0; i < kWalkGroups; ++i)
@@ -581,7 +581,7 @@ struct WalkGroup {
             half_step(part, tile, behind, place_before<kWalkKeys>(key, behind), query, half);
           else
             half_step_of_two(part, tile, key, query, half);
-          // All have met in between: what the step before used is free.
+          // All threads have synchronised in between: what the previous step used is free.
           if (half == 0) {
             if (tile + 1 < end) load(part, tile + 1, next_key, query ^ 1);
             cp_async_commit();
@@ -611,7 +611,7 @@ struct WalkGroup {
         }
         key = next_key;
       }
-      // The tiles that are left; a warpgroup has the latest one of its number.
+      // The remaining tiles; a warpgroup has the latest one of its number.
       const int behind = (end - 1 - group) & (kWalkGroups - 1);
       retire(part, end - 1 - behind, place_before<kWalkKeys>(key, behind + 1));
     }

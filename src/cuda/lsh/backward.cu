@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of LSH attention. Where rounds form one softmax every part has the token's total
-// log-sum-exp and delta = gradient . output; where they are averaged each round has its own, and
-// what comes out is divided by their number. Gradients by slot are added up token by token, and
-// those of the unit keys k = q / |q| go on to q:  dq += (I - k k^T) dk / |q|.
+// Backward pass of LSH attention. If the rounds form one softmax, every part uses the token's total
+// log-sum-exp and delta = gradient . output; if they are averaged, each round has its own, and the
+// result is divided by the number of rounds. Gradients by slot are summed per token, and those of
+// the unit keys k = q / |q| are propagated to q:  dq += (I - k k^T) dk / |q|.
 //
 // Grids: a thread per token for deltas and log-sum-exps, a token per group of lanes for gradients
 // (RowLanes); y = head, z = batch entry. No shared memory. Rounds add up in ascending order.
@@ -40,7 +40,7 @@ struct LshScratch {
   }
 };
 
-// delta = sum of the parts'. A thread per token.
+// delta = sum over the parts. A thread per token.
 __global__ void __launch_bounds__(kThreads)
     lsh_delta_kernel(const __grid_constant__ LshTokens tokens, const float* band, const float* wrap,
                      float* delta) {
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads)
   to[token.places(tokens, round).band] = from[line * tokens.spans.rows + row];
 }
 
-// Adds the token's rows of an array by slot over all rounds; `wrap_place` says which of its places
-// in the wrap counts.
+// Adds up the token's rows of an array by slot over all rounds; `wrap_place` selects which of its
+// places in the wrap is used.
 template <class Lanes>
 __device__ void add_rounds(const LshTokens& tokens, const LshToken& token, const float* band,
                            const float* wrap, std::int64_t LshPlaces::*wrap_place, int width,
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kThreads)
   Lanes::store(args.dv.rows(blockIdx.z, value_head, 0), row, dv);
 }
 
-// What both parts of the lists are told of the forward pass; with `slots` also of the deltas and of
-// the gradients that are asked for.
+// Inputs of both list parts from the forward pass; with `slots` also the deltas and the requested
+// gradients.
 ListGradients list_gradients(const LshPlan& plan, const LshScratch& scratch,
                              const LshBackward& pass, const SlotGradients* slots) {
   ListGradients gradients;

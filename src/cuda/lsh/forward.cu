@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
 // LSH attention: every round attends along its own sorted order (lsh.cuh), and the rounds are
-// combined token by token: combine=lse by their log-sum-exps, as one softmax,
+// combined per token: combine=lse by their log-sum-exps, as one softmax,
 //   out_i = sum over rounds r and wraps of exp(lse_ir - lse_i) out_ir,   lse_i their log-sum-exp,
-// or combine=mean. Attention itself is that of lists (lists/lists.h).
+// or combine=mean. The attention within a round uses the list kernels (lists/lists.h).
 //
-// Grid of the combination: a token per group of lanes, 16 bytes of a row each (RowLanes); y = head,
-// z = batch entry. No shared memory. Preconditions: rows of at most 128 elements, others are
+// Grid of the combination: a token per group of lanes, each lane 16 bytes of a row (RowLanes); y =
+// head, z = batch entry. No shared memory. Preconditions: rows of at most 128 elements; others are
 // refused.
 #include <algorithm>
 #include <type_traits>
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   Lanes::store(out.rows(token.batch, token.head, 0), row, sum);
 }
 
-// `saved`: order, lse. With an arena that only counts nothing is launched.
+// `saved`: order, lse. With an arena that only counts, nothing is launched.
 void lsh_forward(const LshParams& params, const AttentionCall& call, const AttentionResult& result,
                  Arena& arena, cudaStream_t stream) {
   const TensorView order = arena.counting() ? TensorView{} : result.saved[0];
@@ -162,7 +162,7 @@ class LshPass : public Pass {
 
  private:
   const LshParams& params_;
-  AttentionCall tokens_;  // the call, with keys that are the queries
+  AttentionCall tokens_;  // the call with the queries as keys
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What an order of LSH attention implies (LshPlan): norms of the rows, slots of the tokens, who
-// sees another key than its own, and the lists of the wrap.
+// What an order of LSH attention implies (LshPlan): norms of the rows, slots of the tokens, which
+// tokens see a key other than their own, and the lists of the wrap.
 //
 // Grids: a row per group of lanes for norms (RowLanes); a warp per chunk of a round for the rest.
 // No shared memory. Preconditions: rows of at most 128 elements.
@@ -40,7 +40,7 @@ struct LshListArgs {
   ItemChunks chunks;  // of the tokens of an item
   bool causal;
   const std::int32_t* order;
-  std::uint8_t* drop_own;  // zeros before, or null
+  std::uint8_t* drop_own;  // zeroed before the launch, or null
   std::int32_t *wrap_first, *wrap_last;
 };
 
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int32_t* order = args.order + base;
   const int last = (args.chunks.count(tokens) - 1) * size;  // first slot of the last chunk
   const bool wraps = args.wrap_first && last > 0;
-  // The lowest token in sight, and how many there are.
+  // The lowest token in sight, and the number of tokens in sight.
   int lowest = INT_MAX, count = 0;
   const auto see = [&](int begin, int end) {
     for (int slot = begin + lane; slot < end; slot += 32) lowest = min(lowest, order[slot]);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int slot = chunk.begin + lane; slot < chunk.end; slot += 32) {
     const int token = order[slot];
     args.tokens.slots[base + token] = slot;
-    // Rounds that meet another key write the same 1.
+    // Rounds that see another key all write the same 1.
     if (args.drop_own && (args.causal ? lowest != token : count != 1)) own[token] = 1;
   }
   if (!args.wrap_first || chunk.split != 0) return;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // LSH attention on the GPU: the plan of a call, its stages, and tokens as kernels see them.
 //
-// A round is one list (lists/lists.h) of all tokens of an item in the order of their buckets, cut
-// in chunks. A chunk sees itself and the one before it: a band of the list. With combine=lse the
-// first chunk also sees the last one, by lists of their own (the "wrap"). "Slots" are places in a
-// round's list, counted from the item.
+// A round is one list (lists/lists.h) of all tokens of an item in the order of their buckets, split
+// into chunks. A chunk sees itself and the one before it: a band of the list. With combine=lse the
+// first chunk also sees the last one, through separate lists (the "wrap"). "Slots" are places in a
+// round's list, counted from the start of the item.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,23 +27,23 @@ struct LshTokens {
   std::int32_t* slots;          // (B, H, R, N): the slot of every token
 };
 
-// What an order implies, and where it is kept.
+// What an order implies, and where the results are stored.
 struct LshPlan {
   LshTokens tokens;
   bool merges;  // combine=lse: rounds are one softmax, own keys are dropped
   float round_weight;
   std::int64_t band_slots, wrap_slots;  // rows of arrays by slot
   RowStatistics* norms = nullptr;       // (B, H, N): mean 0, 1 / |q| or 0 for a zero row
-  std::uint8_t* drop_own = nullptr;     // (B, H, N): another key is in sight in some round
-  std::int32_t* wrap_first = nullptr;   // (items, H, R, chunk): the first chunk, where there is a
-  std::int32_t* wrap_last = nullptr;    // second one, and the last; -1 beyond
+  std::uint8_t* drop_own = nullptr;     // (B, H, N): another key is visible in some round
+  std::int32_t* wrap_first = nullptr;   // (items, H, R, chunk): the first chunk, if there is
+  std::int32_t* wrap_last = nullptr;    // a second one, and the last; -1 beyond
   ListCall band, wrap;
 
   LshPlan(const LshParams& params, const AttentionCall& call, const TensorView& order,
           Arena& arena);
 };
 
-// With an arena that only counts stages launch nothing.
+// With an arena that only counts, the stages launch nothing.
 
 // Fills order (B, H, R, N): the tokens by (bucket, position), -1 in padding. select.cu
 void lsh_select(const LshParams& params, const AttentionCall& call, const TensorView& order,
@@ -51,7 +51,7 @@ void lsh_select(const LshParams& params, const AttentionCall& call, const Tensor
 // Fills the arrays of a plan. lists.cu
 void lsh_find_lists(const LshPlan& plan, const AttentionCall& call, const TensorView& order,
                     cudaStream_t stream);
-// Gradients with respect to q, which are queries and keys, and v. backward.cu
+// Gradients with respect to q, which serves as queries and keys, and v. backward.cu
 struct LshBackward {
   TensorView order, lse, grad_out;
   AttentionGradients gradients;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Hash buckets of LSH attention and the order of tokens by them. The bucket of a token in a round
+// Hash buckets of LSH attention and the order of tokens by bucket. The bucket of a token in a round
 // is the arg-max of [x R ; -x R] for a random rotation R (docs/mechanisms.md: lsh): a product with
-// the columns of all rounds, in parts (prim/row_fragments.cuh) that keep the digits of fp32, of
-// which only the largest and the smallest entry are kept.
+// the columns of all rounds, split into parts (prim/row_fragments.cuh) that keep fp32 precision.
+// Only the largest and the smallest entry are kept.
 //
-// Grids: a thread per entry of the rotations' table; for the product blocks of 8 warps per (item,
-// head), a warp for 16 or 32 rows at a time, which stay in registers while the table passes through
-// the caches. No shared memory. The order is a stable sort by bucket (cluster/group.h).
+// Grids: a thread per entry of the rotation table; for the product, blocks of 8 warps per (item,
+// head). A warp handles 16 or 32 rows at a time, which stay in registers while the table streams
+// through the caches. No shared memory. The order is a stable sort by bucket (cluster/group.h).
 // Preconditions: rows of at most 128 elements.
 #include "cuda/cluster/group.h"
 #include "cuda/launch/dispatch.h"
@@ -29,7 +29,7 @@ struct LshHashTile {
 };
 
 struct LshHashArgs {
-  ClusterShape shape;               // its heads are those of the queries
+  ClusterShape shape;               // head count is that of the queries
   int rounds, half, padded, width;  // half: buckets / 2; padded: to whole tiles of 8
   int blocks;                       // per problem
   uint4* table;                     // columns of all rounds, see table_index
@@ -37,7 +37,7 @@ struct LshHashArgs {
   std::uint32_t zero;               // 0, unknown to the compiler: see RowFragments
 };
 
-// Entry (d, b) of a round's rotation, split in parts.
+// Entry (d, b) of a round's rotation, split into parts.
 template <class F, int kChunks>
 __global__ void __launch_bounds__(kThreads) lsh_rotations_kernel(LshHashArgs args) {
   const int element = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
@@ -162,7 +162,7 @@ void lsh_select(const LshParams& params, const AttentionCall& call, const Tensor
       dispatch_head_dim(call.op, call.Dk, [](auto width) -> std::int64_t { return width; });
   args.table = arena.take<uint4>(columns * depth * kColumnParts / 8);
   args.labels = arena.take<std::int32_t>(call.B * call.H * params.rounds * call.N);
-  ClusterShape rounds = args.shape;  // a round is a head of its own
+  ClusterShape rounds = args.shape;  // each round acts as a separate head
   rounds.heads *= args.rounds;
   rounds.group = 1;
   auto* offsets =

@@ -7,16 +7,16 @@
 //   dq_i = sum_j ds_ij k_j            dk_j = sum_i ds_ij q_i            dv_j = sum_i p_ij g_i
 //
 // Selection: resident blocks of 8 warps take tiles of 64 queries of one item and head in turn and
-// walk all keys in tiles of 64. A tile's products (mma.sync) go to shared memory; then a warp has 8
-// rows and appends what reaches a row's floor to the row's list of candidates. When the next tile
-// could overflow a list, it is cut to the best topk and the floor rises. Lists stay ascending: keys
-// come in order and cuts keep it. Shared memory: queries, two stages of keys and the products, 42
-// KiB for 64 elements of 16 bits, 114 KiB for 128 floats. Lists lie in global memory.
-// Attention: a warp per query for out and for dq, which also leaves p, ds and the key of every
-// (query, slot). These entries are sorted by tile of 64 keys, stably; then a warp per key adds up
-// its own, a lane every 32nd column. Sums have a fixed order; there are no atomics. Shared memory:
-// 512 or 1024 bytes a warp. Preconditions: rows of at most 128 elements, topk of at most 128, 2^20
-// rows; others are refused.
+// walk all keys in tiles of 64. A tile's products (mma.sync) go to shared memory; then each warp
+// handles 8 rows and appends the keys that reach a row's floor to that row's candidate list. When
+// the next tile could overflow a list, it is cut to the best topk and the floor rises. Lists stay
+// ascending: keys come in order and cuts keep it. Shared memory: queries, two stages of keys and
+// the products, 42 KiB (64 16-bit elements) to 114 KiB (128 floats). Lists are in global memory.
+// Attention: a warp per query for out and for dq; the latter also writes p, ds and the key of every
+// (query, slot). These entries are stably sorted by tile of 64 keys; then a warp per key adds up
+// its own, each lane every 32nd column. Sums have a fixed order, without atomics. Shared memory:
+// 512 or 1024 bytes per warp. Preconditions: rows of at most 128 elements, topk of at most 128,
+// 2^20 rows; others are refused.
 #include <algorithm>
 #include <cfloat>
 
@@ -35,19 +35,19 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kRows = 64, kKeys = 64;  // of a tile of the selection
-constexpr int kPitch = kKeys + 8;      // of its products
+constexpr int kRows = 64, kKeys = 64;  // selection tile
+constexpr int kPitch = kKeys + 8;      // of the products
 constexpr int kSelectThreads = 256;
 constexpr int kRowsOfWarp = kRows / (kSelectThreads / 32);
-constexpr int kWarps = 4, kThreads = 32 * kWarps;  // of the attention
-constexpr int kKeyBits = 6;                        // keys of a tile that gradients are sorted by
-constexpr std::int64_t kMaxKeyTiles = 16384;       // that the sort can tell apart
+constexpr int kWarps = 4, kThreads = 32 * kWarps;  // attention
+constexpr int kKeyBits = 6;                        // keys per tile, by which gradients are sorted
+constexpr std::int64_t kMaxKeyTiles = 16384;       // limit of the sort
 
 struct OraclePlan {
   int topk;
-  ItemChunks query_tiles;  // of the selection
+  ItemChunks query_tiles;  // selection
   int select_blocks;       // resident
-  int capacity;            // of a list of candidates: cuts should be few
+  int capacity;            // of a candidate list; large enough that cuts are few
   int key_tiles;
 
   OraclePlan(const AttentionCall& call, std::int64_t top)
@@ -93,15 +93,15 @@ struct OracleArgs {
   std::int64_t mask_strides[4];
   Tensor4<const T> q, k, v;
   std::int32_t* top_keys;  // (B, H, N, topk)
-  OracleScratch scratch;   // without entries if neither dk nor dv is asked for
-  // What a stage sets; data is null for absent gradients.
+  OracleScratch scratch;   // entries is null if neither dk nor dv is requested
+  // Set per stage; data is null for absent gradients.
   float* lse;  // (B, H, N)
   Tensor4<const T> g;
   Tensor4<T> out, dq, dk, dv;
 };
 
-// Cuts a list to its best `wanted` keys, in order. Returns what later keys have to reach. By a
-// warp.
+// Cuts a list to its best `wanted` keys, keeping their order. Returns the new floor. Called by a
+// whole warp.
 __device__ __noinline__ CandidateKey cut_list(CandidateKey* list, int count, int wanted) {
   const int lane = threadIdx.x % 32;
   __syncwarp();
@@ -133,7 +133,7 @@ struct OracleSearch {
   ItemSpan k;
   int head;
 
-  // How many keys a row of the tile sees by its position.
+  // Number of keys visible to a row of the tile by position.
   __device__ int visible(int row) const {
     if (rows.begin + row >= rows.end) return 0;
     if (!args.causal) return k.length;
@@ -175,7 +175,7 @@ struct OracleSearch {
                s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
     }
   }
-  // Appends the keys of a tile that reach the floor of a row. By the row's warp.
+  // Appends the keys of a tile that reach the row's floor. Called by the row's warp.
   __device__ void offer(int row, int first) const {
     const int lane = threadIdx.x % 32, seen = visible(row);
     CandidateKey floor = floors[row];
@@ -214,7 +214,7 @@ struct OracleSearch {
   __device__ void run() const {
     const int own = threadIdx.x / 32 * kRowsOfWarp;
     const int count = rows.end - rows.begin, last = visible(count - 1);  // the last row sees most
-    __syncthreads();  // whoever used the tiles before
+    __syncthreads();  // the previous tile is done with shared memory
     if (threadIdx.x < kRows) {
       floors[threadIdx.x] = 1;  // above "no candidate"
       counts[threadIdx.x] = 0;
@@ -259,11 +259,11 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(T) == 2 ? 3 : 1)
   }
 }
 
-// A warp's query; a lane has every 32nd column of a row.
+// The query of a warp; each lane handles every 32nd column of a row.
 template <class T>
 struct OracleQuery {
   static constexpr int kColumns = kMaxHeadDim / 32;
-  int batch, head, row, count;  // count: of its top keys, 0 in the padding
+  int batch, head, row, count;  // count: its top keys, 0 in the padding
   ItemSpan key_span;
   const std::int32_t* top;
   Rows<const T> k, v;

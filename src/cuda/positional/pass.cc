@@ -11,7 +11,7 @@ namespace coterie::cuda {
 
 namespace {
 
-// Beyond N + S no two positions are that far apart, so larger numbers change nothing.
+// No two positions are further apart than N + S, so larger values change nothing.
 std::int64_t longest(const AttentionCall& call) { return call.N + call.S; }
 
 ListCall list_call(const FullParams&, const AttentionCall& call) {
@@ -25,7 +25,7 @@ ListCall list_call(const LocalParams& params, const AttentionCall& call) {
   const bool sliding = params.kind == LocalKind::sliding;
   lists.ranges.rule = sliding ? ListRule::sliding : ListRule::blocked;
   lists.ranges.causal = call.causal;
-  // A window that is not causal reaches half of it to either side.
+  // A window that is not causal extends half its size to either side.
   lists.ranges.window = std::min(params.window, 2 * longest(call));
   lists.ranges.before = lists.ranges.after = std::min(params.flange, longest(call));
   return lists;
@@ -46,7 +46,7 @@ class PositionalPass : public Pass {
   }
 
   std::string refusal() const override {
-    // Tiles of 64 rows, at most two of a list that are not full.
+    // Tiles of 64 rows; at most two tiles per list are partial.
     const std::int64_t full = call_.B * (std::max(call_.N, call_.S) / 64 + 1);
     return refuse_lists((2 * call_.num_items() * lists_.lists + full) * call_.H);
   }

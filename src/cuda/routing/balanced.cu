@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
-// Balanced membership (docs/mechanisms.md: routing): of all pairs (row, cluster) by descending
-// score, ties by lower row, then lower cluster, each is accepted while its row and a place of its
+// Balanced membership (docs/mechanisms.md: routing): pairs (row, cluster) are visited by descending
+// score, ties by lower row, then lower cluster; a pair is accepted if its row and a place of its
 // cluster are free.
 //
 // Computed by deferred acceptance: rows without a cluster apply to the best one that would take
-// them, clusters keep their best applicants. A full cluster takes only rows that beat its worst,
-// and that bar only rises, so it is all that rounds need to know of each other. Both sides rank
-// pairs by one strict order, so the stable matching is unique and is the one above.
+// them, and clusters keep their best applicants. A full cluster takes only rows that beat its
+// worst, and that bar only rises, so rounds need no other state. Both sides rank pairs by one
+// strict order, so the stable matching is unique and is the one above.
 //
-// Grid and block: cooperative, one block of 512 threads a multiprocessor; a team of blocks takes an
-// item and head. A warp scores four rows at a time in fp32, a lane per cluster; after every round
-// the rows are sorted by cluster (cluster/group.cuh), and a warp takes a cluster. Shared memory: up
-// to 96 KB for the sort. Preconditions: statistics of the rows are there.
+// Grid and block: cooperative, one block of 512 threads per multiprocessor; a team of blocks takes
+// an item and head. A warp scores four rows at a time in fp32, a lane per cluster; after every
+// round the rows are sorted by cluster (cluster/group.cuh), and a warp takes a cluster. Shared
+// memory: up to 96 KB for the sort. Preconditions: statistics of the rows are available.
 #include "cuda/cluster/group.cuh"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
@@ -36,14 +36,14 @@ struct BalancedArgs {
   std::int32_t *labels, *order;  // (B, heads, rows)
   float* scores;                 // (B, heads, rows): with the row's cluster
   std::int32_t* offsets;         // (problems, C + 1)
-  CandidateKey* bars;            // (problems, C): rows must exceed it
-  int* waiting;                  // (problems, 2): rows without a cluster, of two rounds in turn
+  CandidateKey* bars;            // (problems, C): keys must exceed it
+  int* waiting;                  // (problems, 2): rows without a cluster, for alternating rounds
   std::int32_t* histograms;
   std::int32_t* members;  // (items, heads, C, width)
   int width, shared_words;
 };
 
-// One problem, that is one item and head.
+// One problem: an item and head.
 template <class T>
 struct BalancedProblem {
   const BalancedArgs<T>& args;
@@ -56,8 +56,8 @@ struct BalancedProblem {
   int* waiting;
   int length, capacity;
 
-  // Rows of the batch, -1 where there is none, apply to the best clusters that would take them.
-  // `staged` has room for kBatch rows.
+  // The rows of the batch, -1 for none, apply to the best clusters that would take them. `staged`
+  // has space for kBatch rows.
   __device__ void apply(const int (&row)[kBatch], float4* staged) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int clusters = args.shape.clusters, pitch = args.centroids.pitch;
@@ -133,7 +133,7 @@ struct BalancedProblem {
     return candidate_key(scores[row], row);
   }
 
-  // A cluster keeps its best rows and raises its bar. By one warp.
+  // A cluster keeps its best rows and raises its bar. Called by one warp.
   __device__ void accept(int cluster, int* rejected) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int begin = offsets[cluster], end = offsets[cluster + 1];
@@ -143,7 +143,7 @@ struct BalancedProblem {
     };
     const bool crowded = end - begin > capacity;
     const CandidateKey least = crowded ? find_cut(for_each, capacity, capacity) : 0;
-    CandidateKey smallest = 0;  // of the complements of those that stay
+    CandidateKey smallest = 0;  // of the complements of those kept
     for_each([&](CandidateKey each) {
       if (each >= least) smallest = max(smallest, ~each);
     });

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: MIT
 // Candidates for routing's members: rows whose rounded score is not below a threshold of the
-// centroid, which about kCandidateAim times as many rows as are wanted pass; choose.cu makes the
-// selection exact. The statistics of the rows are found on the way.
+// centroid, which about kCandidateAim times the wanted number of rows reach; choose.cu makes the
+// selection exact. The statistics of the rows are computed along the way.
 //
-// Grid and block: cooperative, one block of four warpgroups a multiprocessor. A team of up to 16
-// blocks takes 256 centroids of a head, which lie in shared memory. A warpgroup takes 64 rows from
-// global memory to registers and 64 centroids at a time. Both are f16 numbers: normalised rows are
-// at most sqrt(Dk) long, so their elements fit, and scores are eight times as close as those of
+// Grid and block: cooperative, one block of four warpgroups per multiprocessor. A team of up to 16
+// blocks takes 256 centroids of a head, which are kept in shared memory. A warpgroup loads 64 rows
+// from global memory into registers and takes 64 centroids at a time. Both are f16: normalised rows
+// are at most sqrt(Dk) long, so their elements fit, and scores are eight times as accurate as with
 // bf16 factors.
-//   sample   of its parts the largest scores are kept, and the one of them that leaves about as
-//   many
-//            rows as wanted becomes the threshold of a centroid; one team barrier
-//   hits     all rows; scores that reach the threshold go through a queue of the warp to the lists
-// Shared memory: CandidateMemory, 128 KB (160 KB for Dk = 128): centroids, queues, limits and
-// counts.
+//   sample   the largest score of each part of the sample is kept; the one that about as many rows
+//            as wanted reach becomes the centroid's threshold; one team barrier
+//   hits     all rows; scores that reach the threshold go through a queue per warp to the lists
+// Shared memory: CandidateMemory, 128 KB (160 KB for Dk = 128): centroids, queues, limits, counts.
 // __launch_bounds__(512, 1): 128 registers.
 // Preconditions: candidates_pay (Hopper, bf16, long sequences that are not packed) and aligned
 // rows; otherwise the lists stay empty or are absent and top.cu selects.
@@ -36,16 +34,16 @@ namespace coterie::cuda {
 
 namespace {
 
-// Times the wanted rows: candidates that thresholds should leave, and the least rows of a sequence.
+// Multiples of the wanted rows: the target number of candidates, and the least sequence length.
 constexpr float kCandidateAim = 2.25f;
 constexpr int kLeastCandidateRows = 16;
-constexpr int kSampled = 32;  // in width / kSampled rows one is in the sample
+constexpr int kSampled = 32;  // one in width / kSampled rows is sampled
 
 constexpr int kCandidateGroups = 4, kCandidateThreads = kCandidateGroups * kWarpgroup,
               kCandidateWarps = kCandidateThreads / 32;
-constexpr int kTokenTile = 64;                       // rows of a warpgroup
+constexpr int kTokenTile = 64;                       // rows per warpgroup
 constexpr int kTeamColumns = 256, kColumnStep = 64;  // centroids of a team, and at a time
-constexpr int kSampleParts = 128;                    // parts of the sample, where there are enough
+constexpr int kSampleParts = 128;                    // parts of the sample, if there are enough
 
 using CandidateElement = Bf16;
 
@@ -57,8 +55,8 @@ struct CandidateArgs {
   ZeroedWords zeroed;
   Teams teams;
   int passes;             // over the rows, for kTeamColumns centroids each
-  int warp_cells;         // parts of the sample that a warp tells apart: 1, 2, 4 or 8
-  std::uint32_t* maxima;  // (problems, passes, cells, kTeamColumns / 2): of two centroids each
+  int warp_cells;         // parts of the sample per warp: 1, 2, 4 or 8
+  std::uint32_t* maxima;  // (problems, passes, cells, kTeamColumns / 2): two centroids each
   unsigned zero;          // 0, unknown to the compiler: see RowFragments
 
   __host__ __device__ int cells() const { return teams.size * kCandidateWarps * warp_cells; }
@@ -70,7 +68,7 @@ struct CandidateProblem {
   int number, head, length, column;
   Rows<const CandidateElement> rows;
   RowStatistics* stats;
-  std::int64_t list;  // of the first one of the centroids
+  std::int64_t list;  // of the first centroid
 
   __device__ CandidateProblem(const CandidateArgs& args, int of_all)
       : side(args.sides[of_all / args.passes >= args.sides[0].shape.problems()]),
@@ -88,7 +86,7 @@ struct CandidateProblem {
   }
 };
 
-// Rows are sampled one of every `step`, at places without a period.
+// One of every `step` rows is sampled, at aperiodic places.
 struct Sample {
   int step, rows;
 
@@ -96,8 +94,8 @@ struct Sample {
     step = problem.side.width / kSampled;
     rows = problem.length < kLeastCandidateRows * problem.side.width ? 0 : problem.length / step;
   }
-  // Cell `cell` of `cells` has one of as many neighbours in every round, in an order that changes:
-  // neighbours are often alike, and cells should not be. Some come twice in the last round.
+  // Each round gives cell `cell` one of `cells` neighbours, in changing order: neighbours are often
+  // alike, and cells should not be. Some rows occur twice in the last round.
   __device__ int row(int round, int cell, int cells) const {
     const auto count = static_cast<unsigned>(cells);
     const unsigned turned = (static_cast<unsigned>(cell) + mixed(round) % count) % count;
@@ -112,7 +110,7 @@ struct Sample {
   }
 };
 
-// Of `count` tiles those of a warpgroup of the team: group, group + groups, ...
+// The tiles of a warpgroup of the team: group, group + groups, ...
 struct OwnTiles {
   int group, groups;
 
@@ -124,7 +122,7 @@ struct OwnTiles {
 
 constexpr int kTableBand = kTeamColumns * 128;  // bytes of 64 depths of all centroids
 
-// Centroids of the team to shared memory, times their scales; depths in the order of RowFragments.
+// Stages the team's centroids, scaled, in shared memory; depths in the order of RowFragments.
 template <int kChunks>
 __device__ __forceinline__ void stage_centroids(const CentredCentroids& centroids, int head,
                                                 int first, std::uint32_t table) {
@@ -163,7 +161,7 @@ __device__ __forceinline__ void stage_centroids(const CentredCentroids& centroid
   fence_async_proxy();
 }
 
-// A warp's 16 rows of a tile: on their way, and then as left factors.
+// A warp's 16 rows of a tile: in flight, and then as left factors.
 template <int kChunks>
 struct TokenRows {
   RowWords<CandidateElement, kChunks> words[2];
@@ -180,7 +178,7 @@ struct TokenRows {
     }
   }
 
-  // put(side, statistics)
+  // Calls put(side, statistics).
   template <class Put>
   __device__ __forceinline__ void normalise(int width, unsigned zero, const Put& put) {
 #pragma unroll
@@ -199,7 +197,7 @@ struct TokenRows {
     }
   }
 
-  // Starts on the scores of kColumnStep centroids; kAdd 1: they are added to what d has.
+  // Starts the scores of kColumnStep centroids; kAdd 1: they are added to d.
   template <int kAdd>
   __device__ __forceinline__ void start(std::uint64_t table, float (&d)[32]) const {
     wgmma_fence();
@@ -216,7 +214,7 @@ struct TokenRows {
   }
 };
 
-// Two half-precision numbers at a time.
+// Maximum of two half-precision numbers at a time.
 __device__ __forceinline__ std::uint32_t max_halves(std::uint32_t a, std::uint32_t b) {
   std::uint32_t most;
   asm("max.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
@@ -233,7 +231,7 @@ __device__ __forceinline__ float from_ordered_half(std::uint32_t value) {
   return to_float(F16{static_cast<unsigned short>(bits)});
 }
 
-// The largest scores of parts of the sample, in half precision: thresholds need no more.
+// The largest scores of parts of the sample, in half precision, which is enough for thresholds.
 template <int kChunks>
 __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
                                             const CandidateProblem& problem, const Sample& sample,
@@ -246,7 +244,7 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
   for (int c = 0; c < kMost; ++c)
 #pragma unroll
     for (int i = 0; i < 8; ++i) most[c][i] = kLeastHalves;
-  const int each = 8 / args.warp_cells;  // rows l / 4 of a cell
+  const int each = 8 / args.warp_cells;  // rows l / 4 per cell
   const int first_cell = (team.rank * kCandidateWarps + warp) * args.warp_cells;
   const int tiles = (sample.rows + own.groups * kTokenTile - 1) / (own.groups * kTokenTile);
   TokenRows<kChunks> tokens;
@@ -292,12 +290,12 @@ __device__ __forceinline__ void find_maxima(const CandidateArgs& args,
       if (c < steps) to[c * (kColumnStep / 2) + i * 4] = most[c][i];
 }
 
-// Of the parts of the sample those whose largest score is not below a threshold, if it leaves the
-// wanted rows. Cells beyond the first kSampleParts add to those.
+// The number of parts of the sample whose largest score reaches a threshold that leaves the wanted
+// rows. Cells beyond the first kSampleParts are merged into those.
 __device__ __forceinline__ int wanted_parts(const CandidateArgs& args,
                                             const CandidateProblem& problem, int sampled) {
   const auto parts = static_cast<float>(min(kSampleParts, args.cells()));
-  // Rows that come twice count twice: they are in different cells.
+  // Rows that occur twice count twice: they are in different cells.
   const int at_once = args.teams.size * kCandidateGroups * kTokenTile;
   sampled = (sampled + at_once - 1) / at_once * at_once;
   const float missed = log1pf(-kCandidateAim * static_cast<float>(problem.side.width) /
@@ -306,8 +304,8 @@ __device__ __forceinline__ int wanted_parts(const CandidateArgs& args,
              static_cast<int>(parts * (1.0f - expf(missed * static_cast<float>(sampled) / parts))));
 }
 
-// Thresholds of the team's centroids, four at a time: keys that as many of the parts' maxima as
-// wanted are not below. limits: the negative ones of two neighbours, twice.
+// Thresholds of the team's centroids, four at a time: the keys that the wanted number of the parts'
+// maxima reach. limits: the negated ones of two neighbours, twice.
 __device__ __forceinline__ void find_limits(const CandidateArgs& args,
                                             const CandidateProblem& problem, int sampled,
                                             int columns, float* limits) {
@@ -358,28 +356,28 @@ __device__ __forceinline__ void find_limits(const CandidateArgs& args,
   }
 }
 
-// Hits of a warp: scores of 16 tokens and 64 centroids that are not
-// below the centroids' limits, on their way to the lists. Products start with the negative limits,
-// so a hit is a number without a sign. Four scores of a lane, of two tokens and two neighbouring
-// centroids, are looked at together; fours with hits go to a queue of the warp, from which each
-// lane takes one when there are 32. Hits are uneven: some tokens have many.
+// Hits of a warp: scores of 16 tokens and 64 centroids that reach the centroids' limits, to be
+// added to the lists. Products start with the negated limits, so a hit has no sign bit. Four scores
+// of a lane, of two tokens and two neighbouring centroids, are tested together; groups of four with
+// hits go to a queue of the warp, from which each lane takes one when there are 32. Hits are
+// uneven: some tokens have many.
 
-// Where the hits of a block go, in shared memory.
+// Destination of the hits of a block, in shared memory.
 struct HitTarget {
   uint2* entries;              // of the block's first centroid
   int stride, capacity, rows;  // stride: between the centroids' entries
 };
 
 struct CandidateHits {
-  static constexpr int kFours = 8;                // of a lane and step
-  static constexpr int kRoom = 32 * kFours + 32;  // fours in the queue
+  static constexpr int kFours = 8;                // per lane and step
+  static constexpr int kRoom = 32 * kFours + 32;  // groups of four in the queue
   static constexpr int kWarpBytes = kRoom * (16 + 4);
-  static constexpr int kColumnBits = 8;  // of a four's name, rows are the others
+  static constexpr int kColumnBits = 8;  // of a group's name; the other bits are the row
 
-  // Addresses in shared memory: of the queue, of all centroids' negative limits, two neighbours
-  // twice, and of their counts.
+  // Addresses in shared memory: the queue, the negated limits of all centroids (two neighbours,
+  // twice), and their counts.
   std::uint32_t queue, limits, counts;
-  std::uint32_t before;  // lanes
+  std::uint32_t before;  // mask of lower lanes
   int count = 0;         // in the queue
 
   __device__ CandidateHits(std::uint32_t memory, std::uint32_t all_limits, std::uint32_t all_counts)
@@ -388,7 +386,7 @@ struct CandidateHits {
         counts(all_counts),
         before((1u << threadIdx.x % 32) - 1) {}
 
-  // What products with centroids from `column` on are added to.
+  // Loads the values that products with centroids from `column` on are added to.
   __device__ __forceinline__ void begin(float (&d)[4 * kFours], int column) const {
     const std::uint32_t at = limits + 8 * column + static_cast<int>(threadIdx.x) % 4 * 16;
 #pragma unroll
@@ -398,8 +396,8 @@ struct CandidateHits {
                    : "r"(at + i * 64));
   }
 
-  // Takes what became of it to the queue, of which fewer than 32 places are taken: rows from
-  // `first` on, which is the warp's, centroids from `column` on.
+  // Appends hits to the queue, which has fewer than 32 entries: rows from `first` on, which is the
+  // warp's first, centroids from `column` on.
   __device__ __forceinline__ void push(const float (&d)[4 * kFours], int first, int column) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const std::uint32_t name = (first + lane / 4) << kColumnBits | (column + lane % 4 * 2);
@@ -427,7 +425,7 @@ struct CandidateHits {
           : "memory");
   }
 
-  // The last 32 fours of the queue, or all, to the lists.
+  // Moves the last 32 groups of the queue, or all, to the lists.
   __device__ __forceinline__ void flush(const HitTarget& target) {
     const volatile HitTarget& to = target;
     __syncwarp();
@@ -465,8 +463,8 @@ struct CandidateHits {
   }
 };
 
-constexpr int kCandidateRoom = 4;  // for candidates, times the wanted rows
-constexpr int kPartRoom = 32;      // more, where blocks share a list
+constexpr int kCandidateRoom = 4;  // space for candidates, as a multiple of the wanted rows
+constexpr int kPartRoom = 32;      // additional space if blocks share a list
 constexpr int kLeastWidth = 32, kMostWidth = 1024;
 constexpr int kMostRows = 1 << (32 - CandidateHits::kColumnBits);
 constexpr int kMostTeam = 16;
@@ -503,7 +501,7 @@ __device__ __forceinline__ void find_hits(const CandidateArgs& args,
       float d[32];
       hits.begin(d, c * kColumnStep);
       tokens.template start<1>(descriptor_behind(table, c * kColumnStep * 128), d);
-      while (hits.count >= 32) hits.flush(target);  // while the products are made
+      while (hits.count >= 32) hits.flush(target);  // while the products run
       tokens.finish(d);
       hits.push(d, row, c * kColumnStep);
     }
@@ -568,7 +566,7 @@ __global__ void __launch_bounds__(kCandidateThreads, 1)
   }
 }
 
-// Parts of all lists.
+// Number of parts of all lists.
 std::int64_t list_count(const CandidateRun& run) {
   return static_cast<std::int64_t>(run.side.shape.problems()) * run.side.shape.clusters *
          run.lists.parts;
@@ -581,7 +579,7 @@ void take_lists(CandidateRun& run, int parts, Arena& arena) {
   run.lists.entries = arena.take<uint2>(list_count(run) * run.lists.capacity);
 }
 
-// Rows at odd addresses have no candidates.
+// Unaligned rows get no candidates.
 void leave_open(const AttentionCall& call, const CandidateRun& queries, const CandidateRun& keys,
                 const ZeroedWords& zeroed, cudaStream_t stream) {
   COTERIE_CUDA(cudaMemsetAsync(zeroed.data, 0, zeroed.count * sizeof(unsigned), stream));
@@ -596,7 +594,7 @@ void leave_open(const AttentionCall& call, const CandidateRun& queries, const Ca
 
 bool candidates_pay(const RoutingSide& side) {
   const int width = side.width;
-  // Memory for the lists must not depend on where rows are: find_candidates looks at that.
+  // Memory for the lists must not depend on addresses: find_candidates checks alignment.
   return side.rows.size(3) % 8 == 0 && side.rows.dtype == DType::bf16 && !side.shape.q.cu_seqlens &&
          width >= kLeastWidth && width <= kMostWidth &&
          side.shape.rows >= kLeastCandidateRows * width && side.shape.rows < kMostRows &&

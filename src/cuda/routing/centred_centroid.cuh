@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Centroids less their means, m_c = mu_c - mean(mu_c), by a warp each: lane l has elements l, l +
-// 32, ... For rows y of zero mean y . mu_c = y . m_c. In registers, no shared memory; for rows.cu
-// and the scan.
+// Centroids minus their means, m_c = mu_c - mean(mu_c), one warp each: lane l has elements l, l +
+// 32, ... For rows y of zero mean y . mu_c = y . m_c. In registers, no shared memory; used by
+// rows.cu and the scan.
 #pragma once
 
 #include "cuda/prim/warp.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_centroid(const float* from, int width, floa
   }
 }
 
-// Takes the mean of `width` elements from them. Returns the length that is left.
+// Subtracts the mean of `width` elements. Returns the remaining length.
 template <int kEach>
 __device__ __forceinline__ float centre_centroid(int width, float (&value)[kEach]) {
   float sum = 0.0f, squares = 0.0f;

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: MIT
-// The centroids of routing on the GPU, with y normalised rows and c their clusters:
+// The centroids of routing on the GPU, with y the normalised rows and c their clusters:
 //   counts, sums   <- decay * old + (1 - decay) * members of a cluster, sum of their y
-//   (count_members,
-//                  move_centroids); a centroid is sums over smoothed counts
+//                  (count_members, move_centroids); a centroid is sums over smoothed counts
 //   loss           mean of (y - mu_c)^2 (add_differences, take_mean), and its gradient
-//   (add_gradients)
+//                  (add_gradients)
 //
-// Grid and block: 256 threads. count_members and move_centroids: a block per cluster and head of
-// the centroids, which looks at all labels; the others: up to 1024 blocks, a group of 4 to 32 lanes
-// a token. Shared memory: up to 34 KB of double sums in move_centroids. Sums run in an order that
-// is given by the rows alone. Preconditions: refuse_tokens. Any alignment.
+// Grid and block: 256 threads. count_members and move_centroids: a block per cluster and centroid
+// head, which reads all labels; the others: up to 1024 blocks, a group of 16 or 32 lanes per token.
+// Shared memory: up to 17 KB, double sums in move_centroids. The order of sums depends only on
+// the rows. Preconditions: refuse_tokens. Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
 #include "cuda/api/entry.h"
@@ -31,7 +30,7 @@ constexpr int kPartials = 1024;      // of the loss
 template <class T>
 using Lanes = RowLanes<T, kMaxHeadDim>;
 template <class T>
-constexpr int kGroups = kThreads / Lanes<T>::kLanes;  // of lanes: rows of a block at a time
+constexpr int kGroups = kThreads / Lanes<T>::kLanes;  // groups of lanes: rows of a block at a time
 
 template <class T>
 __device__ __forceinline__ int group_number() {
@@ -71,7 +70,7 @@ Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const Tenso
           static_cast<int>(centroids.size(1))};
 }
 
-// The rows of one cluster, 256 tokens at a time: this thread's token of a chunk, or -1.
+// Visits the rows of one cluster, 256 tokens at a time: this thread's token of a chunk, or -1.
 template <class T, class Visit>
 __device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Visit visit) {
   const int sharing = tokens.heads / tokens.owners;
@@ -153,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Calls visit(batch, head, row of the batch entry, there) for every token, one per group of lanes;
-// `there` is false for padding, and the lanes of a warp come together.
+// `there` is false for padding. All lanes of a warp make the call together.
 template <class T, class Visit>
 __device__ void for_tokens(const Tokens<T>& tokens, Visit visit) {
   const std::int64_t total = static_cast<std::int64_t>(tokens.batches) * tokens.heads * tokens.rows;
@@ -167,8 +166,8 @@ __device__ void for_tokens(const Tokens<T>& tokens, Visit visit) {
   }
 }
 
-// A normalised token, and what it differs by from its centroid. Labels on the device were not
-// checked: they are clamped.
+// A normalised token, and its difference from its centroid. Labels on the device are not checked
+// but clamped.
 template <class T>
 struct Difference {
   typename Lanes<T>::Values y, difference;

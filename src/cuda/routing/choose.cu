@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT
 // Members from candidates (candidates_sm90a.cu): the `width` best rows of a centroid, ascending.
-// Rounded scores tell most candidates apart from the cut; those that are too close to it are scored
-// exactly.
+// Rounded scores separate most candidates from the cut; those too close to it are scored exactly.
 //
-// Grid and block: a warp per list, 16 blocks a multiprocessor (__launch_bounds__(32, 16)). A
-// histogram bounds the score of the last member, close candidates are cut by halving, a bit for
-// every row tells every member its rank. Shared memory: ChooseSizes, about 12 KB for a width of 256
+// Grid and block: a warp per list, 16 blocks per multiprocessor (__launch_bounds__(32, 16)). A
+// histogram bounds the score of the last member, close candidates are cut by bisection, and one bit
+// per row gives every member its rank. Shared memory: ChooseSizes, about 12 KB for a width of 256
 // and 64k rows. Preconditions: bf16 rows with candidates. Lists that are too short, too long or too
-// close to the threshold are listed as undecided and go to top.cu.
+// close to the threshold are recorded as undecided and handled by top.cu.
 //
-// A rounded score is off by at most e: |y|_2 <= sqrt(Dk) times what rounding did to the centroid,
-// and 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the exact score's
-// own rounding, for rows whose mean is at most 64 times their deviation.
+// The error of a rounded score is at most e: |y|_2 <= sqrt(Dk) times the rounding error of the
+// centroid, plus 1.3 * 2^-11 |y|_2 |m|_2 for rounding y (2^-11), sums on tensor cores and the
+// rounding of the exact score, for rows whose mean is at most 64 times their deviation.
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -23,15 +22,15 @@ namespace {
 
 using ChooseElement = Bf16;
 
-constexpr int kChooseThreads = 32;  // of a block, and a list: a warp needs no barriers
+constexpr int kChooseThreads = 32;  // per block and list: a warp needs no barriers
 constexpr int kChooseBins = 512;
-constexpr int kChooseRows = 64 * 1024;  // rows that are sorted at a time, a bit each
+constexpr int kChooseRows = 64 * 1024;  // rows that are sorted at a time, one bit each
 
 struct ChooseSizes {
   int capacity, width;
   int vectors;  // of 128 rows, a bit each
 
-  // Close candidates; lists with more of them stay undecided.
+  // Maximum close candidates; lists with more stay undecided.
   __host__ __device__ int close() const { return 256 + capacity / 8; }
   __host__ __device__ int first_bytes() const { return max(capacity * 8, vectors * 18) + 15 & ~15; }
   __host__ __device__ int second_bytes() const { return max(close() * 8, kChooseBins * 4); }
@@ -42,8 +41,8 @@ struct ChooseSizes {
 
 // Shared memory of a block, for lists of up to `capacity` candidates.
 struct ChooseMemory {
-  // Scores and rows of all candidates, less the threshold; then a bit for every row, and how many
-  // are set before each 128 of them.
+  // Scores, less the threshold, and rows of all candidates; then a bit for every row, and the
+  // number of bits set before each 128.
   float* score;
   std::int32_t* row;
   uint4* bits;
@@ -67,7 +66,7 @@ struct ChooseMemory {
         close(sizes.close()) {}
 };
 
-// How far rounded scores of a list are off, times the centroid's scale.
+// Error of the rounded scores of a list, times the centroid's scale.
 template <int kWidth>
 __device__ float rounded_error(const ExactScores<ChooseElement, kWidth>& scores) {
   using Lanes = RowLanes<ChooseElement, kWidth>;
@@ -118,14 +117,14 @@ __device__ inline ChooseBounds find_bounds(const ChooseMemory& memory, int count
     if (before < wanted && before + each[i] >= wanted) found = kChooseBins - 1 - (lane * kEach + i);
     before += each[i];
   }
-  found = __reduce_max_sync(~0u, found);  // of one lane
+  found = __reduce_max_sync(~0u, found);  // one lane has it
   __syncwarp();
   const float width = most / static_cast<float>(kChooseBins), bin = static_cast<float>(found);
   return {bin * width * (1.0f - 0x1p-20f), (bin + 1.0f) * width * (1.0f + 0x1p-20f)};
 }
 
-// Writes `count` distinct rows in ascending order: a bit for each row, chunk by chunk, and every
-// row counts those before it.
+// Writes `count` distinct rows in ascending order: one bit per row, chunk by chunk; the rank of a
+// row is the number of bits before it.
 __device__ inline void write_ascending(const ChooseMemory& memory, int count, int rows,
                                        std::int32_t* members) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -159,7 +158,7 @@ __device__ inline void write_ascending(const ChooseMemory& memory, int count, in
       const int row = memory.chosen[i] - first;
       if (row < 0 || row >= kChooseRows) continue;
       const uint4 four = memory.bits[row / 128];
-      // Bits before the row's, of its word and of those before that.
+      // Bits before the row's own, in its word and in those before it.
       const int word = row % 128 / 32;
       const std::uint32_t own = word < 2    ? (word == 0 ? four.x : four.y)
                                 : word == 2 ? four.z
@@ -173,15 +172,15 @@ __device__ inline void write_ascending(const ChooseMemory& memory, int count, in
   }
 }
 
-// The parts of a list one after the other; returns how many rows there are, -1 when a part has more
-// than it holds.
+// Concatenates the parts of a list; returns the number of rows, or -1 if a part has more than it
+// stores.
 __device__ __forceinline__ int gather_candidates(const CandidateLists& lists, std::int64_t number,
                                                  const ChooseMemory& memory, float& most) {
   const int lane = static_cast<int>(threadIdx.x);
   const int count = lane < lists.parts ? lists.count[number * lists.parts + lane] : 0;
   if (__any_sync(~0u, count > lists.capacity)) return -1;
   const int behind = warp_inclusive_scan(count);  // the end of part `lane`
-  // Entries of a part are stored while those of the next one are on their way.
+  // Entries of a part are stored while those of the next one are in flight.
   constexpr int kAhead = 6;
   uint2 entry[2][kAhead];
   const auto part_of = [&](int part) {
@@ -220,8 +219,8 @@ __device__ __forceinline__ int gather_candidates(const CandidateLists& lists, st
   return __shfl_sync(~0u, behind, 31);
 }
 
-// Candidates above the bounds are chosen, those between them become rows among the keys. Returns
-// how many there are of both.
+// Candidates above the bounds are chosen; the rows of those between the bounds go to the keys.
+// Returns the number of both.
 __device__ __forceinline__ int2 split_candidates(const ChooseMemory& memory, int count, float low,
                                                  float high) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -275,7 +274,7 @@ __device__ __forceinline__ void choose_close(const ExactScores<ChooseElement, kW
   __syncwarp();
 }
 
-// Whether the candidates decide a list; if so its members are written.
+// Returns whether the candidates decide a list; if so, its members are written.
 template <int kWidth>
 __device__ bool choose(const TopArgs<ChooseElement>& args, const TopList<ChooseElement>& list,
                        const ChooseMemory& memory) {
@@ -297,7 +296,7 @@ __device__ bool choose(const TopArgs<ChooseElement>& args, const TopList<ChooseE
   return true;
 }
 
-// A block, of one warp, per list.
+// One block of one warp per list.
 template <int kWidth>
 __global__ void __launch_bounds__(kChooseThreads, 16)
     choose_kernel(const __grid_constant__ TopArgs<ChooseElement> args, const ChooseSizes sizes) {

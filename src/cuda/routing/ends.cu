@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // What queries see of their lists. Runs (strict): how many keys of the query's cluster are not
-// after it, and what becomes of its own key. Members: the same for member lists.
+// after it, and how its own key is treated. Members: the same for member lists.
 //
-// run_ends: a block of 256 threads per tile of 256 or 1024 query slots and head; a binary search in
-//   the run of keys, which is staged in shared memory where it fits (24 KB).
-// own_rows: with several slots of a query, a thread per row joins what they see.
+// run_ends: a block of 256 threads per tile of 256 or 1024 queries and head; a binary search in
+//   the run of keys, which is staged in shared memory if it fits (24 KB).
+// own_rows: with several slots per query, a thread per row combines what they see.
 // member_ends: a thread per query slot.
 // Preconditions: none. The scan finds the ends of queries and keys that it sorts together.
 #include "cuda/cluster/group.cuh"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kEndThreads = 256, kFewRows = 256, kManyRows = 1024;
-constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // that are searched in shared memory
+constexpr int kStagedStarts = 2048, kStagedKeys = 2048;  // searched in shared memory
 
 struct EndArgs {
   ItemSpans spans;
@@ -31,19 +31,19 @@ struct EndArgs {
   RunEnds out;
 };
 
-// The number of keys in sight and whether the own key is among them, to what becomes of it.
+// How the own key is treated, from the number of visible keys and whether it is among them.
 __device__ __forceinline__ std::uint8_t own_key(const EndArgs& args, int keys, bool found) {
   const bool demoted = args.demote && keys - (found ? 1 : 0) > 0;
   if (found) return demoted ? kDropOwnKey : 0;
   return args.include_self && !demoted ? kAddOwnKey : 0;
 }
 
-// Numbers in global memory, or a copy of them in shared memory, counted from `first` there.
+// Integers in global memory, or a copy of them in shared memory that starts at `first`.
 struct Numbers {
   const std::int32_t* data;
   int first;
 
-  // Copies [begin, end) if they fit. By all threads, which then synchronise.
+  // Copies [begin, end) if it fits. Called by all threads, which then synchronise.
   __device__ void stage(std::int32_t* shared, int room, int begin, int end) {
     if (end - begin > room) return;
     for (int i = begin + threadIdx.x; i < end; i += kEndThreads) shared[i - begin] = data[i];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kEndThreads)
   if (!args.same) key_starts.stage(k_starts, kStagedStarts, 0, clusters + 1);
   __syncthreads();
   const int first = tile.begin * m, end = tile.end * m;
-  // The clusters of the tile's first and last slot, found by a thread each.
+  // The clusters of the tile's first and last slot, found by one thread each.
   if (threadIdx.x % 32 == 0 && threadIdx.x < 64)
     ends[threadIdx.x / 32] =
         upper_bound(starts.data, clusters + 1, threadIdx.x == 0 ? first : end - 1) - 1;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kEndThreads)
   }
 }
 
-// own_row from what the slots of a row see. A thread per row.
+// own_row, from what the slots of a row see. A thread per row.
 __global__ void __launch_bounds__(kThreads)
     own_rows_kernel(const __grid_constant__ EndArgs args, TokenSlots slots) {
   await_previous();
@@ -143,10 +143,10 @@ struct MemberEndArgs {
   const std::int32_t *q_members, *k_members;
   std::int32_t* ends;
   std::uint8_t* flags;
-  bool beside_slots;  // the kernel ahead finds the slots of tokens, and waited for the members
+  bool beside_slots;  // the preceding kernel finds token slots and has waited for the members
 };
 
-// A thread per query slot; the blocks of an item and head are neighbours.
+// A thread per query slot; the blocks of an item and head are adjacent.
 __global__ void __launch_bounds__(kEndThreads) member_ends_kernel(MemberEndArgs args) {
   release_next();
   if (!args.beside_slots) await_writes();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // The nearest clusters of rows: argmax_c x . m_c with m_c the centred centroids, in fp32, summed
-// over ascending depths. Several clusters of a row are found one launch after the other.
+// over ascending depths. Several clusters per row are found in successive launches.
 //
-// Grid: (tiles of 64 rows, heads), 128 threads; a thread has 4 rows and 8 centroids of a tile
+// Grid: (tiles of 64 rows, heads), 128 threads; a thread handles 4 rows and 8 centroids of a tile
 // of 64. Shared memory: a tile of rows and one of centroids, transposed: 34 KB for Dk <= 64, 68 KB
-// for 128. Preconditions: none. The scan (scan_sm90a.cu) serves instead where it can.
+// for 128. Preconditions: none. The scan (scan_sm90a.cu) is used instead where it is supported.
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -37,11 +37,11 @@ struct NearestRowsArgs {
   CentredCentroids centroids;
   std::int32_t *labels, *clusters;
   int per_row;
-  int choice;     // number of this choice of a row; the ones before it are known
-  float* scores;  // (B, heads, rows): of the choice before, and then of this one
+  int choice;     // index of this choice of a row; earlier ones are known
+  float* scores;  // (B, heads, rows): of the previous choice, then of this one
 };
 
-// Element d of row r goes to shared[d * kPitch + r]. load(r, d) gives it.
+// Stores element d of row r, given by load(r, d), at shared[d * kPitch + r].
 template <int kTile, class Load>
 __device__ __forceinline__ void stage_transposed(float* shared, int width, const Load& load) {
   for (int i = threadIdx.x; i < kTile * width; i += kThreads) {

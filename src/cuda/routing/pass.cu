@@ -4,10 +4,10 @@
 // cluster, strictly causal. Roy et al., "Efficient Content-Based Sparse Attention with Routing
 // Transformers", 2021; balanced and nearest are ours.
 //
-// A pass is a list of stages, which RoutingPlan decides on:
+// A pass is a sequence of stages, chosen by RoutingPlan:
 //   select     centred centroids; then one of RoutingSelection
 //   attend     slots of tokens and what queries see (ends.cu); lists_forward; slots to tokens
-//   backward   lists_backward; slots to tokens, back through the normalisation (tokens.cu)
+//   backward   lists_backward; slots to tokens, then through the normalisation (tokens.cu)
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -68,7 +68,7 @@ class RoutingPass : public Pass {
     attend_lists(at, result.out, false, arena, stream_of(workspace));
   }
 
-  // One computation of the rows' statistics serves both.
+  // Selection and attention share one computation of the row statistics.
   void forward(const AttentionResult& result, const Workspace& workspace) const override {
     const RoutingSaved at(plan_, result.saved);
     Arena arena = take_workspace(workspace);
@@ -116,7 +116,7 @@ class RoutingPass : public Pass {
     if (plan_.same_runs) sides.q.copy = keys;
     return sides;
   }
-  // For a selection alone: with statistics in the workspace where it needs them.
+  // For a selection alone: statistics are in the workspace if it needs them.
   Sides own_sides(const RoutingSaved& at, Arena& arena) const {
     Sides sides = sides_of(at);
     sides.q.stats = sides.k.stats = nullptr;
@@ -126,13 +126,13 @@ class RoutingPass : public Pass {
     return sides;
   }
 
-  // Labels and runs, or members, and the statistics of the sides that have room for them.
+  // Labels and runs, or members, and the statistics of the sides that have memory for them.
   void select_lists(const Sides& sides, const TensorView& ends, Arena& arena,
                     cudaStream_t stream) const {
     const RoutingSide* keys = keys_of(sides);
     const CentredCentroids centroids(arena, call_, params_.clusters, params_.membership);
     const std::int64_t problems = call_.num_items() * (call_.H + call_.key_heads);
-    const ZeroedWords counters{arena.take<unsigned>(problems), problems};  // of teams
+    const ZeroedWords counters{arena.take<unsigned>(problems), problems};  // for teams
     const bool launches = !arena.counting();
     const RoutingSelection selection = plan_.selection();
     if (selection == RoutingSelection::scan)
@@ -156,7 +156,7 @@ class RoutingPass : public Pass {
                     plan_.same_runs ? nullptr : &k, arena, stream);
   }
 
-  // Slots without a token and rows of no item are -1 in what is saved.
+  // Slots without a token and rows in no item are saved as -1.
   void clear_empty_slots(const RoutingSaved& at, cudaStream_t stream) const {
     if (!plan_.has_gaps) return;
     for (const TensorView* each :
@@ -167,8 +167,8 @@ class RoutingPass : public Pass {
             cudaMemsetAsync(each->data, 0xff, each->count() * sizeof(std::int32_t), stream));
   }
 
-  // Members have their slots saved; those of several runs a query are found in each pass. Where
-  // `direct` every token has one, which the index tells.
+  // Slots of members are saved; if a query is in several runs, they are found in each pass. With
+  // `direct`, every token has one slot, given by the index.
   TokenSlots slots_of(bool keys, bool direct, const RoutingSaved& at, Arena& arena) const {
     const Sequences& sequences = keys ? call_.inputs.k_sequences : call_.inputs.q_sequences;
     const std::int64_t rows = keys ? call_.S : call_.N, heads = keys ? call_.key_heads : call_.H;
@@ -217,8 +217,8 @@ class RoutingPass : public Pass {
     return lists;
   }
 
-  // Strict: what queries see of the runs. `ends` may be there already; `tokens` are the queries'
-  // where they have several slots.
+  // Strict: what queries see of the runs. `ends` may be available already; `tokens` are the
+  // queries' if they have several slots.
   RunEnds see_runs(const RoutingSaved& at, const Sides& sides, const TokenSlots& tokens,
                    bool ends_there, Arena& arena, cudaStream_t stream, ListCall& lists) const {
     lists.ranges.window = std::min(params_.window, call_.N + call_.S);
@@ -296,12 +296,12 @@ class RoutingPass : public Pass {
     sum_slots(call_, {sum}, SlotSumStart::slots_ready, stream);
   }
 
-  // Which gradients of normalised rows and values the wanted gradients are made of.
+  // Which gradients of normalised rows and values the requested gradients need.
   struct Wanted {
     bool dq, dk, dv;
   };
 
-  // Deltas and the weights of own keys, where queries have several parts.
+  // Deltas and the weights of own keys, if queries have several parts.
   void merge_parts(const RoutingSaved& at, const TokenSlots& tokens, const ListCall& lists,
                    Arena& arena, cudaStream_t stream, ListGradients& gradients,
                    OwnKeys& own) const {
@@ -382,7 +382,7 @@ class RoutingPass : public Pass {
       logit_scale_gradient(call_, products, head_scale, wanted.dlogit_scale, stream);
   }
 
-  // From rounded slots, which are behind the normalisation.
+  // From rounded slots, which are already denormalised.
   void sum_gradients(const TokenSlots& queries, const TokenSlots& keys,
                      const ListGradients& gradients, const AttentionGradients& wanted, bool cleared,
                      cudaStream_t stream) const {
@@ -402,8 +402,7 @@ class RoutingPass : public Pass {
     sum_slots(call_, {second}, SlotSumStart::behind, stream);
   }
 
-  // From slots of floats, back through the normalisation. Gradients without values are in place
-  // already.
+  // From slots of floats, through the normalisation. Gradients without values are already in place.
   void write_gradients(const Sides& sides, const SlotRows& dq, const SlotRows& dk,
                        const SlotRows& dv, const TensorView& grad_out,
                        const AttentionGradients& wanted, const OwnKeys& own, float* products,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What a call of routing attention decides once, from its parameters, shapes and the device; and
-// its saved tensors by name.
+// Decisions made once per call of routing attention, from its parameters, shapes and the device;
+// and its saved tensors by name.
 #pragma once
 
 #include <algorithm>
@@ -18,25 +18,25 @@ namespace coterie::cuda {
 enum class RoutingSelection : std::uint8_t {
   scan,      // nearest clusters, statistics and sort in one kernel (scan_sm90a.cu)
   sums,      // sums for all clusters (nearest.cu), then the sort (cluster/group.cu)
-  top,       // candidates where they pay (candidates_sm90a.cu, choose.cu), then top.cu
+  top,       // candidates where they pay off (candidates_sm90a.cu, choose.cu), then top.cu
   balanced,  // balanced.cu
 };
 
 struct RoutingPlan {
-  bool fits_scan;    // shapes and types suit the scan
+  bool fits_scan;    // shapes and types are supported by the scan
   bool strict;       // lists are runs of rows sorted by cluster; else members of clusters
   bool shared;       // keys are the queries
-  bool same_runs;    // strict: and so are their runs, where ends are ranks + 1
-  bool saves_ends;   // what queries see of their lists is saved
-  bool joint_scan;   // the scan would sort both sides together, and find that
+  bool same_runs;    // strict: and so are their runs; ends are then ranks + 1
+  bool saves_ends;   // the ends of queries are saved
+  bool joint_scan;   // the scan would sort both sides together and find the ends
   bool demotes;      // a query sees its own key only if it sees no other
-  bool rows_direct;  // every row has one slot and no own key: results by slot are those of rows
-  bool value_rows;   // with it: and gradients of values, too
-  bool normalises;   // the list kernels carry gradients back through the normalisation, by row ...
+  bool rows_direct;  // every row has one slot and no own key: results by slot are results by row
+  bool value_rows;   // if so: gradients of values are by row, too
+  bool normalises;   // list kernels backpropagate through the normalisation, by row ...
   bool rounded;      // ... or by slot, of the inputs' type
-  bool sparse;       // most tokens are in no list, as a rule
+  bool sparse;       // most tokens are usually in no list
   bool has_gaps;     // some slots have no token, or some rows are in no item
-  int per_row;       // clusters of a query
+  int per_row;       // clusters per query
   std::int64_t q_width, k_width;  // rows of a member list
   std::int64_t q_slots, k_slots;
 
@@ -74,23 +74,23 @@ struct RoutingPlan {
                      : call.num_items() * call.key_heads * params.clusters * k_width;
   }
 
-  // These ask the device; refusals do without one.
+  // These query the device; refusals work without one.
   RoutingSelection selection() const {
     return fits_scan && on_hopper() ? RoutingSelection::scan : without_scan;
   }
-  // Whether the scan of a forward pass finds what queries see.
+  // Whether the scan of a forward pass finds the ends of queries.
   bool scan_ends() const { return joint_scan && on_hopper(); }
 
  private:
   RoutingSelection without_scan;
 };
 
-// The slots of every token, see TokenSlots.
+// The slots of every token; see TokenSlots.
 struct SavedSlots {
   TensorView first, count, slots;
 };
 
-// The saved tensors by name; those of keys are those of queries where the two are shared. A
+// The saved tensors by name; if queries and keys are shared, those of keys are those of queries. A
 // selection alone has only members, or labels, order and offsets.
 struct RoutingSaved {
   TensorView q_members, k_members, member_lse;                                 // top, balanced

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Mean and 1 / sigma of rows, sigma = sqrt(variance + floor): four lanes share a row, in the order
-// of RowWords, in registers. All kernels that find statistics sum in this order, so that a row has
-// the same bits from each.
+// of RowWords, in registers. All kernels that compute statistics sum in this order, so that a row
+// gets the same bits from each.
 #pragma once
 
 #include "cuda/lists/lists.h"
@@ -48,11 +48,11 @@ struct RowSums {
     squares = parts[0] + parts[1];
   }
 
-  // Of a row of `width` elements. The products are such that no compiler joins them with others.
+  // For a row of `width` elements. __fmul_rn keeps the compiler from fusing the products.
   __device__ float mean(int width) const {
     return __fmul_rn(sum, 1.0f / static_cast<float>(width));
   }
-  // False where too many digits are lost, that is where the mean is large.
+  // False if too many digits are lost, that is if the mean is large.
   __device__ bool variance(int width, float mean, float& variance) const {
     const float square = __fmul_rn(mean, mean);
     variance = __fmul_rn(squares, 1.0f / static_cast<float>(width)) - square;
@@ -74,8 +74,8 @@ __device__ __forceinline__ float variance_part(const float (&x)[8 * kChunks], in
   return __fmul_rn(squares, 1.0f / static_cast<float>(width));
 }
 
-// Of a row of `width` elements, zeros beyond them, that four lanes share; its bits depend on the
-// row alone. By all lanes of the warp.
+// Statistics of a row of `width` elements, zeros beyond them, that four lanes share; the bits
+// depend on the row alone. Called by all lanes of the warp.
 template <int kChunks>
 __device__ __forceinline__ RowStatistics statistics_of(const float (&x)[8 * kChunks], int width) {
   RowSums sums(x);

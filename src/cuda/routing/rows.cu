@@ -2,9 +2,9 @@
 // Statistics of rows, (mean, 1 / sigma), and centred centroids (centred_centroid.cuh).
 //
 // row_statistics: blocks of 256 threads per 64 to 256 rows, head of either side and batch entry;
-// four
-//   lanes a row, several rows in flight. centre: a warp per centroid, which also zeroes counters.
-// No shared memory. Preconditions: none. The scan and the candidates find both themselves.
+// four lanes per row, several rows in flight. centre: a warp per centroid, which also zeroes
+// counters. No shared memory. Preconditions: none. The scan and the candidates compute both
+// themselves.
 #include <algorithm>
 
 #include "cuda/launch/dispatch.h"
@@ -33,8 +33,8 @@ struct StatisticsArgs {
   StatisticsSide<T> sides[2];
 };
 
-// Four lanes a row, as in the scan (scan_sm90a.cu), several rows on their way at a time.
-// Block (x, y, z) has rows of head y, of both sides in turn, of batch entry z.
+// Four lanes per row, as in the scan (scan_sm90a.cu), several rows in flight. Block (x, y, z) has
+// rows of head y, over both sides, of batch entry z.
 constexpr int kLanes = 4, kGroups = kThreads / kLanes;
 template <class T, int kChunks>
 constexpr int kRowsAtOnce = std::max(8 / (kChunks * RowWords<T, kChunks>::kVectors), 1);

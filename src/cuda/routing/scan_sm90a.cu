@@ -1,28 +1,27 @@
 // SPDX-License-Identifier: MIT
 // Strict routing's selection in one kernel: the nearest cluster argmax_c x . m_c of bf16 rows with
-// the centred centroids m, exactly as sums in fp32 over ascending depths decide it; statistics of
-// the rows; and the sort of the rows by cluster. Where queries and keys have as many heads and
-// rows, both are sorted together, with the number of keys that a query sees.
+// the centred centroids m, exactly as given by fp32 sums over ascending depths; statistics of the
+// rows; and the sort of the rows by cluster. If queries and keys have the same number of heads and
+// rows, both are sorted together, which also gives the number of keys that a query sees.
 //
-// Grid and block: cooperative, one block of four warpgroups (three for Dk = 128) a multiprocessor;
-// a team of blocks takes an item and head, the rows of a block are neighbours. A warpgroup takes 64
-// rows from global memory to registers and 64 centroids at a time from shared memory.
+// Grid and block: cooperative, one block of 4 warpgroups (3 for Dk = 128) per multiprocessor; a
+// team of blocks takes an item and head; a block's rows are contiguous. A warpgroup loads 64 rows
+// from global memory to registers and takes 64 centroids at a time from shared memory.
 //
-// Both are f16 numbers in the products: a row x, which bf16 elements hardly change, and m, each
-// times a power of two. What rounding takes from m is multiplied as well, as a second f16 number,
-// if shared memory holds it. With m = table + low + rest a score and the sum in fp32 differ by at
-// most
+// Both are f16 in the products: a row x, whose bf16 elements hardly change, and m, each times a
+// power of two. The rounding error of m is multiplied as well, as a second f16 number, if it fits
+// in shared memory. With m = table + low + rest, a score and the fp32 sum differ by at most
 //   |x| max |rest|  +  2^-15 |x| max |m|,
-// the second part for sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32 (128 terms
-// at 2^-24) and the smallest elements; half of it for 64 elements. A label is certain where the two
-// largest scores of a row (ScoreGrid) are farther apart than twice the bound. Other rows are
-// undecided: the warpgroup keeps them until it has 64, multiplies them again, and sums in fp32 for
-// those centroids alone that are near enough to the best.
+// where the second term covers sums on tensor cores (8 steps of 17 terms at 2^-23 each), in fp32
+// (128 terms at 2^-24) and the smallest elements; half of it for 64 elements. A label is certain if
+// the two largest scores of a row (ScoreGrid) are farther apart than twice the bound. Other rows
+// are undecided: the warpgroup collects 64 of them, multiplies them again, and computes fp32 sums
+// only for the centroids that are near enough to the best.
 //
-// Shared memory: the table, 128 or 256 bytes a centroid and part, up to 192 KB; the sort uses the
+// Shared memory: the table, 128 or 256 bytes per centroid and part, up to 192 KB; the sort uses the
 // same memory (sort_shared_bytes); 28 KB for undecided rows. __launch_bounds__(512 or 384, 1): 128
-// or 168 registers. Preconditions: scan_fits (Hopper, bf16, as many centroids as shared memory
-// holds), one cluster a row. Otherwise nearest.cu and cluster/group.cu run.
+// or 168 registers. Preconditions: scan_fits (Hopper, bf16, as many centroids as fit in shared
+// memory), one cluster per row. Otherwise nearest.cu and cluster/group.cu run.
 #include <cstdint>
 
 #include "cuda/api/padding.h"
@@ -46,7 +45,7 @@ namespace {
 using ScanElement = Bf16;
 using ScanHalf = F16;
 
-// Warpgroups of a block, as many as have registers enough for rows of 32 * kChunks elements.
+// Warpgroups per block, as many as registers allow for rows of 32 * kChunks elements.
 template <int kChunks>
 constexpr int kScanGroups = kChunks <= 2 ? 4 : 3;
 template <int kChunks>
@@ -55,28 +54,27 @@ constexpr int kMostScanGroups = 4, kMostScanWarps = kMostScanGroups * kWarpgroup
 constexpr int kScanStep = 64;  // centroids at a time
 constexpr int kScanRows = 64;
 
-// Rows of lengths in [2^-2, 2^12) are f16 numbers as they are: their elements are below 2^12, and
-// what is lost of those below 2^-14 is less than 2^-22 of the length. Other rows are brought to
-// 2^-2 by a power of two; the longest centroid is brought to 2^11, so that its lower part keeps its
-// digits.
+// Rows of lengths in [2^-2, 2^12) are used as f16 unscaled: their elements are below 2^12, and the
+// loss from elements below 2^-14 is less than 2^-22 of the length. Other rows are scaled to 2^-2 by
+// a power of two; the longest centroid is scaled to 2^11, which keeps the digits of its lower part.
 constexpr float kShortestRow = 0x1p-2f, kLongestRow = 0x1p12f, kTableLength = 0x1p11f;
 
 template <int kChunks>
 constexpr int kScanBands = (kChunks + 1) / 2;  // of 64 depths
 
-// What the rows of a block's problem are measured with.
+// The centroids that the rows of a block's problem are compared with.
 struct ScanTable {
   std::uint64_t descriptor;
-  int low_part;  // bytes behind it are what rounding took from the centroids; 0: nowhere
+  int low_part;  // byte offset of the centroids' rounding errors; 0: none
   int columns, clusters, pitch;
   int halves;              // twice the steps over the columns
   const float* centroids;  // (clusters, pitch)
-  bool usable;             // scores are finite, and not too small to scale
+  bool usable;             // scores are finite and not too small to scale
   float slack;             // the error bound over |x|, scaled
 };
 
-// The power of two that brings a length to `power`, itself one, or up to twice that; 0: the length
-// is not finite, or so short that squares were lost.
+// The power of two that scales a length to `power`, also a power of two, or up to twice that; 0:
+// the length is not finite, or so short that its squares underflow.
 __device__ __forceinline__ float scale_to(float length, float power) {
   const std::uint32_t exponent = __float_as_uint(length) >> 23;
   return length > 0x1p-50f && length < 0x1p100f ? power * __uint_as_float((254 - exponent) << 23)
@@ -100,8 +98,8 @@ __device__ inline float block_largest(float value) {
   return value;
 }
 
-// Centroids times `scale` to shared memory, and what rounding them to f16 takes, if there is room;
-// depths in the order of RowFragments, zeros behind the last one. Returns the largest |m - table|,
+// Stages centroids times `scale` in shared memory, and their f16 rounding errors if there is space;
+// depths in the order of RowFragments, zeros after the last one. Returns the largest |m - table|,
 // scaled.
 template <int kChunks>
 __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t memory) {
@@ -118,7 +116,7 @@ __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t 
 #pragma unroll
       for (int k = 0; k < 4; ++k) value[4 * j + k] = (&m.x)[k] * scale;
     }
-    // Stores the values, and leaves what is lost of them.
+    // Stores the values, and leaves their rounding errors.
     const auto store = [&](std::uint32_t to) {
       std::uint32_t word[16];
 #pragma unroll
@@ -146,19 +144,19 @@ __device__ float stage_table(const ScanTable& table, float scale, std::uint32_t 
   return sqrtf(block_largest(most));
 }
 
-constexpr std::int32_t kNumbers = 63;  // lower bits of a score that make room for a number
+constexpr std::int32_t kNumbers = 63;  // low bits of a score that are replaced by a number
 
-// The two best scores of this lane's columns of a row, of those above 0. In a grid whose rows are
-// the even or the odd columns of a step, and whose columns are the 8 blocks of 8 columns of all
-// steps, two scores differ in their row or in their column: the second best is that of the largest
-// scores of rows or that of columns. So a score takes part in two maxima, of three numbers each,
-// and needs no number of its own. Bits of positive floats ascend with them as integers; those of
-// negative ones are below 0.
+// The two best positive scores of this lane's columns of a row. In a grid whose rows are the even
+// or odd columns of a step, and whose columns are the 8 blocks of 8 columns of all steps, two
+// scores differ in their row or in their column: the second best is the second largest row maximum
+// or column maximum. So a score takes part in two maxima, of three numbers each, and needs no
+// separate number. Bits of positive floats, as integers, have the order of the floats; those of
+// negative floats are below 0.
 struct ScoreGrid {
-  std::int32_t first = 0, second = 0;  // of rows; lower bits are the number
+  std::int32_t first = 0, second = 0;  // row maxima; the low bits are the number
   std::int32_t block[8] = {};
 
-  // `number` is twice that of the step.
+  // `number` is twice the step.
   __device__ __forceinline__ void add(const float (&d)[kScanStep / 2], int side, int number) {
     const auto at = [&](int j, int odd) { return __float_as_int(d[4 * j + 2 * side + odd]); };
     std::int32_t most[2];
@@ -214,7 +212,7 @@ struct RowBest {
     add(__shfl_xor_sync(~0u, first, 2), __shfl_xor_sync(~0u, second, 2),
         __shfl_xor_sync(~0u, column, 2));
   }
-  // Not above it by more than 2^-17 of it.
+  // Lower than the true score by at most 2^-17 of it.
   __device__ float score() const { return __int_as_float(first & ~kNumbers); }
   __device__ float next() const { return __int_as_float(second & ~kNumbers); }
   __device__ bool found() const { return first > kNumbers; }
@@ -239,13 +237,13 @@ struct RowProducts {
       rows.a[0][i / 2][i % 2 * 2 + side] = pack2<ScanHalf>(x[2 * i], x[2 * i + 1]);
   }
 
-  // Starts on the scores of the kScanStep centroids that are `at` in the table; `at` then says the
-  // next ones.
+  // Starts the scores of the kScanStep centroids at `at` in the table; `at` is advanced to the next
+  // ones.
   template <int kParts>
   __device__ __forceinline__ void start(float (&d)[kScanStep / 2], const ScanTable& table,
                                         std::uint32_t& at) const {
     constexpr int kDepths = 2 * kChunks;
-    wgmma_fence();  // lower parts first: less is lost of small sums
+    wgmma_fence();  // lower parts first: small sums lose less
 #pragma unroll
     for (int i = 0; i < kDepths * kParts; ++i) {
       const int depth = i % kDepths;
@@ -256,8 +254,8 @@ struct RowProducts {
     wgmma_commit();
     at += kScanStep * 128 / 16;
   }
-  // For the first centroids. The compiler would make it anew for every product if it knew what it
-  // is.
+  // Place of the first centroids, opaque to the compiler, which would otherwise recompute it for
+  // every product.
   __device__ static __forceinline__ std::uint32_t first_columns(const ScanTable& table) {
     auto low = static_cast<std::uint32_t>(table.descriptor);
     asm volatile("" : "+r"(low));
@@ -268,7 +266,7 @@ struct RowProducts {
     wgmma_settle(d);
   }
 
-  // The two best of all centroids.
+  // Finds the two best of all centroids.
   template <int kParts>
   __device__ __forceinline__ void find(const ScanTable& table, ScoreGrid (&grid)[2]) const {
     std::uint32_t low = first_columns(table);
@@ -284,51 +282,51 @@ struct RowProducts {
   }
 };
 
-// Rows whose nearest cluster the products leave undecided: sums in fp32 for the centroids that are
+// Rows whose nearest cluster the products leave undecided: fp32 sums for the centroids that are
 // near enough to the best.
 
-constexpr int kUndecidedRounds = 4;  // tiles between looks at the list
+constexpr int kUndecidedRounds = 4;  // tiles between checks of the list
 constexpr int kMostUndecided = (kUndecidedRounds + 1) * kScanRows;
 
-// The rows that a block works on, of one side or two: in shared memory, since there are too few
-// registers. Rows of the second side have numbers from kSecondSide on.
+// The rows that a block works on, of one side or two, in shared memory because registers are
+// scarce. Rows of the second side have numbers from kSecondSide on.
 constexpr int kSecondSide = 1 << 30;
 struct ScanSides {
-  Rows<const ScanElement> rows;  // but for their data
+  Rows<const ScanElement> rows;  // except for their data
   const ScanElement* data[2];
   std::int32_t* labels[2];
-  RowStatistics* stats[2];  // null: not wanted
+  RowStatistics* stats[2];  // null: not requested
 
   __device__ Rows<const ScanElement> of(int side) const {
     return {data[side], rows.pitch, rows.width, rows.aligned};
   }
-  // For a row by its number.
+  // The rows that contain a row number.
   __device__ Rows<const ScanElement> at(int row) const { return of(row / kSecondSide); }
   __device__ static int index(int row) { return row % kSecondSide; }
 };
 
-// Rows of a warpgroup that are undecided, up to 63 of them after a look.
+// Undecided rows of a warpgroup, up to 63 of them after a check.
 struct UndecidedRows {
   std::int32_t row[kMostUndecided];  // their numbers
-  float limit[kMostUndecided];       // scores that are not below it count; -inf: not known
-  float bound[kMostUndecided];       // the limit below the best one
+  float limit[kMostUndecided];       // scores not below it count; -inf: unknown
+  float bound[kMostUndecided];       // distance of the limit from the best score
   float scale[kMostUndecided];
   int count;
   std::uint64_t barrier;
 
-  // All threads of the warpgroup wait for each other.
+  // Barrier of all threads of the warpgroup.
   __device__ PartBarrier<kWarpgroup> group_barrier() const {
     return {static_cast<int>(threadIdx.x) / kWarpgroup + kGroupBarriers, shared_address(&barrier)};
   }
 };
 
-// Pairs (row, centroid) of a warp whose sums are wanted, and the best of its 16 rows.
+// Pairs (row, centroid) of a warp whose sums are needed, and the best of its 16 rows.
 struct UndecidedPairs {
   std::uint32_t pair[64];
   CandidateKey best[16];
 };
 
-// x . m in fp32, depths ascending: what decides. Reads `kVectors` times 8 elements at once.
+// x . m in fp32, depths ascending: the deciding score. Reads `kVectors` times 8 elements at once.
 template <int kVectors, bool kAligned>
 __device__ __forceinline__ float exact_score(const Rows<const ScanElement>& rows, int row,
                                              const float* centroid) {
@@ -359,8 +357,8 @@ __device__ __forceinline__ float exact_score(const Rows<const ScanElement>& rows
   return sum;
 }
 
-// Sums of the warp's last pairs, a lane each, to the best of their rows. A pair's row is one of
-// this warp's 16: own_rows[side] of lane 4 i for i + 8 side.
+// Sums the warp's last pairs, one per lane, and updates the best of their rows. A pair's row is one
+// of this warp's 16: own_rows[side] of lane 4 i for i + 8 side.
 __device__ __forceinline__ void sum_pairs(UndecidedPairs& undecided, int first, int count,
                                           const int (&own_rows)[2], const ScanSides& sides,
                                           const ScanTable& table) {
@@ -407,7 +405,7 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
       words[side].template load<decltype(aligned)::value>(
           sides.at(max(row[side], 0)), ScanSides::index(row[side]), row[side] >= 0);
   };
-  if (sides.rows.aligned)  // one branch around all loads, so that they are on their way together
+  if (sides.rows.aligned)  // one branch around all loads keeps them in flight together
     load(std::true_type{});
   else
     load(std::false_type{});
@@ -489,17 +487,17 @@ __device__ __forceinline__ void resolve_rows(const ScanTable& table, const ScanS
   list.group_barrier().sync();
 }
 
-// Rows of a tile that are on their way: this lane's parts of rows l/4 and l/4 + 8 of the warp's 16.
+// Rows of a tile in flight: this lane's parts of rows l/4 and l/4 + 8 of the warp's 16.
 template <int kChunks>
 struct RowsAhead {
   int end;
-  bool full;  // rows of 32 * kChunks elements that can be read by 16 bytes
+  bool full;  // rows of 32 * kChunks elements, readable in 16-byte vectors
   RowTile<ScanElement, kChunks, 1> tile;
 
   __device__ RowsAhead(const Rows<const ScanElement>& rows, int last)
       : end(last), full(in_vectors(rows) && rows.width == 32 * kChunks) {}
 
-  // Rows first .. first + 15; what becomes of those from `end` on does not matter.
+  // Loads rows first .. first + 15; the contents of those from `end` on do not matter.
   __device__ __forceinline__ void load(const Rows<const ScanElement>& rows, int first) {
     if (!full) {
       tile.load(rows, first, end);
@@ -517,15 +515,15 @@ struct RowsAhead {
   }
 };
 
-// What a row needs besides its products; lane t of a row's four has that of row t % 2 of its two.
+// Row metadata besides the products; lane t of a row's four has that of row t % 2 of its two.
 template <int kChunks>
 struct RowFacts {
   RowStatistics stats;
   float scale;
   float
-      bound;  // of the difference of two scores; -inf for zeros, +inf or NaN where scores are none
+      bound;  // of the difference of two scores; -inf for zeros, +inf or NaN if scores are invalid
 
-  // `x` becomes what is multiplied.
+  // `x` becomes the factor of the products.
   __device__ __forceinline__ RowFacts(const ScanTable& table, int width,
                                       float (&x)[2][8 * kChunks]) {
     const int side = static_cast<int>(threadIdx.x % 2u), four = static_cast<int>(threadIdx.x & 28u);
@@ -556,7 +554,7 @@ struct RowFacts {
   }
 
  private:
-  // The rare part: rows that are scaled, or zero.
+  // The rare case: rows that are scaled, or zero.
   __device__ void scale_rows(const ScanTable& table, float (&x)[2][8 * kChunks], int side,
                              int four) {
     bound = scale > 0.0f ? bound * scale : INFINITY;
@@ -585,15 +583,15 @@ struct ScanSideArgs {
 struct ScanArgs {
   ScanSideArgs sides[2];
   const float* given;          // (heads, C, width): centroids
-  CentredCentroids centroids;  // as they come out of it
+  CentredCentroids centroids;  // the centred result
   Teams teams;
   std::int32_t* numbers;  // of the sort
-  std::int32_t* ends;     // not null: teams have the problems of both sides, which are alike
+  std::int32_t* ends;     // not null: teams take the problems of both sides, of equal shapes
   int shared_words;
-  int columns;           // centroids in shared memory, zeros behind the last one
+  int columns;           // centroids in shared memory, zeros after the last one
   int halves;            // see ScanTable
   int low_part;          // see ScanTable
-  unsigned number_mask;  // ~kNumbers, unknown to the compiler so that it stays in a register
+  unsigned number_mask;  // ~kNumbers, opaque to the compiler so that it stays in a register
 };
 
 struct ScanShared {
@@ -602,13 +600,13 @@ struct ScanShared {
   UndecidedPairs pairs[kMostScanWarps];
 };
 
-// Labels of the block's rows of a problem, of `count` sides, the same range of each.
+// Labels the block's rows of a problem, of `count` sides, the same range of each.
 template <int kChunks>
 __device__ void label_rows(const ScanArgs& args, const ScanTable& table, const RowRange& range,
                            int count, ScanShared& shared) {
   constexpr int kRound = kScanGroups<kChunks> * kScanRows;
   const int warp = static_cast<int>(threadIdx.x / 32u);
-  const int half = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane answers for
+  const int half = static_cast<int>(threadIdx.x % 2u);  // of the row that this lane handles
   const ScanSides& sides = shared.sides;
   UndecidedRows& undecided = shared.undecided[threadIdx.x / unsigned{kWarpgroup}];
   int side = 0, first = range.begin + warp * 16;
@@ -674,7 +672,7 @@ struct ScanProblem {
 };
 
 // Centres the centroids of a head, several at a time, and returns the length of the longest of this
-// warp's; NaN is longer. All blocks that need them write the same numbers, each for itself.
+// warp's; NaN counts as longest. All blocks that need them write the same values independently.
 template <int kChunks>
 __device__ __forceinline__ float centre_head(const ScanArgs& args, int head, int width) {
   constexpr int kWarps = kScanThreads<kChunks> / 32, kBatch = 16 / kChunks;
@@ -701,8 +699,8 @@ __device__ __forceinline__ float centre_head(const ScanArgs& args, int head, int
   return longest;
 }
 
-// Writes down where the rows of the sides are, by two threads. A side alone stands twice: rows
-// ahead of the last ones are read there.
+// Two threads record where the rows of the sides are. A single side is recorded twice, because rows
+// after the last ones are prefetched from the second.
 __device__ __forceinline__ void describe_sides(const ScanArgs& args, const ScanProblem& problem,
                                                const ItemSpan& span, int head, ScanSides& to) {
   const int i = static_cast<int>(threadIdx.x);
@@ -716,7 +714,7 @@ __device__ __forceinline__ void describe_sides(const ScanArgs& args, const ScanP
   to.stats[i] = side.stats ? side.stats + start : nullptr;
 }
 
-// Labels and statistics of the block's rows of a problem.
+// Finds labels and statistics of the block's rows of a problem.
 template <int kChunks>
 __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanProblem& problem,
                                               const Team& team, std::uint32_t memory,
@@ -749,7 +747,7 @@ __device__ __forceinline__ void label_problem(const ScanArgs& args, const ScanPr
 
 // Queries and keys of equal lengths, sorted together: a chunk of kJointRows rows of either side in
 // shared memory, and what a query sees of it. Both sides are counted in the order of their
-// positions, so that what a query sees is known where it is placed.
+// positions, so what a query sees is known when it is placed.
 constexpr int kJointRows = kSortPairs / 2;
 
 inline std::size_t joint_shared_bytes(int clusters, int warps) {
@@ -757,12 +755,12 @@ inline std::size_t joint_shared_bytes(int clusters, int warps) {
          (kSortPairs + kJointRows) * sizeof(std::uint16_t);
 }
 
-// Numbers of a block, C of each: two sets of histograms of both sides, where the next queries and
-// keys of a cluster go, and how many keys of it there are before.
+// Counters per block, C of each: two sets of histograms of both sides, the next places of queries
+// and keys of a cluster, and the number of keys of it before.
 constexpr int kJointNumbers = 7;
 
-// Sorts a chunk whose clusters were placed: rows[slot], and for queries sight[slot], the place
-// behind the last key of its cluster that is not after it.
+// Sorts a chunk whose clusters have been placed: rows[slot], and for queries sight[slot], the place
+// after the last key of its cluster that is not after it.
 __device__ __forceinline__ void fill_joint(const BlockCounts<2>& counts, const RowRange& chunk,
                                            std::uint16_t* rows, std::uint16_t* sight) {
   const int lane = static_cast<int>(threadIdx.x % 32u), clusters = counts.clusters / 2;
@@ -773,7 +771,7 @@ __device__ __forceinline__ void fill_joint(const BlockCounts<2>& counts, const R
     const int parts = uniform_trips((end - first + 31) / 32);
     const int(&q)[kLabelBatch] = label[0];
     const int(&k)[kLabelBatch] = label[1];
-    // Lanes whose label is this lane's: queries, keys, and keys like this query.
+    // Lanes with this lane's label: queries, keys, and keys with this query's label.
     unsigned same_q[kLabelBatch], same_k[kLabelBatch], seen_k[kLabelBatch];
 #pragma unroll
     for (int i = 0; i < kLabelBatch; ++i)
@@ -814,7 +812,7 @@ __device__ __forceinline__ void fill_joint(const BlockCounts<2>& counts, const R
 }
 
 // The runs of both sides of a problem, and how many keys of its cluster a query sees: those of
-// blocks and chunks before, and those of its chunk that are not after it.
+// earlier blocks and chunks, and those of its chunk that are not after it.
 __device__ inline void sort_both_sides(const ScanArgs& args, int number, int turn, Team& team,
                                        std::int32_t* memory) {
   const ClusterShape& shape = args.sides[0].sort.shape;
@@ -835,7 +833,7 @@ __device__ inline void sort_both_sides(const ScanArgs& args, int number, int tur
   counts.count(range);
   share_counts(team, counts, histograms_of(args.numbers, args.teams, team, turn, 2 * clusters),
                [&](int c, int slot, int members) {
-                 const bool keys = c >= clusters;  // they are behind all queries
+                 const bool keys = c >= clusters;  // they come after all queries
                  const int first = keys ? slot - span.length : slot;
                  if (team.rank == 0)
                    (keys ? k.offsets + c - clusters : q.offsets + c)[lists] = first;
@@ -867,7 +865,7 @@ __device__ inline void sort_both_sides(const ScanArgs& args, int number, int tur
   }
 }
 
-// What there is behind the last row of an item, and the runs of one side.
+// Fills the padding after the last row of an item, and sorts the runs of one side.
 template <int kThreads>
 __device__ __forceinline__ void sort_side(const ScanArgs& args, const ScanSideArgs& side,
                                           int number, int turn, Team& team, std::int32_t* memory) {

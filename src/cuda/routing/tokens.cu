@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT
-// From slots of routing's lists back to tokens, where slots are floats or parts of a softmax; sums
-// of rounded slots are lists/slot_sum.cu's.
+// From slots of routing's lists back to tokens, if slots are floats or parts of a softmax; sums of
+// rounded slots are in lists/slot_sum.cu.
 //   merge_slots            out = sum_i w_i out_i with w = softmax of the log-sum-exps of a query's
-//   slots
-//                          and the logit of its own key
-//   merge_deltas           delta = sum of the slots' parts and the own key's, and the own key's
-//   gradient token_gradients        dx = (dy - mean(dy) - y mean(dy y)) / sigma, dy the sum over a
-//   token's slots logit_scale_gradient   sum over the rows of a head of q . dq
+//                          slots and the logit of its own key
+//   merge_deltas           delta = sum of the slots' parts and the own key's, and its gradient
+//   token_gradients        dx = (dy - mean(dy) - y mean(dy y)) / sigma, dy the sum over the slots
+//   logit_scale_gradient   sum over the rows of a head of q . dq
 //
-// Grid and block: (rows / 128 or / 256, heads, batch), 256 threads; neighbouring lanes share a row,
-// 16 bytes each. token_gradients sorts its 256 tokens by their number of slots in shared memory (14
-// KB): a warp takes a token with many slots, a group of lanes one with few. __launch_bounds__(256,
-// 3) there. Preconditions: none. Sums run in the order of the slots, in fp32.
+// Grid and block: (rows / 128, heads, batch), 256 threads; neighbouring lanes share a row, 16 bytes
+// each. logit_scale_gradient: a block per head, 2 KB of shared memory; the others use none.
+// token_gradients: __launch_bounds__(256, 3). Preconditions: none. Sums run in the order of the
+// slots, in fp32.
 #include <cstdint>
 
 #include "cuda/launch/dispatch.h"
@@ -25,7 +24,7 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kTokenThreads = 256;
-constexpr int kTokenRows = 128;  // tokens of a block
+constexpr int kTokenRows = 128;  // tokens per block
 
 // Rows of one head of a (B, heads, N, D) tensor: block (x, y, z) has rows from x * kTokenRows of
 // head y of batch entry z. Calls body(row) for every row of this thread's group of lanes.
@@ -47,7 +46,7 @@ inline dim3 row_grid(std::int64_t batches, std::int64_t heads, std::int64_t rows
 // A token of one side.
 struct Token {
   int item, row;  // row counted from the item
-  int slot;       // its only slot, where the tokens of a block are taken in the order of a run
+  int slot;       // its only slot, if the tokens of a block are taken in the order of a run
   ItemSpan span;
 
   // item is -1 in padding.
@@ -57,7 +56,7 @@ struct Token {
     row = place - span.begin;
     slot = -1;
   }
-  // The token of slot `row` instead.
+  // Switches to the token of slot `row`.
   __device__ void follow(const TokenSlots& slots, int head) {
     if (item < 0) return;
     slot = row;
@@ -81,12 +80,12 @@ struct OwnArgs {
   int group, value_group, key_heads;
 };
 
-// Whether a query's own key counts apart.
+// Whether a query's own key is added separately.
 __device__ __forceinline__ bool adds_own(const OwnKeys& own, std::int64_t row) {
   return own.flags && own.flags[row] == kAddOwnKey;
 }
 
-// Its logit, scaled. By all lanes of a row, and all rows of the warp; `added` where it is wanted.
+// Its logit, scaled. Called by all lanes of a row, and all rows of the warp; `added`: requested.
 template <class Lanes, class T>
 __device__ __forceinline__ float own_logit(const OwnArgs<T>& args, const Token& token, int head,
                                            std::int64_t row, const ItemSpan& keys, bool added) {
@@ -251,7 +250,7 @@ struct SlotSet {
   __device__ __forceinline__ int slot(int i) const { return own ? own[i] : single; }
 };
 
-// Adds a token's rows in the order of its slots; several are on their way at a time. By all lanes
+// Adds a token's rows in the order of its slots, several in flight at a time. Called by all lanes
 // of a row.
 template <class Lanes>
 __device__ __forceinline__ void add_whole_rows(const float* values, const SlotSet& set, int width,
@@ -284,7 +283,7 @@ __device__ __forceinline__ void add_whole_rows(const float* values, const SlotSe
   }
 }
 
-// The same where rows are no whole vectors.
+// The same if rows are not whole vectors.
 template <class Lanes>
 __device__ __forceinline__ void add_odd_rows(const float* values, const SlotSet& set, int width,
                                              typename Lanes::Values& sum) {
@@ -308,10 +307,10 @@ __device__ __forceinline__ void add_slot_rows(const float* values, const SlotSet
 
 template <class T>
 struct GradientArgs {
-  TokenGradient of;  // but for its views, which are these
+  TokenGradient of;  // except for its views, which are these
   Tensor4<const T> rows, own_rows;
   Tensor4<T> gradient;
-  int heads;  // of the gradient; those of the slots add up in their order
+  int heads;  // of the gradient; heads of the slots that share one are added in order
   int query_heads, own_heads;
   SequenceSpans query_spans;
 };
@@ -351,7 +350,7 @@ __device__ __forceinline__ void add_own(const GradientArgs<T>& args, const Token
   }
 }
 
-// dx = (dy - mean(dy) - y mean(dy y)) / sigma. By all lanes of the warp.
+// dx = (dy - mean(dy) - y mean(dy y)) / sigma. Called by all lanes of the warp.
 template <class Lanes>
 __device__ __forceinline__ void normalise_backward(const typename Lanes::Values& y, int width,
                                                    float inverse, typename Lanes::Values& dy) {
@@ -415,7 +414,7 @@ __global__ void __launch_bounds__(kTokenThreads, 3)
     } x;
     x.words = make_uint4(0, 0, 0, 0);
     RowStatistics stats{0.0f, 0.0f};
-    if (of.stats && token.item >= 0) {  // on its way while the slots' rows come
+    if (of.stats && token.item >= 0) {  // in flight while the slots' rows are loaded
       const Rows<const T> rows = args.rows.rows(batch, head, 0);
       stats = of.stats[row];
       if (Lanes::column() < width)

@@ -4,9 +4,9 @@
 //
 // Candidates decide most lists of long bf16 sequences (candidates_sm90a.cu, choose.cu). For the
 // others, and for all lists of other calls, select_top scores all rows: a team of blocks of 512
-// threads takes up to 8 lists of a head at a time, keeps the scores, finds the smallest one that
-// counts two bits at a time, and writes the rows above it and as many of those on it as are wanted.
-// Teams of several blocks share undecided lists, which are few; else a team is one block.
+// threads takes up to 8 lists of a head at a time, keeps the scores, finds the cut (the smallest
+// score of a member) two bits at a time, and writes the rows above it and as many of those on it as
+// needed. Teams of several blocks share undecided lists, which are few; else a team is one block.
 // Shared memory: scores of the block's rows, up to 160 KB; beyond that scores are in global memory.
 // Preconditions: none.
 #include "cuda/launch/dispatch.h"
@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kChunkThreads = 512, kChunkWarps = kChunkThreads / 32;
 constexpr int kChunkLists = 8;                           // at a time
-constexpr int kProbes = 3;                               // of a step, which finds two bits of a cut
-constexpr int kTeamCounts = 16 * kChunkLists * kProbes;  // of a team, for a chunk
+constexpr int kProbes = 3;                               // per step, which finds two bits of a cut
+constexpr int kTeamCounts = 16 * kChunkLists * kProbes;  // of a team, per chunk
 
 // Rows above the cut, and on it.
 struct CutCount {
@@ -32,12 +32,12 @@ struct CutCount {
 struct ChunkShared {
   int cluster[kChunkLists];
   int counts[kChunkLists][kProbes];  // keys that are not below a probe
-  std::uint32_t cut[kChunkLists];  // the bits known so far; in the end the smallest key that counts
+  std::uint32_t cut[kChunkLists];  // the bits known so far; in the end the smallest key of a member
   int above[kChunkLists];          // keys above those that begin with these bits
   CutCount warps[kChunkLists][kChunkWarps];
 };
 
-// The scores of a block's rows, of one list behind the other.
+// The scores of a block's rows, one list after the other.
 struct ChunkScores {
   float* scores;
   int pitch, length, lists;
@@ -66,7 +66,7 @@ __device__ __forceinline__ float sum_lists(const float (&part)[kChunkLists]) {
   return sum;
 }
 
-// Exact scores of the rows of the range. By all threads.
+// Computes exact scores of the rows of the range. Called by all threads.
 template <class T, int kWidth>
 __device__ void score_chunk(const TopArgs<T>& args, const TopList<T>& any, const int* cluster,
                             const RowRange& range, const ChunkScores& to) {
@@ -94,8 +94,8 @@ __device__ void score_chunk(const TopArgs<T>& args, const TopList<T>& any, const
       });
 }
 
-// The cuts of all lists for `wanted` rows each, two bits at a time. By all threads of the team,
-// which adds up counts in team_counts, zero before.
+// Finds the cuts of all lists for `wanted` rows each, two bits at a time. Called by all threads of
+// the team, which sums counts in team_counts, initially zero.
 __device__ inline void find_cuts(Team& team, const ChunkScores& scores, int wanted,
                                  std::int32_t* team_counts, ChunkShared& shared) {
   int* counts = shared.counts[0];
@@ -135,8 +135,7 @@ __device__ inline void find_cuts(Team& team, const ChunkScores& scores, int want
   }
 }
 
-// Turns the warps' counts into those of all rows before theirs, over the warps and the team's
-// blocks.
+// Turns the warps' counts into counts of all earlier rows, over the warps and the team's blocks.
 __device__ inline void sum_counts(Team& team, int lists, std::int32_t* sums, ChunkShared& shared) {
   const int l = static_cast<int>(threadIdx.x) / kChunkWarps;
   const int warp = static_cast<int>(threadIdx.x) % kChunkWarps;
@@ -163,8 +162,8 @@ __device__ inline void sum_counts(Team& team, int lists, std::int32_t* sums, Chu
   __syncthreads();
 }
 
-// The members among a warp's rows [first, end), of which `before` says how many are ahead of them;
-// `ties` rows on the cut are members. Row 0 of the block is row `origin` of the list.
+// Writes the members among a warp's rows [first, end), given the counts `before` them; `ties` rows
+// on the cut are members. Row 0 of the block is row `origin` of the list.
 __device__ inline void write_rows(const float* scores, int first, int end, std::uint32_t cut,
                                   CutCount before, int ties, int origin, std::int32_t* members) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -181,7 +180,7 @@ __device__ inline void write_rows(const float* scores, int first, int end, std::
   }
 }
 
-// The members of the chunk's lists, whose scores are there; members of list l are at member_of(l).
+// Writes the members of the chunk's lists from their scores; members of list l are at member_of(l).
 template <class MemberOf>
 __device__ void write_members(Team& team, const ChunkScores& scores, int wanted, int origin,
                               std::int32_t* sums, const MemberOf& member_of, ChunkShared& shared) {
@@ -205,9 +204,9 @@ __device__ void write_members(Team& team, const ChunkScores& scores, int wanted,
 }
 
 constexpr int kRoom = 40 * 1024;                           // scores that a block keeps
-constexpr int kPadding = 4;                                // of a list's scores, against conflicts
-constexpr int kTeamRows = 4096;                            // of a block, where lists are few
-constexpr std::int64_t kScratch = std::int64_t{32} << 20;  // scores in memory, of all blocks
+constexpr int kPadding = 4;                                // of a list, against bank conflicts
+constexpr int kTeamRows = 4096;                            // per block, if lists are few
+constexpr std::int64_t kScratch = std::int64_t{32} << 20;  // scores in global memory, of all blocks
 
 // Lists [first, first + count) of the undecided ones of a problem of both sides.
 template <class T, int kWidth>
@@ -241,7 +240,7 @@ __device__ void select_chunk(const TopArgs<T>& args, int problem, int first, int
       shared);
 }
 
-// A team per chunk of lists, as long as there are lists.
+// A team per chunk of lists, until all lists are done.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kChunkThreads)
     select_top_kernel(const __grid_constant__ TopArgs<T> args) {
@@ -269,7 +268,7 @@ __global__ void __launch_bounds__(kChunkThreads)
                                          : args.sides[0].shape.clusters;
     for (int first = 0; first < count; first += undecided.at_once, ++number) {
       if (number % undecided.teams.count != team.number) continue;
-      team.sync();  // nobody is at the chunk before the last any more, and counts are zero
+      team.sync();  // no block still uses the chunk before the last, and counts are zero
       clear(turn ^ 1);
       select_chunk<T, kWidth>(args, p, first, min(undecided.at_once, count - first), team,
                               team_counts + turn * kTeamCounts, scores, shared);
@@ -278,7 +277,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   }
 }
 
-// Teams and their memory. Open lists are few: many blocks share some.
+// Teams and their memory. Undecided lists are few: many blocks share some.
 UndecidedLists take_undecided(Arena& arena, bool chosen, int rows, int problems, int clusters) {
   UndecidedLists undecided{};
   const int blocks = multiprocessors(), lists = problems * clusters;
@@ -323,7 +322,7 @@ void select_top(const AttentionCall& call, const CentredCentroids& centroids,
     const int problems = queries.shape.problems() + k.side.shape.problems();
     const UndecidedLists undecided =
         take_undecided(arena, chosen, rows, problems, queries.shape.clusters);
-    // Candidates bring the statistics of their rows along.
+    // Candidates also compute the statistics of their rows.
     if (launches && (!q.wanted || (keys && !k.wanted))) row_statistics(call, queries, keys, stream);
     if (chosen) find_candidates(call, centroids, q, k, undecided.words, arrivals, arena, stream);
     if (!launches || problems == 0 || rows == 0) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the kernels that select routing's members share: the lists, numbered over queries and keys,
+// Shared by the kernels that select routing's members: the lists, numbered over queries and keys,
 // and the exact scores y . centroid = x . centred / sigma.
 #pragma once
 
@@ -35,11 +35,11 @@ struct UndecidedLists {
   ZeroedWords words;       // the count of all lists, of those of a problem, and the teams' counters
   std::int32_t* clusters;  // (problems, C): which, in any order; null: all
   Teams teams;
-  std::int32_t* counts;  // (teams, 2, kTeamCounts): chunks of lists in turn
+  std::int32_t* counts;  // (teams, 2, kTeamCounts): buffers alternate between chunks
   std::int32_t* sums;    // (teams, size, lists, 2): rows above the cut and on it
-  float* scratch;        // scores of a block each, where they do not fit into shared memory
-  int room;              // scores of a block and list
-  int at_once;           // lists
+  float* scratch;        // scores of each block, if they do not fit into shared memory
+  int room;              // scores per block and list
+  int at_once;           // lists at a time
 };
 
 template <class T>
@@ -53,7 +53,7 @@ struct TopArgs {
 template <class T>
 struct TopList {
   const TopRows<T>& side;
-  int number;  // of the side
+  int number;  // within the side
   int head, item, wanted;
   ItemSpan span;
   std::int32_t* members;
@@ -79,7 +79,7 @@ struct TopList {
                                      side.shape.clusters * args.centroids.pitch;
   }
 
-  // Writes lists that hold all rows, and -1 behind the others; whether the list is done with that.
+  // Writes lists that contain all rows, and -1 after the others; returns whether the list is done.
   __device__ bool write_ends() const {
     const bool all = span.length <= side.width;
     const int first = all ? 0 : wanted;
@@ -91,7 +91,7 @@ struct TopList {
   }
 };
 
-// In the order of the scores; NaN is the last, and -0 is 0.
+// Ordered like the scores; NaN is last, and -0 is 0.
 __device__ __forceinline__ float plain_score(float score) {
   return isnan(score) ? -INFINITY : score + 0.0f;
 }
@@ -110,8 +110,8 @@ struct ExactScores {
     Lanes::load_floats(list.centroid, pitch, centroid);
   }
 
-  // put(i, row, score) for all i < count; row_of(i) is the row. By all kThreads threads, kRows rows
-  // of each on their way at a time.
+  // Calls put(i, row, score) for all i < count; row_of(i) is the row. Called by all kThreads
+  // threads, each with kRows rows in flight.
   template <int kThreads, int kRows, class RowOf, class Put>
   __device__ void compute(int count, const RowOf& row_of, const Put& put) const {
     for_rows<kThreads, kRows>(count, row_of,
@@ -122,7 +122,7 @@ struct ExactScores {
                               });
   }
 
-  // take(i, row, this lane's elements, 1 / sigma), rows negative from `count` on.
+  // Calls take(i, row, this lane's elements, 1 / sigma); rows are negative from `count` on.
   template <int kThreads, int kRows, class RowOf, class Take>
   __device__ void for_rows(int count, const RowOf& row_of, const Take& take) const {
     constexpr int kStep = kThreads / Lanes::kLanes * kRows;
@@ -137,7 +137,7 @@ struct ExactScores {
         row[j] = i < count ? row_of(i) : -1;
       }
       __syncwarp();      // put may overwrite what row_of reads
-      if (rows.aligned)  // one branch around all loads, so that they are on their way together
+      if (rows.aligned)  // one branch around all loads keeps them in flight together
         load_rows<true>(row, words);
       else
         load_rows<false>(row, words);
@@ -179,15 +179,15 @@ struct ExactScores {
   }
 };
 
-// The power of two that brings a centroid whose largest absolute element is `most` to [1, 2), so
-// that its elements keep their 11 bits as half-precision numbers.
+// The power of two that scales a centroid whose largest absolute element is `most` to [1, 2), so
+// that its elements keep their 11 bits in half precision.
 __device__ __forceinline__ float centroid_scale(float most) {
   const int exponent = static_cast<int>(__float_as_uint(most) >> 23);
   return exponent == 0 ? 1.0f
                        : __uint_as_float(static_cast<unsigned>(max(254 - exponent, 1)) << 23);
 }
 
-// Lists that candidates decide; the others go to args.undecided. bf16 rows only. choose.cu
+// Writes lists that candidates decide; others go to args.undecided. bf16 rows only. choose.cu
 void choose_candidates(const AttentionCall& call, const TopArgs<Bf16>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda
