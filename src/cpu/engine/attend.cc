@@ -47,7 +47,7 @@ struct SharedWorkspace {
       : lists(arena, call), slots(arena, call, clusters.clusters(), clusters.width()) {}
 };
 
-// Rows of a contiguous tensor by their number.
+// The rows of a contiguous tensor, in order.
 Rows dense_rows(const TensorView& tensor) {
   Rows rows;
   rows.base = tensor.data;
