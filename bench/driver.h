@@ -9,7 +9,7 @@
 
 namespace coterie::bench {
 
-// What is timed: stages that run one after the other.
+// Something to time: stages that run one after the other.
 struct Contender {
   std::string name;
   std::vector<std::function<void()>> stages;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Softmax over lists of keys, of which every mechanism's weights consist.
+// Softmax over lists of keys. Every mechanism's weights are built from it.
 //
 //   W(i, j) = sum over the rows of query i of
 //             factor * #(j in keys) * exp(s_ij) / (sum over l in keys of exp(s_il))

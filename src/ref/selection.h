@@ -17,7 +17,7 @@ template <class T>
 std::vector<Index> top_of_row(const Matrix<T>& scores, Index row, std::vector<Index> candidates,
                               Index count);
 
-// For every row the `count` best columns, ascending.
+// The `count` best columns of every row, ascending.
 template <class T>
 Lists top_of_rows(const Matrix<T>& scores, Index count);
 
@@ -48,7 +48,7 @@ Matrix<T> transposed(const Matrix<T>& matrix) {
   return result;
 }
 
-// Means of the rows of x by label; rows of empty clusters are taken from `otherwise`.
+// Means of the rows of x by label; empty clusters get their row of `otherwise`.
 template <class T>
 Matrix<T> means_of(const Matrix<T>& x, const std::vector<Index>& labels, Matrix<T> otherwise);
 

@@ -97,7 +97,7 @@ struct Matching {
 
   // Lets the waiting tokens apply until their known choices run out.
   void place() {
-    std::int64_t left = 0;  // grows by at most one per turn, so writes stay behind reads
+    std::int64_t left = 0;  // grows by at most one per turn, so no unread entry is overwritten
     for (std::int64_t turn = 0; turn < num_waiting; ++turn) {
       std::int32_t token = at.waiting[turn];
       // There are enough slots for all, so a token cannot have tried every cluster.
