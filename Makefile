@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-# The commands of the house; CMakePresets.json has the builds behind them.
+# Commands for developers; CMakePresets.json defines the builds they use.
 PREFIX ?= /usr/local
-# Where `make run` computes: cpu or cuda.
+# Device for `make run`: cpu or cuda.
 DEVICE ?= cpu
 
-# ctest runs one test at a time unless told; ninja takes all cores by itself.
+# ctest runs one test at a time by default; ninja already uses all cores.
 export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 
-# The thread sanitizer of g++ 12 fails now and then where addresses are spread wide; some containers
-# do not allow to switch that off, and then it has to do without.
+# The thread sanitizer of g++ 12 sometimes fails under address space randomisation. Some containers
+# do not allow switching that off; the tests then run with it.
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
@@ -20,7 +20,7 @@ help:  ## list the targets
 setup:  ## install the tools and libraries that are missing
 	@scripts/setup
 
-run:  ## build, then train the same small model with every attention; writes out/report.html
+run:  ## build, train the same small model with every attention, write out/report.html
 	@scripts/setup torch
 	cmake --preset release
 	cmake --build --preset release --target coterie_cli
@@ -32,20 +32,20 @@ test:  ## build everything the machine has the tools for and run all tests
 	@scripts/setup torch
 	cmake --workflow --preset full
 
-dev: setup  ## build and test the core on the CPU: the quick round
+dev: setup  ## build and test the core on the CPU (quick)
 	cmake --workflow --preset dev
 
-sanitize: setup  ## the tests under the address, undefined-behaviour and thread sanitizers
+sanitize: setup  ## run the tests under the address, undefined-behaviour and thread sanitizers
 	cmake --workflow --preset asan
 	$(FIXED_ADDRESSES) cmake --workflow --preset tsan
 
-coverage:  ## lines of src/ops and src/cpu that the tests reach
+coverage:  ## measure the test coverage of src/ops and src/cpu
 	@scripts/setup coverage
 	find build/coverage -name '*.gcda' -delete 2>/dev/null || true
 	cmake --workflow --preset coverage
 	gcovr --root . --object-directory build/coverage --filter 'src/(ops|cpu)/' build/coverage/src
 
-fuzz: setup  ## malformed specs, configs, logs and safetensors files, a minute each, under sanitizers
+fuzz: setup  ## fuzz specs, configs, logs and safetensors files under sanitizers, a minute each
 	cmake --preset asan
 	cmake --build --preset asan --target fuzz_spec fuzz_config fuzz_report fuzz_safetensors
 	build/asan/bin/fuzz_spec 60
@@ -56,37 +56,37 @@ fuzz: setup  ## malformed specs, configs, logs and safetensors files, a minute e
 format:  ## format all sources with clang-format
 	cmake -DFIX=ON -P tests/format.cmake
 
-tidy:  ## clang-tidy over the host sources
+tidy:  ## run clang-tidy on the host sources
 	@scripts/setup tidy
 	cmake --preset dev
 	run-clang-tidy -quiet -p build/dev -extra-arg=-Wno-unknown-warning-option -extra-arg=-Wno-error \
 	  '^$(CURDIR)/(src|cases|bench|apps)/.*\.cc$$'
 
-test-gpu: setup  ## the tests of CUDA kernels, on a machine with a GPU
+test-gpu: setup  ## run the tests of the CUDA kernels (needs a GPU)
 	cmake --preset cuda
 	cmake --build --preset cuda
 	ctest --preset cuda -L gpu --output-on-failure
 
-sanitize-gpu: setup  ## the tests of CUDA kernels under compute-sanitizer's memcheck, racecheck and synccheck
+sanitize-gpu: setup  ## run the CUDA tests under compute-sanitizer's memcheck, racecheck and synccheck
 	cmake --preset racecheck
 	cmake --build --preset racecheck
 	for tool in memcheck racecheck "synccheck --num-cuda-barriers 16384"; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 build/racecheck/bin/test_gpu \
 	    --gtest_filter='-*RepeatsItsBits*:*Graph*' || exit 1; done
 
-cuda: setup  ## build and test with the CUDA room (tests of kernels need a GPU)
+cuda: setup  ## build and test with the CUDA back end (kernel tests need a GPU)
 	cmake --workflow --preset cuda
 
-wheel:  ## the Python package as one wheel, in build/wheels; WHEEL=cpu or cuda decides about kernels
+wheel:  ## build the Python wheel in build/wheels; WHEEL=cpu or cuda selects the kernels
 	@scripts/setup torch
 	scripts/wheel $(WHEEL)
 
-test-python: wheel  ## the wheel's tests with the pinned torch and with the newest one, in fresh environments
+test-python: wheel  ## test the wheel with the pinned and the newest torch, in fresh environments
 	scripts/test_python
 
 install: setup  ## install the library and the program under PREFIX
 	cmake --workflow --preset release
 	cmake --install build/release --prefix $(PREFIX)
 
-clean:  ## remove all builds
+clean:  ## remove the build directory
 	rm -rf build

@@ -40,7 +40,7 @@ std::optional<double> Measurement::gflops() const {
 double Measurement::gigabytes_per_second() const { return least_bytes / (1e6 * total_ms()); }
 
 std::optional<double> crossover(const std::vector<std::pair<double, double>>& speeds) {
-  std::size_t first = speeds.size();  // of the run of wins at the end
+  std::size_t first = speeds.size();  // start of the wins at the end
   while (first > 0 && speeds[first - 1].second > 1) --first;
   if (first == speeds.size()) return std::nullopt;
   if (first == 0) return speeds[0].first;

@@ -15,11 +15,11 @@
 
 namespace coterie::bench {
 
-// normal: independent standard normal numbers. mixture: tokens around 32 centres of which the r-th
-// is 1/r as popular as the first (Zipf); queries, keys and values of a token share its centre.
-// In both, rows of q and k then get zero mean and unit variance, so that the mechanisms which
-// normalise them (routing, lsh) work on the same logits as the others. saved: rows of a model, as
-// they are.
+// normal: independent standard normal numbers. mixture: tokens around 32 centres, the r-th with
+// 1/r the popularity of the first (Zipf); queries, keys and values of a token share its centre.
+// In both, rows of q and k are then scaled to zero mean and unit variance, so that mechanisms that
+// normalise them (routing, lsh) work on the same logits as the others. saved: rows of a model,
+// unchanged.
 enum class DataKind : std::uint8_t { normal, mixture, saved };
 
 // Queries, keys and values of a model: (B, heads or kv_heads, at least N, D), in host memory.
@@ -51,12 +51,12 @@ struct Entry {
   bool causal = false;
 };
 
-// The entry of a spec: causal when asked for, or when one of its groups names a causal form.
+// The entry of a spec. It is causal if `causal` is set or if one of its groups names a causal form.
 Entry make_entry(const std::string& spec, bool causal);
 bool leaks_future(const Entry& entry);
 bool is_full(const Entry& entry);
 
-// Why the library does not run an entry on the problem's device, in its words; "" when it does.
+// The library's message if it does not run an entry on the problem's device; "" if it does.
 std::string refusal(const Entry& entry, const Problem& problem);
 
 struct Measurement {
@@ -66,21 +66,21 @@ struct Measurement {
   std::int64_t N = 0;
   int threads = 0;  // of the CPU
   std::optional<Timing> forward, backward;
-  // Parts of the forward pass that can run alone, timed so. cluster (with the sort by cluster)
-  // includes hash, select includes cluster; forward may share work between select and attend.
+  // Parts of the forward pass, each timed alone. cluster (with the sort by cluster) includes hash,
+  // select includes cluster; forward may share work between select and attend.
   std::optional<Timing> hash, cluster, select, attend;
   std::optional<double> launch_ms;  // the host's time to start a forward pass on a GPU
   double error = 0;             // of the output against full attention: relative, Frobenius norm
-  std::int64_t error_rows = 0;  // of each head, over which the error is taken
-  std::int64_t workspace_bytes = 0, saved_bytes = 0;  // not known of an opponent
+  std::int64_t error_rows = 0;  // rows per head over which the error is computed
+  std::int64_t workspace_bytes = 0, saved_bytes = 0;  // unknown for opponents
   std::int64_t io_bytes = 0;                          // queries, keys, values and outputs
-  // What the passes measured compute and move at least (work.h).
+  // Least arithmetic and memory traffic of the measured passes (work.h).
   std::optional<double> forward_flops, backward_flops;
   double least_bytes = 0;
-  double peak_gflops = 0;  // of the machine, measured in turn with the rest; 0 when not known
+  double peak_gflops = 0;  // of the machine, interleaved with the measurements; 0 if unknown
 
-  double total_ms() const;  // medians of the measured passes together
-  // Of the measured passes together; nothing when their arithmetic is not known.
+  double total_ms() const;  // sum of the medians of the measured passes
+  // Over all measured passes; nothing if their operation count is unknown.
   std::optional<double> gflops() const;
   double gigabytes_per_second() const;
 };
@@ -88,7 +88,7 @@ struct Measurement {
 struct MeasurePlan {
   Pass pass = Pass::both;
   TimingPlan timing{};
-  std::vector<int> threads{};  // of the CPU: each count is measured; empty: the library's
+  std::vector<int> threads{};  // CPU thread counts to measure; empty: the library's setting
   bool alone = false;          // without opponents
 };
 
@@ -97,9 +97,9 @@ struct MeasurePlan {
 std::vector<Measurement> measure(const std::vector<Entry>& entries, const Problem& problem,
                                  const MeasurePlan& plan, const Progress& progress = {});
 
-// The length from which on the speed against the baseline stays above 1, between measured lengths
-// by interpolation of the logarithms; speeds are (length, speed) by ascending length. Nothing when
-// the last speed is not above 1; the first length when all are.
+// The length from which on the speed relative to the baseline stays above 1, interpolated between
+// measured lengths on logarithmic scales; speeds are (length, speed) by ascending length. Nothing
+// if the last speed is not above 1; the first length if all are.
 std::optional<double> crossover(const std::vector<std::pair<double, double>>& speeds);
 
 }  // namespace coterie::bench

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Queries, keys and values: made up, or saved from a model.
+// Queries, keys and values: synthetic, or saved from a model.
 #include <algorithm>
 #include <cmath>
 
@@ -12,9 +12,9 @@ namespace coterie::bench {
 namespace {
 
 constexpr int kCentres = 32;
-constexpr double kSpread = 0.5;  // of a row around its centre, whose elements have variance 1
+constexpr double kSpread = 0.5;  // deviation of rows from their centre, which has variance 1
 
-// What a stream of random numbers is drawn for; q, k and v rows have their centres at +kCentre.
+// Uses of random streams. kCentre draws the centres of q and k, kCentre + 1 those of v.
 enum Draw : std::uint32_t { kQuery, kKey, kValue, kGradient, kToken, kCentre, kDraws = 16 };
 
 RandomStream stream(const Problem& problem, std::uint32_t draw, std::int64_t b, std::int64_t head) {
@@ -59,7 +59,7 @@ std::vector<double> head_rows(const Problem& problem, Draw what, std::int64_t b,
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = random_normal(noise, i);
   if (mixture) {
     const std::vector<int> centres = token_centres(problem, b, kv_head);
-    // The same for all items: centres belong to the head, as a trained model's would.
+    // The same for all items: centres belong to the head, as in a trained model.
     const RandomStream rows = stream(problem, kCentre + (what == kValue ? 1 : 0), 0, kv_head);
     std::vector<double> centre(kCentres * D);
     for (std::size_t i = 0; i < centre.size(); ++i) centre[i] = random_normal(rows, i);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The GPU as the driver needs it: memory, copies and a clock. Which one there is, is settled when
-// the program is linked: device_cuda.cc, or device_none.cc. All work is in CUDA's default stream.
+// GPU memory, copies and timing for the driver. The implementation is chosen at link time:
+// device_cuda.cc or device_none.cc. All work runs in CUDA's default stream.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace coterie::bench {
 
-// Why nothing can run on a GPU: no CUDA in this build, no device on this machine; "" when it can.
+// Why nothing can run on a GPU (no CUDA in this build, no device on this machine); "" if it can.
 std::string why_no_device();
 
 // "NVIDIA H200, sm_90, 132 multiprocessors, 139 GiB"
 std::string device_description();
 
-// The functions below throw coterie::Error where there is no device.
+// The functions below throw coterie::Error if there is no device.
 
 // At least one byte.
 std::shared_ptr<void> device_memory(std::int64_t bytes);
@@ -26,9 +26,8 @@ void copy_to_host(void* to, const void* from, std::int64_t bytes);
 void fill_device(void* memory, int byte, std::int64_t bytes);
 void wait_for_device();
 
-// Times by events between the stages, in milliseconds of the GPU. Before a run, memory larger than
-// its caches is written; while that goes on the host puts the stages into the queue, so that it
-// does not hold them up.
+// Times the stages with CUDA events, in milliseconds. Each run first writes memory larger than the
+// caches; meanwhile the host enqueues the stages, so that launches do not delay them.
 Stopwatch device_stopwatch();
 
 // Bytes read and written per second, in 10^9, copying memory larger than the caches.

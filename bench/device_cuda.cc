@@ -12,7 +12,7 @@
 namespace coterie::bench {
 namespace {
 
-// Several times the largest second-level cache, and longer than the host takes to start a pass.
+// Several times the largest L2 cache; writing it takes longer than the host needs to launch a pass.
 constexpr std::int64_t kFlushBytes = std::int64_t{512} << 20;
 
 void check(cudaError_t status) {

@@ -11,8 +11,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Before every run: OpenMP's threads spin for about a millisecond after their work, on cores that
-// the next run needs.
+// Pause before every run: OpenMP threads spin for about a millisecond after their work, on cores
+// that the next run needs.
 constexpr std::chrono::milliseconds kPause(2);
 
 double seconds_since(Clock::time_point start) {
@@ -27,7 +27,7 @@ Timing summary(const std::vector<double>& samples_ms) {
           .repeats = static_cast<int>(samples_ms.size())};
 }
 
-// Milliseconds of a contender's rounds.
+// Times of a contender's rounds in milliseconds.
 struct Samples {
   std::vector<double> total;
   std::vector<std::vector<double>> stages;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The one timing driver. Contenders take turns (A B C, A B C, ...) so that whatever else the
-// machine does meets all of them alike; a result is the median with its spread.
+// The timing driver. Contenders take turns (A B C, A B C, ...), so that other load on the machine
+// affects all of them alike; a result is the median with its spread.
 #pragma once
 
 #include <functional>
@@ -9,21 +9,21 @@
 
 namespace coterie::bench {
 
-// What is timed: stages that run one after the other.
+// Something to time: stages that run one after the other.
 struct Contender {
   std::string name;
   std::vector<std::function<void()>> stages;
-  std::function<void()> prepare{};  // called before every run, outside of its time
+  std::function<void()> prepare{};  // called before every run, not timed
 };
 
-// Runs the stages of a contender once: the milliseconds of each.
+// Runs the stages of a contender once and returns the milliseconds of each.
 using Stopwatch = std::function<std::vector<double>(const Contender& contender)>;
 std::vector<double> time_by_steady_clock(const Contender& contender);
 
 struct TimingPlan {
   int warmups = 1;      // rounds that are not counted
   int repeats = 20;     // rounds, unless time runs out
-  int min_repeats = 3;  // rounds that are made in any case
+  int min_repeats = 3;  // rounds to run in any case
   double seconds = 0;   // no further round starts after this time; 0 = no limit
 };
 
@@ -38,7 +38,7 @@ struct StagedTiming {
   std::vector<Timing> stages;
 };
 
-// Told before each run: the contender, the round, the number of rounds planned.
+// Called before each run with the contender, the round and the number of rounds planned.
 using Progress = std::function<void(const Contender& contender, int round, int rounds)>;
 
 // One per contender.
@@ -46,8 +46,7 @@ std::vector<StagedTiming> time_interleaved(const std::vector<Contender>& contend
                                            const TimingPlan& plan, const Progress& progress = {},
                                            const Stopwatch& stopwatch = time_by_steady_clock);
 
-// The value below which a share (0..1) of `values` lies, between neighbours by linear
-// interpolation.
+// The value below which a share (0..1) of `values` lies, linearly interpolated between neighbours.
 double quantile(std::vector<double> values, double share);
 
 }  // namespace coterie::bench

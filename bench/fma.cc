@@ -6,8 +6,8 @@ namespace coterie::bench::COTERIE_ISA {
 
 namespace {
 
-// As many accumulators as a kernel's register tile has; more than the latency of an operation
-// times the operations per cycle.
+// As many accumulators as a kernel's register tile; more than the latency of an operation times
+// the operations per cycle.
 #if defined(__AVX512F__)
 constexpr int kBytes = 64, kAccumulators = 24;
 #elif defined(__AVX2__)
@@ -21,8 +21,8 @@ constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
 template <class T>
 constexpr int kFlopsPerRound = 2 * kLanes<T>* kAccumulators;
 
-// The accumulators stay in registers because the loops over them are unrolled altogether; without
-// the pragma g++ keeps them in memory, and this measures loads and stores.
+// The accumulators stay in registers because the loops over them are fully unrolled; without the
+// pragma g++ keeps them in memory, and this would measure loads and stores.
 template <class T>
 double loop(std::int64_t rounds) {
   typedef T Vec __attribute__((vector_size(kBytes)));
@@ -30,9 +30,9 @@ double loop(std::int64_t rounds) {
   Vec factor = {}, term = {};
   factor += T(0.5);
   term += T(1);
-  asm volatile("" : "+v"(factor), "+v"(term));  // not constants: nothing to compute in advance
+  asm volatile("" : "+v"(factor), "+v"(term));  // opaque: prevents constant folding
 #pragma GCC unroll 24
-  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+v"(sum[i]));  // nor equal
+  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+v"(sum[i]));  // keeps them distinct
   for (std::int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 24
     for (int i = 0; i < kAccumulators; ++i) sum[i] = sum[i] * factor + term;

@@ -6,8 +6,8 @@
 
 namespace coterie::bench {
 
-// Each loop makes `rounds` rounds of flops_per_round and returns a sum, so that nothing is left
-// out.
+// Each loop runs `rounds` rounds of flops_per_round and returns a sum, so that no work can be
+// optimised away.
 struct FmaLoops {
   double (*f32)(std::int64_t rounds);
   double (*f64)(std::int64_t rounds);

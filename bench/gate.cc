@@ -12,15 +12,15 @@
 namespace coterie::bench {
 namespace {
 
-// An odd number beyond one tile of the kernels, small enough for the scalar specification.
+// An odd length longer than one kernel tile, short enough for the scalar specification.
 constexpr std::int64_t kLongest = 193;
 
 struct Bounds {
   double output, gradient;
 };
 
-// Rounding, with room: outputs of half types are rounded once, and sums of a few hundred terms in
-// f32 are good to 1e-6.
+// Bounds on rounding errors with some margin: outputs of half types are rounded once, and sums of a
+// few hundred terms in f32 are accurate to 1e-6.
 Bounds bounds_of(DType dtype) {
   switch (dtype) {
     case DType::f64:
@@ -37,7 +37,7 @@ Bounds bounds_of(DType dtype) {
 struct Checker {
   std::string attention;
   std::vector<Check>& checks;
-  double least = 0;  // norm that errors are relative to, where the tensor's own is smaller
+  double least = 0;  // errors are relative to the tensor's norm, or to this if it is larger
 
   void operator()(const char* tensor, const TensorView& got, const std::vector<double>& wanted,
                   double bound) const {
@@ -72,7 +72,7 @@ HeadRun on_host(const HeadRun& group) {
   return host;
 }
 
-// What is not written stays NaN.
+// Elements that are not written stay NaN.
 void poison_results(const HeadRun& group) {
   const AttentionGradients& gradients = group.gradients;
   for (const TensorView& view : {group.result.out, gradients.dq, gradients.dk, gradients.dv,
@@ -97,7 +97,7 @@ void check_group(const HeadRun& group, const Bounds& bounds, Checker check) {
   check("dq", group.gradients.dq, wanted.dq, bounds.gradient);
   check("dk", group.gradients.dk, wanted.dk, bounds.gradient);
   check("dv", group.gradients.dv, wanted.dv, bounds.gradient);
-  // These cancel, to nothing where all clusters have the same tokens.
+  // These gradients cancel, to 0 if all clusters have the same tokens.
   check.least = norm(wanted.dq);
   check("dcentroids", group.gradients.dcentroids, wanted.dcentroids, bounds.gradient);
   check("dgate", group.gradients.dgate, wanted.dgate, bounds.gradient);

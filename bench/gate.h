@@ -9,8 +9,8 @@
 
 namespace coterie::bench {
 
-// How far a result is from the specification in double, on the selection that the attention itself
-// made: relative, in the Frobenius norm.
+// Relative error of a result against the specification in double, in the Frobenius norm, for the
+// selection that the attention made.
 struct Check {
   std::string attention, tensor;  // "i-clustered(clusters=100)", "dq"
   double error = 0, bound = 0;
@@ -18,11 +18,11 @@ struct Check {
   bool passed() const { return error <= bound; }  // NaN does not pass
 };
 
-// Output and gradients of all entries on a short form of the problem (some hundred tokens).
+// Checks output and gradients of all entries on a short version of the problem (some 200 tokens).
 std::vector<Check> gate(const std::vector<Entry>& entries, const Problem& problem,
                         const Progress& progress = {});
 
-// Throws std::runtime_error, naming the worst, unless all passed.
+// Throws std::runtime_error that names the failed checks, unless all passed.
 void refuse_wrong(const std::vector<Check>& checks);
 
 }  // namespace coterie::bench

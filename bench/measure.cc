@@ -15,7 +15,7 @@
 namespace coterie::bench {
 namespace {
 
-// The host's time to start a forward pass; the GPU has nothing else to do.
+// The host's time to launch a forward pass on an idle GPU.
 double launch_ms(AttentionRun& run) {
   constexpr int kRuns = 5;
   std::vector<double> samples;
@@ -30,7 +30,7 @@ double launch_ms(AttentionRun& run) {
   return quantile(samples, 0.5);
 }
 
-// Everything that is measured on one problem: who runs, and what is done with their times.
+// Everything that is measured on one problem: the contenders and the receivers of their times.
 class Field {
  public:
   Field(const Problem& problem, const MeasurePlan& plan, const Progress& progress)
@@ -97,7 +97,7 @@ Measurement& Field::add_measurement(const Entry& entry, int threads) {
 void Field::add_entry(const Entry& entry, int threads) {
   tell(entry.spec.to_string() + " error");
   AttentionRun& run = runs_.emplace_back(entry, data_, gradients_);
-  run.forward();  // the backward pass needs one, and so does the error
+  run.forward();  // needed by the backward pass and by the error
   Measurement& measurement = add_measurement(entry, threads);
   measurement.error = references_.error_of(run, entry.causal);
   measurement.workspace_bytes = run.workspace_bytes();
@@ -183,7 +183,7 @@ std::vector<Measurement> Field::run() {
   return {measurements_.begin(), measurements_.end()};
 }
 
-// The number of threads that the library uses, as before when this is gone.
+// Restores the library's number of threads when destroyed.
 class KeepThreads {
  public:
   KeepThreads() : count_(threads()) {}

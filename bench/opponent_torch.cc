@@ -48,7 +48,7 @@ at::Tensor tensor_on(const TensorView& view) {
       at::TensorOptions(scalar_type(view.dtype)).device(torch_device(view.device)));
 }
 
-// On a GPU; the CPU has one way, which they leave alone.
+// Back ends on a GPU; the settings do not affect the CPU.
 enum class Backend : std::uint8_t { any, cudnn, flash, efficient, math };
 
 const char* backend_name(Backend backend) {
@@ -100,7 +100,7 @@ class Sdpa {
     out_ = attend();
   }
 
-  // The graph is made by the first call, a warm-up.
+  // The first call, a warm-up, builds the graph.
   void backward() {
     if (!graph_.defined()) {
       for (const at::Tensor& leaf : {q_, k_, v_}) leaf.set_requires_grad(true);
@@ -128,10 +128,10 @@ class Sdpa {
   Problem problem_;
 };
 
-// The shortest of a few runs; infinite where the back end does not take the data, and not looked at
-// closely where its first run is far behind `best`.
+// The shortest of a few runs; infinite if the back end rejects the data; only the first run if that
+// is far slower than `best`.
 double trial_ms(Sdpa& sdpa, Pass pass, double best) {
-  constexpr double kFar = 4, kFirstMs = 100;  // a first run also loads and plans
+  constexpr double kFar = 4, kFirstMs = 100;  // a first run includes loading and planning
   Contender passes{"", {}};
   if (pass != Pass::backward) passes.stages.push_back([&] { sdpa.forward(); });
   if (pass != Pass::forward) passes.stages.push_back([&] { sdpa.backward(); });
@@ -148,7 +148,7 @@ double trial_ms(Sdpa& sdpa, Pass pass, double best) {
   }
 }
 
-// The unfused back end writes all logits: only where no other will do.
+// The unfused back end writes all logits; it is used only if no other accepts the data.
 std::shared_ptr<Sdpa> fastest_on_gpu(const AttentionData& data, bool causal, Pass pass) {
   std::shared_ptr<Sdpa> fastest;
   double best = std::numeric_limits<double>::infinity();

@@ -16,7 +16,7 @@ const ClusteringParams* clustering_of(const Mechanism& mechanism) {
   return improved ? &improved->clustering : nullptr;
 }
 
-// Planes and codes of the Hamming clusterings; the public operations are the CPU's.
+// Planes and codes of the Hamming clusterings; the public operations run only on the CPU.
 Work hash_work(const HeadRun& group) {
   const ClusteringParams* clustering = clustering_of(group.mechanism);
   const TensorView& q = group.inputs.q;
@@ -61,7 +61,7 @@ Work clustering_work(const HeadRun& group) {
   };
 }
 
-// Nearest centroids of queries and keys, without normalisation and sort; the CPU's.
+// Nearest centroids of queries and keys, without normalisation and sort; CPU only.
 Work routing_work(const HeadRun& group) {
   const Mechanism resolved = resolve(group.mechanism, group.inputs.causal);
   const auto* routing = std::get_if<RoutingParams>(&resolved);
@@ -82,7 +82,7 @@ Work routing_work(const HeadRun& group) {
   };
 }
 
-// The work of all groups that have some.
+// The combined work of all groups that have any.
 Work together(AttentionRun& run, Work (*make)(const HeadRun&)) {
   std::vector<Work> works;
   for (const HeadRun& group : run.groups()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Parts of a forward pass that the public interface lets run alone.
+// Parts of a forward pass that can run alone through the public interface.
 #pragma once
 
 #include <functional>
@@ -16,8 +16,8 @@ struct Part {
   std::function<void()> run;
 };
 
-// The parts of a run that selects: hash, cluster, select, attend, as far as it has them. They point
-// to the run. None of a run that does not select: attending is all it does.
+// The parts that a run has, among hash, cluster, select and attend; they point to the run. Empty
+// for a run without a selection, which only attends.
 std::vector<Part> parts_of(AttentionRun& run);
 
 }  // namespace coterie::bench

@@ -36,7 +36,7 @@ const FmaLoops& loops_in_use() {
 
 }  // namespace
 
-// More threads than cores have no more units.
+// Threads beyond the number of cores add no arithmetic units.
 FmaPeak::FmaPeak(DType dtype)
     : windows_ms_(std::min<std::size_t>(threads(), std::thread::hardware_concurrency())) {
   constexpr double kWindowFlops = 2e7;
@@ -50,7 +50,7 @@ FmaPeak::FmaPeak(DType dtype)
 
 void FmaPeak::run() {
   constexpr int kWindows = 40;
-  static std::atomic<double> sink;  // so that the loops have a use
+  static std::atomic<double> sink;  // keeps the loops from being optimised away
   run_in_threads(static_cast<int>(windows_ms_.size()), [this](int thread) {
     for (int window = 0; window < kWindows; ++window) {
       const Clock::time_point begin = Clock::now();

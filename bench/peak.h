@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the machine can do at best, measured with as many threads as the library uses.
+// Peak rates of the machine, measured with as many threads as the library uses.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace coterie::bench {
 
-// Multiplications and additions on registers only, in the instruction set in use and compiled as
-// the kernels are. Each thread times windows of a fraction of a millisecond and counts with its
-// median: on a machine that does other work too, a thread often waits, but not in most windows.
+// Multiplications and additions on registers only, in the instruction set in use, compiled like
+// the kernels. Each thread times windows of a fraction of a millisecond and reports its median: on
+// a machine with other load a thread is often preempted, but not in most windows.
 class FmaPeak {
  public:
   explicit FmaPeak(DType dtype);  // f32 or f64
   void run();                     // some milliseconds
-  double gflops() const;          // by all runs so far, all threads together
+  double gflops() const;          // over all runs so far, sum of all threads
 
  private:
   double (*loop_)(std::int64_t rounds);

@@ -13,10 +13,10 @@
 namespace coterie::bench {
 namespace {
 
-// Pairs of a query and a key per head, and queries, that a sample has.
+// Size of a sample: query-key pairs per head, and at least this many queries.
 constexpr std::int64_t kPairs = std::int64_t{1} << 24, kFewestRows = 128;
 
-// One position out of each of as many equal ranges as there are rows in the sample.
+// Splits the positions into equal ranges, one per row of the sample, and draws one from each.
 std::vector<std::int64_t> sample_positions(std::int64_t N, std::uint64_t seed) {
   const std::int64_t rows =
       std::min(N, std::max(kPairs / std::max<std::int64_t>(N, 1), kFewestRows));
@@ -86,7 +86,7 @@ void SquaredNorms::add(const std::vector<double>& got, const std::vector<double>
 }
 
 double SquaredNorms::relative_error(double least) const {
-  if (difference == 0) return 0;  // also of zeros against zeros
+  if (difference == 0) return 0;  // also if both are zero
   const double scale = std::max(std::sqrt(reference), least);
   return scale > 0 ? std::sqrt(difference) / scale : std::numeric_limits<double>::infinity();
 }
@@ -106,7 +106,7 @@ References::References(const AttentionData& data)
   v_ = place(data.v);
 }
 
-// Of one head: q (B, 1, N, D), k and v (B, 1, N, D).
+// The output of one head; q, k and v are (B, 1, N, D).
 HostTensor References::output(const TensorView& q, const TensorView& k, const TensorView& v,
                               bool causal) const {
   const HostTensor sample = take_rows(q, positions_);
@@ -133,12 +133,12 @@ const References::Heads& References::outputs(bool causal, bool shared_qk) {
   return found->second;
 }
 
-// Heads of `out` are those from `first` on of `wanted`.
+// The heads of `out` correspond to those of `wanted` from `first` on.
 void References::add_norms(const TensorView& out, const Heads& wanted, std::int64_t first,
                            SquaredNorms& norms) const {
   const HostTensor host = out.device == Device::cpu ? HostTensor() : host_copy(out);
   const HostTensor rows = take_rows(out.device == Device::cpu ? out : host.view(), positions_);
-  for (std::int64_t h = 0; h < out.size(1); ++h) {  // head by head, for the sake of memory
+  for (std::int64_t h = 0; h < out.size(1); ++h) {  // head by head to save memory
     norms.add(read_values(rows.view().narrowed(1, h, 1)),
               read_values(wanted[static_cast<std::size_t>(first + h)]));
   }

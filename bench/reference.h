@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// How far outputs are from full attention.
+// Errors of outputs against full attention.
 #pragma once
 
 #include <map>
@@ -15,12 +15,12 @@ struct SquaredNorms {
   double difference = 0, reference = 0;
 
   void add(const std::vector<double>& got, const std::vector<double>& wanted);
-  // Relative to the norm of the reference, or to `least` where that is larger.
+  // Relative to the norm of the reference, or to `least` if that is larger.
   double relative_error(double least = 0) const;
 };
 
-// Full attention on the data, computed on the CPU from the inputs in f32 (f64 for f64). Over all
-// queries of short sequences, over a sample of those of long ones, the same in every head.
+// Full attention on the data, computed on the CPU from the inputs in f32 (f64 for f64). It covers
+// all queries of short sequences and a sample of the queries of long ones, the same in every head.
 class References {
  public:
   explicit References(const AttentionData& data);
@@ -41,9 +41,9 @@ class References {
   void add_norms(const TensorView& out, const Heads& wanted, std::int64_t first,
                  SquaredNorms& norms) const;
 
-  std::vector<std::int64_t> positions_;  // of the sample, ascending
-  std::vector<HostTensor> copies_;       // of inputs that are not on the CPU or of a short type
-  TensorView q_, k_, v_;                 // (B, heads or kv_heads, N, D)
+  std::vector<std::int64_t> positions_;             // of the sample, ascending
+  std::vector<HostTensor> copies_;                  // of inputs that are on a GPU or of a half type
+  TensorView q_, k_, v_;                            // (B, heads or kv_heads, N, D)
   std::map<std::pair<bool, bool>, Heads> outputs_;  // by (causal, shared)
 };
 

@@ -14,7 +14,7 @@ namespace coterie::bench {
 namespace {
 
 // The factor that gives every mechanism the logits q . k / sqrt(D): keys of lsh have unit length,
-// while rows of made-up data have length sqrt(D).
+// while rows of synthetic data have length sqrt(D).
 double logit_factor(const Mechanism& mechanism, std::int64_t D) {
   if (row_form(mechanism) == RowForm::unit_keys) return 1.0;
   return 1.0 / std::sqrt(static_cast<double>(D));
@@ -38,7 +38,7 @@ struct Rows {
   TensorView q, k, v;
 };
 
-// Inputs without what a model learns.
+// Inputs without learned tensors.
 AttentionInputs make_inputs(const Mechanism& mechanism, const Entry& entry, const Rows& rows,
                             std::uint64_t seed) {
   AttentionInputs inputs;
@@ -51,7 +51,8 @@ AttentionInputs make_inputs(const Mechanism& mechanism, const Entry& entry, cons
   return inputs;
 }
 
-// What a model learns, or computes of the tokens, for a mechanism: without sizes where it has none.
+// Layouts of tensors that a model learns or computes from the tokens; without sizes if the
+// mechanism does not use them.
 struct LearnedLayouts {
   TensorLayout centroids, gate;
 
@@ -68,7 +69,7 @@ struct LearnedLayouts {
   }
 };
 
-// Centroids as training would leave them: k-means of the rows they attract.
+// Centroids like those after training: k-means of the rows they attract.
 HostTensor trained_centroids(const TensorLayout& layout, const TensorView& x, std::uint64_t seed) {
   HostTensor centroids(layout);
   const HostTensor copy = x.device == Device::cpu ? HostTensor() : host_copy(x);
@@ -107,7 +108,7 @@ void add_results(HeadRun& run) {
   run.workspace = {run.own({{"workspace", DType::u8, {bytes}}, q.device}).data, bytes, nullptr};
 }
 
-// A view without memory, for questions about shapes.
+// A view without memory, for shape queries.
 TensorView shape_only(const TensorLayout& layout, Device device) {
   if (layout.sizes.empty()) return {};
   static std::max_align_t nothing;

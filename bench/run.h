@@ -10,7 +10,7 @@
 
 namespace coterie::bench {
 
-// What all runs on the same data may overwrite in turn; absent when only the forward pass runs.
+// Gradients that all runs on the same data overwrite in turn; absent for forward-only runs.
 struct Gradients {
   Tensor dq, dk, dv;
   explicit Gradients(const AttentionData& data);
@@ -21,18 +21,18 @@ struct HeadRun {
   Mechanism mechanism;
   AttentionInputs inputs;
   AttentionResult result;
-  std::size_t selection_count = 0;  // of result.saved
+  std::size_t selection_count = 0;  // leading tensors of result.saved
   Workspace workspace;
   AttentionGradients gradients;
   TensorView grad_out;
   bool shared_qk = false;
   std::vector<Tensor> owned;
 
-  // A tensor that lives as long as this.
+  // Takes ownership and returns a view that stays valid as long as this object.
   TensorView own(Tensor tensor);
 };
 
-// Launches and returns where the data are on a GPU.
+// On a GPU its functions launch the work and return without waiting.
 class AttentionRun {
  public:
   AttentionRun(const Entry& entry, const AttentionData& data, const Gradients& gradients);
@@ -44,7 +44,7 @@ class AttentionRun {
 
   const std::vector<HeadRun>& groups() const { return groups_; }
   std::vector<HeadRun>& groups() { return groups_; }
-  std::int64_t workspace_bytes() const;  // of groups that run one after the other
+  std::int64_t workspace_bytes() const;  // maximum over groups, which run one after the other
   std::int64_t saved_bytes() const;
 
  private:

@@ -10,7 +10,7 @@
 namespace coterie::bench {
 namespace {
 
-// The elements in row-major order to host memory, by runs that are contiguous.
+// Copies the elements in row-major order to host memory, one contiguous run at a time.
 void copy_dense(const TensorView& from, char* to) {
   if (from.count() == 0) return;
   if (from.is_contiguous()) {

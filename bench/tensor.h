@@ -10,11 +10,11 @@
 
 namespace coterie::bench {
 
-// An owning, contiguous tensor on either device. Views of it stay good when it is moved.
+// An owning, contiguous tensor on either device. Views of it stay valid when it is moved.
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(const TensorLayout& layout, Device device);  // contents are not specified
+  Tensor(const TensorLayout& layout, Device device);  // contents are unspecified
   Tensor(HostTensor values, Device device);           // on the cpu without a copy
 
   const TensorView& view() const { return view_; }
@@ -32,7 +32,7 @@ std::int64_t bytes_of(const TensorView& view);
 // The values of a view on either device, in host memory.
 HostTensor host_copy(const TensorView& view);
 
-// Every byte of a contiguous view becomes 0xff: NaN in floating types, -1 in integers.
+// Sets every byte of a contiguous view to 0xff: NaN in floating types, -1 in signed integers.
 void poison(const TensorView& view);
 
 }  // namespace coterie::bench

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Threads for what is not the library's work: peaks, data, reference outputs.
+// Threads for work outside the library: peaks, data, reference outputs.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace coterie::bench {
 
-// task(0) .. task(count - 1) at the same time, each in its own thread, the first one in the
+// Runs task(0) .. task(count - 1) at the same time, each in its own thread, the first one in the
 // caller's.
 void run_in_threads(int count, const std::function<void(int)>& task);
 
-// task(0) .. task(count - 1) in any order on all cores.
+// Runs task(0) .. task(count - 1) in any order on all cores.
 void run_on_all_cores(std::int64_t count, const std::function<void(std::int64_t)>& task);
 
 }  // namespace coterie::bench

@@ -6,7 +6,7 @@
 namespace coterie::bench {
 namespace {
 
-// Pairs of one head that meet.
+// Query-key pairs that one head computes.
 struct Pairs {
   std::int64_t N;
   bool causal;
@@ -67,7 +67,7 @@ std::optional<double> attention_flops(const Entry& entry, const Problem& problem
 double least_bytes(const Problem& problem, Pass pass) {
   const std::int64_t heads = 2 * problem.heads + 2 * problem.kv_heads;  // q, out and k, v
   const std::int64_t bytes = problem.B * heads * problem.N * problem.D * dtype_bytes(problem.dtype);
-  // The backward pass reads all four and the output's gradient, and writes those of q, k and v.
+  // The backward pass reads all four and the output's gradient, and writes gradients of q, k and v.
   const int times = (pass != Pass::backward ? 1 : 0) + (pass != Pass::forward ? 2 : 0);
   return static_cast<double>(times * bytes);
 }

@@ -253,7 +253,7 @@ void integers(const std::string& text, std::int64_t& first, std::int64_t& second
   if (colon != std::string::npos) second = integer(text.substr(colon + 1));
 }
 
-// The words that stand for one value of an enumeration; false for any other.
+// Reads a word that names a value of an enumeration; false for any other word.
 bool read_choice(const std::string& word, Case& c) {
   static const std::map<std::string, Lengths> lengths = {
       {"padded", Lengths::padded}, {"packed", Lengths::packed}, {"drawn", Lengths::drawn}};

@@ -12,22 +12,22 @@
 
 namespace coterie::cases {
 
-// How the rows of a batch form sequences. padded: lengths that differ, one of them 0. packed: items
-// of different lengths in one batch entry, one of them empty, and rows left over; needs B = 1.
-// drawn: any lengths, 0 among them; packed in one batch entry, padded in several.
+// How the rows of a batch form sequences. padded: different lengths, one of them 0. packed: items
+// of different lengths in one batch entry, one of them empty, and unused rows; needs B = 1.
+// drawn: random lengths, including 0; packed for one batch entry, padded for several.
 enum class Lengths : std::uint8_t { none, padded, packed, drawn };
 
-// Where (B, H, N, D) lies in memory: as it is; as (B, N, H, D); or inside a larger tensor, so that
-// no stride is a product of sizes and no row is aligned.
+// Memory layout of (B, H, N, D): contiguous; as (B, N, H, D); or inside a larger tensor, where no
+// stride is a product of sizes and no row is aligned.
 enum class Layout : std::uint8_t { bhnd, bnhd, gaps };
 
 // normal: independent standard normal numbers. mixture: queries and keys around a few centres whose
 // popularity falls as 1/rank. equal: all queries, and all keys, of a head are one row. integers:
 // small integers, so that scores are exact in every type and many of them are tied.
-// The rest is unkind. Rows around centres, which are the mechanism's centroids where it has some:
+// The rest are adversarial. Rows around centres, which are the mechanism's centroids if it has any:
 // one_cluster (all around one), spread (each row around the next one), disjoint (queries around the
 // first half of them, keys around the others), sparse (around every eighth one), zipf (popularity
-// falls as 1/rank). repeated: seven rows, again and again. zeros: a third of the rows is 0. large:
+// falls as 1/rank). repeated: seven distinct rows. zeros: a third of the rows are 0. large:
 // rows times powers of two. huge: all elements of q are 6144, of k 7168. trained: embeddings fitted
 // to a bigram process, with positions. nonfinite: a few rows of q, k and v have NaN or infinities.
 enum class Data : std::uint8_t {
@@ -70,10 +70,10 @@ std::ostream& operator<<(std::ostream& out, const Case& c);
 std::vector<Case> all();
 
 // A case from words: "B3 H4:2 N113 S65 D64:32 causal mask padded|packed|drawn bnhd|gaps
-// f64|bf16|f16 mixture|equal|... logit_scale scale=0.5"; what is not said has the default.
+// f64|bf16|f16 mixture|equal|... logit_scale scale=0.5"; everything else has its default.
 Case make_case(const std::string& name, const std::string& spec, const std::string& shape);
 
-// Sizes that were left 0 replaced by what they stand for.
+// Replaces sizes that were left 0 by their defaults.
 Case completed(Case c);
 
 }  // namespace coterie::cases

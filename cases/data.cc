@@ -14,13 +14,13 @@ namespace {
 
 using Table = std::shared_ptr<const std::vector<double>>;
 
-// A number in (0, 1) for each row, beside its elements.
+// A number in (0, 1) for each row, independent of its elements.
 double row_unit(std::uint64_t seed, Tensor tensor, std::int64_t row) {
   return random_unit(stream(seed, tensor).at(static_cast<std::uint64_t>(row)).word[3]);
 }
 
-// The first row of each head everywhere; rows (per head) and dim are the last two sizes. In
-// sixteenths, so that sums of many equal rows are exact.
+// Repeats the first row of each head; rows (per head) and dim are the last two sizes. Values are
+// multiples of 1/16, so that sums of many equal rows are exact.
 Values equal_values(std::uint64_t seed, Tensor tensor, std::int64_t rows, std::int64_t dim) {
   return [normal = normal_values(seed, tensor), rows, dim](std::int64_t index) {
     return std::round(16.0 * normal(index / (rows * dim) * dim + index % dim)) / 16.0;
@@ -51,7 +51,7 @@ Values repeated_values(std::uint64_t seed, Tensor tensor, std::int64_t dim) {
   };
 }
 
-// Rows of normal numbers times factor(a number in (0, 1) for each row).
+// Rows of normal numbers, each times factor(the row's number in (0, 1)).
 template <class Factor>
 Values scaled_rows(std::uint64_t seed, Tensor tensor, std::int64_t dim, Factor factor) {
   return [=](std::int64_t index) {
@@ -65,7 +65,7 @@ struct Centres {
   std::int64_t heads = 1, count = 16;
 };
 
-// How many centres there are; those of routing and CAST are the centroids.
+// The number of centres; those of routing and CAST are the centroids.
 Centres centres_of(const Case& c, const Mechanism& mechanism) {
   if (const auto* p = std::get_if<RoutingParams>(&mechanism)) return {c.Hkv, p->clusters};
   if (const auto* p = std::get_if<CastParams>(&mechanism)) return {c.H, p->clusters};
@@ -98,8 +98,8 @@ std::int64_t centre_of(Data data, std::int64_t centres, bool key, double unit, s
   }
 }
 
-// Embeddings of a few symbols as context and as target, both trained for a few steps of gradient
-// descent to predict the next symbol of a bigram process: softmax(context . target) ~ P.
+// Context and target embeddings of a few symbols, trained for a few steps of gradient descent to
+// predict the next symbol of a bigram process: softmax(context . target) ~ P.
 struct Bigrams {
   static constexpr std::int64_t kSymbols = 24;
   std::int64_t dim;
@@ -197,7 +197,7 @@ Values TokenData::trained_values(Tensor tensor) const {
   const std::int64_t dim = case_.Dk, rows = tensor == kQ ? case_.N : case_.S;
   const std::int64_t heads = tensor == kQ ? case_.H : case_.Hkv, group = heads / case_.Hkv;
   const Bigrams bigrams(seed_, dim);
-  // Symbols of each batch entry; keys of other numbers than queries have their own.
+  // Symbols of each batch entry; queries and keys have the same if their numbers agree.
   std::vector<std::int32_t> symbols;
   const RandomStream s = stream(seed_, kTokens);
   for (std::int64_t b = 0; b < case_.B; ++b)
@@ -211,7 +211,7 @@ Values TokenData::trained_values(Tensor tensor) const {
       std::make_shared<const std::vector<double>>(tensor == kQ ? bigrams.context : bigrams.target);
   return [=](std::int64_t index) {
     const std::int64_t row = index / dim, i = row % rows, head = row / rows % heads;
-    // Heads have the embeddings' elements in another order.
+    // Each key/value head has the embeddings' elements in a different order.
     const std::int64_t d = (index % dim + head / group) % dim;
     const double rate = std::pow(1e-4, static_cast<double>(d / 2 * 2) / static_cast<double>(dim));
     const std::int32_t symbol = (*of_rows)[row / rows / heads * rows + i];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The values of a problem's tensors: pure functions of case, seed and place.
+// The values of a problem's tensors: pure functions of case, seed and index.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace coterie::cases {
 
-// Numbers the streams of a problem.
+// Numbers of a problem's random streams.
 enum Tensor : std::uint32_t {
   kQ,
   kK,
@@ -49,7 +49,7 @@ class TokenData {
   std::uint64_t seed_;
 };
 
-// fill() of a (B, H, N, D) tensor, by several threads where there are many elements.
+// fill() of a (B, H, N, D) tensor, with several threads if there are many elements.
 void fill_rows(const TensorView& tensor, const Values& values);
 
 }  // namespace coterie::cases

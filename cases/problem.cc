@@ -23,7 +23,7 @@ TensorView new_ints(std::vector<HostTensor>& storage, const std::vector<std::int
   return view;
 }
 
-// Lengths drawn for `items` sequences of at most `rows` rows, one in five of them empty.
+// Random lengths of `items` sequences of at most `rows` rows; about one in five is empty.
 std::vector<std::int64_t> drawn_lengths(std::int64_t items, std::int64_t rows, std::uint64_t seed) {
   const RandomStream s = stream(seed, kLengths);
   std::vector<std::int64_t> lengths;
@@ -35,7 +35,7 @@ std::vector<std::int64_t> drawn_lengths(std::int64_t items, std::int64_t rows, s
   return lengths;
 }
 
-// The same packed: drawn cuts, one in five of them twice.
+// The same for packed sequences: sorted random offsets, about one in five of them 0.
 std::vector<std::int64_t> drawn_offsets(std::int64_t items, std::int64_t rows, std::uint64_t seed) {
   std::vector<std::int64_t> cuts = drawn_lengths(items, rows, seed);
   std::sort(cuts.begin(), cuts.end());
@@ -43,14 +43,13 @@ std::vector<std::int64_t> drawn_offsets(std::int64_t items, std::int64_t rows, s
   return cuts;
 }
 
-// Sequences of `rows` rows; packed ones leave the last two rows to nobody. `keys` of
-// cross-attention get other lengths than the queries, so that there are items with queries and no
-// keys and the reverse.
+// Sequences of `rows` rows; packed ones leave the last two rows unused. `keys` of cross-attention
+// get other lengths than the queries, so that some items have queries but no keys and the reverse.
 Sequences make_sequences(const Case& c, std::int64_t rows, bool keys, std::uint64_t seed,
                          std::vector<HostTensor>& storage) {
   Sequences sequences;
   if (c.lengths == Lengths::drawn) {
-    // Equal for queries and keys unless their numbers differ.
+    // The same for queries and keys unless their numbers differ.
     const std::uint64_t own = c.N != c.S && keys ? seed + 1 : seed;
     const std::int64_t items = 1 + random_below(stream(seed, kLengths), 0, 12);
     if (c.B > 1)
@@ -78,7 +77,7 @@ Sequences make_sequences(const Case& c, std::int64_t rows, bool keys, std::uint6
   return sequences;
 }
 
-// NaN in the rows (dimension `dim`) of no sequence.
+// Writes NaN into the rows (dimension `dim`) that belong to no sequence.
 void spoil_padding(const TensorView& tensor, const Sequences& sequences, int dim) {
   for (std::int64_t b = 0; b < tensor.size(0); ++b) {
     const std::int64_t used = used_rows(sequences, b, tensor.size(dim));
@@ -87,7 +86,7 @@ void spoil_padding(const TensorView& tensor, const Sequences& sequences, int dim
   }
 }
 
-// NaN or an infinity in one element or all of one to three rows of q, k and v each.
+// Writes NaN or an infinity into one or all elements of up to three rows each of q, k and v.
 void spoil_rows(const AttentionInputs& inputs, std::uint64_t seed) {
   const RandomStream s = stream(seed, kSpoilt);
   std::uint64_t index = 0;
@@ -108,7 +107,7 @@ void spoil_rows(const AttentionInputs& inputs, std::uint64_t seed) {
   }
 }
 
-// (B, H, N, S) by stride 0 over heads; one row in eight admits nothing.
+// (B, H, N, S) with stride 0 over heads; one row in eight admits nothing.
 TensorView make_mask(const Case& c, std::uint64_t seed, std::vector<HostTensor>& storage) {
   TensorView mask = new_tensor(storage, DType::u8, {c.B, 1, c.N, c.S});
   fill_rows(mask, [&](std::int64_t index) {
@@ -122,7 +121,7 @@ TensorView make_mask(const Case& c, std::uint64_t seed, std::vector<HostTensor>&
   return mask;
 }
 
-// The tensors that only routing and CAST take.
+// The tensors that only routing and CAST use.
 void add_parameters(const Case& c, std::uint64_t seed, Problem& problem) {
   const DType dtype = accumulator_dtype(c.dtype);
   const Values centroids =
@@ -146,7 +145,7 @@ void add_parameters(const Case& c, std::uint64_t seed, Problem& problem) {
   }
 }
 
-// A poisoned tensor like an input, or none where the input is absent.
+// A poisoned tensor like an input, or none if the input is absent.
 TensorView like(const TensorView& input, Layout layout, std::vector<HostTensor>& storage) {
   if (!input.present()) return {};
   return new_tensor(storage, input.dtype,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Inputs made from a case and a seed, and memory for running it.
+// Inputs generated from a case and a seed, and memory for running it.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace coterie::cases {
 
-// Inputs of attention and the gradient of its output; the views see `storage`, so a problem can be
-// moved and not copied. Rows of no sequence are NaN.
+// Inputs of attention and the gradient of its output. The views point into `storage`, so a problem
+// can be moved but not copied. Rows that belong to no sequence are NaN.
 struct Problem {
   Problem() = default;
   Problem(Problem&&) = default;
@@ -30,8 +30,8 @@ struct Problem {
 // Values are a pure function of case and seed.
 Problem make_problem(const Case& c, std::uint64_t seed);
 
-// What a pass writes: before the pass floating-point elements are NaN, integers 0x7F7F..., so that
-// an element that was not written shows. out and gradients have the problem's layout.
+// What a pass writes. Before the pass floating-point elements are NaN and integers 0x7F7F..., which
+// reveals elements that were not written. out and gradients have the problem's layout.
 struct Pass {
   Pass() = default;
   Pass(Pass&&) = default;
@@ -40,24 +40,24 @@ struct Pass {
   AttentionResult result;
   std::size_t selection_count = 0;
   AttentionGradients gradients;
-  Buffers buffers;  // of the saved tensors and the workspace
-  Workspace workspace;       // of exactly the bytes asked for
+  Buffers buffers;      // of the saved tensors and the workspace
+  Workspace workspace;  // of exactly the required size
   std::vector<HostTensor> storage;
 };
 
-// Memory only.
+// Allocates the memory without running anything.
 Pass prepare(const Problem& problem);
 // attention_forward in fresh memory.
 Pass run_forward(const Problem& problem);
-// attention_backward after run_forward; every gradient that the problem has.
+// attention_backward after run_forward, with every gradient that the problem has.
 void run_backward(const Problem& problem, Pass& run);
 
-// How many of the rows of batch entry b belong to a sequence; the rest is padding.
+// The number of rows of batch entry b that belong to a sequence; the rest is padding.
 std::int64_t used_rows(const Sequences& sequences, std::int64_t b, std::int64_t rows);
 
 // Fills all elements of a contiguous tensor with the pattern that Pass describes.
 void poison(const TensorView& tensor);
-// A view of a new poisoned tensor with that layout; sizes (B, H, N, D).
+// A view of a new poisoned tensor with the given layout; sizes (B, H, N, D).
 TensorView new_tensor(std::vector<HostTensor>& storage, DType dtype,
                       const std::vector<std::int64_t>& sizes, Layout layout = Layout::bhnd);
 

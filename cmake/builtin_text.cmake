@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # cmake -DROOT=repository -DLIST=file with names -DOUT=source -P cmake/builtin_text.cmake writes a C++
-# source with the text of all the files, each after a line with its name.
+# source that contains the text of all listed files, each after a line with its name.
 file(READ ${LIST} names)
 set(mark coterie_text)  # delimits the raw string literals
 
@@ -12,7 +12,7 @@ string(APPEND source "const std::string_view kBuiltinText =\n")
 foreach(name IN LISTS names)
   file(READ ${ROOT}/${name} text)
   if(text MATCHES "\\)${mark}\"")
-    message(FATAL_ERROR "${name} has the mark at which the built-in text ends")
+    message(FATAL_ERROR "${name} contains the delimiter of the built-in text, )${mark}\"")
   endif()
   string(APPEND source "R\"${mark}(=== ${name} ===\n${text}\n)${mark}\"\n")
 endforeach()

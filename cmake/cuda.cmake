@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Decides whether the CUDA room is built: sets COTERIE_WITH_CUDA and enables the language.
+# Decides whether the CUDA back end is built: sets COTERIE_WITH_CUDA and enables the language.
 set(COTERIE_WITH_CUDA OFF)
 if(NOT COTERIE_CUDA)
   coterie_report(CUDA out "COTERIE_CUDA is OFF")
@@ -16,7 +16,7 @@ elseif(NOT CMAKE_CUDA_COMPILER)
   endif()
 endif()
 if(NOT DEFINED CMAKE_CUDA_HOST_COMPILER AND NOT DEFINED ENV{CUDAHOSTCXX})
-  set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})  # nvcc's own choice may be an older one
+  set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})  # nvcc's default may be an older one
 endif()
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 90 CACHE STRING "GPU architectures to compile for")
@@ -27,7 +27,7 @@ if(COTERIE_CUDA STREQUAL "AUTO")
     coterie_report(CUDA out "nvcc was not found")
     return()
   endif()
-  # A toolkit that does not accept this host compiler must not stop a build that can do without.
+  # A toolkit that rejects this host compiler must not fail the build, which works without CUDA.
   if(NOT DEFINED COTERIE_NVCC_WORKS)
     set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/probe.cu)
     file(WRITE ${probe} "int main() { return 0; }\n")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-# CPU kernels are compiled once per instruction set, each time into a namespace of its own
+# CPU kernels are compiled once per instruction set, each time into a separate namespace
 # (COTERIE_ISA); src/cpu chooses one of them at run time.
 set(COTERIE_ISAS baseline avx2 avx512 avx512_bf16)
-set(COTERIE_ISA_FLAGS_baseline "")  # x86-64 as it is
+set(COTERIE_ISA_FLAGS_baseline "")  # plain x86-64
 set(COTERIE_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mpopcnt)
 set(COTERIE_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vpopcntdq -mavx512ifma
   -mfma -mf16c -mpopcnt -mprefer-vector-width=512)
@@ -17,7 +17,7 @@ function(coterie_isa_libraries name)
     add_library(${name}_${isa} OBJECT ${ARGN})
     target_link_libraries(${name}_${isa} PRIVATE coterie_room)
     target_compile_definitions(${name}_${isa} PRIVATE COTERIE_ISA=${isa})
-    # No errno and no traps lets g++ vectorise; -ffast-math would give up NaN, -inf and the order of
+    # Without errno and traps g++ can vectorise; -ffast-math would give up NaN, -inf and the order of
     # sums, which the numerics rely on.
     target_compile_options(${name}_${isa} PRIVATE ${COTERIE_KERNEL_OPTIMIZE} -fno-math-errno
       -fno-trapping-math ${COTERIE_ISA_FLAGS_${isa}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Libraries of the rooms above the core. A room that misses one of them leaves itself out and says so.
+# Libraries of the parts above the core. A part whose library is missing is not built and reports that.
 if(NOT COTERIE_APPS AND NOT COTERIE_TESTS)
   return()
 endif()
@@ -13,7 +13,7 @@ foreach(package CLI11 fmt nlohmann_json LibArchive)
   endif()
 endforeach()
 
-# Sets `out` to those of the packages that were not found.
+# Sets `out` to the packages that were not found.
 function(coterie_missing_packages out)
   set(missing)
   foreach(package IN LISTS ARGN)

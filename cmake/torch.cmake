@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-# Decides whether the torch door is built: sets COTERIE_WITH_TORCH and makes the target
-# coterie_libtorch. Torch's own find_package(Torch) is not used: for a torch with CUDA it demands the
-# CUDA toolkit and changes the flags of our CUDA files, while the door needs torch's headers and
-# libraries and nothing of CUDA.
+# Decides whether the torch bindings are built: sets COTERIE_WITH_TORCH and creates the target
+# coterie_libtorch. find_package(Torch) is not used: for a torch with CUDA it requires the CUDA
+# toolkit and changes the flags of our CUDA files, while the bindings need only torch's headers and
+# libraries.
 set(COTERIE_WITH_TORCH OFF)
 if(NOT COTERIE_TORCH)
   coterie_report(torch out "COTERIE_TORCH is OFF")
   return()
 endif()
 
-# Torch of the repository's own environment, or of the python in use; found without importing it.
+# The torch of the repository's .venv or of the python in use; found without importing it.
 function(coterie_ask_python_for_torch out)
   set(question "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
   foreach(python ${PROJECT_SOURCE_DIR}/.venv/bin/python python3 python)
@@ -51,8 +51,8 @@ endif()
 add_library(coterie_libtorch INTERFACE IMPORTED GLOBAL)
 target_include_directories(coterie_libtorch SYSTEM INTERFACE ${root}/include
   ${root}/include/torch/csrc/api/include)
-# libtorch.so brings torch's CUDA part into the process, which no symbol asks for. It also exports a
-# std::filesystem::remove_all of its own that calls address 0: the standard library comes before it.
+# libtorch.so loads torch's CUDA part, although no symbol refers to it. It also exports its own
+# std::filesystem::remove_all, which calls address 0: the standard library must come before it.
 target_link_libraries(coterie_libtorch INTERFACE stdc++
   -Wl,--no-as-needed,${root}/lib/libtorch.so,--as-needed ${root}/lib/libtorch_cpu.so
   ${root}/lib/libc10.so)

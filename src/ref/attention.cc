@@ -47,7 +47,7 @@ T scale_of(const Mechanism& mechanism, const AttentionInputs& inputs) {
   return static_cast<T>(1.0 / std::sqrt(static_cast<double>(inputs.q.size(3))));
 }
 
-// (H, C, Dk), or fewer heads shared by consecutive query heads: the rows of one head.
+// The rows of one head of (H, C, Dk); consecutive query heads share one if there are fewer heads.
 TensorView head_of(const TensorView& tensor, const Place& place) {
   return tensor.narrowed(0, place.head / (place.num_heads / tensor.size(0)), 1);
 }
@@ -109,7 +109,7 @@ TensorView dense_like(std::vector<T>& values, const TensorView& like) {
   return view;
 }
 
-// Gradients of one item and head into those of the call.
+// Adds the gradients of one item and head to those of the call.
 template <class T>
 void scatter(const Call<T>& call, const Place& place, const ProblemGradients<T>& from,
              Gradients<T>& to) {

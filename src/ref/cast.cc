@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // CAST: surrogate tokens S_c attract clusters I_c. A token attends inside its own clusters and to
 // one summary of each other cluster; with q-affinity Aq = Q S^T, k-affinity Ak = K S^T, gate phi:
-//   alpha_i = f over clusters of scale Aq_ic psi(phi_i)         how token i mixes the clusters
+//   alpha_i = f over clusters of scale Aq_ic psi(phi_i)         token i's weights of the clusters
 //   beta_c  = f over members j of scale Ak_jc psi(-phi_j)       the summary of a cluster
 //   W_i     = sum_c alpha_ic (f over members of scale q_i . k_j if i is in I_c, else beta_c)
-// f is softmax or laplace, psi(x) = 1 + log(1 + e^x). Clusters without members are left out.
+// f is softmax or laplace, psi(x) = 1 + log(1 + e^x). Clusters without members are excluded.
 // A reconstruction of van Engelenhoven et al., "CAST", 2024.
 #include <algorithm>
 #include <cmath>
@@ -17,8 +17,7 @@ namespace coterie::ref {
 
 namespace {
 
-// laplace(x) = (1 + erf((x - mu) / (sigma sqrt 2))) / 2 with mu = sqrt(1/2), sigma = sqrt(1/(4
-// pi)).
+// laplace(x) = (1 + erf((x - mu) / (sigma sqrt 2))) / 2,  mu = sqrt(1/2), sigma = sqrt(1/(4 pi)).
 constexpr double kPi = 3.14159265358979323846;
 const double kLaplaceMu = std::sqrt(0.5), kLaplaceSigma = std::sqrt(0.25 / kPi);
 
@@ -59,7 +58,7 @@ T sigmoid(T x) {
   return 1 / (1 + std::exp(-x));
 }
 
-// psi(sign phi_i) for every token, 1 without gate_scale. The softplus is written so as not to
+// psi(sign phi_i) for every token, 1 without gate_scale. This form of the softplus does not
 // overflow.
 template <class T>
 std::vector<T> gate_factors(const CastParams& params, const std::vector<T>& gate, T sign) {
@@ -123,7 +122,7 @@ std::vector<Row> inner_rows(const std::vector<Index>& members) {
   return rows;
 }
 
-// What each token takes from cluster c: its own attention inside, or the summary.
+// Each token's weights within cluster c: its own attention if it is a member, else the summary.
 template <class T>
 Matrix<T> cluster_weights(const CastParams& params, const Parts<T>& parts, Index c) {
   Matrix<T> weights = activate(params.activation, parts.inner_logits, inner_rows(parts.members[c]));
@@ -229,7 +228,7 @@ Matrix<T> clustering_scores(const CastParams& params, const std::vector<Problem<
 template <class T>
 void select_members(const CastParams& params, const std::vector<Problem<T>>& heads) {
   const Matrix<T> scores = clustering_scores(params, heads);
-  // With `single` every token must find a place, whatever the size asked for.
+  // With `single` every token must get a slot, even if `size` is too small.
   const Index fair = (scores.rows + params.clusters - 1) / params.clusters;
   const Lists members =
       params.mode == CastMode::topk

@@ -29,7 +29,7 @@ Matrix<T> rows_of_head(const std::vector<Place>& places, const TensorView& x, In
 
 // Farthest first among a random sample of the rows: each next centroid is the candidate whose
 // largest inner product with those chosen is smallest. Random rows alone would give several
-// centroids to whatever kind of token is most frequent.
+// centroids to the most frequent kind of token.
 template <class T>
 Matrix<T> initial_centroids(const SphericalKMeansParams& params, Index head, Index clusters,
                             const Matrix<T>& rows) {
@@ -100,8 +100,8 @@ void add_totals(const Place& place, const TensorView& x, const TensorView& label
   }
 }
 
-// One head: count and sum move towards the batch's, mu = sum / smoothed count, the smoothing
-// keeping the total: (count + e) / (total + C e) total.
+// One head: count and sum move towards the batch's, mu = sum / smoothed count. The smoothing
+// (count + e) / (total + C e) total preserves the total.
 template <class T>
 void move_average(T decay, const LabelTotals<T>& batch, const CentroidState& state) {
   constexpr T kSmoothing = static_cast<T>(1e-5);

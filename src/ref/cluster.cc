@@ -82,7 +82,8 @@ HammingClusters hamming_clusters(const HammingProblem& params,
 
 namespace {
 
-// Covariance of at most 8 Dk evenly spaced keys: the differences between queries that matter.
+// Covariance of at most 8 Dk evenly spaced keys: weighs differences between queries by their effect
+// on the logits.
 template <class T>
 Matrix<T> key_covariance(const Matrix<T>& keys) {
   const Index samples = std::min(keys.rows, 8 * keys.cols);

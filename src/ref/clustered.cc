@@ -13,7 +13,7 @@ namespace coterie::ref {
 
 namespace {
 
-// What all three forms derive from the labels.
+// Data that all three forms derive from the labels.
 template <class T>
 struct Clusters {
   std::vector<Index> labels;
@@ -47,7 +47,7 @@ Clusters<T> saved_clusters(Index count, const Problem<T>& problem) {
   return clusters_of(read_indices(problem.place.queries(problem.saved[0])), count, problem);
 }
 
-// From the gradient of A_c to keys and, through the means, to queries.
+// Propagates the gradient of A_c to the keys and, through the means, to the queries.
 template <class T>
 void centroid_backward(const Clusters<T>& clusters, const Problem<T>& problem,
                        const Matrix<T>& drows, ProblemGradients<T>& gradients) {
@@ -116,7 +116,7 @@ void top_backward(const Top<T>& top, const Problem<T>& problem, const Matrix<T>&
   add(gradients.dk, transposed_multiply(dlogits, problem.q));
 }
 
-// Summed over the top keys themselves: accurate when the mass is small.
+// Summed over the top keys instead of 1 minus the rest: accurate when the mass is small.
 template <class T>
 std::vector<T> masses(const Matrix<T>& shared, const Lists& top_keys) {
   std::vector<T> mass(top_keys.size(), 0);
@@ -168,7 +168,7 @@ void improved_backward(const ImprovedClusteredParams& params, const Problem<T>& 
   centroid_backward(clusters, problem, drows, gradients);
 }
 
-// Labels, order and offsets; returns the clusters.
+// Writes labels, order and offsets; returns the clusters.
 template <class T>
 Clusters<T> select_clusters(const ClusteringParams& params, const Problem<T>& problem) {
   const Clusters<T> clusters =

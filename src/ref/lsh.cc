@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// LSH attention: tokens sorted by hash bucket, attending inside chunks of the sorted order and to
-// the chunk before. s_ij = scale q_i . q_j / |q_j|.
-//   combine=lse   one softmax over the keys of all rounds, self only where no round meets another
-//                 key, the first chunk also sees the last (Reformer, Kitaev et al. 2020)
+// LSH attention: tokens are sorted by hash bucket and attend to their chunk of the sorted order and
+// to the chunk before it. s_ij = scale q_i . q_j / |q_j|.
+//   combine=lse   one softmax over the keys of all rounds; self only if no round has another key;
+//                 the first chunk also sees the last (Reformer, Kitaev et al. 2020)
 //   combine=mean  the mean of the rounds' softmaxes, self kept in each
 #include <algorithm>
 #include <cmath>
@@ -60,7 +60,7 @@ std::vector<Index> visible_slots(const LshParams& params, Index chunk, Index tok
   return slots;
 }
 
-// The keys each query meets in one round.
+// The keys each query sees in one round.
 Lists keys_of_round(const LshParams& params, const std::vector<Index>& order, bool causal) {
   Lists keys(order.size());
   for (std::size_t slot = 0; slot < order.size(); ++slot) {

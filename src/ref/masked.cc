@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Softmax over the keys that positions and a mask admit: full, local, strided; and over the best of
-// them: oracle-top. s_ij = scale q_i . k_j.
+// Softmax over the keys that positions and a mask admit (full, local, strided), or over the best of
+// them (oracle-top). s_ij = scale q_i . k_j.
 #include "ref/problem.h"
 #include "ref/rows.h"
 #include "ref/selection.h"
@@ -9,7 +9,7 @@ namespace coterie::ref {
 
 namespace {
 
-// Whether a query at position i may see key j, beyond causality and mask.
+// Whether the pattern lets a query at position i see key j; causality and mask come in addition.
 bool in_pattern(const FullParams&, Index, Index, bool) { return true; }
 bool in_pattern(const OracleTopParams&, Index, Index, bool) { return true; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Dense row-major matrices and the three products the formulas use.
+// Dense row-major matrices and the three products that the formulas use.
 #pragma once
 
 #include <cstdint>

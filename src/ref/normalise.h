@@ -33,7 +33,7 @@ Matrix<T> normalised_rows(Matrix<T> x) {
   return x;
 }
 
-// dx = (dy - mean(dy) - y mean(dy y)) / sigma; exact with the constant in sigma.
+// dx = (dy - mean(dy) - y mean(dy y)) / sigma; exact also with the constant in sigma.
 template <class T>
 Matrix<T> normalised_rows_backward(const Matrix<T>& x, const Matrix<T>& dy) {
   const Matrix<T> y = normalised_rows(x);

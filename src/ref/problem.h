@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The attention of one item and head: what a mechanism's formulas see, and the functions that each
-// mechanism provides. Parameters hold no `automatic` any more.
+// The attention of one item and head: the inputs of a mechanism's formulas, and the functions that
+// each mechanism provides. Parameters are resolved: none is `automatic`.
 #pragma once
 
 #include <functional>
@@ -24,12 +24,12 @@ struct Problem {
   Place place;
   std::vector<TensorView> saved;  // of the whole call
 
-  // Where query i stands among the keys.
+  // Position of query i among the keys.
   Index position(Index i) const { return causal ? i + k.rows - q.rows : i; }
 };
 
-// Gradients of one problem, of the shapes of its inputs. With shared queries and keys all of it
-// goes to dq.
+// Gradients of one problem, with the shapes of its inputs. If queries and keys are shared, dq
+// contains both gradients.
 template <class T>
 struct ProblemGradients {
   Matrix<T> dq, dk, dcentroids;
@@ -37,8 +37,8 @@ struct ProblemGradients {
   T dlogit_scale = 0;
 };
 
-// A mechanism: its weights W (queries x keys) for the selection in problem.saved; the gradients for
-// a gradient of W, added to `gradients`; and the selection itself, written to problem.saved. CAST
+// A mechanism: its weights W (queries x keys) for the selection in problem.saved; the backward pass
+// from a gradient of W, added to `gradients`; and the selection, written to problem.saved. CAST
 // selects for all heads of an item at once.
 template <class T>
 struct Formula {

@@ -3,8 +3,8 @@
 // per formula. With T = double it is the oracle of the tests; with T = float it is the naive
 // implementation whose error the kernels are measured against.
 //
-// Every mechanism is linear in the values, out = W v, so a mechanism is its weight matrix
-// W (queries x keys) of one item and head, and the derivative of W.
+// Every mechanism is linear in the values, out = W v, so it is defined by the weight matrix
+// W (queries x keys) of one item and head and by the derivative of W.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace coterie::ref {
 
-// Dense row-major tensors in the order of the view they mirror; empty when not asked for.
+// Dense row-major tensors with the shapes of the inputs; empty if the mechanism has no such input.
 template <class T>
 struct Gradients {
   std::vector<T> dq, dk, dv, dcentroids, dgate, dlogit_scale;
@@ -27,8 +27,8 @@ template <class T>
 void select(const Mechanism& mechanism, const AttentionInputs& inputs,
             const std::vector<TensorView>& saved);
 
-// Implied weights (B, H, N, S), zero where nothing is attended; packed batches have B = 1 and
-// weights only inside an item.
+// Weights (B, H, N, S) that the mechanism implies, 0 for keys that are not attended; packed batches
+// have B = 1 and weights only inside an item.
 template <class T>
 std::vector<T> weights(const Mechanism& mechanism, const AttentionInputs& inputs,
                        const std::vector<TensorView>& saved);
@@ -43,8 +43,8 @@ template <class T>
 Gradients<T> backward(const Mechanism& mechanism, const AttentionInputs& inputs,
                       const std::vector<TensorView>& saved, const TensorView& grad_out);
 
-// The operations of hash.h, cluster.h, select.h and group.h, with arithmetic in T; arguments and
-// contracts are theirs. Those without T have no arithmetic.
+// The operations of hash.h, cluster.h, select.h and group.h with arithmetic in T and the same
+// arguments and contracts. Those without T have no floating-point arithmetic.
 template <class T>
 void isotropic_planes(std::uint64_t seed, bool bias, const TensorView& planes,
                       const TensorView& thresholds);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Routing attention: rows are normalised, y = (x - mean) / sigma; clusters of tokens near a
-// centroid attend inside. s_ij = scale logit_scale qn_i . kn_j.
-//   top       each centroid takes its best `window` queries and keys; the rows of a query in
-//   several
-//             clusters add up, divided by their number + count_eps
+// Routing attention: rows are normalised, y = (x - mean) / sigma; tokens near a centroid form a
+// cluster and attend to each other. s_ij = scale logit_scale qn_i . kn_j.
+//   top       each centroid selects its best `window` queries and keys; the rows of a query in
+//             several clusters are summed and divided by their number + count_eps
 //   balanced  tokens are partitioned into clusters of equal size
 //   nearest   a query sees the `window` latest keys of its nearest clusters (strictly causal)
 // Roy, Saffar, Vaswani, Grangier, "Efficient Content-Based Sparse Attention with Routing
@@ -19,7 +18,7 @@ namespace coterie::ref {
 
 namespace {
 
-// Positions of the tensors in `saved`; those of the keys are missing with share_qk.
+// Positions of the tensors in `saved`; with share_qk, labels and members of keys are the queries'.
 struct Layout {
   int q_members = 0, k_members = 0;  // top, balanced
   int q_labels = 0, k_labels = 0, q_order = 0, q_offsets = 0, k_order = 0,
@@ -37,7 +36,7 @@ Layout layout_of(const RoutingParams& params) {
           .k_offsets = 4 + keys};
 }
 
-// Drops the query's own key where it has another.
+// With `demote`, drops the query's own key if it has another.
 void demote_self(const RoutingParams& params, Index self, std::vector<Index>& keys) {
   if (params.self == SelfAttention::demote && keys.size() > 1) std::erase(keys, self);
 }
@@ -62,7 +61,7 @@ std::vector<Row> member_rows(const RoutingParams& params, const Problem<T>& prob
   return rows;
 }
 
-// The item's part of q_order, which holds min(queries_in, C) entries per query.
+// The item's part of q_order, which has min(queries_in, C) entries per query.
 template <class T>
 TensorView pairs_of(const RoutingParams& params, const Problem<T>& problem) {
   const Index m = std::min(params.queries_in, params.clusters);
@@ -73,7 +72,7 @@ TensorView pairs_of(const RoutingParams& params, const Problem<T>& problem) {
       .narrowed(2, span.begin * m, span.length * m);
 }
 
-// The clusters each query looks into, from the saved (query, cluster) pairs.
+// The clusters of each query, from the saved (query, cluster) pairs.
 template <class T>
 Lists clusters_of_queries(const RoutingParams& params, const Problem<T>& problem) {
   const Layout at = layout_of(params);
@@ -87,7 +86,7 @@ Lists clusters_of_queries(const RoutingParams& params, const Problem<T>& problem
   return clusters;
 }
 
-// By the definition in sets: the union over the query's clusters of their `window` latest keys.
+// Directly from the definition: the union over the query's clusters of their `window` latest keys.
 template <class T>
 std::vector<Row> strict_rows(const RoutingParams& params, const Problem<T>& problem) {
   const Layout at = layout_of(params);
@@ -144,7 +143,7 @@ Lists select_members(const RoutingParams& params, const Matrix<T>& scores) {
   return members_of(balanced_walk(scores, capacity), params.clusters);
 }
 
-// Nearest clusters; pairs (query, cluster) and keys sorted by cluster.
+// Writes the nearest clusters, and pairs (query, cluster) and keys sorted by cluster.
 template <class T>
 void select_runs(const RoutingParams& params, const Problem<T>& problem, const Matrix<T>& q_scores,
                  const Matrix<T>& k_scores) {

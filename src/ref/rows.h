@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Softmax over lists of keys: what every mechanism's weights are made of.
+// Softmax over lists of keys. Every mechanism's weights are built from it.
 //
-//   W(i, j) = sum over the rows of query i of factor * #(j in keys) * exp(s_ij) / sum_keys
-//   exp(s_il)
+//   W(i, j) = sum over the rows of query i of
+//             factor * #(j in keys) * exp(s_ij) / (sum over l in keys of exp(s_il))
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct Row {
   double factor = 1.0;
 };
 
-// The weight of each entry of row.keys, factor left out.
+// The weight of each entry of row.keys, without the factor.
 template <class T>
 std::vector<T> softmax(const Matrix<T>& logits, const Row& row) {
   T top = -std::numeric_limits<T>::infinity();

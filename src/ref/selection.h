@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The selections of the mechanisms, for one item and head. Every one is a total order: better score
+// The selections of the mechanisms, for one item and head. All use a total order: better score
 // first, then lower index; NaN ranks as -inf.
 #pragma once
 
@@ -17,7 +17,7 @@ template <class T>
 std::vector<Index> top_of_row(const Matrix<T>& scores, Index row, std::vector<Index> candidates,
                               Index count);
 
-// For every row the `count` best columns, ascending.
+// The `count` best columns of every row, ascending.
 template <class T>
 Lists top_of_rows(const Matrix<T>& scores, Index count);
 
@@ -25,15 +25,16 @@ Lists top_of_rows(const Matrix<T>& scores, Index count);
 template <class T>
 std::vector<Index> best_of_rows(const Matrix<T>& scores);
 
-// Tokens (rows) to clusters (columns), at most `capacity` each: pairs by descending score, ties by
-// lower token, then lower cluster, are accepted while token and slot are free. -1: no slot left.
+// Assigns tokens (rows) to clusters (columns), at most `capacity` each: pairs are visited by
+// descending score, ties by lower token, then lower cluster; a pair is accepted if its token and a
+// slot are free. -1: no slot left.
 template <class T>
 std::vector<Index> balanced_walk(const Matrix<T>& scores, Index capacity);
 
 // Members of each cluster, ascending; tokens labelled -1 are in none.
 Lists members_of(const std::vector<Index>& labels, Index clusters);
 
-// The concatenation of lists, and where each starts.
+// The concatenation of lists, and the start of each.
 struct Runs {
   std::vector<Index> order, offsets;
 };
@@ -47,7 +48,7 @@ Matrix<T> transposed(const Matrix<T>& matrix) {
   return result;
 }
 
-// Means of the rows of x by label; rows of empty clusters are taken from `otherwise`.
+// Means of the rows of x by label; empty clusters get their row of `otherwise`.
 template <class T>
 Matrix<T> means_of(const Matrix<T>& x, const std::vector<Index>& labels, Matrix<T> otherwise);
 
@@ -67,7 +68,7 @@ std::vector<T> thresholds_at_mean(const Matrix<T>& planes, const Matrix<T>& quer
 template <class T>
 std::vector<std::uint64_t> codes_of(const Matrix<T>& x, const Planes<T>& planes);
 
-// Lloyd iterations in Hamming distance; centroids of the last assignment come with the labels.
+// Result of Lloyd iterations in Hamming distance; the labels belong to the returned centroids.
 struct HammingClusters {
   std::vector<Index> labels;
   std::vector<std::uint64_t> centroids;

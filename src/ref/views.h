@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Between tensors of any type and strides and the matrices and lists of one item and head.
+// Converts between tensors of any type and strides and matrices and lists of one item and head.
 #pragma once
 
 #include <string>
@@ -14,8 +14,8 @@ namespace coterie::ref {
 
 using Lists = std::vector<std::vector<Index>>;
 
-// One item and query head of a call, and where its rows lie in the call's tensors. A tensor with
-// fewer heads is shared by consecutive heads, one with a single item by all items.
+// One item and query head of a call, and the position of its rows in the call's tensors.
+// Consecutive heads share a tensor with fewer heads; all items share one with a single item.
 struct Place {
   Index item = 0, head = 0, num_heads = 1, num_kv_heads = 1;
   Span q, k;
@@ -32,8 +32,7 @@ struct Place {
 
 // The places of a call, item by item.
 std::vector<Place> make_places(const char* op, const AttentionInputs& inputs);
-// The places of one tensor x (B, H, N, ...): its rows are queries and keys. `num_heads` is H or
-// more.
+// The places of one tensor x (B, H, N, ...), whose rows are both queries and keys; num_heads >= H.
 std::vector<Place> make_places(const char* op, const Sequences& sequences, const TensorView& x,
                                Index num_heads);
 
@@ -60,7 +59,7 @@ void add_matrix(const TensorView& tensor, const Matrix<T>& matrix) {
   write_matrix(tensor, sum);
 }
 
-// A view of our own dense result.
+// A view of a dense result.
 template <class T>
 TensorView dense_view(std::vector<T>& values, std::initializer_list<Index> sizes) {
   return TensorView::contiguous(values.data(), std::is_same_v<T, double> ? DType::f64 : DType::f32,
@@ -73,7 +72,7 @@ void write_indices(const TensorView& tensor, const std::vector<Index>& indices);
 Lists read_lists(const TensorView& tensor);
 void write_lists(const TensorView& tensor, const Lists& lists);
 
-// Codes do not fit in the doubles of read_values. The last dimension is the only one above 1.
+// Codes do not fit into the doubles of read_values. Only the last dimension may be larger than 1.
 std::vector<std::uint64_t> read_codes(const TensorView& tensor);
 void write_codes(const TensorView& tensor, const std::vector<std::uint64_t>& codes);
 

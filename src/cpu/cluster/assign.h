@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Tokens to centroids by inner product: to the nearest, or to the best with a free slot.
+// Assigns tokens to centroids by inner product: to the nearest, or to the best with a free slot.
 #pragma once
 
 #include <cstdint>

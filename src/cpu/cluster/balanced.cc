@@ -51,7 +51,7 @@ struct Matching {
     num_waiting = problem.tokens;
   }
 
-  // The choice that a token tried last: where it is, or was turned away.
+  // The choice that a token tried last: its cluster, or one that rejected it.
   const Choice<T>& last(std::int32_t token) const {
     return at.choices[token * std::int64_t{kChoices} + at.tried[token] - 1];
   }
@@ -76,7 +76,7 @@ struct Matching {
     return a;
   }
 
-  // Applies to the cluster tried last; returns the token that now has none, -1 if all have one.
+  // Applies to the cluster tried last; returns the token left without a cluster, or -1.
   std::int32_t apply(std::int32_t token) {
     const std::int32_t cluster = last(token).cluster;
     std::int32_t& top = at.top[cluster];
@@ -97,10 +97,10 @@ struct Matching {
 
   // Lets the waiting tokens apply until their known choices run out.
   void place() {
-    std::int64_t left = 0;  // at most one token is left over per turn: the list overtakes no reader
+    std::int64_t left = 0;  // grows by at most one per turn, so no unread entry is overwritten
     for (std::int64_t turn = 0; turn < num_waiting; ++turn) {
       std::int32_t token = at.waiting[turn];
-      // There is room for all, so a token cannot have tried every cluster.
+      // There are enough slots for all, so a token cannot have tried every cluster.
       COTERIE_CHECK(at.num_choices[token] > 0, "internal", "a token was left out");
       while (token >= 0 && at.tried[token] < at.num_choices[token]) {
         ++at.tried[token];
@@ -122,7 +122,7 @@ struct Matching {
   }
 };
 
-// The next choices of a tile of waiting tokens: those that come after the last one tried.
+// Finds the next choices of a tile of waiting tokens: those that rank below the last one tried.
 template <class T>
 void find_choices(Matching<T>& matching, const RowTile& tile, std::int64_t num_clusters,
                   const BalancedScores<T>& scores, Tiles<T>& tiles) {
@@ -178,7 +178,7 @@ void match_balanced(const std::vector<BalancedProblem>& problems, std::int64_t c
     return matchings[static_cast<std::size_t>(problem)];
   };
   for (Matching<T>& each : matchings) each.start(clusters);
-  // All problems take their turns together: many tiles to score, many problems to place.
+  // All problems advance together, which gives many tiles to score and many problems to place.
   for (;;) {
     const std::vector<RowTile> waiting =
         list_tiles({count, 1}, kQueryTile, [&](std::int64_t problem, std::int64_t, std::int64_t) {

@@ -24,7 +24,7 @@ CentroidWorkspace<T>::CentroidWorkspace(Arena& arena, const TensorView& x,
 
 namespace {
 
-// Sums and numbers of the normalised rows of each cluster, in double and in the order of the batch.
+// Sums and counts the normalised rows of each cluster, in double and in the order of the batch.
 template <class T>
 void add_up(const std::vector<Span>& spans, const TensorView& labels, std::int64_t centroid_heads,
             std::int64_t clusters, CentroidWorkspace<T>& workspace) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// How the centroids of routing come about and move: spherical k-means, and a moving average. Both
+// Initialises and updates the centroids of routing: spherical k-means and a moving average. Both
 // work on normalised rows.
 #pragma once
 

@@ -137,7 +137,7 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
     key_covariance(call, item, head, tiles_of(worker),
                    ws.covariance + (item * call.key_heads + head) * call.Dk * width);
   });
-  // Start: distinct random queries, or one cluster each where there are enough clusters.
+  // Start: distinct random queries, or one cluster per query if there are enough clusters.
   for_heads(call, call.H, [&](std::int64_t item, std::int64_t head, int) {
     const Span& span = query_span(call, item);
     std::int32_t* label = span_at<std::int32_t>(labels, span, head);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Clusters of queries by any of the three clusterings (see coterie/mechanism.h).
+// Clusters queries by any of the three clusterings (see coterie/mechanism.h).
 #pragma once
 
 #include <cstdint>

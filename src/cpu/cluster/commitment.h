@@ -17,7 +17,7 @@ struct CommitmentProblem {
   std::vector<Span> spans;
 };
 
-// 0 without rows.
+// Returns 0 if there are no rows.
 template <class T>
 T commitment_loss(const CommitmentProblem& problem, std::vector<Tiles<T>>& tiles);
 

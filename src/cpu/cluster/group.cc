@@ -10,7 +10,7 @@ void group_rows(const std::int32_t* labels, std::int64_t count, std::int64_t clu
   std::fill_n(offsets, clusters + 1, 0);
   for (std::int64_t i = 0; i < count; ++i) ++offsets[labels[i] + 1];
   for (std::int64_t c = 0; c < clusters; ++c) offsets[c + 1] += offsets[c];
-  // Filling moves each cluster's start to its end, the next one's start; then all shift back by
+  // Filling moves each cluster's start to its end, which is the next start; then all shift back by
   // one.
   for (std::int64_t i = 0; i < count; ++i)
     order[offsets[labels[i]]++] = static_cast<std::int32_t>(i);

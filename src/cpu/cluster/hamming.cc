@@ -19,8 +19,8 @@ std::int64_t num_chunks(std::int64_t rows) {
   return std::max<std::int64_t>(1, (rows + kChunk - 1) / kChunk);
 }
 
-// With no more codes than clusters every code is a cluster of its own: equal codes of different
-// queries must not merge.
+// If there are no more codes than clusters, every code gets its own cluster: equal codes of
+// different queries must not merge.
 bool one_each(const CodeKMeans& params, const CodeProblem& problem) {
   return problem.count <= params.clusters;
 }

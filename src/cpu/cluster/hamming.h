@@ -13,7 +13,7 @@ namespace coterie::cpu {
 struct CodeProblem {
   const std::uint64_t* codes = nullptr;
   std::int64_t count = 0;
-  std::uint32_t stream = 0;  // names the problem's random numbers
+  std::uint32_t stream = 0;  // selects the problem's random numbers
   std::uint64_t* centroids = nullptr;
   std::int32_t* labels = nullptr;
 };
@@ -23,8 +23,7 @@ struct CodeKMeans {
   std::uint64_t seed = 0;
 };
 
-// Room for the votes of every chunk of `rows` codes, for `problems` problems of at most that
-// length.
+// Memory for the votes of every chunk, for `problems` problems of at most `rows` codes.
 struct VoteBuffer {
   std::int64_t chunks = 0;        // per problem
   std::int32_t* votes = nullptr;  // problems x chunks x clusters x 64

@@ -23,7 +23,7 @@ template <class T>
 void mean_query_thresholds(const AttentionCall& call, std::int64_t item, std::int64_t head,
                            std::int64_t bits, const float* planes, T* mean, float* thresholds);
 
-// codes[r] of rows [first, first + count), count <= kQueryTile.
+// Writes the codes of rows [first, first + count), count <= kQueryTile.
 template <class T>
 void hash_tile(const Rows& x, std::int64_t first, std::int64_t count, std::int64_t bits,
                const float* planes, const float* thresholds, Tiles<T>& tiles, std::uint64_t* codes);

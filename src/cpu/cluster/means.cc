@@ -15,7 +15,7 @@ void sum_rows(const Rows& x, const std::int32_t* index, std::int64_t begin, std:
   for (std::int64_t first = begin; first < end; first += kQueryTile) {
     const std::int64_t count = std::min(kQueryTile, end - first);
     kernel.load(listed, first, count, T(1), tile, tile_row);
-    // Summing the tile first keeps the rounding error of long groups down.
+    // Summing each tile first reduces the rounding error of long groups.
     for (std::int64_t r = 1; r < count; ++r) kernel.row_add(tile, tile + r * tile_row, tile_row, 1);
     kernel.row_add(sum, tile, tile_row, T(1));
   }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Row normalisation of routing: y = (x - mean) / sigma, sigma = sqrt(variance + 1e-6), without
-// scale or bias. A row's result depends on the row alone, so that training and decoding agree on
-// it.
+// scale or bias. A row's result depends on the row alone, so that training and decoding agree.
 #pragma once
 
 #include <cstdint>

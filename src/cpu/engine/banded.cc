@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Which keys are in sight, and the forward pass. The backward pass is in banded_backward.cc.
+// Visible keys and the forward pass. The backward pass is in banded_backward.cc.
 #include "cpu/engine/banded.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ SlotSide run_slots(const TensorView& order, const std::vector<Span>& spans,
 
 // The run of a cluster on both sides.
 struct RunPair {
-  Range queries, keys;                            // slots of the blocks
+  Range queries, keys;                            // slots within their blocks
   const std::int32_t *query_tokens, *key_tokens;  // of the run
   std::int32_t* key_ends;                         // of the run's queries
 };
@@ -54,7 +54,7 @@ RunPair run_pair(const BandedProblem<T>& problem, const GroupPlan<T>& plan,
           layout.key_ends + queries.first + q[0]};
 }
 
-// The number of keys in sight, where two mean many, and whether the own key is among them.
+// The number of visible keys (2 means two or more), and whether the own key is among them.
 constexpr std::uint8_t kManyKeys = 2, kCountMask = 3, kOwnKeySeen = 4;
 
 void note_keys(std::int64_t count, bool own, std::uint8_t& seen) {
@@ -144,7 +144,7 @@ GroupPlan<T> banded_plan(const BandedProblem<T>& problem, BandedLayout& layout) 
   parallel_for(call.num_items() * call.H, [&](std::int64_t task, int) {
     lay_out(problem, plan, layout, task / call.H, task % call.H);
   });
-  const GroupPlan<T> sides = plan;  // without `group`, which cannot hold itself
+  const GroupPlan<T> sides = plan;  // without `group`, which cannot capture itself
   plan.group = [&problem, &layout, sides](std::int64_t number, std::int64_t head,
                                           std::int64_t cluster) {
     const Item& item = problem.call.items[static_cast<std::size_t>(number)];
@@ -166,7 +166,7 @@ BandedForward<T>::BandedForward(Arena& arena, const BandedParams& params, const 
 
 namespace {
 
-// Leaves scaled logits of queries and their own keys in tiles.max and own values in tiles.v.
+// Writes scaled logits of queries with their own keys to tiles.max and own values to tiles.v.
 template <class T>
 void own_key_parts(const BandedProblem<T>& problem, const RowTile& tile, Tiles<T>& tiles) {
   const AttentionCall& call = problem.call;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Strictly causal attention inside clusters: queries and keys are sorted by (cluster, position),
-// and a query sees the `window` latest keys of each of its clusters that are not after it. In
-// sorted order that is a band, clipped at cluster boundaries. Tiles start at every cluster, so the
-// order of a row's sums does not depend on how many later tokens there are.
+// Strictly causal attention inside clusters: queries and keys are sorted by (cluster, position).
+// In each of its clusters a query sees the `window` latest keys that are not after it. In sorted
+// order that is a band, clipped at cluster boundaries. Tiles restart at every cluster, so the order
+// of a row's sums does not depend on the number of later tokens.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +24,14 @@ struct BandedParams {
   bool include_self = false;  // a query also sees its own key when that is in none of its clusters
 };
 
-// Tokens sorted by cluster, and where clusters start. The order of the queries holds (query,
-// cluster) pairs, those of an item from begin * clusters_per_query.
+// Tokens sorted by cluster, and the start of each cluster. q_order contains (query, cluster) pairs;
+// those of an item start at begin * clusters_per_query.
 struct BandedRuns {
   TensorView q_order, q_offsets;  // (B, H, N * clusters_per_query), (items, H, C+1)
   TensorView k_order, k_offsets;  // (B, key heads, S), (items, key heads, C+1)
 };
 
-// A call that is causal, whose items have as many keys as queries.
+// The call must be causal, and its items must have as many keys as queries.
 template <class T>
 struct BandedProblem {
   const AttentionCall& call;
@@ -40,7 +40,7 @@ struct BandedProblem {
   const T* head_scale = nullptr;  // optional (H) factors
 };
 
-// What follows from the runs before any arithmetic.
+// Index data that depends only on the runs.
 struct BandedLayout {
   std::int32_t* key_ends;  // per query slot: keys of the cluster that are not after the query
   std::uint8_t* own_key;   // (B, H, N): kDropOwnKey, kAddOwnKey
@@ -52,8 +52,8 @@ struct BandedLayout {
     return own_key + (span.batch * call.H + head) * call.N + span.begin;
   }
 };
-constexpr std::uint8_t kDropOwnKey = 1;  // it is in a run, and other keys are in sight
-constexpr std::uint8_t kAddOwnKey = 2;   // it is in no run, and is wanted
+constexpr std::uint8_t kDropOwnKey = 1;  // it is in a run, but other keys are visible
+constexpr std::uint8_t kAddOwnKey = 2;   // it is in no run, but must be seen
 
 // Fills the layout. The plan refers to the problem and the layout, which must outlive it.
 template <class T>
@@ -72,7 +72,7 @@ template <class T>
 void banded_forward(const BandedProblem<T>& problem, const TensorView& out, const TensorView& lse,
                     BandedForward<T>& workspace, std::vector<Tiles<T>>& tiles);
 
-// A forward pass's results, and the gradient of `out`.
+// Results of the forward pass, and the gradient of `out`.
 struct BandedResult {
   TensorView out, lse, grad_out;
 };
@@ -82,7 +82,7 @@ struct BandedBackward {
   BandedLayout layout;
   SlotIndex key_slots;
   T* delta;                    // (B, H, N)
-  T *own_weight, *own_dlogit;  // (B, H, N), of kAddOwnKey; null without include_self
+  T *own_weight, *own_dlogit;  // (B, H, N), for kAddOwnKey; null without include_self
   T *dq, *dk, *dv;             // slot gradients
 
   BandedBackward(Arena& arena, const BandedParams& params, const AttentionCall& call);
@@ -92,7 +92,8 @@ struct WantedGradients {
   bool dq, dk, dv;
 };
 
-// Computes slot gradients and returns how tokens add them up; the result refers to the arguments.
+// Computes slot gradients and returns functions that sum them per token; these refer to the
+// arguments.
 template <class T>
 GradientSums<T> banded_backward(const BandedProblem<T>& problem, const BandedResult& result,
                                 const WantedGradients& wanted, BandedBackward<T>& workspace,

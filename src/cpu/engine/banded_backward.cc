@@ -45,8 +45,8 @@ void delta_rows(const AttentionCall& call, const BandedResult& result, T* delta,
   });
 }
 
-// The same from the parts of every cluster that a query looks into; an own key is added later.
-// Outputs that were rounded to 16 bits would spoil gradients that ought to be small.
+// The same as a sum over a query's clusters; the part of an added own key follows later. Outputs
+// rounded to 16 bits would be too inaccurate for small gradients.
 template <class T>
 void delta_parts(const AttentionCall& call, const SlotIndex& slots, const T* parts, T* delta) {
   parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {
@@ -61,8 +61,8 @@ void delta_parts(const AttentionCall& call, const SlotIndex& slots, const T* par
   });
 }
 
-// The weight of the own key where it was added, and the gradient of its logit times the scale;
-// deltas that are not complete lack the own key's part.
+// For added own keys: the weight, and the gradient of the logit times the scale. Unless `complete`,
+// the own key's part is added to delta.
 template <class T>
 void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& result, bool complete,
                        BandedBackward<T>& workspace, std::vector<Tiles<T>>& tiles) {
@@ -112,8 +112,8 @@ void add_own_rows(const TensorView& tensor, const Span& span, std::int64_t head,
   }
 }
 
-// The sums of the slots, then factor times the rows of `tensor` of every query head that belongs to
-// the row's head.
+// Adds the slots, then factor times the rows of `tensor` of every query head that shares the row's
+// head.
 template <class T>
 RowSums<T> sums_with_own_keys(const BandedProblem<T>& problem, const SlotRows<T>& slots,
                               const TensorView& tensor, T* factor) {

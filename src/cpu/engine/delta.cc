@@ -8,8 +8,8 @@ namespace coterie::cpu {
 template <class T>
 void delta_of_outputs(const Rows& out, std::int64_t first, std::int64_t count, Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
-  // Products of a few rows with each other, of which the diagonal is wanted: no kernel sums one row
-  // in this order, and the rest costs as much as kColumnPad more keys would.
+  // Multiplies blocks of kColumnPad rows with each other and keeps the diagonal: no other kernel
+  // sums a row in this order. The cost is that of kColumnPad more keys.
   for (std::int64_t r = 0; r < count; r += kColumnPad) {
     const std::int64_t rows = std::min(kColumnPad, count - r);
     kernel.load_transposed(out, first + r, rows, T(1), tiles.v_columns, kColumnPad);

@@ -31,7 +31,7 @@ void SlotIndex::build(const SlotSide& side, const std::vector<Span>& spans) {
     for (std::int64_t s = 0; s < block.count; ++s)
       if (block.tokens[s] >= 0) ++starts[block.tokens[s] + 1];
     for (std::int64_t t = 0; t < tokens; ++t) starts[t + 1] += starts[t];
-    // Filling moves each token's start to its end, the next one's start; then all shift back by
+    // Filling moves each token's start to its end, which is the next start; then all shift back by
     // one.
     for (std::int64_t s = 0; s < block.count; ++s)
       if (block.tokens[s] >= 0) slots[starts[block.tokens[s]]++] = static_cast<std::int32_t>(s);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// From slots back to tokens: every token row adds up its slots in ascending order of head, group
-// and place, by one writer.
+// Sums slots per token: each token row has one writer, which adds its slots in ascending order of
+// head, group and rank.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ struct TokenSlots {
 // The slots of every token of one side.
 class SlotIndex {
  public:
-  // Memory for `slots` slots over the call, of `heads` heads of `rows` tokens in `items` items.
+  // Memory for `slots` slots of the whole call, which has `heads` heads, `rows` tokens and `items`
+  // items.
   SlotIndex(Arena& arena, std::int64_t slots, std::int64_t heads, std::int64_t rows,
             std::int64_t items);
 
@@ -41,13 +42,13 @@ class SlotIndex {
   const std::vector<Span>& spans() const { return spans_; }
 
  private:
-  std::int32_t *starts_, *slots_;  // a block's tokens + 1 starts, counted from its first slot
+  std::int32_t *starts_, *slots_;  // tokens + 1 starts per block, relative to its first slot
   std::vector<std::int64_t> first_start_;  // (items, heads)
   SlotSide side_;
   std::vector<Span> spans_;
 };
 
-// Rows of slots to be added up; consecutive heads of the side add up to one of `heads`.
+// Rows of slots to be summed; consecutive heads of the side are summed into one of `heads`.
 template <class T>
 struct SlotRows {
   const SlotIndex* index;
@@ -59,13 +60,13 @@ struct SlotRows {
 template <class T>
 void add_slots(const SlotRows<T>& rows, const RowTile& tile, T* sums, std::int64_t sums_row);
 
-// Adds to row r of `sums` what belongs to token tile.first + r: its slots, or more than that.
+// Adds the slots of token tile.first + r, and possibly more terms, to row r of `sums`.
 template <class T>
 using RowSums = std::function<void(const RowTile& tile, T* sums, std::int64_t sums_row)>;
 template <class T>
 RowSums<T> slot_sums(const SlotRows<T>& rows);
 
-// Writes tensor (B, heads, N, D), rows outside the spans as 0.
+// Writes tensor (B, heads, N, D); rows outside the spans become 0.
 template <class T>
 void write_sums(const RowSums<T>& sums, const std::vector<Span>& spans, const TensorView& tensor,
                 std::vector<Tiles<T>>& tiles);

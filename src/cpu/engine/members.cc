@@ -47,7 +47,7 @@ void for_query_tiles(const AttentionCall& call, const GroupPlan<T>& plan,
   });
 }
 
-// Number over the call of the first query slot of a tile.
+// Call-wide number of the first query slot of a tile.
 template <class T>
 std::int64_t first_slot(const GroupPlan<T>& plan, const SlotGroup<T>& group, const RowTile& tile) {
   return plan.queries.block(tile.item, tile.head).first + group.queries.begin + tile.first;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Attention over groups that may overlap. A token can be in any number of groups, so results are
-// kept per slot (a place in the list of a group) and added up per token afterwards (fold.h).
+// kept per slot (an entry in the list of a group) and summed per token afterwards (fold.h).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace coterie::cpu {
 
 // The slots of one (item, head), numbered first .. first + count - 1 over the whole call.
 struct SlotBlock {
-  const std::int32_t* tokens = nullptr;  // of `count` slots, counted from the item; -1 = empty
+  const std::int32_t* tokens = nullptr;  // of `count` slots, relative to the item; -1 = empty
   std::int64_t first = 0, count = 0;
 };
 
@@ -35,11 +35,11 @@ struct SlotSide {
 // are fewer lists than `heads`.
 SlotSide member_slots(const TensorView& lists, std::int64_t heads);
 
-// Queries meet keys: slots counted from the start of their blocks, none of them empty.
+// Queries that attend to keys: ranges of slots relative to their blocks, none of them empty.
 template <class T>
 struct SlotGroup {
   Range queries, keys;
-  Rule<T> rule;  // in ranks: slots counted from queries.begin and keys.begin
+  Rule<T> rule;  // in ranks: slots relative to queries.begin and keys.begin
 };
 
 template <class T>
@@ -59,9 +59,8 @@ struct MemberLists {
   TensorView keys;     // (items, Hkv, C, wk)
 };
 
-// The groups of `lists`, with call.scale. When the call is causal, keys after the query's position
-// are out of sight; with `demote` a query sees the key at its own position only if it sees no
-// other.
+// The groups of `lists`, with call.scale. If the call is causal, keys after the query's position
+// are masked; with `demote` a query sees the key at its own position only if it sees no other.
 template <class T>
 GroupPlan<T> member_plan(const AttentionCall& call, const MemberLists& lists, SelfAttention self);
 
@@ -70,8 +69,8 @@ template <class T>
 void groups_forward(const AttentionCall& call, const GroupPlan<T>& plan, const Rows& out, T* lse,
                     std::vector<Tiles<T>>& tiles);
 
-// What the backward pass knows of the queries of a group. The functions below refer to their
-// arguments call and plan, which must outlive the result.
+// Backward inputs of the queries of a group. The functions below refer to their arguments call and
+// plan, which must outlive the result.
 template <class T>
 using GroupRows =
     std::function<RowGradients<T>(std::int64_t item, std::int64_t head, const SlotGroup<T>& group)>;
@@ -92,7 +91,7 @@ template <class T>
 GroupRows<T> slot_gradients(const GroupPlan<T>& plan, const Rows& gradient,
                             const SlotValues<T>& values);
 
-// delta[slot] = gradient . output of every slot that is not empty, the outputs recomputed.
+// delta[slot] = gradient . output of every slot that is not empty, with recomputed outputs.
 template <class T>
 void groups_delta(const AttentionCall& call, const GroupPlan<T>& plan, const GroupRows<T>& rows,
                   T* delta, std::vector<Tiles<T>>& tiles);
@@ -104,7 +103,7 @@ void groups_partial_delta(const AttentionCall& call, const GroupPlan<T>& plan,
                           const GroupRows<T>& rows, T* delta, std::vector<Tiles<T>>& tiles);
 
 // Gradients of slots that are not empty: dq (query slots x Dk), dk (key slots x Dk), dv (key slots
-// x Dv); the key slots of a key head take the sum over its query heads. Null: not computed.
+// x Dv); the key slots of a key head get the sum over its query heads. Null: not computed.
 template <class T>
 struct SlotGradients {
   T *dq = nullptr, *dk = nullptr, *dv = nullptr;

@@ -20,7 +20,7 @@ T merge_row(const std::vector<Partial<T>>& parts, std::int64_t width, T* out) {
   const T lse = largest + std::log(sum);
   for (const Partial<T>& part : parts) {
     if (part.lse == kNegInf<T>) continue;
-    // Not exp(part.lse - lse): the weights of parts of one row add up to 1 this way.
+    // Not exp(part.lse - lse), so that the weights of a row's parts sum to 1.
     const T weight = std::exp(part.lse - largest) / sum;
     for (std::int64_t d = 0; d < width; ++d) out[d] += weight * part.out[d];
   }

@@ -14,7 +14,7 @@
 
 namespace coterie::cpu {
 
-// One list: which queries meet which keys.
+// One list: queries and the keys they attend to.
 template <class T>
 struct ListPair {
   RowList queries, keys;
@@ -48,8 +48,8 @@ struct ListWorkspace {
   ListWorkspace(Arena& arena, const AttentionCall& call);
 };
 
-// out (B, H, N, Dv) and lse (B, H, N); rows beyond an item's length get 0 and -inf, rows without
-// admissible keys too. Every row of an item is in a list.
+// out (B, H, N, Dv) and lse (B, H, N); rows beyond an item's length and rows without admissible
+// keys get 0 and -inf. Every row of an item is in a list.
 template <class T>
 void lists_forward(const AttentionCall& call, const ListCall<T>& plan, const TensorView& out,
                    const TensorView& lse, ListWorkspace<T>& workspace);
@@ -59,9 +59,9 @@ struct ListGradients {
   TensorView dq, dk, dv;          // absent ones are not computed
 };
 
-// delta (B, H, N) = grad_out . output, into workspace.delta: from the stored output, or, where that
-// was rounded to 16 bits, from the weights again. The rounding error would not cancel in
-// differences grad_out . v - delta that ought to be small.
+// delta (B, H, N) = grad_out . output, into workspace.delta: from the stored output, or from
+// recomputed weights if that was rounded to 16 bits. The rounding error would not cancel in small
+// differences grad_out . v - delta.
 template <class T>
 void lists_deltas(const AttentionCall& call, const ListCall<T>& plan,
                   const ListGradients& gradients, ListWorkspace<T>& workspace);
@@ -85,7 +85,7 @@ template <class T>
 void lists_backward(const AttentionCall& call, const ListCall<T>& plan,
                     const ListGradients& gradients, ListWorkspace<T>& workspace);
 
-// What the backward pass of a list needs to know of its queries.
+// Backward inputs of the queries of a list.
 template <class T>
 RowGradients<T> list_row_gradients(const AttentionCall& call, const ListCall<T>& plan,
                                    const ListGradients& gradients, const T* delta,
@@ -95,8 +95,8 @@ RowGradients<T> list_row_gradients(const AttentionCall& call, const ListCall<T>&
 template <class T>
 std::vector<RowTile> list_query_tiles(const AttentionCall& call, const ListCall<T>& plan);
 
-// Key lists by key/value head: `lists` per (item, head), one of all keys unless `list` says
-// otherwise.
+// Key lists by key/value head: `lists` per (item, head); a single list of all keys if `list` is
+// empty.
 struct KeyLists {
   std::int64_t lists = 1;
   std::function<RowList(std::int64_t item, std::int64_t kv_head, std::int64_t list)> list;
@@ -106,14 +106,14 @@ struct KeyLists {
 template <class T>
 KeyLists key_lists(const AttentionCall& call, const ListCall<T>& plan);
 
-// Adds to tiles.dk and tiles.dv what keys [tile.first, tile.first + tile.count) of a list get from
-// one query head.
+// Adds the gradients of keys [tile.first, tile.first + tile.count) of a list from one query head to
+// tiles.dk and tiles.dv.
 template <class T>
 using AddKeyTile = std::function<void(const RowTile& tile, std::int64_t head, Tiles<T>& tiles)>;
 
 // Writes dk and dv (either may be absent): every tile of keys is the sum of `add` over the query
 // heads that share the key/value head tile.head, in ascending order; keys in no item get 0. Tiles
-// are handed out by their place in a list, all first tiles first.
+// are scheduled by their index in a list, all first tiles first.
 template <class T>
 void write_key_tiles(const AttentionCall& call, const KeyLists& keys, const AddKeyTile<T>& add,
                      const TensorView& dk, const TensorView& dv, std::vector<Tiles<T>>& tiles);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The backward pass of lists with five products per pair of tiles instead of seven: a tile of keys
-// adds to the gradients of its queries too, in ascending order of the keys.
+// also adds to the gradients of its queries, in ascending order of the keys.
 #include <algorithm>
 #include <numeric>
 
@@ -12,7 +12,7 @@ namespace coterie::cpu {
 
 namespace {
 
-// Which key tiles the tiles of queries of all lists see, and whose turn it is to add to them.
+// The key tiles that each tile of queries sees, and the order in which they add to its gradients.
 template <class T>
 struct QueryTurns {
   const AttentionCall& call;
@@ -50,7 +50,7 @@ QueryTurns<T>::QueryTurns(const AttentionCall& calling, const ListCall<T>& plann
   std::partial_sum(first_tile.begin(), first_tile.end(), first_tile.begin());
 }
 
-// The gradients of a tile of keys, and what they add to dq when all keys before have.
+// Computes the gradients of a tile of keys and adds its part to dq after all earlier key tiles.
 template <class T>
 void QueryTurns<T>::add(const RowTile& keys, std::int64_t head, const ListGradients& gradients,
                         const T* delta, Tiles<T>& tiles) {
@@ -66,7 +66,7 @@ void QueryTurns<T>::add(const RowTile& keys, std::int64_t head, const ListGradie
   backward_key_tile(make_segment(call, plan, keys.item, head, pair),
                     list_row_gradients(call, plan, gradients, delta, keys.item, head, pair.queries),
                     keys.first, keys.count, tiles, static_cast<const TileHook<T>*>(nullptr), &sums);
-  // Tiles between the keys of some of their queries that none of them sees.
+  // Query tiles whose span includes this key tile although none of their queries sees it.
   for (std::int64_t sum = begin; sum < end; ++sum) {
     const Range& span = spans[static_cast<std::size_t>(sum)];
     if (task < span.begin || task >= span.end || turns.next(sum) > task) continue;

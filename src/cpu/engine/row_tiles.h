@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Tiles of rows, and the one parallel loop over them. A tile is a task: large lists are many tasks,
-// and whichever thread is free takes the next.
+// Tiles of rows, and the parallel loop over them. A tile is a task: large lists are split into many
+// tasks, and the next free thread takes the next task.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@ struct RowTile {
   std::int64_t item, head, list, first, count;
 };
 
-// How many (item, head, list) there are.
+// Numbers of items, heads per item and lists per head.
 struct ListCounts {
   std::int64_t items, heads, lists = 1;
 };
 
-// Tiles of at most `size` rows of all lists, in ascending order; length(item, head, list) rows
-// each.
+// Tiles of at most `size` rows of all lists, in ascending order; a list has
+// length(item, head, list) rows.
 std::vector<RowTile> list_tiles(
     const ListCounts& counts, std::int64_t size,
     const std::function<std::int64_t(std::int64_t, std::int64_t, std::int64_t)>& length);

@@ -35,8 +35,8 @@ template Rows memory_rows(double*, std::int64_t);
 void fill_padding(const TensorView& tensor, const std::vector<Span>& spans, double value) {
   std::int64_t rows = 0;
   for (const Span& span : spans) rows += span.length;
-  if (rows == tensor.size(0) * tensor.size(2)) return;  // no padding: do not wake the threads
-  // Spans of one batch entry ascend and do not overlap: the gaps are what lies between them.
+  if (rows == tensor.size(0) * tensor.size(2)) return;  // no padding
+  // Spans of one batch entry ascend and do not overlap; padding is the rows between them.
   parallel_for(tensor.size(0) * tensor.size(1), [&](std::int64_t task, int) {
     const std::int64_t b = task / tensor.size(1), h = task % tensor.size(1);
     const TensorView head = tensor.narrowed(0, b, 1).narrowed(1, h, 1);

@@ -19,7 +19,7 @@ struct RowList {
   std::int64_t row(std::int64_t t) const { return index ? index[t] : first + t * step; }
 };
 
-// The rows that `list` names of a (B, H, N, D) tensor.
+// The rows of a (B, H, N, D) tensor that `list` contains.
 Rows list_rows(const TensorView& tensor, const Span& span, std::int64_t head, const RowList& list);
 
 // All rows of a span.
@@ -31,8 +31,7 @@ inline Rows span_rows(const TensorView& tensor, const Span& span, std::int64_t h
 template <class T>
 Rows memory_rows(T* base, std::int64_t width);
 
-// First element of (item, head) in a contiguous (items, heads, ...) tensor with `inner` elements
-// for each.
+// First element of (item, head) in a contiguous (items, heads, ...) tensor.
 template <class T>
 T* block_at(const TensorView& tensor, std::int64_t item, std::int64_t head) {
   std::int64_t inner = 1;

@@ -11,7 +11,7 @@ namespace coterie::cpu {
 
 namespace {
 
-// Turns scores into weights under a running maximum, with sums and outputs rescaled to it.
+// Turns scores into weights relative to a running maximum; rescales earlier sums and outputs to it.
 template <class T>
 void online_softmax(std::int64_t rows, std::int64_t columns, Tiles<T>& tiles) {
   const Kernels<T>& kernel = kernels<T>();
@@ -125,7 +125,7 @@ void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, s
   if (sums) kernel.load(segment.k, first, count, segment.scale, tiles.k, tiles.key_row);
   const Range queries = segment.rule.queries ? segment.rule.queries(first, first + count)
                                              : Range{0, segment.num_queries};
-  // Query tiles keep their alignment to the start of the list whichever keys are asked for.
+  // Query tiles stay aligned to the start of the list for every range of keys.
   for (std::int64_t q = queries.begin / kQueryTile * kQueryTile; q < queries.end; q += kQueryTile) {
     const std::int64_t num = std::min(kQueryTile, segment.num_queries - q);
     pass.load_queries(q, num);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Attention of a list of queries over a list of keys: the one engine under every mechanism.
+// Attention of a list of queries over a list of keys: the engine that every mechanism uses.
 //
 // Full, local, strided, banded, shared-list and member attention differ only in their lists and in
 // which ranks of the key list a query may see. The engine walks tiles of kQueryTile queries and
@@ -30,14 +30,14 @@ template <class T>
 struct Rule {
   // Writes the range of query ranks first .. first+count-1.
   std::function<void(std::int64_t first, std::int64_t count, Range* ranges)> ranges;
-  // Optional: sets the scores of further keys that query rank `query` may not see to -inf;
-  // scores[t] belongs to key rank begin + t.
+  // Optional: sets scores of other keys that query rank `query` may not see to -inf; scores[t]
+  // belongs to key rank begin + t.
   std::function<void(std::int64_t query, std::int64_t begin, std::int64_t count, T* scores)> filter;
-  // Optional: query ranks that may see any of the keys [begin, end); all of them when absent.
+  // Optional: query ranks that may see any of the keys [begin, end); if absent, all ranks.
   std::function<Range(std::int64_t begin, std::int64_t end)> queries;
 };
 
-// How scores become weights: softmax over the row, or each by itself and not normalised (CAST),
+// How scores become weights: softmax over the row, or elementwise without normalisation (CAST),
 //   laplace(x) = (1 + erf((x - mu) / (sigma sqrt 2))) / 2,  mu = sqrt(1/2), sigma = sqrt(1/(4 pi)).
 // Laplace has no log-sum-exps: Tiles::lse is not written, RowGradients::lse and ::delta not read.
 enum class Weighting : std::uint8_t { softmax, laplace };
@@ -49,13 +49,13 @@ struct Segment {
   T scale = 1;  // of the logits
   Rule<T> rule;
   Weighting weighting = Weighting::softmax;
-  // Weights may be rounded to bf16 for the product with values of bf16. Not where the output is
-  // kept for differences in the backward pass.
+  // Weights may be rounded to bf16 for the product with bf16 values. Must be false if the backward
+  // pass takes differences with the output.
   bool round_weights = false;
 };
 
-// What the backward pass knows of a query rank t: its output gradient, times weight[slot], and
-// lse[slot] and delta[slot] = gradient . output, with slot = index[t] or t * step.
+// Backward inputs of query rank t: its output gradient, times weight[slot], and lse[slot] and
+// delta[slot] = gradient . output, with slot = index[t] or t * step.
 template <class T>
 struct RowGradients {
   Rows gradient;
@@ -66,21 +66,21 @@ struct RowGradients {
   std::int64_t step = 1;
 };
 
-// Called between the exponentials and the products of a tile; lets centroid attention treat its top
-// keys apart. Absent for all others.
+// Called between the exponentials and the products of a tile; lets centroid attention handle its
+// top keys separately. Absent for all other mechanisms.
 template <class T>
 struct TileHook {
   // Forward: p[t] = exp(score - running maximum) of key rank begin + t is already in the row's sum.
-  // `rescale` is what earlier sums of the row were multiplied by.
+  // `rescale` is the factor that was applied to earlier sums of the row.
   std::function<void(std::int64_t row, std::int64_t query, std::int64_t begin, std::int64_t count,
                      T rescale, T* p)>
       forward;
-  // Backward: may change dp, and clears in p_for_v what contributes nothing to the values.
+  // Backward: may change dp, and sets entries of p_for_v that add nothing to value gradients to 0.
   std::function<void(std::int64_t query, std::int64_t begin, std::int64_t count, T* p_for_v, T* dp)>
       backward;
 };
 
-// Operands of products of bf16 (kernels/kernels.h: PairProduct).
+// Operands of bf16 products (kernels/kernels.h: PairProduct).
 struct PairTiles {
   std::uint32_t *q, *g, *p;              // kQueryTile rows
   std::uint32_t *k_columns, *v_columns;  // transposed, as in Tiles
@@ -112,25 +112,25 @@ std::vector<Tiles<T>> make_tiles(Arena& arena, std::int64_t key_width, std::int6
   return tiles;
 }
 
-// Attends queries [first, first + count) of the segment, count <= kQueryTile. Leaves normalised
-// outputs in tiles.o and log-sum-exps in tiles.lse.
+// Computes queries [first, first + count) of the segment, count <= kQueryTile. Writes normalised
+// outputs to tiles.o and log-sum-exps to tiles.lse.
 template <class T>
 void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t count,
                   Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
 
-// Leaves the gradients of queries [first, first + count) in tiles.dq.
+// Writes the gradients of queries [first, first + count) to tiles.dq.
 template <class T>
 void backward_query_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                          std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr);
 
-// Adds what the keys at hand contribute to the gradients of queries [first, first + count): to the
-// sum so far, tiles.dp times tiles.k (which has the scale in it) with add_to_queries.
+// Adds the current keys' part of the gradients of queries [first, first + count) to their sums with
+// add_to_queries: tiles.dp times tiles.k, which includes the scale.
 using QuerySums = std::function<void(std::int64_t first, std::int64_t count)>;
 
 // Adds the gradients of keys [first, first + count), count <= kKeyTile and first a multiple of
-// kKeyTile, to tiles.dk and tiles.dv; the caller clears them, and calls again for every query head
-// that shares the keys. With `sums` the gradients of queries are not left to backward_query_tile:
-// that saves two of seven products.
+// kKeyTile, to tiles.dk and tiles.dv; the caller clears them and calls this for every query head
+// that shares the keys. With `sums` the gradients of queries are computed here instead of in
+// backward_query_tile, which saves two of seven products.
 template <class T>
 void backward_key_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                        std::int64_t count, Tiles<T>& tiles, const TileHook<T>* hook = nullptr,
@@ -141,8 +141,8 @@ template <class T>
 void add_to_queries(const Rows& rows, std::int64_t first, std::int64_t count, std::int64_t keys,
                     Tiles<T>& tiles);
 
-// delta[slot] = sum over keys of p (gradient . v) for queries whose outputs were not kept; leaves
-// it in tiles.delta for queries [first, first + count).
+// Writes delta = sum over keys of p (gradient . v) for queries [first, first + count) to
+// tiles.delta; for queries whose outputs were not kept.
 template <class T>
 void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int64_t first,
                 std::int64_t count, Tiles<T>& tiles);

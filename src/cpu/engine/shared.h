@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Attention of clusters of queries over one key list per cluster. Clusters may list the same key,
-// so key gradients are made per (cluster, slot) first and then added up key by key.
+// so key gradients are first computed per (cluster, slot) and then summed per key.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The steps that every pass over (query tile, key tile) pairs is made of.
+// The steps of every pass over (query tile, key tile) pairs.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace coterie::cpu {
 template <class T>
 constexpr T kNegInf = -std::numeric_limits<T>::infinity();
 
-// The key tiles that any of the rows' ranges touches.
+// The span of key tiles that the rows' ranges overlap.
 inline Range tile_span(const Range* ranges, std::int64_t count) {
   Range span{std::numeric_limits<std::int64_t>::max(), 0};
   for (std::int64_t r = 0; r < count; ++r) {
@@ -25,7 +25,7 @@ inline Range tile_span(const Range* ranges, std::int64_t count) {
   return span;
 }
 
-// Scores that are not allowed are -inf, where laplace and its derivative are 0.
+// Masked scores are -inf, for which laplace and its derivative are 0.
 template <class T>
 void laplace_row(T* row, std::int64_t n) {
   for (std::int64_t t = 0; t < n; ++t) row[t] = row[t] == kNegInf<T> ? T(0) : laplace(row[t]);
@@ -37,8 +37,8 @@ void laplace_grad(const T* score, T* dp, std::int64_t n) {
     dp[t] = score[t] == kNegInf<T> ? T(0) : dp[t] * laplace_slope(score[t]);
 }
 
-// Everything a pass over (query tile, key tile) pairs needs to name. A tile of `keys` keys uses the
-// first padded(keys) columns of tiles.s, tiles.dp and tiles.p_for_v, whose rows are kKeyTile long.
+// State and steps of a pass over (query tile, key tile) pairs. A tile of `keys` keys uses the first
+// padded(keys) columns of tiles.s, tiles.dp and tiles.p_for_v, whose rows are kKeyTile long.
 template <class T>
 struct Pass {
   const Segment<T>& segment;
@@ -47,7 +47,7 @@ struct Pass {
   const Kernels<T>& kernel = kernels<T>();
   const PairKernels* pairs = sizeof(T) == sizeof(float) ? kernel_table().pairs : nullptr;
 
-  // Which products are of bf16. Those of inputs are exact; weights are rounded for the product with
+  // Whether products use bf16. Those of inputs are exact; weights are rounded for the product with
   // the values.
   static bool halves(const Rows& rows) { return rows.dtype == DType::bf16; }
   bool pair_scores() const {
@@ -59,7 +59,7 @@ struct Pass {
            !gradients->weight && segment.v.width % 2 == 0;
   }
 
-  // For score.
+  // Operands of score.
   void load_queries(std::int64_t first, std::int64_t count) {
     segment.rule.ranges(first, count, tiles.ranges);
     if (pair_scores())
@@ -124,7 +124,7 @@ struct Pass {
                      tiles.o, tiles.value_row, true});
   }
 
-  // tiles.s = scores of the queries over keys [begin, begin + keys), -inf where not allowed.
+  // tiles.s = scores of the queries over keys [begin, begin + keys), -inf if masked.
   void score(std::int64_t first, std::int64_t queries, std::int64_t begin, std::int64_t keys) {
     const std::int64_t columns = padded(keys);
     multiply_scores(queries, columns);
@@ -160,7 +160,7 @@ struct Pass {
                      tiles.v_columns, padded(keys), tiles.dp, kKeyTile, false});
   }
 
-  // Row r of s becomes weights under the saved log-sum-exp.
+  // Turns row r of s into weights with the saved log-sum-exp.
   void weigh(T* row, std::int64_t r, std::int64_t keys) {
     if (laplacian())
       laplace_row(row, padded(keys));
@@ -168,8 +168,8 @@ struct Pass {
       kernel.row_exp(row, padded(keys), tiles.lse[r]);
   }
 
-  // s becomes weights and dp the derivative by the scores; p_for_v gets the weights that values are
-  // summed with where they differ from s.
+  // Turns s into weights (softmax only) and dp into the derivative by the scores. With a hook or
+  // laplace, p_for_v gets the weights of the values.
   void differentiate(std::int64_t first, std::int64_t queries, std::int64_t begin,
                      std::int64_t keys, const TileHook<T>* hook) {
     const std::int64_t columns = padded(keys);

@@ -17,8 +17,8 @@ using Key = typename CandidateKey<T>::type;
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
 
-// Flipping the sign bit of positive numbers and all bits of negative ones makes bits compare like
-// numbers.
+// Flipping the sign bit of positive numbers and all bits of negative ones makes the bits compare
+// like the numbers.
 template <class T>
 Key<T> make_key(T score, std::int64_t index) {
   constexpr Bits<T> sign = Bits<T>{1} << (8 * sizeof(T) - 1);
@@ -57,7 +57,7 @@ void prune(TopBuffer<T>& buffer, std::int64_t row) {
 
 }  // namespace
 
-// Room beyond what is kept: the first cut comes late enough for its threshold to be good.
+// Least capacity beyond the kept candidates: delays the first cut until its threshold is useful.
 constexpr std::int64_t kRoom = 2 * kKeyTile;
 
 template <class T>
@@ -79,7 +79,7 @@ template <class T>
 void offer_scores(TopBuffer<T>& buffer, std::int64_t row, std::int64_t begin, std::int64_t count,
                   const T* scores) {
   // Later keys have higher indices, so they must be strictly better than the worst kept. Before the
-  // first cut the threshold is -inf, which leaves out what is not admissible.
+  // first cut the threshold is -inf, which excludes masked keys.
   std::int64_t found =
       kernels<T>().row_above(scores, padded(count), buffer.threshold[row], buffer.found);
   while (found > 0 && buffer.found[found - 1] >= count) --found;  // padding

@@ -10,8 +10,8 @@
 
 namespace coterie::cpu {
 
-// A candidate as one number, larger is better: the score's bits in an order that compares like the
-// score, then the index reversed, so that equal scores go by the lower index.
+// A candidate as one number, larger is better: the score's bits, mapped to compare like the score,
+// then the inverted index, so that the lower index wins among equal scores.
 template <class T>
 struct CandidateKey;
 template <>
@@ -25,7 +25,7 @@ struct CandidateKey<double> {
 
 template <class T>
 struct TopBuffer {
-  std::int64_t count = 0, capacity = 0;                  // kept per row, room per row
+  std::int64_t count = 0, capacity = 0;                  // candidates per row: kept, at most
   typename CandidateKey<T>::type* candidates = nullptr;  // kQueryTile x capacity
   std::int64_t* filled = nullptr;                        // kQueryTile
   T* threshold = nullptr;                                // kQueryTile: the worst kept score
@@ -41,23 +41,24 @@ std::vector<TopBuffer<T>> make_top_buffers(Arena& arena, std::int64_t count) {
   return buffers;
 }
 
-// Empties the first `rows` rows.
+// Clears the first `rows` rows.
 template <class T>
 void clear_rows(TopBuffer<T>& buffer, std::int64_t rows);
 
 // Offers scores[t] for index begin + t to a row, in ascending order of indices; -inf is no
-// candidate, NaN ranks last. `scores` has -inf up to a multiple of kColumnPad; count <= kKeyTile.
+// candidate, NaN ranks last. `scores` is padded with -inf to a multiple of kColumnPad; count <=
+// kKeyTile.
 template <class T>
 void offer_scores(TopBuffer<T>& buffer, std::int64_t row, std::int64_t begin, std::int64_t count,
                   const T* scores);
 
-// The kept indices of the first `rows` rows, ascending, -1 beyond them.
+// Writes the kept indices of the first `rows` rows, ascending, -1 beyond them.
 template <class T>
 void write_rows(TopBuffer<T>& buffer, std::int64_t rows, std::int32_t* indices);
 
-// For queries [first, first + count) of the segment: the ranks of the best admissible keys,
-// ascending, -1 beyond them, as rows of buffer.count indices. NaN scores rank as -inf. Of the scale
-// only the sign counts: scaling would round equal scores apart.
+// Writes the ranks of the best admissible keys of queries [first, first + count) of the segment as
+// rows of buffer.count indices, ascending, -1 beyond them. NaN scores rank as -inf. Only the sign
+// of the scale is used: with scaled queries, equal scores could differ by rounding.
 template <class T>
 void select_tile(const Segment<T>& scaled, std::int64_t first, std::int64_t count, Tiles<T>& tiles,
                  TopBuffer<T>& buffer, std::int32_t* indices);

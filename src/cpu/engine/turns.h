@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// An order for sums that several tasks add to: a task waits until those before it have added. Sums
-// are then the same for any number of threads.
+// A fixed order for sums that several tasks add to: a task waits until all earlier ones have added
+// their part. Sums are then the same for any number of threads.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,8 @@
 
 namespace coterie::cpu {
 
-// One counter per sum: the number of the task whose turn it is, 0 at first. Tasks have to be handed
-// out in the order of their numbers, or one may wait for another that never starts.
+// One counter per sum: the number of the task whose turn it is, initially 0. Tasks must start in
+// the order of their numbers; otherwise one could wait for another that never starts.
 class Turns {
  public:
   explicit Turns(std::int64_t sums)
@@ -23,7 +23,7 @@ class Turns {
     return next_[static_cast<std::size_t>(sum)].load(std::memory_order_acquire);
   }
 
-  // Runs a task. When it throws, results are lost, and no other task waits for it.
+  // Runs a task. If it throws, results are invalid and no other task waits for it.
   template <class Task>
   void run(const Task& task) {
     try {
@@ -34,7 +34,7 @@ class Turns {
     }
   }
 
-  // A task's turn at a sum, from the end of the constructor to the destructor.
+  // A task's turn at a sum: lasts from the end of the constructor to the destructor.
   class Turn {
    public:
     Turn(Turns& turns, std::int64_t sum, std::int64_t task)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Hamming distances and votes of bits; compiled once per COTERIE_ISA.
+// Hamming distances and bit votes; compiled once per COTERIE_ISA.
 #include "cpu/kernels/isa.h"
 
 #include <string.h>
@@ -30,8 +30,8 @@ Words add_product(Words sum, Words distance, uint64_t factor) {
 }
 
 // 256 * distance + number of the nearest of up to 256 centroids for 64 codes; the lower number on
-// ties. Four vectors of distances become one of 16-bit keys, so that a minimum serves 32 pairs: key
-// 32 v + 4 lane + q belongs to code 32 v + 8 q + lane.
+// ties. Four vectors of distances are packed into one of 16-bit keys, so that one minimum covers 32
+// pairs: key 32 v + 4 lane + q belongs to code 32 v + 8 q + lane.
 void nearest_in_block(const Words* code, const uint64_t* centroids, int64_t count, uint16_t* best) {
   Keys least[2] = {~Keys{}, ~Keys{}}, number = {};
   for (int64_t c = 0; c < count; ++c) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Kernels of the table (kernels.h) that have files of their own, in the namespace of COTERIE_ISA.
+// Kernels of the table (kernels.h) that are in separate files, in the namespace of COTERIE_ISA.
 #pragma once
 
 #include "cpu/kernels/kernels.h"
@@ -9,7 +9,7 @@ namespace coterie::cpu::COTERIE_ISA {
 template <class T>
 void multiply(const Product<T>& product);
 
-extern const PairKernels kPairs;  // of levels with __AVX512BF16__
+extern const PairKernels kPairs;  // only with __AVX512BF16__
 
 void nearest_code(const std::uint64_t* codes, std::int64_t count, const std::uint64_t* centroids,
                   std::int64_t num_centroids, std::int32_t* labels);

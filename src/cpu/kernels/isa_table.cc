@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Which instruction set is in use: the best the machine has, an environment variable, or a test.
+// Chooses the instruction set: the machine's best, or one set by COTERIE_CPU_ISA or by a test.
 #include <atomic>
 #include <cstdlib>
 #include <string>

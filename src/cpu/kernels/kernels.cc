@@ -12,7 +12,7 @@ namespace coterie::cpu::COTERIE_ISA {
 
 namespace {
 
-// Elements as the type they are computed in; beside the overloads of half.h.
+// Converts an element to the type it is computed in; in addition to the overloads of half.h.
 inline double to_float(double value) { return value; }
 using coterie::to_float;
 
@@ -53,7 +53,7 @@ void load_transposed_as(const Rows& rows, int64_t first, int64_t count, T factor
     for (; strip < kL && r0 + strip < count; ++strip)
       from[strip] = reinterpret_cast<const Element*>(row_at(rows, first + r0 + strip));
     int64_t d = 0;
-    if (strip == kL)  // whole blocks by vectors, the rest one by one
+    if (strip == kL)  // vectors for whole blocks, scalars for the rest
       for (; d + kL <= rows.width; d += kL) {
         Vec<T> block[kL];
         for (int r = 0; r < kL; ++r) block[r] = load_converted<T>(from[r] + d) * factor;
@@ -139,7 +139,7 @@ T row_exp(T* row, int64_t n, T shift) {
   return sum_lanes<T>(sum);
 }
 
-// As many rows as a vector has lanes at a time: their rescaling factors are one exponential.
+// Processes kLanes rows at a time, so that one vector exponential gives their rescaling factors.
 template <class T>
 void softmax(const ScoreTile<T>& tile) {
   constexpr int kL = kLanes<T>;
@@ -150,7 +150,7 @@ void softmax(const ScoreTile<T>& tile) {
       const T largest = row_max(tile.scores + (first + r) * tile.row, tile.columns);
       before[r] = tile.max[first + r];
       if (largest > before[r]) tile.max[first + r] = largest;
-      // Nothing allowed so far: exp(-inf - 0) makes every weight 0.
+      // No admissible key so far: exp(-inf - 0) makes every weight 0.
       shift[r] = tile.max[first + r] == static_cast<T>(-INFINITY) ? 0 : tile.max[first + r];
     }
     T rescale[kL];

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT
-// The CPU kernels: small functions on rows and tiles, compiled once per instruction set and reached
-// through a table of function pointers. They neither allocate, throw nor start threads.
+// The CPU kernels: small functions on rows and tiles, compiled once per instruction set and called
+// through a table of function pointers. They do not allocate, throw or start threads.
 //
-// Every sum runs in an order that depends on the summed index alone, never on the tile a row
-// happens to sit in: a row's result does not change when other rows, padding or masked keys come or
-// go.
+// Every sum runs in an order that depends on the summed index alone, never on the tile a row is in:
+// a row's result does not change when other rows, padding or masked keys are added or removed.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +19,7 @@ constexpr std::int64_t padded(std::int64_t columns) {
   return (columns + kColumnPad - 1) / kColumnPad * kColumnPad;
 }
 
-// Rows of one item and head in their own element type. Row t is number index[t], or t itself.
+// Rows of one item and head in their stored type. Row t is number index[t], or t if index is null.
 struct Rows {
   void* base = nullptr;
   std::int64_t stride_bytes = 0;
@@ -48,8 +47,8 @@ template <class T>
 struct ScoreTile {
   T* scores;
   std::int64_t rows, row, columns;
-  T *max, *sum;  // of each row so far, the sum of exp(score - max)
-  T* rescale;    // what earlier sums of a row have to be multiplied by
+  T *max, *sum;  // of each row so far: largest score, sum of exp(score - max)
+  T* rescale;    // factor for earlier sums of a row
 };
 
 template <class T>
@@ -71,8 +70,8 @@ struct Kernels {
   T (*row_exp)(T* row, std::int64_t n, T shift);  // row = exp(row - shift); returns the sum
   T (*row_dot)(const T* a, const T* b, std::int64_t n);
 
-  // score = exp(score - max) under the new maximum, with max, sum and rescale brought up to date;
-  // 0 while a row has seen nothing but -inf.
+  // Updates max, sum and rescale, and sets score = exp(score - max) with the new maximum; 0 while
+  // all scores of a row are -inf.
   void (*softmax)(const ScoreTile<T>& tile);
 
   void (*row_scale)(T* row, std::int64_t n, T factor);
@@ -86,9 +85,9 @@ struct Kernels {
   std::int64_t (*row_above)(const T* row, std::int64_t n, T threshold, std::int32_t* indices);
 };
 
-// The same on bf16 elements, two by two in a word, the first one in the low half: c(m,n) =
+// The same on bf16 elements, packed in pairs into words, the first one in the low half: c(m,n) =
 // factor * a b, or c = factor * (c + a b), with k pairs of summed elements. Products are exact,
-// sums in float; subnormal elements and sums count as 0.
+// sums are in float; subnormal elements and sums count as 0.
 struct PairProduct {
   std::int64_t m, n, k;
   const std::uint32_t* a;  // pairs of a row's elements
@@ -111,7 +110,7 @@ struct PairKernels {
   // The same transposed: tile (width / 2 x tile_row), columns beyond count are 0.
   void (*load_transposed)(const Rows& rows, std::int64_t first, std::int64_t count,
                           std::uint32_t* tile, std::int64_t tile_row);
-  // Pairs of rows, of any width: tile (count / 2 rounded up x tile_row), 0 where there is nothing.
+  // Pairs of rows of any width: tile (count / 2 rounded up x tile_row), padded with 0.
   void (*load_row_pairs)(const Rows& rows, std::int64_t first, std::int64_t count,
                          std::uint32_t* tile, std::int64_t tile_row);
   // Rounds rows to pairs of bf16; columns is a multiple of kColumnPad.
@@ -124,7 +123,7 @@ struct CodeKernels {
   // labels[i] = nearest centroid of codes[i] in Hamming distance, lower index on ties.
   void (*nearest)(const std::uint64_t* codes, std::int64_t count, const std::uint64_t* centroids,
                   std::int64_t num_centroids, std::int32_t* labels);
-  // votes (num_centroids x 64) of set bits and sizes, added up over the codes.
+  // Adds the set bits of each code to votes (num_centroids x 64) and counts codes in sizes.
   void (*vote)(const std::uint64_t* codes, const std::int32_t* labels, std::int64_t count,
                std::int32_t* votes, std::int32_t* sizes);
 };
@@ -134,7 +133,7 @@ struct KernelTable {
   Kernels<float> f32;
   Kernels<double> f64;
   CodeKernels codes;
-  const PairKernels* pairs;  // null where the processor has no products of bf16
+  const PairKernels* pairs;  // null if the instruction set has no bf16 products
 };
 
 namespace baseline {

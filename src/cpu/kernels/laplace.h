@@ -6,8 +6,8 @@
 
 namespace coterie::cpu {
 
-// Reaches 0 and 1 exactly, so that far tokens are tied in a selection; erfc, which does not cancel
-// where weights are small, would tell them apart by nothing.
+// Reaches 0 and 1 exactly, so that distant tokens are tied in a selection; erfc, which does not
+// cancel for small weights, would rank them by insignificant differences.
 template <class T>
 T laplace(T x) {
   constexpr T mu = T(0.70710678118654752440), sqrt_two_pi = T(2.5066282746310005024);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Products of bf16 matrices by pairs; compiled once per COTERIE_ISA, empty where there is no such
+// Products of bf16 matrices in pairs; compiled once per COTERIE_ISA, empty without such an
 // instruction.
 #include "cpu/kernels/isa.h"
 #include "cpu/kernels/vec.h"
@@ -87,8 +87,8 @@ void load_pairs(const Rows& rows, int64_t first, int64_t count, uint32_t* tile, 
            static_cast<size_t>(rows.width) * sizeof(uint16_t));
 }
 
-// 16 pairs of a row from pair d on, 0 beyond its width; as the bits of floats, which are moved but
-// never added.
+// 16 pairs of a row from pair d on, 0 beyond its width; stored as the bits of floats, which are
+// only moved.
 Vec<float> load_block_row(const Rows& rows, int64_t t, int64_t d) {
   const uint16_t* from = row_at(rows, t) + 2 * d;
   const int64_t left = rows.width / 2 - d;

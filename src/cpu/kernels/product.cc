@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Products of matrices; compiled once per COTERIE_ISA.
+// Matrix products; compiled once per COTERIE_ISA.
 #include "cpu/kernels/isa.h"
 #include "cpu/kernels/vec.h"
 
@@ -7,8 +7,8 @@ namespace coterie::cpu::COTERIE_ISA {
 
 namespace {
 
-// A register tile: kRows rows of a times two vectors of b's columns. Loops over rows are unrolled
-// altogether: otherwise g++ keeps the sums in memory before and after the loop over k.
+// A register tile: kRows rows of a times two vectors of b's columns. Loops over rows are fully
+// unrolled: otherwise g++ keeps the sums in memory before and after the loop over k.
 template <class T, int kRows>
 void multiply_tile(const Product<T>& p, int64_t row, int64_t column) {
   constexpr int kL = kLanes<T>;
@@ -22,8 +22,8 @@ void multiply_tile(const Product<T>& p, int64_t row, int64_t column) {
       sum[r][1] = load_vec(c + r * p.c_row + kL);
     }
   }
-  // One pointer for three rows, with the distances that an address can have. g++ would make it one
-  // distance per row, more than there are registers: the empty asm hides what it would combine.
+  // One pointer per three rows, at the offsets 0, 1 and 2 strides that an address can encode. g++
+  // would use one offset per row, more than there are registers; the empty asm prevents that.
   const T* a[(kRows + 2) / 3];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; r += 3) a[r / 3] = p.a + (row + r) * p.a_row;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Vectors of the instruction set a file is compiled for, by the compiler's vector extension.
-// Everything is static: see half.h for why.
+// Vectors of the instruction set a file is compiled for, with the compiler's vector extension.
+// Everything is static for the reason given in half.h.
 #pragma once
 
 #include <math.h>
@@ -71,7 +71,7 @@ static inline Vec<T> broadcast(T value) {
   return value - Vec<T>{};
 }
 
-// The upper part of a vector moved down by kBy lanes.
+// Rotates a vector down by kBy lanes.
 template <class T, int kBy, int... kLane>
 static inline Vec<T> lanes_down(Vec<T> v, Lanes<kLane...>) {
   return __builtin_shufflevector(v, v, ((kLane + kBy) % kLanes<T>)...);
@@ -87,7 +87,7 @@ static inline T sum_lanes(Vec<T> v) {
     return sum_lanes<T, kWidth / 2>(v);
 }
 
-// The larger of two in each lane; b where a is NaN.
+// The larger of two in each lane; b if a is NaN.
 template <class T>
 static inline Vec<T> max_vec(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
@@ -120,7 +120,7 @@ static inline Vec<T> interleave(Vec<T> a, Vec<T> b, Lanes<kLane...>) {
   return __builtin_shufflevector(a, b, (kLane % 2 * kL + kHalf * kL / 2 + kLane / 2)...);
 }
 
-// Transposes kLanes x kLanes elements: as many perfect shuffles as the lane number has bits.
+// Transposes kLanes x kLanes elements with log2(kLanes) perfect shuffles.
 template <class T>
 static inline void transpose(Vec<T>* block) {
   constexpr int kL = kLanes<T>;

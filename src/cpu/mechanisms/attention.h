@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The CPU back end: four functions per mechanism, for calls that src/ops has checked and parameters
-// that resolve() has settled. `saved` holds the tensors of attention_saved in order.
+// The CPU back end: four functions per mechanism, for calls checked by src/ops and parameters from
+// resolve(). `saved` contains the tensors of attention_saved in order.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 //   inner  token i of cluster c over the cluster's members j:  scale q_i . k_j
 //   outer  surrogate c over its members j:                     scale S_c . (psi(-phi_j) k_j)
 //   mix    token i over the non-empty clusters c:              scale (psi(phi_i) q_i) . S_c,
-//          with values: the inner output where i is in c, the outer output (a summary) elsewhere
+//          with values: the inner output if i is in c, otherwise the outer output (a summary)
 // A reconstruction of van Engelenhoven et al., "CAST", 2024.
 #pragma once
 
@@ -26,7 +26,7 @@ T sigmoid(T x) {
   return 1 / (1 + std::exp(-x));
 }
 
-// 1 + softplus, written so as not to overflow.
+// 1 + softplus, in a form that does not overflow.
 template <class T>
 T gate_factor(T x) {
   return 1 + std::max(x, T(0)) + std::log1p(std::exp(-std::abs(x)));
@@ -45,7 +45,7 @@ Rows surrogates(const AttentionCall& call, std::int64_t head) {
   return memory_rows(static_cast<T*>(call.inputs.centroids.data) + head * inner, call.Dk);
 }
 
-// What `saved` holds; the log-sum-exps are null with laplace.
+// The saved tensors; the log-sum-exps are null with laplace.
 template <class T>
 struct CastSaved {
   TensorView members;        // (items, 1 or H, C, w)
@@ -57,7 +57,7 @@ struct CastSaved {
   CastSaved(const CastParams& params, const std::vector<TensorView>& saved);
 };
 
-// What both passes work with. Slots are places in the members of a head: (items, H, C, w).
+// State of both passes. Slots are entries in the member lists of a head: (items, H, C, w).
 template <class T>
 struct CastPass {
   const CastParams& params;
@@ -84,7 +84,7 @@ struct CastPass {
                    const RowList& list) const;
   Segment<T> mix(const CastSaved<T>& saved, std::int64_t item, std::int64_t head) const;
 
-  // Calls visit(cluster, slot) for the clusters of a token in [begin, begin + count).
+  // Calls visit(cluster, slot) for the clusters of a token that are in `range`.
   template <class Visit>
   void for_own(std::int64_t item, std::int64_t head, std::int64_t token, const Range& range,
                Visit visit) const {

@@ -21,7 +21,7 @@ struct CastForward : CastPass<T> {
       : CastPass<T>(arena, cast, attention), inner_out(arena.take<T>(this->slots * attention.Dv)) {}
 };
 
-// Attention inside a cluster, slot by slot, and the cluster's summary.
+// Attention inside a cluster, one row per slot, and the cluster's summary.
 template <class T>
 void attend_cluster(CastForward<T>& pass, const CastSaved<T>& saved, const RowTile& task,
                     Tiles<T>& tiles) {
@@ -45,7 +45,7 @@ void attend_cluster(CastForward<T>& pass, const CastSaved<T>& saved, const RowTi
   if (saved.summary_lse) saved.summary_lse[number] = tiles.lse[0];
 }
 
-// Tokens over clusters; what a token takes from its own clusters comes from their slots.
+// Attention of tokens over clusters; the values of a token's own clusters are its inner outputs.
 template <class T>
 void mix_clusters(CastForward<T>& pass, const CastSaved<T>& saved, const TensorView& out,
                   const RowTile& tile, Tiles<T>& tiles) {

@@ -58,7 +58,7 @@ RowGradients<T> CastBackward<T>::mix_rows(const CastSaved<T>& saved, const Tenso
   return rows;
 }
 
-// A token takes from its own clusters the inner output, not the summary.
+// For a token's own clusters the value is the inner output instead of the summary.
 template <class T>
 TileHook<T> CastBackward<T>::own_clusters(std::int64_t item, std::int64_t head) const {
   TileHook<T> hook;
@@ -86,8 +86,8 @@ void CastBackward<T>::find_inner_dots(const CastSaved<T>& saved, const TensorVie
   });
 }
 
-// The weights of the slots, and delta = gradient . output of every token. The latter is made of the
-// parts and not of the output, which may have been rounded to half precision.
+// The weights of the slots, and delta = gradient . output of every token. delta is summed from its
+// parts instead of the output, which may have been rounded to half precision.
 template <class T>
 void CastBackward<T>::find_weights(const CastSaved<T>& saved, const TensorView& grad_out) {
   const std::vector<RowTile> row_list = span_tiles(query_spans(call), call.H);
@@ -131,8 +131,8 @@ void CastBackward<T>::mix_to_clusters(const CastSaved<T>& saved, const TensorVie
   });
 }
 
-// Adds the gradients of keys [first, first + count) of a summary to own.dk and own.dv, and of their
-// gates: with k' = psi(-phi) k, dk = psi(-phi) dk' and dphi = -sigmoid(-phi) k . dk'.
+// Adds the gradients of keys [first, first + count) of a summary to own.dk and own.dv, and writes
+// their gates' gradients: with k' = psi(-phi) k, dk = psi(-phi) dk', dphi = -sigmoid(-phi) k . dk'.
 template <class T>
 void CastBackward<T>::outer_to_slots(const Segment<T>& outer, const RowGradients<T>& rows,
                                      const Cluster& at, std::int64_t first, std::int64_t count,
@@ -153,7 +153,7 @@ void CastBackward<T>::outer_to_slots(const Segment<T>& outer, const RowGradients
   }
 }
 
-// Through the summaries and the attention inside clusters, to the slots.
+// Backward through the summaries and the attention inside clusters, into the slots.
 template <class T>
 void CastBackward<T>::clusters_to_slots(const CastSaved<T>& saved, const TensorView& grad_out) {
   const Kernels<T>& kernel = kernels<T>();
@@ -227,7 +227,7 @@ void CastBackward<T>::mix_to_tokens(const CastSaved<T>& saved, const TensorView&
 template <class T>
 void CastBackward<T>::fold_gate(const TensorView& dgate) {
   std::fill_n(static_cast<T*>(dgate.data), dgate.count(), T(0));
-  if (!params.gate_scale) return;  // then it decides the clusters and nothing else
+  if (!params.gate_scale) return;  // the gate only affects the selection
   for_tiles(span_tiles(query_spans(call), 1), [&](const RowTile& tile, int) {
     const Span& span = call.item(tile.item).q;
     const std::int64_t first = span.begin + tile.first;

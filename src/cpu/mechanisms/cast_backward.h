@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The backward pass of CAST: the three attentions of cast.h in reverse. Gradients that tokens get
-// as members of clusters are kept per slot and added up at the end, token by token.
+// as members of clusters are kept per slot and summed per token at the end.
 #pragma once
 
 #include "coterie/attention.h"
@@ -28,7 +28,7 @@ struct CastBackward : CastPass<T> {
   // One cluster of one (item, head).
   struct Cluster {
     std::int64_t item, head, cluster;
-    std::int64_t number, slot;  // over (items, H, C) and (items, H, C, w)
+    std::int64_t number, slot;  // index in (items, H, C) and (items, H, C, w)
     RowList list;
   };
   Cluster cluster_at(std::int64_t task, const CastSaved<T>& saved) const;
@@ -54,11 +54,11 @@ struct CastBackward : CastPass<T> {
   void fold_gate(const TensorView& dgate);
   void fold_surrogates(const TensorView& dcentroids);
 
-  // By slot: grad_out . inner output; the token's weight of the cluster (alpha); their product.
+  // Per slot: grad_out . inner output; the token's weight for the cluster (alpha); their product.
   T *inner_dot, *weight, *weighted_dot;
   T *dq_slots, *dk_slots, *dv_slots;
-  T* dgate_slots;  // what the token's gate gets through its key
-  T* dgate_rows;   // (B, H, N): and through its query
+  T* dgate_slots;  // gradient of the token's gate through its key
+  T* dgate_rows;   // (B, H, N): through its query
   T* dsummary;     // (items, H, C, Dv)
   T* dsurrogate;   // (items, H, C, Dk)
 };

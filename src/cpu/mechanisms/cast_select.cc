@@ -20,7 +20,7 @@ std::int64_t token_at(const AttentionCall& call, const Span& span, std::int64_t 
   return (list_head * call.B + span.batch) * call.N + span.begin;
 }
 
-// A log-sum-exp that grows by rows of scores.
+// A log-sum-exp that is updated with rows of scores.
 template <class T>
 struct RunningLse {
   T max = kNegInf<T>, sum = 0;
@@ -44,7 +44,7 @@ void for_blocks(std::int64_t count, std::int64_t step, Body body) {
     body(Range{begin, std::min(begin + step, count)});
 }
 
-// For each of a few clusters the best tokens of an item.
+// Selects the best tokens of an item for each of a few clusters.
 template <class T>
 void select_top_tokens(const CastScores<T>& scores, const Range& clusters, Tiles<T>& tiles,
                        TopBuffer<T>& buffer, std::int32_t* members) {
@@ -152,8 +152,8 @@ void CastScores<T>::normalisers(const Range& tokens, Tiles<T>& tiles) const {
   }
 }
 
-// Each token joins one cluster. A cluster takes at most `size` tokens, or ceil(tokens / C) if that
-// is more, so that all find room.
+// Each token joins one cluster. A cluster gets at most `size` tokens, or ceil(tokens / C) if that
+// is more, so that there are slots for all.
 template <class T>
 static void assign_single(const CastParams& params, const AttentionCall& call,
                           const TensorView& members, CastSelectWorkspace<T>& workspace) {
@@ -188,7 +188,7 @@ void cast_select(const CastParams& params, const AttentionCall& call, const Tens
     });
   }
   if (params.mode == CastMode::single) return assign_single(params, call, members, workspace);
-  // Few clusters at a time: the more tasks, the more threads have work in a batch of one.
+  // Few clusters per task, so that a batch of one has work for many threads.
   const std::int64_t blocks = (params.clusters + kColumnPad - 1) / kColumnPad;
   parallel_for(call.num_items() * heads * blocks, [&](std::int64_t task, int worker) {
     const std::int64_t item = task / blocks / heads, head = task / blocks % heads;

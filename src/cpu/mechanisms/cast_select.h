@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Which tokens form the clusters of CAST: by the scores
+// Selects the members of the clusters of CAST by the scores
 //   A_g(i, c) = sigmoid(phi_i) f_c(A_q(i)) + (1 - sigmoid(phi_i)) f_c(A_k(i)),
-// A_q(i, c) = q_i . S_c and A_k(i, c) = k_i . S_c, added up over the heads that share a clustering.
-// Scores are made tile by tile, as often as they are needed, and never stored.
+// A_q(i, c) = q_i . S_c and A_k(i, c) = k_i . S_c, summed over the heads that share a clustering.
+// Scores are recomputed tile by tile whenever they are needed, and never stored.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct CastSelectWorkspace {
   CastSelectWorkspace(Arena& arena, const CastParams& params, const AttentionCall& call);
 };
 
-// The scores of one item for one list head: heads [first_head, end_head) share it.
+// The scores of one item for one list head, which heads [first_head, end_head) share.
 template <class T>
 struct CastScores {
   const CastParams& params;
@@ -38,8 +38,8 @@ struct CastScores {
   CastScores(const CastParams& params, const AttentionCall& call, std::int64_t item,
              std::int64_t list_head, CastSelectWorkspace<T>& workspace);
 
-  // tiles.s = A_q and tiles.dp = A_k of tokens [first, first + count) of the list, as rows of
-  // kKeyTile clusters beginning with clusters.begin.
+  // tiles.s = A_q and tiles.dp = A_k of entries `tokens` of the list, as rows of kKeyTile clusters
+  // that begin with clusters.begin.
   void affinities(const RowList& list, const Range& tokens, const Range& clusters,
                   Tiles<T>& tiles) const;
   // tiles.s = A_g, from the normalisers.

@@ -34,7 +34,7 @@ void for_listed(const std::int32_t* keys, std::int64_t width, std::int64_t begin
     visit(*key - begin);
 }
 
-// Takes the listed keys out of the output and adds their weight up in tiles.delta.
+// Removes the listed keys from the output and sums their weights in tiles.delta.
 template <class T>
 TileHook<T> forward_hook(const ClusterLists& lists, std::int64_t item, std::int64_t head,
                          Tiles<T>& tiles) {
@@ -53,7 +53,7 @@ TileHook<T> forward_hook(const ClusterLists& lists, std::int64_t item, std::int6
   return hook;
 }
 
-// Listed keys reach the output only through their mass.
+// Listed keys affect the output only through their mass.
 template <class T>
 TileHook<T> backward_hook(const ClusterLists& lists, std::int64_t item, std::int64_t head,
                           const T* dmass) {
@@ -188,7 +188,7 @@ void centroid_output_gradients(const AttentionCall& call, const CentroidTensors&
                });
 }
 
-// Gradients of means become those of their members.
+// Divides the gradients of means by the cluster sizes: the gradient of each member.
 template <class T>
 static void share_means(const AttentionCall& call, const ClusterLists& lists, T* dmean) {
   parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {

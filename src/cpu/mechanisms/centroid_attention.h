@@ -40,13 +40,13 @@ template <class T>
 void centroid_forward(const AttentionCall& call, const CentroidTensors& tensors,
                       std::vector<Tiles<T>>& tiles);
 
-// Gradients on the way back, all (items, H, C, ...).
+// Intermediate gradients of the backward pass, all (items, H, C, ...).
 template <class T>
 struct CentroidGradients {
   T* dout = nullptr;   // (.., Dv): sum of the members' output gradients
   T* dmass = nullptr;  // (..): derivative by the mass
   T* delta = nullptr;  // (..): dout . out + mass * dmass
-  T* dmean = nullptr;  // (.., Dk): derivative by the mean, over the cluster's size
+  T* dmean = nullptr;  // (.., Dk): derivative by the mean, divided by the cluster's size
 
   CentroidGradients(Arena& arena, const AttentionCall& call, std::int64_t clusters);
 };
@@ -61,8 +61,8 @@ template <class T>
 void centroid_backward_means(const AttentionCall& call, const CentroidTensors& tensors,
                              CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles);
 
-// dk and dv (either may be absent): centroid attention's, plus the listed keys' when slots are
-// given; with `means` also what centroid_backward_means computes, for fewer products.
+// dk and dv (either may be absent) of centroid attention, plus those of the listed keys if slots
+// are given. With `means` also computes dmean, with fewer products than centroid_backward_means.
 template <class T>
 void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& tensors,
                             CentroidGradients<T>& gradients, const KeySlots<T>* slots, bool means,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Clustered attention: queries of a cluster take the attention output of their mean.
+// Clustered attention: all queries of a cluster get the attention output of their mean.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -36,7 +36,7 @@ struct ClusteredWorkspace {
         gradients(arena, call, params.clustering.clusters) {}
 };
 
-// Row i of `to` (B, H, N, D) becomes row labels[i] of `from`, (items, H, C, width) in memory.
+// Copies row labels[i] of `from`, (items, H, C, width) in memory, to row i of `to` (B, H, N, D).
 template <class T>
 void broadcast_rows(const AttentionCall& call, const TensorView& labels, std::int64_t clusters,
                     T* from, std::int64_t width, const TensorView& to,

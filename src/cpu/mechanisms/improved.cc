@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Improved clustered attention: the top keys of each cluster are attended exactly by every member,
-// with the mass the cluster's mean gives them; all other keys as in clustered attention. The
-// leaking causal form keeps the top keys only.
+// Improved clustered attention: every member of a cluster attends exactly to the cluster's top
+// keys, scaled to the mass that the cluster's mean gives them; all other keys are handled as in
+// clustered attention. The leaking causal form keeps only the top keys.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -91,7 +91,7 @@ void add_bottom(const AttentionCall& call, const CentroidTensors& tensors, ListC
 }
 
 // For every query: the mass of its cluster, gradient . u, and delta = mass * gradient . u, where u
-// is its attention over the top keys. u is recomputed: taking it from the stored output would
+// is its attention over the top keys. u is recomputed: deriving it from the stored output would
 // divide that output's rounding error by the mass.
 template <class T>
 void inner_products(const AttentionCall& call, const ListCall<T>& plan,
@@ -135,7 +135,7 @@ void mass_gradients(const AttentionCall& call, const ClusterLists& lists, bool m
   });
 }
 
-// Adds the share of the mean's gradient to every member's.
+// Adds each member's share of the mean's gradient to its own gradient.
 template <class T>
 void add_mean_gradient(const AttentionCall& call, std::int64_t clusters, const T* dmean,
                        ListCall<T>& plan) {

@@ -12,7 +12,7 @@ namespace coterie::cpu {
 
 namespace {
 
-// Entry (d, b) of round r's rotation, in any order of drawing.
+// Draws the rotations of all rounds; every entry (d, b) has its own random number.
 template <class T>
 void draw_rotations(const LshParams& params, const AttentionCall& call,
                     LshSelectWorkspace<T>& workspace) {
@@ -28,7 +28,8 @@ void draw_rotations(const LshParams& params, const AttentionCall& call,
   });
 }
 
-// The largest and the smallest entry of a row of x R so far; together the arg-max of [x R ; -x R].
+// The largest and smallest entry so far of a row of x R; together they give the arg-max of
+// [x R ; -x R].
 template <class T>
 struct Extremes {
   T high = -std::numeric_limits<T>::infinity(), low = std::numeric_limits<T>::infinity();
@@ -60,8 +61,8 @@ void hash_tile(const LshSelectWorkspace<T>& workspace, std::int64_t round, std::
     buckets[r] = static_cast<std::int32_t>(extremes[r].bucket(workspace.half));
 }
 
-// order = tokens by (bucket, position): a stable counting sort; `starts` has room for every bucket
-// and one more.
+// order = tokens by (bucket, position): a stable counting sort; `starts` is scratch of
+// num_buckets + 1.
 void sort_by_bucket(const std::int32_t* buckets, std::int64_t tokens, std::int64_t num_buckets,
                     std::int32_t* starts, std::int32_t* order) {
   std::fill_n(starts, num_buckets + 1, 0);
@@ -75,7 +76,7 @@ std::int64_t num_chunks(const LshParams& params, std::int64_t tokens) {
   return (tokens + params.chunk - 1) / params.chunk;
 }
 
-// The lowest token that chunk `chunk` sees, and how many tokens it sees.
+// The lowest token that a chunk sees, and the number of tokens it sees.
 struct Sight {
   std::int32_t lowest = std::numeric_limits<std::int32_t>::max();
   std::int64_t count = 0;
@@ -206,7 +207,7 @@ ListCall<T> LshParts<T>::plan(std::int64_t round, int part) const {
       const T excluded = -std::numeric_limits<T>::infinity();
       for (std::int64_t t = 0; causal && t < count; ++t)
         if (keys[begin + t] > sorted[query]) scores[t] = excluded;
-      // Queries and keys of a band are the same list, so a query's own key has its rank.
+      // Queries and keys of a band are the same list, so a query's own key has the same rank.
       if (flags && begin <= query && query < begin + count && !flags[sorted[query]])
         scores[query - begin] = excluded;
     };

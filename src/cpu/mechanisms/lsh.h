@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// LSH attention in sorted order: what one round lets a query see.
+// LSH attention in sorted order: the keys that a query sees in one round.
 //
 // The tokens of an item and head are sorted by (bucket, position) and cut into chunks. A chunk sees
 // itself and the chunk before it, a band of the sorted list. With combine=lse the first chunk also
-// sees the last one; that wrap-around is a part of its own, so that every key is in one list of a
+// sees the last one; that wrap-around is a separate part, so that every key is in one list of a
 // part and its gradient has one writer.
 #pragma once
 
@@ -18,11 +18,11 @@ namespace coterie::cpu {
 
 template <class T>
 struct LshSelectWorkspace {
-  std::int64_t half, row;       // buckets / 2, and that padded
+  std::int64_t half, row;       // buckets / 2, unpadded and padded
   std::vector<Tiles<T>> tiles;  // one per thread
   T* rotations;                 // (R, Dk, row)
   std::int32_t* buckets;        // (B, H, R, N)
-  std::int32_t* starts;         // one more than there are buckets, per thread
+  std::int32_t* starts;         // buckets + 1 per thread
 
   LshSelectWorkspace(Arena& arena, const LshParams& params, const AttentionCall& call);
 };
@@ -32,13 +32,13 @@ template <class T>
 void lsh_select(const LshParams& params, const AttentionCall& call, const TensorView& order,
                 LshSelectWorkspace<T>& workspace);
 
-// The lists of a (round, part) for calls whose k holds the unit keys.
+// The lists of a (round, part) for calls whose k contains the unit keys.
 template <class T>
 struct LshParts {
   const LshParams& params;
   const AttentionCall& call;
   TensorView order;           // (B, H, R, N)
-  const std::uint8_t* alone;  // (B, H, N): the query meets no key but its own in any round
+  const std::uint8_t* alone;  // (B, H, N): the query sees only its own key in every round
 
   int num_parts() const { return params.combine == LshCombine::lse ? 2 : 1; }
   ListCall<T> plan(std::int64_t round, int part) const;

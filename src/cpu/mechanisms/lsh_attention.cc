@@ -2,7 +2,7 @@
 // LSH attention (Reformer, Kitaev et al. 2020, and the plain-mean baseline of Vyas et al. 2020):
 // keys are the unit queries, and each round attends along a band of its own sorted order. With
 // combine=lse the rounds form one softmax, their outputs merged by log-sum-exps; with combine=mean
-// each round is a softmax of its own with weight 1/R.
+// each round is a separate softmax with weight 1/R.
 #include <algorithm>
 #include <cmath>
 
@@ -23,7 +23,7 @@ struct LshForward : LshPass<T> {
       : LshPass<T>(arena, lsh, attention), out(arena, attention, attention.H, attention.Dv) {}
 };
 
-// Merges a part's output row into the sum so far: the attention over both key sets.
+// Merges a part's output row into the sum so far, which becomes the attention over both key sets.
 template <class T>
 void merge_part(T part_lse, const T* part, T& lse, T* sum, std::int64_t width) {
   if (part_lse == kNegInf<T>) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of LSH attention. Where rounds form one softmax every part uses the total
-// log-sum-exp and delta = gradient . output; where they are averaged each round has its own.
+// The backward pass of LSH attention. If the rounds form one softmax, every part uses the total
+// log-sum-exp and delta = gradient . output; if they are averaged, each round has its own.
 #include <algorithm>
 
 #include "cpu/mechanisms/lsh_pass.h"
@@ -37,7 +37,7 @@ void LshBackward<T>::for_queries(const Part& part, Body body) {
   });
 }
 
-// Adds a part's share of gradient . output, the output recomputed.
+// Adds a part's share of gradient . output, with the output recomputed.
 template <class T>
 void LshBackward<T>::add_deltas(const Part& part) {
   for_queries(part, [&](const RowTile& tile, const ListPair<T>& pair, Tiles<T>& tiles) {
@@ -116,7 +116,7 @@ void LshBackward<T>::run(const AttentionResult& result, const TensorView& grad_o
   if (this->merges() && result.out.dtype == lse.dtype) {
     lists_deltas(call, ListCall<T>{}, {result.out, lse, grad_out, {}, {}, {}}, lists);
   } else if (this->merges()) {
-    // Outputs that were rounded to half precision would spoil gradients that should be 0.
+    // With outputs rounded to half precision, gradients that should be 0 would not be.
     clear_deltas();
     this->for_parts(order, [&](std::int64_t round, const ListCall<T>& plan) {
       add_deltas({round, plan, lse, grad_out});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the passes of LSH attention share. Rounds and parts run one after the other and add to sums
-// by token: within a part each token has one writer, so sums have one order.
+// Shared by the passes of LSH attention. Rounds and parts run one after the other and add to sums
+// per token: within a part each token has one writer, so sums have a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace coterie::cpu {
 
-// Sums by token, one padded row each: (B, heads, N, row).
+// Sums per token, one padded row each: (B, heads, N, row).
 template <class T>
 struct TokenSums {
   std::int64_t batches, heads, tokens, row;
@@ -22,10 +22,10 @@ struct TokenSums {
     return sums + ((span.batch * heads + head) * tokens + span.begin + token) * row;
   }
   void clear();
-  // Adds the rows of a tile to those of the tokens that it takes from `list`.
+  // Adds the rows of a tile of `list` to the sums of their tokens.
   void add(const Span& span, std::int64_t head, const RowList& list, const RowTile& tile,
            const T* rows);
-  // Writes them times `factor` as rows of a (B, heads, N, D) tensor, zeros in padding.
+  // Writes the sums times `factor` to a (B, heads, N, D) tensor, 0 in padding.
   void store(const AttentionCall& call, T factor, const TensorView& tensor) const;
 };
 
@@ -37,7 +37,7 @@ struct LshPass {
   std::uint8_t* alone;  // see LshParts
 
   LshPass(Arena& arena, const LshParams& params, const AttentionCall& call);
-  // Makes the keys, and `alone` for the order.
+  // Computes the unit keys, and `alone` from the order.
   void prepare(const TensorView& order);
 
   bool merges() const { return params.combine == LshCombine::lse; }
@@ -72,7 +72,7 @@ struct LshPass {
   }
 };
 
-// 1 / |x| of a padded row, or 0 for a zero row, whose key is zero and has no direction to change.
+// 1 / |x| of a padded row, or 0 for a zero row, whose key is zero and has no gradient.
 template <class T>
 T inverse_norm(const T* row, std::int64_t width);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Mechanisms whose keys are given by positions: full, local, strided; and oracle-top, which keeps
-// the best of all positions.
+// Mechanisms whose keys depend only on positions: full, local, strided; and oracle-top, which keeps
+// the best of all keys.
 #include <algorithm>
 #include <limits>
 
@@ -87,12 +87,12 @@ ListPair<T> make_pair(const LocalParams& params, const AttentionCall& call, cons
               : ascending_rule<T>(item.q.length, item.k.length, blocked)};
 }
 
-// Beyond N + S no two positions are that far apart, so a larger stride changes nothing.
+// No two positions are more than N + S apart, so a larger stride changes nothing.
 std::int64_t effective_stride(const StridedParams& params, const AttentionCall& call) {
   return std::min(params.stride, call.N + call.S);
 }
 
-// List r holds the keys and the query positions congruent to r.
+// List r contains the keys and the query positions congruent to r.
 template <class T>
 ListPair<T> make_pair(const StridedParams& params, const AttentionCall& call, const Item& item,
                       std::int64_t residue) {
@@ -150,7 +150,7 @@ ListCall<T> make_plan(const Params& params, const AttentionCall& call) {
   return plan;
 }
 
-// Oracle-top attends over all keys with those outside the query's list taken out.
+// Oracle-top attends over all keys, with those outside the query's list masked.
 template <class T>
 ListCall<T> make_listed_plan(const OracleTopParams& params, const AttentionCall& call,
                              const TensorView& top_keys) {

@@ -50,8 +50,8 @@ RoutingSaved saved_positions(const RoutingParams& params) {
 
 namespace {
 
-// Sums of a tile of rows, first of `own`, whose inner product with y is returned, then of `other`,
-// carried back through the normalisation in tiles.dq.
+// Writes the gradients of a tile of input rows to tiles.dq: the sums `own` and, if given, `other`,
+// backward through the normalisation. Returns the inner product of `own` with the normalised rows.
 template <class T>
 double input_gradients(const RowTile& tile, const Span& span, const NormalisedRows<T>& rows,
                        const RowSums<T>& own, const RowSums<T>* other, Tiles<T>& tiles) {

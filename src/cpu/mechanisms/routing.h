@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the forms of routing attention share: normalised rows, selection by centroids, and the way
-// back from gradients of normalised rows.
+// Shared by all forms of routing attention: normalised rows, selection by centroids, and the
+// backward pass of the normalisation.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct RoutingRows {
   AttentionCall normalise(const AttentionCall& call);
 };
 
-// Queries or keys as selection sees them.
+// Queries or keys as inputs of the selection.
 struct RoutingSide {
   TensorView rows;  // normalised (B, heads, rows, Dk)
   std::vector<Span> spans;
@@ -40,7 +40,7 @@ RoutingSide key_side(const AttentionCall& normalised);
 
 template <class T>
 struct SelectBuffers {
-  std::vector<TopBuffer<T>> top;  // top: of the larger window; nearest: of queries_in
+  std::vector<TopBuffer<T>> top;  // top: for the larger window; nearest: for queries_in
   std::optional<BalancedWorkspace<T>> balanced;
   std::int32_t* clusters = nullptr;  // nearest, if several: (B, H, N, queries_in)
   std::int32_t* labels = nullptr;    // balanced: (B, H, N) or (B, key heads, S)
@@ -48,19 +48,19 @@ struct SelectBuffers {
   SelectBuffers(Arena& arena, const RoutingParams& params, const AttentionCall& call);
 };
 
-// The selection of attention_saved, in its order.
+// Writes the selection tensors of attention_saved, in its order.
 template <class T>
 void routing_select(const RoutingParams& params, const AttentionCall& normalised,
                     const std::vector<TensorView>& saved, SelectBuffers<T>& buffers,
                     std::vector<Tiles<T>>& tiles);
 
-// From gradients of the normalised rows to those of the inputs; with dlogit_scale, `head_scale` are
-// the factors that the backward pass used.
+// Turns gradients of the normalised rows into those of the inputs. For dlogit_scale, `head_scale`
+// must be the factors that the backward pass used.
 template <class T>
 void write_gradients(const AttentionCall& call, RoutingRows<T>& rows, const GradientSums<T>& sums,
                      const T* head_scale, const AttentionGradients& gradients);
 
-// Positions in `saved`; those of keys are those of queries where the two are shared.
+// Positions in `saved`; keys have the positions of queries if the two are shared.
 struct RoutingSaved {
   std::size_t q_members, k_members, member_lse;                                 // top, balanced
   std::size_t q_labels, k_labels, q_order, q_offsets, k_order, k_offsets, lse;  // nearest

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Routing attention: rows are normalised, tokens near a centroid attend to each other. top and
-// balanced: groups of members, whose outputs add up per token (engine/members.h); nearest: runs of
-// tokens sorted by cluster, strictly causal (engine/banded.h). Roy et al., "Efficient Content-Based
-// Sparse Attention with Routing Transformers", 2021; balanced and nearest are ours.
+// Routing attention: rows are normalised, and tokens near a centroid attend to each other. top and
+// balanced use groups of members, whose outputs are summed per token (engine/members.h); nearest
+// uses runs of tokens sorted by cluster, strictly causal (engine/banded.h). Roy et al., "Efficient
+// Content-Based Sparse Attention with Routing Transformers", 2021; balanced and nearest are ours.
 #include <algorithm>
 #include <limits>
 
@@ -17,7 +17,7 @@ namespace coterie::cpu {
 
 namespace {
 
-// Slots of the query and key lists of top and balanced.
+// Numbers of slots in the query and key lists of top and balanced.
 struct MemberCounts {
   std::int64_t queries, keys;
 
@@ -67,8 +67,8 @@ const T* head_scale_of(const AttentionCall& call) {
   return static_cast<const T*>(call.inputs.logit_scale.data);
 }
 
-// Factors of the logits in the backward pass, as far as their own gradient divides by them. In
-// place of 0 a number so small that no weight changes.
+// Factors of the logits for the backward pass, whose own gradient divides by them. A factor of 0 is
+// replaced by a number so small that no weight changes.
 template <class T>
 std::vector<T> nonzero_scale(const AttentionCall& call) {
   const T* scale = head_scale_of<T>(call);
@@ -83,11 +83,11 @@ MemberLists member_lists(const RoutingParams& params, const std::vector<TensorVi
   return {saved[at.q_members], saved[at.k_members]};
 }
 
-// A token's part in the output of each of its groups.
+// The weight of each of a token's groups in its output.
 template <class T>
 T slot_weight(const RoutingParams& params, std::int64_t groups_of_token) {
   if (params.membership == Membership::balanced) return T(1);
-  // A token in no cluster has nothing to divide, and its output is 0 whatever count_eps is.
+  // The output of a token in no cluster is 0 for every count_eps.
   if (groups_of_token == 0) return T(0);
   return T(1) / static_cast<T>(static_cast<double>(groups_of_token) + params.count_eps);
 }
@@ -130,7 +130,7 @@ void fill_weights(const RoutingParams& params, const SlotIndex& index, T* weight
   });
 }
 
-// Which gradients of normalised rows the wanted gradients are made of.
+// The gradients of normalised rows that the requested gradients need.
 WantedGradients wanted_gradients(const RoutingParams& params, const AttentionGradients& gradients) {
   return {gradients.dq.present() || gradients.dlogit_scale.present(),
           gradients.dk.present() || (params.share_qk && gradients.dq.present()),

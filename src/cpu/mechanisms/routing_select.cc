@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Which tokens meet: the best tokens of each centroid, a balanced partition, or the nearest
+// The selection of routing: the best tokens of each centroid, a balanced partition, or the nearest
 // centroids.
 #include <algorithm>
 
@@ -27,7 +27,7 @@ std::vector<TopBuffer<T>> top_buffers(Arena& arena, const RoutingParams& params,
   return {};
 }
 
-// Centroids (Hkv, C, Dk) as those of any item.
+// Centroids (Hkv, C, Dk) as a view that all items share.
 CentroidView centroids_of(const AttentionCall& call) {
   const TensorView& own = call.inputs.centroids;
   return {TensorView::contiguous(own.data, own.dtype, {1, own.size(0), own.size(1), own.size(2)}),
@@ -79,8 +79,7 @@ void select_partition(const AttentionCall& call, const RoutingSide& side, const 
                members.size(2), members.size(3), static_cast<std::int32_t*>(members.data));
 }
 
-// Scores of -inf count as absent for select_tile; as clusters they are the last choice, lower
-// first.
+// select_tile skips scores of -inf; such clusters are the last choice here, lower index first.
 void complete_row(std::int32_t* row, std::int64_t count) {
   if (row[count - 1] >= 0) return;
   std::int32_t* end = std::find(row, row + count, -1);
@@ -88,7 +87,7 @@ void complete_row(std::int32_t* row, std::int64_t count) {
     if (std::find(row, end, c) == end) *end++ = c;
 }
 
-// clusters (B, H, N, m): the m nearest of each query.
+// clusters (B, H, N, m): the m nearest clusters of each query.
 template <class T>
 void select_clusters(const AttentionCall& call, std::int64_t m, SelectBuffers<T>& buffers,
                      std::vector<Tiles<T>>& tiles) {
