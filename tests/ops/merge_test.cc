@@ -48,7 +48,8 @@ void check(DType dtype, std::int64_t P, std::int64_t R, std::int64_t Dv) {
     lse_values[i] = i % 5 == 3 ? -kInf : 10 * lse_values[i];
   }
   if (R > 1) {
-    for (std::int64_t p = 0; p < P; ++p) lse_values[p * R + 1] = -kInf;  // a row of empty parts
+    for (std::int64_t p = 0; p < P; ++p)
+      lse_values[p * R + 1] = -kInf;  // a row whose parts are all empty
   }
   write_values(part_lse, lse_values);
   const HostTensor out(dtype, {R, Dv}), lse(dtype, {R});
