@@ -29,8 +29,8 @@ std::set<std::string> parameter_names(const ::torch::nn::Module& module) {
   return names;
 }
 
-// Trains on one batch with AdamW until the loss is near zero: below a tenth of the loss of
-// guessing. Selections change abruptly while weights move, so the loss need not stay there.
+// Trains on one batch with AdamW until the loss is near zero (below kLearned) and returns it.
+// Selections change abruptly while weights move, so the loss need not stay there.
 double overfit(::torch::nn::Module& model, const std::function<at::Tensor()>& loss) {
   ::torch::optim::AdamW optimizer(model.parameters(), ::torch::optim::AdamWOptions(5e-3));
   double value = 0;
