@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-# What Markdown files name in backticks exists: paths, make targets, verbs of the program, presets.
-# A path may be given from the root, from include/ or src/, or from the document's own folder, and may
-# have * or {a,b}; a bare file name may be anywhere in the tree.
+# Checks that everything Markdown files name in backticks exists: paths, make targets, verbs of the program, presets.
+# A path may be relative to the root, to include/ or src/, or to the document's own folder, and may
+# contain * or {a,b}; a bare file name may be anywhere in the tree.
 cmake_minimum_required(VERSION 3.25)
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 
@@ -81,7 +81,7 @@ set(count 0)
 foreach(document IN LISTS documents)
   get_filename_component(folder ${document} DIRECTORY)
   file(READ ${document} text)
-  # Characters that would break CMake's lists; none of them is in a path.
+  # These characters would break CMake's lists; no path contains them.
   string(REGEX REPLACE "[][;\\]" " " text "${text}")
   string(REPLACE "\n" ";" lines "${text}")
   set(fenced OFF)
@@ -94,7 +94,7 @@ foreach(document IN LISTS documents)
         set(fenced ON)
       endif()
     elseif(fenced OR line MATCHES "^    ")
-      string(STRIP "${line}" texts)  # a line of a listing: may be a command
+      string(STRIP "${line}" texts)  # a line of a code block, possibly a command
       if(NOT texts MATCHES "^(make|cmake|coterie) ")
         set(texts)
       endif()
@@ -115,6 +115,6 @@ endforeach()
 if(wrong)
   list(JOIN wrong "\n  " wrong)
   string(REPLACE "${root}/" "" wrong "${wrong}")
-  message(FATAL_ERROR "Documents name what does not exist:\n  ${wrong}")
+  message(FATAL_ERROR "Documents name things that do not exist:\n  ${wrong}")
 endif()
 message(STATUS "${count} names in documents are right")

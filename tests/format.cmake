@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# clang-format over all sources: complains, or with -DFIX=ON changes them.
+# Checks the format of all sources with clang-format; with -DFIX=ON, reformats them.
 cmake_minimum_required(VERSION 3.25)
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 find_program(CLANG_FORMAT NAMES clang-format-14 clang-format)
@@ -24,8 +24,8 @@ execute_process(COMMAND ${CLANG_FORMAT} --version OUTPUT_VARIABLE version)
 execute_process(COMMAND ${CLANG_FORMAT} --style=file --dry-run -Werror ${files}
   RESULT_VARIABLE failed)
 if(failed AND NOT version MATCHES "version 14\\.")
-  # Every version has ideas of its own.
+  # Versions format differently.
   message(STATUS "SKIP: the sources are formatted for version 14; this is ${version}")
 elseif(failed)
-  message(FATAL_ERROR "Not formatted; make format puts it right.")
+  message(FATAL_ERROR "Some sources are not formatted; run make format.")
 endif()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # Kernels of one instruction set (OBJECTS, separated by |) must not share functions with others: the
-# linker keeps one copy of a weak symbol, and it may be one that this machine cannot run. So every
-# weak function has to carry its own namespace ISA.
+# linker keeps one copy of a weak symbol, possibly one that this machine cannot run. So every weak
+# function must be in the namespace ISA.
 cmake_minimum_required(VERSION 3.25)
 string(REPLACE "|" ";" objects "${OBJECTS}")
 set(wrong)
@@ -23,5 +23,5 @@ endforeach()
 if(wrong)
   list(REMOVE_DUPLICATES wrong)
   list(JOIN wrong "\n  " wrong)
-  message(FATAL_ERROR "Functions outside the namespace ${ISA}; make them static, or do without:\n  ${wrong}")
+  message(FATAL_ERROR "Weak functions outside the namespace ${ISA}; make them static or remove them:\n  ${wrong}")
 endif()

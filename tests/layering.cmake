@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-# Compares every #include line with the table of rooms below: cmake -P tests/layering.cmake
+# Checks every #include line against the table of components below: cmake -P tests/layering.cmake
 cmake_minimum_required(VERSION 3.25)
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 
-# Regular expressions over what stands between the quotes or brackets.
+# Regular expressions for the text between the quotes or brackets.
 set(std "[a-z0-9_]+|(math|stddef|stdint|stdlib|string|float|limits)\\.h")
 string(APPEND std "|(immintrin|x86intrin|cpuid|unistd|fcntl|malloc|signal|sched|pthread|sys/[a-z]+)\\.h")
 set(public "coterie/[a-z0-9_]+\\.h")
@@ -15,7 +15,7 @@ set(may_src/core "${std}|${public}|core/.*")
 set(may_src/ref "${std}|${public}|${core}|ref/.*")
 set(may_src/no_cuda "${std}|${public}|${core}|cuda/api/entry\\.h")
 set(may_src/ops "${std}|${public}|${core}|ref/.*|cpu/.*|cuda/api/entry\\.h|ops/.*")
-# Folders of the rooms that have any: each may include itself and the folders named for it.
+# Subfolders of src/cpu and src/cuda: each may include itself and the folders listed for it.
 set(cpu_kernels kernels)
 set(cpu_engine kernels)
 set(cpu_cluster kernels engine)
@@ -45,16 +45,16 @@ foreach(room cpu cuda)
     string(APPEND may_src/${room}/${folder} "${beside_${room}}")
   endforeach()
 endforeach()
-# Torch by narrow headers: torch/torch.h costs 14 s in every file that has it.
+# Narrow torch headers only: torch/torch.h adds 14 s to the compilation of every file that includes it.
 set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly|nn|optim)/.*\\.h")
 set(may_torch "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}")
-# Only what torch keeps stable, so that one binary serves many versions of it.
+# Only torch's stable interface, so one binary works with many versions of torch.
 set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h")
 set(may_formats "${std}|${public}|formats/.*|(CLI|fmt|nlohmann)/.*")
 set(may_report "${std}|${public}|report/.*|formats/.*|(fmt|nlohmann)/.*")
 set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|formats/.*|report/.*|train/.*")
 string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h")
-# What needs no torch, so that it can be built with sanitizers.
+# Only headers without torch, so the fuzzers can be built with sanitizers.
 set(may_fuzz "${std}|${public}|fuzz/.*|formats/.*|report/report\\.h|train/(config|options)\\.h")
 set(may_cases "${std}|${public}|cases/.*")
 # The gate compares with the specification, parts are timed alone; the opponent is torch; the clock of
@@ -79,7 +79,7 @@ foreach(room IN LISTS rooms)
       endif()
       set(kind ${CMAKE_MATCH_1})
       set(name ${CMAKE_MATCH_2})
-      # A neighbour in the same folder may be named without its room.
+      # A file in the same folder may be included without its path.
       if(kind STREQUAL "\"" AND name MATCHES "^[a-z0-9_]+\\.cuh?$|^[a-z0-9_]+\\.h$"
           AND EXISTS ${folder}/${name})
         continue()
@@ -95,6 +95,6 @@ endforeach()
 if(wrong)
   list(JOIN wrong "\n  " wrong)
   string(REPLACE "${root}/" "" wrong "${wrong}")
-  message(FATAL_ERROR "Includes against the direction of the rooms:\n  ${wrong}")
+  message(FATAL_ERROR "Includes that the layering does not allow:\n  ${wrong}")
 endif()
 message(STATUS "${count} includes follow the rooms")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Sources are listed by hand; this finds the file that was written and never compiled.
+# Sources are listed by hand; this check finds files that no list names.
 cmake_minimum_required(VERSION 3.25)
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 
@@ -8,7 +8,7 @@ foreach(room src torch python formats report train cases bench apps fuzz tests)
   file(READ ${root}/${room}/CMakeLists.txt lists)
   string(REGEX REPLACE "#[^\n]*" "" lists "${lists}")
   file(GLOB_RECURSE files RELATIVE ${root}/${room} ${root}/${room}/*.cc ${root}/${room}/*.cu)
-  list(FILTER files EXCLUDE REGEX "^package/")  # a project of its own
+  list(FILTER files EXCLUDE REGEX "^package/")  # a separate project
   foreach(file IN LISTS files)
     string(REPLACE "." "\\." pattern "${file}")
     if(NOT lists MATCHES "[ \n(]${pattern}[ \n)]")
@@ -19,5 +19,5 @@ endforeach()
 
 if(forgotten)
   list(JOIN forgotten "\n  " forgotten)
-  message(FATAL_ERROR "Not named in the CMakeLists.txt of their room:\n  ${forgotten}")
+  message(FATAL_ERROR "Not listed in the CMakeLists.txt of their folder:\n  ${forgotten}")
 endif()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The data, full attention on them, and what an attention has to do at least.
+// Benchmark data, the full-attention references and the minimum operation counts.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -71,7 +71,7 @@ TEST(BenchFlops, CountPairsThatMeet) {
   EXPECT_EQ(flops("2*full+1*clustered(clusters=4)", false), pair * (200 + 40) / 3);
 }
 
-// A sample must say what all rows say, up to the spread of a sample.
+// The error over a sample of the rows is that over all rows, up to sampling error.
 TEST(References, OfLongSequencesAreASampleOfTheQueries) {
   Problem problem{.heads = 4, .kv_heads = 2, .N = 8192, .D = 8};
   const AttentionData data = make_data(problem, Pass::forward);
@@ -96,7 +96,7 @@ TEST(References, WithSharedQueriesAndKeysTakeTheQueriesAsKeys) {
   const AttentionData data = make_data(problem, Pass::forward);
   const Gradients gradients(data);
   References references(data);
-  // One chunk, in which everybody meets everybody.
+  // One chunk: every query attends to every key.
   AttentionRun lsh(make_entry("lsh(rounds=1,chunk=40,buckets=2,combine=mean)", false), data,
                    gradients);
   lsh.forward();
@@ -131,7 +131,7 @@ TEST(BenchDevice, SaysWhatIsRefusedWithoutADevice) {
        {"full", "lsh", "routing(clusters=2,window=8)", "cast(clusters=2,size=8)"}) {
     const Entry entry = make_entry(spec, false);
     const std::string reason = refusal(entry, problem);
-    // Not a word about shapes or missing inputs.
+    // The shapes are right and no input is missing.
     EXPECT_TRUE(reason.empty() || reason.find("CUDA") != std::string::npos) << spec << reason;
     Problem on_cpu = problem;
     on_cpu.device = Device::cpu;
@@ -145,7 +145,7 @@ TEST(BenchDevice, SaysWhatIsRefusedWithoutADevice) {
 }
 
 TEST(BenchDevice, IsMissingWithAReason) {
-  if (why_no_device().empty()) GTEST_SKIP() << "there is one";
+  if (why_no_device().empty()) GTEST_SKIP() << "this machine has a CUDA device";
   EXPECT_EQ(device_description(), "");
   EXPECT_THROW(device_memory(1), Error);
   EXPECT_THROW(Tensor({"", DType::f32, {1}}, Device::cuda), Error);

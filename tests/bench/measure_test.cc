@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What a measurement holds, the gate before it and the peaks beside it.
+// The contents of a measurement, the error gate before it and the peak rates.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ TEST(Measure, TimesPassesAndPartsAndCountsWhatItKnows) {
   EXPECT_FALSE(full.launch_ms);
   EXPECT_EQ(clustered.name, "i-clustered(clusters=4,topk=8)");
   EXPECT_EQ(clustered.threads, threads());
-  EXPECT_FALSE(clustered.hash);  // not in this clustering
+  EXPECT_FALSE(clustered.hash);  // this clustering does not hash
   EXPECT_GT(clustered.cluster->median_ms, 0.0);
   EXPECT_GT(clustered.select->median_ms, 0.0);
   EXPECT_GT(clustered.attend->median_ms, 0.0);
@@ -93,7 +93,7 @@ TEST(Measure, MeasuresEveryNumberOfThreadsAndRestoresIt) {
   for (std::size_t i = 0; i < all.size(); ++i) {
     EXPECT_EQ(all[i].threads, i < each ? 1 : 3);
     EXPECT_EQ(all[i].name, all[i % each].name);
-    EXPECT_EQ(all[i].error, all[i % each].error);  // not a bit depends on the threads
+    EXPECT_EQ(all[i].error, all[i % each].error);  // bits do not depend on the number of threads
     EXPECT_GT(all[i].peak_gflops, 0.0);
   }
 }

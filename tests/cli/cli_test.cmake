@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Runs the program and looks at exit status, output and messages:
+# Runs the program and checks exit status, output and messages:
 #   cmake -DPROGRAM=build/dev/bin/coterie [-DWORK=folder] -P tests/cli/cli_test.cmake
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/program.cmake)
@@ -59,8 +59,8 @@ run(0 bench --attention "local(window=8)" "i-clustered(clusters=4,topk=4)"
   --dim 8 --repeats 2 --threads 1,2 --gate --title Small --json ${json})
 expect_out("agree with the specification" "64 tokens" "64 tokens, causal" "peak " "cluster" "select"
   "backward" "local(window=8)" "i-clustered(clusters=4" "Faster than ")
-# Beside torch in builds that have it.
-set(wanted 30)  # two full attentions and three specs at three lengths, by one and by two threads
+# With torch as a further entry in builds that have it.
+set(wanted 30)  # two full attentions and three specs at three lengths, with one and two threads
 if(out MATCHES "torch")
   set(wanted 42)
 endif()
@@ -111,7 +111,7 @@ run(0 bench --report ${json})
 expect_out("# Performance" "## Small" "| 64 | " "--lengths 16,32:64" "i-clustered(clusters=4,topk=4)"
   "with 2 threads against 1" "faster")
 
-# The documented performance is what the records say.
+# The performance document is generated from the records.
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/../.. ABSOLUTE)
 file(GLOB records ${root}/docs/performance/*.jsonl)  # in the order of their names
 if(records)
@@ -135,7 +135,7 @@ run(0 bench --data ${saved} --attention "local(window=2)" --repeats 1 --pass for
 expect_out("2 heads of 2, data saved" "3 tokens" "local(window=2)")
 expect_mistake("at most the 3 tokens" bench --data ${saved} --lengths 4)
 
-# Where it can run; what is missing otherwise.
+# The CUDA device, or an error if there is none.
 run(0 info)
 if(out MATCHES "no CUDA device")
   expect_mistake("expected a CUDA device" bench --device cuda)
@@ -145,7 +145,7 @@ if(out MATCHES "torch sdpa|Faster")
   complain("something beside what was to run alone")
 endif()
 
-# The causal set, and the marks of what sees the future.
+# The causal set, with a mark on each attention whose selection sees the future.
 run(0 bench --causal --lengths 32 --heads 1 --dim 8 --repeats 1 --pass forward --data normal)
 expect_out("routing(clusters=16,window=256,causal=paper) *" "its selection sees the future")
 

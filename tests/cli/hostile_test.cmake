@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Files that were written to do harm: one line that names the limit, status 2, no hang and no crash.
+# Malicious files: one line that names the limit, status 2, no hang and no crash.
 #   cmake -DPROGRAM=build/full/bin/coterie -DTRAIN=ON [-DWORK=folder] -P tests/cli/hostile_test.cmake
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/program.cmake)

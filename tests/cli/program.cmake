@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-# What the tests of the program share: needs -DPROGRAM=path, makes the folder WORK, and ends with
-# finish().
+# Shared by the tests of the program: needs -DPROGRAM=path and makes the folder WORK. Every test ends
+# with finish().
 if(NOT PROGRAM)
   message(FATAL_ERROR "expected -DPROGRAM=path of the program")
 endif()
@@ -35,7 +35,7 @@ macro(expect_out)
   endforeach()
 endmacro()
 
-# A user's mistake: status 2, nothing on stdout, one line on stderr that has the given part.
+# A user's mistake: status 2, nothing on stdout, one line on stderr that contains the given part.
 macro(expect_mistake part)
   run(2 ${ARGN})
   string(FIND "${err}" "${part}" at)
@@ -55,7 +55,7 @@ macro(finish)
   file(REMOVE_RECURSE ${WORK})
   if(wrong)
     list(JOIN wrong "\n  " wrong)
-    message(FATAL_ERROR "The program does not behave:\n  ${wrong}")
+    message(FATAL_ERROR "The program does not behave as expected:\n  ${wrong}")
   endif()
   message(STATUS "the program behaves")
 endmacro()

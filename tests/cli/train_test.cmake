@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# The verbs train and eval: a newcomer's first run, its files, and mistakes.
+# The verbs train and eval: a first run, its files, and a user's mistakes.
 #   cmake -DPROGRAM=build/full/bin/coterie [-DWORK=folder] -P tests/cli/train_test.cmake
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/program.cmake)
@@ -41,16 +41,16 @@ if(NOT last LESS 0.3 OR NOT first GREATER 1.2)
   complain("the loss went from ${first} to ${last}")
 endif()
 
-# Config files: what a run wrote makes the same run; the command line wins.
+# Config files: the file that a run wrote reproduces the run; the command line takes precedence.
 run(0 train --config ${WORK}/run/config.toml --train.steps 3 --out ${WORK}/other)
 file(STRINGS ${WORK}/other/config.toml steps REGEX "^steps = 3$")
 if(NOT steps)
-  complain("the command line does not win over the file")
+  complain("the command line does not take precedence over the file")
 endif()
 file(WRITE ${WORK}/wrong.toml "[model]\nwidth = 3\n")
 expect_mistake("line 2: expected one of model.dim" train --config ${WORK}/wrong.toml)
 
-# Without --out a folder with a number is made.
+# Without --out the run goes to a new numbered folder.
 execute_process(COMMAND ${PROGRAM} train ${options} --train.steps 2 WORKING_DIRECTORY ${WORK}
   RESULT_VARIABLE status OUTPUT_VARIABLE out ERROR_VARIABLE err)
 if(NOT status EQUAL 0 OR NOT EXISTS ${WORK}/runs/copy-full-1/log.jsonl)

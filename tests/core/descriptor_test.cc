@@ -92,7 +92,7 @@ TEST(Descriptor, FormulasAreTheShapes) {
   }
 }
 
-// Every part of every mechanism says something; the message names the part.
+// No part of a descriptor is empty; the failure message names the part.
 TEST(Descriptor, PartsAreThere) {
   std::set<std::string> names;
   for (const Descriptor& each : descriptors()) {
@@ -121,16 +121,16 @@ TEST(Descriptor, PartsAreThere) {
   EXPECT_EQ(descriptors().size(), std::variant_size_v<Mechanism>);
 }
 
-// The shared cases, with which all kernels are tested, have every mechanism.
+// The shared cases, which test all kernels, cover every mechanism.
 TEST(Descriptor, EveryMechanismHasCases) {
   std::set<std::string> covered;
   for (const cases::Case& each : cases::all())
     covered.insert(each.spec.substr(0, each.spec.find('(')));
   for (const Descriptor& each : descriptors())
-    EXPECT_TRUE(covered.count(each.name)) << "no case in cases/cases.cc has " << each.name;
+    EXPECT_TRUE(covered.count(each.name)) << "no case in cases/cases.cc uses " << each.name;
 }
 
-// Run with COTERIE_WRITE_DOCS=1 the test writes the table that it compares otherwise.
+// With COTERIE_WRITE_DOCS=1 the test writes the table instead of comparing it.
 TEST(Descriptor, TheTableOfTheDocumentIsTheirs) {
   const std::string path = std::string(COTERIE_ROOT) + "/docs/mechanisms.md";
   std::stringstream text;
@@ -141,7 +141,8 @@ TEST(Descriptor, TheTableOfTheDocumentIsTheirs) {
     std::ofstream(path) << document.substr(0, begin) + table + document.substr(end);
     return;
   }
-  EXPECT_NE(document.find(table), std::string::npos) << "docs/mechanisms.md should have\n" << table;
+  EXPECT_NE(document.find(table), std::string::npos) << "docs/mechanisms.md should contain\n"
+                                                     << table;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The sequences of a call, as those who do not come through the operations see them too.
+// The sequences of a call, also for callers that bypass the checks of the operations.
 #include "core/items.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ TEST(ItemsTest, QueriesAndKeysHaveAsManySequences) {
   inputs.k_sequences.cu_seqlens = TensorView::contiguous(three.data(), DType::i32, {4});
   try {
     make_items("test", inputs);
-    FAIL() << "two and three sequences were taken for a batch";
+    FAIL() << "two query sequences and three key sequences were accepted";
   } catch (const Error& error) {
     EXPECT_EQ(std::string(error.what()),
               "[test] expected as many key as query sequences; got 3 and 2");

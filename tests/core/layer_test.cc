@@ -29,7 +29,7 @@ TEST(Layer, GroupsThatShareAKeyHeadAreRefused) {
   EXPECT_THROW(head_slices(spec, 8, 0), Error);
 }
 
-// By the formula of the header, computed apart.
+// Values of the formula in the header, computed independently.
 TEST(Layer, SeedsAreThoseOfCheckpoints) {
   EXPECT_EQ(group_seed(0, 0, 0), 0xa706dd2f4d197e6full);
   EXPECT_EQ(group_seed(7, 3, 1), 0x3b43325c33913dc4ull);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Threads and the memory they share out: the number of an operation is fixed, tasks run once each,
-// and no piece lies outside of its workspace.
+// Threads and scratch memory: an operation keeps its number of threads, each task runs once, and no
+// allocation exceeds the workspace.
 #include "core/parallel.h"
 
 #include <gtest/gtest.h>
@@ -50,7 +50,7 @@ TEST_F(ParallelTest, AnOperationKeepsItsNumberOfThreads) {
     EXPECT_EQ(call_threads(), 3);
     for (int repeat = 0; repeat < 20; ++repeat)
       parallel_for(200, [&](std::int64_t, int worker) { EXPECT_LT(worker, 3); });
-    // Another thread's operation has its own.
+    // An operation of another thread has its own number.
     std::thread([] {
       const CallThreads other;
       EXPECT_EQ(call_threads(), 16);
@@ -73,7 +73,7 @@ TEST_F(ParallelTest, AnOperationHasAsManyThreadsAsItsMemory) {
   EXPECT_EQ(threads_with(850), 8);
   EXPECT_EQ(threads_with(849), 4);
   EXPECT_EQ(threads_with(150), 1);
-  EXPECT_EQ(threads_with(0), 1);  // and the operation refuses the memory
+  EXPECT_EQ(threads_with(0), 1);  // the operation itself rejects the memory
 }
 
 TEST_F(ParallelTest, TheFirstExceptionOfATaskIsThrownAndThreadsGoOn) {
@@ -89,12 +89,12 @@ TEST_F(ParallelTest, TheFirstExceptionOfATaskIsThrownAndThreadsGoOn) {
   EXPECT_EQ(runs, 100);
 }
 
-// In all builds, with and without our own assertions.
+// In all builds, with and without the library's assertions.
 TEST(ArenaTest, RefusesPiecesThatTheWorkspaceHasNoRoomFor) {
   const HostTensor memory(DType::u8, {256});
   Arena arena("op", {memory.view().data, 256, nullptr}, 128);
   EXPECT_NE(arena.take<float>(16), nullptr);
-  EXPECT_NE(arena.take<char>(1), nullptr);  // pieces are whole multiples of the alignment
+  EXPECT_NE(arena.take<char>(1), nullptr);  // sizes are rounded up to the alignment
   const std::string message = error_of([&] { arena.take<double>(17); });
   EXPECT_TRUE(message.starts_with("[op] ")) << message;
   EXPECT_NE(message.find("128 of 256 bytes left"), std::string::npos) << message;

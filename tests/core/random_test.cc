@@ -14,7 +14,7 @@ std::vector<std::uint32_t> words(const RandomBits& bits) {
   return {bits.word[0], bits.word[1], bits.word[2], bits.word[3]};
 }
 
-// Known answers of the authors' Random123 library for philox4x32-10.
+// Known answers for philox4x32-10 from the authors' Random123 library.
 TEST(RandomTest, PhiloxGivesThePublishedNumbers) {
   EXPECT_EQ(words(philox({{0, 0, 0, 0}}, 0, 0)),
             (std::vector<std::uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));

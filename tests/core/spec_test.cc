@@ -378,7 +378,7 @@ TEST(Spec, RandomSpecsPrintAsTheyWereRead) {
   }
 }
 
-// Whatever is given, the parser returns or throws Error; what it accepts it can print and read.
+// For any text the parser returns or throws Error; an accepted spec can be printed and read back.
 void expect_no_surprise(const std::string& text) {
   try {
     const std::string printed = AttentionSpec::parse(text).to_string();

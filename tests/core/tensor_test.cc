@@ -171,7 +171,7 @@ TEST_P(HalfTest, PatternsAreTheNumbersOfTheFormat) {
 
 TEST_P(HalfTest, WritingRoundsToNearestEven) {
   const double unit = std::ldexp(1.0, 1 - digits());       // above 1
-  EXPECT_EQ(round_trip(GetParam(), 1 + 0.5 * unit), 1.0);  // a tie goes to the even neighbour
+  EXPECT_EQ(round_trip(GetParam(), 1 + 0.5 * unit), 1.0);  // a tie rounds to even
   EXPECT_EQ(round_trip(GetParam(), 1 + 1.5 * unit), 1 + 2 * unit);
   EXPECT_EQ(round_trip(GetParam(), 1 + 0.49 * unit), 1.0);
   EXPECT_EQ(round_trip(GetParam(), 1 + 0.51 * unit), 1 + unit);
@@ -181,7 +181,7 @@ TEST_P(HalfTest, WritingRoundsToNearestEven) {
 
 TEST_P(HalfTest, ANumberJustBesideATieIsNotATie) {
   const double unit = std::ldexp(1.0, 1 - digits());
-  const double little = std::ldexp(1.0, -40);  // lost if the number went through float first
+  const double little = std::ldexp(1.0, -40);  // lost if the number is converted to float first
   EXPECT_EQ(round_trip(GetParam(), 1 + 0.5 * unit + little), 1 + unit);
   EXPECT_EQ(round_trip(GetParam(), 1 + 1.5 * unit - little), 1 + unit);
 }

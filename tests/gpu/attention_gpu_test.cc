@@ -25,7 +25,7 @@ using gpu_test::bound;
 using gpu_test::DeviceRun;
 using gpu_test::DeviceTensor;
 
-// What the kernels of all mechanisms take; the rest is refused.
+// Whether the CUDA kernels support the case; other cases are refused.
 bool on_gpu(const Case& c) {
   const Mechanism mechanism = cases::make_problem(c, 1).mechanism;
   std::int64_t topk = 0;
@@ -42,7 +42,7 @@ std::vector<Case> gpu_cases() {
   return chosen;
 }
 
-// `dtype` is that of the inputs, whatever the tensor's own.
+// `dtype` is the type of the inputs, which may differ from the tensor's.
 void expect_near(const char* name, DType dtype, const DeviceTensor& actual,
                  const test::Expected& expected, bool backward) {
   if (!actual.view().present()) return;
@@ -81,7 +81,7 @@ TEST_P(AttentionGpuTest, FollowsTheSpecification) {
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   run.fetch_saved();
   if (!clusters_queries(problem.mechanism)) test::expect_selection(problem, run.host);
-  if (HasFailure()) return;  // nothing to be learnt from outputs of a wrong selection
+  if (HasFailure()) return;  // with a wrong selection the outputs say nothing
   const std::vector<TensorView>& saved = run.host.result.saved;
   const DType dtype = GetParam().dtype;
   expect_near("out", dtype, run.out, test::expected_out(problem, saved), false);
@@ -154,14 +154,14 @@ TEST(AttentionGpuRefusalTest, WhatHasNoKernelsSaysSo) {
   const Problem problem = cases::make_problem(cases::make_case("wide", "full", "N16 D32:64"), 1);
   try {
     DeviceRun run(problem);
-    FAIL() << "was not refused";
+    FAIL() << "the call was not refused";
   } catch (const Error& error) {
     EXPECT_EQ(std::string(error.what()).rfind("[full] expected tensors on the cpu", 0), 0u)
         << error.what();
   }
 }
 
-// Shapes alone decide: what they describe is not there.
+// The checks read shapes only, so the tensors need no memory.
 TEST(AttentionGpuRefusalTest, SizesThatKernelsCannotCountAreNamed) {
   const auto message = [](const char* spec, std::int64_t batches, std::int64_t heads,
                           std::int64_t rows, std::int64_t clusters) {

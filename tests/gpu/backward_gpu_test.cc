@@ -47,7 +47,7 @@ Mechanism mechanism_of(const Case& c) {
   return resolve(params, false);
 }
 
-// A host tensor in f32 holding values of `dtype`, seen as (B, H, N, D).
+// An f32 host tensor with values of `dtype`, viewed as (B, H, N, D).
 struct Input {
   HostTensor memory;
   TensorView view;
@@ -95,7 +95,7 @@ Sequences sequences(const Case& c, const TensorView& lengths) {
   return result;
 }
 
-// Everything of one case on both machines' memory.
+// All tensors of one case, in host and device memory.
 struct Problem {
   const Case& c;
   DType dtype;
@@ -271,7 +271,8 @@ double tolerance(DType dtype) {
   return dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 2e-3 : 1e-2;
 }
 
-// Relative to the result, or to kFloor, a fraction of the terms it sums up, where they cancel.
+// The error is relative to the result. Where its terms cancel, it is relative to kFloor, a fraction
+// of the size of the terms.
 bool compare(const char* name, const TensorView& view, const std::vector<double>& expected,
              double allowed) {
   constexpr double kFloor = 0.03;
@@ -323,7 +324,7 @@ void expect_agreement(const Case& c, DType dtype) {
   const Run run(c, dtype);
   std::printf("%-34s %-4s", c.name, dtype_name(dtype));
   const AttentionGradients& d = run.device.gradients;
-  // Errors of the logits grow with them.
+  // Errors of the logits grow with the logits.
   const double allowed = tolerance(dtype) * static_cast<double>(c.sharpness);
   EXPECT_TRUE(compare("dq", d.dq, run.problem.expected[0], allowed));
   EXPECT_TRUE(compare("dk", d.dk, run.problem.expected[1], allowed));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The centroids of routing on the GPU against the CPU's. Rows are summed in other orders there: the
-// bounds are a few units in the last place of sums of D and of N terms.
+// The centroids of routing on the GPU against the CPU's. The GPU sums rows in a different order:
+// the bounds are a few units in the last place of sums of D and of N terms.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -27,7 +27,7 @@ HostTensor numbers(DType dtype, std::vector<std::int64_t> sizes, std::uint32_t n
   return tensor;
 }
 
-// Tokens with labels, of which cluster 3 has none, and the state of centroids.
+// Tokens with labels (none in cluster 3) and the state of the centroids.
 struct CentroidProblem {
   HostTensor x, labels, lengths, centroids, counts, sums;
 
@@ -104,7 +104,7 @@ TEST_P(CentroidsGpuTest, HaveTheCommitmentGradientOfTheCpu) {
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   commitment_loss_backward(problem.x, problem.sequences(), problem.centroids, problem.labels, 1e3,
                            before);
-  // Results on either side of the middle between two 16-bit numbers differ by the distance.
+  // Values close to the midpoint of two adjacent 16-bit numbers may round either way.
   const double ulp = GetParam().dtype == DType::bf16 ? 1.0 / 128 : 1.0 / 1024;
   expect_near(dx.download(), before, narrow ? ulp : 1e-5);
 }

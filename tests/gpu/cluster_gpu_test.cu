@@ -74,7 +74,7 @@ void run_clusters(const ClusterSetup& s, const ClusteringParams& p, Outputs& out
   COTERIE_CUDA(cudaDeviceSynchronize());
 }
 
-// order and offsets are those of the labels; padding is -1.
+// order and offsets follow from the labels; padding is -1.
 void check_groups(const ClusterSetup& s, Clustering method, Outputs& out) {
   HostTensor order(DType::i32, {s.c.B, s.c.H, s.c.N}), offsets(out.offsets.host());
   HostTensor& labels = out.labels.download();
@@ -179,7 +179,8 @@ void check_hamming(const ClusterSetup& s, Clustering method) {
   EXPECT_EQ(different, 0) << title(s, method, "labels given the codes");
 }
 
-// Labels against exact scores with the GPU's centroids and covariance, and those two by themselves.
+// Checks labels against exact scores with the GPU's centroids and covariance, and checks those two
+// separately.
 void check_keys(const ClusterSetup& s) {
   ClusteringParams p = s.params(Clustering::keys);
   const std::int64_t items = static_cast<std::int64_t>(s.spans().size()), C = s.c.clusters;
@@ -232,7 +233,7 @@ void check_keys(const ClusterSetup& s) {
           error += (value - sigma[a * P + b]) * (value - sigma[a * P + b]);
           size += value * value;
         }
-      if (span.length > C)  // else nobody needs it
+      if (span.length > C)  // otherwise unused
         covariance_error = std::max(covariance_error, std::sqrt(error / size));
       const std::int32_t* label =
           out.labels.host().data<std::int32_t>() + (span.batch * s.c.H + h) * s.c.N + span.begin;
@@ -243,7 +244,7 @@ void check_keys(const ClusterSetup& s) {
       const std::size_t problem =
           item * static_cast<std::size_t>(s.c.H) + static_cast<std::size_t>(h);
       const float* mu = centroids.data() + problem * static_cast<std::size_t>(C) * D;
-      // Centroids are the means of the labels before.
+      // Centroids are the means of the previous labels' clusters.
       if (p.iterations > 0) {
         const std::int32_t* old = before.labels.host().data<std::int32_t>() +
                                   (span.batch * s.c.H + h) * s.c.N + span.begin;
@@ -261,7 +262,7 @@ void check_keys(const ClusterSetup& s) {
                 mean_error,
                 std::abs(sum[c * D + d] / static_cast<double>(members[c]) - mu[c * D + d]));
       }
-      // Scores in double; m relative to a fixed query, as the kernels take it.
+      // Scores in double; m is relative to a fixed query, as in the kernels.
       const RandomStream stream{s.host.seed, RandomUse::initial_centroid,
                                 static_cast<std::uint32_t>(problem)};
       const std::vector<double> reference =
@@ -322,7 +323,7 @@ void check_keys(const ClusterSetup& s) {
               static_cast<long long>(cpu.view().count()));
 }
 
-// Means and sums by the labels of the last clustering, and the sort by itself.
+// Means and sums by the labels of the last clustering, and the sort alone.
 void check_means(const ClusterSetup& s) {
   const ClusteringParams p = s.params(Clustering::keys);
   const AttentionCall call = s.call(p, s.device);
@@ -386,10 +387,10 @@ void check_means(const ClusterSetup& s) {
   cuda::group_by_label(shape, run, group_arena, nullptr);
   EXPECT_TRUE(equal_bytes<std::int32_t>(order.download(), out.order.download()) &&
               equal_bytes<std::int32_t>(offsets.download(), out.offsets.download()))
-      << title(s, Clustering::keys, "the sort by itself");
+      << title(s, Clustering::keys, "the sort alone");
 }
 
-// The same bits again and again, also as a graph.
+// Repeated runs and a captured graph give the same bits.
 void check_repeats(const ClusterSetup& s, Clustering method, int repeats) {
   const ClusteringParams p = s.params(method);
   const AttentionCall call = s.call(p, s.device);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Cases of cluster_gpu_test.cu: inputs in the memories of both sides, outputs on the device.
+// Cases of cluster_gpu_test.cu: inputs in host and device memory, outputs on the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,8 @@
 
 namespace coterie::gpu_test {
 
-// A tensor in host memory and its twin on the device, which starts as a poison pattern.
+// A tensor in host memory and its counterpart on the device, which is initialised with a poison
+// pattern.
 class TwinTensor {
  public:
   TwinTensor() = default;
@@ -60,7 +61,7 @@ struct Case {
   std::int64_t clusters = 16, iterations = kAutomatic;
   std::vector<int> q_lengths, k_lengths, q_seqlens, k_seqlens;
   bool rows_first = false;  // (B, N, H, D) in memory
-  double offset = 0.5;      // of all queries and keys
+  double offset = 0.5;      // added to all queries and keys
   int modes = 40;           // of the mixture the data are drawn from
   double noise = 0.6;       // around a mode
 };
@@ -75,7 +76,7 @@ inline double cheap_normal(std::uint64_t index) {
   return sum * 1.7320508;
 }
 
-// A tensor (B, H, N, D) on both sides.
+// A tensor (B, H, N, D) in host and device memory.
 struct Input {
   TwinTensor memory;
   bool rows_first;
@@ -121,7 +122,7 @@ struct Ints {
   }
 };
 
-// Inputs of a case on both sides, outputs on the device.
+// Inputs of a case in host and device memory, outputs on the device.
 struct ClusterSetup {
   Case c;
   Input q, k, v;

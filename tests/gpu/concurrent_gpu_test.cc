@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Several host threads and streams at once, of one process and of two: equal bits, and every call
-// ends. Cooperative kernels (prim/team.cuh) wait for all of their blocks, most of them start
-// while the kernel ahead of them ends, and here they compete for the multiprocessors.
+// Several host threads and streams at once, in one process and in two: equal bits, and every call
+// returns. Cooperative kernels (prim/team.cuh) wait for all of their blocks. Most of them start
+// while the previous kernel is ending, and here they compete for the multiprocessors.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,8 +25,8 @@ using cases::Case;
 using cases::Problem;
 using gpu_test::DeviceRun;
 
-// Each mechanism in two shapes, so that the same kernels are launched with other bytes of shared
-// memory. `cooperative`: with a kernel of teams.
+// Each mechanism in at least two shapes, so the same kernels are launched with different amounts of
+// shared memory. `cooperative`: only mechanisms with a cooperative kernel.
 std::vector<Case> concurrent_cases(bool cooperative) {
   std::vector<Case> all;
   const auto add = [&](const char* name, const std::string& spec, const char* shape) {
@@ -59,7 +59,7 @@ std::vector<Case> concurrent_cases(bool cooperative) {
   return all;
 }
 
-// What the threads compute, with the bits of a run alone.
+// The problems that the threads compute, with the bits of an undisturbed run.
 struct Work {
   std::vector<Problem> problems;
   std::vector<std::vector<std::uint8_t>> bits;
@@ -76,8 +76,8 @@ struct Work {
   }
 };
 
-// Runs all problems on a stream of its own, `times` times behind each other, starting at `first`.
-// Returns the name of a problem whose bits differ, "" when none does.
+// Runs all problems on a new stream, `times` times in a row, starting with problem `first`. Returns
+// the mechanism of a problem whose bits differ, or "".
 std::string run_all(const Work& work, std::size_t first, int times) {
   cudaStream_t stream = nullptr;
   COTERIE_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -137,7 +137,7 @@ TEST(ConcurrentGpuTest, EqualCooperativeGridsShareTheDevice) {
   }
 }
 
-// The program twice more, each with the test above.
+// Starts the program twice more, each time with the test above.
 TEST(ConcurrentGpuTest, ProcessesShareTheDevice) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   const gpu_test::Watchdog watchdog(std::chrono::seconds(120));

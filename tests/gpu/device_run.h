@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Attention on the GPU through the public interface: a problem in device memory, and how near its
-// results must be.
+// Attention on the GPU through the public interface: a problem in device memory, and the tolerances
+// of its results.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -45,7 +45,7 @@ struct DeviceRun {
       result.saved.push_back(saved.back().view());
     }
     grad_out = DeviceTensor(problem.grad_out);
-    // Poisoned, as the host's.
+    // Poisoned like the host tensors.
     const auto place = [](const TensorView& like, DeviceTensor& tensor) {
       if (like.present()) tensor = DeviceTensor(like);
       return tensor.view();
@@ -65,12 +65,12 @@ struct DeviceRun {
   void backward() {
     attention_backward(mechanism, inputs, result, grad_out.view(), gradients, workspace);
   }
-  // The saved tensors into the host's, which may have fewer.
+  // Copies the saved tensors to the host, which may have fewer.
   void fetch_saved() {
     for (std::size_t i = 0; i < host.result.saved.size(); ++i)
       saved[i].copy_to(host.result.saved[i]);
   }
-  // Those and all results.
+  // Copies the saved tensors and all results.
   void fetch() {
     fetch_saved();
     out.copy_to(host.result.out);
@@ -81,7 +81,7 @@ struct DeviceRun {
     dgate.copy_to(host.gradients.dgate);
     dlogit_scale.copy_to(host.gradients.dlogit_scale);
   }
-  // Whether nobody wrote behind the end of a tensor.
+  // Whether nothing was written past the end of a tensor.
   bool intact() const {
     bool all = memory.intact();
     for (const DeviceTensor& tensor : saved) all = all && tensor.memory().intact();
@@ -100,8 +100,8 @@ struct DeviceRun {
   }
 };
 
-// No row of the results is further off than its own terms allow, whatever the tensor's norm is: one
-// wrong row among 65,536 is 0.4 % of that.
+// No row of the results has a larger error than its own terms allow. The norm of the whole tensor
+// would not do: one wrong row among 65,536 is 0.4 % of it.
 inline void expect_rows(const cases::Problem& problem, DeviceRun& run) {
   run.fetch();
   const auto count = static_cast<std::ptrdiff_t>(run.host.selection_count);
@@ -111,9 +111,9 @@ inline void expect_rows(const cases::Problem& problem, DeviceRun& run) {
     ADD_FAILURE() << test::describe(finding);
 }
 
-// Relative Frobenius error that rounding to the type allows, forward and backward: the gates of the
-// benchmark protocol. Weights and score gradients are rounded to the input type for the tensor
-// cores.
+// Relative Frobenius error allowed for rounding to the type, forward and backward: the error gates
+// of the benchmark protocol. Weights and score gradients are rounded to the input type for the
+// tensor cores.
 inline double bound(DType dtype, bool backward) {
   switch (dtype) {
     case DType::bf16:

@@ -13,8 +13,8 @@
 
 namespace coterie::gpu_test {
 
-// Bytes of device memory with a guard behind them, filled with 0xff: NaN in every floating type, -1
-// in integers.
+// Device memory followed by a guard area, all filled with 0xff: NaN in every floating-point type,
+// -1 in integers.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -27,7 +27,7 @@ class DeviceMemory {
   void poison(int byte = 0xff) const {
     COTERIE_CUDA(cudaMemset(memory_.get(), byte, static_cast<std::size_t>(bytes_)));
   }
-  // Whether nobody wrote behind the end.
+  // Whether nothing was written past the end.
   bool intact() const {
     std::vector<unsigned char> guard(kGuard);
     COTERIE_CUDA(cudaMemcpy(guard.data(), static_cast<char*>(data()) + bytes_, kGuard,
@@ -60,7 +60,7 @@ class DeviceTensor {
     memory_ = DeviceMemory(stride * dtype_bytes(layout.dtype));
     view_.data = memory_.data();
   }
-  // The memory that a view of host memory spans, with the same strides.
+  // A copy of the memory that a host view spans, with the same strides.
   explicit DeviceTensor(const TensorView& host) : view_(host) {
     if (!host.present()) return;
     memory_ = DeviceMemory(span(host));
@@ -74,7 +74,7 @@ class DeviceTensor {
   const TensorView& view() const { return view_; }
   const DeviceMemory& memory() const { return memory_; }
 
-  // A host tensor with the values, contiguous.
+  // The values as a contiguous host tensor.
   HostTensor download() const {
     HostTensor all(DType::u8, {span(view_)});
     COTERIE_CUDA(cudaMemcpy(all.data<std::uint8_t>(), view_.data,
@@ -87,7 +87,7 @@ class DeviceTensor {
     write_values(values, read_values(strided));
     return values;
   }
-  // The same bytes in host memory, to a view of the same sizes and strides.
+  // Copies the bytes to a host view of the same sizes and strides.
   void copy_to(const TensorView& host) const {
     if (view_.count() > 0)
       COTERIE_CUDA(cudaMemcpy(host.data, view_.data, static_cast<std::size_t>(span(view_)),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Calls without queries, keys or batch entries on a GPU: everything is written, as on the CPU
+// Calls without queries, keys or batch entries on a GPU: all outputs are written, as on the CPU
 // (tests/ops/empty_test.cc).
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@ namespace {
 using gpu_test::DeviceRun;
 using gpu_test::DeviceTensor;
 
-// As torch hands them over: nothing without elements has memory.
+// As torch passes them: tensors without elements have a null pointer.
 void forget_empty_memory(DeviceRun& run) {
   AttentionInputs& inputs = run.inputs;
   for (TensorView* view : {&inputs.q, &inputs.k, &inputs.v, &inputs.gate})

@@ -34,7 +34,7 @@ struct Case {
   Batch batch = Batch::full;
   Data data = Data::normal;
   bool rows_first = false;   // (B, N, H, D) in memory
-  std::int64_t padding = 0;  // unused elements behind every row
+  std::int64_t padding = 0;  // unused elements after every row
   double scale = 0.0;
 };
 
@@ -93,7 +93,7 @@ Sequences add_sequences(const Case& c, HostInputs& host, std::int64_t rows) {
   return sequences;
 }
 
-// Inputs of element type `dtype` with the values that the case's own type holds.
+// Inputs of element type `dtype` with values rounded to the case's own type.
 HostInputs make_inputs(const Case& c, DType dtype) {
   HostInputs host;
   host.memory.reserve(16);
@@ -154,7 +154,7 @@ HostResult oracle(const Mechanism& mechanism, const Case& c) {
   return result;
 }
 
-// Everything of a case that lies on the GPU.
+// All tensors of a case on the GPU.
 struct Gpu {
   HostInputs host;
   std::vector<DeviceTensor> inputs_memory, saved;
@@ -206,7 +206,7 @@ Tolerance tolerance(DType dtype) {
   return {1e-5, 1e-4};
 }
 
-// Relative Frobenius error; every -inf and nothing but those where the oracle has one; no NaN.
+// Relative Frobenius error; -inf exactly where the oracle has -inf; no NaN.
 double compare(const std::string& where, const DeviceTensor& gpu, const HostTensor& cpu,
                double allowed) {
   const std::vector<double> got = read_values(gpu.download()), want = read_values(cpu);
@@ -250,7 +250,8 @@ AttentionCall make_call(const char* op, const AttentionInputs& inputs) {
   return call;
 }
 
-// Fills the top keys of gpu.saved from its clusters, with `attend` the attention of the means too.
+// Fills the top keys of gpu.saved from its clusters; with `attend`, also computes the attention of
+// the means.
 void run_select(Gpu& gpu, std::int64_t clusters, std::int64_t topk, cudaStream_t stream,
                 bool attend = false) {
   const AttentionCall call = make_call("i-clustered", gpu.inputs);
@@ -388,16 +389,16 @@ TEST_P(ForwardGpuTest, AgreesWithTheCpu) {
     COTERIE_CUDA(cudaDeviceSynchronize());
     check_top_keys(c, gpu, want);
     if (c.dtype == DType::f32 || !cuda::on_hopper()) continue;
-    // Both in one: the same top keys, and the attention without masks.
+    // Selection and centroid attention in one call: same top keys, and attention without masks.
     const std::vector<std::uint8_t> keys = gpu.saved[3].bytes();
     for (std::size_t i = 3; i < 8; ++i)
       if (i != 4) gpu.saved[i].memory().poison();
     gpu.workspace.poison();
     run_select(gpu, c.clusters, std::min(c.topk, c.S), nullptr, true);
     COTERIE_CUDA(cudaDeviceSynchronize());
-    EXPECT_EQ(gpu.saved[3].bytes(), keys) << "the attention changes the top keys";
+    EXPECT_EQ(gpu.saved[3].bytes(), keys) << "computing the attention as well changes the top keys";
     for (std::size_t i = 5; i < 8; ++i)
-      compare(where + "in one, " + gpu.names[i], gpu.saved[i], want.saved[i],
+      compare(where + "in one call, " + gpu.names[i], gpu.saved[i], want.saved[i],
               i == 5 ? allowed.absolute : 2 * allowed.relative);
   }
   std::printf("%-22s%s\n", c.name, line.c_str());
@@ -434,7 +435,7 @@ TEST_P(ForwardRepeatsGpuTest, RepeatsItsBits) {
     run_stages(mechanism, gpu, c, stream);
     COTERIE_CUDA(cudaStreamSynchronize(stream));
     if (run == 0) first = all_bytes(gpu);
-    EXPECT_EQ(all_bytes(gpu), first) << "run " << run << " has other bits";
+    EXPECT_EQ(all_bytes(gpu), first) << "run " << run << " differs in bits";
   }
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
@@ -446,7 +447,7 @@ TEST_P(ForwardRepeatsGpuTest, RepeatsItsBits) {
   COTERIE_CUDA(cudaDeviceSynchronize());
   COTERIE_CUDA(cudaGraphLaunch(executable, stream));
   COTERIE_CUDA(cudaStreamSynchronize(stream));
-  EXPECT_EQ(all_bytes(gpu), first) << "a captured graph has other bits";
+  EXPECT_EQ(all_bytes(gpu), first) << "a captured graph differs in bits";
 }
 
 const Case kCases[] = {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Tensors whose elements lie more than 2^31 elements apart, and tensors of more than 2^31 elements.
-// Skipped where the GPU has too little memory.
+// Tensors that span more than 2^31 elements, and tensors of more than 2^31 elements. Skipped if the
+// GPU has too little memory.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -27,11 +27,11 @@ bool has_memory(std::int64_t bytes) {
          left > static_cast<std::size_t>(bytes) + (std::size_t{2} << 30);
 }
 
-// Moves views of one shape into memory that all of them share: strides as given, places `apart`
-// elements from each other.
+// Places views of one shape in a common allocation, with the given strides and kApart elements
+// between their starts.
 class Spread {
  public:
-  // More than 600 rows of 128 elements; 8 views lie below 2^20.
+  // More than 600 rows of 128 elements; 8 views end at or below 2^20.
   static constexpr std::int64_t kApart = 1 << 17;
 
   Spread(std::int64_t extent, int views)
@@ -50,7 +50,7 @@ class Spread {
   std::int64_t next_ = 0;
 };
 
-// Rows between two places of device memory, whatever the strides.
+// Copies rows within device memory between views of any strides.
 void copy_rows(const TensorView& to, const TensorView& from) {
   const auto bytes = static_cast<std::size_t>(dtype_bytes(to.dtype));
   const auto at = [&](const TensorView& view, std::int64_t b, std::int64_t h) {
@@ -94,7 +94,7 @@ std::vector<SpreadCase> spread_cases() {
     const char* name;
     std::int64_t strides[3];
   };
-  // N = 600: the last row of `rows` is 2.5e9 elements behind the first.
+  // N = 600: the last row of `rows` starts 2.5e9 elements after the first.
   const Strides all[] = {{"batches", {kFar, 1 << 20, 1 << 7}},
                          {"heads", {1 << 20, kFar, 1 << 7}},
                          {"rows", {1 << 21, 1 << 20, kRow}}};
@@ -109,7 +109,7 @@ std::vector<SpreadCase> spread_cases() {
 
 class SpreadGpuTest : public ::testing::TestWithParam<SpreadCase> {};
 
-// The same rows, dense and far apart: the same numbers. The dense ones follow the CPU's
+// Dense rows and rows far apart give the same numbers. Other tests compare dense rows with the CPU
 // (attention_gpu_test.cc, long_gpu_test.cc).
 TEST_P(SpreadGpuTest, FarRowsGiveTheNumbersOfNearOnes) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
@@ -156,7 +156,7 @@ TEST_P(SpreadGpuTest, FarRowsGiveTheNumbersOfNearOnes) {
 INSTANTIATE_TEST_SUITE_P(Cases, SpreadGpuTest, ::testing::ValuesIn(spread_cases()),
                          [](const auto& test) { return test.param.problem.name; });
 
-// Rows of every head, repeated from a few that the host knows.
+// Fills `to` with repetitions of the `period` elements of `from`.
 __global__ void repeat_kernel(const std::uint16_t* from, std::int64_t period, std::uint16_t* to,
                               std::int64_t count) {
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
@@ -167,8 +167,8 @@ __global__ void repeat_kernel(const std::uint16_t* from, std::int64_t period, st
 
 class CountGpuTest : public ::testing::TestWithParam<Case> {};
 
-// B H N D = 2^31 + 2^24: the heads are copies of one, and so are its outputs and gradients, which
-// follow the CPU's.
+// B H N D = 2^31 + 2^24. All heads are copies of one head, so all outputs and gradients must agree
+// with the CPU's for that head.
 TEST_P(CountGpuTest, EveryHeadFollowsTheCpu) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   constexpr std::int64_t kB = 3, kH = 43, kN = 1 << 18, kD = 64;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The limit of a kernel's shared memory: it never depends on who launched it last.
+// A kernel's shared memory limit does not depend on which thread launched the kernel last.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -36,7 +36,7 @@ TEST(LaunchGpuTest, ASmallerLaunchDoesNotLowerTheLimit) {
   EXPECT_EQ(attributes.maxDynamicSharedSizeBytes, most - 1024);
 }
 
-// One kernel, threads with two shapes.
+// Threads launch one kernel with two shapes.
 TEST(LaunchGpuTest, ThreadsLaunchOneKernelWithTheirOwnBytes) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   std::atomic<int> failures{0};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Sequences long enough that blocks walk over many tiles and lists: the GPU against the CPU in fp32
-// on the same values, for the selection that the GPU made.
+// Sequences long enough for blocks to loop over many tiles and lists: the GPU against the CPU in
+// fp32 on the same values, for the selection that the GPU made.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -28,7 +28,7 @@ std::vector<Case> long_cases() {
   add("local_packed", "local(window=100)", "B1 H4 N3000 D48 causal packed bf16");
   add("local_padded", "local(window=300)", "B3 H4:2 N1900 D64 causal padded bnhd bf16");
   add("local_cross", "local(window=256)", "B2 H3 N1000 S1043 D64 causal bf16");
-  // Windows that one kernel walks along.
+  // Windows for the kernel whose blocks slide along the sequence.
   add("local_walk_packed", "local(window=256)", "B1 H4 N3000 D48 causal packed bf16");
   add("local_walk_padded", "local(window=224)", "B5 H3 N900 D64 causal padded bnhd f16");
   add("local_walk_packed_both_ways", "local(window=255)", "B1 H3 N2100 D64 packed bf16");
@@ -51,7 +51,7 @@ std::vector<Case> long_cases() {
       "B2 H4:2 N3000 D64 causal padded bf16 mixture");
   add("routing_paper_wide", "routing(clusters=16,window=256,causal=paper)",
       "B1 H3 N3000 D128 causal f16");
-  // Lists that fit a block, of all lengths of their tiles.
+  // Lists that fit in one block, for every tile length.
   add("routing_paper_2", "routing(clusters=40,window=2,causal=paper)",
       "B1 H3 N900 D64 causal bf16");
   add("routing_paper_100", "routing(clusters=9,window=100,causal=paper)",
@@ -64,7 +64,7 @@ std::vector<Case> long_cases() {
       "B1 H3 N1300 D64 causal f16 mixture");
   add("routing_paper_256", "routing(clusters=150,window=256,causal=paper)",
       "B1 H2 N2300 D64 causal bf16 mixture");
-  // Many clusters: kernels clear the rows of tokens in none of them for others.
+  // Many clusters: the backward list kernel also clears the gradients, for tokens in no cluster.
   add("routing_paper_cleared", "routing(clusters=48,window=80,causal=paper)",
       "B2 H3 N1500 D64 causal bf16 mixture");
   add("routing_paper_cleared_bnhd", "routing(clusters=40,window=90,causal=paper)",
@@ -137,7 +137,7 @@ TEST_P(LongGpuTest, AgreesWithTheCpu) {
     write_values(host.result.saved[i], read_values(run.saved[i].download()));
   attention_attend(reference.mechanism, reference.inputs, host.result, host.workspace);
   cases::run_backward(reference, host);
-  // CAST outside of Hopper's kernels rounds the mix and what members add before their sum.
+  // CAST, except in the Hopper kernels, rounds the mix and the members' parts before adding them.
   const bool more = std::holds_alternative<CastParams>(problem.mechanism) && c.Dk % 8 != 0;
   expect_near("out", run.out, host.result.out,
               (more ? 4.0 / 3 : 1.0) * gpu_test::bound(c.dtype, false));

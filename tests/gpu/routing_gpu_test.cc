@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// What only routing promises, on the GPU: strict forms see no later token, not even in their bits,
-// the clusters of a token are those that it gets alone, and long sequences, whose selections take
-// other ways than short ones, give the best tokens too.
+// Guarantees specific to routing, on the GPU: in strict forms later tokens change no bit of earlier
+// rows, a token gets the same clusters alone as in a sequence, and selections of long sequences,
+// which use other kernels than short ones, give the best tokens too.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ using gpu_test::DeviceTensor;
 
 constexpr std::int64_t kHeads = 2, kKeyHeads = 1, kTokens = 700, kDim = 64;
 
-// Rows (1, heads, kTokens, kDim) of bf16; those from `later` on are drawn anew.
+// Rows (1, heads, kTokens, kDim) in bf16; rows from `later` on come from another stream.
 HostTensor random_rows(std::int64_t heads, std::uint32_t number, std::int64_t later) {
   HostTensor rows(DType::bf16, {1, heads, kTokens, kDim});
   const RandomStream stream{7, RandomUse::data, number}, other{8, RandomUse::data, number};
@@ -110,7 +110,7 @@ TEST(RoutingGpuTest, LaterTokensChangeNoBitOfEarlierRows) {
                   0)
             << spec << ", tokens from " << later;
       }
-      // Or nothing was tested.
+      // Otherwise the test would be vacuous.
       EXPECT_NE(std::memcmp(plain.out.data<char>(), moved.out.data<char>(),
                             static_cast<std::size_t>(kTokens * kDim) * 2),
                 0);
@@ -151,7 +151,7 @@ constexpr std::int64_t kLong = 8192;
 // An element of row r; `draw` is uniform in [0, 1).
 using RowElement = double (*)(std::int64_t r, std::int64_t d, double draw);
 double any_row(std::int64_t, std::int64_t, double draw) { return 4 * draw - 1.5; }
-// Few rows, many times: the last member is one of many with its score.
+// A few distinct rows, often repeated: the last member shares its score with many tokens.
 double repeated_row(std::int64_t r, std::int64_t d, double) {
   const RandomStream stream{6, RandomUse::data, static_cast<std::uint32_t>(r * 7919 % 13)};
   return 4 * random_unit(stream.at(static_cast<std::uint64_t>(d)).word[0]) - 1.5;
@@ -169,7 +169,7 @@ double shifted_row(std::int64_t r, std::int64_t, double draw) {
   return 2 * draw + static_cast<double>(r % 40) - 20;
 }
 
-// The first tensor that a selection writes, which is to be `name`.
+// The first tensor that a selection writes, which must be called `name`.
 HostTensor first_selected(const char* spec, const char* name, AttentionInputs inputs, bool causal) {
   inputs.causal = causal;
   const Mechanism mechanism = AttentionSpec::parse(spec).groups[0].mechanism;
@@ -189,7 +189,7 @@ HostTensor first_selected(const char* spec, const char* name, AttentionInputs in
 struct SelectionCase {
   RowElement element;
   std::int64_t clusters = 40, width = 96, dim = 64;
-  std::int64_t shift = 0;  // elements that rows are off an aligned address
+  std::int64_t shift = 0;  // offset of the rows from an aligned address, in elements
 };
 
 class LongSelectionTest : public testing::TestWithParam<SelectionCase> {};
@@ -197,7 +197,7 @@ class LongSelectionTest : public testing::TestWithParam<SelectionCase> {};
 TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   const auto [element, clusters, width, dim, shift] = GetParam();
-  // Sums of products in fp32, of elements up to 21 and scores below 100.
+  // Rounding of fp32 sums of products, for elements up to 21 and scores below 100.
   const double rounding = static_cast<double>(dim) * 400 * 0x1p-24;
   const std::int32_t lengths[] = {kLong, 700};
   HostTensor memory(DType::bf16, {2 * kLong * dim + shift});
@@ -240,7 +240,7 @@ TEST_P(LongSelectionTest, TakesTheBestTokensAndOfEqualOnesTheFirst) {
       std::sort(sorted.begin(), sorted.end(), std::greater<>());
       const std::int32_t* list = members.data<std::int32_t>() + (item * clusters + c) * width;
       std::vector<bool> taken(length);
-      std::map<double, std::int32_t> last;  // member of a score
+      std::map<double, std::int32_t> last;  // member with this score
       for (std::int64_t i = 0; i < width; ++i) {
         ASSERT_TRUE(list[i] > (i > 0 ? list[i - 1] : -1) && list[i] < lengths[item]);
         taken[static_cast<std::size_t>(list[i])] = true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Strict routing of bf16 rows by tensor cores takes the clusters that sums in fp32 give, for rows
-// of all sizes and centroids that are equal.
+// Strict routing of bf16 rows on tensor cores selects the same clusters as fp32 sums, for rows of
+// all magnitudes and for equal centroids.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -23,11 +23,12 @@ constexpr std::int64_t kRows = 900;
 struct Form {
   std::int64_t clusters, dim;
   bool packed;
-  double common = 0;  // part of all centroids, of either sign in turn: scores that are all below 0
-  std::int64_t key_heads = 1;  // of two
+  // Added to the centroids' elements with alternating sign: all scores of a row can be negative.
+  double common = 0;
+  std::int64_t key_heads = 1;  // of two query heads
 };
 
-// Elements with large means, zeros, infinities and NaN among them.
+// Elements of normal, tiny and huge size, with large means, zeros, infinities and NaN.
 double row_value(double unit, std::int64_t i, std::int64_t dim) {
   const std::int64_t row = i / dim % kRows;
   if (row % 97 == 5 && i % dim == 3) return INFINITY;
@@ -38,7 +39,7 @@ double row_value(double unit, std::int64_t i, std::int64_t dim) {
   return row % 7 == 1 ? unit + 4 : unit;
 }
 
-// What integers are saved, for rows of a type; values are those of bf16.
+// The saved integers for rows of the given type, with values rounded to bf16.
 std::vector<HostTensor> select_runs(DType dtype, const Form& form) {
   const std::int64_t heads = form.key_heads;
   HostTensor q(DType::bf16, {1, 2, kRows, form.dim}), k(DType::bf16, {1, heads, kRows, form.dim});
@@ -99,14 +100,15 @@ TEST(RoutingScanGpuTest, TakesTheClustersOfSumsInFp32) {
   }
 }
 
-// Queries and keys of as many heads are sorted together, which counts the keys that queries see.
+// With as many key as query heads, queries and keys are sorted together; the sort also counts the
+// keys that each query sees.
 TEST(RoutingScanGpuTest, CountsTheKeysThatAreInSight) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   for (const Form& form : {Form{7, 64, false, 0, 2}, Form{300, 40, false, 0.25, 2},
                            Form{1, 128, false, 0, 2}, Form{64, 37, false, 0, 2}}) {
     const auto plain = select_runs(DType::f32, form), found = select_runs(DType::bf16, form);
     ASSERT_EQ(plain.size(), found.size());
-    for (std::size_t i = 0; i < plain.size(); ++i)  // ends among them
+    for (std::size_t i = 0; i < plain.size(); ++i)  // includes the ends
       EXPECT_EQ(read_values(plain[i]), read_values(found[i]))
           << form.clusters << " clusters, " << form.dim << " elements, tensor " << i;
   }

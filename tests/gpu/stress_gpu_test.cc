@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Random problems of every mechanism on the GPU (tests/support/draw.h): any keys, sizes, types,
-// lengths and strides, and data of unkind shape. Outputs and gradients row by row against the CPU
-// for the selection that the GPU made, selections by their own rule, equal bits in two runs, and no
-// kernel that does not return.
+// Random problems of every mechanism on the GPU (tests/support/draw.h): any parameters, sizes,
+// types, lengths and strides, and difficult data. Compares outputs and gradients row by row with
+// the CPU for the selection that the GPU made, checks selections by their own rule, expects equal
+// bits in two runs, and fails if a kernel does not return.
 //
-//   COTERIE_TEST_SEED=n      the one draw n
-//   COTERIE_STRESS_DRAWS=n   that many draws, from COTERIE_STRESS_FIRST=m on
-//   COTERIE_STRESS_SECONDS=n how long a kernel may take before the program is ended
+//   COTERIE_TEST_SEED=n      only draw n
+//   COTERIE_STRESS_DRAWS=n   number of draws, starting at COTERIE_STRESS_FIRST=m
+//   COTERIE_STRESS_SECONDS=n time limit of a kernel before the program is terminated
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -41,7 +41,7 @@ void run_passes(DeviceRun& run, const std::string& what) {
   COTERIE_CUDA(cudaDeviceSynchronize());
 }
 
-// Everything that is wrong with the GPU's answer to a problem, in a line; "" where nothing is.
+// All faults of the GPU's results for a problem, in one line; "" if there are none.
 std::string faults_of(const Case& c, std::uint64_t seed, const std::string& what) {
   std::string faults;
   const auto add = [&](const std::string& fault) {
@@ -59,7 +59,7 @@ std::string faults_of(const Case& c, std::uint64_t seed, const std::string& what
   const std::vector<TensorView> selection(run.host.result.saved.begin(),
                                           run.host.result.saved.begin() + count);
   const std::string selected = test::check_selection(problem, selection, seed);
-  if (!selected.empty()) {  // nothing to be learnt from outputs of a wrong selection
+  if (!selected.empty()) {  // with a wrong selection the outputs say nothing
     add(selected);
     return faults;
   }
@@ -80,7 +80,7 @@ struct Tally {
   }
 };
 
-// False when the device is of no use any more.
+// Returns false when the device is no longer usable.
 bool check(const Case& c, std::uint64_t seed, const std::string& name, Tally& tally) {
   const std::string what = name + ": " + test::describe(c);
   ++tally.total;
@@ -126,7 +126,7 @@ TEST(StressGpuTest, WhatOnceHungReturns) {
   tally.print();
 }
 
-// Draws in which a fault was found, or a tolerance that left out a term.
+// Draws that once revealed a fault, or a tolerance without one of its terms.
 TEST(StressGpuTest, WhatOnceFailedPasses) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   Tally tally;

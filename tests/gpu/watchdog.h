@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Ends the program, with the name of what it watches, when a kernel does not return: nothing else
-// stops one.
+// Terminates the program and prints the name of the test when a kernel does not return. A hanging
+// kernel cannot be stopped in any other way.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -49,7 +49,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable done_;
   bool over_ = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last, because it uses the other members
 };
 
 }  // namespace coterie::gpu_test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Every case of the table, on every instruction set of the machine, against the specification.
+// Every shared case, on every instruction set of the machine, against the specification.
 #include "coterie/attention.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ class AttentionTest : public ::testing::TestWithParam<std::tuple<Case, CpuIsa>> 
   const Case& the_case() const { return std::get<Case>(GetParam()); }
 };
 
-// Scores of equal rows are equal whatever the rounding; those of small integers are exact.
+// Scores of equal rows are equal with any rounding; scores of small integers are exact.
 bool has_exact_scores(const Case& c) {
   const bool products_only = c.spec.starts_with("oracle-top");
   return c.data == cases::Data::equal || (c.data == cases::Data::integers && products_only);
@@ -45,17 +45,17 @@ TEST_P(AttentionTest, FollowsTheSpecification) {
   cases::Pass run = cases::run_forward(problem);
   test::expect_written(run, false);
   test::expect_selection(problem, run, has_exact_scores(the_case()));
-  if (HasFailure()) return;  // nothing to be learnt from outputs of a wrong selection
+  if (HasFailure()) return;  // with a wrong selection the outputs say nothing
   test::expect_forward(problem, run);
   cases::run_backward(problem, run);
   test::expect_written(run, true);
   test::expect_backward(problem, run);
 }
 
-// Products of bf16 are exact, whichever instruction makes them: the log-sum-exps of two levels
-// differ by the rounding of sums only, that of 64 products and of the weights of 129 keys. The
-// outputs of a level that rounds weights to bf16 differ by half a unit of each weight and of the
-// result.
+// Products of bf16 are exact with every instruction. The log-sum-exps of two instruction sets
+// therefore differ only by the rounding of sums, over 64 products and over the weights of 129 keys.
+// If an instruction set rounds weights to bf16, outputs differ by half a unit of each weight and of
+// the result.
 TEST(Bf16Test, LevelsDifferByTheRoundingOfSumsAndWeights) {
   const Case wide{.name = "wide", .spec = "full", .N = 129, .Dk = 64, .dtype = DType::bf16};
   const cases::Problem problem = cases::make_problem(wide, kSeed);
@@ -70,7 +70,7 @@ TEST(Bf16Test, LevelsDifferByTheRoundingOfSumsAndWeights) {
     for (std::size_t i = 0; i < lse.size(); ++i)
       ASSERT_NEAR(other[i], lse[i], 0x1p-24 * (64 + 129) * std::max(1.0, std::abs(lse[i])))
           << cpu_isa_name(isa) << " " << i;
-    double largest = 0;  // value: an output is a mean of values
+    double largest = 0;  // of the values, whose mean an output is
     for (const double value : read_values(problem.inputs.v))
       largest = std::max(largest, std::abs(value));
     const std::vector<double> rounded = read_values(run.result.out);
@@ -104,7 +104,7 @@ TEST(CasesTest, NamesAreUniqueAndEveryMechanismAndTypeIsThere) {
   }
 }
 
-// A selection that was made once can be kept: attend alone repeats the forward pass.
+// A selection can be reused: select followed by attend equals the forward pass.
 TEST(AttentionPassesTest, SelectThenAttendIsForward) {
   for (const Case& c : cases::all()) {
     SCOPED_TRACE(c.name);
@@ -120,7 +120,7 @@ TEST(AttentionPassesTest, SelectThenAttendIsForward) {
   }
 }
 
-// A gradient does not depend on which others are asked for.
+// A gradient does not depend on which others are requested.
 TEST(AttentionPassesTest, GradientsCanBeAskedForOneByOne) {
   for (const Case& c : cases::all()) {
     SCOPED_TRACE(c.name);

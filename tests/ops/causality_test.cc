@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Perturb the future: rows up to a position keep their bits when everything after it changes. The
-// modes that are labelled as leaking are shown to leak.
+// Perturbs the future: rows up to a position keep their bits when everything after it changes.
+// Modes that are labelled as leaking do leak.
 #include <gtest/gtest.h>
 
 #include "cases/problem.h"
@@ -16,7 +16,7 @@ using cases::Problem;
 
 using Index = std::int64_t;
 
-// Large other values in the rows after position t.
+// Writes other, large values to the rows after position t.
 void change_future(const TensorView& tensor, Index t, std::uint64_t seed) {
   if (!tensor.present()) return;
   const RandomStream stream{seed, RandomUse::data, 77};
@@ -24,7 +24,7 @@ void change_future(const TensorView& tensor, Index t, std::uint64_t seed) {
        [&](Index at) { return 10.0 * random_normal(stream, static_cast<std::uint64_t>(at)); });
 }
 
-// Whether rows 0 .. t of out are the same bits in both.
+// Whether rows 0 .. t of out have the same bits in both.
 ::testing::AssertionResult same_past(const Pass& a, const Pass& b, Index t) {
   return test::same_bits(a.result.out.narrowed(2, 0, t + 1), b.result.out.narrowed(2, 0, t + 1));
 }
@@ -55,7 +55,7 @@ TEST(CausalityTest, StrictModesDoNotSeeTheFuture) {
         }
         const Pass after = cases::run_forward(changed);
         EXPECT_TRUE(same_past(before, after, t));
-        // The last saved tensor is the rows' lse in all of these.
+        // In all of these modes the last saved tensor is the rows' lse.
         EXPECT_TRUE(test::same_bits(before.result.saved.back().narrowed(2, 0, t + 1),
                                     after.result.saved.back().narrowed(2, 0, t + 1)));
       }
@@ -63,7 +63,7 @@ TEST(CausalityTest, StrictModesDoNotSeeTheFuture) {
   }
 }
 
-// A longer sequence begins like a shorter one: what decoding relies on.
+// The outputs of a prefix do not change when the sequence grows. Decoding relies on this.
 TEST(CausalityTest, StrictModesExtendASequenceWithoutChangingIt) {
   for (const char* spec :
        {"full", "local(window=16)", "strided(stride=5)", "oracle-top(topk=7)",
@@ -103,11 +103,12 @@ TEST(CausalityTest, LeakingModesLeak) {
       change_future(changed.inputs.k, 100, seed);
       leaked = !same_past(cases::run_forward(problem), cases::run_forward(changed), 100);
     }
-    EXPECT_TRUE(leaked) << spec << " is labelled as leaking, and no leak was found";
+    EXPECT_TRUE(leaked) << spec << " is labelled as leaking, but no leak was found";
   }
 }
 
-// Through their selection only: what later tokens say reaches nobody before them.
+// Leaking modes leak through their selection only: values of later tokens do not reach earlier
+// rows.
 TEST(CausalityTest, LeakingModesDoNotSeeFutureValues) {
   for (const char* spec : kLeaking) {
     const Case c = causal_case(spec, DType::f32);
@@ -117,7 +118,7 @@ TEST(CausalityTest, LeakingModesDoNotSeeFutureValues) {
   }
 }
 
-// Gradients flow back in time only: what is said after t has no gradient from outputs up to t.
+// Gradients flow back in time only: inputs after t get no gradient from outputs up to t.
 TEST(CausalityTest, NoGradientReachesTheFuture) {
   for (const char* spec :
        {"full", "local(window=16)", "strided(stride=5)", "oracle-top(topk=7)",

@@ -33,7 +33,7 @@ class CentroidsTest : public ::testing::TestWithParam<CpuIsa> {
 INSTANTIATE_TEST_SUITE_P(Isas, CentroidsTest, ::testing::ValuesIn(supported_cpu_isas()),
                          [](const auto& isa) { return cpu_isa_name(isa.param); });
 
-// Largest difference, relative to float's rounding of sums of `terms` numbers about 1.
+// Largest difference, relative to the rounding of float sums of `terms` numbers of about 1.
 double in_roundings(const std::vector<double>& a, const std::vector<double>& b, double terms) {
   double largest = 0;
   EXPECT_EQ(a.size(), b.size());
@@ -65,7 +65,8 @@ TEST_P(CentroidsTest, SphericalKMeansStartsFromNormalisedRowsAndTakesNormalisedM
         if (in_roundings(row, centroid, dim) < 1) starts.insert(i / dim);
       }
     }
-    EXPECT_EQ(starts.size(), static_cast<std::size_t>(clusters)) << "distinct rows of the batch";
+    EXPECT_EQ(starts.size(), static_cast<std::size_t>(clusters))
+        << "centroids should start at distinct rows of the batch";
     for (std::int64_t iterations : {0, 3}) {
       spherical_kmeans({.iterations = iterations, .seed = 2}, x, padded(lengths), before);
       spherical_kmeans({.iterations = iterations + 1, .seed = 2}, x, padded(lengths), after);
@@ -91,7 +92,7 @@ TEST_P(CentroidsTest, SphericalKMeansStartsFromNormalisedRowsAndTakesNormalisedM
   }
 }
 
-// Nine of ten tokens are alike: random rows would give most centroids to these.
+// Nine of ten tokens are alike: with random rows most centroids would start there.
 TEST_P(CentroidsTest, SphericalKMeansFindsRareKindsOfTokens) {
   const std::int64_t kinds = 6, dim = 16, tokens = 600;
   const HostTensor kind = normals(DType::f32, {1, 1, kinds, dim}, 4);
@@ -152,7 +153,7 @@ TEST_P(CentroidsTest, MovingAverageFollowsItsFormula) {
       }
     }
   }
-  const double terms = 2 * 2 * 25 + 8;  // tokens of a cluster at most, and a row's mean
+  const double terms = 2 * 2 * 25 + 8;  // at most all tokens in one cluster, plus a row's mean
   EXPECT_LT(in_roundings(read_values(ema.counts), expected_counts, terms), 1.0);
   EXPECT_LT(in_roundings(read_values(ema.sums), expected_sums, terms), 1.0);
   EXPECT_LT(in_roundings(read_values(ema.centroids), expected, terms), 1.0);

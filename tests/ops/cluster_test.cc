@@ -28,7 +28,7 @@ using test::padded;
 
 using Codes = std::vector<std::uint64_t>;
 
-// Random codes around a few centres, a bit in ten flipped.
+// Random codes around a few centres, with one bit in ten flipped.
 HostTensor random_codes(const test::Shape& sizes, int bits, std::uint64_t seed) {
   HostTensor codes(DType::u64, sizes);
   const RandomStream centres{seed, RandomUse::data, 1}, flips{seed, RandomUse::data, 2};
@@ -124,7 +124,7 @@ TEST_P(ClusterTest, HammingKMeansTakesMajoritiesAndAssignsOnceMore) {
       const std::uint64_t expected =
           majority(codes_in(codes), read_values(before.labels), c, members);
       if (members == 0) {
-        EXPECT_EQ(updated[c] >> 40, 0u) << "a random code has no more bits than the others";
+        EXPECT_EQ(updated[c] >> 40, 0u) << "a random code should have no more bits than the others";
       } else {
         EXPECT_EQ(updated[c], expected) << c;
       }
@@ -145,7 +145,7 @@ TEST_P(ClusterTest, HammingKMeansFollowsTheSpecification) {
   }
 }
 
-// Few bits make many ties, many centroids more than one block of the kernels.
+// Few bits give many ties, and many centroids need more than one block of the kernels.
 TEST_P(ClusterTest, HammingLabelsAreTheFirstOfTheNearestAmongManyCentroids) {
   for (std::int64_t clusters : {255, 256, 257, 600}) {
     const HostTensor codes = random_codes({1, 1, 1001}, 9, 6);
@@ -215,7 +215,7 @@ TEST_P(ClusterTest, NearestCentroidOfNaNIsClusterZeroAndOfPaddingNone) {
   EXPECT_EQ(values[9], -1);
 }
 
-// Centroids that differ by rounding only: a label tells the order of the sums behind it.
+// The centroids differ only by rounding, so a label depends on the order of summation.
 TEST_P(ClusterTest, LabelsDependOnTheRowAndTheCentroidsOnly) {
   const std::int64_t dim = 96, clusters = 40, rows = 131;
   HostTensor x = normals(DType::f32, {1, 1, rows, dim}, 1);
@@ -235,7 +235,7 @@ TEST_P(ClusterTest, LabelsDependOnTheRowAndTheCentroidsOnly) {
     EXPECT_EQ(read_values(some),
               std::vector<double>(together.begin() + begin, together.begin() + begin + count));
   }
-  // The first centroids keep their scores when there are more behind them.
+  // The first centroids keep their scores when more centroids follow.
   const HostTensor fewer(DType::i32, {1, 1, rows});
   nearest_centroid(x, {}, centroids.view().narrowed(2, 0, 23), {}, fewer);
   for (std::size_t i = 0; i < together.size(); ++i) {
@@ -257,7 +257,7 @@ TEST(NearestCentroidTest, IsTheSameOnEveryInstructionSet) {
   }
 }
 
-// Walks all pairs by descending score, as the header says.
+// Goes through all pairs by descending score, as described in the header.
 std::vector<double> greedy(const std::vector<double>& x, const std::vector<double>& centroids,
                            std::size_t dim, std::size_t capacity) {
   const std::size_t tokens = x.size() / dim, clusters = centroids.size() / dim;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Several threads inside the library while another changes the number of threads: every result has
-// the bits of one caller with one thread.
+// Several threads call the library while another changes the number of threads: every result has
+// the same bits as with one caller and one thread.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -44,7 +44,7 @@ class ConcurrencyTest : public ::testing::Test {
  protected:
   void TearDown() override { set_threads(2); }
 
-  // Callers run all operations, each starting with another one, and set_threads goes on meanwhile.
+  // All callers run all operations, each starting at a different one, while set_threads is called.
   static void expect_bits_of_one_caller(const std::vector<Operation>& operations) {
     set_threads(1);
     std::vector<std::vector<HostTensor>> expected;
@@ -76,7 +76,7 @@ class ConcurrencyTest : public ::testing::Test {
   }
 };
 
-// What a pass wrote, selections and gradients included.
+// Everything that a pass writes, including selections and gradients.
 std::vector<HostTensor> outputs_of(const Problem& problem) {
   Pass run = cases::run_forward(problem);
   cases::run_backward(problem, run);
@@ -101,7 +101,7 @@ TEST_F(ConcurrencyTest, AttentionOfEveryCase) {
   expect_bits_of_one_caller(operations);
 }
 
-// Memory for an operation that says how much it needs.
+// Workspace of the size that an operation requests.
 struct Memory {
   HostTensor tensor;
   explicit Memory(std::int64_t bytes) : tensor(DType::u8, {bytes}) {}
@@ -192,7 +192,7 @@ TEST_F(ConcurrencyTest, PartsOfMechanisms) {
   for (int repeat = 0; repeat < 3; ++repeat) expect_bits_of_one_caller(operations);
 }
 
-// A workspace is good for any number of threads; counted for fewer, fewer run.
+// A workspace sized for any number of threads works; if it is sized for fewer, fewer threads run.
 TEST_F(ConcurrencyTest, WorkspacesCountedForOtherNumbersOfThreads) {
   for (const Case& c : cases::all()) {
     SCOPED_TRACE(c.name);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Every case of the table: equal bits for repeated runs and any number of threads; nothing breaks
-// on empty items and on NaN.
+// Every shared case: equal bits for repeated runs and any number of threads; empty items and NaN
+// are handled.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -70,7 +70,7 @@ TEST_P(EveryCaseTest, GivesTheSameBitsWithAnyNumberOfThreads) {
   }
 }
 
-// What only a mechanism with randomness may change with the seed.
+// Repeating the selection and the backward pass in used memory gives the same bits.
 TEST_P(EveryCaseTest, SelectsTheSameAgainInUsedMemory) {
   const Problem problem = cases::make_problem(GetParam(), 2);
   const Pass expected = run_both(problem);
@@ -96,7 +96,7 @@ TEST_P(EveryCaseTest, GivesZerosForEmptyItems) {
   }
 }
 
-// Whether a case with other numbers of keys than of queries is refused.
+// Whether the case is refused if the numbers of queries and keys differ.
 bool is_self_attention(const Case& c) {
   const bool strict =
       c.spec.starts_with("routing") && c.causal && c.spec.find("causal=paper") == std::string::npos;
@@ -111,7 +111,7 @@ std::vector<Case> cases_where(bool self_attention) {
   return chosen;
 }
 
-// The problem of a case whose sequences have no keys, and queries as ever.
+// The problem of a case with its queries but without keys in any sequence.
 struct WithoutKeys {
   Problem problem;
   HostTensor none;
@@ -147,7 +147,7 @@ TEST_P(SelfAttentionTest, RefusesQueriesWithoutKeys) {
   EXPECT_NE(message.find("as many keys"), std::string::npos) << message;
 }
 
-// Tokens of the longest sequence, of `rows` in memory.
+// Number of tokens of the longest sequence; `rows` is the size in memory.
 Index longest(const Sequences& sequences, Index rows) {
   Index most = sequences.lengths.present() || sequences.cu_seqlens.present() ? 0 : rows;
   for (double length : read_values(sequences.lengths))
@@ -170,8 +170,8 @@ struct NumberOfClusters {
   }
 };
 
-// The least and the largest value that a selection of this name may have (src/ops/saved.cc): labels
-// name clusters, offsets count slots, and all others name tokens of a sequence.
+// The smallest and largest value that a selection of this name may have: labels are clusters,
+// offsets are slots, and all others are tokens of a sequence.
 std::pair<double, double> bounds_of(const Problem& problem, const TensorLayout& tensor) {
   const AttentionInputs& inputs = problem.inputs;
   const bool of_keys = tensor.name == "top_keys" || tensor.name.starts_with("k_");
@@ -185,8 +185,8 @@ std::pair<double, double> bounds_of(const Problem& problem, const TensorLayout& 
   return {0.0, static_cast<double>(tokens * in)};
 }
 
-// NaN and infinities in the first batch entry: no crash, no index out of range, and the other
-// entries do not notice.
+// NaN and infinities in the first batch entry: no crash, no index out of range, and no effect on
+// the other entries.
 TEST_P(EveryCaseTest, SurvivesNaN) {
   const Case& c = GetParam();
   const Problem clean = cases::make_problem(c, 5), spoilt = cases::make_problem(c, 5);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Calls without queries, keys or batch entries: everything is written, and what is written is what
-// a sum over nothing gives. tests/gpu/empty_gpu_test.cc asks the same of a GPU.
+// Calls without queries, keys or batch entries: all outputs are written, with the values of an
+// empty sum. tests/gpu/empty_gpu_test.cc does the same on a GPU.
 #include "tests/support/empty.h"
 
 #include <gtest/gtest.h>

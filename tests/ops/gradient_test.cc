@@ -64,8 +64,8 @@ void expect_slope(const char* name, const Problem& problem, const TensorView& te
     expected += direction[i] * values[i];
   }
   const double magnitude = loss_of(problem, run).magnitude;
-  // Truncation falls with h^2, so the last step's error is a third of the change; rounding of the
-  // loss is divided by h.
+  // The truncation error is proportional to h^2, so the error of the finer step is a third of the
+  // change; the rounding error of the loss is divided by h.
   const double h = 1e-4;
   const double coarse = slope(problem, run, tensor, direction, 2 * h);
   const double fine = slope(problem, run, tensor, direction, h);

@@ -149,7 +149,7 @@ TEST_P(HashCodesTest, MayHavePlanesPerItemAndHead) {
   hash_codes(x, {}, planes, thresholds, codes);
   ref::hash_codes<double>(x, {}, planes, thresholds, expected);
   EXPECT_EQ(codes_in(codes), codes_in(expected));
-  // and by hand: head 3 of item 2 uses planes of head 1
+  // And by hand: head 3 of item 2 uses the planes of head 1.
   const HostTensor alone(DType::f32, {1, 1, 10, 8});
   write_values(alone, read_values(x.view().narrowed(0, 2, 1).narrowed(1, 3, 1)));
   HostTensor last(DType::u64, {1, 1, 10});

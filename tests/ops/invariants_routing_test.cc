@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Invariants of the mechanisms that see normalised or shared tokens: routing, LSH and CAST.
+// Invariants of the mechanisms with normalised or shared tokens: routing, LSH and CAST.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,7 +29,8 @@ using test::normalised;
 
 using Index = std::int64_t;
 
-// A problem of another mechanism over tokens of our own: in double, values and gradients shared.
+// The problem with another mechanism and the given tokens in double; values and output gradients
+// are the same.
 Problem twin(const Problem& problem, const Mechanism& mechanism, const std::vector<double>& q,
              const std::vector<double>& k) {
   Problem result;
@@ -50,7 +51,7 @@ Problem twin(const Problem& problem, const Mechanism& mechanism, const std::vect
   return result;
 }
 
-// Routing over normalised tokens with scale 1 as full or local attention over those tokens.
+// The output of full or local attention over normalised tokens, with routing's default scale 1.
 Expected on_normalised(const Problem& problem, const Mechanism& mechanism) {
   const Index dim = problem.inputs.q.size(3);
   const std::vector<double> q =
@@ -118,7 +119,7 @@ TEST(RoutingInvariantsTest, AWindowOfOneOverSharedTokensCopiesTheValue) {
   EXPECT_TRUE(test::same_bits(run.result.out, problem.inputs.v));
 }
 
-// Balanced membership is a partition with sizes of at most ceil(n / C).
+// Balanced membership is a partition into clusters of at most ceil(n / C) tokens.
 TEST(RoutingInvariantsTest, BalancedMembershipIsAPartition) {
   for (cases::Data data : {cases::Data::normal, cases::Data::integers, cases::Data::equal}) {
     for (const char* spec :
@@ -156,7 +157,7 @@ struct Ring {
   std::deque<Index> keys;
 };
 
-// Token by token with a ring of keys per cluster, as generation will do it, in double.
+// Decodes token by token, in double, with a ring of keys per cluster.
 std::vector<double> decode(const Problem& problem, const RoutingParams& params) {
   const TensorView& q_view = problem.inputs.q;
   const Index B = q_view.size(0), H = q_view.size(1), N = q_view.size(2), D = q_view.size(3);
@@ -236,7 +237,7 @@ TEST(RoutingInvariantsTest, StrictRoutingIsDecodingWithRings) {
   }
 }
 
-// The number of pairs that meet: n(n+1)/2 in a cluster below the window, else nw - w(w-1)/2.
+// The number of pairs in a cluster: n(n+1)/2 if n is below the window w, otherwise nw - w(w-1)/2.
 TEST(RoutingInvariantsTest, StrictRoutingMeetsAsManyPairsAsItSays) {
   const Index window = 6, tokens = 60;
   Case c{.spec = "routing(clusters=5,window=6,share_qk=true,self=keep)",
@@ -289,7 +290,7 @@ TEST(RoutingInvariantsTest, QueriesWhoseClusterHasNoKeysGetZeros) {
   }
 }
 
-// The centroids of a step are those it started with; an update shows in the next step only.
+// A step uses the centroids it started with; an update takes effect in the next step.
 TEST(RoutingInvariantsTest, CentroidUpdatesShowInTheNextStep) {
   Case c{.spec = "routing(clusters=4,window=8)", .N = 65, .Dk = 8, .causal = true};
   const Problem problem = cases::make_problem(c, 7);
@@ -307,7 +308,7 @@ TEST(RoutingInvariantsTest, CentroidUpdatesShowInTheNextStep) {
   EXPECT_FALSE(test::same_bits(first.result.out, third.result.out));
 }
 
-// A factor of 0 makes attention uniform; its gradient is that of any other factor.
+// A factor of 0 makes attention uniform; its gradient has no special case.
 TEST(RoutingInvariantsTest, LogitFactorsMayBeZeroOrNegative) {
   for (const auto& [spec, causal] : std::vector<std::pair<const char*, bool>>{
            {"routing(clusters=4,window=9)", true},
@@ -381,7 +382,8 @@ TEST(LshInvariantsTest, EveryTokenIsInEveryRoundOnceInBucketOrder) {
       }
 }
 
-// Chunks of one token: in a round a token meets the one before it in the order, if it is not later.
+// Chunks of one token: in each round a token sees its predecessor in the order, unless that is
+// later in the sequence.
 TEST(LshInvariantsTest, SelfCountsOnlyWhereNoRoundMeetsAnother) {
   constexpr Index kTokens = 33, kRounds = 3;
   const Problem problem = cases::make_problem({.spec = "lsh(rounds=3,chunk=1,buckets=4)",

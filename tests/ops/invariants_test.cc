@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What must hold whatever the numbers: the invariants of docs/mechanisms.md that say when a
-// mechanism equals another, and what its weights are like.
+// The invariants of docs/mechanisms.md, which hold for any data: when one mechanism equals another,
+// and properties of the weights.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using test::follows_rule;
 
 using Index = std::int64_t;
 
-// Runs the problem and demands the output and gradients that `mechanism` specifies for its inputs.
+// Runs the problem and expects the output and gradients that `mechanism` specifies for its inputs.
 void expect_equals(Problem& problem, const Mechanism& mechanism) {
   Pass run = cases::run_forward(problem);
   cases::run_backward(problem, run);
@@ -105,7 +105,7 @@ void set_labels(const Problem& problem, const Pass& run, const std::vector<doubl
 TEST(InvariantsTest, ClustersOfEqualQueriesAreExact) {
   Problem problem = cases::make_problem({.spec = "clustered(clusters=9)", .N = 63, .Dk = 16}, 4);
   const std::vector<double> rows = read_values(problem.inputs.q);
-  const auto source = [](Index i) { return i * 7 % 9; };  // token i repeats one of nine
+  const auto source = [](Index i) { return i * 7 % 9; };  // token i is a copy of one of nine
   fill(problem.inputs.q, [&](Index at) {
     const Index head = at / (63 * 16), i = at / 16 % 63;
     return rows[(head * 63 + source(i)) * 16 + at % 16];
@@ -119,7 +119,7 @@ TEST(InvariantsTest, ClustersOfEqualQueriesAreExact) {
   EXPECT_TRUE(follows_rule("out", run.result.out, test::expected_out(problem, {})));
 }
 
-// Outputs are weights when the values are the unit vectors.
+// With unit vectors as values, outputs are weights.
 Problem with_unit_values(Case c, std::uint64_t seed) {
   c = cases::completed(c);
   c.Dv = c.S;
@@ -153,7 +153,7 @@ TEST(InvariantsTest, ImprovedRowsAreNeverFurtherFromFullAttentionThanClusteredOn
         c.spec = "i-" + common + ",topk=" + std::to_string(topk) + ")";
         const Problem improved = with_unit_values(c, 5);
         const Pass a = cases::run_forward(clustered), b = cases::run_forward(improved);
-        ASSERT_TRUE(test::same_bits(a.result.saved[0], b.result.saved[0])) << "other clusters";
+        ASSERT_TRUE(test::same_bits(a.result.saved[0], b.result.saved[0])) << "the clusters differ";
 
         const std::vector<double> exact = ref::weights<double>(FullParams{}, clustered.inputs, {});
         const auto judge = [&](const std::vector<double>& plain,
@@ -166,7 +166,7 @@ TEST(InvariantsTest, ImprovedRowsAreNeverFurtherFromFullAttentionThanClusteredOn
             ASSERT_LE(after[i], before[i] + rounding) << c.spec << " row " << i;
             gain += before[i] - after[i];
           }
-          const double least = topk > 1 ? 0.0 : -rounding;  // one key alone takes its mass as it is
+          const double least = topk > 1 ? 0.0 : -rounding;  // a single key keeps its mass
           EXPECT_GT(gain, least) << c.spec;
         };
         judge(read_values(a.result.out), read_values(b.result.out));
@@ -177,9 +177,9 @@ TEST(InvariantsTest, ImprovedRowsAreNeverFurtherFromFullAttentionThanClusteredOn
   }
 }
 
-// With values that are all 1, an output is the sum of its row of weights: 1, or 0 where there is
-// nothing to attend to. Routing's rows are n / (n + eps) for a token in n clusters; Laplace
-// attention has no such rule.
+// If all values are 1, an output is the sum of its row of weights: 1, or 0 for a query without
+// keys. With routing it is n / (n + eps) for a token in n clusters. Laplace weights have no fixed
+// sum.
 TEST(InvariantsTest, WeightsSumToOne) {
   for (const Case& c : cases::all()) {
     if (c.spec.find("laplace") != std::string::npos) continue;
@@ -194,7 +194,7 @@ TEST(InvariantsTest, WeightsSumToOne) {
     const bool averaged = routing != nullptr && routing->membership == Membership::top;
     const double rounding = static_cast<double>(c.S) * test::ulp(DType::f64, 1.0);
     for (double sum : expected.exact) {
-      // Routing's token in n clusters, m of which show it a key, has m / (n + eps).
+      // With routing, a token in n clusters, of which m have a key for it, has m / (n + eps).
       double parts = sum;
       for (double n = 1; averaged && sum > 0 && n <= static_cast<double>(routing->clusters); ++n) {
         parts = sum * (n + routing->count_eps);
@@ -206,10 +206,10 @@ TEST(InvariantsTest, WeightsSumToOne) {
   }
 }
 
-// The token that stands at `i` after the tokens moved.
+// The new position of token `i` in the permuted sequence.
 Index moved(Index i, Index count) { return (i * 29 + 11) % count; }
 
-// Rows of dimension 2 moved to their new places.
+// Moves rows (dimension 2) to their new positions, or back.
 void permute_rows(const TensorView& tensor, bool back = false) {
   const std::vector<double> values = read_values(tensor);
   const Index rows = tensor.size(2), width = tensor.rank > 3 ? tensor.size(3) : 1;
@@ -226,7 +226,8 @@ void permute_rows(const TensorView& tensor, bool back = false) {
   write_values(tensor, result);
 }
 
-// Lists along the last dimension name tokens by their new places, ascending again.
+// Replaces tokens in lists (last dimension) by their new positions; if `sorted`, in ascending
+// order.
 void rename_tokens(const TensorView& lists, Index tokens, bool sorted) {
   std::vector<double> values = read_values(lists);
   const auto width = static_cast<std::size_t>(lists.size(lists.rank - 1));
@@ -240,7 +241,7 @@ void rename_tokens(const TensorView& lists, Index tokens, bool sorted) {
   write_values(lists, values);
 }
 
-// Moves a selection along with its tokens.
+// Permutes a selection together with its tokens.
 void permute_selection(const Problem& problem, const Pass& run, Index tokens) {
   const SavedLayout layout = attention_saved(problem.mechanism, problem.inputs);
   for (std::size_t s = 0; s < layout.selection_count; ++s) {
@@ -310,7 +311,7 @@ TEST(InvariantsTest, PermutedTokensGivePermutedResults) {
   }
 }
 
-// A mask of ones is no mask, and the lower triangle is the causal rule.
+// A mask of ones is equivalent to no mask, and a lower triangle is equivalent to `causal`.
 TEST(InvariantsTest, AMaskCanSayWhatTheFlagsSay) {
   for (const char* spec : {"full", "local(window=9)", "local(window=16,kind=blocked)",
                            "strided(stride=3)", "oracle-top(topk=7)"}) {
@@ -326,7 +327,7 @@ TEST(InvariantsTest, AMaskCanSayWhatTheFlagsSay) {
     const Pass plain = cases::run_forward(problem);
     EXPECT_TRUE(test::agrees("out", masked.result.out, plain.result.out, expected));
 
-    if (std::string(spec).starts_with("local")) continue;  // causal windows are other windows
+    if (std::string(spec).starts_with("local")) continue;  // causal windows have another extent
     fill(mask.narrowed(1, 0, 1), [&](Index at) { return at % tokens <= at / tokens ? 1.0 : 0.0; });
     problem.inputs.mask = mask;
     const Pass triangle = cases::run_forward(problem);
@@ -338,7 +339,7 @@ TEST(InvariantsTest, AMaskCanSayWhatTheFlagsSay) {
   }
 }
 
-// Adding one vector to all keys moves every logit of a query alike.
+// Adding one vector to all keys shifts all logits of a query equally.
 TEST(InvariantsTest, AConstantAddedToAllKeysChangesNoKeyAwareCluster) {
   for (const char* clustering : {"keys", "hamming-keys"}) {
     const Problem problem = cases::make_problem(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Every mechanism at thousands of tokens against the specification: many tiles, many members of a
-// cluster, and more tasks than threads. One head and short rows, so that the specification, which
-// compares every query with every key, takes a second.
+// cluster, and more tasks than threads. One head and short rows keep the specification, which
+// compares every query with every key, at about a second.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -56,7 +56,7 @@ TEST_P(LongTest, FollowsTheSpecification) {
   cases::Pass run = cases::run_forward(problem);
   test::expect_written(run, false);
   test::expect_selection(problem, run);
-  if (HasFailure()) return;  // nothing to be learnt from outputs of a wrong selection
+  if (HasFailure()) return;  // with a wrong selection the outputs say nothing
   test::expect_forward(problem, run);
   cases::run_backward(problem, run);
   test::expect_written(run, true);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// An item gives the same bits alone, in a padded batch and in a packed one, forward and backward.
+// An item has the same bits alone, in a padded batch and in a packed batch, forward and backward.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ using Index = std::int64_t;
 
 constexpr Index kLength = 113;
 
-// Where an item lies in a larger problem.
+// Position of an item in a larger problem.
 struct Place {
   Index batch = 0, begin = 0;
 };
@@ -28,7 +28,7 @@ TensorView part(const TensorView& tensor, const Place& place, int dim) {
   return tensor.narrowed(0, place.batch, 1).narrowed(dim, place.begin, kLength);
 }
 
-// A problem of more rows with the item at `place`, everything else random or NaN.
+// A larger problem with the item at `place`; everything else is random or NaN.
 Problem surround(const Case& alone_case, const Problem& alone, bool packed, const Place& place) {
   Case c = alone_case;
   c.B = packed ? 1 : 2;
@@ -84,7 +84,7 @@ void expect_same_item(const Case& c, const Pass& alone, bool packed, const Place
 struct Spec {
   const char* text;
   bool causal = false;
-  bool random = false;  // draws numbers by (item, head): the same only as the same item
+  bool random = false;  // random streams per (item, head): equal only at the same item index
 };
 
 class PaddingTest : public ::testing::TestWithParam<Spec> {};

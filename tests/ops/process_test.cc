@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the system does to a process with threads: it forks, it exits, it is refused threads.
+// Processes with threads: fork, exit, and limits on the number of threads.
 #include <gtest/gtest.h>
 #include <pthread.h>
 #include <sys/resource.h>
@@ -20,8 +20,8 @@
 
 static bool in_child = false;
 
-// Asked by the leak sanitizer at exit. What the other threads of the parent had in use, nobody
-// frees in a child.
+// Called by the leak sanitizer at exit. A child cannot free the memory that other threads of its
+// parent were using.
 extern "C" int __lsan_is_turned_off();
 extern "C" int __lsan_is_turned_off() { return in_child; }
 
@@ -31,10 +31,10 @@ namespace {
 using cases::Pass;
 using cases::Problem;
 
-constexpr unsigned kPatience = 60;  // seconds until a child that hangs is ended
+constexpr unsigned kPatience = 60;  // seconds before a hanging child is killed
 
-// Runs `act` in a child process that exits as programs do, with destructors of static objects.
-// Returns "exit 0" if act() returned true, or what else became of the child.
+// Runs `act` in a child process that exits normally, with destructors of static objects. Returns
+// "exit 0" if act() returned true, otherwise how the child ended.
 std::string fate_of_child(const std::function<bool()>& act) {
   std::fflush(nullptr);
   const pid_t child = fork();
@@ -49,7 +49,7 @@ std::string fate_of_child(const std::function<bool()>& act) {
   return "exit " + std::to_string(WEXITSTATUS(status));
 }
 
-// An attention of several tasks, and the bits that it gives.
+// An attention call with several tasks, and its expected bits.
 struct Attention {
   Problem problem = cases::make_problem({.spec = "routing(clusters=4,window=40)", .N = 300}, 1);
   Pass expected = run();
@@ -101,7 +101,7 @@ TEST_F(ProcessTest, AGrandchildCallsAndExits) {
 
 TEST_F(ProcessTest, AForkWhileAnotherThreadIsInsideACall) {
 #ifdef __SANITIZE_ADDRESS__
-  GTEST_SKIP() << "the child inherits the address sanitizer's allocator with its locks taken";
+  GTEST_SKIP() << "the child inherits the address sanitizer's allocator with locks held";
 #endif
   const Attention attention;
   std::atomic<bool> stop{false}, right{true};
@@ -120,7 +120,7 @@ TEST_F(ProcessTest, AForkWhileAnotherThreadIsInsideACall) {
 
 TEST_F(ProcessTest, AnExitWhileAnotherThreadIsInsideACall) {
 #ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "the thread sanitizer takes a child's threads for those of its parent";
+  GTEST_SKIP() << "the thread sanitizer confuses a child's threads with those of its parent";
 #endif
   const Attention attention;
   EXPECT_EQ(fate_of_child([&] {
@@ -144,7 +144,7 @@ int running_threads() {
   return 0;
 }
 
-// Room for two stacks of a thread beside what the process has: the third is refused.
+// Leaves address space for the stacks of two more threads: the third is refused.
 void allow_two_more_threads() {
   constexpr std::size_t kStack = std::size_t{1} << 30;
   pthread_attr_t attributes;
@@ -171,7 +171,7 @@ TEST_F(ProcessTest, FewerThreadsWhereTheSystemRefusesThem) {
               getrlimit(RLIMIT_AS, &limit);
               limit.rlim_cur = limit.rlim_max;
               setrlimit(RLIMIT_AS, &limit);
-              const bool again = attention.repeats();  // what was refused is asked for again
+              const bool again = attention.repeats();  // the refused threads are requested again
               return right && few >= 2 && few <= 3 && again && running_threads() >= 16;
             }),
             "exit 0");

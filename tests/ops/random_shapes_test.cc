@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Random problems of every mechanism (tests/support/draw.h, the draws of the GPU's stress test in
-// small) against the specification, and row by row. Each run takes the same seeds;
-// COTERIE_TEST_SEED=n runs the one problem n, COTERIE_TEST_PROBLEMS=n that many.
+// Random problems of every mechanism (tests/support/draw.h, smaller draws of the GPU stress test)
+// against the specification, and row by row. Every run uses the same seeds. COTERIE_TEST_SEED=n
+// runs only problem n; COTERIE_TEST_PROBLEMS=n sets the number of problems.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -25,9 +25,9 @@ using cases::Problem;
 constexpr std::uint64_t kFirstSeed = 1000;
 constexpr std::uint64_t kProblems = 720, kLongProblems = 27;
 
-// Ties that rounding decides, and whose outcomes are too many to try: covariances of tied keys,
-// Laplace affinities that round to 1, normalised integers, and differences of two keys, which are
-// each other's opposites and cancel.
+// Whether there are ties that rounding decides, with too many outcomes to try: covariances of tied
+// keys, Laplace affinities that round to 1, normalised integers, and opposite differences of two
+// keys, which cancel.
 bool has_rounded_ties(const Case& c) {
   const bool tied = c.data == Data::equal || c.data == Data::integers || c.data == Data::repeated ||
                     c.data == Data::huge || c.data == Data::zeros;
@@ -70,7 +70,7 @@ void check_problem(std::uint64_t seed) {
   }
 }
 
-// The draws of the GPU's stress test, computed by the CPU in their own type.
+// The draws of the GPU stress test, computed on the CPU in their own type.
 void check_long_problem(std::uint64_t seed) {
   const Case c = test::draw_case(seed, test::Form::gpu);
   SCOPED_TRACE("COTERIE_TEST_SEED=" + std::to_string(seed) +
@@ -88,7 +88,7 @@ void check_long_problem(std::uint64_t seed) {
   }
 }
 
-// check(seed) for the seeds asked for.
+// Calls check(seed) for the requested seeds.
 template <class Check>
 void run_all(std::uint64_t problems, const Check& check) {
   set_threads(2);
@@ -103,7 +103,7 @@ TEST(RandomShapesTest, FollowTheSpecification) { run_all(kProblems, check_proble
 
 TEST(RandomShapesTest, LongOnesFollowTheirRows) { run_all(kLongProblems, check_long_problem); }
 
-// A row of 0 instead of what belongs there, in a tensor of a thousand.
+// One row of a tensor with a thousand rows is set to 0.
 TEST(RowRuleTest, FindsOneWrongRow) {
   for (const char* spec : {"full", "local(window=64)", "strided(stride=9)", "oracle-top(topk=20)",
                            "clustered(clusters=20)", "i-clustered(clusters=20,topk=20)",

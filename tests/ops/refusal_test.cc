@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// An argument that cannot be honoured is refused: an Error that names the operation, what it
-// expected and what came.
+// Invalid arguments are refused with an Error that names the operation, the expected value and the
+// actual value.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -20,13 +20,13 @@ using cases::Pass;
 using cases::Problem;
 using test::error_of;
 
-// Changes a sound problem into one that must be refused.
+// Changes a valid problem into one that must be refused.
 using Spoil = std::function<void(Problem& problem)>;
 
-// Every entry point that sees the inputs refuses, and says `parts`.
+// Every entry point that takes the inputs refuses them, with a message that contains `parts`.
 void expect_refused(const Case& c, const std::vector<std::string>& parts, const Spoil& spoil) {
   Problem problem = cases::make_problem(c, 1);
-  Pass run = cases::run_forward(problem);  // the sound problem is accepted
+  Pass run = cases::run_forward(problem);  // the valid problem is accepted
   spoil(problem);
   const Mechanism& m = problem.mechanism;
   const AttentionInputs& in = problem.inputs;
@@ -125,7 +125,7 @@ TEST(RefusalTest, TensorsOfTheGpu) {
   }
 }
 
-// Shapes alone decide: what they describe is not there.
+// The checks read devices and shapes only, so the tensors need no memory.
 TEST(RefusalTest, TensorsOfTwoGpus) {
   alignas(64) unsigned char none[64] = {};
   const auto rows = [&](int index) {
@@ -236,7 +236,7 @@ TEST(RefusalTest, OffsetsThatDoNotAscend) {
   expect_refused(packed_case(), {"cu_seqlens", "at least one sequence"}, with_offsets({0}, {0}));
 }
 
-// What is not in memory of the CPU is checked as far as shapes and types tell.
+// For tensors that are not in host memory only shapes and types are checked.
 TEST(RefusalTest, SequencesOnAGpu) {
   const auto with = [](DType dtype, std::int64_t count, std::int64_t stride) {
     return [=](Problem& p) {
@@ -280,7 +280,7 @@ TEST(RefusalTest, KeysBesideSharedQueries) {
     expect_refused(of(spec), {"k"}, [](Problem& p) {
       p.inputs.k = other(p, DType::f32, {2, 4, 12, 8});
     });
-    // The memory of q in another order is another k.
+    // A transposed view of q's memory is a different k.
     Case square = of(spec);
     square.H = square.Hkv = 12;
     expect_refused(square, {"k"}, [](Problem& p) { p.inputs.k = p.inputs.q.transposed(1, 2); });
@@ -337,7 +337,7 @@ TEST(RefusalTest, CausalInputsForMechanismsWithoutACausalForm) {
   }
   const Problem problem = cases::make_problem(of("i-clustered(clusters=3,topk=2)"), 1);
   AttentionInputs inputs = problem.inputs;
-  inputs.causal = true;  // the strict form is not there yet
+  inputs.causal = true;  // the strict form is not implemented
   EXPECT_TRUE(
       error_of([&] { attention_saved(problem.mechanism, inputs); }).starts_with("[i-clustered] "));
 }
@@ -367,7 +367,7 @@ TEST(RefusalTest, ParametersThatContradictEachOther) {
   refused("cast", CastParams{.clusters = 0, .size = 4});
 }
 
-// Everything a pass writes has the shape and type it was told to have.
+// All outputs of a pass must have the documented shape and type.
 TEST(RefusalTest, OutputsOfAnotherShapeOrType) {
   const Problem problem = cases::make_problem(of("i-clustered(clusters=3,topk=4)"), 1);
   const Pass sound = cases::run_forward(problem);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Uses the installed library as a stranger would: exit 0 when it is the version named and attention
-// over equal values gives that value back.
+// Uses the installed library like any other project: exits with 0 if the version is the one given
+// and attention over equal values returns that value.
 #include <coterie/coterie.h>
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Installs BUILD into a fresh prefix, then configures, builds and runs the consumer beside this file.
+# Installs BUILD into a fresh prefix, then configures, builds and runs the consumer in this folder.
 cmake_minimum_required(VERSION 3.25)
 set(work ${BUILD}/package)
 file(REMOVE_RECURSE ${work})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Settings of all Python tests."""
+"""Settings for all Python tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs
 hypothesis.settings.register_profile("coterie", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("coterie")
 

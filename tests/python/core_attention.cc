@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Attention by the core alone, for comparison with the operators. Reads from standard input: a line
 // with the spec, a line with "causal seed", then tensors q, k, v, centroids, gate, logit_scale,
-// lengths, grad_out, each as a line with its sizes (none: absent) and its values, f32 or for
-// lengths i32. Writes out, dq, dk, dv as they lie in memory.
+// lengths, grad_out, each as a line with its sizes (none: absent) and its values (f32, or i32 for
+// lengths). Writes the bytes of out, dq, dk, dv.
 #include <cstdint>
 #include <iostream>
 #include <sstream>

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import coterie
 
-# (spec, causal): every mechanism and every form with a layout of its own.
+# (spec, causal): every mechanism and every form with a different layout.
 SPECS = [
     ("full", False),
     ("full", True),
@@ -52,7 +52,7 @@ class Problem:
         return coterie.attention(self.q, self.k, self.v, self.spec, **{**self.options, **changes})
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of the operator coterie::attention."""
+        """Arguments of the operator coterie::attention."""
         state = self.options["state"] or coterie.State()
         centroids = state.surrogates if "cast" in self.spec else state.centroids
         tensors = (self.q, self.k, self.v, centroids, state.gate, state.logit_scale)
@@ -61,7 +61,7 @@ class Problem:
         return (*tensors, *lengths, None, None, None, *rest)
 
     def differentiable(self) -> Problem:
-        """The same with inputs that ask for gradients."""
+        """The same problem with inputs that require gradients."""
         rows = [None if x is None else x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
         return dataclasses.replace(self, q=rows[0], k=rows[1], v=rows[2])
 

@@ -142,7 +142,7 @@ def _bounded(draw: st.DrawFn) -> dict[str, object]:
         options |= {"k_lengths": k_lengths}
         options |= {"q_lengths": k_lengths if "routing" in spec else q_lengths}
     k = None if shares_keys(spec) else rows(Hkv, S)
-    values = rows(Hkv, S) + shift  # a mean far from 0: an empty row is far from all others
+    values = rows(Hkv, S) + shift  # a mean far from 0: empty rows have a large error
     return {"q": rows(Hkv * sharing, N), "k": k, "v": values, "spec": spec, **options}
 
 
@@ -172,7 +172,7 @@ def test_lsh_is_compared_with_full_attention_over_unit_keys(combine: str, causal
     spec, N = f"lsh(rounds=2,chunk=4,buckets=4,combine={combine})", 21
     q, v = torch.randn(2, 2, N, 8) * 3, torch.randn(2, 2, N, 8)
     allowed = torch.ones(N, N).tril().bool() if causal else torch.ones(N, N).bool()
-    if combine == "lse":  # the own key only where there is no other
+    if combine == "lse":  # the own key only if there is no other
         allowed = allowed & ~torch.eye(N, dtype=torch.bool)
         allowed[0, 0] |= causal
     dense = _dense(q, q / q.norm(dim=-1, keepdim=True), v, allowed, 8**-0.5)
@@ -198,7 +198,7 @@ def test_a_mechanism_that_meets_all_keys_has_no_error_with_demoted_self(function
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_kept_mass_with_demoted_self_is_that_of_the_other_keys(window: int) -> None:
-    """A query that meets only itself keeps nothing of full attention, which looks at the others."""
+    """A query that sees only itself keeps no mass of full attention, which excludes the own key."""
     N, D = 24, 8
     spec = f"routing(clusters=4,window={window},share_qk=true)"
     state = coterie.init_state(spec, 1, D, causal=True)

@@ -125,7 +125,7 @@ def test_any_shape_gives_finite_rows_and_zero_padding(
 def test_packed_sequences_equal_single_ones(case: tuple[str, bool], cut: int, seed: int) -> None:
     spec, causal = case
     problem = make_problem(spec, causal, B=1, N=24, seed=seed)
-    if "cast" in spec or "clustered" in spec:  # seeds count items; the gate is of the whole row
+    if "cast" in spec or "clustered" in spec:  # seeds are per item; the gate spans the row
         return
     cu = torch.tensor([0, cut, 24])
     packed = problem.run(cu_seqlens_q=cu, cu_seqlens_k=cu)
@@ -245,7 +245,7 @@ def test_results_are_those_of_the_core(spec: str, causal: bool) -> None:
 
 
 def _strided(numbers: torch.Tensor) -> torch.Tensor:
-    """The same numbers, every second one of a tensor."""
+    """The same numbers with a stride of 2."""
     return torch.stack([numbers, numbers + 1], 1)[:, 0]
 
 

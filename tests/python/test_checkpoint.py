@@ -26,7 +26,7 @@ CAUSAL = [
     "routing(clusters=3,window=8,share_qk=true,positions=rotary)",
     "oracle-top(topk=5)",
 ]
-# Everything that draws random numbers in a pass, and what else is not causal.
+# Every mechanism that draws random numbers in a pass, and others that are not causal.
 BIDIRECTIONAL = [
     "cast(clusters=3,size=8)",
     "clustered(clusters=3)",
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """As LanguageModel in torch/include/coterie/torch/models.h."""
+    """The same model as LanguageModel in torch/include/coterie/torch/models.h."""
 
     def __init__(self, spec: str, causal: bool, vocabulary: int = 256) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _run(*arguments: object) -> str:
 
 
 def _train(folder: Path, *options: object) -> Path:
-    """A short run; gives the folder of its checkpoint."""
+    """Runs a short training; returns the folder of its checkpoint."""
     sizes = ("--model.dim", DIM, "--model.heads", HEADS, "--model.layers", LAYERS)
     fixed = ("--model.positions", "none", "--length", LENGTH, "--threads", 1)
     _run("train", "--out", folder / "run", *sizes, *fixed, *options)
@@ -88,7 +88,7 @@ def _train(folder: Path, *options: object) -> Path:
 
 
 def _texts(folder: Path) -> Tensor:
-    """Writes a text to train on and one to validate; gives the latter."""
+    """Writes a training and a validation text; returns the latter."""
     drawn = torch.randint(97, 109, (2, 40 * LENGTH + 1), generator=torch.Generator().manual_seed(2))
     for name, text in zip(("train", "valid"), drawn, strict=True):
         (folder / f"{name}.txt").write_bytes(bytes(text.tolist()))
@@ -114,7 +114,7 @@ def test_models_go_from_the_program_to_python_and_back(spec: str, tmp_path: Path
     path = checkpoint / "model.safetensors"
     model.load_state_dict(safetensors.load_file(path))
     model.eval()
-    # Two ways to sum up the same floats, over some thousand terms.
+    # Both sum the same floats in different orders, over a few thousand terms.
     with torch.no_grad():
         loss = _loss(model, text).item()
     assert loss == pytest.approx(_program_loss(checkpoint), rel=1e-6)
@@ -148,7 +148,7 @@ def _program_logits(checkpoint: Path, tokens: Tensor, seed: int) -> Tensor:
 )
 @torch.no_grad()
 def test_models_have_the_logits_of_the_program(spec: str, task: str, tmp_path: Path) -> None:
-    """Names, shapes, and the seeds of every layer and group: each selection is the program's."""
+    """Names, shapes, and the seeds of every layer and group: selections equal the program's."""
     options = ("--task", task, "--attention", spec, "--train.steps", 2, "--train.batch", 2)
     checkpoint = _train(tmp_path, *options)
     stored = safetensors.load_file(checkpoint / "model.safetensors")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compiled, exported, autocast and checkpointed calls give what plain ones give."""
+"""Compiled, exported, autocast and checkpointed calls give the results of plain ones."""
 
 from __future__ import annotations
 

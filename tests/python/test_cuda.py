@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Operators on a GPU: results as on the CPU, stream, graphs, compilers, refusals.
 
-What the CUDA kernels refuse is skipped, with their reason; tests/gpu judges them stage by stage.
+Problems that the CUDA kernels refuse are skipped with the reason; tests/gpu checks every stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coterie.library import build_facts
 
 WITH_GPU = torch.cuda.is_available() and build_facts()["cuda_toolkit"] != "none"
 needs_gpu = pytest.mark.skipif(not WITH_GPU, reason="needs a GPU and CUDA kernels")
-# Beside the small forms of all mechanisms, some that fill whole tiles.
+# The small forms of all mechanisms, and some that fill whole tiles.
 CASES = [
     *SPECS,
     ("local(window=64)", True),
@@ -34,7 +34,7 @@ LEARNT = ("surrogates", "gate", "logit_scale")
 
 
 def _moved(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """On the GPU, or of another type on the CPU; asking for gradients."""
+    """A copy on the GPU, or of another type on the CPU, that requires gradients."""
     if tensor is None:
         return None
     moved = tensor.detach().cuda() if dtype is None else tensor.detach().to(dtype)
@@ -73,7 +73,7 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def _nudged(problem: Problem, seed: int) -> Problem:
-    """Rows moved by 2^-15 of their size: more than sums of any order differ by."""
+    """Rows changed by 2^-15 of their size: more than the effect of the order of sums."""
     generator = torch.Generator().manual_seed(seed)
 
     def nudge(x: Tensor | None) -> Tensor | None:
@@ -86,7 +86,7 @@ def _nudged(problem: Problem, seed: int) -> Problem:
 
 
 def _settled_problem(spec: str, causal: bool, dtype: torch.dtype) -> Problem:
-    """A problem on the CPU whose selection does not hang on rounding."""
+    """A problem on the CPU whose selection does not depend on rounding."""
     for seed in range(50):
         problem = make_problem(
             spec, causal, B=2, H=4, Hkv=2, N=150, D=64, dtype=dtype, padded=True, seed=seed
@@ -94,11 +94,11 @@ def _settled_problem(spec: str, causal: bool, dtype: torch.dtype) -> Problem:
         selection, exact = _selection(problem), _copy(problem, torch.float64)
         if all(_same(selection, _selection(_nudged(exact, nudge))) for nudge in range(4)):
             return problem
-    raise AssertionError("every problem has close choices")
+    raise AssertionError("every problem has a selection that depends on rounding")
 
 
 def _on_gpu(problem: Problem) -> Problem:
-    """The problem on the GPU; skips the test where the kernels refuse it."""
+    """The problem on the GPU; skips the test if the kernels refuse it."""
     copy = _copy(problem)
     try:
         copy.run()
@@ -116,11 +116,11 @@ def _gpu_problem(spec: str, causal: bool) -> Problem:
 
 
 def _bound(dtype: torch.dtype, backward: bool) -> float:
-    """Of relative Frobenius errors.
+    """Bound on relative Frobenius errors.
 
-    Tensor cores take weights and gradients of scores rounded to the input's type: the output has
-    that rounding and its own, gradients those of two products in a row. float32 has the rounding of
-    logits, which exponentials turn into that of weights.
+    Weights and gradients of scores are rounded to the input's type for the tensor cores: the output
+    has that rounding and its own, gradients have those of two successive products. In float32, the
+    rounding errors of logits become errors of weights through the exponential.
     """
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32:
@@ -162,10 +162,10 @@ def _expected(exact: Problem, selection: list[Tensor], dtype: torch.dtype) -> Te
     """The output in float64, for the selection that the GPU made."""
     if _same(selection, _selection(exact)):
         return exact.run()
-    # Tensor cores compare queries and centroids that are rounded to the input's type.
+    # On tensor cores, queries are compared with centroids that are rounded to the input's type.
     assert dtype != torch.float32 and "clustered" in exact.spec
     if exact.options["causal"]:
-        pytest.skip("another choice of clusters, for which there is no reference here")
+        pytest.skip("the GPU chose other clusters, and there is no causal reference for them")
     return _clustered(exact, selection)
 
 
@@ -184,7 +184,7 @@ def test_results_and_gradients_are_those_of_the_cpu(
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wanted = torch.autograd.grad(expected, _leaves(exact).values(), grad.double())
     found = torch.autograd.grad(out, _leaves(gpu).values(), grad.cuda())
-    # Gradients that cancel to nothing are judged by those of the values, which do not.
+    # Gradients that cancel to almost 0 are compared with the size of the values' gradients.
     values = dict(zip(_leaves(exact), wanted, strict=True))["v"]
     for name, ours, theirs in zip(_leaves(gpu), found, wanted, strict=True):
         floor = values.norm().item() * (theirs.numel() / values.numel()) ** 0.5 / 64
@@ -248,7 +248,7 @@ def test_both_passes_go_into_a_cuda_graph(spec: str, causal: bool) -> None:
         return out, *torch.autograd.grad(out, leaves, grad)
 
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # as torch asks: once before, on a stream of its own
+    with torch.cuda.stream(stream):  # warm-up on a side stream, as torch requires
         both()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -312,7 +312,7 @@ def test_what_has_no_kernel_says_so() -> None:
 
 @needs_gpu
 def test_lengths_may_have_any_stride() -> None:
-    """Copied, as on the CPU and as the C++ functions on torch tensors do it."""
+    """Strided lengths are copied, as on the CPU and in the C++ functions on torch tensors."""
     problem = _copy(make_problem("local(window=64)", True, N=130, D=64, padded=True))
     strided = {}
     for name in ("q_lengths", "k_lengths"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Processes keep the same centroids, and those of one process over all batches."""
+"""All processes have the same centroids, equal to those of one process over all batches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _work(rank: int, folder: str, world: int, members: list[int], sync_buffers: 
 
 
 def _run_ranks(folder: str, world: int, members: list[int], sync_buffers: bool) -> None:
-    # The end of a Gloo group now and then never comes; what counts is saved before it.
+    # Destroying a Gloo group sometimes hangs; the results are saved before that.
     context = mp.spawn(_work, (folder, world, members, sync_buffers), nprocs=world, join=False)
     end = time.monotonic() + 200
     saved = [Path(folder) / f"place{place}.pt" for place in range(len(members))]

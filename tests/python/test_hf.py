@@ -194,7 +194,7 @@ def _bart(encoder_heads: int = 4) -> transformers.BartModel:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("decoder_length", [9, 20])  # 20: as many queries as keys to cross to
+@pytest.mark.parametrize("decoder_length", [9, 20])  # 20: as many queries as encoder keys
 @torch.no_grad()
 def test_an_encoder_decoder_with_full_attention_gives_eager_results(
     side: str, decoder_length: int
@@ -212,7 +212,7 @@ def test_an_encoder_decoder_with_full_attention_gives_eager_results(
 
 @torch.no_grad()
 def test_encoder_and_decoder_have_layers_of_their_own() -> None:
-    """Under one layer_idx: each has its own causality, heads, centroids and seeds."""
+    """Both have the same layer_idx, but their own causality, heads, centroids and seeds."""
     model, tokens = _bart(encoder_heads=8), _tokens()
     decoder = {"decoder_input_ids": tokens[:, :9], "use_cache": False}
     eager = model(tokens, **decoder)
@@ -279,7 +279,7 @@ def test_a_static_cache_gives_eager_logits() -> None:
 
 
 def _pair_masks() -> dict[str, Tensor]:
-    """The same mask of pairs in every form that says keep or block."""
+    """The same mask of pairs in every representation of keep and block."""
     keep = torch.rand(3, 1, 20, 20) > 0.4
     keep |= torch.eye(20, dtype=torch.bool)
     masks = {"bool": keep, "int": keep.long(), "uint8": keep.to(torch.uint8)}

@@ -48,7 +48,7 @@ def test_parameters_have_the_names_of_the_cpp_module() -> None:
 
 
 def test_group_seeds_are_those_of_the_cpp_modules() -> None:
-    # SplitMix64 of 0: the first two outputs of the reference implementation of its authors.
+    # `first`: the first output of SplitMix64 for seed 0, from its authors' reference code.
     assert group_seed(0, 0, 0) % 2**64 != group_seed(0, 0, 1) % 2**64
     first = 0xE220A8397B1DCDAF
     assert group_seed(0, 0, 0) % 2**64 == _splitmix(first)
@@ -63,7 +63,7 @@ def _splitmix(seed: int) -> int:
 
 
 def _reference(layer: coterie.nn.Attention, x: Tensor) -> Tensor:
-    """Torch's own attention with the projections of a layer of full heads without positions."""
+    """Torch's attention with the projections of a layer of full heads without positions."""
     q, k, v = (f(x).unflatten(2, (4, 8)).transpose(1, 2) for f in (layer.q, layer.k, layer.v))
     out = nn.functional.scaled_dot_product_attention(q, k, v)
     return layer.out(out.transpose(1, 2).flatten(2))
@@ -240,7 +240,7 @@ MOVING = [
 def test_micro_batches_move_centroids_as_one_batch(
     spec: str, dtype: torch.dtype, causal: bool
 ) -> None:
-    """Statistics of all passes since the last update count, once; sums differ in their order."""
+    """All passes since the last update count once; sums differ in their order."""
     whole = coterie.nn.Attention(32, 4, spec, causal=causal).to(dtype)
     parts = copy.deepcopy(whole)
     x, lengths = torch.randn(6, 20, 32, dtype=dtype), torch.tensor([20, 3, 11, 0, 20, 7])
@@ -250,7 +250,7 @@ def test_micro_batches_move_centroids_as_one_batch(
         for rows in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6)):
             parts(x[rows], lengths=lengths[rows])
         coterie.nn.update_centroids(parts)
-    # A sum of n members in n roundings, and rows that differ by the sums of their projections.
+    # A sum of n members has n roundings, and rows differ by the sums in their projections.
     tolerance = 8 * 120 * torch.finfo(dtype).eps
     for name, buffer in whole.named_buffers():
         found = dict(parts.named_buffers())[name]
@@ -259,7 +259,7 @@ def test_micro_batches_move_centroids_as_one_batch(
 
 @pytest.mark.parametrize("spec", MOVING)
 def test_an_update_is_that_of_the_core(spec: str) -> None:
-    """The moving average of a pass, as torch.ops.coterie.ema_update makes it of its tokens."""
+    """The moving average of a pass equals torch.ops.coterie.ema_update on its tokens."""
     layer = coterie.nn.Attention(32, 4, spec, causal=True)
     layer(torch.randn(3, 20, 32))
     group = layer.group_0
@@ -268,13 +268,13 @@ def test_an_update_is_that_of_the_core(spec: str) -> None:
         torch.ops.coterie.ema_update(*state, *tokens, None, 0.8)
     coterie.nn.update_centroids(layer)
     for expected, found in zip(state, group.buffers_of_centroids(), strict=True):
-        # The core rounds once, after both sums; here the sum of a batch is rounded, too.
+        # The core rounds once, after both sums; here the sum of a batch is rounded as well.
         eps = torch.finfo(torch.float32).eps
         torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
 
 
 def test_updates_count_a_pass_once() -> None:
-    """Not again in a second update, nor the passes before an initialisation."""
+    """A second update ignores earlier passes, as does an update after an initialisation."""
     layer = coterie.nn.Attention(32, 4, MOVING[0], causal=True)
     layer(torch.randn(2, 20, 32))
     coterie.nn.update_centroids(layer)
@@ -291,7 +291,7 @@ def test_updates_count_a_pass_once() -> None:
 
 
 class _Wrapped(nn.Module):
-    """A projection and a layer, run by checkpoint or plainly."""
+    """A projection and a layer, run with or without checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class _Wrapped(nn.Module):
 
 
 def _step(model: _Wrapped, x: Tensor, **checkpointing: bool) -> dict[str, Tensor]:
-    """Gradients and buffers of two micro-batches and an update."""
+    """Gradients and buffers after two micro-batches and an update."""
     for part in x.chunk(2):
         out = checkpoint(model, part, **checkpointing) if checkpointing else model(part)
         (out.square().mean() + coterie.nn.commitment_loss(model)).backward()
@@ -345,7 +345,7 @@ def test_reentrant_checkpointing_counts_passes_once() -> None:
 def test_the_gradient_of_the_commitment_loss_is_scaled_before_it_is_rounded(
     dtype: torch.dtype,
 ) -> None:
-    """With a weight of 1 it would lie below the normal numbers of float16, many of it at 0."""
+    """With a weight of 1 it would be subnormal in float16, and much of it would be 0."""
     x = torch.randn(4, 8, 1024, 64).to(dtype)
     centroids = torch.randn(8, 4, 64)
     labels = torch.randint(0, 4, (4, 8, 1024), dtype=torch.int32)
@@ -354,7 +354,7 @@ def test_the_gradient_of_the_commitment_loss_is_scaled_before_it_is_rounded(
     for rows in (wide, half):
         loss = torch.ops.coterie.commitment_loss(rows, centroids, labels, None, None)
         (loss * scale).sum().backward()
-    # Once rounded, to the nearest: half of the distance to the next number, subnormal ones too.
+    # Rounded once to nearest: half the distance to the next number, also if subnormal.
     info = torch.finfo(dtype)
     bound = (wide.grad.abs() * info.eps / 2).clamp_min(info.smallest_normal * info.eps / 2)
     assert ((half.grad.float() - wide.grad).abs() <= bound).all()

@@ -74,7 +74,7 @@ def test_recommendations_are_specs_that_were_measured(causal: bool, device: str)
         coterie.head_groups(advice.spec, 8, causal)
         assert advice.spec == "full" or advice.spec in measured
     begins = [advice.spec != "full" for advice in found]
-    assert begins == sorted(begins)  # full up to some length
+    assert begins == sorted(begins)  # full attention up to some length
     assert not begins[0]
     assert begins[-1] == bool(measured)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Callers side by side: threads that release the GIL, forked processes, workers of data loaders."""
+"""Concurrent callers: threads that release the GIL, forked processes, workers of data loaders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _results(problem: Problem) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_concurrent_calls_give_the_bits_of_sequential_ones(threads: int) -> None:
-    """Eight Python threads, each with all mechanisms in another order; forward and backward."""
+    """Eight Python threads, each with all mechanisms in its own order; forward and backward."""
     before = int(coterie.library.build_facts()["threads"])
     coterie.set_threads(threads)
     problems = [make_problem(spec, causal, N=65, padded=True) for spec, causal in SPECS]
@@ -117,14 +117,14 @@ def test_forked_processes_end_and_compute(name: str) -> None:
     try:
         output, _ = run.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)  # children too: they hold the pipe
-        pytest.fail(f"no end after {LIMIT_S} s: {run.communicate()[0]}")
+        os.killpg(run.pid, signal.SIGKILL)  # children too: they keep the pipe open
+        pytest.fail(f"not finished after {LIMIT_S} s: {run.communicate()[0]}")
     assert run.returncode == 0, output
     assert output.endswith("parent done\n")
 
 
 class _Attended(Dataset):
-    """Rows that workers make by attention."""
+    """Rows that workers compute with attention."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
@@ -140,7 +140,7 @@ class _Attended(Dataset):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_data_loader_compute(method: str) -> None:
     data = _Attended(torch.randn(6, 2, 40, 8))
-    expected = torch.stack([data[i] for i in range(len(data))])  # the pool is there before the fork
+    expected = torch.stack([data[i] for i in range(len(data))])  # the pool exists before the fork
     loader = DataLoader(
         data, batch_size=3, num_workers=2, multiprocessing_context=method, timeout=LIMIT_S
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The public functions as a program with strict types uses them: for mypy, not to be run."""
+"""The public functions as used by a program with strict types: checked by mypy, never run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The executable specification on every case of the table: results are finite, zero in padding and
-// for rows without keys, and those in float are near those in double.
+// The executable specification on every shared case: results are finite, zero in padding and for
+// rows without keys, and float results are close to double results.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -34,8 +34,9 @@ TEST_P(CaseTest, IsFiniteAndNearlyTheSameInFloat) {
   expect_finite("dgate", gradients.dgate);
   expect_finite("dlogit_scale", gradients.dlogit_scale);
 
-  // A logit of size 16 summed from Dk products is off by at most 16 (Dk + 4) u, u = 2^-24; a weight
-  // by twice that relatively (numerator and sum), and an output by that times the largest value, 4.
+  // A logit of size 16, summed from Dk products, has an error of at most 16 (Dk + 4) u, u = 2^-24.
+  // A weight has twice that relative error (numerator and sum), and an output that times the
+  // largest value, 4.
   const std::vector<float> in_float =
       attend<float>(problem.mechanism, problem.inputs, selected.saved);
   const double bound = std::ldexp(1.0, -24) * 16 * 2 * 4 * static_cast<double>(GetParam().Dk + 4);

@@ -19,7 +19,7 @@ HostTensor normal_tensor(std::vector<std::int64_t> sizes, std::uint32_t stream) 
   return tensor;
 }
 
-// Two items of a batch of four heads, the second padded; centroids of two heads.
+// A batch of two items with four heads, the second item padded; centroids for two heads.
 struct Tokens {
   HostTensor x = normal_tensor({2, 4, 6, 5}, 0), centroids = normal_tensor({2, 3, 5}, 1);
   HostTensor labels{DType::i32, {2, 4, 6}}, lengths{DType::i32, {2}};
@@ -64,7 +64,7 @@ TEST(CentroidsTest, CommitmentLossIsTheMeanSquareOverValidElements) {
               sum / (4 * 10 * 5), kExact);
 }
 
-// Bounds as in gradient_test.cc: truncation by comparing two steps, rounding by 64 u / h.
+// Bounds as in gradient_test.cc: two step sizes bound the truncation error, 64 u / h the rounding.
 TEST(CentroidsTest, CommitmentGradientAgreesWithFiniteDifferences) {
   Tokens t;
   const HostTensor dx(DType::f64, {2, 4, 6, 5});
@@ -81,7 +81,7 @@ TEST(CentroidsTest, CommitmentGradientAgreesWithFiniteDifferences) {
     return 3.0 * (above - below) / (2 * h);
   };
   for (std::int64_t i = 0; i < 240; ++i) {
-    const double gradient = dx.data<double>()[i] - 2.0;  // it is added to what was there
+    const double gradient = dx.data<double>()[i] - 2.0;  // it is added to the previous content
     if (std::isnan(x[i])) {
       EXPECT_EQ(gradient, 0.0);
       continue;

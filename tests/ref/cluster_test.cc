@@ -34,14 +34,14 @@ TEST(ClusterTest, HammingClustersAreNearestAndRepeatable) {
   for (std::uint64_t centroid : found.centroids) EXPECT_LT(centroid, 1u << 12);
 }
 
-// One cluster: its code is the majority of all, a tie is 0.
+// One cluster: each bit of its code is the majority of all codes; a tie gives 0.
 TEST(ClusterTest, HammingMajorityTiesGiveZero) {
   const HammingProblem params{.clusters = 1, .iterations = 1, .bits = 4};
   EXPECT_EQ(hamming_clusters(params, {0b1100, 0b1010}).centroids[0], 0b1000u);
   EXPECT_EQ(hamming_clusters(params, {0b1100, 0b1010, 0b0010}).centroids[0], 0b1010u);
 }
 
-// Equal codes leave clusters empty; they get fresh codes below 2^bits and stay out of the way.
+// Equal codes leave clusters empty; these get new codes below 2^bits and attract no token.
 TEST(ClusterTest, EmptyHammingClustersAreReseeded) {
   const HammingProblem params{.clusters = 3, .iterations = 2, .bits = 10, .seed = 9, .problem = 4};
   const HammingClusters found = hamming_clusters(params, std::vector<std::uint64_t>(6, 5));
@@ -70,7 +70,7 @@ Case clustering_case(const char* clustering) {
           .data = cases::Data::mixture};
 }
 
-// Attention ignores a vector added to all keys, and so do the key-aware clusterings.
+// A vector added to all keys does not change attention, nor the key-aware clusterings.
 TEST(ClusterTest, KeyAwareLabelsIgnoreAShiftOfTheKeys) {
   for (const char* clustering : {"keys", "hamming-keys"}) {
     Selected selected = make_selected(clustering_case(clustering));
@@ -84,7 +84,7 @@ TEST(ClusterTest, KeyAwareLabelsIgnoreAShiftOfTheKeys) {
   }
 }
 
-// Keys in the first three dimensions only: queries that differ in the others are the same.
+// Keys are 0 beyond the first three dimensions: differences of queries there have no effect.
 TEST(ClusterTest, KeyAwareLabelsIgnoreWhatKeysCannotSee) {
   for (const char* clustering : {"keys", "hamming-keys"}) {
     Selected selected = make_selected(clustering_case(clustering));
@@ -108,7 +108,7 @@ TEST(ClusterTest, ClusterQueriesGivesTheLabelsOfTheMechanism) {
   }
 }
 
-// The published labels, made step by step from the public operations.
+// The published clustering, composed of the public operations.
 TEST(ClusterTest, HashCodesAndKMeansComposeToTheHammingClustering) {
   Case c = clustering_case("hamming");
   c.B = 4;

@@ -16,7 +16,7 @@ namespace coterie::dense {
 namespace {
 
 using Set = std::set<Index>;
-using Counts = std::vector<std::vector<int>>;  // how often a query meets a key
+using Counts = std::vector<std::vector<int>>;  // how often a query sees a key
 
 Counts nothing(const Head& head) {
   return Counts(head.q.size(), std::vector<int>(head.k.size(), 0));
@@ -50,7 +50,7 @@ Number lse(const Row& s, const std::vector<int>& n) {
   return top + log(sum);
 }
 
-// n_j exp(s_j - lse); a row that meets nothing is 0.
+// n_j exp(s_j - lse); a row without keys is 0.
 Row softmax(const Row& s, const std::vector<int>& n) {
   const Number total = lse(s, n);
   Row p(s.size());
@@ -71,12 +71,12 @@ double tau(const Head& head, bool routing = false) {
                  : 1.0 / std::sqrt(static_cast<double>(head.q.empty() ? 1 : head.q[0].size()));
 }
 
-// Where query i stands among the keys: the last query at the last key when causal.
+// Position of query i among the keys; if causal, the last query is at the last key.
 Index position(const Head& head, Index i) {
   return head.causal ? i + head.keys() - head.queries() : i;
 }
 
-// The `count` candidates of largest score: all sorted by score, then by index.
+// The `count` candidates of largest score; ties go to the lower index.
 Set best(const Row& scores, const Set& candidates, Index count) {
   std::vector<Index> sorted(candidates.begin(), candidates.end());
   std::stable_sort(sorted.begin(), sorted.end(),
@@ -191,7 +191,7 @@ std::vector<Set> members_of(const std::vector<Index>& labels, Index clusters) {
   return members;
 }
 
-// For every query the centroid at the least distance, the first of several.
+// The nearest centroid of every query; the first one if tied.
 template <class Centroid, class Distance>
 std::vector<Index> nearest(Index queries, const std::vector<Centroid>& centroids,
                            const Distance& distance) {
@@ -295,7 +295,7 @@ std::vector<Index> labels_of(const ClusteringParams& params, const Head& head) {
                                            : hamming_labels(params, head);
 }
 
-// Z = scale M K^T with M the mean queries, and A its softmax, as rows of the queries.
+// Z = scale M K^T with M the mean queries, and its softmax A, each with one row per query.
 struct ClusterRows {
   Matrix z, a;
 };
@@ -357,7 +357,7 @@ std::vector<Index> slots_of(const LshParams& params, const Head& head, Index rou
   return slots;
 }
 
-// Chunk t sees t and t - 1; chunk 0 the last one where `wraps`.
+// Chunk t sees t and t - 1; with `wraps`, chunk 0 sees the last one.
 Counts seen_in_round(const LshParams& params, const Head& head, Index round, bool wraps) {
   const std::vector<Index> slots = slots_of(params, head, round);
   const Index last = (head.queries() - 1) / params.chunk;
@@ -371,9 +371,9 @@ Counts seen_in_round(const LshParams& params, const Head& head, Index round, boo
   return n;
 }
 
-// Rounds are merged by their log-sum-exps. As published, the own key has a logit far below all
-// others in every round, so that it has weight only where no round has another key (-5e4 there;
-// e^-1024 is 0 as well, and leaves the log-sum-exp three more digits).
+// Rounds are merged by their log-sum-exps. As published, a query's own key has a logit far below
+// all others in every round, so it has weight only if no round has another key. The published logit
+// is -5e4; e^-1024 is 0 as well and leaves the log-sum-exp three more digits.
 Matrix weights_of(const LshParams& params, const std::vector<Head>& heads, std::size_t h) {
   const Head& head = heads[h];
   const bool merges = params.combine == LshCombine::lse;
@@ -441,7 +441,7 @@ std::vector<Set> routing_members(const RoutingParams& params, const Matrix& scor
   return members;
 }
 
-// Drops the own key where there is another.
+// Drops the own key if there is another.
 void demote(const RoutingParams& params, Index self, std::vector<int>& n) {
   int met = 0;
   for (int count : n) met += count;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Every mechanism a second time, as the weight matrix of one item and head that its definition
-// spells out: dense, in double, without any function of src/ref, so that the specification in code
-// has something to be wrong against. out = W v.
+// A second implementation of every mechanism, to check the specification in code (src/ref): the
+// weight matrix W of one item and head, written from the definition, dense, in double and without
+// any function of src/ref. out = W v.
 //
-// Numbers carry a derivative (forward mode), so that gradients need no finite differences.
-// Selections compare values only, and are constants for the derivative.
+// Numbers carry a derivative (forward mode), so gradients need no finite differences. Selections
+// compare values only and are constant for the derivative.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,8 @@ struct Number {
   double value = 0.0, slope = 0.0;
 
   Number() = default;
-  Number(double v, double s = 0.0) : value(v), slope(s) {}  // NOLINT: a constant is a number
+  Number(double v, double s = 0.0)
+      : value(v), slope(s) {}  // NOLINT: implicit conversion of constants
 };
 
 inline Number operator+(Number a, Number b) { return {a.value + b.value, a.slope + b.slope}; }
@@ -49,8 +50,8 @@ struct Head {
   Matrix centroids;
   Row gate;
   Number logit_scale = 1.0;
-  std::vector<std::vector<bool>> mask;  // empty: everything
-  double scale = 0.0;                   // as given: 0 for the mechanism's own
+  std::vector<std::vector<bool>> mask;  // empty: no mask
+  double scale = 0.0;                   // as given; 0: the mechanism's default
   bool causal = false;
   std::uint64_t seed = 0;
   std::uint32_t problem = 0, kv_problem = 0;  // for random streams
@@ -59,7 +60,7 @@ struct Head {
   Index keys() const { return static_cast<Index>(k.size()); }
 };
 
-// W of head `h`, queries x keys. The mechanism is resolved; `heads` are all heads of the item.
+// W of head `h`, queries x keys. The mechanism must be resolved; `heads` are all heads of the item.
 Matrix weights(const Mechanism& mechanism, const std::vector<Head>& heads, std::size_t h);
 
 }  // namespace coterie::dense

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The specification in code against dense formulas written from its text alone (dense.h): weights,
-// outputs and gradients of every mechanism, selections included, on problems of a few tokens.
-// Equal means to 1e-12: a few thousand roundings of values of size 1.
+// outputs and gradients of every mechanism, including selections, on problems of a few tokens.
+// "Equal" means within 1e-12: a few thousand roundings of values of size 1.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using dense::Row;
 
 constexpr double kExact = 1e-12;
 
-// The inputs that have gradients, as numbers in the order of their tensors.
+// The inputs that have gradients, as numbers in tensor order.
 struct Tensors {
   Row q, k, v, centroids, gate, logit_scale;
 };
@@ -55,7 +55,7 @@ std::vector<Rows> items_of(const Sequences& sequences, std::int64_t B, std::int6
   return items;
 }
 
-// The definition of a call: where each item and head lies, and its weights.
+// Applies the dense definition to every item and head of a call.
 class Definition {
  public:
   explicit Definition(const cases::Problem& problem)
@@ -99,7 +99,8 @@ class Definition {
   }
 
  private:
-  // Rows of a (B, heads, rows, dim) tensor; fewer heads are shared by consecutive query heads.
+  // Rows of a (B, heads, rows, dim) tensor; consecutive query heads share a head if there are
+  // fewer.
   Matrix rows_of(const Row& values, const TensorView& tensor, const Rows& rows,
                  std::int64_t h) const {
     const std::int64_t own = h / (H_ / tensor.size(1)), dim = tensor.size(3);
@@ -196,8 +197,8 @@ void compare_gradients(const Selected& selected) {
   compare("dlogit_scale", tensors.logit_scale, gradients.dlogit_scale);
 }
 
-// Four query heads for two of keys. A shape is what make_case reads after that; B4 padded has an
-// item without queries and in cross-attention one without keys.
+// Four query heads and two key heads. `shape` has further words for make_case. B4 padded has an
+// item without queries and, in cross-attention, one without keys.
 Case small(const std::string& spec, const std::string& shape) {
   std::string name;
   for (char letter : spec + "_" + shape)
@@ -351,7 +352,7 @@ INSTANTIATE_TEST_SUITE_P(Routing, DenseTest, testing::ValuesIn(routing_cases()),
 INSTANTIATE_TEST_SUITE_P(Cast, DenseTest, testing::ValuesIn(cast_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(All, DenseGradientTest, testing::ValuesIn(gradient_cases()), name_of);
 
-// A row of zeros has the key 0 and no direction that could change.
+// A query of zeros has a key of zeros and no gradient through its direction.
 TEST(DenseLshTest, ZeroQueriesHaveZeroKeys) {
   for (const char* spec :
        {"lsh(rounds=2,chunk=2,buckets=4)", "lsh(rounds=2,chunk=2,buckets=4,combine=mean)"}) {

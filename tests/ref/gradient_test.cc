@@ -73,10 +73,10 @@ void check_gradient(const std::function<double()>& loss, double size, const Tens
     }
     const Quotient quotient = difference_quotient(loss, size, values[i]);
     EXPECT_NEAR(gradient[i], quotient.value, quotient.bound) << "element " << i;
-    EXPECT_LT(quotient.bound, 1e-5 * size) << "the bound says nothing at element " << i;
+    EXPECT_LT(quotient.bound, 1e-5 * size) << "the bound is too loose at element " << i;
     largest = std::max(largest, std::abs(gradient[i]));
   }
-  EXPECT_GT(largest, 100 * 1e-11 * size) << "nothing to compare";
+  EXPECT_GT(largest, 100 * 1e-11 * size) << "all gradients are 0 within rounding";
 }
 
 void check_all_gradients(const Selected& selected, const std::function<double()>& loss) {
@@ -97,8 +97,8 @@ void check_all_gradients(const Selected& selected, const std::function<double()>
   if (cast != nullptr && cast->gate_scale) check("dgate", inputs.gate, gradients.dgate);
 }
 
-// Four items, one of them without queries and in cross-attention one without keys; two query heads
-// for one of keys; all sizes different.
+// Four items, one of them without queries and, in cross-attention, one without keys; two query
+// heads per key head; all sizes different.
 Case small(const char* name, const char* spec) {
   return {.name = name,
           .spec = spec,
@@ -233,8 +233,8 @@ INSTANTIATE_TEST_SUITE_P(Lsh, GradientTest, testing::ValuesIn(lsh_cases()), name
 INSTANTIATE_TEST_SUITE_P(Routing, GradientTest, testing::ValuesIn(routing_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(Cast, GradientTest, testing::ValuesIn(cast_cases()), name_of);
 
-// With mass_grad=false the gradient is that of a function whose masses stay at their first values:
-// on top keys the weights are mass p, so multiplying by (first mass / mass) freezes them.
+// With mass_grad=false the gradient is that of a function whose masses keep their initial values:
+// on top keys the weights are mass p, so multiplying by (initial mass / mass) freezes them.
 TEST(FrozenMassGradientTest, AgreesWithFiniteDifferencesAtConstantMass) {
   Case c = small("frozen_mass", "i-clustered(clusters=3,topk=3,mass_grad=false)");
   c.B = c.H = 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the mechanisms must be equal to, whatever the data. Equal in exact arithmetic means here: to
-// 1e-12, a few thousand roundings of values of size 1.
+// Equalities between mechanisms that hold for any data in exact arithmetic. "Equal" means within
+// 1e-12 here: a few thousand roundings of values of size 1.
 #include <gtest/gtest.h>
 
 #include "tests/ref/support.h"
@@ -42,7 +42,7 @@ void expect_equal(const Case& a, const char* spec) {
   EXPECT_LT(largest_difference(make_selected(a).attend(), attend_as(a, spec)), kExact) << a.spec;
 }
 
-// Replaces rows of the item's q (and k) by normalised ones: zero mean, unit variance.
+// Normalises rows to zero mean and unit variance.
 void normalise(const TensorView& x) {
   std::vector<double> values = read_values(x);
   const std::int64_t dim = x.size(3);
@@ -56,7 +56,7 @@ void normalise(const TensorView& x) {
   write_values(x, values);
 }
 
-// Sum of each row of weights that has any.
+// Checks the sum of each row of weights that is not 0.
 void expect_row_sums(const Case& c, double expected) {
   const Selected selected = make_selected(c);
   const std::vector<double> weights = selected.weights();
@@ -101,7 +101,7 @@ TEST(InvariantTest, EqualQueriesMakeClusteredExact) {
   expect_equal(c, "full");
 }
 
-// The row of i-clustered is at most as far from the exact one as that of clustered, in L1.
+// In L1, a row of i-clustered is at most as far from the exact row as the row of clustered.
 TEST(InvariantTest, TopKeysOnlyImproveRows) {
   const Case c = base("i-clustered(clusters=3,topk=3)", 13, 11);
   Case coarse = c, exact = c;
@@ -174,7 +174,7 @@ TEST(InvariantTest, OneLshChunkIsFullAttentionWithUnitKeys) {
   EXPECT_LT(largest_difference(lsh, full.attend()), kExact);
 }
 
-// A key counts as often as it is met, so that three rounds over all keys are one.
+// A key counts once per round that sees it, so three rounds over all keys equal one.
 TEST(InvariantTest, RepeatedLshRoundsChangeNothing) {
   expect_equal(base("lsh(rounds=3,chunk=13,buckets=4)"), "lsh(rounds=1,chunk=13,buckets=4)");
 }
@@ -189,13 +189,13 @@ TEST(InvariantTest, LshSelfIsOnlyAttendedToAlone) {
   Case alone = c;
   alone.N = alone.S = 1;
   alone.lengths = Lengths::none;
-  const Selected one = make_selected(alone);  // then a zero query: a zero key, not NaN
+  const Selected one = make_selected(alone);  // a zero query then has a zero key, not NaN
   for (double weight : one.weights()) EXPECT_EQ(weight, 1.0);
   fill(one.problem.inputs.q, [](std::int64_t) { return 0.0; });
   for (double gradient : one.backward().dq) EXPECT_EQ(gradient, 0.0);
 }
 
-// Sets by their definition, from the labels alone, in the sorted form.
+// A query sees the last `window` tokens of its cluster in sorted order, including itself.
 TEST(InvariantTest, StrictRoutingFollowsItsSortedForm) {
   Case c = base("routing(clusters=3,window=3,causal=strict,share_qk=true,self=keep)");
   c.B = c.H = c.Hkv = 1;
@@ -213,7 +213,7 @@ TEST(InvariantTest, StrictRoutingFollowsItsSortedForm) {
   for (std::size_t e = 0; e < weights.size(); ++e) EXPECT_EQ(weights[e] != 0.0, seen[e] == 1) << e;
 }
 
-// Changes q, k and v after position `last` and returns whether outputs up to it kept their bits.
+// Changes q, k and v after position `last`; returns whether outputs up to it keep their bits.
 bool ignores_the_future(const Case& c, std::int64_t last) {
   Selected selected = make_selected(c);
   const std::vector<double> before = selected.attend();
@@ -252,8 +252,8 @@ TEST(InvariantTest, LeakingFormsDoNot) {
     EXPECT_FALSE(ignores_the_future(unpadded(causal(base(spec))), 9)) << spec;
 }
 
-// Items are independent: an item of a packed batch gives what it gives alone. (Mechanisms without
-// random numbers, which depend on the item's number.)
+// Items are independent: an item of a packed batch gives the same result as alone. Only mechanisms
+// without random numbers, because these depend on the item's index.
 TEST(InvariantTest, PackedItemsAreIndependent) {
   for (const char* spec : {"full", "routing(clusters=3,window=3)", "cast(clusters=3,size=3)",
                            "routing(clusters=2,window=3,causal=strict,queries_in=2)"}) {

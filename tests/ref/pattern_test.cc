@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Which keys each query meets, and with which weight, on problems small enough to write down.
+// The keys that each query sees, and their weights, on problems small enough to write down.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ Case one_head(const char* spec, std::int64_t queries, std::int64_t keys) {
           .dtype = DType::f64};
 }
 
-// Keys with weight, per query.
+// Keys with nonzero weight, per query.
 Sets keys_of(const Selected& selected, std::int64_t queries, std::int64_t keys) {
   const std::vector<double> weights = selected.weights();
   Sets sets(static_cast<std::size_t>(queries));
@@ -62,7 +62,7 @@ TEST(PatternTest, Strides) {
   EXPECT_EQ(keys_of(causal(one_head("strided(stride=2)", 4, 4))), (Sets{{0}, {1}, {0, 2}, {1, 3}}));
 }
 
-// The last query stands at the last key, whichever there are more of.
+// The last query is aligned with the last key, whether there are more queries or more keys.
 TEST(PatternTest, CausalityIsAlignedAtTheEnd) {
   EXPECT_EQ(keys_of(causal(one_head("full", 2, 4))), (Sets{{0, 1, 2}, {0, 1, 2, 3}}));
   EXPECT_EQ(keys_of(causal(one_head("full", 4, 2))), (Sets{{}, {}, {0}, {0, 1}}));
@@ -86,7 +86,7 @@ TEST(PatternTest, OracleTopKeepsTheLargestLogits) {
   }
 }
 
-// Chunks of two in the given order; the first of four also sees the last, unless rounds are
+// Four chunks of at most two in the given order; the first also sees the last, unless rounds are
 // averaged.
 TEST(PatternTest, LshChunksSeeTheirPredecessor) {
   Selected lse = make_selected(one_head("lsh(rounds=1,chunk=2,buckets=2)", 7, 7));
@@ -107,7 +107,7 @@ TEST(PatternTest, LshChunksSeeTheirPredecessor) {
       (Sets{{0, 1}, {0, 1}, {0, 1, 2, 3}, {0, 1, 2, 3}, {2, 3, 4, 5}, {2, 3, 4, 5}, {4, 5, 6}}));
 }
 
-// Query 0 meets 1 4 5 in the first round and 1 2 3 in the second: key 1 counts twice.
+// Query 0 sees keys 1 4 5 in the first round and 1 2 3 in the second: key 1 counts twice.
 TEST(PatternTest, LshKeysCountAsOftenAsTheyAreMet) {
   const Selected lsh = make_selected(one_head("lsh(rounds=2,chunk=2,buckets=2)", 6, 6));
   write_values(lsh.saved[0], {0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 4, 5});
@@ -123,7 +123,7 @@ TEST(PatternTest, LshKeysCountAsOftenAsTheyAreMet) {
   for (int j = 0; j < 6; ++j) EXPECT_NEAR(weights[j], expected[j] / sum, 1e-14);
 }
 
-// Token 1 meets 0 in the first round and nobody in the second, token 0 nobody in either.
+// Token 1 sees token 0 in the first round and none in the second; token 0 sees none in either.
 TEST(PatternTest, LshSelfCountsOnlyWhereNoRoundMeetsAnother) {
   Selected lsh = make_selected(causal(one_head("lsh(rounds=2,chunk=1,buckets=4)", 4, 4)));
   write_values(lsh.saved[0], {0, 1, 2, 3, 0, 3, 2, 1});
@@ -172,7 +172,7 @@ TEST(PatternTest, LeakingClustersSeeTheirPastTopKeys) {
   }
 }
 
-// Lists by hand: clusters of queries {0 2} {2 3} and keys {1 2} {0 2}; query 1 is in none.
+// Lists by hand: query clusters {0 2} {2 3} and key clusters {1 2} {0 2}; query 1 is in none.
 TEST(PatternTest, RoutingClustersMeetTheirKeys) {
   const char* spec = "routing(clusters=2,window=2,count_eps=0.5)";
   Selected routing = make_selected(one_head(spec, 4, 3));
@@ -187,11 +187,11 @@ TEST(PatternTest, RoutingClustersMeetTheirKeys) {
   params.self = SelfAttention::demote;  // key 2 is query 2's own
   EXPECT_EQ(keys_of(routing, 4, 3), (Sets{{1, 2}, {}, {0, 1}, {0, 2}}));
   params.self = SelfAttention::keep;
-  params.causal = Causality::leaking;  // queries stand at -1, 0, 1, 2
+  params.causal = Causality::leaking;  // queries are at -1, 0, 1, 2
   EXPECT_EQ(keys_of(routing, 4, 3), (Sets{{}, {}, {0, 1}, {0, 2}}));
 }
 
-// Cluster of each key 0 1 0 0 1 0, of each query 0 0 1 1 0 1, window 2.
+// Clusters of the keys 0 1 0 0 1 0, of the queries 0 0 1 1 0 1; window 2.
 TEST(PatternTest, StrictRoutingSeesTheLatestKeysOfItsCluster) {
   Selected routing = make_selected(one_head("routing(clusters=2,window=2,causal=strict)", 6, 6));
   write_values(routing.saved[1], {0, 1, 0, 0, 1, 0});
@@ -205,7 +205,7 @@ TEST(PatternTest, StrictRoutingSeesTheLatestKeysOfItsCluster) {
   EXPECT_EQ(keys_of(routing, 6, 6), (Sets{{0}, {0}, {1}, {1}, {2, 3}, {1, 4}}));
 }
 
-// Labels against their definition: nearest of the initial queries in d^2 = (q-mu)' Sigma_K (q-mu).
+// Labels are the nearest of the initial queries in d^2 = (q-mu)' Sigma_K (q-mu).
 TEST(PatternTest, KeyMetricLabelsAreNearest) {
   const Selected selected = make_selected(one_head("clustered(clusters=4,iterations=0)", 20, 30));
   const std::vector<int> labels = indices_of(selected.saved[0]);
@@ -227,7 +227,7 @@ TEST(PatternTest, KeyMetricLabelsAreNearest) {
     for (int c = 0; c < 4; ++c) EXPECT_LE(distance(i, labels[i]), distance(i, c) + 1e-12);
 }
 
-// One cluster of two of three tokens; token 2 takes its summary.
+// One cluster with two of three tokens; token 2 sees only its summary.
 TEST(PatternTest, CastMixesOwnAttentionAndSummaries) {
   const double phi[] = {0.3, -0.4, 0.9};
   for (const char* spec : {"cast(clusters=1,size=2)", "cast(clusters=1,size=2,activation=laplace)",

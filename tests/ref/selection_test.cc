@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The selections: total orders, partitions, and what each must not depend on.
+// Selections: total orders, partitions and invariances.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,8 +45,8 @@ TEST(SelectionTest, BestPrefersLowerIndicesAndIgnoresNan) {
   EXPECT_EQ(best_of_rows(scores), (std::vector<Index>{1, 1, 0}));
 }
 
-// The same matching found the other way: every unplaced token proposes to its best cluster not yet
-// tried, every cluster keeps its best proposals.
+// The same matching by deferred acceptance: every unplaced token proposes to its best cluster not
+// yet tried, and every cluster keeps its best proposals.
 std::vector<Index> deferred_acceptance(const Matrix<double>& scores, Index capacity) {
   Matrix<std::uint8_t> tried(scores.rows, scores.cols);
   std::vector<Index> labels(static_cast<std::size_t>(scores.rows), -1);
@@ -117,7 +117,7 @@ TEST(SelectionTest, SelectTopMapsHeadsBothWays) {
   const HostTensor indices(DType::i32, {1, 2, 3, 2});
   fill(two, [](std::int64_t i) { return i < 3 ? 1.0 : -1.0; });
   fill(one, [](std::int64_t i) { return static_cast<double>(i); });
-  select_top<double>(two, one, {}, indices);  // the second head wants small values
+  select_top<double>(two, one, {}, indices);  // the second head prefers small values
   EXPECT_EQ(indices_of(indices), (std::vector<int>{1, 2, 1, 2, 1, 2, 0, 1, 0, 1, 0, 1}));
   select_top<double>(one, two, {}, indices);
   EXPECT_EQ(indices_of(indices), std::vector<int>({0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1}));
@@ -140,7 +140,8 @@ TEST(SelectionTest, BalancedAssignFillsEvenly) {
   const HostTensor labels(DType::i32, {1, 1, 5});
   write_values(x, {5, 4, 3, 2, 1});
   write_values(centroids, {1, -1});
-  balanced_assign<double>(x, {}, centroids, 0, labels);  // three to the first, the rest elsewhere
+  balanced_assign<double>(x, {}, centroids, 0,
+                          labels);  // three to the first cluster, the rest to the second
   EXPECT_EQ(indices_of(labels), (std::vector<int>{0, 0, 0, 1, 1}));
   balanced_assign<double>(x, {}, centroids, 4, labels);
   EXPECT_EQ(indices_of(labels), (std::vector<int>{0, 0, 0, 0, 1}));

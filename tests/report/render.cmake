@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# Renders a report in a real browser and looks at it: all plots there, nothing wider than the page.
+# Renders a report in a real browser and checks it: all plots present, nothing wider than the page.
 #   cmake -DPROGRAM=build/full/bin/coterie -P tests/report/render.cmake
 cmake_minimum_required(VERSION 3.25)
 if(NOT PROGRAM)
@@ -18,7 +18,7 @@ endif()
 string(RANDOM name)
 set(WORK /tmp/coterie_report_test_${name})
 
-# A run that has got somewhere. `finish` is its last line, if any.
+# Writes the log of a run with some progress. `finish` is its last line, if any.
 function(write_run folder task attention length config finish)
   string(CONCAT log "{\"kind\":\"run\",\"task\":\"${task}\",\"attention\":\"${attention}\","
     "\"config\":\"length = ${length}\\n${config}\",\"machine\":{\"cpu\":\"a processor with a long name\","
@@ -72,8 +72,8 @@ if(NOT status EQUAL 0)
   message(FATAL_ERROR "coterie report: status ${status}\n${out}${err}")
 endif()
 
-# The page as it is and with everything unfolded, in frames as wide as a screen and a telephone. A
-# script beside the frames, not in the page, writes down what it finds.
+# The page as it is and with all details open, in frames as wide as a screen and a phone. A script
+# outside the frames records the measurements.
 file(READ ${WORK}/report.html page)
 string(REPLACE "<details>" "<details open>" unfolded "${page}")
 file(WRITE ${WORK}/unfolded.html "${unfolded}")
@@ -118,12 +118,12 @@ set(wrong)
 string(REGEX MATCHALL "SEEN [^<]* END" seen "${dom}")
 list(LENGTH seen count)
 if(NOT count EQUAL 4)
-  list(APPEND wrong "${count} pages were looked at instead of 4")
+  list(APPEND wrong "${count} pages were checked instead of 4")
 endif()
 foreach(line IN LISTS seen)
   string(REGEX MATCH "scroll=([0-9]+) inner=([0-9]+) wide=([0-9]+) cut=([0-9]+) figures=([0-9]+) curves=([0-9]+) empty=([0-9]+) tables=([0-9]+)"
     numbers "${line}")
-  # Two lengths of copy, recall and words with four each, three grids, three of bench; heads beside.
+  # Four plots each for copy (two lengths), recall and words, three grids, three of bench, and the heads.
   if(CMAKE_MATCH_1 GREATER CMAKE_MATCH_2 OR CMAKE_MATCH_3 GREATER 0)
     list(APPEND wrong "wider than the page: ${line}")
   endif()

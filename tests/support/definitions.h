@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Small definitions in double that tests compare operations with.
+// Small reference implementations in double for tests of operations.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace coterie::test {
 
-// argmax_c x . centroid_c + bias_c of every row over one head's centroids, the first of the best.
+// argmax_c x . centroid_c + bias_c of every row over one head's centroids; the first one if tied.
 inline std::vector<double> nearest_rows(const std::vector<double>& x,
                                         const std::vector<double>& centroids,
                                         const std::vector<double>& bias, std::size_t dim) {

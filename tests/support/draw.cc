@@ -20,7 +20,7 @@ using cases::Layout;
 using cases::Lengths;
 using Index = std::int64_t;
 
-// Draws of one problem.
+// The random draws of one problem.
 class Draw {
  public:
   explicit Draw(std::uint64_t seed) : stream_{seed, RandomUse::data, 555} {}
@@ -65,7 +65,7 @@ class SpecText {
   bool first_ = true;
 };
 
-// How large parameters get. The kernels of GPUs take up to 128 top keys.
+// Upper limits of parameters. CUDA kernels support up to 128 top keys.
 struct Most {
   Index rows, clusters, window, topk, stride, chunk;
 };
@@ -83,7 +83,7 @@ void draw_clustering(Draw& draw, const Most& most, SpecText& spec) {
 
 void draw_routing(Draw& draw, const Most& most, Case& c) {
   SpecText spec("routing");
-  // The specification's rule knows nothing of sums over a hundred clusters of a token.
+  // The tolerance rule does not cover sums over a hundred clusters of a token.
   spec.add("clusters", draw.about(1, most.rows < 1000 ? 40 : most.clusters));
   const bool shared = draw.chance(50);
   if (shared) spec.add("share_qk", true);
@@ -105,7 +105,7 @@ void draw_routing(Draw& draw, const Most& most, Case& c) {
 }
 
 void draw_cast(Draw& draw, const Most& most, Case& c) {
-  // The specification's weights take clusters times pairs.
+  // The specification's weights cost clusters times pairs.
   const Index clusters = draw.about(1, most.rows < 1000 ? 16 : most.clusters);
   SpecText spec("cast");
   const bool single = draw.chance(50);
@@ -213,7 +213,7 @@ void draw_shape(Draw& draw, Form form, Case& c) {
 
 double number(Index value) { return static_cast<double>(value); }
 
-// Pairs of query and key of one item and head, and what selections and gathers cost beside them.
+// Pairs of query and key of one item and head, plus the cost of selections and gathers.
 double pairs_of(const FullParams&, const Case& c) { return number(c.N) * number(c.S); }
 double pairs_of(const LocalParams& p, const Case& c) {
   const Index blocks = p.kind == LocalKind::blocked ? 2 * p.flange + 1 : 1;
@@ -249,8 +249,8 @@ double pairs_of(const CastParams& p, const Case& c) {
   return clusters * size * size + 2 * number(c.N) * clusters;
 }
 
-// Work that the specification does in some 20 ms, and the CPU with 16 cores in a quarter of a
-// second, forward and backward; and elements of a tensor.
+// Whether the work, forward and backward, takes the specification about 20 ms (Form::cpu) or a CPU
+// with 16 cores a quarter of a second (Form::gpu), with a limit on the elements of a tensor.
 bool fits(const Case& c, Form form) {
   const double elements = static_cast<double>(c.B * c.H * std::max(c.N, c.S) * c.Dk);
   if (form == Form::gpu)
@@ -297,13 +297,14 @@ Case draw_case(std::uint64_t seed, Form form) {
   c.name = "seed_" + std::to_string(seed);
   draw_shape(draw, form, c);
   c.data = draw_data(draw);
-  // Two normalised elements are +-1: ties that rounding decides, in the specification's own words.
+  // Two normalised elements are +-1: ties that rounding decides, in the specification too.
   if (form == Form::cpu && seed % 9 >= 7) c.Dk = std::max<Index>(c.Dk, 4);
   draw_mechanism(draw, static_cast<Index>(seed % 9), most_of(form), c);
   shrink(form, c);
   if (seed % 9 < 4 && c.N * c.S <= (1 << 22)) c.mask = draw.chance(30);
   if (draw.chance(40)) c.scale = draw.among({0.05, 0.5, 1.0, 3.0, -0.2, -1.0});
-  if (seed % 9 == 7 && draw.chance(70)) c.scale = 0.3;  // tamer than routing's own
+  if (seed % 9 == 7 && draw.chance(70))
+    c.scale = 0.3;  // smaller logits than with routing's default scale
   return cases::completed(c);
 }
 

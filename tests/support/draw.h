@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Random problems of every mechanism: a pure function of a seed. One generator for the CPU, where
-// they are small enough for the specification, and for GPUs, where they are not.
+// Random problems of every mechanism: a pure function of a seed. The same generator serves the CPU,
+// where problems are small enough for the specification, and GPUs, where they are larger.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,20 @@ namespace coterie::test {
 
 enum class Form : std::uint8_t { cpu, gpu };
 
-// The problem of a seed, completed: mechanism (seed % 9), all of its keys, sizes, type, layout,
-// lengths, mask, scale and data.
+// The completed problem of a seed: mechanism (seed % 9), all of its parameters, sizes, type,
+// layout, lengths, mask, scale and data.
 cases::Case draw_case(std::uint64_t seed, Form form);
 
-// Pairs of query and key that attention computes, times the width of rows: what a pass costs.
+// Estimated cost of a pass: pairs of query and key, times the row width.
 double work_of(const cases::Case& c);
 
-// Cases that made a kernel hang, and others like them.
+// Cases that once made a kernel hang, and similar ones.
 std::vector<cases::Case> known_hangs();
 
-// In one line: the spec, and the words that cases::make_case reads.
+// One line: the spec and the words that cases::make_case reads.
 std::string describe(const cases::Case& c);
 
-// An environment variable's number, or another one.
+// The number in an environment variable, or `otherwise` if it is not set.
 std::uint64_t number_from(const char* variable, std::uint64_t otherwise);
 
 }  // namespace coterie::test

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Problems without queries, without keys, without both and without batch entries, for every
-// mechanism that takes them. No tensor without elements has memory.
+// mechanism that accepts them. Tensors without elements have a null pointer.
 #pragma once
 
 #include <string>

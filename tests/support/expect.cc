@@ -29,7 +29,7 @@ void expect_zero_padding(const std::string& name, const TensorView& tensor,
   }
 }
 
-// Rows that are 0 by the specification, because they see nothing, are exactly 0.
+// Rows that are 0 in the specification, because they have no keys, are exactly 0.
 void expect_zero_rows(const TensorView& out, const std::vector<double>& exact) {
   const std::vector<double> values = read_values(out);
   const auto width = static_cast<std::size_t>(out.size(3));
@@ -37,7 +37,7 @@ void expect_zero_rows(const TensorView& out, const std::vector<double>& exact) {
     bool zero = true;
     for (std::size_t d = 0; d < width; ++d) zero = zero && exact[first + d] == 0.0;
     for (std::size_t d = 0; zero && d < width; ++d) {
-      ASSERT_EQ(values[first + d], 0.0) << "row " << first / width << " sees nothing";
+      ASSERT_EQ(values[first + d], 0.0) << "row " << first / width << " has no keys";
     }
   }
 }
@@ -101,7 +101,7 @@ void expect_gradients(const cases::Problem& problem, const cases::Pass& run,
 
 namespace {
 
-// The tensor of `storage` that a view sees a part of.
+// The tensor of `storage` that contains the view.
 const HostTensor& owner(const std::vector<HostTensor>& storage, const TensorView& view) {
   for (const HostTensor& tensor : storage) {
     const char* begin = static_cast<const char*>(tensor.view().data);
@@ -111,7 +111,7 @@ const HostTensor& owner(const std::vector<HostTensor>& storage, const TensorView
   throw std::logic_error("a view without an owner");
 }
 
-// Writes mark to all elements of the view, then looks for elements of its owner that are not NaN.
+// Sets all elements of the view to NaN in a copy of its owner; all of the copy must then be NaN.
 void expect_gaps_untouched(const std::string& name, const HostTensor& tensor,
                            const TensorView& view) {
   HostTensor copy = tensor;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What must hold after a pass over a problem, by the specification (src/ref) and the tolerance
-// rule.
+// Checks of a pass over a problem against the specification (src/ref) and the tolerance rule.
 #pragma once
 
 #include <vector>
@@ -18,22 +17,22 @@ Expected expected_out(const cases::Problem& problem, const std::vector<TensorVie
 ExpectedGradients expected_gradients(const cases::Problem& problem,
                                      const std::vector<TensorView>& saved);
 
-// The output, and the gradients that were asked for, follow the rule for the selection that was
-// made; rows that see nothing and rows beyond an item's length are exactly 0.
+// The output and the requested gradients follow the rule for the selection that was made. Rows
+// without keys and rows beyond an item's length are exactly 0.
 void expect_forward(const cases::Problem& problem, const cases::Pass& run);
 void expect_backward(const cases::Problem& problem, const cases::Pass& run);
 void expect_gradients(const cases::Problem& problem, const cases::Pass& run,
                       const ExpectedGradients& expected);
 
-// The selection is the specification's. Where it is not, rounding must be able to explain it. Of
-// top keys: those that were exchanged have scores that differ by less than rounding. Of others: a
-// float sum is the exact sum of terms moved by a few units in the last place (Higham, Accuracy and
-// Stability, 3.1), so the specification itself, in double or float, must make that choice for
-// inputs moved so little.
-// exact: no such excuse, for data whose scores are exact.
+// The selection equals the specification's, or rounding explains the difference. For top keys, the
+// scores of exchanged keys differ by less than rounding. For other selections, the specification
+// itself, in double or float, must make the same choice for slightly perturbed inputs: a float sum
+// is the exact sum of terms perturbed by a few units in the last place (Higham, Accuracy and
+// Stability, 3.1).
+// exact: the selections must be equal (for data whose scores are exact).
 void expect_selection(const cases::Problem& problem, const cases::Pass& run, bool exact = false);
 
-// Every element was written, and none outside of the views.
+// Every element of the views was written, and nothing outside them.
 void expect_written(const cases::Pass& run, bool with_gradients);
 
 // The same bits in the same places.

@@ -50,7 +50,8 @@ double largest(const Values& values) {
 
 double largest_root(const Values& squares) { return std::sqrt(largest(squares)); }
 
-// Rows as the mechanism sees them, and the largest factor between their gradient and the input's.
+// Normalises rows as the mechanism does; returns the largest factor from their gradients to the
+// input's.
 double normalise(Dense& x, bool to_unit_variance) {
   const auto dim = static_cast<double>(x.cols);
   double factor = 0.0;
@@ -66,7 +67,7 @@ double normalise(Dense& x, bool to_unit_variance) {
   return factor;
 }
 
-// Sums of squares of the terms of every result, filled query by query.
+// Sums of squares of the terms of every result, accumulated query by query.
 struct Sums {
   Dense q, k, v, g;
   bool shared;
@@ -100,8 +101,8 @@ struct Sums {
   Index value_head(Index h) const { return h / (H / Hkv); }
   Index key_head(Index h) const { return shared ? h : value_head(h); }
 
-  // A weight times the last places of 1 that it may be off, for it comes from exp(logit - lse).
-  // Laplace weights are products of two numbers rounded as parts of 1.
+  // A weight times its possible error in units in the last place of 1, because it is computed as
+  // exp(logit - lse). Laplace weights are products of two numbers with an absolute rounding error.
   double weight_size(Index b, Index h, Index i, Index j, double weight) const {
     const double logit = scale * dot(q.row(b, h, i), k.row(b, key_head(h), j), Dk);
     if (laplace) weight = std::sqrt(std::abs(weight));
@@ -141,8 +142,8 @@ struct Sums {
   }
 };
 
-// CAST's affinities enter twice more, scaled by 1 + softplus(+-gate): with the query's terms in the
-// mix of clusters, with the key's in the summaries.
+// CAST's affinities are used twice more, scaled by 1 + softplus(+-gate): with the query's terms in
+// the mix of clusters, and with the key's terms in the summaries.
 struct Affinities {
   double gate = 1.0, surrogate = 0.0;
   TensorView centroids;

@@ -21,16 +21,16 @@ namespace {
 using Index = std::int64_t;
 using Sizes = std::vector<double>;
 
-// Roundings that a result meets on its way: weights, a part of it, the result, and one to spare.
+// Roundings on the way to a result: weights, a partial result, the result, and one spare.
 constexpr double kRoundings = 4.0;
-// Products and sums in the accumulator are off by so many units of roundoff of their terms.
+// Error of products and sums in the accumulator, relative to their terms.
 constexpr double kAccumulator = 8.0 * 0x1p-24;
-// Weights that a logit's error changes by more than this are anyone's guess.
+// Weights are not checked if a logit's error may change them by more than this.
 constexpr double kResolved = 0.25;
 
 double number_of(Index value) { return static_cast<double>(value); }
 
-// Unit roundoff of the inputs' type; products of f32 are made of three in tf32.
+// Unit roundoff of the inputs' type; an f32 product is computed as three tf32 products.
 double roundoff(DType dtype) {
   switch (dtype) {
     case DType::bf16:
@@ -44,7 +44,7 @@ double roundoff(DType dtype) {
   }
 }
 
-// What rounds to 0: f16 has no exponents for less.
+// Values below this round to 0: the limit of f16's exponents.
 double underflow(DType dtype) { return dtype == DType::f16 ? 0x1p-24 : 1e-37; }
 
 Index rows_of(const TensorView& tensor) {
@@ -87,7 +87,7 @@ void store_row(const TensorView& tensor, Index row, const double* from) {
   }
 }
 
-// task(row) for all rows, by all threads.
+// Calls task(row) for all rows, in parallel.
 template <class Task>
 void for_rows(Index rows, const Task& task) {
   constexpr Index kChunk = 256;
@@ -98,7 +98,7 @@ void for_rows(Index rows, const Task& task) {
 
 Index width_of(const TensorView& tensor) { return tensor.size(tensor.rank - 1); }
 
-// A contiguous copy in a longer type, with 0 for what is not finite.
+// A contiguous copy in a wider type, with 0 in place of non-finite values.
 HostTensor finite_copy(const TensorView& from, DType dtype) {
   HostTensor copy(dtype, {from.sizes, from.sizes + from.rank});
   for_rows(rows_of(from), [&](Index row) {
@@ -144,7 +144,7 @@ bool finite(const std::vector<double>& values) {
   return std::all_of(values.begin(), values.end(), [](double v) { return std::isfinite(v); });
 }
 
-// The largest of each head's rows.
+// The largest row size of each head.
 Sizes largest_by_head(const Sizes& sizes, Index rows) {
   Sizes most(sizes.size() / static_cast<std::size_t>(std::max<Index>(rows, 1)), 0.0);
   for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -154,7 +154,7 @@ Sizes largest_by_head(const Sizes& sizes, Index rows) {
   return most;
 }
 
-// The root of the mean square of each head's rows.
+// The root mean square of each head's row sizes.
 Sizes usual_by_head(const Sizes& sizes, Index rows) {
   Sizes usual(sizes.size() / static_cast<std::size_t>(std::max<Index>(rows, 1)), 0.0);
   for (std::size_t i = 0; i < sizes.size(); ++i)
@@ -163,7 +163,7 @@ Sizes usual_by_head(const Sizes& sizes, Index rows) {
   return usual;
 }
 
-// The problem in a longer type.
+// The problem in a wider type.
 struct Wide {
   AttentionInputs inputs;
   HostTensor q, k, v, g, centroids, gate, logit_scale;
@@ -199,8 +199,8 @@ void copy_selection(const std::vector<TensorView>& selection,
                   static_cast<std::size_t>(selection[s].count() * dtype_bytes(selection[s].dtype)));
 }
 
-// W values and W^T rows: what a mechanism does to any values is a matrix of weights, and the
-// library applies it.
+// W values and W^T rows, computed by the library: a mechanism applies a weight matrix W to any
+// values.
 struct Applied {
   HostTensor forward, backward;  // (B, H, N, M), (B, Hv, S, M)
 };
@@ -227,8 +227,8 @@ Applied apply_weights(const Mechanism& mechanism, AttentionInputs inputs,
   return applied;
 }
 
-// Columns for apply_weights: some of random signs, whose mean square is the sum of the squares of
-// the terms, and some as they are.
+// Columns for apply_weights: some with random signs, for which the mean square of the result is the
+// sum of squares of the terms, and some unchanged.
 class Columns {
  public:
   Columns(DType dtype, const TensorView& like, Index heads, Index signs,
@@ -253,7 +253,7 @@ class Columns {
   }
   const TensorView& view() const { return tensor_.view(); }
 
-  // The root of the sum of squares behind column `which` of the squared ones.
+  // The root of the sum of squares for squared column `which`.
   Sizes root(const TensorView& applied, Index which) const {
     return measured(applied, [&, this](const std::vector<double>& row) {
       double sum = 0.0;
@@ -272,14 +272,14 @@ class Columns {
   HostTensor tensor_;
 };
 
-// Sizes of all that enters logits and gradients.
+// Sizes of the inputs of logits and gradients.
 struct Terms {
   Index B, H, Hv, Hk, N, S;
   double scale = 1.0;
-  Sizes q, k, v, g;                                  // norms of rows as the logits see them
-  Sizes q_raw, k_raw;                                // the same before means were taken off
-  Sizes q_slope, k_slope;                            // from their gradients to those of the inputs
-  Sizes v_most, k_most, q_most, g_most, k_raw_most;  // of a head
+  Sizes q, k, v, g;                                  // norms of rows as used in the logits
+  Sizes q_raw, k_raw;                                // the same before subtracting means
+  Sizes q_slope, k_slope;                            // factor from their gradients to the inputs'
+  Sizes v_most, k_most, q_most, g_most, k_raw_most;  // largest of a head
   Sizes logit_scale;
 
   Terms(const Mechanism& mechanism, const Wide& wide)
@@ -332,7 +332,7 @@ struct Terms {
     }
   }
 
-  // Of a row of queries, keys or values: its head among all.
+  // The heads, over all batch entries, that belong to a query row.
   std::size_t query_head(Index row) const { return static_cast<std::size_t>(row / N); }
   std::size_t value_head(Index row) const {
     const Index head = row / N;
@@ -350,7 +350,7 @@ bool clusters_queries(const Mechanism& mechanism) {
          std::holds_alternative<ImprovedClusteredParams>(mechanism);
 }
 
-// Which rows have an input that is not finite, as 1 and 0; rows of no sequence have none.
+// 1 for rows with a non-finite input, otherwise 0; rows outside of all sequences are 0.
 Sizes spoilt_rows(const TensorView& tensor, const Sequences& sequences) {
   Sizes spoilt = measured(tensor, [](const auto& row) { return finite(row) ? 0.0 : 1.0; });
   const Index rows = tensor.size(2), heads = tensor.size(1);
@@ -363,11 +363,12 @@ Sizes spoilt_rows(const TensorView& tensor, const Sequences& sequences) {
   return spoilt;
 }
 
-// Rows that meet an input that is not finite. Kernels multiply tiles, where a weight of 0 does not
-// keep a NaN away, so that an item and a head of keys, with the heads of queries that read them, is
-// what such an input may reach; a query's own row alone where it only is a query.
+// Rows that a non-finite input may affect. Kernels multiply tiles, where a weight of 0 does not
+// stop a NaN. Such an input may therefore affect all rows of its item in its key head and in the
+// query heads that read it. In the output, a non-finite query affects only its own row, unless it
+// is also a key or part of a mean.
 struct Met {
-  Sizes out, queries, keys, values;  // 1: yes. Rows of out; of gradients
+  Sizes out, queries, keys, values;  // 1: affected. Rows of out, and of dq, dk and dv
   bool any = false;
 
   Met(const cases::Problem& problem, const Wide& wide) {
@@ -381,7 +382,7 @@ struct Met {
     for (const Sizes* sizes : {&q, &k, &v})
       for (double spoilt : *sizes) any = any || spoilt > 0.0;
     if (!any) return;
-    // Queries that become means, and those whose outputs are factors of others' rows (CAST).
+    // Queries that are averaged, and queries that contribute to other rows (CAST).
     const bool means = clusters_queries(problem.mechanism) ||
                        std::holds_alternative<CastParams>(problem.mechanism);
     const Index H = in.q.size(1), Hk = wide.keys().size(1), Hv = in.v.size(1);
@@ -424,8 +425,8 @@ struct Met {
   }
 };
 
-// For every query: the norm of its cluster's mean, and of the gradient that it gets from there,
-// which is the root of the sum of squares of the members' by their number.
+// Replaces q and g of every query by the norm of its cluster's mean and of the gradient that it
+// receives from there: the root of the members' sum of squares, divided by their number.
 void take_means(const Wide& wide, const TensorView& labels, Sizes& q, Sizes& g) {
   const Index H = wide.q.view().size(1), N = wide.q.view().size(2), dim = wide.q.view().size(3);
   const std::vector<Item> items = make_items("stress", wide.inputs);
@@ -492,7 +493,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
   place(wide.inputs.logit_scale, dlogit_scale_, gradients.dlogit_scale);
   attention_backward(mechanism, wide.inputs, result, wide.g, gradients, buffers.workspace());
 
-  // Errors of the logits, and with them of weights.
+  // Errors of the logits, and thereby of the weights.
   Sizes error(terms.q.size());
   bool resolved = true;
   double gate = 1.0, surrogate = 0.0;
@@ -516,21 +517,21 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     error[at] = 3.0 * kAccumulator * (logit + std::log(static_cast<double>(S) + 2.0));
     resolved = resolved && error[at] <= kResolved;
   }
-  // Weights are anyone's guess, unless all keys are equal: then they are equal too.
+  // The weights are unknown, unless all keys are equal: then all weights are equal.
   bool equal_keys = !resolved && !cast;
   if (equal_keys) {
     std::vector<double> first(static_cast<std::size_t>(width_of(wide.keys()))), row(first);
     for (Index j = 0; equal_keys && j < rows_of(wide.keys()); ++j) {
       load_row(wide.keys(), j, row.data());
-      if (norm_of(row) == 0.0) continue;  // of no sequence
+      if (norm_of(row) == 0.0) continue;  // outside of all sequences
       if (norm_of(first) == 0.0) first = row;
       equal_keys = row == first;
     }
   }
 
-  // Sums of squares of the terms, and of their sizes.
+  // Sums of the squares and of the sizes of the terms.
   const Index signs = wide.v.view().size(3) <= 16 ? 32 : 16;
-  // Values and keys of as many heads as the keys have.
+  // Sizes of values, repeated to as many heads as the keys have.
   Sizes v = terms.v;
   if (terms.Hk != terms.Hv) {
     v.resize(terms.k.size());
@@ -541,15 +542,16 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     }
   }
   const Columns values(wide.dtype(), wide.v, terms.Hk, signs, {&v, &terms.k}, {&v, &terms.k});
-  Sizes rv(terms.q.size()), rk(rv), sv(rv), sk(rv);      // of queries; with keys go gradients
+  Sizes rv(terms.q.size()), rk(rv), sv(rv), sk(rv);      // of queries; rk and sk include g
   Sizes rg(terms.k.size()), rgq(rg), sge(rg), sgqe(rg);  // of keys
   struct Part {
     Mechanism mechanism;
-    bool means;  // all queries of a cluster are their mean
+    bool means;  // the queries of a cluster are replaced by their mean
   };
-  // Means and surrogate tokens are of a longer type than the inputs, and kernels round them for
-  // their products with rows: logits move by the roundoff of their terms, which are independent,
-  // and weights with them. As many times as much as their own rounding does.
+  // Means and surrogate tokens have a wider type than the inputs, and kernels round them before
+  // multiplying them with rows. This changes the logits by the roundoff of their terms, which are
+  // independent, and thereby the weights. `blur` is this change relative to the weights' rounding,
+  // plus 1.
   Sizes blur(terms.q.size(), 1.0);
   const double spread = std::min(1.0, 6.0 / std::sqrt(static_cast<double>(width_of(wide.q))));
   const auto blurred = [&](std::size_t i, double logit) {
@@ -603,9 +605,9 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     add(sgqe, rows.plain(applied.backward, 1));
   }
 
-  // CAST's mix adds the summaries of all clusters, weights rounded, and takes a token's own ones
-  // off again: their rounding stays. Laplace weights move by the surrogates' rounding even where
-  // they are 0.
+  // CAST's mix adds the summaries of all clusters with rounded weights and then subtracts those of
+  // the token's own clusters; their rounding remains. Rounding the surrogates changes Laplace
+  // weights even where they are 0.
   const bool laplace = cast && cast->activation == CastActivation::laplace;
   Sizes given(terms.q.size(), 0.0);
   if (cast) {
@@ -636,8 +638,8 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
 
   const double most_blurred = blur.empty() ? 1.0 : *std::max_element(blur.begin(), blur.end());
   const Met met(problem, wide);
-  // Tokens of several clusters have a part in each, whose underflow adds up: at random, or in step
-  // where all clusters have the same members.
+  // A token in several clusters has a partial result in each, and their underflow adds up: with
+  // random signs, or with equal signs if all clusters have the same members.
   const auto* routing = std::get_if<RoutingParams>(&mechanism);
   const double parts_of_token =
       routing && routing->membership != Membership::nearest ? number_of(routing->clusters) : 1.0;
@@ -661,9 +663,9 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     if (logits > kResolved || (met.any && met.out[i] > 0.0)) out_.tolerance[i] = kNotJudged;
   }
 
-  // dq_i = tau sum_j ds_ij k_j, ds_ij = W_ij g_i.(v_j - o_i); laplace has slopes instead of
+  // dq_i = tau sum_j ds_ij k_j, ds_ij = W_ij g_i.(v_j - o_i); Laplace has slopes instead of
   // weights. |g.(v - o)| <= 2 |g||v|, and less in many dimensions: problems draw g and v
-  // independently, and six times the deviation of g.v is not seen.
+  // independently, so g.v stays within six standard deviations.
   const double reach = std::min(2.0, 6.0 / root(width_of(wide.v)));
   const Sizes dq_norm = norms(dq_);
   const double slope = 1.42 * root(terms.S);
@@ -679,7 +681,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
         size * terms.q_slope[i] * (k + least / u * root(S) * terms.g_most[qh] * terms.k_most[kh]);
     dq_logits[i] = (error[i] + kAccumulator) * size * terms.q_slope[i] * (laplace ? k : sk[i]);
     if (cast) {
-      // The mix of clusters: what a cluster gives is a part of the output.
+      // The mix of clusters: each cluster contributes a part of the output.
       const double mix = laplace ? 1.42 * root(cast->clusters * cast->size) * terms.v_most[vh]
                                  : out_norm[i] + rv[i] + given[i];
       const double own = q_gate[static_cast<std::size_t>(row / N / terms.H * N + row % N)];
@@ -707,7 +709,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
     dk_terms[j] = size * ((laplace ? 1.42 * many : rgq[j]) + least / u * many);
     dk_logits[j] = size * (laplace ? (kAccumulator + 1e-6) * 1.42 * many * root(N) : sgqe[j]);
     if (cast) {
-      dk_terms[j] += dk_usual[static_cast<std::size_t>(head)];  // as the summaries' gradients
+      dk_terms[j] += dk_usual[static_cast<std::size_t>(head)];  // like the summaries' gradients
       const double mixed =
           terms.scale * gate * surrogate * reach * terms.v_most[static_cast<std::size_t>(vh)];
       dk_terms[j] += mixed * (laplace ? 1.42 * root(N * group) * root(cast->clusters) * g : rg[j]);
@@ -721,7 +723,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       size += dk_terms[i];
       logits += dk_logits[i];
     }
-    // Two roundings more where lists are attended to: derivatives, and what is taken off them.
+    // Two more roundings for attention over lists: derivatives, and the term subtracted from them.
     dq_.tolerance[i] = (cast ? 1.0 : 1.5) * u * size + logits + least * root(width_of(wide.q));
     const bool spoilt = met.any && met.queries[i] > 0.0;
     if (!resolved || spoilt) dq_.tolerance[i] = kNotJudged;
@@ -792,7 +794,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
 
 namespace {
 
-// How often a row is above its tolerance, and the worst of them.
+// Counts the rows above their tolerance and finds the worst.
 RowFinding judge(const char* name, const TensorView& actual, const RowRule::Rows& rows) {
   RowFinding finding;
   finding.tensor = name;

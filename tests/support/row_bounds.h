@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// How far each row of a result may be off, and whether it is: docs/numerics.md, "Row by row". The
-// rule is for whoever computes in f32, bf16 or f16, on any device; the exact values come from the
-// CPU in a longer type, for the selection that was made.
+// Tolerance of each row of a result, and the check against it: docs/numerics.md, "Row by row". The
+// rule applies to results in f32, bf16 or f16 on any device. The exact values come from the CPU in
+// a wider type, for the selection that was made.
 #pragma once
 
 #include <string>
@@ -11,30 +11,30 @@
 
 namespace coterie::test {
 
-// A tensor that broke the rule.
+// A tensor that violates the rule.
 struct RowFinding {
   std::string tensor;
-  std::int64_t row = 0;                   // of all leading dimensions
+  std::int64_t row = 0;                   // index over all leading dimensions
   std::int64_t wrong = 0;                 // rows above their tolerance
   std::int64_t judged = 0;                // rows that were compared
-  std::vector<std::int64_t> first_wrong;  // some of them
+  std::vector<std::int64_t> first_wrong;  // the first few of them
   double error = 0.0, tolerance = 0.0, norm = 0.0;
 };
 std::string describe(const RowFinding& finding);
 
-// What the rows of a problem must be near to, for a selection.
+// Exact values and tolerances of the rows of a problem, for a given selection.
 class RowRule {
  public:
   // `selection`: the first tensors of `saved`, in host memory.
   RowRule(const cases::Problem& problem, const std::vector<TensorView>& selection);
 
-  // Everything that is wrong with the output and the gradients that are present.
+  // All violations in the output and the gradients that are present.
   std::vector<RowFinding> check(const TensorView& out, const AttentionGradients& gradients) const;
 
-  // Row sizes that a tensor's tolerances are relative to; -1: not judged.
+  // The exact rows of a tensor and their tolerances.
   struct Rows {
     HostTensor exact;
-    std::vector<double> tolerance;  // of the row's norm; negative: not judged
+    std::vector<double> tolerance;  // of the error's norm; negative: not checked
   };
 
  private:

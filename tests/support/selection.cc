@@ -13,7 +13,7 @@
 namespace coterie::test {
 namespace {
 
-// The part of a selection that is one decision: a label, or a whole list.
+// The part of a selection that forms one decision: a label or a whole list.
 struct Row {
   std::size_t tensor;
   std::size_t first, width;
@@ -66,7 +66,7 @@ std::string text_of(const Selection& selection, const Row& row) {
   return text;
 }
 
-// The inputs in double, every element moved by a factor within 1 +- bound.
+// The inputs in double, every element multiplied by a factor within 1 +- bound.
 class MovedInputs {
  public:
   MovedInputs(const AttentionInputs& inputs, double bound, std::uint64_t seed) : inputs_(inputs) {
@@ -93,7 +93,7 @@ class MovedInputs {
   std::vector<HostTensor> storage_;
 };
 
-// Relative error that a sum of as many terms as the longest of a selection can have.
+// Bound on the relative error of the longest sum in a selection.
 double rounding_bound(const AttentionInputs& inputs) {
   const double unit_roundoff = ulp(accumulator_dtype(inputs.q.dtype), 1.0) / 2.0;
   const auto terms = inputs.q.size(3) + std::max(inputs.q.size(2), inputs.v.size(2));
@@ -137,7 +137,7 @@ TensorView rows_of(const TensorView& tensor, const Span& span, std::int64_t head
       .narrowed(2, span.begin, span.length);
 }
 
-// The scores behind a row of oracle-top's (B, H, N, k) or i-clustered's (items, H, C, k) top keys.
+// The scores for one row of oracle-top's (B, H, N, k) or i-clustered's (items, H, C, k) top keys.
 Scores scores_of(const cases::Problem& problem, const cases::Pass& run, const TensorView& top_keys,
                  std::int64_t row) {
   const AttentionInputs& in = problem.inputs;
@@ -170,7 +170,7 @@ Scores scores_of(const cases::Problem& problem, const cases::Pass& run, const Te
   return {sum, members, rows_of(in.k, span_of(in.k_sequences, first, in.k.size(2)), kv)};
 }
 
-// Lists of the same length whose scores differ by no more than rounding where they differ.
+// Lists of the same length; where they differ, the scores differ by no more than rounding.
 bool equally_good(const Scores& scores, const std::vector<double>& a, const std::vector<double>& b,
                   double bound) {
   std::vector<double> only_a, only_b;
@@ -218,7 +218,7 @@ void expect_selection(const cases::Problem& problem, const cases::Pass& run, boo
   constexpr std::uint64_t kTrials = 64;
   for (std::uint64_t trial = 0; !exact && !open.empty() && trial < kTrials; ++trial) {
     const MovedInputs moved(problem.inputs, bound, trial);
-    // In float too, for scores that round to the same number there.
+    // In float too, because scores may round to the same number there.
     for (const Selection& other : {specified<double>(problem.mechanism, moved.inputs(), layout),
                                    specified<float>(problem.mechanism, moved.inputs(), layout)}) {
       std::erase_if(open, [&](const Row& row) { return same_row(actual, other, row); });

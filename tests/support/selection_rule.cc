@@ -20,8 +20,8 @@ using Rows = std::vector<double>;  // row-major
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 constexpr double kUnit = 0x1p-24;
-constexpr Index kPlaces = 6, kSamples = 24;  // of each draw, and of each place
-constexpr double kScoreWork = 3e7;           // products for scores of clusters, at most
+constexpr Index kPlaces = 6, kSamples = 24;  // items and heads of a problem, samples of each
+constexpr double kScoreWork = 3e7;           // limit on products for scores of clusters
 
 struct Wrong {
   std::string text;
@@ -41,7 +41,7 @@ double dot(const double* a, const double* b, Index dim) {
   return sum;
 }
 
-// The largest norm of rows that are finite.
+// The largest norm of all finite rows.
 double largest_norm(const Rows& rows, Index dim) {
   double most = 0.0;
   for (std::size_t first = 0; first < rows.size(); first += static_cast<std::size_t>(dim)) {
@@ -51,7 +51,7 @@ double largest_norm(const Rows& rows, Index dim) {
   return most;
 }
 
-// Rows of zero mean and unit variance; returns the largest norm of a row over its deviation.
+// Normalises rows to zero mean and unit variance; returns the largest ratio of norm to deviation.
 double normalise(Rows& rows, Index dim) {
   double most = 0.0;
   for (std::size_t first = 0; first < rows.size(); first += static_cast<std::size_t>(dim)) {
@@ -67,8 +67,8 @@ double normalise(Rows& rows, Index dim) {
   return most;
 }
 
-// A list of the best: ascending, inside [0, tokens), as many as there can be; fewer where scores
-// are not finite.
+// A list of the best tokens: ascending, in [0, tokens), `count` of them; with `fewer` it may be
+// shorter, because scores are not finite.
 void expect_list(const char* what, const std::vector<Index>& list, Index tokens, Index count,
                  bool fewer = false) {
   const auto size = static_cast<Index>(list.size());
@@ -79,8 +79,8 @@ void expect_list(const char* what, const std::vector<Index>& list, Index tokens,
       wrong(what, ": entry ", t, " is ", list[t], " of ", tokens);
 }
 
-// No score outside of the list is above one inside by more than rounding. `infinite`: whether
-// infinities count as such.
+// No score outside the list exceeds one inside by more than rounding. `infinite`: whether infinite
+// scores outside the list count.
 void expect_best(const char* what, const std::vector<Index>& list,
                  const std::vector<double>& scores, const std::vector<Index>& candidates,
                  double margin, bool infinite = true) {
@@ -120,8 +120,8 @@ void expect_groups(const char* what, const std::vector<Index>& labels,
   if (offsets.back() != slot) wrong(what, ": the last offset is ", offsets.back());
 }
 
-// Tokens in clusters of at most `capacity`, each in one, and no token and cluster that would both
-// rather have each other than what they have. scores(token, cluster).
+// Every token is in one cluster, clusters have at most `capacity` members, and the matching is
+// stable: no token and cluster prefer each other to their current match. scores(token, cluster).
 template <class Scores>
 void expect_matching(const char* what, const Lists& members, Index tokens, Index capacity,
                      const Scores& scores, const std::vector<Index>& sample, double margin) {
@@ -255,7 +255,7 @@ class PlaceRule {
           square += std::pow(rotation[static_cast<std::size_t>(d * half + b)], 2);
         column = std::max(column, std::sqrt(square));
       }
-      const auto buckets = [&](Index token) {  // those that rounding can give
+      const auto buckets = [&](Index token) {  // all that rounding allows
         Rows found(static_cast<std::size_t>(2 * half));
         const double* row = &q[static_cast<std::size_t>(token * dim_)];
         for (Index b = 0; b < half; ++b) {
@@ -291,7 +291,7 @@ class PlaceRule {
     if (kt == 1) check_members(params, "k_members", selection_[1], place_.keys(in_.k));
   }
 
-  // Of all heads when they share their clusters: `heads` are the head and those after it.
+  // Heads that share their clusters are checked together, at head 0.
   void check(const CastParams& params) {
     const Index heads = params.share_heads ? in_.q.size(1) : 1;
     if (params.share_heads && place_.head != 0) return;
@@ -334,17 +334,16 @@ class PlaceRule {
   }
   Rows queries() const { return read_values(place_.queries(in_.q)); }
   Rows keys() const { return read_values(place_.keys(in_.k.present() ? in_.k : in_.q)); }
-  // f32 is multiplied in parts, and the lower part of an infinity is NaN.
+  // f32 products are split into parts, and the lower part of an infinity is NaN.
   bool splits() const { return in_.q.dtype == DType::f32; }
-  // What the rounding of means or surrogate tokens to a 16-bit type does to products of norm 1.
+  // Error in products of norm 1 when means or surrogate tokens are rounded to a 16-bit type.
   double rounded(Index dim) const {
     const double unit = in_.q.dtype == DType::bf16 ? 0x1p-9 : 0x1p-12;
     return splits() || in_.q.dtype == DType::f64
                ? 0.0
                : unit * std::min(1.0, 6.0 / std::sqrt(3.0 * static_cast<double>(dim)));
   }
-  // Whether more scores are as near to the last of the best as rounding is than are looked at
-  // again.
+  // Whether more scores are within rounding of the last selected one than are rescored.
   static bool crowded(std::vector<double> scores, Index topk, double near) {
     for (double& score : scores) score = rank_value(score);
     std::sort(scores.rbegin(), scores.rend());
@@ -355,7 +354,7 @@ class PlaceRule {
     });
     return close > topk / 8 + 4;
   }
-  // Two sums of so many terms, in float, of terms of size 1.
+  // Rounding error of two float sums of this many terms of size 1.
   static double sum_margin(Index terms) { return 2.0 * kUnit * static_cast<double>(terms + 8); }
 
   static std::vector<Index> all(Index count) {
@@ -415,7 +414,7 @@ class PlaceRule {
     }
   }
 
-  // Labels are nearest clusters; returns the margin.
+  // Labels are the clusters of best score, up to the margin.
   template <class Score>
   void expect_nearest(const char* what, const std::vector<Index>& labels, const Score& score,
                       Index clusters, double margin) {
@@ -479,7 +478,7 @@ class PlaceRule {
     }
   }
 
-  // (tokens, clusters), of `heads` heads together; reach: the largest affinity.
+  // Scores (tokens, clusters) of `heads` heads together; `reach` becomes the largest affinity.
   std::vector<double> cast_scores(const CastParams& params, Index heads, double& reach) const {
     const Index clusters = params.clusters;
     std::vector<double> affinity[2];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Selections of any size by their own rule: whole where that is quick (labels in range, lists that
-// ascend, orders that group), by samples where scores must be computed again.
+// Checks selections of any size by their own rule: completely where that is fast (labels in range,
+// ascending lists, grouping orders), by samples where scores must be recomputed.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace coterie::test {
 
-// "" or what is wrong. `selection`: the first tensors of `saved`, in host memory. Of clusters of
-// queries only the form is checked, for labels alone do not tell which centroids they are near to.
+// Returns "" or a description of the error. `selection`: the first tensors of `saved`, in host
+// memory. For clusters of queries only the form is checked, because the centroids are not saved.
 std::string check_selection(const cases::Problem& problem, const std::vector<TensorView>& selection,
                             std::uint64_t seed);
 

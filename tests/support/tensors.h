@@ -35,7 +35,7 @@ inline HostTensor normals(DType dtype, const Shape& sizes, std::uint64_t seed) {
   return tensor;
 }
 
-// Integers in [-reach, reach]: sums of their products are exact, and often tied.
+// Integers in [-reach, reach]: sums of their products are exact and often equal.
 inline HostTensor integers(DType dtype, const Shape& sizes, std::uint64_t seed, int reach = 2) {
   HostTensor tensor(dtype, sizes);
   const RandomStream stream{seed, RandomUse::data, 1001};
@@ -68,7 +68,7 @@ inline Sequences packed(const TensorView& cu_seqlens) {
   return sequences;
 }
 
-// The message of the Error that a call throws; empty when it throws none.
+// The message of the Error that a call throws; "" if it throws none.
 template <class Call>
 std::string error_of(const Call& call) {
   try {

@@ -9,7 +9,7 @@ namespace coterie::test {
 namespace {
 
 struct Format {
-  int digits;        // of the significand, the leading one included
+  int digits;        // of the significand, including the leading one
   int min_exponent;  // of the smallest normal number
 };
 
@@ -26,7 +26,7 @@ Format format_of(DType dtype) {
   }
 }
 
-// Largest |a - b|; infinite when a NaN or an infinity stands in one of them only.
+// Largest |a - b|; infinite if a NaN or an infinity has no equal counterpart.
 double distance(const std::vector<double>& a, const std::vector<double>& b) {
   double largest = 0.0;
   for (std::size_t i = 0; i < a.size(); ++i) {
@@ -50,8 +50,8 @@ Bound bound_of(DType dtype, const Expected& expected) {
     if (std::isfinite(value)) bound.scale = std::max(bound.scale, std::abs(value));
   }
   if (dtype == DType::f64) {
-    // No naive computation in more than double: float's error, for errors are proportional to the
-    // unit roundoff. Once more for the specification's own.
+    // No naive computation is more precise than double, so scale float's error: errors are
+    // proportional to the unit roundoff. The third multiple covers the specification's own error.
     bound.naive_error = std::ldexp(distance(expected.naive, expected.exact), 24 - 53);
     bound.allowed = 3.0 * bound.naive_error;
   } else {

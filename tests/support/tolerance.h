@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The tolerance rule of docs/numerics.md: an error may be at most twice the naive implementation's,
-// plus two units in the last place of the result's scale and of the sums behind it.
+// plus two units in the last place of the result's scale and of the terms that it sums.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,9 +18,9 @@ double ulp(DType dtype, double magnitude);
 // The values after a round trip through the type.
 std::vector<double> rounded(DType dtype, const std::vector<double>& values);
 
-// What a tensor should hold, row-major: by the specification in double, by the naive implementation
-// (the specification in float, not rounded further), and how large the terms of the sums behind it
-// are (magnitude.h).
+// Expected values of a tensor, row-major: by the specification in double, by the naive
+// implementation (the specification in float, not rounded further), and the size of the terms that
+// are summed (magnitude.h).
 struct Expected {
   std::vector<double> exact;
   std::vector<double> naive;
@@ -30,7 +30,7 @@ struct Expected {
 ::testing::AssertionResult follows_rule(const std::string& name, const TensorView& actual,
                                         const Expected& expected);
 
-// Two computations of the same numbers, each bound by the rule: the bounds add up.
+// Compares two computations of the same values; the bounds of both add up.
 ::testing::AssertionResult agrees(const std::string& name, const TensorView& actual,
                                   const TensorView& other, const Expected& expected);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The attention layer is the core between projections; positions, shared key heads, other specs.
+// The attention layer: the core's attention between projections; positions, shared key heads, other
+// specs.
 #include "coterie/torch/attention.h"
 
 #include <ATen/ATen.h>
@@ -146,7 +147,7 @@ TEST(SharedKeyHeads, MustShareOutOverTheGroups) {
   EXPECT_NE(refusal("3*full", 0).find("add up"), std::string::npos);
 }
 
-// Logits of one head by the formula, and what full attention makes of them.
+// Full attention from the logits of one head.
 at::Tensor attend(const at::Tensor& logits, const at::Tensor& v) {
   return at::matmul(at::softmax(logits, -1), v);
 }
@@ -334,8 +335,8 @@ TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {
   }
 }
 
-// The function of docs/architecture.md, computed by other means. Programs that load checkpoints
-// depend on it.
+// Values of the function in docs/architecture.md, computed independently. Programs that load
+// checkpoints depend on it.
 TEST(GroupSeed, IsTheDocumentedFunction) {
   EXPECT_EQ(group_seed(0, 0, 0), 0xa706dd2f4d197e6full);
   EXPECT_EQ(group_seed(1, 0, 0), 0x5e41ab087439611eull);
@@ -344,7 +345,7 @@ TEST(GroupSeed, IsTheDocumentedFunction) {
   EXPECT_EQ(group_seed(12345678901234567890ull, 7, 3), 0x39f88c7ecc7fd3b3ull);
 }
 
-// Each group of each layer of a model gets its own.
+// Each group of each layer of a model gets its own seed.
 TEST(GroupSeed, IsWhatEveryGroupOfEveryLayerIsCalledWith) {
   Transformer model(TransformerOptions{
       .dim = 32,
@@ -359,8 +360,8 @@ TEST(GroupSeed, IsWhatEveryGroupOfEveryLayerIsCalledWith) {
   }
 }
 
-// Passes of one step move the centroids as one pass over all their rows does, however the step is
-// cut, and not once each.
+// The passes of one step update the centroids once, like one pass over all their rows, however the
+// step is split.
 TEST(UpdateCentroids, TakesRecordsOfSeveralPassesForOneBatch) {
   for (const bool shared : {false, true}) {
     for (const bool causal : {false, true}) {
@@ -389,7 +390,7 @@ TEST(UpdateCentroids, TakesRecordsOfSeveralPassesForOneBatch) {
       for (const bool by_statistics : {false, true}) {
         auto parts = moved({0, 1, 3, 5}, by_statistics);
         for (const char* name : {"group_0.centroids", "group_0.counts", "group_0.sums"}) {
-          // Sums of less than 100 numbers of order one, in double: 1e-13.
+          // Sums of fewer than 100 numbers of order one, in double: 1e-13.
           EXPECT_LT((whole[name] - parts[name]).abs().max().item<double>(), 1e-13) << name;
         }
       }

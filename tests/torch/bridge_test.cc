@@ -33,7 +33,7 @@ TEST(Bridge, ViewsShareMemoryAndStrides) {
   EXPECT_THROW(view(at::zeros({2, 2}).to_sparse()), Error);
 }
 
-// The memory of a lazily negated view has the opposite sign; that of lazy zeros is not there.
+// The memory of a lazily negated view has the opposite sign; lazy zeros have no memory.
 TEST(Bridge, ViewsRefuseTensorsWhoseValuesAreNotInMemory) {
   const at::Tensor negated = at::_neg_view(at::ones({2, 3}));
   const at::Tensor zeros = at::_efficientzerotensor({2, 3});

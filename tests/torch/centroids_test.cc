@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Centroids of routing against their formulas in torch's own operations.
+// Centroids of routing against their formulas in torch operations.
 #include "coterie/torch/centroids.h"
 
 #include <ATen/ATen.h>
@@ -89,7 +89,7 @@ TEST(EmaUpdate, MovesCountsSumsAndCentroidsWithMembers) {
   EXPECT_TRUE(empty.select(1, 3).all().item<bool>());
 }
 
-// With a weight of 1 the gradient lies among the subnormal numbers of f16, and much of it at 0.
+// With a weight of 1 the gradient is subnormal in f16, and much of it underflows to 0.
 TEST(CommitmentLoss, ScalesItsGradientBeforeItIsRounded) {
   const at::Tensor half = at::randn({4, 8, 1024, 64}).to(at::kHalf);
   const at::Tensor centroids = at::randn({8, 4, 64});
@@ -101,7 +101,7 @@ TEST(CommitmentLoss, ScalesItsGradientBeforeItIsRounded) {
   };
   const at::Tensor exact = gradient(half.to(at::kFloat));
   EXPECT_LT(exact.abs().max().item<float>() / std::exp2(18), std::exp2(-14));
-  // Rounded once: half of the distance to the next number, 2^-24 below the normal ones.
+  // Rounded once: half the distance to the next number, which is 2^-24 among subnormal numbers.
   const at::Tensor bound = (exact.abs() * std::exp2(-11)).clamp_min(std::exp2(-25));
   EXPECT_TRUE(((gradient(half) - exact).abs() <= bound).all().item<bool>());
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The door on a GPU: the CPU's results, on the current stream, without waiting, equal bits in every
-// run. Skipped where there is no GPU.
+// The torch interface on a GPU: same results as on the CPU, on the current stream, without
+// synchronising, with equal bits in every run. Skipped without a GPU.
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
@@ -71,8 +71,8 @@ double relative_error(const at::Tensor& got, const at::Tensor& wanted) {
   return ((got.to(at::kCPU).to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
-// In f32 both devices see the same hash codes, labels and top keys, but for ties of rounding: a
-// query that goes to another cluster differs altogether, so the data have none that are close.
+// In f32 both devices find the same hash codes, labels and top keys, except for ties within
+// rounding. A query in another cluster has a different result, so the data have no close ties.
 TEST_F(CudaDoor, GivesWhatTheCpuGives) {
   for (const char* const spec : kSpecs) {
     const Mechanism mechanism = mechanism_of(spec);
@@ -112,7 +112,7 @@ TEST_F(CudaDoor, GivesTheSameBitsInEveryRun) {
   }
 }
 
-// Routing's centroids: found on the CPU, moved and weighed on the GPU.
+// Routing's centroids: initialised on the CPU; update and commitment loss on the GPU.
 TEST_F(CudaDoor, MovesCentroidsAsTheCpuDoes) {
   at::manual_seed(11);
   const at::Tensor x = at::randn({2, 4, 150, 64}, at::kFloat);
@@ -136,14 +136,14 @@ TEST_F(CudaDoor, MovesCentroidsAsTheCpuDoes) {
   }
 }
 
-// Queries that are ready when a product of large matrices has been made `products` times.
+// Queries that are ready only after `products` products of large matrices.
 at::Tensor late_queries(const at::Tensor& q, const at::Tensor& matrix, int products) {
   at::Tensor product = matrix;
   for (int i = 0; i < products; ++i) product = at::matmul(matrix, product).clamp(-1, 1);
   return (q.detach() + 0 * product.view(-1)[0]).requires_grad_();
 }
 
-// Work that was put into the current stream before comes first, and the host does not wait for it.
+// Earlier work on the current stream runs first, and the host does not wait for it.
 TEST_F(CudaDoor, WorksOnTheCurrentStreamWithoutWaiting) {
   const c10::impl::VirtualGuardImpl gpu(at::kCUDA);
   const Mechanism mechanism = mechanism_of("i-clustered(clusters=8,topk=16)");
@@ -158,7 +158,8 @@ TEST_F(CudaDoor, WorksOnTheCurrentStreamWithoutWaiting) {
   const at::Tensor matrix =
       at::randn({8192, 8192}, at::TensorOptions(at::kFloat).device(at::kCUDA));
   std::vector<at::Tensor> got;
-  // First to load every kernel and take all memory, which may wait; then with half a second to go.
+  // The first run loads every kernel and allocates memory, which may synchronise; the second one
+  // starts with half a second of work queued.
   for (const int products : {2, 25}) {
     inputs.q = late_queries(q, matrix, products);
     got = both_passes(inputs, mechanism);

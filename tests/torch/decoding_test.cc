@@ -13,7 +13,7 @@
 namespace coterie::torch_api {
 namespace {
 
-// A model in double, with centroids that attract something.
+// A model in double, with centroids that attract tokens.
 LanguageModel make_model(const std::string& spec, LanguageModelOptions options) {
   at::manual_seed(4);
   options.transformer.attention = {AttentionSpec::parse(spec)};
@@ -26,8 +26,8 @@ LanguageModel make_model(const std::string& spec, LanguageModelOptions options) 
   return model;
 }
 
-// Both passes add the same terms in other orders: some hundred operations deep, numbers of order
-// ten. 1e-10 is 1e5 units in the last place of those.
+// Both passes add the same terms in different orders, about a hundred operations deep, with numbers
+// of order ten. 1e-10 is 1e5 units in the last place of these.
 void expect_same_logits(LanguageModel model, std::int64_t N) {
   const at::NoGradGuard no_grad;
   const at::Tensor tokens = at::randint(0, 11, {3, N}, at::kLong);
@@ -101,12 +101,12 @@ TEST(Decoding, LeavesCopiesOfACacheAlone) {
   }
 }
 
-// Copies of a model's cache, made and assigned: each goes on as if the others did not exist.
+// Copies of a model's cache, constructed and assigned, are independent of each other.
 TEST(Decoding, CopiesOfADecoderCacheGoOnByThemselves) {
   for (const std::string& spec : every_spec(true)) {
     SCOPED_TRACE(spec);
     LanguageModelOptions options = language_model_options(spec, true);
-    options.input.positions = EmbeddingPositions::sinusoidal;  // the position counts
+    options.input.positions = EmbeddingPositions::sinusoidal;  // makes the position matter
     LanguageModel model = make_model(spec, options);
     const at::NoGradGuard no_grad;
     const at::Tensor tokens = at::randint(0, 11, {3, 2, 12}, at::kLong);  // three continuations

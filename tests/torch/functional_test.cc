@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The door adds nothing of its own: outputs and gradients are the core's, bit by bit.
+// The torch interface: outputs and gradients have the same bits as the core's.
 #include "coterie/torch/functional.h"
 
 #include <gtest/gtest.h>
@@ -85,7 +85,8 @@ TEST(FullAttention, TakesMasksThatBroadcast) {
 }
 
 TEST(Layout, TokensBeforeHeadsStayWhereTheyAre) {
-  const at::Tensor x = normal({2, 33, 3, 4, 16});  // (B, N, qkv, H, D), as one projection gives it
+  const at::Tensor x =
+      normal({2, 33, 3, 4, 16});  // (B, N, qkv, H, D), as one projection returns it
   const auto part = [&](int i) { return x.select(2, i).transpose(1, 2).detach().requires_grad_(); };
   const at::Tensor q = part(0), k = part(1), v = part(2);
   EXPECT_EQ(with_contiguous_rows(q).data_ptr(), q.data_ptr());

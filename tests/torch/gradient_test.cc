@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Gradients through torch's graph: finite differences, partial and repeated requests.
+// Gradients through torch's autograd graph: finite differences, partial and repeated requests.
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -15,7 +15,7 @@ namespace {
 
 using ::torch::autograd::grad;
 
-// Central differences of sum(out * grad_out) in some elements of every input.
+// Central differences of sum(out * grad_out) for some elements of every input.
 void expect_derivatives(const std::string& spec, const std::string& shape) {
   const cases::Problem problem = cases::make_problem(cases::make_case("x", spec, shape), 3);
   const TorchProblem torch(problem);
@@ -86,8 +86,8 @@ TEST(Gradients, RefuseInputsThatWereChanged) {
   EXPECT_THROW(out.sum().backward(), c10::Error);
 }
 
-// Activation checkpointing: the forward pass is run without a graph, and again when gradients are
-// wanted.
+// Activation checkpointing: the forward pass runs without a graph, and again when gradients are
+// needed.
 TEST(Recomputation, RepeatsTheSelection) {
   for (const char* spec : {"i-clustered(clusters=5,topk=8)", "lsh(rounds=2,chunk=8,buckets=8)",
                            "i-clustered(clusters=5,topk=8,clustering=hamming)"}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Models: shapes, names, padding, and that each learns one batch by heart with every mechanism.
+// Models: shapes, names, padding, and overfitting one batch with every mechanism.
 #include "coterie/torch/models.h"
 
 #include <ATen/ATen.h>
@@ -29,8 +29,8 @@ std::set<std::string> parameter_names(const ::torch::nn::Module& module) {
   return names;
 }
 
-// The loss on one batch under AdamW, as soon as it is near zero: below a tenth of what guessing
-// costs. Selections jump while weights move, so it need not stay there.
+// Trains on one batch with AdamW until the loss is near zero (below kLearned) and returns it.
+// Selections change abruptly while weights move, so the loss need not stay there.
 double overfit(::torch::nn::Module& model, const std::function<at::Tensor()>& loss) {
   ::torch::optim::AdamW optimizer(model.parameters(), ::torch::optim::AdamWOptions(5e-3));
   double value = 0;
@@ -100,7 +100,7 @@ TEST(LanguageModel, StartsNearTheUniformDistribution) {
     const at::Tensor bits =
         bits_per_value(LanguageModel(options)->forward(tokens).out, at::randint(0, 64, {4, 60}));
     // Logits are inner products of normalised rows of 32 elements and embeddings; their variance
-    // costs half as many nats.
+    // adds half as many nats to the loss.
     const double variance = 32 * options.input.embedding_std * options.input.embedding_std;
     EXPECT_NEAR(bits.item<double>(), 6.0 + variance / 2 / std::log(2.0), 0.3);
   }

@@ -9,7 +9,7 @@
 
 namespace coterie::torch_api {
 
-// Specs for four heads and sequences of some twenty tokens.
+// Specs for four heads and sequences of about twenty tokens.
 inline std::vector<std::string> every_spec(bool causal) {
   std::vector<std::string> specs = {
       "full",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Problems of the case table as torch tensors, on the same memory.
+// Problems of the shared cases as torch tensors on the same memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@
 
 namespace coterie::torch_api {
 
-// A tensor on the memory of a view; undefined when it is absent.
+// A tensor on the memory of a view; undefined if the view is absent.
 inline at::Tensor tensor_on(const TensorView& view) {
   if (!view.present()) return {};
   return at::from_blob(view.data, at::IntArrayRef(view.sizes, view.rank),
@@ -48,7 +48,7 @@ struct TorchProblem {
     options.seed = inputs.seed;
   }
 
-  // Inputs that gradients flow to.
+  // Inputs that have gradients.
   std::vector<at::Tensor> differentiable() const {
     std::vector<at::Tensor> all = {q, k, v, options.gate, options.logit_scale};
     if (std::holds_alternative<CastParams>(mechanism)) all.push_back(options.centroids);

@@ -34,8 +34,8 @@ at::Tensor loss_of(const PassOutput& output) {
   return output.commitment.defined() ? loss + output.commitment * 100 : loss;
 }
 
-// Central differences with step h in double: rounding of the loss, about 1e-14 / h = 1e-8, and h^2
-// times a third derivative; both are far below 1e-5 of a gradient of order one.
+// Central differences with step h in double have two errors: rounding of the loss, about 1e-14 / h
+// = 1e-8, and h^2 times a third derivative. Both are far below 1e-5 of a gradient of order one.
 void expect_derivatives(const std::string& spec, bool causal) {
   TransformerOptions options = transformer_options(spec, causal);
   options.layers = 1;
@@ -84,7 +84,7 @@ struct Pass {
 
 Pass run(Transformer model, const at::Tensor& x) {
   Pass pass;
-  at::manual_seed(8);  // of dropout
+  at::manual_seed(8);  // for dropout
   const PassContext context{
       .lengths = at::tensor({20, 12}, at::kInt), .seed = 6, .records = &pass.records};
   const PassOutput output = model->forward(x, context);
@@ -148,8 +148,8 @@ TEST(Recompute, WorksForInputsWithoutGradient) {
   for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.grad().defined());
 }
 
-// What a block reads and others may change between its two runs: without a refusal the second run
-// would give gradients of another function.
+// State that a block reads and that may change between its two runs. If it were not refused, the
+// second run would give gradients of another function.
 TEST(Recompute, RefusesAModelThatChangedSinceTheForwardPass) {
   using Change = std::function<void(Transformer&, const std::vector<AttentionRecord>&)>;
   const std::vector<std::pair<Change, const char*>> changes = {
@@ -190,7 +190,7 @@ TEST(Recompute, RefusesHigherDerivatives) {
   EXPECT_EQ(error, "[recompute] expected derivatives of first order; got create_graph");
 }
 
-// torch's autocast to bfloat16 on the CPU for a while.
+// Enables torch's autocast to bfloat16 on the CPU in a scope.
 struct Autocast {
   Autocast() {
     at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
@@ -226,8 +226,8 @@ TEST(Autocast, RunsAttentionInBfloat16) {
   }
 }
 
-// bfloat16 has 8 bits: each of some twenty roundings in a row moves numbers of order one by up to
-// 2^-9, outputs are normalised, and full attention has no choices that could flip.
+// bfloat16 has 8 bits: each of about twenty successive roundings changes numbers of order one by up
+// to 2^-9, outputs are normalised, and full attention has no selection that could change.
 TEST(Autocast, StaysNearFloat) {
   Transformer model = make_transformer(transformer_options("full(positions=relative)", true));
   const at::Tensor x = at::randn({2, 20, 32});

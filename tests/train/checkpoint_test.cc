@@ -186,7 +186,7 @@ TEST(Checkpoint, WhatARunWentBackBehindIsSetAside) {
     run.prune(1);
     EXPECT_EQ(run.steps(), (std::vector<std::int64_t>{10, 25}));
     run.save(checkpoint_at(20), false);
-    run.save(checkpoint_at(30), true);  // and once more, where one is already aside
+    run.save(checkpoint_at(30), true);  // then again, with a damaged checkpoint already set aside
   }
 }
 

@@ -22,7 +22,7 @@ using Files = std::vector<std::pair<std::string, std::string>>;
 
 std::string binary() { return std::string("\0\1text", 6); }
 
-// Not in the order of their names; a binary and a hidden file among them.
+// Files in unsorted order, including a binary file and hidden ones.
 Files some_files() {
   return {{"b.txt", "bb\n"},         {"a/z.txt", "zz"},       {"a/image", binary()},
           {".git/config", "hidden"}, {"a/.hidden", "hidden"}, {"c.txt", std::string(100'000, 'c')},

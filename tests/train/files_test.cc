@@ -30,7 +30,7 @@ std::vector<std::string> names_in(const std::string& folder) {
 
 using test::error_of;
 
-// A disk with room for `bytes` more in any file, as long as it lives.
+// Limits the size of written files to `bytes` during its lifetime, to simulate a full disk.
 class SmallDisk {
  public:
   explicit SmallDisk(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {

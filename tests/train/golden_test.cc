@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Losses of a fixed seed, as they were when this was written: a change of the data, the model, its
-// initialisation or the optimiser shows here. Between instruction sets (of the core and of torch)
-// they differ by 5e-7; the tolerance is 200 times that.
+// Stored losses of a fixed seed, to detect changes of the data, the model, its initialisation or
+// the optimiser. Between instruction sets (of the core and of torch) they differ by 5e-7; the
+// tolerance is 200 times that.
 #include <gtest/gtest.h>
 
 #include <string>

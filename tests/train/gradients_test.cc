@@ -14,7 +14,7 @@
 namespace coterie::train {
 namespace {
 
-// What one optimiser step makes of a fresh model, in double.
+// Loss, gradients and buffers of a new model after one pass over a batch, in double.
 struct Step {
   StepLoss loss;
   std::vector<at::Tensor> gradients, buffers;
@@ -40,9 +40,9 @@ double largest(const std::vector<at::Tensor>& tensors) {
   return value;
 }
 
-// The same terms in another order. A number is the sum of less than 1e4 of them (rows, positions),
-// each of which went through some hundred operations: 1e4 units in the last place of the largest,
-// which is 1e-12 of it.
+// The same terms are summed in another order. An element is the sum of fewer than 1e4 terms (rows,
+// positions), each the result of about a hundred operations. The tolerance is 1e4 units in the last
+// place of the largest element: 1e-12 of it.
 void expect_near(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
   const double tolerance = 1e-12 * largest(wanted);
   ASSERT_EQ(got.size(), wanted.size());
@@ -51,7 +51,7 @@ void expect_near(const std::vector<at::Tensor>& got, const std::vector<at::Tenso
   }
 }
 
-// Rows with different lengths and numbers of asked positions.
+// Rows with different lengths and numbers of target positions.
 Batch uneven_batch(const Config& config) {
   Batch batch = make_task(config)->batch(Split::train, 0, 8);
   batch.targets[0].fill_(kIgnore);
@@ -80,7 +80,7 @@ TEST(Gradients, DoNotDependOnTheSplitIntoMicroBatches) {
     Config config = tiny_config("recall");
     config.attention = attention;
     config.recall.causal = causal;
-    config.model.positions = "sinusoidal";  // equal tokens would tie, and rounding choose
+    config.model.positions = "sinusoidal";  // equal tokens would tie, and rounding would decide
     const Batch batch = uneven_batch(config);
     torch_api::LanguageModel fresh = make_model(config, *make_task(config));
     fresh->to(at::kDouble);
@@ -158,7 +158,7 @@ TEST(Gradients, SeedsOfStepsDiffer) {
   EXPECT_EQ(step_seed(1, 1), step_seed(1, 1));
 }
 
-// Three classes, two rows; the second row has strata.
+// Three classes and two rows; only the second row has strata.
 TEST(Evaluate, ScoresAreSumsOverAskedPositions) {
   const at::Tensor logits =
       ::torch::tensor({{{2.0, 0.0, 0.0}, {0.0, 3.0, 0.0}}, {{0.0, 0.0, 1.0}, {1.0, 0.0, 0.0}}});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Files that somebody wrote to do harm: each reader says what is wrong, in bounded time and memory.
-// Whatever may crash, hang or eat memory runs in a child process.
+// Malicious files: each reader reports what is wrong, in bounded time and memory. Reads that may
+// crash, hang or exhaust memory run in a child process.
 #include <archive.h>
 #include <archive_entry.h>
 #include <gtest/gtest.h>
@@ -48,11 +48,11 @@ std::uint64_t peak_memory() {
 }
 
 struct Outcome {
-  std::string error;         // of coterie::Error, or what else happened
-  std::uint64_t memory = 0;  // added to the peak of the process
+  std::string error;         // message of coterie::Error, or how else the child ended
+  std::uint64_t memory = 0;  // increase of the peak memory
 };
 
-// What becomes of `act` in a child process that is killed when it does not end.
+// The outcome of `act` in a child process that is killed if it hangs.
 Outcome outcome_of(const std::function<void()>& act) {
   int ends[2] = {};
   if (pipe(ends) != 0) return {"no pipe"};
@@ -125,7 +125,7 @@ class MemoryArchive {
   std::string bytes_;
 };
 
-// `text`, `times` times, as one frame.
+// `text` repeated `times` times, compressed as one frame.
 std::string zstd(std::string_view text, std::uint64_t times = 1) {
   MemoryArchive frame(archive_write_set_format_raw, archive_write_add_filter_zstd);
   frame.add("data", text.size() * times);
@@ -139,7 +139,7 @@ std::string repeated(const std::string& text, int times) {
   return all;
 }
 
-// A GiB of one character.
+// One GiB of one character, compressed.
 const std::string& gibibyte_of(char c) {
   static const std::string zeros = zstd(std::string(kMebi, '\0'), 1024);
   static const std::string letters = zstd(std::string(kMebi, 'x'), 1024);
@@ -152,7 +152,7 @@ std::string tar_header(const std::string& name, std::uint64_t size) {
   return tar.bytes();
 }
 
-// An entry with eight TiB of hole before its text, in the format of old GNU tar.
+// An entry with a hole of eight TiB before its text, in the old GNU tar format.
 std::string sparse_tar() {
   constexpr std::size_t kText = 512;
   std::string header = tar_header("sparse.txt", kText);
@@ -162,10 +162,10 @@ std::string sparse_tar() {
     return bytes;
   };
   header[156] = 'S';
-  header.replace(386, 12, number(8192 * kGibi));  // the only piece: where and how long
+  header.replace(386, 12, number(8192 * kGibi));  // offset and length of the only piece
   header.replace(398, 12, number(kText));
   header.replace(483, 12, number(8192 * kGibi + kText));
-  header.replace(148, 8, "        ");  // the sum is taken with blanks in its place
+  header.replace(148, 8, "        ");  // the checksum is computed with blanks in its field
   unsigned sum = 0;
   for (const char c : header) sum += static_cast<unsigned char>(c);
   char digits[8];
@@ -223,7 +223,7 @@ TEST(Hostile, ArchivesThatUnpackWithoutEndStopAtTheLimit) {
   }
 }
 
-// Empty files, packed, and that again, and again: no bytes come out, however long one waits.
+// Empty files, compressed several times over: decompression would run on without any output.
 TEST(Hostile, ManyCompressionsAreRefused) {
   const TemporaryFolder folder;
   std::string bytes = repeated(zstd(""), 4096);
@@ -285,7 +285,7 @@ TEST(Hostile, NamesAndLinksThatLeaveAnArchiveAreRefused) {
   }
 }
 
-// Each reader of files, with a path to give it.
+// Each function that reads a file at a path.
 std::vector<std::pair<const char*, std::function<void(const std::string&)>>> readers() {
   return {{"data", [](const std::string& path) { read_corpus(path); }},
           {"file", [](const std::string& path) { read_file(path); }},
@@ -319,7 +319,7 @@ TEST(Hostile, PipesAndDevicesAreNoFiles) {
           << name;
     }
   }
-  // In a folder of texts they are left out.
+  // In a folder of texts they are skipped.
   write_file(folder.path("a.txt"), "text");
   fs::create_symlink("/dev/zero", folder.path("zero"));
   fs::create_symlink(folder.path(), folder.path("again"));
@@ -431,7 +431,7 @@ TEST(Hostile, BracketsInStringsAreNoNesting) {
             "here: expected at most 16M bytes of JSON in a line; got 16777217");
 }
 
-// A config of the largest size that is read, of each shape that might be slow.
+// Configs of the largest accepted size, in each shape that might be slow to parse.
 TEST(Hostile, TheLargestConfigIsReadInTime) {
   const int bytes = static_cast<int>(kConfigFile.bytes);
   for (const std::string& text :

@@ -21,7 +21,8 @@ namespace {
 using torch_api::AttentionRecord;
 
 constexpr std::int64_t kRows = 2, kHeads = 3, kTokens = 24, kDim = 8;
-// Weights are of single precision and sum over kTokens keys: 24 roundings of 6e-8, and some.
+// Weights have single precision and are summed over kTokens keys: 24 roundings of 6e-8, and a
+// margin.
 constexpr double kRounding = 1e-5;
 
 Mechanism mechanism_of(const std::string& spec) {
@@ -55,7 +56,7 @@ double sum(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0);
 }
 
-// Where the budget covers the sequence, all of full attention is kept.
+// If the budget covers the sequence, all mass of full attention is kept.
 class InspectCovering : public testing::TestWithParam<std::pair<const char*, bool>> {};
 
 TEST_P(InspectCovering, KeepsAllMass) {
@@ -81,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Inspect, KeptMassOfLocalIsTheMassInsideTheWindow) {
   const AttentionRecord record = make_record("local(window=8)");
   const at::Tensor full = full_rows(record), local = attention_rows(record);
-  const at::Tensor inside = (full * (local > 0)).sum(-1);  // mass of the keys met
+  const at::Tensor inside = (full * (local > 0)).sum(-1);  // mass of the keys in the window
   const GroupReport report = inspect_one(record);
   for (std::int64_t head = 0; head < kHeads; ++head) {
     const double wanted = inside.select(1, head).mean().item<double>();
@@ -113,8 +114,8 @@ TEST(Inspect, RowsAreThoseOfTheAttention) {
   }
 }
 
-// With fewer key/value heads than heads, rows are those of repeated key heads. Where keys are
-// queries, every head has its own keys and shares values.
+// With fewer key/value heads than query heads, rows equal those of repeated key heads. If queries
+// are also the keys, every head has its own keys and only values are shared.
 TEST(Inspect, SharedKeyHeadsGiveTheRowsOfRepeatedOnes) {
   constexpr std::int64_t kMany = 4;
   for (const char* const spec :
@@ -183,7 +184,7 @@ TEST(Inspect, ClustersHoldEveryTokenOnce) {
 
 TEST(Inspect, CountsEmptyClusters) {
   AttentionRecord record = make_record("routing(clusters=4,window=24)");
-  // All tokens alike: they meet in one cluster.
+  // All tokens are equal, so they are all in one cluster.
   record.q = at::arange(kDim, at::kFloat).expand({kRows, kHeads, kTokens, kDim});
   record.k = record.q;
   for (const HeadReport& head : inspect_one(record).heads) {
@@ -204,7 +205,7 @@ TEST(Inspect, EqualHeadsDoNotDiverge) {
 }
 
 TEST(Inspect, HeadsThatShareNoKeyDivergeByLnTwo) {
-  // Keys with large logits: head 0 looks at key 0, head 1 at key 1.
+  // Large logits: head 0 attends to key 0 only, head 1 to key 1 only.
   AttentionRecord record = make_record("full");
   record.q = at::full({1, 2, 4, 2}, 100.0, at::kFloat);
   record.k = at::zeros({1, 2, 4, 2});
@@ -259,7 +260,8 @@ TEST(Inspect, LooksIntoEveryGroupOfAModel) {
   EXPECT_EQ(inspection.groups[3].attention, "clustered(clusters=4)");
   ASSERT_EQ(inspection.groups[3].heads.size(), 3u);
   EXPECT_EQ(inspection.groups[3].heads[2].sizes.size(), 4u);
-  EXPECT_EQ(inspection.divergences.size(), 4u);  // of a single local head only with the others
+  EXPECT_EQ(inspection.divergences.size(),
+            4u);  // the local group has one head, so it diverges from others only
   const Inspection again = inspect(model, *task, 2, /*seed=*/1);
   EXPECT_EQ(again.groups[3].heads[2].sizes, inspection.groups[3].heads[2].sizes);
   EXPECT_EQ(again.divergences[1].mean, inspection.divergences[1].mean);

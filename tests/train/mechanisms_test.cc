@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Every attention through the trainer, with fewer key/value heads, micro-batches and recomputation:
-// training, inspection at its end and generation.
+// Every attention in the trainer, with fewer key/value heads, micro-batches and recomputation:
+// training, final inspection and generation.
 #include <ATen/ops/isfinite.h>
 #include <gtest/gtest.h>
 
@@ -23,8 +23,7 @@ namespace {
 
 constexpr std::int64_t kHeads = 4;
 
-// Attention specs with whether they are used causally: all of the comparison, and every form of
-// routing.
+// Pairs of attention spec and causality: all of the comparison plan, and every form of routing.
 std::set<std::pair<std::string, bool>> every_form() {
   std::set<std::pair<std::string, bool>> forms;
   for (const PlannedRun& planned : comparison_plan("unused")) {
@@ -56,17 +55,17 @@ Config config_of(const std::string& attention, bool causal, std::int64_t kv_head
   config.recall.causal = causal;
   config.attention = attention;
   config.model.heads = kHeads;
-  config.model.positions = "sinusoidal";  // equal tokens would tie, and rounding choose
+  config.model.positions = "sinusoidal";  // equal tokens would tie, and rounding would decide
   config.model.kv_heads = kv_heads;
   config.train.steps = 3;
   config.train.eval_every = 0;
-  // Steps in proportion to gradients: Adam would make steps of full size of a gradient that is
-  // nothing but rounding.
+  // Makes steps proportional to gradients. With a small eps, Adam would take full-size steps for
+  // gradients that consist of rounding errors only.
   config.optimizer.eps = 1;
   return config;
 }
 
-// Groups whose heads do not share out over the key/value heads are refused.
+// Groups are refused if their heads do not divide evenly over the key/value heads.
 bool allowed(const std::string& attention, std::int64_t kv_heads) {
   const std::vector<std::int64_t> counts = AttentionSpec::parse(attention).head_counts(kHeads);
   return std::all_of(counts.begin(), counts.end(),
@@ -141,8 +140,9 @@ Outcome outcome_of(Config config) {
   return outcome;
 }
 
-// In single precision the two runs differ by the order of sums. A logit goes through some hundred
-// operations on numbers of order one, each with a rounding of 6e-8: 1e-5 of a loss or a centroid.
+// In single precision the two runs differ by the order of sums. A logit is the result of about a
+// hundred operations on numbers of order one, each with a rounding of 6e-8: 1e-5 of a loss or a
+// centroid.
 void expect_near(const Outcome& got, const Outcome& wanted) {
   constexpr double kRounding = 1e-5;
   ASSERT_EQ(got.losses.size(), wanted.losses.size());
@@ -161,8 +161,8 @@ void expect_near(const Outcome& got, const Outcome& wanted) {
   }
 }
 
-// Whether clusters start from random tokens of each row, whose numbers count within a pass: a row
-// then has other clusters in another pass.
+// Whether clusters start from random tokens of each row. The random stream depends on the row's
+// index within a pass, so a row has other clusters in another micro-batch.
 bool starts_at_random(const std::string& attention) {
   const std::vector<HeadGroup> groups = AttentionSpec::parse(attention).groups;
   return std::any_of(groups.begin(), groups.end(), [](const HeadGroup& group) {

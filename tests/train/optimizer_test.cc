@@ -12,7 +12,7 @@
 namespace coterie::train {
 namespace {
 
-// A module with every kind of name.
+// A module with every kind of parameter name.
 struct NamesImpl : ::torch::nn::Module {
   NamesImpl() {
     ::torch::manual_seed(1);
@@ -95,7 +95,7 @@ TEST(Optimizer, ClippingScalesAllGradientsToTheLimit) {
   const double norm = std::sqrt(square);
   EXPECT_NEAR(clip_gradients(*module, 0.0), norm, 1e-6 * norm);
   EXPECT_NEAR(clip_gradients(*module, norm / 2), norm, 1e-6 * norm);
-  EXPECT_NEAR(clip_gradients(*module, norm), norm / 2, 1e-6 * norm);  // below the limit: as it was
+  EXPECT_NEAR(clip_gradients(*module, norm), norm / 2, 1e-6 * norm);  // below the limit: unchanged
   EXPECT_NEAR(clip_gradients(*module, 0.0), norm / 2, 1e-6 * norm);
 }
 

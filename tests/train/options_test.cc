@@ -17,7 +17,7 @@
 namespace coterie::train {
 namespace {
 
-// Structured bindings: a field that is added does not compile until it stands here.
+// Structured bindings: after adding a field this does not compile until the field is listed here.
 Config config_without_defaults() {
   Config config;
   auto& [task, data, data_limit, length, attention, attention_at, out, device, threads, seed, copy,
@@ -88,7 +88,7 @@ Config parsed(std::vector<std::string> arguments) {
   CLI::App* verb = program.add_subcommand("train");
   add_options(*verb, config);
   arguments.insert(arguments.begin(), "train");
-  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+  std::reverse(arguments.begin(), arguments.end());  // the order CLI11 expects
   program.parse(arguments);
   return config;
 }
@@ -99,7 +99,7 @@ TEST(Options, EveryFieldSurvivesTheRoundTripThroughText) {
   const Config config = config_without_defaults();
   const std::string text = config_text(config);
   EXPECT_EQ(config_text(parse_config(text, "text")), text);
-  // Each of the fields is in the text, and not with its default.
+  // The text has every field, with a value other than its default.
   const auto lines = lines_of(text), defaults = lines_of(config_text(Config()));
   ASSERT_EQ(lines.size(), 10 + 2 + 5 + 3 + 12 + 8 + 3 + 10 + 2);
   ASSERT_EQ(defaults.size(), lines.size());

@@ -55,7 +55,7 @@ TEST(PlotScale, TicksAreRoundNumbers) {
   for (const double tick : decades) {
     EXPECT_NEAR(std::log10(tick), std::round(std::log10(tick)), 1e-9);
   }
-  EXPECT_FALSE(std::signbit(ticks({.low = -0.1, .high = 1}, 5)[0]));  // "-0" is no label
+  EXPECT_FALSE(std::signbit(ticks({.low = -0.1, .high = 1}, 5)[0]));  // no label "-0"
 }
 
 // Coordinates of all circles of a picture.
@@ -97,7 +97,7 @@ TEST(Plots, WhatCannotBeDrawnIsLeftOut) {
             std::string::npos);
 }
 
-// Vertical places of the names beside a plot.
+// Vertical positions of the names next to a plot.
 std::vector<double> name_places(const std::string& svg) {
   std::vector<double> found;
   const std::regex name("y=\"([-0-9.e]+)\" class=\"name\">s");
@@ -138,7 +138,7 @@ TEST(Plots, BarsShareAScale) {
   const std::string svg = bar_plot({.title = "t", .colour = 3, .values = {2, 1, 0}, .high = 4});
   EXPECT_NE(svg.find("V65H"), std::string::npos);    // half of 130
   EXPECT_NE(svg.find("V97.5H"), std::string::npos);  // a quarter
-  EXPECT_EQ(svg.find("V130H"), std::string::npos);   // no bar for nothing
+  EXPECT_EQ(svg.find("V130H"), std::string::npos);   // no bar for 0
 }
 
 TEST(Plots, NamesAreEscaped) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The report: what is read, what is shown, and that nothing in a log can break the page.
+// The report: reading logs, page contents, and that nothing in a log can break the page.
 #include "report/report.h"
 
 #include <gtest/gtest.h>
@@ -176,7 +176,7 @@ TEST_F(ReportTest, HasASectionPerTaskAndTheCommonOnes) {
   EXPECT_TRUE(contains(html, "No run logged its clusters"));
   EXPECT_TRUE(contains(html, "Accuracy by distance"));
   EXPECT_TRUE(contains(html, "12\u202f345"));  // parameters
-  EXPECT_FALSE(contains(html, "http"));        // nothing from elsewhere
+  EXPECT_FALSE(contains(html, "http"));        // no external resources
 }
 
 TEST_F(ReportTest, TheSummaryRanksResults) {
@@ -257,7 +257,7 @@ TEST(ReportText, NumbersAreReadable) {
   EXPECT_EQ(grouped(999), "999");
   EXPECT_EQ(compact(1234), "1.23k");
   EXPECT_EQ(percent_text(1), "100.0\u202f%");
-  EXPECT_EQ(percent_text(0.9997), "99.97\u202f%");  // not all
+  EXPECT_EQ(percent_text(0.9997), "99.97\u202f%");  // not rounded up to 100
   EXPECT_EQ(percent_text(0.99999999), "99.99\u202f%");
   EXPECT_EQ(shortened("àéî", 3), "àéî");
   EXPECT_EQ(shortened("àéîõ", 3), "àé…");

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-# Kills, interrupts and starves runs of the program and resumes them; losses must be those of a run
-# that was left alone:
+# Kills and interrupts runs of the program or makes their writes fail, then resumes them; losses must
+# equal those of an undisturbed run:
 #   cmake -DPROGRAM=build/full/bin/coterie [-DWORK=folder] -P tests/train/resume_test.cmake
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/../cli/program.cmake)
@@ -13,7 +13,7 @@ set(options --task recall --recall.causal --length 66 --recall.pairs 16 --recall
   --threads 1)
 
 # Starts a run in the background, waits for its checkpoint of step 10 and sends it a signal.
-# `status` is that of the program as the shell sees it.
+# `status` is the program's exit status as the shell reports it.
 macro(train_and_signal signal folder)
   set(arguments train ${options} --out ${folder})
   set(script [[
@@ -40,7 +40,7 @@ function(losses folder out)
     string(JSON kind GET "${line}" kind)
     if(kind STREQUAL "step" OR kind STREQUAL "eval")
       string(JSON step GET "${line}" step)
-      string(REGEX MATCH "\"loss\":[^,}]*" loss "${line}")  # the digits as they stand
+      string(REGEX MATCH "\"loss\":[^,}]*" loss "${line}")  # the digits as written
       list(APPEND found "${kind} ${step} ${loss}")
     endif()
   endforeach()
@@ -78,7 +78,7 @@ if(NOT status EQUAL 0)
 endif()
 file(READ ${WORK}/stopped.out out)
 if(NOT out MATCHES "interrupted; continue with: coterie train --out [^\n]*/stopped --resume\n$")
-  complain("SIGTERM: no word on how to continue")
+  complain("SIGTERM: no hint on how to continue")
 endif()
 run(0 train --out ${WORK}/stopped --resume)
 expect_same_losses(${WORK}/stopped)
@@ -91,11 +91,11 @@ list(GET checkpoints -1 last)
 file(WRITE ${last}/model.safetensors "cut")
 run(0 train --out ${WORK}/damaged --resume)
 if(NOT err MATCHES "coterie: warning: [^\n]*step-")
-  complain("no warning of the damaged checkpoint")
+  complain("no warning about the damaged checkpoint")
 endif()
 expect_same_losses(${WORK}/damaged)
 
-# A limit on the size of files stands in for a full disk: writing fails, what is there stays.
+# A limit on file sizes simulates a full disk: writing fails, and existing files are kept.
 set(script [[ulimit -f 24; trap '' XFSZ; exec "$@"]])
 set(arguments train ${options} --out ${WORK}/full)
 execute_process(COMMAND sh -c "${script}" sh ${PROGRAM} ${arguments}
@@ -105,7 +105,7 @@ if(status EQUAL 0 OR NOT err MATCHES "coterie: [^\n]*cannot write [^\n]*\n$")
 endif()
 file(GLOB left ${WORK}/full/checkpoints/*)
 if(left)
-  complain("a full disk: a checkpoint that is not whole: ${left}")
+  complain("a full disk: incomplete checkpoints are left: ${left}")
 endif()
 
 finish()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Small runs and what they wrote.
+// Small runs and their logs.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -50,7 +50,7 @@ std::string error_of(const Config& config) {
   return "";
 }
 
-// Configs of all tasks; those of words want a file of text.
+// Configs of all tasks; the words task needs a text file.
 std::vector<Config> all_configs(const TemporaryFolder& folder) {
   std::string text;
   for (int i = 0; i < 400; ++i)
@@ -84,7 +84,7 @@ TEST(Tasks, BatchesArePureFunctionsOfSeedSplitAndIndex) {
     task->batch(Split::train, 7, 2);
     expect_equal(task->batch(Split::train, 3, 4), batch);
     expect_equal(again->batch(Split::train, 3, 4), batch);
-    // Rows do not depend on how they are put into batches.
+    // Rows do not depend on how they are batched.
     EXPECT_TRUE(task->batch(Split::train, 7, 2).tokens.equal(batch.tokens.narrow(0, 2, 2)));
     EXPECT_FALSE(task->batch(Split::train, 4, 4).tokens.equal(batch.tokens));
     config.seed = 2;
@@ -176,7 +176,7 @@ TEST(CopyTask, EveryAnswerIsInTheOtherCopy) {
     for (std::size_t i = 0; i < kWord; ++i) {
       const std::int64_t a = tokens[1 + i], b = tokens[kSecond + i];
       const std::int64_t target_a = targets[1 + i], target_b = targets[kSecond + i];
-      if (a == b) {  // not asked
+      if (a == b) {  // no target
         EXPECT_EQ(target_a, kIgnore);
         EXPECT_EQ(target_b, kIgnore);
         EXPECT_NE(a, mask);
@@ -225,7 +225,7 @@ TEST(CopyTask, ImpossibleConfigsAreRefused) {
   }
 }
 
-// What a row of recall says, read from its tokens alone.
+// The contents of a recall row, parsed from its tokens.
 struct RecallRow {
   std::map<std::int64_t, std::size_t> pair_places;  // by key
   std::map<std::int64_t, std::int64_t> values;      // by key
@@ -241,7 +241,7 @@ RecallRow read_recall(const Tokens& tokens, const RecallConfig& config) {
       found.queries[place] = id - first_query;
     } else if (id > 0) {
       const std::int64_t key = (id - 1) / config.values;
-      EXPECT_FALSE(found.pair_places.contains(key)) << "a key of two pairs";
+      EXPECT_FALSE(found.pair_places.contains(key)) << "two pairs have the same key";
       found.pair_places[key] = place;
       found.values[key] = (id - 1) % config.values;
     }
@@ -313,8 +313,8 @@ TEST(RecallTask, ImpossibleConfigsAreRefused) {
   EXPECT_NE(error({.keys = std::int64_t{1} << 40, .values = 2, .pairs = 1, .queries = 1}, 16), "");
 }
 
-// The tokens of a held-out part, put together from its rows; each row goes on where the one before
-// ended, and targets are the tokens after.
+// The tokens of a held-out part, concatenated from its rows. Each row continues where the previous
+// one ended, and targets are the next tokens.
 Tokens part_of(const Task& task, Split split, std::int64_t rows) {
   Tokens part;
   for (std::int64_t b = 0; b < task.batches(split, rows); ++b) {
@@ -357,7 +357,7 @@ TEST(BytesTask, HeldOutRowsCoverTheirPart) {
 TEST(BytesTask, TrainingRowsAreWindowsOfTheTrainingPart) {
   const TemporaryFolder folder;
   std::string text;
-  for (int i = 0; i < 240; ++i) text += static_cast<char>(i);  // each byte tells its place
+  for (int i = 0; i < 240; ++i) text += static_cast<char>(i);  // each byte is its position
   write_file(folder.path("a"), text);
   Config config = config_for("bytes", 16);
   config.data = folder.path("a");
@@ -395,7 +395,7 @@ TEST(BytesTask, FrequenciesOfAnEvenTextCostTheirLogarithm) {
   write_file(folder.path("a"), text);
   Config config = config_for("bytes", 16);
   config.data = folder.path("a");
-  // Two bits, and a little for the 252 bytes that might have been.
+  // Two bits, plus a little for the 252 bytes that do not occur.
   EXPECT_NEAR(make_task(config)->baselines().at(0).value, 2.0, 0.01);
 }
 
@@ -491,7 +491,7 @@ TEST(WordsTask, OtherTextIsCutBetweenLines) {
   };
   EXPECT_EQ(lines(Split::valid), 10);
   EXPECT_EQ(lines(Split::test), 20);
-  // Four words, equally frequent, beside <unk>, which was not seen.
+  // Four equally frequent words; <unk> does not occur.
   EXPECT_NEAR(task->baselines().at(0).value, 4.0, 0.05);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A folder of a test's own that goes with it.
+// A temporary folder that is removed on destruction.
 #pragma once
 
 #include <cstdlib>

@@ -27,7 +27,7 @@ std::string message_of(const std::function<void()>& act) {
 
 #define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
-// Everything that has state beside parameters: dropout, routing centroids, an optimiser.
+// Everything that has state besides parameters: dropout, routing centroids, an optimiser.
 Config stateful_config() {
   Config config = tiny_config("recall");
   config.attention = "1*local(window=8)+1*routing(clusters=3,window=8)";
@@ -110,8 +110,9 @@ TEST(Trainer, ADamagedCheckpointIsSkippedWithAWarning) {
   EXPECT_EQ(losses(folder.path("straight")), losses(config.out));
 }
 
-// Behind damaged checkpoints a run keeps what it saves from then on, and ends as one that was never
-// stopped: for few and many kept ones, any damage, and a best one among the damaged.
+// A run that resumes before damaged checkpoints keeps its new checkpoints and ends like a run that
+// was never stopped: for several numbers of kept checkpoints, any damage, and if the best
+// checkpoint is damaged.
 TEST(Trainer, ARunBehindDamagedCheckpointsKeepsItsNewOnes) {
   using Damage = std::function<void(const std::string&)>;
   const std::vector<Damage> damages = {
@@ -130,13 +131,13 @@ TEST(Trainer, ARunBehindDamagedCheckpointsKeepsItsNewOnes) {
       const TrainResult straight = run(config);
       config.out = folder.path("damaged");
       const Checkpoints checkpoints(config.out);
-      config.checkpoint.keep = 10;  // something to go back to
+      config.checkpoint.keep = 10;  // keeps checkpoints to fall back on
       run_until(config, 16);
       config.checkpoint.keep = keep;
       for (const std::int64_t step : checkpoints.steps()) {
         if (step > 7) damage(checkpoints.path(step));
       }
-      // Every checkpoint that is written can be found and loaded, from the first on.
+      // Every new checkpoint, including the first, can be found and loaded.
       std::int64_t looked = 0;
       TrainHooks hooks;
       hooks.progress = [&](const ProgressLine& line) {
