@@ -62,7 +62,7 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
     records.clear();
     loss = total_nats(output.out, part.targets) * scale;
     result.loss += loss.item<double>();
-    if (output.commitment.defined()) {
+    if (output.commitment.requires_grad()) {  // there are routing heads
       // A mean over the valid tokens of the pass.
       const double share = static_cast<double>(valid_tokens(part)) / tokens;
       const at::Tensor commitment = output.commitment * share;

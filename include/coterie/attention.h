@@ -2,8 +2,9 @@
 // Attention by a spec, forward and backward, on raw memory.
 //
 //   const coterie::Attention attention("i-clustered(clusters=100)");
-//   const auto saved = attention.forward({.q = view(q, {B, H, N, D}), ...}, view(out, {B, H, N, D}));
-//   attention.backward(saved, view(grad_out, {B, H, N, D}), {.dq = view(dq, {B, H, N, D}), ...});
+//   const auto saved = attention.forward({.q = view(q, {B, H, N, D}), ...}, view(out, {B, H, N,
+//   D})); attention.backward(saved, view(grad_out, {B, H, N, D}), {.dq = view(dq, {B, H, N, D}),
+//   ...});
 //
 // Contract of every mechanism: rows beyond an item's length, and queries with nothing to attend to,
 // get output 0, log-sum-exp -inf and gradient 0. Ties go to the lower index. The same inputs and

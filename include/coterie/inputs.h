@@ -21,16 +21,17 @@ struct Sequences {
 // `causal`, query i of an item is at key position i + (key length - query length).
 struct AttentionInputs {
   ConstTensorView q;  // (B, H, N, Dk)
-  ConstTensorView k;  // (B, Hkv, S, Dk); absent or the view q for lsh, and for routing with share_qk
+  ConstTensorView
+      k;  // (B, Hkv, S, Dk); absent or the view q for lsh, and for routing with share_qk
   ConstTensorView v;  // (B, Hkv, S, Dv)
   Sequences q_sequences;
   Sequences k_sequences;
   ConstTensorView mask;         // u8 (B, H, N, S), stride 0 to broadcast: nonzero = may attend;
-                           // full, local, strided and oracle-top only
+                                // full, local, strided and oracle-top only
   ConstTensorView centroids;    // routing: (Hkv, C, Dk); cast: surrogate tokens (H, C, Dk)
   ConstTensorView gate;         // cast: gate logits (B, N)
   ConstTensorView logit_scale;  // routing, optional: (H) factors of the logits
-  double scale = 0.0;      // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
+  double scale = 0.0;           // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
   bool causal = false;
   std::uint64_t seed = 0;
 };

@@ -24,6 +24,12 @@ struct HeadSlice {
 std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads,
                                    std::int64_t kv_heads);
 
+// For calls that take k with the heads of all groups; throws Error when it has another number.
+void check_key_heads(const std::vector<HeadSlice>& slices, std::int64_t key_heads);
+
+// For calls that take q and k as they are; throws Error when a group asks for positions.
+void refuse_positions(const AttentionSpec& spec);
+
 // The seed of the clusterings in one group of one layer, from the seed of a pass. Layers and groups
 // count from 0. With step(s, n) = mix(s + 0x9E3779B97F4A7C15 (n + 1)) modulo 2^64 and the mix of
 // SplitMix64 (Steele et al. 2014), it is step(step(seed, layer), group).

@@ -102,7 +102,7 @@ def _gradients(ctx: Any, grad_out: Tensor | None) -> list[Tensor | None]:
 
 def _check_first_order(op: str) -> None:
     if torch.is_grad_enabled():
-        raise RuntimeError(f"[{op}] expected derivatives of first order; got create_graph=True")
+        raise RuntimeError(f"[{op}] double backward is not supported; got create_graph=True")
 
 
 def _keep(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Sequence[Tensor]]) -> None:

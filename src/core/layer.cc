@@ -30,6 +30,21 @@ std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads
   return slices;
 }
 
+void check_key_heads(const std::vector<HeadSlice>& slices, std::int64_t key_heads) {
+  std::int64_t needed = 0;
+  for (const HeadSlice& slice : slices) needed += slice.key_count;
+  COTERIE_CHECK(key_heads == needed || slices.size() == 1, "attention", "expected k with ", needed,
+                " heads, those of the groups that have keys; got ", key_heads);
+}
+
+void refuse_positions(const AttentionSpec& spec) {
+  for (const HeadGroup& group : spec.groups)
+    COTERIE_CHECK(group.positions == Positions::automatic || group.positions == Positions::none,
+                  mechanism_name(group.mechanism),
+                  "q and k are used as they are, without positions; got ", spec.to_string(),
+                  ". Use a layer, which applies positions");
+}
+
 std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
   for (const std::int64_t number : {layer, group}) {
     seed += 0x9E3779B97F4A7C15ull * (static_cast<std::uint64_t>(number) + 1);

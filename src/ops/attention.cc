@@ -58,14 +58,9 @@ std::vector<HeadSlice> slices_of(const AttentionSpec& spec, const AttentionInput
                   " of shape (B, heads, rows, width); got ", describe(tensor));
     return tensor.size(1);
   };
-  std::vector<HeadSlice> slices =
+  const std::vector<HeadSlice> slices =
       head_slices(spec, heads(inputs.q, "q"), heads(inputs.v, "v"));
-  const std::int64_t key_heads =
-      inputs.k.present() ? heads(inputs.k, "k") : std::int64_t{0};
-  std::int64_t needed = 0;
-  for (const HeadSlice& slice : slices) needed += slice.key_count;
-  COTERIE_CHECK(slices.size() == 1 || key_heads == needed, "attention", "expected k with ", needed,
-                " heads, those of the groups that have keys; got ", key_heads);
+  check_key_heads(slices, inputs.k.present() ? heads(inputs.k, "k") : 0);
   return slices;
 }
 
@@ -79,7 +74,7 @@ void check_states(std::size_t groups, const std::vector<State>& state) {
 
 Attention::Attention(std::string_view spec) : Attention(AttentionSpec::parse(spec)) {}
 
-Attention::Attention(AttentionSpec spec) : spec_(std::move(spec)) {}
+Attention::Attention(AttentionSpec spec) : spec_(std::move(spec)) { refuse_positions(spec_); }
 
 Attention::Saved Attention::forward(const AttentionInputs& inputs, const TensorView& out,
                                     const std::vector<GroupState>& state,
@@ -159,8 +154,8 @@ void Attention::backward(const Saved& saved, const ConstTensorView& grad_out,
 }
 
 ConstTensorView Attention::Saved::get(std::string_view name, std::size_t group) const {
-  COTERIE_CHECK(group < groups_.size(), "attention", "expected a head group below ",
-                groups_.size(), "; got ", group);
+  COTERIE_CHECK(group < groups_.size(), "attention", "expected a head group below ", groups_.size(),
+                "; got ", group);
   const Group& own = groups_[group];
   for (std::size_t i = 0; i < own.layout.tensors.size(); ++i)
     if (own.layout.tensors[i].name == name) return own.result.saved[i];

@@ -97,6 +97,11 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
   return call;
 }
 
+void refuse(const AttentionCall& call, const char* name, const TensorView& tensor) {
+  COTERIE_CHECK(!tensor.present(), call.op, name, " is not used by this operation; got ",
+                describe(tensor));
+}
+
 // "routing, cast": mechanisms with this field in their state, or with a gradient of it.
 std::string users_of(StateField field, bool gradients) {
   std::string names;
@@ -263,6 +268,16 @@ SavedLayout saved_layout(const Mechanism& mechanism, const AttentionCall& call) 
     if (kind == SavedKind::selection) ++layout.selection_count;
   }
   return layout;
+}
+
+AttentionCall make_part_call(const char* op, const AttentionInputs& inputs) {
+  check_cpu(op, "q", inputs.q);
+  AttentionCall call = make_base_call(op, inputs, false);
+  refuse(call, "mask", inputs.mask);
+  refuse(call, "centroids", inputs.centroids);
+  refuse(call, "gate", inputs.gate);
+  refuse(call, "logit_scale", inputs.logit_scale);
+  return call;
 }
 
 }  // namespace coterie::ops

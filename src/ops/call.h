@@ -10,6 +10,9 @@ namespace coterie::ops {
 // Checks the inputs against the (resolved) mechanism and each other.
 AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs);
 
+// The same for parts.h: q, k, v, lengths, scale and causal only.
+AttentionCall make_part_call(const char* op, const AttentionInputs& inputs);
+
 // Operations that only the CPU has.
 void check_cpu(const char* op, const char* name, const TensorView& tensor);
 void check_shape(const char* op, const char* name, const TensorView& tensor,

@@ -58,7 +58,7 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
 
 std::int64_t cluster_queries_workspace_bytes(const ClusteringParams& params,
                                              const AttentionInputs& inputs) {
-  const AttentionCall call = ops::make_list_call("cluster_queries", inputs);
+  const AttentionCall call = ops::make_part_call("cluster_queries", inputs);
   const CallThreads threads;
   Arena arena;
   dispatch_accumulator(inputs.q.dtype, [&](auto tag) {
@@ -70,7 +70,7 @@ std::int64_t cluster_queries_workspace_bytes(const ClusteringParams& params,
 void cluster_queries(const ClusteringParams& params, const AttentionInputs& inputs,
                      const TensorView& labels, const Workspace& workspace) {
   const char* op = "cluster_queries";
-  const AttentionCall call = ops::make_list_call(op, inputs);
+  const AttentionCall call = ops::make_part_call(op, inputs);
   ops::check_dense(op, "labels", labels, DType::i32, {call.B, call.H, call.N});
   const auto needed = [&] { return cluster_queries_workspace_bytes(params, inputs); };
   const CallThreads threads(workspace.bytes, needed);

@@ -55,7 +55,7 @@ void isotropic_planes(std::uint64_t seed, bool bias, const TensorView& planes,
 void key_difference_planes(const AttentionInputs& inputs, const TensorView& planes,
                            const TensorView& thresholds, const Workspace&) {
   const char* op = "key_difference_planes";
-  const AttentionCall call = ops::make_list_call(op, inputs);
+  const AttentionCall call = ops::make_part_call(op, inputs);
   const std::int64_t bits = check_planes(op, planes, thresholds);
   ops::check_shape(op, "planes", planes, {call.num_items(), call.key_heads, bits, call.Dk});
   ops::check_shape(op, "thresholds", thresholds, {call.num_items(), call.H, bits});

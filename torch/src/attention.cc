@@ -2,6 +2,7 @@
 #include "coterie/torch/attention.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
 
 #include <ostream>
 #include <string>
@@ -156,6 +157,7 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
     if (!part.commitment.defined()) continue;
     commitment = commitment.defined() ? commitment + part.commitment : part.commitment;
   }
+  if (!commitment.defined()) commitment = at::zeros({}, x_BNE.options().dtype(at::kFloat));
   return {merge(parts), commitment};
 }
 

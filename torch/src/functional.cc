@@ -3,6 +3,7 @@
 // core wants saved between them as torch tensors.
 #include "coterie/torch/functional.h"
 
+#include <ATen/ops/cat.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -13,6 +14,7 @@
 #include "bridge.h"
 #include "coterie/attention.h"
 #include "coterie/error.h"
+#include "coterie/layer.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -39,8 +41,7 @@ enum Place : std::size_t {
   kInputs
 };
 
-// What a call has beside tensors that gradients flow to.
-// A holder, so that autograd can keep it.
+// A call without the tensors that gradients flow to. A holder, because autograd keeps it.
 struct Call : ::torch::CustomClassHolder {
   Mechanism mechanism;
   double scale = 0.0;
@@ -134,7 +135,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
     constexpr std::size_t kArguments = kDifferentiable + 1;
     if (!grad_outputs[0].defined()) return variable_list(kArguments);
     if (at::GradMode::is_enabled()) {
-      throw Error("[attention] expected derivatives of first order; got create_graph");
+      throw Error("[attention] double backward is not supported; got create_graph");
     }
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const variable_list tensors = ctx->get_saved_variables();
@@ -164,13 +165,11 @@ void check(const Mechanism& mechanism, const variable_list& tensors) {
     refuse(mechanism, "expected q and v; got an undefined tensor");
   }
   if (keys_are_queries(mechanism) && k.defined() && !k.is_same(q)) {
-    refuse(mechanism, "expected no k, because it takes its keys from the queries; got one");
+    refuse(mechanism, "the keys are the queries, but k is another tensor; leave k undefined");
   }
   if (std::holds_alternative<RoutingParams>(mechanism) && centroids.defined() &&
       centroids.requires_grad() && at::GradMode::is_enabled()) {
-    refuse(mechanism,
-           "expected centroids without gradient, for they are moved by ema_update; got some that "
-           "require it");
+    refuse(mechanism, "centroids are not moved by gradients; got some that require a gradient");
   }
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined() && tensor.device() != q.device()) {
@@ -251,6 +250,46 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const Mechanism& mechanism, const AttentionOptions& options) {
   const variable_list tensors = prepare(q, k, v, mechanism, options);
   return run(make_call(mechanism, options), tensors)[0];
+}
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     std::string_view spec, const AttentionOptions& options) {
+  const AttentionSpec layer = AttentionSpec::parse(spec);
+  const std::size_t groups = layer.groups.size();
+  refuse_positions(layer);
+  if (!q.defined() || q.dim() != 4 || !v.defined() || v.dim() != 4) {
+    throw Error("[attention] q and v must be tensors of shape (B, heads, rows, width)");
+  }
+  if (!options.state.empty() && options.state.size() != groups) {
+    throw Error("[attention] expected state for " + std::to_string(groups) + " head groups; got " +
+                std::to_string(options.state.size()));
+  }
+  const std::vector<HeadSlice> slices = head_slices(layer, q.size(1), v.size(1));
+  check_key_heads(slices, k.defined() && k.dim() == 4 ? k.size(1) : 0);
+  const auto heads = [&](const at::Tensor& all, std::int64_t first, std::int64_t count) {
+    return all.defined() && all.size(1) > 1 ? all.narrow(1, first, count) : all;
+  };
+  variable_list parts;
+  for (std::size_t g = 0; g < groups; ++g) {
+    const HeadSlice& slice = slices[g];
+    AttentionOptions own = options;
+    if (options.mask.defined() && options.mask.dim() == 4) {
+      own.mask = heads(options.mask, slice.first, slice.count);
+    }
+    if (!options.state.empty()) {
+      own.centroids = options.state[g].centroids;
+      own.gate = options.state[g].gate;
+      own.logit_scale = options.state[g].logit_scale;
+    }
+    parts.push_back(groups == 1 ? attention(q, k, v, layer.groups[g].mechanism, own)
+                                : attention(q.narrow(1, slice.first, slice.count),
+                                            slice.key_count > 0
+                                                ? k.narrow(1, slice.first_key, slice.key_count)
+                                                : at::Tensor(),
+                                            v.narrow(1, slice.first_kv, slice.kv_count),
+                                            layer.groups[g].mechanism, own));
+  }
+  return groups == 1 ? parts[0] : at::cat(parts, 1);
 }
 
 AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

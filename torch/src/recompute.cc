@@ -100,12 +100,6 @@ std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& tensors) {
   return versions;
 }
 
-variable_list present(const PassOutput& output) {
-  variable_list tensors = {output.out};
-  if (output.commitment.defined()) tensors.push_back(output.commitment);
-  return tensors;
-}
-
 struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
   // Inputs are x, then the parameters.
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs,
@@ -120,12 +114,12 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
     ctx->save_for_backward({x});
     ctx->set_materialize_grads(false);
     ctx->saved_data["held"] = c10::IValue::make_capsule(held);
-    return present(output);
+    return {output.out, output.commitment};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     if (at::GradMode::is_enabled()) {
-      throw Error("[recompute] expected derivatives of first order; got create_graph");
+      throw Error("[recompute] double backward is not supported; got create_graph");
     }
     const auto held = c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["held"].toCapsule());
     if (versions_of(held->part.state) != held->versions) {
@@ -155,14 +149,16 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
                                  const variable_list& grad_outputs) {
     const at::AutoGradMode with_graph(true);
     const Rewound rewound(x.device(), held.generator);
-    variable_list outputs;
+    PassOutput output;
     {
       const Autocasting autocasting(held.autocast);
-      outputs = present(held.part.again(x));
+      output = held.part.again(x);
     }
+    const at::Tensor outputs[] = {output.out, output.commitment};
     variable_list reached, weights;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      if (!grad_outputs[i].defined()) continue;
+    for (std::size_t i = 0; i < 2; ++i) {
+      // Without routing heads the commitment is a constant.
+      if (!grad_outputs[i].defined() || !outputs[i].requires_grad()) continue;
       reached.push_back(outputs[i]);
       weights.push_back(grad_outputs[i]);
     }
@@ -179,7 +175,7 @@ PassOutput recompute(const RecomputedPart& part, const at::Tensor& x) {
   variable_list inputs = {x};
   inputs.insert(inputs.end(), part.parameters.begin(), part.parameters.end());
   const variable_list outputs = RecomputeFunction::apply(at::TensorList(inputs), held);
-  return {outputs[0], outputs.size() > 1 ? outputs[1] : at::Tensor()};
+  return {outputs[0], outputs[1]};
 }
 
 }  // namespace coterie::torch_api

@@ -141,9 +141,7 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
                                 ? run_recomputed(blocks_[layer], output.out, own, random)
                                 : blocks_[layer]->forward(output.out, own);
     output.out = next.out;
-    if (!next.commitment.defined()) continue;
-    output.commitment =
-        output.commitment.defined() ? output.commitment + next.commitment : next.commitment;
+    output.commitment = layer == 0 ? next.commitment : output.commitment + next.commitment;
   }
   output.out = norm_(output.out);
   return output;

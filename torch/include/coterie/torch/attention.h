@@ -67,7 +67,7 @@ struct PassContext {
 // Outputs of a layer, a stack or a model.
 struct PassOutput {
   at::Tensor out;
-  at::Tensor commitment;  // weighted sum of the routing heads' commitment losses; undefined without
+  at::Tensor commitment;  // scalar: weighted sum of the routing heads' commitment losses; 0 without
 };
 
 // The keys and values of one layer seen so far, per group. Only for exact causal mechanisms: full,
