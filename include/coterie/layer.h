@@ -11,10 +11,12 @@
 namespace coterie {
 
 // The heads of a group: [first, first + count) of the layer's query heads, and the key/value heads
-// that they read.
+// that they read. Groups whose keys are their queries have no key heads; a layer that projects keys
+// for the other groups only has those of this group at [first_key, first_key + key_count).
 struct HeadSlice {
   std::int64_t first = 0, count = 0;
   std::int64_t first_kv = 0, kv_count = 0;
+  std::int64_t first_key = 0, key_count = 0;
 };
 
 // One slice per group of `spec` in a layer of `heads` query heads and `kv_heads` key/value heads.

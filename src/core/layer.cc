@@ -14,14 +14,18 @@ std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads
   const std::int64_t per_kv = heads / kv_heads;
   std::vector<HeadSlice> slices;
   HeadSlice next;
-  for (const std::int64_t count : spec.head_counts(heads)) {
+  const std::vector<std::int64_t> counts = spec.head_counts(heads);
+  for (std::size_t g = 0; g < counts.size(); ++g) {
+    const std::int64_t count = counts[g];
     COTERIE_CHECK(count % per_kv == 0, "spec", "the heads of a group must be a multiple of ",
                   per_kv, ", the query heads per key/value head; got a group of ", count);
     next.count = count;
     next.kv_count = count / per_kv;
+    next.key_count = keys_are_queries(spec.groups[g].mechanism) ? 0 : next.kv_count;
     slices.push_back(next);
     next.first += count;
     next.first_kv += next.kv_count;
+    next.first_key += next.key_count;
   }
   return slices;
 }

@@ -139,9 +139,10 @@ TEST(SharedKeyHeads, MustShareOutOverTheGroups) {
   const auto refusal = [](const std::string& spec, std::int64_t kv_heads) {
     return test::error_of([&] { make_layer({.kv_heads = kv_heads}, spec); });
   };
-  EXPECT_EQ(refusal("1*full+3*local(window=2)", 2),
-            "[self_attention] expected groups whose heads are multiples of 2, the query heads per "
-            "key/value head (4 heads, 2 key/value heads); got a group of 1");
+  EXPECT_EQ(
+      refusal("1*full+3*local(window=2)", 2),
+      "[spec] the heads of a group must be a multiple of 2, the query heads per key/value head; "
+      "got a group of 1");
   EXPECT_NE(refusal("full", 3).find("got 4 and 3"), std::string::npos);
   EXPECT_NE(refusal("3*full", 0).find("add up"), std::string::npos);
 }
@@ -332,16 +333,6 @@ TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {
     EXPECT_TRUE(at::equal(named_tensors(*layer)["group_0.centroids"], expected.centroids));
     EXPECT_TRUE(at::equal(named_tensors(*layer)["group_0.counts"], expected.counts));
   }
-}
-
-// The function of docs/architecture.md, computed by other means. Programs that load checkpoints
-// depend on it.
-TEST(GroupSeed, IsTheDocumentedFunction) {
-  EXPECT_EQ(group_seed(0, 0, 0), 0xa706dd2f4d197e6full);
-  EXPECT_EQ(group_seed(1, 0, 0), 0x5e41ab087439611eull);
-  EXPECT_EQ(group_seed(1, 1, 0), 0x778b1aa9c29bc868ull);
-  EXPECT_EQ(group_seed(1, 0, 1), 0xf18d6ce93d6cf1eeull);
-  EXPECT_EQ(group_seed(12345678901234567890ull, 7, 3), 0x39f88c7ecc7fd3b3ull);
 }
 
 // Each group of each layer of a model gets its own.

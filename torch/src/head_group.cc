@@ -74,16 +74,6 @@ struct PaddedRows {
 
 }  // namespace
 
-std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
-  for (const std::int64_t number : {layer, group}) {
-    seed += 0x9E3779B97F4A7C15ull * (static_cast<std::uint64_t>(number) + 1);
-    seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9ull;
-    seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EBull;
-    seed ^= seed >> 31;
-  }
-  return seed;
-}
-
 HeadGroupImpl::HeadGroupImpl(const HeadGroupOptions& options)
     : options_(options),
       mechanism_(resolve(options.spec.mechanism, options.causal)),
