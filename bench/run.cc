@@ -9,6 +9,7 @@
 #include "coterie/cluster.h"
 #include "coterie/error.h"
 #include "coterie/layer.h"
+#include "coterie/routing.h"
 
 namespace coterie::bench {
 namespace {

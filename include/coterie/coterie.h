@@ -14,6 +14,7 @@
 #include "coterie/params.h"
 #include "coterie/random.h"
 #include "coterie/result.h"
+#include "coterie/routing.h"
 #include "coterie/runtime.h"
 #include "coterie/select.h"
 #include "coterie/spec.h"

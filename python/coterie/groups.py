@@ -113,12 +113,9 @@ class HeadGroup(nn.Module):
         self.commitment = (losses[0] + losses[-1]) * self.group.number("commitment")
         self.commitment_differentiable = torch.is_grad_enabled()
         parts = [part._replace(x=part.x.detach()) for part in parts]
-        found = [_centroids.statistics(part, self.centroids) for part in parts]
-        if self._statistics:
-            found = [
-                _centroids.Statistics(members + new.members, sums + new.sums)
-                for new, (members, sums) in zip(found, self._statistics, strict=True)
-            ]
+        none = _centroids.no_statistics(self.buffers_of_centroids())
+        before = [_centroids.Statistics(*own) for own in self._statistics] or [none] * len(parts)
+        found = [_centroids.add_statistics(*pair) for pair in zip(before, parts, strict=True)]
         self._statistics = [(members, sums) for members, sums in found]
         self._tokens = [(x, labels, lengths) for x, labels, lengths in parts]
 

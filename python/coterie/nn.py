@@ -226,7 +226,7 @@ def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None 
     """
     for group in _routing_groups(module):
         for statistics in group.take_statistics():
-            _centroids.ema_update(
+            _centroids.move(
                 group.buffers_of_centroids(), statistics, group.group.number("decay"), process_group
             )
 

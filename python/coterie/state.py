@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import accumulator
 from .library import group_seed
 from .spec import Group, head_groups
 
@@ -31,13 +30,6 @@ class State(NamedTuple):
     gate: Tensor | None = None
 
 
-def normalised_rows(x: Tensor) -> Tensor:
-    """Rows with zero mean and unit variance, in the accumulator's type; as the core does it."""
-    wide = x.to(accumulator(x.dtype))
-    centred = wide - wide.mean(-1, keepdim=True)
-    return centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
 def group_state(group: Group, head_dim: int, seed: int) -> State:
     """The initial state of a group: Gaussian, as the C++ modules draw it."""
     generator = torch.Generator().manual_seed(seed % 2**64)
@@ -45,7 +37,7 @@ def group_state(group: Group, head_dim: int, seed: int) -> State:
     if group.name == "routing":
         clusters = group.whole("clusters")
         drawn = torch.randn(group.kv_heads, clusters, head_dim, generator=generator)
-        centroids = normalised_rows(drawn)
+        centroids = torch.ops.coterie.normalise_rows(drawn[None])[0]
         counts = torch.ones(group.kv_heads, clusters)
         logit_scale = torch.full((group.heads,), scale)
         return State(centroids, counts, centroids.clone(), logit_scale)

@@ -14,9 +14,5 @@ Kernel nearest_centroid;
 Kernel balanced_assign;
 Kernel group_by_cluster;
 Kernel select_top;
-Kernel spherical_kmeans;
-Kernel ema_update;
-Kernel commitment_loss;
-Kernel commitment_loss_backward;
 
 }  // namespace coterie::stable_api

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "clusters.h"
+#include "routing.h"
 
 namespace {
 
@@ -36,8 +37,11 @@ constexpr Operator kOperators[] = {
     {"balanced_assign", api::balanced_assign},
     {"group_by_cluster", api::group_by_cluster},
     {"select_top", api::select_top},
+    {"normalise_rows", api::normalise_rows},
+    {"routing_labels", api::routing_labels},
     {"spherical_kmeans", api::spherical_kmeans},
-    {"ema_update", api::ema_update},
+    {"add_centroid_statistics", api::add_centroid_statistics},
+    {"move_centroids", api::move_centroids},
     {"commitment_loss", api::commitment_loss},
     {"commitment_loss_backward", api::commitment_loss_backward},
 };
@@ -74,12 +78,18 @@ STABLE_TORCH_LIBRARY(coterie, m) {
   m.def(
       "select_top(Tensor rows, Tensor x, Tensor? lengths, Tensor? cu_seqlens, int count) -> "
       "Tensor");
+  m.def("normalise_rows(Tensor x) -> Tensor");
+  m.def(
+      "routing_labels(Tensor x, Tensor centroids, Tensor? lengths, Tensor? cu_seqlens) -> Tensor");
   m.def(
       "spherical_kmeans(Tensor x, Tensor? lengths, Tensor? cu_seqlens, int clusters, "
       "int iterations, int seed) -> Tensor");
   m.def(
-      "ema_update(Tensor(a!) centroids, Tensor(b!) counts, Tensor(c!) sums, Tensor x, "
-      "Tensor labels, Tensor? lengths, Tensor? cu_seqlens, float decay) -> ()");
+      "add_centroid_statistics(Tensor(a!) members, Tensor(b!) sums, Tensor x, Tensor labels, "
+      "Tensor? lengths, Tensor? cu_seqlens) -> ()");
+  m.def(
+      "move_centroids(Tensor(a!) centroids, Tensor(b!) counts, Tensor(c!) sums, Tensor members, "
+      "Tensor added, float decay) -> ()");
   m.def(
       "commitment_loss(Tensor x, Tensor centroids, Tensor labels, Tensor? lengths, "
       "Tensor? cu_seqlens) -> Tensor");

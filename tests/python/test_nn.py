@@ -252,18 +252,18 @@ def test_micro_batches_move_centroids_as_one_batch(
 
 @pytest.mark.parametrize("spec", MOVING)
 def test_an_update_is_that_of_the_core(spec: str) -> None:
-    """The moving average of a pass, as torch.ops.coterie.ema_update makes it of its tokens."""
+    """The moving average of a pass, by queries and then by keys."""
     layer = coterie.nn.Attention(32, 4, spec, causal=True)
     layer(torch.randn(3, 20, 32))
     group = layer.group_0
     state = [buffer.clone() for buffer in group.buffers_of_centroids()]
     for tokens in group._tokens:
-        torch.ops.coterie.ema_update(*state, *tokens, None, 0.8)
+        statistics = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in state[1:]]
+        torch.ops.coterie.add_centroid_statistics(*statistics, *tokens, None)
+        torch.ops.coterie.move_centroids(*state, *statistics, 0.8)
     coterie.nn.update_centroids(layer)
     for expected, found in zip(state, group.buffers_of_centroids(), strict=True):
-        # The core rounds once, after both sums; here the sum of a batch is rounded, too.
-        eps = torch.finfo(torch.float32).eps
-        torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
+        assert torch.equal(found, expected)
 
 
 def test_updates_count_a_pass_once() -> None:

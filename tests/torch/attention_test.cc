@@ -320,15 +320,16 @@ TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {
     const at::Tensor x = at::randn({2, 15, 32}), lengths = at::tensor({15, 4}, at::kInt);
     layer->forward(x, {.lengths = lengths, .records = &records});
     const at::Tensor q = heads_of(x, *layer, "q", 0, 4);
-    const at::Tensor q_labels = nearest_centroids(q, expected.centroids, lengths);
-    if (shared) {
-      ema_update(0.5, q, q_labels, lengths, expected);
-    } else {
-      const at::Tensor k = heads_of(x, *layer, "k", 0, 2);
-      const at::Tensor k_labels = nearest_centroids(k, expected.centroids, lengths);
-      ema_update(0.5, q, q_labels, lengths, expected);
-      ema_update(0.5, k, k_labels, lengths, expected);
-    }
+    const auto statistics = [&](const at::Tensor& rows) {
+      CentroidStatistics found;
+      const at::Tensor labels = nearest_centroids(rows, expected.centroids, lengths);
+      add_statistics(rows, labels, lengths, expected, found);
+      return found;
+    };
+    const CentroidStatistics of_queries = statistics(q);
+    const CentroidStatistics of_keys = statistics(heads_of(x, *layer, shared ? "q" : "k", 0, 2));
+    move_centroids(0.5, of_queries, expected);
+    if (!shared) move_centroids(0.5, of_keys, expected);
     layer->update_centroids(records);
     EXPECT_TRUE(at::equal(named_tensors(*layer)["group_0.centroids"], expected.centroids));
     EXPECT_TRUE(at::equal(named_tensors(*layer)["group_0.counts"], expected.counts));

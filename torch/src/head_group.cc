@@ -201,8 +201,8 @@ void HeadGroupImpl::add_statistics(const AttentionRecord& record,
 
 void HeadGroupImpl::update_centroids(const GroupStatistics& statistics) const {
   const double decay = std::get<RoutingParams>(mechanism_).decay;
-  ema_update(decay, statistics.queries, state_);
-  if (statistics.keys.members.defined()) ema_update(decay, statistics.keys, state_);
+  move_centroids(decay, statistics.queries, state_);
+  if (statistics.keys.members.defined()) move_centroids(decay, statistics.keys, state_);
 }
 
 void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
