@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
-#include "coterie/cluster.h"
 #include "coterie/error.h"
 #include "coterie/layer.h"
+#include "coterie/routing.h"
 
 namespace coterie::bench {
 namespace {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "coterie/attention.h"
-#include "coterie/cluster.h"
 #include "coterie/error.h"
 #include "coterie/inputs.h"
 #include "coterie/layer.h"
@@ -12,6 +11,7 @@
 #include "coterie/passes.h"
 #include "coterie/random.h"
 #include "coterie/result.h"
+#include "coterie/routing.h"
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
 #include "coterie/tensor.h"

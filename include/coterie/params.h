@@ -92,7 +92,7 @@ struct RoutingParams {
   SelfAttention self = SelfAttention::automatic;  // demote with share_qk, else keep
   bool include_self = false;                      // strict, separate: a query also sees its own key
   double count_eps = 0.01;   // top: outputs are divided by the number of clusters + count_eps
-  double decay = 0.999;      // of the centroids' moving average; see ema_update
+  double decay = 0.999;      // of the centroids' moving average; see move_centroids
   double commitment = 1e-4;  // weight of commitment_loss; applied by whoever adds it to a loss
 };
 

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from .layout import accumulator
 
-_SMOOTHING = 1e-5  # as in src/cpu/cluster/centroid_update.cc
-
-
 class Centroids(NamedTuple):
     """Buffers of h key heads: centroids and sums (h, C, D), counts (h, C)."""
 
@@ -27,6 +24,11 @@ class Statistics(NamedTuple):
 
     members: Tensor
     sums: Tensor
+
+
+def no_statistics(state: Centroids) -> Statistics:
+    """Those of no pass."""
+    return Statistics(state.counts.double() * 0, state.sums.double() * 0)
 
 
 class Tokens(NamedTuple):
@@ -48,53 +50,39 @@ def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
     As strict routing selects, so that a row has the same cluster everywhere.
     """
     wide = centroids.to(accumulator(x.dtype)).contiguous()
-    spec = f"routing(clusters={centroids.shape[1]},window=1,share_qk=true,causal=strict)"
-    rows = (x, None, x[:, : centroids.shape[0]], wide, None, None)
-    lengths_and_mask = (lengths, lengths, None, None, None)
-    found: list[Tensor] = torch.ops.coterie.attention_select(
-        *rows, *lengths_and_mask, spec, 0.0, True, 0
-    )
-    return found[0]
+    found: Tensor = torch.ops.coterie.routing_labels(x, wide, lengths, None)
+    return found
 
 
 @torch.no_grad()
-def statistics(tokens: Tokens, centroids: Tensor) -> Statistics:
-    """What a pass adds to the moving average."""
-    # With decay 0 the core's counts and sums become those of the tokens.
-    scratch = centroids.to(accumulator(tokens.x.dtype), copy=True)
-    members, sums = torch.zeros_like(scratch[..., 0]), torch.zeros_like(scratch)
-    torch.ops.coterie.ema_update(scratch, members, sums, *tokens, None, 0.0)
-    return Statistics(members.double(), sums.double())
+def add_statistics(before: Statistics, tokens: Tokens) -> Statistics:
+    """The statistics with those of a pass."""
+    sum_of_all = Statistics(*(total.clone() for total in before))
+    torch.ops.coterie.add_centroid_statistics(*sum_of_all, *tokens, None)
+    return sum_of_all
 
 
 @torch.no_grad()
-def ema_update(
+def move(
     state: Centroids,
     statistics: Statistics | None,
     decay: float,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """One step of the moving average, in place, as src/cpu/cluster/centroid_update.cc has it.
+    """One step of the moving average, in place.
 
     Over the tokens of all ranks; a rank without any gives None.
     """
-    distributed = _distributed(process_group)
+    if _distributed(process_group):
+        statistics = statistics or no_statistics(state)
+        for total in statistics:
+            dist.all_reduce(total, group=process_group)
     if statistics is None:
-        if not distributed:
-            return
-        statistics = Statistics(state.counts.double() * 0, state.sums.double() * 0)
-    members, sums = statistics
-    if distributed:
-        dist.all_reduce(members, group=process_group)
-        dist.all_reduce(sums, group=process_group)
-    state.counts.copy_(decay * state.counts.double() + (1 - decay) * members)
-    moved = decay * state.sums.double() + (1 - decay) * sums
-    state.sums.copy_(moved)
-    counts = state.counts.double()
-    total = counts.sum(1, keepdim=True)
-    smoothed = (counts + _SMOOTHING) / (total + counts.shape[1] * _SMOOTHING) * total
-    found = members.unsqueeze(-1) > 0
-    state.centroids.copy_(torch.where(found, moved / smoothed.unsqueeze(-1), state.centroids))
+        return
+    wide = [buffer.to(accumulator(buffer.dtype)) for buffer in state]
+    torch.ops.coterie.move_centroids(*wide, *statistics, decay)
+    for buffer, moved in zip(state, wide, strict=True):
+        buffer.copy_(moved)  # of models in low precision; and autograd sees the change
 
 
 def _fold_heads(tokens: Tokens, heads: int) -> tuple[Tensor, Tensor]:

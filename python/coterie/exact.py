@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .functional import GroupCall, Options
 from .layout import accumulator
-from .state import normalised_rows
 
 
 class Sample(NamedTuple):
@@ -113,7 +112,8 @@ def _logit_rows(call: GroupCall, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]
     """Rows whose products are the logits; and the size of the numbers they are made of."""
     size = torch.linalg.vector_norm(x, dim=-1)
     if call.group.rows == "normalised":
-        return normalised_rows(x), size * (x.var(-1, correction=0) + 1e-6).rsqrt()
+        rows: Tensor = torch.ops.coterie.normalise_rows(x)
+        return rows, size * (x.var(-1, correction=0) + 1e-6).rsqrt()
     if call.group.rows == "unit_keys" and keys:  # zero rows stay zero
         unit = x / size.masked_fill(size == 0, 1).unsqueeze(-1)
         return unit, torch.ones_like(size)

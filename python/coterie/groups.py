@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from . import centroids as _centroids
 from .analysis import named_saved
 from .functional import GroupCall, GroupResult, Options, run_group
+from .library import group_seed
 from .positions import rotated, widened_keys, widened_queries
 from .spec import Group, head_groups
-from .state import State, group_seed, group_state
+from .state import State, group_state
 
 
 class Rows(NamedTuple):
@@ -47,14 +48,14 @@ class HeadGroup(nn.Module):
     counts: Tensor
     sums: Tensor
 
-    def __init__(self, group: Group, dim: int, head_dim: int, kv_heads: int, seed: int) -> None:
+    def __init__(self, group: Group, dim: int, head_dim: int, seed: int) -> None:
         super().__init__()
-        self.group, self.kv_heads = group, kv_heads
+        self.group = group
         self.commitment: Tensor | None = None
         self.commitment_differentiable = True
         self._tokens: list[tuple[Tensor, Tensor, Tensor | None]] = []  # as compilers keep them
         self._statistics: list[tuple[Tensor, Tensor]] = []
-        state = group_state(group, head_dim, kv_heads, seed)
+        state = group_state(group, head_dim, seed)
         if state.centroids is not None and state.logit_scale is not None:
             self.register_buffer("centroids", state.centroids)
             self.register_buffer("counts", state.counts)
@@ -112,12 +113,9 @@ class HeadGroup(nn.Module):
         self.commitment = (losses[0] + losses[-1]) * self.group.number("commitment")
         self.commitment_differentiable = torch.is_grad_enabled()
         parts = [part._replace(x=part.x.detach()) for part in parts]
-        found = [_centroids.statistics(part, self.centroids) for part in parts]
-        if self._statistics:
-            found = [
-                _centroids.Statistics(members + new.members, sums + new.sums)
-                for new, (members, sums) in zip(found, self._statistics, strict=True)
-            ]
+        none = _centroids.no_statistics(self.buffers_of_centroids())
+        before = [_centroids.Statistics(*own) for own in self._statistics] or [none] * len(parts)
+        found = [_centroids.add_statistics(*pair) for pair in zip(before, parts, strict=True)]
         self._statistics = [(members, sums) for members, sums in found]
         self._tokens = [(x, labels, lengths) for x, labels, lengths in parts]
 
@@ -161,19 +159,13 @@ class HeadGroups(nn.Module):
         super().__init__()
         self.spec, self.causal = spec, causal
         self.num_heads, self.head_dim = num_heads, head_dim
-        groups = head_groups(spec, num_heads, causal)
+        groups = head_groups(spec, num_heads, causal, kv_heads)
         self.num_groups = len(groups)
         for number, group in enumerate(groups):
-            share, rest = divmod(group.heads * kv_heads, num_heads)
-            if rest:
-                raise ValueError(
-                    f"spec: expected groups whose heads are multiples of {num_heads // kv_heads}, "
-                    f"the query heads per key/value head; got a group of {group.heads}"
-                )
             if group.positions != "none" and head_dim % 2:
                 raise ValueError(f"head_dim: expected an even number for positions; got {head_dim}")
             own = group_seed(seed, 0, number)
-            setattr(self, f"group_{number}", HeadGroup(group, dim, head_dim, share, own))
+            setattr(self, f"group_{number}", HeadGroup(group, dim, head_dim, own))
 
     def groups(self) -> list[HeadGroup]:
         """In the order of their heads."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .functional import Options
+from .functional import Options, mask_of_heads
 from .groups import HeadGroup, HeadGroups, Rows
 from .padding import Padding, make_padding
 from .spec import Group
@@ -321,20 +321,12 @@ def _query_padding(module: nn.Module, q: Tensor, mask: Tensor, keys: Padding) ->
 
 
 def _run(groups: HeadGroups, rows: _Rows, options: Options) -> Tensor:
-    parts, first, kv_first = [], 0, 0
+    parts = []
     for group in groups.groups():
-        heads, share = group.group.heads, group.kv_heads
-        own = _Rows(
-            rows.q[:, first : first + heads],
-            rows.k[:, kv_first : kv_first + share],
-            rows.v[:, kv_first : kv_first + share],
-        )
-        settled = options
-        if options.mask is not None:
-            settled = options._replace(mask=options.mask[:, first : first + heads])
-        parts.append(_run_group(group, own, settled))
-        first += heads
-        kv_first += share
+        g = group.group
+        k, v = (x.narrow(1, g.first_kv, g.kv_heads) for x in (rows.k, rows.v))
+        own = _Rows(rows.q.narrow(1, g.first, g.heads), k, v)
+        parts.append(_run_group(group, own, mask_of_heads(options, g.first, g.heads)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

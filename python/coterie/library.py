@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,10 @@ def _load() -> ctypes.CDLL:
     path = Path(__file__).with_name("libcoterie_ops.so")
     torch.ops.load_library(str(path))
     library = ctypes.CDLL(str(path))
-    library.coterie_describe.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_bool]
+    numbers = [ctypes.c_int64, ctypes.c_int64]
+    library.coterie_describe.argtypes = [ctypes.c_char_p, *numbers, ctypes.c_bool]
+    library.coterie_group_seed.argtypes = [ctypes.c_uint64, *numbers]
+    library.coterie_group_seed.restype = ctypes.c_int64
     library.coterie_set_threads.argtypes = [ctypes.c_int]
     for function in ("describe", "build_facts", "spec_help", "set_threads"):
         getattr(library, f"coterie_{function}").restype = ctypes.c_char_p
@@ -39,10 +43,22 @@ def _table(lines: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines.splitlines())
 
 
-def describe(spec: str, heads: int, causal: bool) -> list[dict[str, str]]:
+def describe(spec: str, heads: int, kv_heads: int, causal: bool) -> list[dict[str, str]]:
     """The head groups of a spec, with every automatic parameter settled."""
-    text = _text(_LIBRARY.coterie_describe(spec.encode(), heads, causal))
+    text = _text(_LIBRARY.coterie_describe(spec.encode(), heads, kv_heads, causal))
     return [_table(group) for group in text.split("\n\n")]
+
+
+@torch.compiler.assume_constant_result
+def _group_seed(seed: int, layer: int, group: int) -> int:
+    found: int = _LIBRARY.coterie_group_seed(seed, layer, group)
+    return found
+
+
+def group_seed(seed: int, layer: int, group: int) -> int:
+    """The seed of one group of one layer (include/coterie/layer.h), signed."""
+    # An index: there is no graph for all seeds.
+    return _group_seed(operator.index(seed), layer, group)
 
 
 def build_facts() -> dict[str, str]:

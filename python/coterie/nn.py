@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import centroids as _centroids
-from .functional import Options
+from .functional import Options, mask_of_heads
 from .groups import HeadGroup, HeadGroups, Rows
+from .library import group_seed
 from .padding import Padding, make_padding
-from .state import group_seed
 
 __all__ = ["Attention", "commitment_loss", "initialise_centroids", "update_centroids"]
 
@@ -74,8 +74,6 @@ class Attention(HeadGroups):
             raise ValueError(
                 f"embed_dim: expected a multiple of {num_heads} heads; got {embed_dim}"
             )
-        if kv_heads < 1 or num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads: expected a divisor of {num_heads}; got {kv_heads}")
         if dropout:
             raise ValueError(
                 f"dropout: expected 0.0, for there is no attention dropout; got {dropout}"
@@ -85,7 +83,7 @@ class Attention(HeadGroups):
         super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, own_seed)
         self.layer = layer or 0
         self.embed_dim, self.rotary_base, self.batch_first = embed_dim, rotary_base, batch_first
-        key_heads = sum(g.kv_heads for g in self.groups() if not g.group.keys_are_queries)
+        key_heads = sum(g.group.key_heads for g in self.groups())
         self.q = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k = nn.Linear(embed_dim, key_heads * head_dim, bias=bias) if key_heads else None
         self.v = nn.Linear(embed_dim, kv_heads * head_dim, bias=bias)
@@ -170,22 +168,16 @@ class Attention(HeadGroups):
 
         q, v = heads(self.q), heads(self.v)
         k = None if self.k is None else heads(self.k)
-        parts, first, k_first, v_first = [], 0, 0, 0
+        parts = []
         for number, group in enumerate(self.groups()):
-            share, count = group.kv_heads, group.group.heads
-            keys = None
-            if k is not None and not group.group.keys_are_queries:
-                keys = k[:, :, k_first : k_first + share]
-                k_first += share
-            rows = Rows(q[:, :, first : first + count], keys, v[:, :, v_first : v_first + share])
-            own = options._replace(seed=group_seed(seed, self.layer, number))
-            if own.mask is not None:
-                own = own._replace(mask=own.mask[:, first : first + count])
-            if group.group.positions == "relative":
+            g = group.group
+            keys = k.narrow(2, g.first_key, g.key_heads) if k is not None and g.key_heads else None
+            rows = Rows(q.narrow(2, g.first, g.heads), keys, v.narrow(2, g.first_kv, g.kv_heads))
+            own = mask_of_heads(options, g.first, g.heads)
+            own = own._replace(seed=group_seed(seed, self.layer, number))
+            if g.positions == "relative":
                 own = own._replace(scale=1 / math.sqrt(self.head_dim))
             parts.append(group(group.placed(rows, self.rotary_base), own, x).transpose(1, 2))
-            first += count
-            v_first += share
         merged = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         out: Tensor = self.out(merged.flatten(2))
         return out
@@ -234,7 +226,7 @@ def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None 
     """
     for group in _routing_groups(module):
         for statistics in group.take_statistics():
-            _centroids.ema_update(
+            _centroids.move(
                 group.buffers_of_centroids(), statistics, group.group.number("decay"), process_group
             )
 

@@ -13,8 +13,14 @@ attention_forward(...): the same without derivatives
 attention_backward(grad_out, ..., out, saved, needs) -> gradients
     Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
 attention_select(...) -> the selection: the int32 ones of the saved tensors
+normalise_rows(x) -> rows of zero mean and unit variance
+routing_labels(x, centroids (H', C, D), lengths?, cu_seqlens?) -> labels
 spherical_kmeans(x, lengths?, cu_seqlens?, clusters, iterations, seed) -> centroids (H, C, D)
-ema_update(centroids!, counts!, sums!, x, labels, lengths?, cu_seqlens?, decay) -> ()
+add_centroid_statistics(members!, sums!, x, labels, lengths?, cu_seqlens?) -> ()
+    Adds the rows of each cluster to members (H', C) and their normalised sum to sums (H', C, D),
+    both float64.
+move_centroids(centroids!, counts!, sums!, members, added, decay) -> ()
+    One step of the moving average by statistics ``members`` and ``added``.
 commitment_loss(x, centroids (H', C, D), labels, lengths?, cu_seqlens?) -> loss (1)
 commitment_loss_backward(...) -> d loss / d x
 """
@@ -174,9 +180,22 @@ def _(
     return x.new_empty((x.shape[1], clusters, x.shape[3]), dtype=accumulator(x.dtype))
 
 
-@torch.library.register_fake("coterie::ema_update")
-def _(*args: Any) -> None:
+@torch.library.register_fake("coterie::normalise_rows")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=accumulator(x.dtype))
+
+
+@torch.library.register_fake("coterie::routing_labels")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return _labels(x)
+
+
+def _fake_nothing(*args: Any) -> None:
     return None
+
+
+for _name in ("add_centroid_statistics", "move_centroids"):
+    torch.library.register_fake(f"coterie::{_name}", _fake_nothing)
 
 
 @torch.library.register_fake("coterie::commitment_loss")

@@ -23,7 +23,12 @@ class Group:
 
     name: str
     text: str  # the spec of this group alone, without its number of heads
+    first: int  # of the layer's query heads
     heads: int
+    first_kv: int  # of its key/value heads
+    kv_heads: int
+    first_key: int  # of the key heads of groups that take keys
+    key_heads: int
     positions: str  # rotary, relative or none
     positions_named: bool  # in the spec, and not by default
     keys_are_queries: bool  # takes no k
@@ -56,7 +61,12 @@ def _group(facts: dict[str, str]) -> Group:
     return Group(
         name=facts["name"],
         text=facts["text"],
+        first=int(facts["first"]),
         heads=int(facts["heads"]),
+        first_kv=int(facts["first_kv"]),
+        kv_heads=int(facts["kv_heads"]),
+        first_key=int(facts["first_key"]),
+        key_heads=int(facts["key_heads"]),
         positions=facts["positions"],
         positions_named=facts["positions_named"] == "1",
         keys_are_queries=facts["keys_are_queries"] == "1",
@@ -70,30 +80,34 @@ def _group(facts: dict[str, str]) -> Group:
 
 
 @functools.lru_cache(maxsize=1024)
-def _groups(spec: str, heads: int, causal: bool) -> tuple[Group, ...]:
-    return tuple(_group(facts) for facts in library.describe(spec, heads, causal))
+def _groups(spec: str, heads: int, kv_heads: int, causal: bool) -> tuple[Group, ...]:
+    return tuple(_group(facts) for facts in library.describe(spec, heads, kv_heads, causal))
 
 
 @torch.compiler.assume_constant_result
-def _constant_groups(spec: str, heads: int, causal: bool) -> tuple[Group, ...]:
-    return _groups(spec, heads, causal)
+def _constant_groups(spec: str, heads: int, kv_heads: int, causal: bool) -> tuple[Group, ...]:
+    return _groups(spec, heads, kv_heads, causal)
 
 
-def head_groups(spec: str, heads: int, causal: bool) -> tuple[Group, ...]:
-    """The groups of ``spec`` in a layer of ``heads`` heads.
+def head_groups(
+    spec: str, heads: int, causal: bool, kv_heads: int | None = None
+) -> tuple[Group, ...]:
+    """The groups of ``spec`` in a layer of ``heads`` heads and, if fewer, ``kv_heads``.
 
     Raises ValueError, naming what is allowed, when the spec is wrong, its heads do not add up, or
     a mechanism has no causal form.
     """
+    kv_heads = heads if kv_heads is None else kv_heads
     if not isinstance(spec, str):
         raise TypeError(f"spec: expected a string; got {type(spec).__name__}")
     if torch.compiler.is_compiling():
         # An index: there is no graph for all counts of heads.
-        constant: tuple[Group, ...] = _constant_groups(spec, operator.index(heads), causal)
+        counts = operator.index(heads), operator.index(kv_heads)
+        constant: tuple[Group, ...] = _constant_groups(spec, *counts, causal)
         return constant
-    return _groups(spec, heads, causal)
+    return _groups(spec, heads, kv_heads, causal)
 
 
 def single_group(mechanism: str, causal: bool) -> Group:
     """The group of a spec that has one, whatever its number of heads."""
-    return _groups(mechanism, 1, causal)[0]
+    return _groups(mechanism, 1, 1, causal)[0]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import accumulator
+from .library import group_seed
 from .spec import Group, head_groups
 
 
@@ -30,35 +30,15 @@ class State(NamedTuple):
     gate: Tensor | None = None
 
 
-_MASK = 2**64 - 1
-
-
-def group_seed(seed: int, layer: int, group: int) -> int:
-    """The seed of one group of one layer, as torch/src/head_group.cc has it (SplitMix64)."""
-    for number in (layer, group):
-        seed = (seed + 0x9E3779B97F4A7C15 * (number + 1)) & _MASK
-        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
-        seed ^= seed >> 31
-    return seed - 2**64 if seed >= 2**63 else seed
-
-
-def normalised_rows(x: Tensor) -> Tensor:
-    """Rows with zero mean and unit variance, in the accumulator's type; as the core does it."""
-    wide = x.to(accumulator(x.dtype))
-    centred = wide - wide.mean(-1, keepdim=True)
-    return centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def group_state(group: Group, head_dim: int, kv_heads: int, seed: int) -> State:
+def group_state(group: Group, head_dim: int, seed: int) -> State:
     """The initial state of a group: Gaussian, as the C++ modules draw it."""
-    generator = torch.Generator().manual_seed(seed & _MASK)
+    generator = torch.Generator().manual_seed(seed % 2**64)
     scale = 1 / math.sqrt(head_dim)
     if group.name == "routing":
         clusters = group.whole("clusters")
-        drawn = torch.randn(kv_heads, clusters, head_dim, generator=generator)
-        centroids = normalised_rows(drawn)
-        counts = torch.ones(kv_heads, clusters)
+        drawn = torch.randn(group.kv_heads, clusters, head_dim, generator=generator)
+        centroids = torch.ops.coterie.normalise_rows(drawn[None])[0]
+        counts = torch.ones(group.kv_heads, clusters)
         logit_scale = torch.full((group.heads,), scale)
         return State(centroids, counts, centroids.clone(), logit_scale)
     if group.name == "cast":
@@ -85,18 +65,10 @@ def init_state(
     start better from :func:`torch.ops.coterie.spherical_kmeans` of the data
     (:func:`coterie.nn.initialise_centroids`).
     """
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if head_dim < 1:
         raise ValueError(f"head_dim: expected at least 1; got {head_dim}")
-    if kv_heads < 1 or num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads: expected a divisor of {num_heads}; got {kv_heads}")
     states = []
-    for number, group in enumerate(head_groups(spec, num_heads, causal)):
-        share, rest = divmod(group.heads * kv_heads, num_heads)
-        if rest:
-            raise ValueError(
-                f"num_kv_heads: expected heads that the groups can share out evenly; got {kv_heads}"
-            )
-        state = group_state(group, head_dim, share, group_seed(seed, 0, number))
+    for number, group in enumerate(head_groups(spec, num_heads, causal, num_kv_heads)):
+        state = group_state(group, head_dim, group_seed(seed, 0, number))
         states.append(State(*(None if t is None else t.to(device, dtype) for t in state)))
     return states[0] if len(states) == 1 else tuple(states)

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "coterie/layer.h"
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
 
@@ -38,21 +39,26 @@ const char* positions_name(const HeadGroup& group) {
   return group.rotary() ? "rotary" : "none";
 }
 
-std::string describe_group(const HeadGroup& group, std::int64_t heads, bool causal) {
+std::string describe_group(const HeadGroup& group, const HeadSlice& slice, bool causal) {
   Lines lines{mechanism_facts(group.mechanism, causal)};
   lines.add("text", to_string(group.mechanism));
-  lines.add("heads", heads);
+  lines.add("first", slice.first);
+  lines.add("heads", slice.count);
+  lines.add("first_kv", slice.first_kv);
+  lines.add("kv_heads", slice.kv_count);
+  lines.add("first_key", slice.first_key);
+  lines.add("key_heads", slice.key_count);
   lines.add("positions", positions_name(group));
   lines.add("positions_named", static_cast<std::int64_t>(group.positions != Positions::automatic));
   return lines.text;
 }
 
-std::string describe(const char* text, std::int64_t heads, bool causal) {
+std::string describe(const char* text, std::int64_t heads, std::int64_t kv_heads, bool causal) {
   const AttentionSpec spec = AttentionSpec::parse(text);
-  const std::vector<std::int64_t> counts = spec.head_counts(heads);
+  const std::vector<HeadSlice> slices = head_slices(spec, heads, kv_heads);
   std::string groups;
-  for (std::size_t g = 0; g < counts.size(); ++g) {
-    groups += (g ? "\n" : "") + describe_group(spec.groups[g], counts[g], causal);
+  for (std::size_t g = 0; g < slices.size(); ++g) {
+    groups += (g ? "\n" : "") + describe_group(spec.groups[g], slices[g], causal);
   }
   return groups;
 }
@@ -87,8 +93,14 @@ const char* keep(const Make& make) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-const char* coterie_describe(const char* spec, std::int64_t heads, bool causal) {
-  return keep([&] { return describe(spec, heads, causal); });
+const char* coterie_describe(const char* spec, std::int64_t heads, std::int64_t kv_heads,
+                             bool causal) {
+  return keep([&] { return describe(spec, heads, kv_heads, causal); });
+}
+
+// As operators take seeds: signed.
+std::int64_t coterie_group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
+  return static_cast<std::int64_t>(group_seed(seed, layer, group));
 }
 
 const char* coterie_build_facts() { return keep(build_facts); }

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "attention.h"
-#include "clusters.h"
+#include "routing.h"
 
 namespace {
 
@@ -28,8 +28,11 @@ constexpr Operator kOperators[] = {
     {"attention_forward", api::attention},  // the same without derivatives
     {"attention_backward", api::attention_backward},
     {"attention_select", api::attention_select},
+    {"normalise_rows", api::normalise_rows},
+    {"routing_labels", api::routing_labels},
     {"spherical_kmeans", api::spherical_kmeans},
-    {"ema_update", api::ema_update},
+    {"add_centroid_statistics", api::add_centroid_statistics},
+    {"move_centroids", api::move_centroids},
     {"commitment_loss", api::commitment_loss},
     {"commitment_loss_backward", api::commitment_loss_backward},
 };
@@ -44,12 +47,18 @@ STABLE_TORCH_LIBRARY(coterie, m) {
          ", Tensor out, Tensor[] saved, int needs) -> Tensor[]")
             .c_str());
   m.def(("attention_select(" + kArguments + ") -> Tensor[]").c_str());
+  m.def("normalise_rows(Tensor x) -> Tensor");
+  m.def(
+      "routing_labels(Tensor x, Tensor centroids, Tensor? lengths, Tensor? cu_seqlens) -> Tensor");
   m.def(
       "spherical_kmeans(Tensor x, Tensor? lengths, Tensor? cu_seqlens, int clusters, "
       "int iterations, int seed) -> Tensor");
   m.def(
-      "ema_update(Tensor(a!) centroids, Tensor(b!) counts, Tensor(c!) sums, Tensor x, "
-      "Tensor labels, Tensor? lengths, Tensor? cu_seqlens, float decay) -> ()");
+      "add_centroid_statistics(Tensor(a!) members, Tensor(b!) sums, Tensor x, Tensor labels, "
+      "Tensor? lengths, Tensor? cu_seqlens) -> ()");
+  m.def(
+      "move_centroids(Tensor(a!) centroids, Tensor(b!) counts, Tensor(c!) sums, Tensor members, "
+      "Tensor added, float decay) -> ()");
   m.def(
       "commitment_loss(Tensor x, Tensor centroids, Tensor labels, Tensor? lengths, "
       "Tensor? cu_seqlens) -> Tensor");

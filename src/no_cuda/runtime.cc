@@ -49,9 +49,17 @@ void fill(const TensorView&, double, const Workspace&) { refuse("fill"); }
 
 std::string refuse_tokens(const TensorView&) { return "this library was built without CUDA"; }
 
-void ema_update(double, const TensorView&, const Sequences&, const TensorView&,
-                const CentroidState&, const Workspace&) {
-  refuse("ema_update");
+void normalise_rows(const TensorView&, const TensorView&, const Workspace&) {
+  refuse("normalise_rows");
+}
+
+void add_centroid_statistics(const TensorView&, const Sequences&, const TensorView&,
+                             const CentroidStatistics&, const Workspace&) {
+  refuse("add_centroid_statistics");
+}
+
+void move_centroids(double, const CentroidStatistics&, const CentroidState&, const Workspace&) {
+  refuse("move_centroids");
 }
 
 std::int64_t commitment_workspace_bytes(const TensorView&) { refuse("commitment_loss"); }

@@ -81,63 +81,52 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
   }
 }
 
-namespace {
-
-// Number and sum of the normalised rows with each label.
 template <class T>
-struct LabelTotals {
-  Matrix<T> counts, sums;  // (1, C), (C, D)
-};
-
-template <class T>
-void add_totals(const Place& place, const TensorView& x, const TensorView& labels,
-                LabelTotals<T>& totals) {
-  const Matrix<T> rows = normalised_rows(read_matrix<T>(place.queries(x)));
-  const std::vector<Index> label = read_indices(place.queries(labels));
-  for (Index i = 0; i < rows.rows; ++i) {
-    totals.counts(0, label[i]) += 1;
-    for (Index d = 0; d < rows.cols; ++d) totals.sums(label[i], d) += rows(i, d);
+void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
+                             const TensorView& labels, const CentroidStatistics& statistics) {
+  const Index owners = statistics.members.size(0);
+  for (const Place& place : make_places("add_centroid_statistics", sequences, x, x.size(1))) {
+    const Index owner = place.head / (place.num_heads / owners);
+    const TensorView of_members = statistics.members.narrowed(0, owner, 1);
+    const TensorView of_sums = statistics.sums.narrowed(0, owner, 1);
+    Matrix<T> members = read_matrix<T>(of_members), sums = read_matrix<T>(of_sums);
+    const Matrix<T> rows = normalised_rows(read_matrix<T>(place.queries(x)));
+    const std::vector<Index> label = read_indices(place.queries(labels));
+    for (Index i = 0; i < rows.rows; ++i) {
+      members(0, label[i]) += 1;
+      for (Index d = 0; d < rows.cols; ++d) sums(label[i], d) += rows(i, d);
+    }
+    write_matrix(of_members, members);
+    write_matrix(of_sums, sums);
   }
 }
 
-// One head: count and sum move towards the batch's, mu = sum / smoothed count. The smoothing
-// (count + e) / (total + C e) total preserves the total.
+// Per head: count and sum move towards those of the step, mu = sum / smoothed count, the smoothing
+// keeping the total: (count + e) / (total + C e) total.
 template <class T>
-void move_average(T decay, const LabelTotals<T>& batch, const CentroidState& state) {
+void move_centroids(double decay, const CentroidStatistics& statistics,
+                    const CentroidState& state) {
   constexpr T kSmoothing = static_cast<T>(1e-5);
-  Matrix<T> counts = scaled(read_matrix<T>(state.counts), decay);
-  Matrix<T> sums = scaled(read_matrix<T>(state.sums), decay);
-  Matrix<T> centroids = read_matrix<T>(state.centroids);
-  add(counts, scaled(batch.counts, 1 - decay));
-  add(sums, scaled(batch.sums, 1 - decay));
-  T total = 0;
-  for (T count : counts.values) total += count;
-  for (Index c = 0; c < centroids.rows; ++c) {
-    if (batch.counts(0, c) == 0) continue;
-    const T smoothed =
-        (counts(0, c) + kSmoothing) / (total + static_cast<T>(centroids.rows) * kSmoothing) * total;
-    for (Index d = 0; d < centroids.cols; ++d) centroids(c, d) = sums(c, d) / smoothed;
-  }
-  write_matrix(state.counts, counts);
-  write_matrix(state.sums, sums);
-  write_matrix(state.centroids, centroids);
-}
-
-}  // namespace
-
-template <class T>
-void ema_update(double decay, const TensorView& x, const Sequences& sequences,
-                const TensorView& labels, const CentroidState& state) {
-  const Index owners = state.counts.size(0), clusters = state.counts.size(1);
-  const std::vector<Place> places = make_places("ema_update", sequences, x, x.size(1));
-  for (Index owner = 0; owner < owners; ++owner) {
-    LabelTotals<T> batch{.counts = Matrix<T>(1, clusters), .sums = Matrix<T>(clusters, x.size(3))};
-    for (const Place& place : places)
-      if (place.head / (place.num_heads / owners) == owner) add_totals(place, x, labels, batch);
-    move_average(static_cast<T>(decay), batch,
-                 {.centroids = state.centroids.narrowed(0, owner, 1),
-                  .counts = state.counts.narrowed(0, owner, 1),
-                  .sums = state.sums.narrowed(0, owner, 1)});
+  const T kept = static_cast<T>(decay);
+  for (Index owner = 0; owner < state.counts.size(0); ++owner) {
+    const auto own = [&](const TensorView& tensor) { return tensor.narrowed(0, owner, 1); };
+    const Matrix<T> members = read_matrix<T>(own(statistics.members));
+    Matrix<T> counts = scaled(read_matrix<T>(own(state.counts)), kept);
+    Matrix<T> sums = scaled(read_matrix<T>(own(state.sums)), kept);
+    Matrix<T> centroids = read_matrix<T>(own(state.centroids));
+    add(counts, scaled(members, 1 - kept));
+    add(sums, scaled(read_matrix<T>(own(statistics.sums)), 1 - kept));
+    T total = 0;
+    for (T count : counts.values) total += count;
+    const T grown = total + static_cast<T>(centroids.rows) * kSmoothing;
+    for (Index c = 0; c < centroids.rows; ++c) {
+      if (members(0, c) == 0) continue;
+      const T smoothed = (counts(0, c) + kSmoothing) / grown * total;
+      for (Index d = 0; d < centroids.cols; ++d) centroids(c, d) = sums(c, d) / smoothed;
+    }
+    write_matrix(own(state.counts), counts);
+    write_matrix(own(state.sums), sums);
+    write_matrix(own(state.centroids), centroids);
   }
 }
 
@@ -192,10 +181,12 @@ template void spherical_kmeans<float>(const SphericalKMeansParams&, const Tensor
                                       const Sequences&, const TensorView&);
 template void spherical_kmeans<double>(const SphericalKMeansParams&, const TensorView&,
                                        const Sequences&, const TensorView&);
-template void ema_update<float>(double, const TensorView&, const Sequences&, const TensorView&,
-                                const CentroidState&);
-template void ema_update<double>(double, const TensorView&, const Sequences&, const TensorView&,
-                                 const CentroidState&);
+template void add_centroid_statistics<float>(const TensorView&, const Sequences&, const TensorView&,
+                                             const CentroidStatistics&);
+template void add_centroid_statistics<double>(const TensorView&, const Sequences&,
+                                              const TensorView&, const CentroidStatistics&);
+template void move_centroids<float>(double, const CentroidStatistics&, const CentroidState&);
+template void move_centroids<double>(double, const CentroidStatistics&, const CentroidState&);
 template float commitment_loss(const TensorView&, const Sequences&, const TensorView&,
                                const TensorView&);
 template double commitment_loss(const TensorView&, const Sequences&, const TensorView&,

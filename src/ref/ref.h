@@ -12,7 +12,7 @@
 
 #include "core/clustering.h"
 #include "coterie/attention.h"
-#include "coterie/cluster.h"
+#include "coterie/routing.h"
 
 namespace coterie::ref {
 
@@ -43,8 +43,8 @@ template <class T>
 Gradients<T> backward(const Mechanism& mechanism, const AttentionInputs& inputs,
                       const std::vector<TensorView>& saved, const TensorView& grad_out);
 
-// The operations of hash.h, cluster.h, select.h and group.h with arithmetic in T and the same
-// arguments and contracts. Those without T have no floating-point arithmetic.
+// The operations of ops/parts.h and coterie/routing.h with arithmetic in T and the same arguments
+// and contracts. Those without T have no floating-point arithmetic.
 template <class T>
 void isotropic_planes(std::uint64_t seed, bool bias, const TensorView& planes,
                       const TensorView& thresholds);
@@ -76,8 +76,10 @@ template <class T>
 void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
                       const Sequences& sequences, const TensorView& centroids);
 template <class T>
-void ema_update(double decay, const TensorView& x, const Sequences& sequences,
-                const TensorView& labels, const CentroidState& state);
+void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
+                             const TensorView& labels, const CentroidStatistics& statistics);
+template <class T>
+void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state);
 template <class T>
 T commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                   const TensorView& labels);

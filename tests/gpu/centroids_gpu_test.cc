@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "coterie/cluster.h"
 #include "coterie/random.h"
+#include "coterie/routing.h"
 #include "coterie/runtime.h"
 #include "tests/gpu/device_tensor.h"
 
@@ -73,13 +73,56 @@ TEST_P(CentroidsGpuTest, MoveAsOnTheCpu) {
   const DeviceTensor x(problem.x.view()), labels(problem.labels.view()),
       lengths(problem.lengths.view()), centroids(problem.centroids.view()),
       counts(problem.counts.view()), sums(problem.sums.view());
-  ema_update(0.9, x.view(), {lengths.view(), {}}, labels.view(),
-             {centroids.view(), counts.view(), sums.view()});
+  const HostTensor members(DType::f64, {kOwners, kClusters});
+  const HostTensor added(DType::f64, {kOwners, kClusters, GetParam().dim});
+  const DeviceTensor gpu_members(members.view()), gpu_added(added.view());
+  for (int pass = 0; pass < 2; ++pass) {  // statistics of several passes add up
+    add_centroid_statistics(x.view(), {lengths.view(), {}}, labels.view(),
+                            {gpu_members.view(), gpu_added.view()});
+    add_centroid_statistics(problem.x, problem.sequences(), problem.labels, {members, added});
+  }
+  move_centroids(0.9, {gpu_members.view(), gpu_added.view()},
+                 {centroids.view(), counts.view(), sums.view()});
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  ema_update(0.9, problem.x, problem.sequences(), problem.labels, problem.state());
+  move_centroids(0.9, {members, added}, problem.state());
+  EXPECT_EQ(read_values(gpu_members.download()), read_values(members));
+  expect_near(gpu_added.download(), added, 1e-4);
   expect_near(counts.download(), problem.counts, 1e-6);
   expect_near(sums.download(), problem.sums, 1e-5);
   expect_near(centroids.download(), problem.centroids, 1e-5);
+}
+
+TEST_P(CentroidsGpuTest, RowsAreNormalisedAsOnTheCpu) {
+  const DeviceTensor x(problem.x.view());
+  const HostTensor expected(DType::f32, {kBatch, kHeads, kTokens, GetParam().dim});
+  const DeviceTensor out(expected.view());
+  normalise_rows(x.view(), out.view());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  normalise_rows(problem.x, expected);
+  expect_near(out.download(), expected, 1e-5);
+}
+
+// Rows whose two best scores are close may go to either; others have the CPU's cluster.
+TEST_P(CentroidsGpuTest, HaveTheLabelsOfTheCpu) {
+  const DeviceTensor x(problem.x.view()), lengths(problem.lengths.view()),
+      centroids(problem.centroids.view()), labels(problem.labels.view());
+  const Sequences on_gpu{lengths.view(), {}};
+  const DeviceMemory memory(routing_labels_workspace_bytes(x.view(), on_gpu, centroids.view()));
+  routing_labels(x.view(), on_gpu, centroids.view(), labels.view(),
+                 {memory.data(), memory.bytes(), nullptr});
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  const HostTensor expected(DType::i32, {kBatch, kHeads, kTokens});
+  const HostTensor scratch(DType::u8, {routing_labels_workspace_bytes(
+                                          problem.x, problem.sequences(), problem.centroids)});
+  routing_labels(problem.x, problem.sequences(), problem.centroids, expected,
+                 {scratch.view().data, scratch.view().count(), nullptr});
+  const std::vector<double> a = read_values(labels.download()), e = read_values(expected);
+  int differences = 0;
+  for (std::size_t i = 0; i < e.size(); ++i) {
+    EXPECT_EQ(a[i] < 0, e[i] < 0) << i;
+    differences += a[i] != e[i];
+  }
+  EXPECT_LE(differences, static_cast<int>(e.size() / 500));
 }
 
 TEST_P(CentroidsGpuTest, HaveTheCommitmentLossOfTheCpu) {

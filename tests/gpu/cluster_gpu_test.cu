@@ -14,7 +14,6 @@
 #include "core/half.h"
 #include "core/items.h"
 #include "core/parallel.h"
-#include "coterie/cluster.h"
 #include "coterie/random.h"
 #include "coterie/runtime.h"
 #include "cuda/cluster/clustering.h"

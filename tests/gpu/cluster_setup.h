@@ -11,7 +11,6 @@
 
 #include "core/half.h"
 #include "core/parallel.h"
-#include "coterie/cluster.h"
 #include "cuda/launch/launch.h"
 #include "ops/call.h"
 #include "ops/parts.h"

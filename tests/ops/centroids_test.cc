@@ -6,10 +6,12 @@
 #include <cmath>
 #include <set>
 
-#include "coterie/cluster.h"
+#include "coterie/attention.h"
+#include "coterie/routing.h"
 #include "coterie/runtime.h"
 #include "ref/ref.h"
 #include "tests/support/definitions.h"
+#include "tests/support/expect.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
@@ -110,6 +112,16 @@ TEST_P(CentroidsTest, SphericalKMeansFindsRareKindsOfTokens) {
   EXPECT_EQ(std::set<double>(labels.begin(), labels.end()).size(), static_cast<std::size_t>(kinds));
 }
 
+// What a step with one batch does.
+void update(double decay, const TensorView& x, const Sequences& sequences, const TensorView& labels,
+            const CentroidState& state) {
+  const std::int64_t heads = state.counts.size(0), clusters = state.counts.size(1);
+  const HostTensor members(DType::f64, {heads, clusters});
+  const HostTensor sums(DType::f64, {heads, clusters, x.size(3)});
+  add_centroid_statistics(x, sequences, labels, {members, sums});
+  move_centroids(decay, {members, sums}, state);
+}
+
 struct Ema {
   HostTensor x = normals(DType::f32, {2, 4, 25, 8}, 9);
   HostTensor lengths = ints({25, 13});
@@ -126,7 +138,7 @@ TEST_P(CentroidsTest, MovingAverageFollowsItsFormula) {
   Ema ema;
   const double decay = 0.9, eps = 1e-5;
   const std::vector<double> old = read_values(ema.centroids);
-  ema_update(decay, ema.x, padded(ema.lengths), ema.labels, ema.state);
+  update(decay, ema.x, padded(ema.lengths), ema.labels, ema.state);
   const std::vector<double> labels = read_values(ema.labels), length = read_values(ema.lengths);
   const std::vector<double> rows = normalised(read_values(ema.x), 8);
   std::vector<double> counts(12), sums(12 * 8);
@@ -168,8 +180,8 @@ TEST_P(CentroidsTest, MovingAverageDoesNotSeePadding) {
        [](std::int64_t) { return std::nan(""); });
   fill(spoilt.labels.view().narrowed(0, 1, 1).narrowed(2, 13, 12),
        [](std::int64_t) { return -1.0; });
-  ema_update(0.5, clean.x, padded(clean.lengths), clean.labels, clean.state);
-  ema_update(0.5, spoilt.x, padded(spoilt.lengths), spoilt.labels, spoilt.state);
+  update(0.5, clean.x, padded(clean.lengths), clean.labels, clean.state);
+  update(0.5, spoilt.x, padded(spoilt.lengths), spoilt.labels, spoilt.state);
   EXPECT_EQ(read_values(clean.centroids), read_values(spoilt.centroids));
   EXPECT_EQ(read_values(clean.counts), read_values(spoilt.counts));
 }
@@ -225,6 +237,114 @@ TEST(CommitmentLossTest, WithoutTokensIsZero) {
   EXPECT_EQ(read_values(loss)[0], 0.0);
   commitment_loss_backward(x, padded(lengths), centroids, labels, 1.0, dx);
   EXPECT_EQ(read_values(dx), std::vector<double>(32, 0.0));
+}
+
+// Statistics of rows (B, H, N, D), zeros at first.
+struct Statistics {
+  HostTensor members, sums;
+
+  Statistics(std::int64_t heads, std::int64_t clusters, std::int64_t dim)
+      : members(DType::f64, {heads, clusters}), sums(DType::f64, {heads, clusters, dim}) {}
+  CentroidStatistics views() const { return {members, sums}; }
+};
+
+TEST_P(CentroidsTest, StatisticsFollowTheSpecification) {
+  for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+    const HostTensor x = normals(dtype, {2, 4, 25, 8}, 20), lengths = ints({25, 0});
+    const HostTensor labels = labels_below(6, {2, 4, 25}, 21);
+    const Statistics found(2, 6, 8), exact(2, 6, 8), naive(2, 6, 8);
+    add_centroid_statistics(x, padded(lengths), labels, found.views());
+    ref::add_centroid_statistics<double>(x, padded(lengths), labels, exact.views());
+    ref::add_centroid_statistics<float>(x, padded(lengths), labels, naive.views());
+    EXPECT_EQ(read_values(found.members), read_values(exact.members));
+    EXPECT_LT(in_roundings(read_values(found.sums), read_values(exact.sums), 50 + 8), 1.0);
+    EXPECT_LE(in_roundings(read_values(found.sums), read_values(exact.sums), 1),
+              2 * in_roundings(read_values(naive.sums), read_values(exact.sums), 1) + 1);
+  }
+}
+
+// However a step is cut into passes, the statistics have the same bits.
+TEST_P(CentroidsTest, StatisticsOfPassesAddUp) {
+  const HostTensor x = normals(DType::f32, {3, 2, 40, 8}, 22);
+  const HostTensor labels = labels_below(4, {3, 2, 40}, 23);
+  const Statistics whole(2, 4, 8), parts(2, 4, 8);
+  add_centroid_statistics(x, {}, labels, whole.views());
+  for (const auto& [first, count] : {std::pair{0, 1}, std::pair{1, 2}})
+    add_centroid_statistics(x.view().narrowed(0, first, count), {},
+                            labels.view().narrowed(0, first, count), parts.views());
+  EXPECT_TRUE(test::same_bits(whole.members, parts.members));
+  EXPECT_TRUE(test::same_bits(whole.sums, parts.sums));
+}
+
+TEST_P(CentroidsTest, LabelsAreThoseOfStrictRouting) {
+  for (DType dtype : {DType::f32, DType::f64, DType::bf16}) {
+    const HostTensor q = normals(dtype, {2, 4, 33, 8}, 24), k = normals(dtype, {2, 2, 33, 8}, 25);
+    const HostTensor lengths = ints({33, 17});
+    const HostTensor centroids = normals(accumulator_dtype(dtype), {2, 6, 8}, 26);
+    AttentionInputs inputs;
+    inputs.q = q;
+    inputs.k = inputs.v = k;
+    inputs.q_sequences = inputs.k_sequences = padded(lengths);
+    inputs.centroids = centroids;
+    inputs.causal = true;
+    RoutingParams params;
+    params.clusters = 6;
+    params.window = 5;
+    const AttentionBuffers buffers(params, inputs);
+    attention_forward(params, inputs, buffers.result(), buffers.workspace());
+    for (const auto& [x, saved] : {std::pair{&q, 0u}, std::pair{&k, 1u}}) {
+      const HostTensor labels(DType::i32, {2, x->view().size(1), 33});
+      const HostTensor memory(DType::u8,
+                              {routing_labels_workspace_bytes(*x, padded(lengths), centroids)});
+      routing_labels(*x, padded(lengths), centroids, labels,
+                     {memory.view().data, memory.view().count(), nullptr});
+      EXPECT_EQ(read_values(labels), read_values(buffers.result().saved[saved]));
+    }
+  }
+}
+
+TEST_P(CentroidsTest, RowsAreNormalised) {
+  for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16})
+    for (const std::int64_t dim : {1, 7, 64}) {
+      const HostTensor wide = normals(dtype, {3, 2, 5, dim + 2}, 27);
+      const TensorView x = wide.view().narrowed(3, 1, dim);
+      const HostTensor out(accumulator_dtype(dtype), {3, 2, 5, dim});
+      normalise_rows(x, out);
+      EXPECT_LT(in_roundings(read_values(out), normalised(read_values(x), dim),
+                             8 + static_cast<double>(dim)),
+                2.0);
+    }
+  const HostTensor none(DType::f32, {0, 2, 5, 4});
+  normalise_rows(none, none);
+}
+
+TEST(CentroidRefusals, NameWhatIsWrong) {
+  const HostTensor x(DType::f32, {1, 4, 5, 8}), labels(DType::i32, {1, 4, 5});
+  const HostTensor centroids(DType::f32, {2, 3, 8}), counts(DType::f32, {2, 3});
+  const Statistics right(2, 3, 8), odd_heads(3, 3, 8), narrow(2, 3, 7);
+  const CentroidState state{centroids, counts, centroids};
+  const auto refusal_of = [](const auto& body) { return test::error_of(body); };
+  EXPECT_NE(refusal_of([&] { move_centroids(1.5, right.views(), state); }).find("got 1.5"),
+            std::string::npos);
+  EXPECT_NE(refusal_of([&] { move_centroids(0.5, narrow.views(), state); }).find("sums of the"),
+            std::string::npos);
+  EXPECT_NE(refusal_of([&] {
+              move_centroids(0.5, {counts, right.sums}, state);
+            }).find("members of type f64"),
+            std::string::npos);
+  EXPECT_NE(refusal_of([&] {
+              add_centroid_statistics(x, {}, labels, odd_heads.views());
+            }).find("divides the 4 heads of x; got 3"),
+            std::string::npos);
+  const HostTensor beyond = test::tensor_of(DType::i32, {1, 4, 5}, std::vector<double>(20, 3));
+  EXPECT_NE(refusal_of([&] {
+              add_centroid_statistics(x, {}, beyond, right.views());
+            }).find("expected labels in [0, 3); got 3"),
+            std::string::npos);
+  EXPECT_NE(refusal_of([&] { normalise_rows(x, labels); }).find("[normalise_rows] expected out"),
+            std::string::npos);
+  EXPECT_NE(refusal_of([&] { routing_labels(x, {}, centroids, labels, {}); }).find("workspace"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/cluster.h"
 
 #include <gtest/gtest.h>
 

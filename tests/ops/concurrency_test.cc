@@ -11,7 +11,7 @@
 #include "cases/cases.h"
 #include "cases/problem.h"
 #include "coterie/attention.h"
-#include "coterie/cluster.h"
+#include "coterie/routing.h"
 #include "coterie/runtime.h"
 #include "ops/parts.h"
 #include "tests/support/expect.h"
@@ -158,12 +158,15 @@ TEST_F(ConcurrencyTest, PartsOfMechanisms) {
                           spherical_kmeans({.iterations = 3}, q, {}, out);
                           return list_of(std::move(out));
                         }});
-  operations.push_back({"ema_update", [&] {
+  operations.push_back({"move_centroids", [&] {
                           std::vector<HostTensor> out;
                           out.push_back(copy_of(own));
                           out.emplace_back(DType::f32, Shape{H, C});
                           out.emplace_back(DType::f32, Shape{H, C, D});
-                          ema_update(0.5, q, {}, labels, {out[0], out[1], out[2]});
+                          out.emplace_back(DType::f64, Shape{H, C});
+                          out.emplace_back(DType::f64, Shape{H, C, D});
+                          add_centroid_statistics(q, {}, labels, {out[3], out[4]});
+                          move_centroids(0.5, {out[3], out[4]}, {out[0], out[1], out[2]});
                           return out;
                         }});
   operations.push_back({"commitment_loss", [&] {

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "cases/problem.h"
-#include "coterie/cluster.h"
+#include "coterie/routing.h"
 #include "ops/parts.h"
 #include "ref/ref.h"
 #include "tests/support/definitions.h"
@@ -303,7 +303,9 @@ TEST(RoutingInvariantsTest, CentroidUpdatesShowInTheNextStep) {
   state.centroids = problem.inputs.centroids;
   state.counts = counts;
   state.sums = sums;
-  ema_update(0.1, problem.inputs.q, {}, first.result.saved[0], state);
+  const HostTensor members(DType::f64, {2, 4}), added(DType::f64, {2, 4, 8});
+  add_centroid_statistics(problem.inputs.q, {}, first.result.saved[0], {members, added});
+  move_centroids(0.1, {members, added}, state);
   const Pass third = cases::run_forward(problem);
   EXPECT_FALSE(test::same_bits(first.result.out, third.result.out));
 }

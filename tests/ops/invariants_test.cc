@@ -8,7 +8,6 @@
 #include <set>
 
 #include "cases/problem.h"
-#include "coterie/cluster.h"
 #include "coterie/spec.h"
 #include "ops/parts.h"
 #include "ref/ref.h"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import coterie
 import coterie.nn
-from coterie.state import group_seed
+from coterie.library import group_seed
 
 ROUTING = "2*local(window=6)+2*routing(clusters=3,window=5,share_qk=true)"
 
@@ -48,18 +48,11 @@ def test_parameters_have_the_names_of_the_cpp_module() -> None:
 
 
 def test_group_seeds_are_those_of_the_cpp_modules() -> None:
-    # `first`: the first output of SplitMix64 for seed 0, from its authors' reference code.
-    assert group_seed(0, 0, 0) % 2**64 != group_seed(0, 0, 1) % 2**64
-    first = 0xE220A8397B1DCDAF
-    assert group_seed(0, 0, 0) % 2**64 == _splitmix(first)
-
-
-def _splitmix(seed: int) -> int:
-    mask = 2**64 - 1
-    z = (seed + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
+    # tests/core/layer_test.cc has the same.
+    assert group_seed(7, 3, 1) == 0x3B43325C33913DC4
+    assert group_seed(12345678901234567890, 7, 3) == 0x39F88C7ECC7FD3B3
+    assert group_seed(0, 0, 0) == 0xA706DD2F4D197E6F - 2**64
+    assert group_seed(-1, 0, 0) == group_seed(2**64 - 1, 0, 0)
 
 
 def _reference(layer: coterie.nn.Attention, x: Tensor) -> Tensor:
@@ -158,9 +151,9 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict, match: str) -> None
     ("options", "match"),
     [
         ({"embed_dim": 30}, "embed_dim: expected a multiple of 4"),
-        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor"),
+        ({"num_kv_heads": 3}, "multiple of the number of key.value heads; got 4 and 3"),
         ({"dropout": 0.1}, "dropout: expected 0.0"),
-        ({"spec": "1*full+3*local(window=2)", "num_kv_heads": 2}, "spec: expected groups whose"),
+        ({"spec": "1*full+3*local(window=2)", "num_kv_heads": 2}, "got a group of 1"),
         ({"spec": "routing(clusters=2,window=2,positions=relative)"}, "rotary.none"),
     ],
 )
@@ -259,18 +252,18 @@ def test_micro_batches_move_centroids_as_one_batch(
 
 @pytest.mark.parametrize("spec", MOVING)
 def test_an_update_is_that_of_the_core(spec: str) -> None:
-    """The moving average of a pass equals torch.ops.coterie.ema_update on its tokens."""
+    """The moving average of a pass, by queries and then by keys."""
     layer = coterie.nn.Attention(32, 4, spec, causal=True)
     layer(torch.randn(3, 20, 32))
     group = layer.group_0
     state = [buffer.clone() for buffer in group.buffers_of_centroids()]
     for tokens in group._tokens:
-        torch.ops.coterie.ema_update(*state, *tokens, None, 0.8)
+        statistics = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in state[1:]]
+        torch.ops.coterie.add_centroid_statistics(*statistics, *tokens, None)
+        torch.ops.coterie.move_centroids(*state, *statistics, 0.8)
     coterie.nn.update_centroids(layer)
     for expected, found in zip(state, group.buffers_of_centroids(), strict=True):
-        # The core rounds once, after both sums; here the sum of a batch is rounded as well.
-        eps = torch.finfo(torch.float32).eps
-        torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
+        assert torch.equal(found, expected)
 
 
 def test_updates_count_a_pass_once() -> None:

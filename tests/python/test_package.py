@@ -94,7 +94,7 @@ def test_recommendations_are_those_of_the_records() -> None:
 
 
 def test_state_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="num_kv_heads"):
+    with pytest.raises(ValueError, match="got 4 and 3"):
         coterie.init_state("full", 4, 8, num_kv_heads=3)
     with pytest.raises(ValueError, match="head_dim"):
         coterie.init_state("full", 4, 0)

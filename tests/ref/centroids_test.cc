@@ -117,8 +117,11 @@ TEST(CentroidsTest, MovingAverageFollowsItsFormulas) {
     for (int d = 0; d < 5; ++d) expected_sums[cluster * 5 + d] += (1 - decay) * row[d];
   }
   ASSERT_EQ(members[2], 0.0);
-  ema_update<double>(decay, t.x, t.sequences(), t.labels,
-                     {.centroids = t.centroids, .counts = counts, .sums = sums});
+  const HostTensor step_members(DType::f64, {2, 3}), step_sums(DType::f64, {2, 3, 5});
+  const CentroidStatistics statistics{.members = step_members, .sums = step_sums};
+  add_centroid_statistics<double>(t.x, t.sequences(), t.labels, statistics);
+  move_centroids<double>(decay, statistics,
+                         {.centroids = t.centroids, .counts = counts, .sums = sums});
   EXPECT_LT(largest_difference(read_values(counts), expected_counts), kExact);
   EXPECT_LT(largest_difference(read_values(sums), expected_sums), kExact);
   const std::vector<double> after = read_values(t.centroids);

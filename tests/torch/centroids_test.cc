@@ -59,7 +59,8 @@ TEST(CommitmentLoss, IsTheMeanSquareOverValidElements) {
   const at::Tensor index = labels.clamp_min(0).to(at::kLong).unsqueeze(3).expand({2, 2, 15, 6});
   const at::Tensor own = rows.state.centroids.expand({2, 2, 4, 6}).gather(2, index);
   const at::Tensor expected =
-      ((normalised_rows(x) - own).square() * rows.valid).sum() / (2 * (15 + 9) * 6);
+      ((at::layer_norm(x, {6}, {}, {}, 1e-6) - own).square() * rows.valid).sum() /
+      (2 * (15 + 9) * 6);
   const at::Tensor loss = commitment_loss(x, rows.state.centroids, labels, rows.lengths);
   EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-13);
   const auto ours = grad({loss * 3}, {x}), theirs = grad({expected * 3}, {x});
@@ -67,7 +68,14 @@ TEST(CommitmentLoss, IsTheMeanSquareOverValidElements) {
   EXPECT_TRUE(at::equal(ours[0] * ~rows.valid, at::zeros_like(x)));
 }
 
-TEST(EmaUpdate, MovesCountsSumsAndCentroidsWithMembers) {
+void update(double decay, const at::Tensor& x, const at::Tensor& labels, const at::Tensor& lengths,
+            const CentroidState& state) {
+  CentroidStatistics statistics;
+  add_statistics(x, labels, lengths, state, statistics);
+  move_centroids(decay, statistics, state);
+}
+
+TEST(MoveCentroids, MovesCountsSumsAndCentroidsWithMembers) {
   const Rows rows;
   constexpr double kDecay = 0.9, kSmoothing = 1e-5;
   at::Tensor labels = nearest_centroids(rows.x, rows.state.centroids, rows.lengths);
@@ -83,7 +91,7 @@ TEST(EmaUpdate, MovesCountsSumsAndCentroidsWithMembers) {
   const at::Tensor empty = members.sum(at::IntArrayRef({0, 2})) == 0;
   const at::Tensor centroids =
       at::where(empty.unsqueeze(2), rows.state.centroids, sums / smoothed.unsqueeze(2));
-  ema_update(kDecay, rows.x, labels, rows.lengths, rows.state);
+  update(kDecay, rows.x, labels, rows.lengths, rows.state);
   EXPECT_TRUE(at::allclose(rows.state.counts, counts, 1e-12, 1e-12));
   EXPECT_TRUE(at::allclose(rows.state.centroids, centroids, 1e-12, 1e-12));
   EXPECT_TRUE(empty.select(1, 3).all().item<bool>());
@@ -106,12 +114,12 @@ TEST(CommitmentLoss, ScalesItsGradientBeforeItIsRounded) {
   EXPECT_TRUE(((gradient(half) - exact).abs() <= bound).all().item<bool>());
 }
 
-TEST(EmaUpdate, IsSeenByAutograd) {
+TEST(MoveCentroids, IsSeenByAutograd) {
   const Rows rows;
   const at::Tensor x = rows.x.clone().requires_grad_();
   const at::Tensor labels = nearest_centroids(x, rows.state.centroids, rows.lengths);
   const at::Tensor loss = commitment_loss(x, rows.state.centroids, labels, rows.lengths);
-  ema_update(0.5, x, labels, rows.lengths, rows.state);
+  update(0.5, x, labels, rows.lengths, rows.state);
   EXPECT_THROW(loss.backward(), c10::Error);  // its centroids were changed
 }
 

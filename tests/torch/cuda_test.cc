@@ -126,7 +126,9 @@ TEST_F(CudaDoor, MovesCentroidsAsTheCpuDoes) {
     const at::Tensor labels = nearest_centroids(leaf, state.centroids, counts);
     const at::Tensor loss = commitment_loss(leaf, state.centroids, labels, counts);
     const at::Tensor gradient = grad({loss}, {leaf})[0];
-    ema_update(0.9, leaf, labels, counts, state);
+    CentroidStatistics statistics;
+    add_statistics(leaf, labels, counts, state, statistics);
+    move_centroids(0.9, statistics, state);
     return std::vector<at::Tensor>{loss.reshape({1}), gradient, state.centroids, state.counts};
   };
   const std::vector<at::Tensor> expected = step(wanted, x, lengths);

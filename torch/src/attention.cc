@@ -23,26 +23,12 @@ template <class... Parts>
 
 std::string text(std::int64_t number) { return std::to_string(number); }
 
-void check_options(const SelfAttentionOptions& options, std::int64_t kv_heads) {
+void check_options(const SelfAttentionOptions& options) {
   const std::int64_t E = options.dim, H = options.heads;
   if (H < 1 || E < H || E % H != 0) {
     refuse("expected a width that is a multiple of the number of heads; got width ", text(E),
            " and ", text(H), " heads");
   }
-  if (kv_heads < 1 || H % kv_heads != 0) {
-    refuse("expected a number of heads that is a multiple of the number of key/value heads; got ",
-           text(H), " and ", text(kv_heads));
-  }
-}
-
-// Key/value heads of a group of `heads` of the layer's H.
-std::int64_t share_of(std::int64_t heads, std::int64_t kv_heads, std::int64_t H) {
-  if (heads * kv_heads % H != 0) {
-    refuse("expected groups whose heads are multiples of ", text(H / kv_heads),
-           ", the query heads per key/value head (", text(H), " heads, ", text(kv_heads),
-           " key/value heads); got a group of ", text(heads));
-  }
-  return heads * kv_heads / H;
 }
 
 void check_input(const at::Tensor& x, std::int64_t rank, std::int64_t E) {
@@ -73,19 +59,17 @@ AttentionRecord make_record(const HeadRows& rows, AttentionOptions options) {
 SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
     : options_(std::move(options)),
       kv_heads_(options_.kv_heads == 0 ? options_.heads : options_.kv_heads) {
-  check_options(options_, kv_heads_);
+  check_options(options_);
   const std::int64_t E = options_.dim, H = options_.heads, D = E / H;
-  const std::vector<std::int64_t> counts = options_.spec.head_counts(H);
-  std::int64_t key_heads = 0;
-  for (std::size_t g = 0; g < counts.size(); ++g) {
-    const std::int64_t kv = share_of(counts[g], kv_heads_, H);
-    if (!keys_are_queries(options_.spec.groups[g].mechanism)) key_heads += kv;
+  slices_ = head_slices(options_.spec, H, kv_heads_);
+  const std::int64_t key_heads = slices_.back().first_key + slices_.back().key_count;
+  for (std::size_t g = 0; g < slices_.size(); ++g) {
     groups_.push_back(std::make_shared<HeadGroupImpl>(
         HeadGroupOptions{.spec = options_.spec.groups[g],
                          .dim = E,
                          .head_dim = D,
-                         .heads = counts[g],
-                         .kv_heads = kv,
+                         .heads = slices_[g].count,
+                         .kv_heads = slices_[g].kv_count,
                          .causal = options_.causal,
                          .rotary_base = options_.rotary_base,
                          .seed = group_seed(options_.seed, 0, static_cast<std::int64_t>(g))}));
@@ -111,17 +95,10 @@ std::vector<HeadRows> SelfAttentionImpl::project(const at::Tensor& x_BNE) {
   };
   const at::Tensor q = split(q_), k = split(k_), v = split(v_);
   std::vector<HeadRows> rows;
-  std::int64_t q_head = 0, k_head = 0, v_head = 0;
-  const auto take = [](const at::Tensor& heads, std::int64_t& first, std::int64_t count) {
-    first += count;
-    return heads.narrow(2, first - count, count);
-  };
-  for (const auto& group : groups_) {
-    HeadRows own;
-    own.q = take(q, q_head, group->heads());
-    if (!keys_are_queries(group->mechanism())) own.k = take(k, k_head, group->kv_heads());
-    own.v = take(v, v_head, group->kv_heads());
-    rows.push_back(own);
+  for (const HeadSlice& own : slices_) {
+    rows.push_back({q.narrow(2, own.first, own.count),
+                    own.key_count == 0 ? at::Tensor() : k.narrow(2, own.first_key, own.key_count),
+                    v.narrow(2, own.first_kv, own.kv_count)});
   }
   return rows;
 }

@@ -74,16 +74,6 @@ struct PaddedRows {
 
 }  // namespace
 
-std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
-  for (const std::int64_t number : {layer, group}) {
-    seed += 0x9E3779B97F4A7C15ull * (static_cast<std::uint64_t>(number) + 1);
-    seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9ull;
-    seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EBull;
-    seed ^= seed >> 31;
-  }
-  return seed;
-}
-
 HeadGroupImpl::HeadGroupImpl(const HeadGroupOptions& options)
     : options_(options),
       mechanism_(resolve(options.spec.mechanism, options.causal)),
@@ -211,8 +201,8 @@ void HeadGroupImpl::add_statistics(const AttentionRecord& record,
 
 void HeadGroupImpl::update_centroids(const GroupStatistics& statistics) const {
   const double decay = std::get<RoutingParams>(mechanism_).decay;
-  ema_update(decay, statistics.queries, state_);
-  if (statistics.keys.members.defined()) ema_update(decay, statistics.keys, state_);
+  move_centroids(decay, statistics.queries, state_);
+  if (statistics.keys.members.defined()) move_centroids(decay, statistics.keys, state_);
 }
 
 void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& records,

@@ -39,8 +39,6 @@ class HeadGroupImpl : public ::torch::nn::Module {
   void set_spec(const HeadGroup& spec);
 
   const Mechanism& mechanism() const { return mechanism_; }  // resolved
-  std::int64_t heads() const { return options_.heads; }
-  std::int64_t kv_heads() const { return options_.kv_heads; }
 
   // Rows as attention() takes them, (B, h, N, D): with positions from `first` on.
   HeadRows placed(const HeadRows& rows, std::int64_t first) const;
@@ -69,12 +67,5 @@ class HeadGroupImpl : public ::torch::nn::Module {
   ::torch::nn::Linear gate_{nullptr};  // cast
   RelativePositions relative_;
 };
-
-// The seed of clusterings in one group of one layer, from the seed of a pass. Layers and groups
-// count from 0. In arithmetic modulo 2^64, with mix(z): z = (z ^ z >> 30) 0xBF58476D1CE4E5B9,
-// z = (z ^ z >> 27) 0x94D049BB133111EB, z ^ z >> 31 (SplitMix64, Steele et al. 2014) and
-// step(s, n) = mix(s + 0x9E3779B97F4A7C15 (n + 1)), it is step(step(seed, layer), group). Programs
-// that load checkpoints compute the same.
-std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group);
 
 }  // namespace coterie::torch_api

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/items.h"
-#include "coterie/cluster.h"
+#include "coterie/routing.h"
 #include "cpu/cluster/normalise.h"
 #include "cpu/engine/segment.h"
 
@@ -17,23 +17,30 @@ template <class T>
 struct CentroidWorkspace {
   std::vector<Tiles<T>> tiles;
   NormalisedRows<T> rows;
-  double* sums;           // (centroid heads, C, D), of a batch
-  std::int64_t* members;  // (centroid heads, C)
-  std::int32_t* labels;   // (B, H, N), k-means only
 
-  // x (B, H, N, D); centroids (centroid heads, C, D).
-  CentroidWorkspace(Arena& arena, const TensorView& x, const TensorView& centroids);
+  CentroidWorkspace(Arena& arena, const TensorView& x);
+};
+
+template <class T>
+struct KMeansWorkspace : CentroidWorkspace<T> {
+  double *sums, *members;  // (H, C, D), (H, C)
+  std::int32_t* labels;    // (B, H, N)
+
+  KMeansWorkspace(Arena& arena, const TensorView& x, const TensorView& centroids);
 };
 
 // centroids (H, C, D); every head has at least one row.
 template <class T>
 void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
                       const std::vector<Span>& spans, const TensorView& centroids,
-                      CentroidWorkspace<T>& workspace);
+                      KMeansWorkspace<T>& workspace);
 
 template <class T>
-void ema_update(double decay, const TensorView& x, const std::vector<Span>& spans,
-                const TensorView& labels, const CentroidState& state,
-                CentroidWorkspace<T>& workspace);
+void add_centroid_statistics(const TensorView& x, const std::vector<Span>& spans,
+                             const TensorView& labels, const CentroidStatistics& statistics,
+                             CentroidWorkspace<T>& workspace);
+
+template <class T>
+void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state);
 
 }  // namespace coterie::cpu

@@ -71,7 +71,8 @@ void normalise_rows(const TensorView& x, const std::vector<Span>& spans,
   const Kernels<T>& kernel = kernels<T>();
   for_tiles(span_tiles(spans, x.size(1)), tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const Span& span = spans[static_cast<std::size_t>(tile.item)];
-    T* inverse_sigma = normalised.sigma_at(span, tile.head) + tile.first;
+    T* inverse_sigma =
+        normalised.inverse_sigma ? normalised.sigma_at(span, tile.head) + tile.first : nullptr;
     kernel.load(span_rows(x, span, tile.head), tile.first, tile.count, T(1), own.q, own.key_row);
     normalise_tile(own.q, tile.count, x.size(3), own.key_row, inverse_sigma);
     kernel.store(span_rows(normalised.rows, span, tile.head), tile.first, tile.count, T(1), own.q,

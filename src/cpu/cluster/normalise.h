@@ -27,9 +27,10 @@ void normalise_backward_tile(const T* y, const T* inverse_sigma, std::int64_t ro
 template <class T>
 struct NormalisedRows {
   TensorView rows;   // (B, heads, N, D)
-  T* inverse_sigma;  // (B, heads, N)
+  T* inverse_sigma;  // (B, heads, N), or null
 
   NormalisedRows(Arena& arena, const TensorView& x);
+  explicit NormalisedRows(const TensorView& out) : rows(out), inverse_sigma(nullptr) {}
 
   T* sigma_at(const Span& span, std::int64_t head) const {
     return inverse_sigma + (span.batch * rows.size(1) + head) * rows.size(2) + span.begin;

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "core/call.h"
-#include "coterie/cluster.h"
 #include "coterie/inputs.h"
 #include "coterie/mechanism.h"
 #include "coterie/result.h"
+#include "coterie/routing.h"
 #include "coterie/runtime.h"
 
 namespace coterie::cuda {
@@ -48,10 +48,14 @@ void fill(const TensorView& tensor, double value, const Workspace& workspace);
 // Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
 std::string refuse_tokens(const TensorView& x);
 
-// The centroids of routing (coterie/cluster.h). All tensors are on the device and all work runs on
+// The centroids of routing (coterie/routing.h). All tensors are on the device and all work runs on
 // workspace.stream. Labels are not checked: labels out of range give wrong results.
-void ema_update(double decay, const TensorView& x, const Sequences& sequences,
-                const TensorView& labels, const CentroidState& state, const Workspace& workspace);
+void normalise_rows(const TensorView& x, const TensorView& out, const Workspace& workspace);
+void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
+                             const TensorView& labels, const CentroidStatistics& statistics,
+                             const Workspace& workspace);
+void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state,
+                    const Workspace& workspace);
 std::int64_t commitment_workspace_bytes(const TensorView& x);
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                      const TensorView& labels, const TensorView& loss, const Workspace& workspace);

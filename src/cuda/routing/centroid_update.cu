@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT
-// The centroids of routing on the GPU, with y the normalised rows and c their clusters:
-//   counts, sums   <- decay * old + (1 - decay) * members of a cluster, sum of their y
-//                  (count_members, move_centroids); a centroid is sums over smoothed counts
+// The centroids of routing on the GPU, with y normalised rows and c their clusters:
+//   y              (x - mean) / sqrt(variance + 1e-6) (normalise_row)
+//   statistics     += members of a cluster, sum of their y (add_statistics)
+//   counts, sums   <- decay * old + (1 - decay) * statistics (move_counts, move_sums); a centroid
+//                  is sums over smoothed counts
 //   loss           mean of (y - mu_c)^2 (add_differences, take_mean), and its gradient
 //                  (add_gradients)
 //
-// Grid and block: 256 threads. count_members and move_centroids: a block per cluster and centroid
-// head, which reads all labels; the others: up to 1024 blocks, a group of 16 or 32 lanes per token.
-// Shared memory: up to 17 KB, double sums in move_centroids. The order of sums depends only on
-// the rows. Preconditions: refuse_tokens. Any alignment.
+// Grid and block: 256 threads. normalise_row: a warp per row. add_statistics and move_sums: a block
+// per cluster and head of the centroids; the former looks at all labels. move_counts: a thread per
+// cluster. The others: up to 1024 blocks, a group of 16 or 32 lanes per token. Shared memory: up to
+// 34 KB of double sums in add_statistics. Sums run in an order that is given by the rows alone.
+// Preconditions: refuse_tokens; normalise_row takes any width, and f64. Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
 #include "cuda/api/entry.h"
@@ -86,24 +89,11 @@ __device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Vis
   }
 }
 
-// counts <- decay counts + (1 - decay) members, one block per cluster.
+// Adds the numbers and sums of the members. One block per cluster; groups of lanes share the
+// members.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    count_members(Tokens<T> tokens, double decay, float* counts) {
-  const int cluster = blockIdx.x, owner = blockIdx.y;
-  int members = 0;
-  for_members(tokens, owner, cluster,
-              [&](int, int, int row) { members += __syncthreads_count(row >= 0); });
-  float& count = counts[owner * tokens.clusters + cluster];
-  if (threadIdx.x == 0) count = static_cast<float>(decay * count + (1 - decay) * members);
-}
-
-// sums <- decay sums + (1 - decay) sum of normalised members; centroids of clusters with members
-// become sums over smoothed counts. One block per cluster; groups of lanes share the members.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    move_centroids(Tokens<T> tokens, double decay, const float* counts, float* sums,
-                   float* centroids) {
+    add_statistics(Tokens<T> tokens, double* members_of_clusters, double* sums) {
   __shared__ int listed[kThreads];
   __shared__ int ahead[kWarps];  // members of the chunk in earlier warps
   __shared__ double partial[kGroups<T>][kMaxHeadDim];
@@ -132,23 +122,71 @@ __global__ void __launch_bounds__(kThreads)
     members += total;
     __syncthreads();
   });
+  if (members == 0) return;
 #pragma unroll
   for (int i = 0; i < Lanes<T>::kVector; ++i)
     partial[group_number<T>()][Lanes<T>::column() + i] = sum[i];
   __syncthreads();
-  double total = 0;
-  for (int c = 0; c < tokens.clusters; ++c) total += counts[owner * tokens.clusters + c];
   const std::int64_t cell = static_cast<std::int64_t>(owner) * tokens.clusters + cluster;
-  const double smoothed =
-      (counts[cell] + kSmoothing) / (total + tokens.clusters * kSmoothing) * total;
+  if (threadIdx.x == 0) members_of_clusters[cell] += members;
   for (int column = threadIdx.x; column < width; column += kThreads) {
     double batch = 0;
     for (int group = 0; group < kGroups<T>; ++group) batch += partial[group][column];
-    float& old = sums[cell * width + column];
-    const double moved = decay * old + (1 - decay) * batch;
-    old = static_cast<float>(moved);
-    if (members > 0) centroids[cell * width + column] = static_cast<float>(moved / smoothed);
+    sums[cell * width + column] += batch;
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    move_counts(double decay, const double* members, int count, float* counts) {
+  const int cell = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (cell < count)
+    counts[cell] = static_cast<float>(decay * counts[cell] + (1 - decay) * members[cell]);
+}
+
+// After move_counts. Clusters without members keep their centroids.
+__global__ void __launch_bounds__(kThreads)
+    move_sums(double decay, const double* members, const double* added, const float* counts,
+              int width, float* sums, float* centroids) {
+  const int cluster = blockIdx.x, owner = blockIdx.y, clusters = gridDim.x;
+  double total = 0;
+  for (int c = 0; c < clusters; ++c) total += counts[owner * clusters + c];
+  const std::int64_t cell = static_cast<std::int64_t>(owner) * clusters + cluster;
+  const double smoothed = (counts[cell] + kSmoothing) / (total + clusters * kSmoothing) * total;
+  for (int column = threadIdx.x; column < width; column += kThreads) {
+    float& old = sums[cell * width + column];
+    const double moved = decay * old + (1 - decay) * added[cell * width + column];
+    old = static_cast<float>(moved);
+    if (members[cell] > 0) centroids[cell * width + column] = static_cast<float>(moved / smoothed);
+  }
+}
+
+__device__ __forceinline__ double to_wide(double value) { return value; }
+template <class T>
+__device__ __forceinline__ float to_wide(T value) {
+  return to_float(value);
+}
+
+// Rows number blockIdx.x * kWarps + warp of x; `out` is dense, of float or double.
+template <class T, class Wide>
+__global__ void __launch_bounds__(kThreads)
+    normalise_row(Tensor4<const T> x, std::int64_t heads, std::int64_t rows, std::int64_t total,
+                  Wide* out) {
+  const std::int64_t number =
+      static_cast<std::int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  if (number >= total) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32, width = x.width;
+  const T* row =
+      x.rows(static_cast<int>(number / rows / heads), static_cast<int>(number / rows % heads), 0)
+          .row(number % rows);
+  Wide mean = 0, squares = 0;
+  for (int d = lane; d < width; d += 32) mean += to_wide(row[d]);
+  mean = warp_sum(mean) / width;
+  for (int d = lane; d < width; d += 32) {
+    const Wide difference = to_wide(row[d]) - mean;
+    squares += difference * difference;
+  }
+  const Wide sigma = sqrt(warp_sum(squares) / width + static_cast<Wide>(kVarianceFloor));
+  for (int d = lane; d < width; d += 32) out[number * width + d] = (to_wide(row[d]) - mean) / sigma;
 }
 
 // Calls visit(batch, head, row of the batch entry, there) for every token, one per group of lanes;
@@ -250,23 +288,57 @@ std::string refuse_tokens(const TensorView& x) {
   return "";
 }
 
-void ema_update(double decay, const TensorView& x, const Sequences& sequences,
-                const TensorView& labels, const CentroidState& state, const Workspace& workspace) {
-  const DeviceGuard guard("ema_update", x.device);
-  const cudaStream_t stream = stream_of(workspace);
-  const dim3 grid(static_cast<unsigned>(state.centroids.size(1)),
-                  static_cast<unsigned>(state.centroids.size(0)));
-  dispatch_element("ema_update", x.dtype, [&](auto tag) {
+void normalise_rows(const TensorView& x, const TensorView& out, const Workspace& workspace) {
+  const char* op = "normalise_rows";
+  const DeviceGuard guard(op, x.device);
+  const std::int64_t total = x.size(0) * x.size(1) * x.size(2);
+  const auto blocks = static_cast<unsigned>((total + kWarps - 1) / kWarps);
+  const auto launch = [&](auto element, auto wide) {
+    using T = typename decltype(element)::type;
+    using Wide = typename decltype(wide)::type;
+    normalise_row<<<blocks, kThreads, 0, stream_of(workspace)>>>(
+        tensor4<const T>(x), x.size(1), x.size(2), total, static_cast<Wide*>(out.data));
+    COTERIE_LAUNCH("normalise_row");
+  };
+  if (x.dtype == DType::f64) return launch(TypeTag<double>{}, TypeTag<double>{});
+  dispatch_element(op, x.dtype, [&](auto tag) { launch(tag, TypeTag<float>{}); });
+}
+
+void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
+                             const TensorView& labels, const CentroidStatistics& statistics,
+                             const Workspace& workspace) {
+  const char* op = "add_centroid_statistics";
+  const DeviceGuard guard(op, x.device);
+  const TensorView &members = statistics.members, &sums = statistics.sums;
+  const dim3 grid(static_cast<unsigned>(members.size(1)), static_cast<unsigned>(members.size(0)));
+  dispatch_element(op, x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Tokens<T> tokens = tokens_of<T>(x, sequences, labels, state.centroids);
-    float* counts = static_cast<float*>(state.counts.data);
-    count_members<<<grid, kThreads, 0, stream>>>(tokens, decay, counts);
-    COTERIE_LAUNCH("count_members");
-    move_centroids<<<grid, kThreads, 0, stream>>>(tokens, decay, counts,
-                                                  static_cast<float*>(state.sums.data),
-                                                  static_cast<float*>(state.centroids.data));
-    COTERIE_LAUNCH("move_centroids");
+    add_statistics<<<grid, kThreads, 0, stream_of(workspace)>>>(
+        tokens_of<T>(x, sequences, labels, members), static_cast<double*>(members.data),
+        static_cast<double*>(sums.data));
+    COTERIE_LAUNCH("add_statistics");
   });
+}
+
+void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state,
+                    const Workspace& workspace) {
+  const char* op = "move_centroids";
+  const DeviceGuard guard(op, state.centroids.device);
+  if (state.centroids.dtype != DType::f32) fail_element(op, state.centroids.dtype);
+  const cudaStream_t stream = stream_of(workspace);
+  const auto heads = static_cast<unsigned>(state.centroids.size(0));
+  const auto clusters = static_cast<unsigned>(state.centroids.size(1));
+  const auto* members = static_cast<const double*>(statistics.members.data);
+  auto* counts = static_cast<float*>(state.counts.data);
+  const unsigned cells = heads * clusters;
+  move_counts<<<(cells + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+      decay, members, static_cast<int>(cells), counts);
+  COTERIE_LAUNCH("move_counts");
+  move_sums<<<dim3(clusters, heads), kThreads, 0, stream>>>(
+      decay, members, static_cast<const double*>(statistics.sums.data), counts,
+      static_cast<int>(state.centroids.size(2)), static_cast<float*>(state.sums.data),
+      static_cast<float*>(state.centroids.data));
+  COTERIE_LAUNCH("move_sums");
 }
 
 std::int64_t commitment_workspace_bytes(const TensorView& x) {

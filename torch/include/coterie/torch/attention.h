@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "coterie/layer.h"
 #include "coterie/spec.h"
 #include "coterie/torch/centroids.h"
 #include "coterie/torch/functional.h"
@@ -116,6 +117,7 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   SelfAttentionOptions options_;
   std::int64_t kv_heads_ = 0;
   ::torch::nn::Linear q_{nullptr}, k_{nullptr}, v_{nullptr}, out_{nullptr};
+  std::vector<HeadSlice> slices_;
   std::vector<std::shared_ptr<HeadGroupImpl>> groups_;
 };
 TORCH_MODULE(SelfAttention);

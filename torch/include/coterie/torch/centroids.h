@@ -17,8 +17,8 @@ struct CentroidState {
   at::Tensor sums;       // (Hc, C, D)
 };
 
-// The rows of x with zero mean and unit variance, in the type the core accumulates in; the variance
-// is raised by 1e-6. As the core does it, up to rounding.
+// The rows of x (..., D) with zero mean and unit variance, in the type the core accumulates in;
+// constants for autograd.
 at::Tensor normalised_rows(const at::Tensor& x);
 
 // Normalised Gaussian centroids, counts of one and sums that agree with them.
@@ -43,14 +43,11 @@ struct CentroidStatistics {
   at::Tensor members;  // (Hc, C): rows of each cluster
   at::Tensor sums;     // (Hc, C, D): of the normalised rows
 };
-// Adds the statistics of the rows of x; undefined ones start at zero. Of the state only shapes and
-// types count.
+// Adds the statistics of the rows of x; undefined ones start at zero, in the shapes of the state.
 void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Tensor& lengths,
                     const CentroidState& state, CentroidStatistics& statistics);
 
-// One step of the moving average, in place: by the statistics of all rows of the step, or by rows.
-void ema_update(double decay, const CentroidStatistics& statistics, const CentroidState& state);
-void ema_update(double decay, const at::Tensor& x, const at::Tensor& labels,
-                const at::Tensor& lengths, const CentroidState& state);
+// One step of the moving average, in place, by the statistics of all rows of the step.
+void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state);
 
 }  // namespace coterie::torch_api

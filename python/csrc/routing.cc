@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-#include "clusters.h"
+#include "coterie/routing.h"
 
 #include <torch/csrc/stable/ops.h>
 
-#include "coterie/cluster.h"
 #include "coterie/error.h"
+#include "routing.h"
 
 namespace coterie::stable_api {
 namespace {
 
-// Which rows of a tensor count, as lengths or cu_seqlens.
+// Rows x (B, H, N, D) that are arguments with their lengths or cu_seqlens after others.
 struct Spans {
   OptionalTensor lengths, cu_seqlens;
 
@@ -20,21 +20,40 @@ struct Spans {
   Sequences sequences() const { return {view(lengths), view(cu_seqlens)}; }
 };
 
-void check_rank(const char* op, const char* name, const Tensor& tensor, std::int64_t rank) {
-  if (tensor.dim() == rank) return;
-  throw Error(std::string("[") + op + "] expected " + name + " with " + std::to_string(rank) +
-              " dimensions; got " + std::to_string(tensor.dim()));
-}
-
-std::int64_t at_least_one(const char* op, const char* name, std::int64_t value) {
-  if (value >= 1) return value;
-  throw Error(std::string("[") + op + "] expected " + name + " of at least 1; got " +
-              std::to_string(value));
+void check_rank(const char* op, const Tensor& x) {
+  if (x.dim() == 4) return;
+  throw Error(std::string("[") + op + "] expected x with 4 dimensions; got " +
+              std::to_string(x.dim()));
 }
 
 DType accumulator_of(const Tensor& x) { return accumulator_dtype(view(x).dtype); }
 
 }  // namespace
+
+void normalise_rows(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor given = arguments.tensor();
+  check_rank("normalise_rows", given);
+  const Scratch scratch(given);
+  const Tensor x = with_contiguous_rows(given);
+  const Tensor out = empty(accumulator_of(x), {x.size(0), x.size(1), x.size(2), x.size(3)}, x);
+  coterie::normalise_rows(view(x), view(out), scratch.workspace());
+  give(stack, out);
+}
+
+void routing_labels(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor given = arguments.tensor(), centroids = arguments.tensor();
+  const Spans spans(arguments);
+  check_rank("routing_labels", given);
+  Scratch scratch(given);
+  const Tensor x = with_contiguous_rows(given);
+  const Tensor labels = empty(DType::i32, {x.size(0), x.size(1), x.size(2)}, x);
+  coterie::routing_labels(view(x), spans.sequences(), view(centroids), view(labels),
+                          scratch.allocate(routing_labels_workspace_bytes(
+                              view(x), spans.sequences(), view(centroids))));
+  give(stack, labels);
+}
 
 void spherical_kmeans(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
@@ -44,8 +63,11 @@ void spherical_kmeans(StableIValue* stack, std::uint64_t, std::uint64_t) {
   SphericalKMeansParams params;
   params.iterations = arguments.integer();
   params.seed = arguments.seed();
-  check_rank("spherical_kmeans", "x", given, 4);
-  at_least_one("spherical_kmeans", "clusters", clusters);
+  check_rank("spherical_kmeans", given);
+  if (clusters < 1) {
+    throw Error("[spherical_kmeans] expected at least one cluster; got " +
+                std::to_string(clusters));
+  }
   const Scratch scratch(given);
   const Tensor x = with_contiguous_rows(given);
   const Tensor centroids = empty(accumulator_of(x), {x.size(1), clusters, x.size(3)}, x);
@@ -54,17 +76,26 @@ void spherical_kmeans(StableIValue* stack, std::uint64_t, std::uint64_t) {
   give(stack, centroids);
 }
 
-void ema_update(StableIValue* stack, std::uint64_t, std::uint64_t) {
+void add_centroid_statistics(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor members = arguments.tensor(), sums = arguments.tensor();
+  const Tensor given = arguments.tensor(), labels = arguments.tensor();
+  const Spans spans(arguments);
+  const Scratch scratch(given);
+  const Tensor x = with_contiguous_rows(given);
+  coterie::add_centroid_statistics(view(x), spans.sequences(), view(labels),
+                                   {view(members), view(sums)}, scratch.workspace());
+}
+
+void move_centroids(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);
   const Tensor centroids = arguments.tensor(), counts = arguments.tensor();
   const Tensor sums = arguments.tensor();
-  const Tensor given = arguments.tensor(), labels = arguments.tensor();
-  const Spans spans(arguments);
+  const Tensor members = arguments.tensor(), added = arguments.tensor();
   const double decay = arguments.number();
-  const Scratch scratch(given);
-  const Tensor x = with_contiguous_rows(given);
-  coterie::ema_update(decay, view(x), spans.sequences(), view(labels),
-                      {view(centroids), view(counts), view(sums)}, scratch.workspace());
+  const Scratch scratch(centroids);
+  coterie::move_centroids(decay, {view(members), view(added)},
+                          {view(centroids), view(counts), view(sums)}, scratch.workspace());
 }
 
 void commitment_loss(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -85,7 +116,7 @@ void commitment_loss_backward(StableIValue* stack, std::uint64_t, std::uint64_t)
   const Tensor given = arguments.tensor(), centroids = arguments.tensor();
   const Tensor labels = arguments.tensor();
   const Spans spans(arguments);
-  check_rank("commitment_loss_backward", "x", given, 4);
+  check_rank("commitment_loss_backward", given);
   const Scratch scratch(given);
   const Tensor x = with_contiguous_rows(given);
   Tensor dx = empty_rows(x, x.size(3));

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT
-// Centroids of routing: k-means, moving average, commitment loss.
+// The centroids of routing.
 #pragma once
 
 #include "bridge.h"
 
 namespace coterie::stable_api {
 
+Kernel normalise_rows;
+Kernel routing_labels;
 Kernel spherical_kmeans;
-Kernel ema_update;
+Kernel add_centroid_statistics;
+Kernel move_centroids;
 Kernel commitment_loss;
 Kernel commitment_loss_backward;
 
