@@ -108,19 +108,19 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: (items + 1) integers, B = 1: packed sequences.
         mask: bool, broadcast to (B, H, N, S), True where a query may look; full, local, strided and
             oracle-top only.
-        dropout_p: 0.0; there is no attention dropout.
+        dropout_p: must be 0.0; attention dropout is not supported.
         return_stats: also give what :func:`stats` gives.
 
     Returns:
-        (B, H, N, Dv), laid out in memory as q is; rows that count for nothing are 0. Gradients of
-        first order flow to q, k, v, the surrogate tokens, the gate and the logit scale; selections
-        are constants.
+        (B, H, N, Dv), laid out in memory as q is; padding rows are 0. Gradients flow to q, k, v,
+        the surrogate tokens, the gate and the logit scale; selections are constants. Double
+        backward is not supported.
 
     Raises ValueError or TypeError naming the argument, RuntimeError for what the core refuses.
     """
     if dropout_p != 0.0:
         raise ValueError(
-            f"dropout_p: expected 0.0, for there is no attention dropout; got {dropout_p}"
+            f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0"
         )
     calls = prepare(q, k, v, spec, state, causal)
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)

@@ -16,7 +16,7 @@ from .functional import (
     GroupResult,
     Options,
     make_options,
-    mask_of_heads,
+    options_of,
     prepare,
     run_groups,
 )
@@ -94,22 +94,20 @@ def error(
     with torch.no_grad():
         calls = prepare(q, k, v, spec, state, options.get("causal", False))
         settled = make_options(q, v, **options)
-        reports, first = [], 0
-        for call, result in zip(calls, run_groups(calls, settled, True), strict=True):
-            own = mask_of_heads(settled, first, call.group.heads)
-            reports.append(_error_of(call, result, own, rows))
-            first += call.group.heads
-        return reports
+        return [
+            _error_of(call, result, options_of(settled, call.group), rows)
+            for call, result in zip(calls, run_groups(calls, settled, True), strict=True)
+        ]
 
 
 def collect_stats(
     calls: Sequence[GroupCall], results: Sequence[GroupResult], options: Options, rows: int = 256
 ) -> list[Stats]:
     """The statistics of a forward pass that has been made."""
-    found, first = [], 0
+    found = []
     with torch.no_grad():
         for call, result in zip(calls, results, strict=True):
-            own = mask_of_heads(options, first, call.group.heads)
+            own = options_of(options, call.group)
             saved = named_saved(call, result, own)
             sizes = _cluster_sizes(saved)
             empty = None if sizes is None else (sizes == 0).sum(-1)
@@ -117,7 +115,6 @@ def collect_stats(
             found.append(
                 Stats(call.group.text, sizes, empty, None if mass is None else _row_mean(mass))
             )
-            first += call.group.heads
     return found
 
 

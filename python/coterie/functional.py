@@ -29,7 +29,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """What a call has beside q, k, v, spec and state; as in :func:`attention`."""
+    """Arguments of a call besides q, k, v, spec and state; as in :func:`attention`."""
 
     causal: bool = False
     scale: float = 0.0  # 0: the default
@@ -142,7 +142,7 @@ def _centroids(group: Group, state: State) -> Tensor | None:
         return state.surrogates
     if state.centroids is not None and state.centroids.requires_grad:
         raise ValueError(
-            "state.centroids: expected centroids without gradient, for update_centroids moves them"
+            "state.centroids: update_centroids moves them, so they must not require a gradient"
         )
     return state.centroids
 
@@ -160,15 +160,6 @@ def _states(
     return states
 
 
-def _share(group: Group, heads: int, kv_heads: int) -> int:
-    if group.heads * kv_heads % heads:
-        raise ValueError(
-            f"v: expected key/value heads that the groups can share out evenly; got {kv_heads} for "
-            f"{heads} query heads and a group of {group.heads}"
-        )
-    return group.heads * kv_heads // heads
-
-
 def split_groups(
     q: Tensor,
     k: Tensor | None,
@@ -176,60 +167,45 @@ def split_groups(
     groups: Sequence[Group],
     state: State | Sequence[State] | None,
 ) -> list[GroupCall]:
-    """Slices of the heads, in the order of the groups; k has heads of those that take keys."""
+    """The calls of the groups on their slices of the heads; k has heads of groups with keys."""
     if len(groups) == 1 and (state is None or isinstance(state, State)):
         return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state)]
-    states = _states(state, groups)
-    calls = []
-    q_head = k_head = v_head = 0
-    for group, group_state in zip(groups, states, strict=True):
-        share = _share(group, q.shape[1], v.shape[1])
-        keys = None
-        if not group.keys_are_queries:
-            keys = None if k is None else k[:, k_head : k_head + share]
-            k_head += share
-        q_rows = q[:, q_head : q_head + group.heads]
-        rows = (q_rows, _own_keys(group, q_rows, keys), v[:, v_head : v_head + share])
-        calls.append(GroupCall(group, *rows, group_state))
-        q_head += group.heads
-        v_head += share
-    if k is not None and k.shape[1] != k_head:
+    key_heads = sum(group.key_heads for group in groups)
+    if k is not None and k.shape[1] != key_heads:
         raise ValueError(
-            f"k: expected {k_head} heads, those of the groups with keys of their own; "
-            f"got {k.shape[1]}"
+            f"k: expected {key_heads} heads, those of the groups that have keys; got {k.shape[1]}"
         )
+    calls = []
+    for g, own in zip(groups, _states(state, groups), strict=True):
+        rows = q.narrow(1, g.first, g.heads)
+        keys = k.narrow(1, g.first_key, g.key_heads) if k is not None and g.key_heads else None
+        values = v.narrow(1, g.first_kv, g.kv_heads)
+        calls.append(GroupCall(g, rows, _own_keys(g, rows, keys), values, own))
     return calls
 
 
 def _own_keys(group: Group, q: Tensor, k: Tensor | None) -> Tensor | None:
     if not group.keys_are_queries:
         if k is None:
-            raise ValueError(f"k: expected keys for {group.text}; got None")
+            raise ValueError(f"k: {group.text} needs keys; got None")
         return k
     if k is not None and k is not q:
-        raise ValueError(f"k: expected None, for {group.text} takes its keys from q; got a tensor")
+        raise ValueError(f"k: the keys of {group.text} are its queries, so k must be None")
     return None
 
 
-def mask_of_heads(options: Options, first: int, heads: int) -> Options:
-    """The options with the mask of some heads."""
+def options_of(options: Options, group: Group) -> Options:
+    """The options with the mask of the group's heads."""
     if options.mask is None:
         return options
-    return options._replace(mask=options.mask[:, first : first + heads])
+    return options._replace(mask=options.mask.narrow(1, group.first, group.heads))
 
 
 def run_groups(
     calls: Sequence[GroupCall], options: Options, want_saved: bool = False
 ) -> list[GroupResult]:
     """All groups of a layer."""
-    if len(calls) == 1:
-        return [run_group(calls[0], options, want_saved)]
-    results, first = [], 0
-    for call in calls:
-        own = mask_of_heads(options, first, call.group.heads)
-        results.append(run_group(call, own, want_saved))
-        first += call.group.heads
-    return results
+    return [run_group(call, options_of(options, call.group), want_saved) for call in calls]
 
 
 def autocast_rows(q: Tensor, k: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -244,8 +220,8 @@ def _refuse_positions(groups: Sequence[Group]) -> None:
     for group in groups:
         if group.positions_named and group.positions != "none":
             raise ValueError(
-                f"spec: expected no positions={group.positions}, for q and k are taken as they "
-                "come; coterie.nn.Attention applies positions"
+                f"spec: q and k are used as they are, without positions={group.positions}; "
+                "coterie.nn.Attention applies positions"
             )
 
 
@@ -264,6 +240,6 @@ def prepare(
         same = k is q
         q, k, v = autocast_rows(q, None if same else k, v)
         k = q if same else k
-    groups = head_groups(spec, q.shape[1], causal)
+    groups = head_groups(spec, q.shape[1], causal, v.shape[1])
     _refuse_positions(groups)
     return split_groups(q, k, v, groups, state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The head groups of a layer: what they learn beside projections, and their attention."""
+"""The head groups of a layer: their learned tensors besides projections, and their attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _recomputing() -> bool:
 
 
 class HeadGroup(nn.Module):
-    """The heads of a layer that share a mechanism, with what they learn beside projections."""
+    """The heads of a layer that share a mechanism, with their learned tensors."""
 
     centroids: Tensor  # routing
     counts: Tensor
@@ -78,7 +78,7 @@ class HeadGroup(nn.Module):
         return Rows(q.transpose(1, 2), None if k is None else k.transpose(1, 2), v.transpose(1, 2))
 
     def state(self, x: Tensor | None = None) -> State | None:
-        """What the mechanism takes beside rows; ``x`` (B, N, E), the layer's input, for cast."""
+        """Tensors of the mechanism besides rows; ``x`` (B, N, E), the layer's input, for cast."""
         if self.group.name == "routing":
             return State(*self.buffers_of_centroids(), self.logit_scale)
         if self.group.name == "cast":

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .functional import Options, mask_of_heads
+from .functional import Options, options_of
 from .groups import HeadGroup, HeadGroups, Rows
 from .padding import Padding, make_padding
 from .spec import Group
@@ -126,12 +126,12 @@ def _attach(layer: Any, spec: str, seed: int) -> None:
 def _check_group(group: Group) -> None:
     if group.positions_named and group.positions != "none":
         raise ValueError(
-            f"spec: expected no positions={group.positions}, for the model has positions of its own"
+            f"spec: the model applies its own positions; leave out positions={group.positions}"
         )
     if group.keys_are_queries:
         raise ValueError(f"spec: expected groups that take the model's keys; got {group.text}")
     if group.name == "cast":
-        raise ValueError("spec: expected no cast, whose gate needs the layer's input; got one")
+        raise ValueError("spec: cast is not supported, because its gate needs the layer's input")
 
 
 def make_mask(
@@ -202,12 +202,12 @@ def attention_forward(
     """The attention function: query (B, H, N, D), key, value (B, Hkv, S, D) give (B, N, H, D)."""
     if dropout:
         raise ValueError(
-            f"dropout: expected 0.0, for there is no attention dropout; got {dropout}: set the "
-            "config's attention dropout to 0"
+            f"dropout: attention dropout is not supported; got {dropout}, set the config's "
+            "attention dropout to 0"
         )
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: expected None, for it cannot be honoured")
+            raise ValueError(f"{name}: not supported; expected None")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     if causal and attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
         key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))  # filled slots
@@ -252,8 +252,7 @@ def _pair_mask(groups: HeadGroups, query: Tensor, mask: Tensor) -> Tensor:
     for group in groups.groups():
         if not group.group.takes_mask:
             raise ValueError(
-                f"attention_mask: expected padding only, for {group.group.name} cannot honour a "
-                "mask of pairs; got one"
+                f"attention_mask: {group.group.name} supports padding only; got a mask of pairs"
             )
     return _allowed(mask).expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[3])
 
@@ -326,7 +325,7 @@ def _run(groups: HeadGroups, rows: _Rows, options: Options) -> Tensor:
         g = group.group
         k, v = (x.narrow(1, g.first_kv, g.kv_heads) for x in (rows.k, rows.v))
         own = _Rows(rows.q.narrow(1, g.first, g.heads), k, v)
-        parts.append(_run_group(group, own, mask_of_heads(options, g.first, g.heads)))
+        parts.append(_run_group(group, own, options_of(options, g)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

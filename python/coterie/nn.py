@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import centroids as _centroids
-from .functional import Options, mask_of_heads
+from .functional import Options, options_of
 from .groups import HeadGroup, HeadGroups, Rows
 from .library import group_seed
 from .padding import Padding, make_padding
@@ -44,13 +44,13 @@ class Attention(HeadGroups):
         bias: of the projections.
         rotary_base: of the positions.
         seed: of initial centroids and surrogate tokens.
-        layer: index of the layer in its model, for seeds of its own, as the C++ models have them;
-            None for a layer that stands alone.
+        layer: index of the layer in its model, which its seeds depend on, as in the C++ models;
+            None for a single layer.
         batch_first: inputs are (B, N, E) and not (N, B, E).
-        dropout: 0.0; there is no attention dropout.
+        dropout: must be 0.0; attention dropout is not supported.
     """
 
-    # What nn.TransformerEncoderLayer asks of its attention before it takes a path of its own.
+    # nn.TransformerEncoderLayer reads these before it takes its fast path.
     in_proj_bias = None
     _qkv_same_embed_dim = False
 
@@ -76,7 +76,7 @@ class Attention(HeadGroups):
             )
         if dropout:
             raise ValueError(
-                f"dropout: expected 0.0, for there is no attention dropout; got {dropout}"
+                f"dropout: attention dropout is not supported; got {dropout}, use 0.0"
             )
         head_dim = embed_dim // num_heads
         own_seed = seed if layer is None else group_seed(seed, layer, 0)
@@ -138,7 +138,7 @@ class Attention(HeadGroups):
                     f"{name}: expected the tensor of query or None: self-attention only"
                 )
         if need_weights:
-            raise ValueError("need_weights: expected False, for weights are not kept; got True")
+            raise ValueError("need_weights: attention weights are not kept; use need_weights=False")
 
     def _mask(
         self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, padding: Padding | None
@@ -150,11 +150,11 @@ class Attention(HeadGroups):
         for group in self.groups():
             if not group.group.takes_mask:
                 raise ValueError(
-                    f"attn_mask: expected None, for {group.group.name} cannot honour one; "
-                    "use key_padding_mask or lengths for padding"
+                    f"attn_mask: {group.group.name} does not support masks; use "
+                    "key_padding_mask or lengths for padding"
                 )
         if padding is not None and padding.order is not None:
-            raise ValueError("attn_mask: expected padding at the end of the rows beside a mask")
+            raise ValueError("attn_mask: with a mask, padding must be at the end of the rows")
         allowed = ~_blocked("attn_mask", attn_mask)
         B, N = x.shape[:2]
         return allowed.reshape(-1, 1 if allowed.dim() == 2 else self.num_heads, N, N).expand(
@@ -173,7 +173,7 @@ class Attention(HeadGroups):
             g = group.group
             keys = k.narrow(2, g.first_key, g.key_heads) if k is not None and g.key_heads else None
             rows = Rows(q.narrow(2, g.first, g.heads), keys, v.narrow(2, g.first_kv, g.kv_heads))
-            own = mask_of_heads(options, g.first, g.heads)
+            own = options_of(options, g)
             own = own._replace(seed=group_seed(seed, self.layer, number))
             if g.positions == "relative":
                 own = own._replace(scale=1 / math.sqrt(self.head_dim))

@@ -79,7 +79,7 @@ def test_statistics_of_packed_sequences(spec: str) -> None:
 @pytest.mark.parametrize("function", [coterie.stats, coterie.error])
 def test_positions_in_the_spec_are_refused(function: Callable[..., object]) -> None:
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="spec: expected no positions"):
+    with pytest.raises(ValueError, match="without positions=rotary"):
         function(q, q, q, "full(positions=rotary)")
 
 

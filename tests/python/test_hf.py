@@ -147,7 +147,7 @@ def test_packed_rows_are_honoured_or_refused() -> None:
     torch.testing.assert_close(packed[:, :12], model(tokens[:, :12]).logits)
     torch.testing.assert_close(packed[:, 12:], model(tokens[:, 12:]).logits)
     coterie.hf.use(model, "routing(clusters=3,window=4)")
-    with pytest.raises(ValueError, match="attention_mask: expected padding only"):
+    with pytest.raises(ValueError, match="supports padding only"):
         model(tokens, position_ids=positions, use_cache=False)
 
 
@@ -156,13 +156,13 @@ def test_attention_dropout_is_refused() -> None:
     for layer in coterie.hf.attention_layers(model).values():
         layer.dropout.p = 0.1
     coterie.hf.use(model, "full")
-    with pytest.raises(ValueError, match="dropout: expected"):
+    with pytest.raises(ValueError, match="dropout: attention dropout"):
         model(_tokens())
 
 
 @pytest.mark.parametrize("spec", ["lsh", "cast(clusters=2,size=3)", "full(positions=rotary)"])
 def test_specs_that_need_more_than_a_model_gives_are_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match="spec: expected"):
+    with pytest.raises(ValueError, match="spec: "):
         coterie.hf.use(_bert(), spec)
 
 

@@ -131,9 +131,9 @@ def test_tokens_first_inputs_are_transposed() -> None:
 
 REFUSALS = [
     ({"key": torch.zeros(1, 5, 32)}, "key: expected the tensor of query"),
-    ({"need_weights": True}, "need_weights: expected False"),
+    ({"need_weights": True}, "need_weights: attention weights are not kept"),
     ({"is_causal": True}, "is_causal"),
-    ({"attn_mask": torch.zeros(5, 5).bool()}, "attn_mask: expected None"),
+    ({"attn_mask": torch.zeros(5, 5).bool()}, "attn_mask: i-clustered does not support masks"),
     ({"key_padding_mask": torch.zeros(1, 4).bool()}, "key_padding_mask: expected shape"),
     ({"key_padding_mask": torch.full((1, 5), -1.0)}, "key_padding_mask: expected a bool mask"),
     ({"lengths": torch.tensor([1, 2])}, "lengths: expected shape"),
@@ -152,7 +152,7 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict, match: str) -> None
     [
         ({"embed_dim": 30}, "embed_dim: expected a multiple of 4"),
         ({"num_kv_heads": 3}, "multiple of the number of key.value heads; got 4 and 3"),
-        ({"dropout": 0.1}, "dropout: expected 0.0"),
+        ({"dropout": 0.1}, "dropout: attention dropout is not supported"),
         ({"spec": "1*full+3*local(window=2)", "num_kv_heads": 2}, "got a group of 1"),
         ({"spec": "routing(clusters=2,window=2,positions=relative)"}, "rotary.none"),
     ],
