@@ -7,7 +7,9 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "apps/commit.h"
 #include "bench/device.h"
@@ -63,52 +65,25 @@ Json run_json(const BenchReport& report) {
           {"seed", problem.seed}};
 }
 
-const char* clustering_name(Clustering method) {
-  return method == Clustering::keys           ? "keys"
-         : method == Clustering::hamming_keys ? "hamming-keys"
-                                              : "hamming";
+// A value of a spec key: a number, true, false or a name.
+Json value_json(const std::string& text) {
+  const Json value = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  return value.is_discarded() ? Json(text) : value;
 }
 
-// The numbers of a head group by which results are compared: N, C, k, w and the clustering.
-struct GroupNumbers {
-  Json json;
-
-  void clustering(const ClusteringParams& params) {
-    json["clusters"] = params.clusters;
-    json["clustering"] = clustering_name(params.method);
-    json["iterations"] = params.iterations;
-  }
-
-  void operator()(const FullParams&) {}
-  void operator()(const LocalParams& params) { json["window"] = params.window; }
-  void operator()(const StridedParams& params) { json["stride"] = params.stride; }
-  void operator()(const OracleTopParams& params) { json["topk"] = params.topk; }
-  void operator()(const ClusteredParams& params) { clustering(params.clustering); }
-  void operator()(const ImprovedClusteredParams& params) {
-    clustering(params.clustering);
-    json["topk"] = params.topk;
-  }
-  void operator()(const LshParams& params) {
-    json["rounds"] = params.rounds;
-    json["chunk"] = params.chunk;
-    json["buckets"] = params.buckets;
-  }
-  void operator()(const RoutingParams& params) {
-    json["clusters"] = params.clusters;
-    json["window"] = params.window;
-  }
-  void operator()(const CastParams& params) {
-    json["clusters"] = params.clusters;
-    json["size"] = params.size;
-  }
-};
-
+// The mechanism of each head group with all its keys, automatic ones resolved.
 Json groups_json(const bench::Entry& entry) {
   Json groups = Json::array();
   for (const HeadGroup& group : entry.spec.groups) {
-    GroupNumbers numbers{{{"mechanism", mechanism_name(group.mechanism)}, {"heads", group.heads}}};
-    std::visit(numbers, resolve(group.mechanism, entry.causal));
-    groups.push_back(std::move(numbers.json));
+    Json json{{"mechanism", mechanism_name(group.mechanism)}, {"heads", group.heads}};
+    std::istringstream facts(mechanism_facts(group.mechanism, entry.causal));
+    for (std::string line; std::getline(facts, line);) {
+      const std::size_t equals = line.find('=');
+      if (line.rfind("key.", 0) == 0) {
+        json[line.substr(4, equals - 4)] = value_json(line.substr(equals + 1));
+      }
+    }
+    groups.push_back(std::move(json));
   }
   return groups;
 }
