@@ -30,6 +30,13 @@ RowForm row_form(const Mechanism& mechanism);
 enum class Decoding : std::uint8_t { none, rows, window, rings };
 Decoding decoding(const Mechanism& mechanism, bool causal);
 
+// Keys that a query at `position` may attend to: positions first, first + stride, ... up to its own.
+// For Decoding::rows and Decoding::window.
+struct KeyPattern {
+  std::int64_t first = 0, stride = 1;
+};
+KeyPattern key_pattern(const Mechanism& mechanism, std::int64_t position);
+
 // Whether keys are taken from the queries: lsh, and routing with share_qk.
 bool keys_are_queries(const Mechanism& mechanism);
 

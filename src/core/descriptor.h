@@ -93,6 +93,7 @@ struct Descriptor {
   std::function<Causality(const Mechanism&, bool causal)> causality;  // throws where there is none
   std::function<void(Mechanism&, Causality)> settle;   // replaces automatic values, refuses others
   std::function<Decoding(const Mechanism&)> decoding;  // of causal layers that do not leak
+  std::function<KeyPattern(const Mechanism&, std::int64_t position)> key_pattern;
   std::function<SavedTensors<std::int64_t>(const Mechanism&, const CallSizes<std::int64_t>&)> saved;
   std::function<SavedTensors<Formula>(const Mechanism&, const CallSizes<Formula>&)> saved_formulas;
   std::function<StateTensors<std::int64_t>(const Mechanism&, const CallSizes<std::int64_t>&)> state;
@@ -134,6 +135,9 @@ Descriptor make_descriptor() {
   all.causality = [of](const Mechanism& m, bool causal) { return M::causality(of(m), causal); };
   all.settle = [](Mechanism& m, Causality form) { M::settle(std::get<Params>(m), form); };
   all.decoding = [of](const Mechanism& m) { return M::decoding(of(m)); };
+  all.key_pattern = [of](const Mechanism& m, std::int64_t position) {
+    return M::key_pattern(of(m), position);
+  };
   all.saved = [of](const auto& m, const auto& sizes) { return M::saved(of(m), sizes); };
   all.saved_formulas = [of](const auto& m, const auto& sizes) { return M::saved(of(m), sizes); };
   all.state = [of](const auto& m, const auto& sizes) { return M::state(of(m), sizes); };
@@ -146,6 +150,14 @@ template <class Number>
 SavedTensor<Number> row_values(const char* name, const CallSizes<Number>& s) {
   return {name, SavedKind::value, {s.B, s.H, s.N}};
 }
+
+// All keys up to the query's own position, and mechanisms that do not decode by rows.
+struct AllKeys {
+  template <class Params>
+  static KeyPattern key_pattern(const Params&, std::int64_t) {
+    return {};
+  }
+};
 
 // A mechanism whose keys are chosen by position or by the query alone, exactly.
 struct ExactMechanism {

@@ -59,6 +59,10 @@ bool leaks_future(const Mechanism& mechanism, bool causal) {
   return resolve_causality(mechanism, causal) == Causality::leaking;
 }
 
+KeyPattern key_pattern(const Mechanism& mechanism, std::int64_t position) {
+  return descriptor_of(mechanism).key_pattern(mechanism, position);
+}
+
 Decoding decoding(const Mechanism& mechanism, bool causal) {
   const Mechanism resolved = resolve(mechanism, causal);
   if (resolve_causality(resolved, causal) != Causality::strict) return Decoding::none;

@@ -12,25 +12,8 @@
 namespace coterie::torch_api {
 namespace {
 
-// Which earlier positions a position sees: every `stride`-th from `first` on.
-struct Pattern {
-  std::int64_t first = 0, stride = 1;
-};
-
-Pattern pattern_at(const Mechanism& mechanism, std::int64_t position) {
-  if (const auto* strided = std::get_if<StridedParams>(&mechanism)) {
-    return {position % strided->stride, strided->stride};
-  }
-  const auto* local = std::get_if<LocalParams>(&mechanism);
-  if (!local) return {};
-  const std::int64_t w = local->window;
-  const std::int64_t first =
-      local->kind == LocalKind::sliding ? position - w + 1 : (position / w - local->flange) * w;
-  return {std::max<std::int64_t>(0, first), 1};
-}
-
 // The first position that this one and later ones see: patterns with a stride see all of them.
-std::int64_t first_needed(const Pattern& pattern) {
+std::int64_t first_needed(const KeyPattern& pattern) {
   return pattern.stride == 1 ? pattern.first : 0;
 }
 
@@ -71,7 +54,7 @@ void append(RowCache& cache, const HeadRows& rows, std::int64_t needed) {
 }
 
 at::Tensor decode_rows(const DecodingStep& step, RowCache& cache) {
-  const Pattern pattern = pattern_at(step.mechanism, step.position);
+  const KeyPattern pattern = key_pattern(step.mechanism, step.position);
   append(cache, step.rows, first_needed(pattern));
   const auto seen = [&](const at::Tensor& rows) {
     return rows.slice(2, pattern.first - cache.first, cache.count, pattern.stride);

@@ -5,7 +5,7 @@
 namespace coterie {
 namespace {
 
-struct Cast {
+struct Cast : AllKeys {
   using Params = CastParams;
   static constexpr const char *kName = "cast",
                               *kSummary =

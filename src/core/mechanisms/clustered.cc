@@ -7,7 +7,7 @@ namespace coterie {
 namespace {
 
 // clustered and i-clustered: queries are clustered, keys are not.
-struct QueryClusters {
+struct QueryClusters : AllKeys {
   static constexpr bool kTakesMask = false, kRelativePositions = true;
   static constexpr RowForm kRows = RowForm::plain;
   static constexpr Positions kPositions = Positions::none;

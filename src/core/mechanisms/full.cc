@@ -4,7 +4,7 @@
 namespace coterie {
 namespace {
 
-struct Full : ExactMechanism {
+struct Full : ExactMechanism, AllKeys {
   using Params = FullParams;
   static constexpr const char *kName = "full",
                               *kSummary = "softmax over all keys; any mask, causal or not",

@@ -30,6 +30,12 @@ struct Local : ExactMechanism {
                   "flange needs kind=blocked; got flange=", params.flange, " with kind=sliding");
   }
   static Decoding decoding(const Params&) { return Decoding::window; }
+  static KeyPattern key_pattern(const Params& params, std::int64_t position) {
+    const std::int64_t first = params.kind == LocalKind::sliding
+                                   ? position - params.window + 1
+                                   : (position / params.window - params.flange) * params.window;
+    return {std::max<std::int64_t>(0, first), 1};
+  }
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 namespace coterie {
 namespace {
 
-struct Lsh {
+struct Lsh : AllKeys {
   using Params = LshParams;
   static constexpr const char *kName = "lsh",
                               *kSummary =

@@ -4,7 +4,7 @@
 namespace coterie {
 namespace {
 
-struct OracleTop : ExactMechanism {
+struct OracleTop : ExactMechanism, AllKeys {
   using Params = OracleTopParams;
   static constexpr const char *kName = "oracle-top",
                               *kSummary =

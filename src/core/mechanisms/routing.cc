@@ -8,7 +8,7 @@
 namespace coterie {
 namespace {
 
-struct Routing {
+struct Routing : AllKeys {
   using Params = RoutingParams;
   static constexpr const char *kName = "routing",
                               *kSummary =

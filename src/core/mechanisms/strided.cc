@@ -16,6 +16,9 @@ struct Strided : ExactMechanism {
                         "distance between attended keys")};
   }
   static Decoding decoding(const Params&) { return Decoding::rows; }
+  static KeyPattern key_pattern(const Params& params, std::int64_t position) {
+    return {position % params.stride, params.stride};
+  }
 };
 
 }  // namespace
