@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Decodes position by position. Strict routing keeps a ring of the latest keys of each cluster, so
-// that time and memory per token do not grow, and its logits are those of the parallel pass.
+// time and memory per token do not grow. The logits are those of the parallel pass.
 #include <ATen/ATen.h>
 
 #include <algorithm>

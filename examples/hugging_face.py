@@ -18,7 +18,7 @@ tokens = torch.randint(0, 100, (2, 24))
 mask = torch.ones_like(tokens)
 mask[1, 18:] = 0
 
-# An encoder; without a network its weights are random. With topk >= length nothing is approximated.
+# An encoder with random weights (no download). With topk >= length nothing is approximated.
 encoder = BertModel(BertConfig(**sizes, attention_probs_dropout_prob=0.0)).eval()
 with torch.no_grad():
     before = encoder(tokens, attention_mask=mask).last_hidden_state
@@ -28,7 +28,7 @@ difference = (after - before)[mask.bool()].abs().max().item()
 print(f"encoder: difference from its own attention {difference:.1e}")
 assert difference < 1e-4
 
-# A decoder with strictly causal heads: decoding with the cache repeats decoding without.
+# A decoder with strictly causal heads: decoding gives the same with and without a cache.
 decoder = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).eval()
 coterie.hf.use(decoder, "2*local(window=8)+2*routing(clusters=4,window=8)")
 settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_sample": False}

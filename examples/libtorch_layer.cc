@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Attention on torch tensors in C++: the function, then a layer whose heads have two attentions.
+// Attention on torch tensors in C++: the function, then a layer with two kinds of heads.
 #include <ATen/ATen.h>
 
 #include <cstdio>
@@ -32,7 +32,7 @@ int main() {
   std::vector<AttentionRecord> records;
   const PassOutput pass = layer->forward(x, {.seed = 1, .records = &records});
   (pass.out.square().mean() + pass.commitment).backward();
-  layer->update_centroids(records);  // routing's centroids move by averages, not by gradients
+  layer->update_centroids(records);  // centroids are moving averages, without gradients
   std::printf("layer output %ld x %ld x %ld, commitment %.2e\n", static_cast<long>(x.size(0)),
               static_cast<long>(x.size(1)), static_cast<long>(x.size(2)),
               pass.commitment.item<double>());

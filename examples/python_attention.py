@@ -23,8 +23,8 @@ assert report.relative.max() < 1.0
 
 print(f"for 8192 tokens: {coterie.recommend(8192).spec}")
 
-# An encoder layer of torch with half of its heads local and half routed by learnt centroids. The
-# task: say whether a token has occurred before.
+# torch's encoder layer; half of its heads are full, half are routed by learned centroids. The task:
+# predict whether a token has occurred before.
 block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
 block.self_attn = coterie.nn.Attention(
     32, 4, "2*full+2*routing(clusters=4,window=16,share_qk=true)", causal=True

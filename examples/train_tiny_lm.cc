@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Trains a tiny language model of bytes in C++: half of its heads are local, half routed.
+// Trains a tiny byte-level language model in C++: half of its heads are local, half routed.
 #include <ATen/ATen.h>
 #include <torch/optim/adamw.h>
 
@@ -11,7 +11,7 @@
 
 using namespace coterie::torch_api;
 
-// Windows of the text, at positions that depend on the step alone: tokens (B, N + 1).
+// Windows of the text, at positions that depend only on the step: tokens (B, N + 1).
 at::Tensor batch_at(const at::Tensor& text, std::int64_t step, std::int64_t B, std::int64_t N) {
   std::vector<at::Tensor> rows;
   for (std::int64_t b = 0; b < B; ++b) {

@@ -2,9 +2,8 @@
 // Attention by a spec, forward and backward, on raw memory.
 //
 //   const coterie::Attention attention("i-clustered(clusters=100)");
-//   const auto saved = attention.forward({.q = view(q, {B, H, N, D}), ...}, view(out, {B, H, N,
-//   D})); attention.backward(saved, view(grad_out, {B, H, N, D}), {.dq = view(dq, {B, H, N, D}),
-//   ...});
+//   const auto saved = attention.forward({.q = view(q, {B, H, N, D}), ...}, view(out, ...));
+//   attention.backward(saved, view(grad_out, ...), {.dq = view(dq, {B, H, N, D}), ...});
 //
 // Contract of every mechanism: rows beyond an item's length, and queries with nothing to attend to,
 // get output 0, log-sum-exp -inf and gradient 0. Ties go to the lower index. The same inputs and
@@ -28,8 +27,8 @@
 
 namespace coterie {
 
-// What a head group takes besides q, k and v: the fields of these names in AttentionInputs and
-// AttentionGradients, for specs of several groups.
+// Inputs of one head group besides q, k and v, for specs of several groups. The fields are those of
+// AttentionInputs and AttentionGradients.
 struct GroupState {
   ConstTensorView centroids, gate, logit_scale;
 };
@@ -37,16 +36,16 @@ struct GroupStateGradients {
   TensorView dcentroids, dgate, dlogit_scale;
 };
 
-// Where a call takes memory from, and where it runs.
+// Allocator and stream of a call.
 struct CallResources {
-  // Memory of at least `bytes` bytes, 64-byte aligned, on `device`; host memory when not set, which
-  // serves the CPU only. Memory of a GPU is released while the stream may still use it, so its
-  // allocator must be ordered by the stream.
+  // Returns at least `bytes` bytes on `device`, aligned to 64 bytes. If not set, host memory is
+  // used, which works on the CPU only. GPU memory is released while the stream may still use it, so
+  // its allocator must be stream-ordered.
   std::function<std::shared_ptr<void>(std::int64_t bytes, Device device)> allocate;
   void* stream = nullptr;  // cudaStream_t
 };
 
-// The attention of a layer. It does not change, so several threads may use one object.
+// The attention of a layer. Objects are immutable, so threads may share them.
 class Attention {
  public:
   explicit Attention(std::string_view spec);  // throws Error as AttentionSpec::parse does
@@ -54,12 +53,12 @@ class Attention {
 
   const AttentionSpec& spec() const { return spec_; }
 
-  // What a forward pass keeps for the backward pass: its inputs, its output (both as views, whose
-  // memory must outlive this) and tensors of its own.
+  // What a forward pass keeps for the backward pass: views of its inputs and output, whose memory
+  // must outlive this object, and tensors that it owns.
   class Saved {
    public:
-    // A saved tensor by name ("offsets", "lse", ...) of a head group; throws Error with the names
-    // that exist.
+    // A saved tensor of a head group by name ("offsets", "lse", ...). An unknown name throws Error,
+    // which lists the known ones.
     ConstTensorView get(std::string_view name, std::size_t group = 0) const;
     std::vector<std::string> names(std::size_t group = 0) const;
 
@@ -78,7 +77,7 @@ class Attention {
 
   // Writes out (B, H, N, Dv). Head groups take consecutive heads of q and out, and their share of
   // the heads of k and v. k has no heads for groups whose keys are the queries. `state` has one
-  // entry per group, or none where inputs have what a single group needs.
+  // entry per group, or none if `inputs` has the state of a single group.
   Saved forward(const AttentionInputs& inputs, const TensorView& out,
                 const std::vector<GroupState>& state = {},
                 const CallResources& resources = {}) const;
@@ -86,7 +85,7 @@ class Attention {
                 const std::vector<GroupState>& state = {},
                 const CallResources& resources = {}) const = delete;  // out is written
 
-  // Gradients of sum(out * grad_out), the selection held constant.
+  // Gradients of sum(out * grad_out), with the selection held constant.
   void backward(const Saved& saved, const ConstTensorView& grad_out,
                 const AttentionGradients& gradients,
                 const std::vector<GroupStateGradients>& state = {}) const;

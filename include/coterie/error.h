@@ -7,8 +7,8 @@
 
 namespace coterie {
 
-// Thrown for everything a caller can get wrong and for failures of a back end. The text reads
-// "[op] expected what; got what".
+// Thrown for invalid arguments and for back-end failures. Messages start with the name of the
+// operation: "[op] expected ...; got ...".
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& message) : std::runtime_error(message) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What goes into an attention call, and gradients with respect to it; coterie/result.h has what
-// comes out, coterie/attention.h the calls.
+// Inputs of an attention call, and the gradients with respect to them. coterie/result.h has the
+// outputs, coterie/attention.h the calls.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,7 @@ struct Sequences {
 // `causal`, query i of an item is at key position i + (key length - query length).
 struct AttentionInputs {
   ConstTensorView q;  // (B, H, N, Dk)
-  ConstTensorView
-      k;  // (B, Hkv, S, Dk); absent or the view q for lsh, and for routing with share_qk
+  ConstTensorView k;  // (B, Hkv, S, Dk); absent or equal to q for lsh and routing with share_qk
   ConstTensorView v;  // (B, Hkv, S, Dv)
   Sequences q_sequences;
   Sequences k_sequences;
@@ -31,13 +30,13 @@ struct AttentionInputs {
   ConstTensorView centroids;    // routing: (Hkv, C, Dk); cast: surrogate tokens (H, C, Dk)
   ConstTensorView gate;         // cast: gate logits (B, N)
   ConstTensorView logit_scale;  // routing, optional: (H) factors of the logits
-  double scale = 0.0;           // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
+  double scale = 0.0;           // factor of the logits; 0 = 1/sqrt(Dk), or 1 for routing
   bool causal = false;
   std::uint64_t seed = 0;
 };
 
-// Gradients; each view is written in full, absent ones are not computed. Shapes and types as the
-// inputs they belong to; with shared queries and keys dq holds the sum and dk must be absent.
+// Gradients, with the shapes and types of the inputs. Each view is overwritten; absent ones are not
+// computed. With shared queries and keys dq gets the sum and dk must be absent.
 struct AttentionGradients {
   TensorView dq, dk, dv;
   TensorView dcentroids;    // cast only (routing's centroids are constants)

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What a layer of several head groups is made of, for any tensor library: the heads of each group
-// and its seed.
+// Heads and seeds of the head groups of a layer, for any tensor library.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +10,8 @@
 namespace coterie {
 
 // The heads of a group: [first, first + count) of the layer's query heads, and the key/value heads
-// that they read. Groups whose keys are their queries have no key heads; a layer that projects keys
-// for the other groups only has those of this group at [first_key, first_key + key_count).
+// that they read. Groups whose keys are their queries have no key heads. In a layer that projects
+// keys for the other groups only, those of this group are [first_key, first_key + key_count).
 struct HeadSlice {
   std::int64_t first = 0, count = 0;
   std::int64_t first_kv = 0, kv_count = 0;
@@ -24,10 +23,10 @@ struct HeadSlice {
 std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads,
                                    std::int64_t kv_heads);
 
-// For calls that take k with the heads of all groups; throws Error when it has another number.
+// Throws Error unless k has the heads that all groups need. A single group is not checked.
 void check_key_heads(const std::vector<HeadSlice>& slices, std::int64_t key_heads);
 
-// For calls that take q and k as they are; throws Error when a group asks for positions.
+// For calls that do not apply positions to q and k: throws Error when a group asks for them.
 void refuse_positions(const AttentionSpec& spec);
 
 // The seed of the clusterings in one group of one layer, from the seed of a pass. Layers and groups

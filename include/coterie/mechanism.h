@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The attention mechanisms: one of the parameters of params.h each.
+// The attention mechanisms. Each is a parameter struct of params.h.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@ using Mechanism =
 // The mechanism's name in an attention spec: "full", "i-clustered", ...
 const char* mechanism_name(const Mechanism& mechanism);
 
-// Whether each query may have a mask of its own; else queries of a cluster share their keys.
+// Whether masks are supported. They are not where the queries of a cluster share their keys.
 bool takes_mask(const Mechanism& mechanism);
 
-// What happens to rows before their products: nothing; keys get unit length (lsh); queries and keys
-// get zero mean and unit variance (routing).
+// How rows are transformed before the dot products: not at all; keys get unit length (lsh); queries
+// and keys get zero mean and unit variance (routing).
 enum class RowForm : std::uint8_t { plain, unit_keys, normalised };
 RowForm row_form(const Mechanism& mechanism);
 
-// What a layer keeps to compute one position at a time: nothing, because it has no exact causal
+// What a layer caches to decode one position at a time: nothing, because there is no exact causal
 // form; all earlier rows; the latest rows; a ring of the latest keys of each cluster.
 enum class Decoding : std::uint8_t { none, rows, window, rings };
 Decoding decoding(const Mechanism& mechanism, bool causal);
@@ -50,7 +50,7 @@ Causality resolve_causality(const Mechanism& mechanism, bool causal);
 // other, the mechanism or `causal`.
 Mechanism resolve(const Mechanism& mechanism, bool causal);
 
-// What is known of a mechanism after resolve, as lines of key=value for callers in other languages:
+// Properties of a mechanism after resolve as lines of key=value, for callers in other languages:
 // name, causality (none, strict, leaking), keys_are_queries, takes_mask, rows; key.NAME: the keys
 // of the spec; saved.cpu.NAME and saved.cuda.NAME: kind (selection, count, value) and sizes of what
 // a forward pass saves; state.NAME: required or optional, and sizes. Sizes are in postfix notation

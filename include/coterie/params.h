@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Parameters of the attention mechanisms. Each struct is the only place where a default stands;
-// docs/mechanisms.md explains the formulas. Nothing of the standard library but integers is
-// included, for files of kernels have this header.
+// Parameters of the attention mechanisms. Defaults are defined only here; docs/mechanisms.md
+// explains the formulas. Kernel files include this header, so it includes nothing but <cstdint>.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +18,8 @@ struct FullParams {};
 enum class LocalKind : std::uint8_t { sliding, blocked };
 
 // sliding, not causal: keys i - floor(w/2) .. i + ceil(w/2) - 1; sliding, causal: the w keys up to
-// and including the query's own position. blocked: queries of block t see blocks t-flange .. t
-// (causal, not beyond themselves) or t-flange .. t+flange, blocks of `window` positions.
+// and including the query's own position. blocked: in blocks of `window` positions, queries of
+// block t see blocks t-flange .. t+flange, or t-flange .. t up to their own position (causal).
 struct LocalParams {
   std::int64_t window = 0;
   LocalKind kind = LocalKind::sliding;
@@ -64,9 +63,9 @@ struct ImprovedClusteredParams {
   Causality causal = Causality::automatic;
 };
 
-// How the rounds of LSH attention are combined. lse: as one softmax over all rounds, self only
-// where no round meets another key, the first chunk looks at the last (Reformer). mean: plain mean
-// of the rounds, self kept, no wrap-around (the baseline of the clustered-attention paper).
+// How the rounds of LSH attention are combined. lse: one softmax over all rounds, a token's own key
+// only if no round has another, and the first chunk sees the last (Reformer). mean: mean of the
+// rounds, own key included, no wrap-around (the baseline of the clustered-attention paper).
 enum class LshCombine : std::uint8_t { lse, mean };
 
 struct LshParams {
@@ -84,7 +83,7 @@ enum class SelfAttention : std::uint8_t { automatic, demote, keep };
 // nearest centroid and sees the `window` latest tokens there (nearest, the strictly causal form).
 struct RoutingParams {
   std::int64_t clusters = 0;
-  std::int64_t window = 0;                        // not used, and refused, with balanced membership
+  std::int64_t window = 0;                        // must be 0 with balanced membership
   Membership membership = Membership::automatic;  // nearest when strict, else top
   bool share_qk = false;
   Causality causal = Causality::automatic;
@@ -93,7 +92,7 @@ struct RoutingParams {
   bool include_self = false;                      // strict, separate: a query also sees its own key
   double count_eps = 0.01;   // top: outputs are divided by the number of clusters + count_eps
   double decay = 0.999;      // of the centroids' moving average; see move_centroids
-  double commitment = 1e-4;  // weight of commitment_loss; applied by whoever adds it to a loss
+  double commitment = 1e-4;  // weight of commitment_loss; applied by the caller
 };
 
 enum class CastMode : std::uint8_t { topk, single };

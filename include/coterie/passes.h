@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The passes of one mechanism with memory from the caller: for tensor libraries, which have
-// allocators of their own. coterie/attention.h has a class that allocates, and the contract.
+// The passes of one mechanism in memory from the caller, for tensor libraries with their own
+// allocators. coterie/attention.h has a class that allocates, and the contract.
 //
 // A forward pass has two halves: attention_select decides which tokens attend to which (clusters,
 // top keys, members; no gradient), attention_attend computes outputs for that selection. The
@@ -19,14 +19,14 @@
 
 namespace coterie {
 
-// What `saved` must hold, in order. The first `selection_count` of them are the selection.
+// The tensors of `saved`, in order. The first `selection_count` are the selection.
 struct SavedLayout {
   std::vector<TensorLayout> tensors;
   std::size_t selection_count = 0;
 };
 SavedLayout attention_saved(const Mechanism& mechanism, const AttentionInputs& inputs);
 
-// Bytes that select, attend, forward and backward need; 64-byte aligned memory.
+// Workspace bytes of select, attend, forward and backward; the memory must be 64-byte aligned.
 std::int64_t attention_workspace_bytes(const Mechanism& mechanism, const AttentionInputs& inputs);
 
 // Fills the selection part of `saved`.
@@ -41,7 +41,7 @@ void attention_attend(const Mechanism& mechanism, const AttentionInputs& inputs,
 void attention_forward(const Mechanism& mechanism, const AttentionInputs& inputs,
                        const AttentionResult& result, const Workspace& workspace);
 
-// Gradients of sum(out * grad_out), the selection held constant. `result` is the forward pass's.
+// Gradients of sum(out * grad_out), with the selection held constant. `result` is that of forward.
 void attention_backward(const Mechanism& mechanism, const AttentionInputs& inputs,
                         const AttentionResult& result, const TensorView& grad_out,
                         const AttentionGradients& gradients, const Workspace& workspace);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Counter-based random numbers (Philox 4x32-10, Salmon et al. 2011): every draw is a pure function
-// of a key and a counter, so that any thread, device or recomputation sees the same numbers.
+// of a key and a counter, so any thread, device or recomputation sees the same numbers.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace coterie {
 
-// What a stream of numbers is for; part of the key, so that uses never share numbers.
+// Purpose of a stream. It is part of the counter, so different uses never share numbers.
 enum class RandomUse : std::uint32_t {
   hash_plane = 1,
   hash_threshold = 2,
@@ -46,8 +46,8 @@ COTERIE_HOST_DEVICE inline RandomBits philox(RandomBits counter, std::uint32_t k
   return counter;
 }
 
-// A stream keyed by (seed, use, problem): `problem` numbers the (item, head) or whatever else must
-// see different numbers. `at(index)` gives four words; index counts within the stream.
+// The stream of (seed, use, problem). `problem` numbers the (item, head) or another unit with its
+// own numbers. `at(index)` returns four words; index counts within the stream.
 struct RandomStream {
   std::uint64_t seed = 0;
   RandomUse use = RandomUse::data;
@@ -82,8 +82,8 @@ COTERIE_HOST_DEVICE inline double random_unit(std::uint32_t word) {
 // A standard normal number (Box-Muller in double).
 double random_normal(const RandomStream& stream, std::uint64_t index);
 
-// Where a random permutation of [0, n) sends `index` < n: draws without replacement in any order,
-// without a table (four Feistel rounds on the next even number of bits, repeated until inside).
+// Image of `index` < n under a random permutation of [0, n), for draws without replacement. Needs
+// no table: four Feistel rounds on the next even number of bits, repeated until below n.
 COTERIE_HOST_DEVICE inline std::uint32_t random_permutation(const RandomStream& stream,
                                                             std::uint32_t index, std::uint32_t n) {
   int half = 1;

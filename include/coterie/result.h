@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What comes out of an attention call; coterie/attention.h has the calls.
+// Outputs of an attention call; coterie/attention.h has the calls.
 #pragma once
 
 #include <vector>

@@ -16,7 +16,7 @@ namespace coterie {
 // out = (x - mean) / sqrt(variance + 1e-6) row by row, dense and of x's accumulator type.
 void normalise_rows(const TensorView& x, const TensorView& out, const Workspace& workspace = {});
 
-// The nearest of the centroids (Hc, C, D), by inner product with the normalised row: bit by bit the
+// The nearest of the centroids (Hc, C, D), by inner product with the normalised row: exactly the
 // cluster that strict routing selects for the row.
 std::int64_t routing_labels_workspace_bytes(const TensorView& x, const Sequences& sequences,
                                             const TensorView& centroids);
@@ -25,13 +25,13 @@ void routing_labels(const TensorView& x, const Sequences& sequences, const Tenso
 
 struct SphericalKMeansParams {
   std::int64_t iterations = 10;
-  std::int64_t candidates = 32;  // random rows per cluster, among which the first ones are chosen
+  std::int64_t candidates = 32;  // random rows per cluster, from which the initial centroids come
   std::uint64_t seed = 0;
 };
 
 // Centroids (H, C, D) from the rows of x: starts from rows of a random sample of the batch, each as
-// far as possible from those chosen before it, assigns by inner product, and takes the normalised
-// mean. An empty cluster keeps its centroid.
+// far as possible from those already chosen. Each iteration assigns rows by inner product and takes
+// normalised means. An empty cluster keeps its centroid.
 void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
                       const Sequences& sequences, const TensorView& centroids,
                       const Workspace& workspace = {});
@@ -56,9 +56,9 @@ struct CentroidState {
 void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state,
                     const Workspace& workspace = {});
 
-// Mean over valid elements of (normalised x - centroid of its label)^2, the commitment loss of one
-// of q and k; `loss` is one element of x's accumulator type. The backward adds
-// weight * d loss / d x to dx (B, H, N, D). The loss needs a workspace on a GPU only.
+// Mean over valid elements of (normalised x - centroid of its label)^2, the commitment loss of q or
+// k; `loss` is one element of x's accumulator type. The backward adds weight * d loss / d x to dx
+// (B, H, N, D). Only the loss on a GPU needs a workspace.
 std::int64_t commitment_workspace_bytes(const TensorView& x);
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                      const TensorView& labels, const TensorView& loss,

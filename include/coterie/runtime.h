@@ -8,9 +8,9 @@
 
 namespace coterie {
 
-// Number of threads of CPU operations, 1 to kMaxThreads; at first COTERIE_THREADS or the number of
+// Number of threads of CPU operations, 1 to kMaxThreads; initially COTERIE_THREADS or the number of
 // cores. Results do not depend on it. An operation keeps the number that it started with. It runs
-// with fewer where the system does not grant as many, or where its workspace was counted for fewer.
+// with fewer if the system does not grant as many, or if its workspace was sized for fewer.
 constexpr int kMaxThreads = 1024;
 int threads();
 void set_threads(int count);
@@ -20,9 +20,9 @@ enum class CpuIsa : std::uint8_t { baseline, avx2, avx512, avx512_bf16 };
 const char* cpu_isa_name(CpuIsa isa);
 std::vector<CpuIsa> supported_cpu_isas();  // of this machine and build, weakest first
 
-// The level in use: the best one, or what COTERIE_CPU_ISA names.
+// The level in use: the best one, or the one that COTERIE_CPU_ISA names.
 CpuIsa cpu_isa();
-void force_cpu_isa(CpuIsa isa);  // throws when the machine lacks it; not while other threads call
+void force_cpu_isa(CpuIsa isa);  // throws if unsupported; call it while no operation runs
 
 struct CudaDevice {
   std::string name;

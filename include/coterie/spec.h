@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The attention spec: one string that names the attention of a layer everywhere.
+// The attention spec: one string for the attention of a layer, the same in all interfaces.
 //
 //   spec  := group ("+" group)*
 //   group := [heads "*"] name ["(" key "=" value ("," key "=" value)* ")"]
@@ -31,7 +31,7 @@ struct HeadGroup {
 struct AttentionSpec {
   std::vector<HeadGroup> groups;
 
-  // Throws Error, naming what is allowed, on unknown names and keys, missing keys, wrong values.
+  // Throws Error, which lists what is allowed, on unknown names or keys, missing or invalid values.
   static AttentionSpec parse(std::string_view text);
 
   // The shortest text that parses to this spec: defaults are left out.
@@ -47,7 +47,7 @@ std::string to_string(const Mechanism& mechanism);
 // A table of names, keys, defaults and meanings, for --help.
 std::string spec_help();
 
-// A table of what mechanisms attend to, take and refuse, in Markdown: that of docs/mechanisms.md.
+// The Markdown table of docs/mechanisms.md: what mechanisms attend to, take and refuse.
 std::string mechanism_table();
 
 }  // namespace coterie

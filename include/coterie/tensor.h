@@ -65,8 +65,8 @@ class HostTensor {
   TensorView view_;
 };
 
-// Elements of host tensors as doubles, whatever their type and strides; `values` in row-major order
-// of the view's sizes. Rounds to nearest even when writing.
+// Elements of host tensors of any type and strides, as doubles in row-major order of the view's
+// sizes. Writing rounds to nearest even.
 std::vector<double> read_values(const TensorView& tensor);
 void write_values(const TensorView& tensor, const std::vector<double>& values);
 // Writes value(flat row-major index) to every element.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Tensors as the library sees them: a pointer, an element type, a device, sizes and strides. Little
-// of the standard library is included, for every file of kernels has this header.
+// Tensors as the library sees them: a pointer, an element type, a device, sizes and strides. Every
+// kernel file includes this header, so it includes little of the standard library.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace coterie {
 enum class DType : std::uint8_t { f32, f64, bf16, f16, i32, i64, u64, u8 };
 
 // Where memory is: Device::cpu, or a GPU by CUDA's number, Device(Device::cuda, 1). Device::cuda
-// alone is GPU 0. Compared with a kind, the number does not count.
+// alone is GPU 0. Comparison with a kind ignores the number.
 struct Device {
   enum Kind : std::uint8_t { cpu, cuda };
   Kind kind = cpu;
@@ -74,7 +74,7 @@ struct ConstTensorView : TensorView {
 };
 
 // Views of densely packed row-major memory, with the element type of the pointer: float, double,
-// std::int32_t, std::int64_t, std::uint64_t or std::uint8_t. bf16 and f16 have no type in C++17;
+// std::int32_t, std::int64_t, std::uint64_t or std::uint8_t. C++20 has no type for bf16 and f16;
 // use contiguous() for them.
 template <class T>
 constexpr DType dtype_of_type();
@@ -112,10 +112,10 @@ constexpr DType dtype_of_type<std::uint8_t>() {
   return DType::u8;
 }
 
-// Memory and queue of one call. The caller provides `bytes` as told by the matching
-// ..._workspace_bytes function (operations without one need none); contents before and after the
-// call are unspecified. A call runs on the device of its tensors, to which memory and stream
-// belong: `stream` is a cudaStream_t for tensors on Device::cuda, unused on the CPU.
+// Scratch memory and stream of one call. `bytes` comes from the matching ..._workspace_bytes
+// function (operations without one need none); contents before and after the call are unspecified.
+// Memory and stream belong to the device of the tensors, on which the call runs. `stream` is a
+// cudaStream_t for tensors on Device::cuda and unused on the CPU.
 struct Workspace {
   void* data = nullptr;
   std::int64_t bytes = 0;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-r"""Times attention specs beside what else is installed, on the same tensors.
+r"""Times attention specs against other installed implementations, on the same tensors.
 
     python python/bench/compare.py --lengths 1024 4096 --spec "i-clustered(clusters=64,topk=32)"
     python python/bench/compare.py --device cuda --dtype bfloat16 --heads 16 --causal --flex \
@@ -11,8 +11,8 @@ window (--flex), pytorch-fast-transformers (improved clustered) and routing-tran
 can be imported, and routing's clusters attended by gathering rows for scaled_dot_product_attention.
 Clustered ones have N / --window clusters. Columns: median time, memory that the forward pass takes
 beyond its inputs (CUDA: peak allocated; CPU: what stays allocated, outputs and saved tensors),
-relative error of the output against full attention in float64 on 256 rows of the first batch entry:
-of routing, whose logits are others, it says nothing. --overhead times a call on one token instead.
+relative error of the output against full attention in float64 on 256 rows of the first batch entry
+(meaningless for routing, whose logits differ). --overhead times a call on one token instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _seconds(call: Callable[[], object], device: str, times: int) -> float:
 
 
 def _median(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Milliseconds; of several calls in a row where one is short, as in a model."""
+    """Milliseconds per call; short calls are timed several in a row, as in a model."""
     _seconds(call, device, 1)
     times = max(1, min(50, int(0.005 / _seconds(call, device, 1))))
     return statistics.median(_seconds(call, device, times) for _ in range(repeats)) * 1e3
@@ -137,7 +137,7 @@ def compare(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def overhead(repeats: int = 200) -> dict[str, float]:
-    """Microseconds of a call on one token: what calling costs."""
+    """Microseconds of a call on one token: the call overhead."""
     q = torch.randn(1, 1, 1, 8)
     leaf = q.clone().requires_grad_()
     operator = torch.ops.coterie.attention_forward.default
@@ -150,7 +150,7 @@ def overhead(repeats: int = 200) -> dict[str, float]:
         "coterie.attention with gradient": lambda: coterie.attention(leaf, leaf, leaf, "full"),
     }
     best = dict.fromkeys(calls, float("inf"))
-    for _ in range(50):  # in turn, so that all meet the same disturbances; the least counts
+    for _ in range(50):  # interleaved, so that all see the same noise; the minimum counts
         for name, call in calls.items():
             begin = time.perf_counter()
             for _ in range(repeats):

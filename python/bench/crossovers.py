@@ -4,9 +4,9 @@
     python python/bench/crossovers.py [--check]
 
 Takes the records of ``coterie bench`` in docs/performance: heads of 64, i-clustered where not
-causal, strict routing where causal, against torch's full attention. Of runs of the same spec at the
-same length the slowest counts, then the fastest spec. --check changes nothing and fails when the
-file is not what the records say.
+causal, strict routing where causal, against torch's full attention. The slowest run of each spec at
+each length counts; the fastest spec is written. --check writes nothing and fails when the file does
+not match the records.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _slowest() -> dict[Key, dict[str, tuple[bool, float, str]]]:
         specs = found.setdefault((run["device"], record["causal"], record["N"]), {})
         measured = (run["pass"] == "both", record["speed"], _where(run))
         before = specs.get(record["attention"], measured)
-        # Both passes say more than one.
+        # A record of both passes replaces one of the forward pass alone.
         if (not measured[0], measured[1]) <= (not before[0], before[1]):
             specs[record["attention"]] = measured
     return found

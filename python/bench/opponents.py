@@ -44,10 +44,10 @@ def flex(setting: Setting, q: Tensor) -> Named:
     n, window = q.shape[2], setting.window
 
     def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        last = 0 if setting.causal else (window + 1) // 2 - 1  # as local(window=...) has it
+        last = 0 if setting.causal else (window + 1) // 2 - 1  # as in local(window=...)
         return (j <= i + last) & (j > i + last - window)
 
-    compiled = torch.compile(flex_attention, dynamic=False)  # its best: for this length
+    compiled = torch.compile(flex_attention, dynamic=False)  # fastest when compiled for one length
     blocks = create_block_mask(near, None, None, n, n, device=q.device.type)
     yield f"flex window {window}", lambda q, k, v: compiled(q, k, v, block_mask=blocks)
 
@@ -81,7 +81,7 @@ def routing_transformer(setting: Setting, q: Tensor) -> Named:
     module = KmeansAttention(
         setting.clusters, setting.window, heads, head_dim, causal=setting.causal
     )
-    module = module.to(q.device).eval()  # its centroids stay
+    module = module.to(q.device).eval()  # keeps its centroids
     yield "routing-transformer", lambda q, k, v: module(q, k, v)[0]
 
 
@@ -122,7 +122,7 @@ def gathered(setting: Setting, q: Tensor) -> Named:
 
 
 def ours(spec: str, setting: Setting, q: Tensor) -> tuple[str, Call]:
-    """A spec; {clusters} and {window} in it stand for those of the table."""
+    """A spec, with {clusters} and {window} replaced by those of the table."""
     spec = spec.format(clusters=setting.clusters, window=setting.window)
     causal = setting.causal
     state = coterie.init_state(spec, q.shape[1], q.shape[3], causal=causal, device=q.device)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Hands out aligned pieces of a workspace. Without memory it only counts, so that the size a call
-// needs is asked of the very code that takes it.
+// Hands out aligned pieces of a workspace. Without memory it only counts, so the code that takes
+// the pieces also computes the size.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@ class Arena {
   static constexpr std::int64_t kAlignment = 64;
 
   Arena() = default;  // counts only
-  // Throws for a workspace of less than `needed` bytes.
+  // Throws if the workspace has fewer than `needed` bytes.
   Arena(const char* op, const Workspace& workspace, std::int64_t needed);
 
-  // Throws for a piece that the workspace has no room for.
+  // Throws if the piece does not fit.
   template <class T>
   T* take(std::int64_t count) {
     const std::int64_t size = sizeof(T), room = (capacity_ - used_) / kAlignment * kAlignment;
@@ -30,7 +30,7 @@ class Arena {
   }
 
   std::int64_t used() const { return used_; }
-  // Whether there is no memory: nothing may be launched. A workspace of 0 bytes is one.
+  // Whether this only counts, so nothing may be launched. False for a workspace of 0 bytes.
   bool counting() const { return counting_; }
 
  private:

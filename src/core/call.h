@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A checked attention call: sizes, items and views under one name each.
+// A checked attention call: its sizes, items and views.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ struct AttentionCall {
   const char* op = "";  // the mechanism's name, for messages
   AttentionInputs inputs;
   Device device = Device::cpu;
-  ItemList items;  // on the CPU; a GPU reads lengths itself, so there it is empty
+  ItemList items;  // empty for a GPU, where kernels read the lengths
   std::int64_t item_total = 0;
   TensorView k;  // inputs.k, or inputs.q where queries and keys are shared
   std::int64_t B = 0, H = 0, N = 0, S = 0, Dk = 0, Dv = 0;
   std::int64_t key_heads = 0, value_heads = 0;  // H and Hkv when shared, else both Hkv
   double scale = 1.0;
-  bool causal = false;  // in force: by flag or by the mechanism's own causal form
+  bool causal = false;  // set by the inputs or by the mechanism's causal form
 
   const Item& item(std::int64_t number) const { return items[static_cast<std::size_t>(number)]; }
   std::int64_t num_items() const { return item_total; }

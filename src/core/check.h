@@ -19,13 +19,13 @@ template <class... Parts>
 
 }  // namespace coterie
 
-// For what a caller can get wrong: COTERIE_CHECK(n > 0, "op", "expected ...; got ", n).
+// Checks arguments of the caller: COTERIE_CHECK(n > 0, "op", "expected ...; got ", n).
 #define COTERIE_CHECK(condition, ...)               \
   do {                                              \
     if (!(condition)) ::coterie::fail(__VA_ARGS__); \
   } while (false)
 
-// For our own invariants; on in builds with COTERIE_ASSERTS.
+// Checks internal invariants, in builds with COTERIE_ASSERTS.
 #if defined(COTERIE_ASSERTS)
 #define COTERIE_ASSERT(condition) \
   COTERIE_CHECK(condition, "internal", "broken invariant: ", #condition)

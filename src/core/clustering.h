@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Types of clustering that back ends, the reference and ops share.
+// Clustering types shared by the back ends, the reference and ops.
 #pragma once
 
 #include <cstdint>

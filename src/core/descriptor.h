@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Everything the library knows of a mechanism besides its kernels: name, keys, causal forms, what
-// it takes and refuses, what it saves, how it decodes. Spec parser, checks, layouts of saved
-// tensors, torch, Python, bench and docs read it.
+// Everything about a mechanism except its kernels: name, keys, causal forms, what it takes and
+// refuses, what it saves, how it decodes. The spec parser, checks, layouts of saved tensors, torch,
+// Python, bench and docs read it.
 //
-// A mechanism is a struct in core/mechanisms/ with the members that make_descriptor uses; one that
-// is missing does not compile, and a mechanism without a struct does not link. Shapes are written
-// once for two kinds of numbers: integers, and formulas for callers whose sizes are symbols.
+// A mechanism is a struct in core/mechanisms/ with the members that make_descriptor uses. A missing
+// member is a compile error, a missing struct a link error. Shapes are written once for two kinds
+// of numbers: integers, and formulas for callers whose sizes are symbols.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,7 @@ struct CallSizes {
   bool on_gpu = false;
 };
 
-// Indices of a selection, other whole numbers (both int32), or values of the accumulator's type.
+// Indices of a selection, other integers (both int32), or values of the accumulator type.
 enum class SavedKind : std::uint8_t { selection, count, value };
 
 template <class Number>
@@ -64,7 +64,7 @@ struct SavedTensor {
 template <class Number>
 using SavedTensors = std::vector<SavedTensor<Number>>;
 
-// A tensor that a mechanism takes besides q, k and v, of the accumulator's type.
+// A tensor that a mechanism takes besides q, k and v, of the accumulator type.
 enum class StateField : std::uint8_t { centroids, gate, logit_scale };
 template <class Number>
 struct StateTensor {
@@ -82,16 +82,16 @@ struct Descriptor {
   const char* attends;  // a cell of the table in docs/mechanisms.md
   HeadGroup defaults;
   std::vector<SpecKey> keys;
-  bool takes_mask;  // each query has keys of its own
+  bool takes_mask;  // each query has its own keys
   RowForm rows;
-  Positions positions;  // unless the spec says otherwise: rotary or none
+  Positions positions;  // the default: rotary or none
 
-  // Of resolved parameters, but for `causality` and `settle`, which resolve them.
+  // These take resolved parameters, except `causality` and `settle`, which resolve them.
   std::function<bool(const Mechanism&)> keys_are_queries;
   std::function<bool(const Mechanism&)>
       self_attention;  // as many keys as queries in every sequence
-  std::function<Causality(const Mechanism&, bool causal)> causality;  // throws where there is none
-  std::function<void(Mechanism&, Causality)> settle;   // replaces automatic values, refuses others
+  std::function<Causality(const Mechanism&, bool causal)> causality;  // throws if there is none
+  std::function<void(Mechanism&, Causality)> settle;   // replaces automatic values, checks the rest
   std::function<Decoding(const Mechanism&)> decoding;  // of causal layers that do not leak
   std::function<KeyPattern(const Mechanism&, std::int64_t position)> key_pattern;
   std::function<SavedTensors<std::int64_t>(const Mechanism&, const CallSizes<std::int64_t>&)> saved;
@@ -104,7 +104,7 @@ struct Descriptor {
 const std::vector<Descriptor>& descriptors();
 const Descriptor& descriptor_of(const Mechanism& mechanism);
 
-// Throws Error "[op] ..." when a needed key has its default or a value is out of range.
+// Throws Error "[op] ..." when a required key is not set or a value is out of range.
 void check_values(const std::string& op, const HeadGroup& group);
 
 // Specialised in core/mechanisms/ for the parameters of each mechanism.
@@ -145,7 +145,7 @@ Descriptor make_descriptor() {
   return all;
 }
 
-// Parts of shapes that several mechanisms have.
+// Shapes shared by several mechanisms.
 template <class Number>
 SavedTensor<Number> row_values(const char* name, const CallSizes<Number>& s) {
   return {name, SavedKind::value, {s.B, s.H, s.N}};
@@ -159,7 +159,7 @@ struct AllKeys {
   }
 };
 
-// A mechanism whose keys are chosen by position or by the query alone, exactly.
+// Base of mechanisms that choose keys exactly, by position or by the query alone.
 struct ExactMechanism {
   static constexpr bool kTakesMask = true, kRelativePositions = true;
   static constexpr RowForm kRows = RowForm::plain;

@@ -7,7 +7,7 @@
 
 namespace coterie {
 
-// Calls body(TypeTag<float | double>): the type computed in for inputs of `dtype`.
+// Calls body with a TypeTag of the accumulator type, float or double, of inputs of `dtype`.
 template <class Body>
 decltype(auto) dispatch_accumulator(DType dtype, Body&& body) {
   if (accumulator_dtype(dtype) == DType::f64) return body(TypeTag<double>{});

@@ -65,7 +65,7 @@ CallSizes<Formula> symbols(bool on_gpu) {
           Formula("items"), on_gpu};
 }
 
-// The causal forms that a mechanism has, by its key `causal` where there is one: "strict, leaking".
+// The causal forms of a mechanism, for all values of a key `causal`: "strict, leaks".
 std::string causal_forms(const Descriptor& own) {
   std::vector<HeadGroup> groups = {own.defaults};
   for (const SpecKey& key : own.keys) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Conversions of bf16 and fp16; they round to nearest even. The functions are static
-// because files compiled for different instruction sets include them: the linker must not let one
-// such file's copy stand for another's.
+// Conversions of bf16 and fp16; they round to nearest even. The functions are static because files
+// compiled for different instruction sets include them, and the linker must not merge their copies.
 #pragma once
 
 #include <cstdint>

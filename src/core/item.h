@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The sequences of a batch: how many there are, one of them, and a list.
+// The sequences of a batch: their number, one of them, and a list.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Item {
   Span q, k;
 };
 
-// Owns its items. Not a vector, for every file of kernels has this header and would have <vector>.
+// Owns its items. Not a vector: every kernel file includes this header, and would include <vector>.
 class ItemList {
  public:
   ItemList() = default;

@@ -36,7 +36,7 @@ void check_ints(const char* op, const char* name, const TensorView& ints) {
                 "expected contiguous ", name, " on cuda; got a stride of ", ints.stride(0));
 }
 
-// Of sequences that were checked; checks the numbers in them.
+// Reads sequences that check_sequences accepted, and checks the numbers in them.
 std::vector<Span> read_spans(const char* op, const Sequences& sequences, std::int64_t batches,
                              std::int64_t rows) {
   const TensorView &lengths = sequences.lengths, &cu_seqlens = sequences.cu_seqlens;

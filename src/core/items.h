@@ -10,10 +10,10 @@
 
 namespace coterie {
 
-// Checks what is known of sequences without reading them: types, shapes, how many there are.
+// Checks sequences without reading their elements: types, shapes, number.
 void check_sequences(const char* op, const Sequences& sequences, std::int64_t batches);
 
-// The same for a call's queries and keys, and that they agree in number.
+// The same for a call's queries and keys, which must have the same number of sequences.
 void check_items(const char* op, const AttentionInputs& inputs);
 
 // The items of a tensor with `batches` entries of `rows` rows; checks lengths and offsets.

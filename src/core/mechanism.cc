@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Questions about mechanisms, answered by their descriptors.
+// Properties of mechanisms, read from their descriptors.
 #include "coterie/mechanism.h"
 
 #include "core/check.h"

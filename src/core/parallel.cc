@@ -34,8 +34,8 @@ int initial_threads() {
 
 // Neither this nor the pool below has a constructor or destructor to run: other threads may be
 // inside a call while the process starts, forks or exits.
-std::atomic<int> thread_count{0};  // 0: not asked for yet
-thread_local int fixed_count = 0;  // by CallThreads; 0: none
+std::atomic<int> thread_count{0};  // 0: not set yet
+thread_local int fixed_count = 0;  // set by CallThreads; 0: none
 
 using Task = std::function<void(std::int64_t, int)>;
 
@@ -78,7 +78,7 @@ class Pool {
     try {
       while (size() < wanted)
         threads_.emplace_back([this, worker = size(), seen = generation_] { serve(worker, seen); });
-    } catch (const std::exception&) {  // no memory or no thread left: fewer do the same work
+    } catch (const std::exception&) {  // out of memory or threads: use fewer workers
     }
   }
 
@@ -96,7 +96,7 @@ class Pool {
     job_ = nullptr;
   }
 
-  Pool* parent = nullptr;  // what the parent process had
+  Pool* parent = nullptr;  // the pool of the parent process
 
  private:
   void serve(int worker, std::uint64_t seen);
@@ -112,7 +112,7 @@ class Pool {
 
 thread_local bool inside_task = false;
 
-// `seen` is the last job that was not this thread's.
+// `seen` is the generation of the last job before this thread started.
 void Pool::serve(int worker, std::uint64_t seen) {
   inside_task = true;
   for (;;) {
@@ -132,13 +132,13 @@ void Pool::serve(int worker, std::uint64_t seen) {
   }
 }
 
-// One caller at a time owns the pool; its tasks see no other caller's.
+// One caller at a time owns the pool, so tasks of different callers never mix.
 std::mutex pool_mutex;
 Pool* pool = nullptr;
 
-// A child process has the thread that forked and no other: the pool's threads are not there to be
-// used or joined, and the mutex may belong to a thread that is not there to release it. The
-// parent's pool stays in memory, unused, where leak checkers find it.
+// A child process has only the thread that forked: it cannot use or join the pool's threads, and
+// the mutex may be held by a thread that does not exist in it. The parent's pool stays in memory,
+// unused but reachable for leak checkers.
 Pool* parents_pool = nullptr;
 void start_child() {
   new (&pool_mutex) std::mutex;

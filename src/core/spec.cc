@@ -21,7 +21,7 @@ std::string_view trimmed(std::string_view text) {
   return text;
 }
 
-// For messages: one line, printable and not too long, whatever was given.
+// Any text as one printable line of limited length, for messages.
 std::string quoted(std::string_view text) {
   constexpr std::size_t kLongest = 60;
   std::string shown = "\"";
@@ -50,7 +50,7 @@ std::string near_miss(std::string_view text, const std::vector<std::string>& nam
   std::string best;
   std::size_t best_distance = std::numeric_limits<std::size_t>::max();
   for (const std::string& name : names) {
-    // Long texts are no slips of the pen, and the distance takes quadratic time.
+    // Long texts are not typos, and the distance takes quadratic time.
     if (text.size() > 2 * name.size()) continue;
     const std::size_t distance = edit_distance(text, name);
     if (distance > std::max<std::size_t>(1, name.size() / 3) || distance >= best_distance) continue;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // A key of the attention spec, tied to one field of a mechanism's parameters. Parser, printer,
-// messages, help and range checks read it; the default is the one of the struct.
+// messages, help and range checks read it; the default is the struct's.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct SpecKey {
   std::function<bool(std::string_view, HeadGroup&)> set;  // false: not a value of this key
   std::function<std::string(const HeadGroup&)> get;       // as `set` reads it, or "automatic"
   std::function<bool(const HeadGroup&)> valid;            // in range, or the default
-  std::function<bool(const HeadGroup&)> needed;           // whether the default will not do
+  std::function<bool(const HeadGroup&)> needed;           // whether the key is required
 };
 
 // Tokens and clusters are counted in int32.
@@ -32,7 +32,7 @@ constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
 struct Whole {
   std::int64_t min = 1, max = kMaxCount, multiple = 1;
 };
-// A field of a head group: gives a pointer to it, or to the field of its default.
+// Returns a pointer to a field of a head group.
 template <class Value>
 using Field = std::function<Value*(HeadGroup&)>;
 
@@ -43,7 +43,7 @@ SpecKey number_key(const char* name, const Field<double>& field, double max, con
 template <class Value>
 using Choices = std::vector<std::pair<const char*, Value>>;
 
-// A value without a name among the choices is the automatic one.
+// A value that is not among the choices is the automatic one.
 template <class Value>
 SpecKey choice_key(const char* name, const Field<Value>& field, const Choices<Value>& choices,
                    const char* help) {

@@ -96,8 +96,8 @@ double load_element(const TensorView& tensor, std::int64_t offset) {
   return 0;
 }
 
-// Towards zero, with the last bit set when something was lost: rounding the result again, to 16
-// bits, then gives what rounding once would.
+// Rounds towards zero and sets the last bit if the result is inexact. Rounding that to 16 bits
+// gives the same as rounding `value` once.
 float round_to_odd(double value) {
   const float nearest = static_cast<float>(value);
   if (static_cast<double>(nearest) == value || !std::isfinite(nearest)) return nearest;
@@ -146,7 +146,7 @@ TensorView TensorView::contiguous(void* data, DType dtype,
   return dense_view(data, dtype, sizes.begin(), static_cast<int>(sizes.size()), device);
 }
 
-// Operations do not write to their inputs, so that one type of view serves both inside.
+// Operations do not write to their inputs, so they use one type of view internally.
 ConstTensorView ConstTensorView::contiguous(const void* data, DType dtype,
                                             std::initializer_list<std::int64_t> sizes,
                                             Device device) {
@@ -161,7 +161,7 @@ std::int64_t TensorView::count() const {
 }
 
 bool TensorView::is_contiguous() const {
-  if (count() == 0) return true;  // no element, no place
+  if (count() == 0) return true;  // no elements: strides do not matter
   std::int64_t stride = 1;
   for (int dim = rank - 1; dim >= 0; --dim) {
     if (sizes[dim] != 1 && strides[dim] != stride) return false;

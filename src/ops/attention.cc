@@ -46,7 +46,7 @@ std::int64_t bytes_of(const TensorView& tensor) {
   return tensor.count() * dtype_bytes(tensor.dtype);
 }
 
-// Heads [first, first + count) of a tensor (B, heads, ...); absent where either is.
+// Heads [first, first + count) of a tensor (B, heads, ...); absent if the tensor is or count is 0.
 TensorView heads_of(const TensorView& tensor, std::int64_t first, std::int64_t count) {
   return tensor.present() && count > 0 ? tensor.narrowed(1, first, count) : TensorView{};
 }

@@ -41,7 +41,7 @@ void check_counts(const AttentionCall& call) {
                 " rows; got ", call.N, " queries and ", call.S, " keys");
 }
 
-// q, k, v, heads, lengths and scale.
+// Checks q, k, v, heads, lengths and scale.
 AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool shared) {
   const TensorView &q = inputs.q, &v = inputs.v;
   check_rows(op, "q", q, 4, q.device);
@@ -117,14 +117,14 @@ CallSizes<std::int64_t> sizes_of(const AttentionCall& call) {
           call.Dv, call.key_heads, call.value_heads, call.num_items(), call.device == Device::cuda};
 }
 
-// A tensor of the mechanism's state, or its gradient, by the names of the messages.
+// A tensor of the mechanism's state, or its gradient, with its name in messages.
 struct StateView {
   StateField field;
   const char* name;
   const TensorView& tensor;
 };
 
-// Tensors are there as the descriptor says: of its shape, or none where it has no such field.
+// Checks tensors against the descriptor: of its shape, or absent where it has no such field.
 void check_state(const Mechanism& mechanism, const AttentionCall& call,
                  const std::vector<StateView>& views, bool gradients) {
   const DType accumulator = accumulator_dtype(call.inputs.q.dtype);
@@ -154,7 +154,7 @@ void check_mask(const Descriptor& mechanism, const AttentionCall& call) {
   check_shape(call.op, "mask", mask, {call.B, call.H, call.N, call.S});
 }
 
-// Forms in which a token is query and key at once.
+// For mechanisms in which a token is both query and key.
 void check_self_attention(const AttentionCall& call) {
   for (const Item& item : call.items)
     COTERIE_CHECK(item.q.length == item.k.length, call.op,

@@ -13,7 +13,7 @@ AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& input
 // The same for parts.h: q, k, v, lengths, scale and causal only.
 AttentionCall make_part_call(const char* op, const AttentionInputs& inputs);
 
-// Operations that only the CPU has.
+// For operations that only the CPU has.
 void check_cpu(const char* op, const char* name, const TensorView& tensor);
 void check_shape(const char* op, const char* name, const TensorView& tensor,
                  const std::vector<std::int64_t>& sizes);

@@ -15,7 +15,7 @@ namespace coterie {
 
 namespace {
 
-// The parameters with their defaults settled, as for the mechanism that uses them.
+// The parameters with automatic values replaced, as for the mechanism that uses them.
 ClusteringParams settled(const ClusteringParams& params) {
   return std::get<ClusteredParams>(resolve(ClusteredParams{params}, false)).clustering;
 }

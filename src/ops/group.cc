@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
 
+#include "cpu/cluster/group.h"
 #include "core/check.h"
 #include "core/items.h"
 #include "core/parallel.h"
-#include "cpu/cluster/group.h"
 #include "cpu/engine/rows.h"
 #include "ops/call.h"
 #include "ops/parts.h"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 
+#include "cpu/cluster/hash.h"
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "core/items.h"
 #include "core/parallel.h"
-#include "cpu/cluster/hash.h"
 #include "cpu/engine/rows.h"
 #include "ops/call.h"
 #include "ops/parts.h"
@@ -29,7 +29,7 @@ std::int64_t check_planes(const char* op, const TensorView& planes, const Tensor
   return bits;
 }
 
-// Row (item, head) of a table with `sizes` rows, where size 1 serves all.
+// Index of (item, head) in a table of 1 or `items` rows and a divisor of `heads` columns.
 std::int64_t table_row(const char* op, const char* name, const TensorView& table,
                        std::int64_t items, std::int64_t heads, std::int64_t item,
                        std::int64_t head) {

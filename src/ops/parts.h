@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Parts of mechanisms as operations of their own, on the CPU: for tests and for timing. Whole
-// mechanisms are in coterie/attention.h.
+// Parts of mechanisms as separate operations on the CPU, for tests and timing. Whole mechanisms are
+// in coterie/attention.h.
 //
 // Clustering is per item and head, padding excluded. Labels are int32, -1 in padding; ties go to
 // the lower cluster.
@@ -44,8 +44,8 @@ void hamming_kmeans(const HammingKMeansParams& params, const TensorView& codes,
 
 // labels[i] = argmax_c x_i . centroid_c + bias_c for x (B, H, N, D). centroids (items|1, Hc, C, D),
 // bias (items|1, Hc, C) or absent, of x's accumulator type; head h uses row h / (H / Hc). A row of
-// NaN scores goes to cluster 0. Sums run over D in ascending order, whatever the shapes: the label
-// of a row depends on nothing but the row and the centroids.
+// NaN scores goes to cluster 0. Sums run over D in ascending order for all shapes, so the label of
+// a row depends only on the row, the centroids and the bias.
 void nearest_centroid(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                       const TensorView& bias, const TensorView& labels,
                       const Workspace& workspace = {});

@@ -14,7 +14,7 @@ namespace coterie {
 
 namespace {
 
-// A call whose mechanism is settled and whose inputs are checked.
+// A call with a resolved mechanism and checked inputs.
 struct Checked {
   Mechanism mechanism;
   AttentionCall call;
@@ -39,17 +39,17 @@ std::int64_t bytes_of(const Checked& checked) {
                     checked.mechanism);
 }
 
-// A GPU has no use for the CPU's threads.
+// Calls on a GPU do not use the CPU's threads.
 CallThreads threads_for(const Checked& checked, const Workspace& workspace) {
   if (checked.on_cuda()) return {};
   return {workspace.bytes, [&] { return bytes_of(checked); }};
 }
 
-// No token to attend with, or none to attend to: nothing is left to compute.
+// Without queries or keys there is nothing to compute.
 bool has_no_pairs(const AttentionCall& call) { return call.B == 0 || call.N == 0 || call.S == 0; }
 
-// What a GPU writes then: outputs and saved values of 0, log-sum-exps of -inf, no slots. The CPU
-// computes the same.
+// Writes the results of such a call on a GPU: outputs and saved values 0, log-sum-exps -inf, counts
+// -1. The CPU computes the same.
 void attend_to_nothing(const Checked& checked, const AttentionResult& result,
                        const Workspace& workspace) {
   cuda::fill(result.out, 0, workspace);

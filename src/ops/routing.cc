@@ -33,7 +33,7 @@ void check_centroids(const char* op, const TensorView& x, const TensorView& cent
                    {centroids.size(0), centroids.size(1), x.size(3)}, x.device);
 }
 
-// Labels that are read: those of valid tokens lie in [0, clusters). A GPU has no spans.
+// Checks labels to be read: those of valid tokens are in [0, clusters). A GPU has no spans.
 void check_read_labels(const char* op, const TensorView& x, const TensorView& labels,
                        const std::vector<Span>& spans, std::int64_t clusters) {
   ops::check_labels(op, x, labels);
@@ -66,7 +66,7 @@ cpu::CommitmentProblem check_commitment(const char* op, const TensorView& x,
   return {x, centroids, labels, spans};
 }
 
-// The call of strict routing whose selection has the labels first.
+// A call of strict routing. The labels are the first tensor of its selection.
 struct LabelsCall {
   RoutingParams params;
   AttentionInputs inputs;
@@ -79,7 +79,7 @@ struct LabelsCall {
     params.window = 1;
     params.share_qk = true;
     inputs.q = x;
-    inputs.v = x.narrowed(1, 0, centroids.size(0));  // has no part in it
+    inputs.v = x.narrowed(1, 0, centroids.size(0));  // not read
     inputs.q_sequences = inputs.k_sequences = sequences;
     inputs.centroids = centroids;
     inputs.causal = true;
@@ -90,7 +90,7 @@ struct LabelsCall {
   std::vector<TensorView> take_selection(Arena& arena, const TensorView& labels) const {
     std::vector<TensorView> selection = {labels};
     for (std::size_t t = 1; t < layout.selection_count; ++t) {
-      const std::vector<std::int64_t>& sizes = layout.tensors[t].sizes;  // three of them
+      const std::vector<std::int64_t>& sizes = layout.tensors[t].sizes;  // three dimensions
       selection.push_back(
           TensorView::contiguous(arena.take<std::int32_t>(sizes[0] * sizes[1] * sizes[2]),
                                  DType::i32, {sizes[0], sizes[1], sizes[2]}, inputs.q.device));

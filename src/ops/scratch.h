@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Host memory for operations that ask the caller for none.
+// Host memory for operations that take no workspace from the caller.
 #pragma once
 
 #include "core/arena.h"
@@ -8,13 +8,13 @@
 
 namespace coterie::ops {
 
-// The memory, and the number of threads that it is for.
+// The memory, and the number of threads it is sized for.
 struct Scratch {
   CallThreads threads;
   HostTensor memory;
 };
 
-// take(arena), once to count and once with memory, which `scratch` then owns.
+// Calls take(arena) twice: to count, then with memory that `scratch` owns.
 template <class Take>
 auto take_scratch(Scratch& scratch, Take take) {
   Arena counting;

@@ -10,16 +10,16 @@
 
 namespace coterie::ops {
 
-// x of a floating type with its sequences, on the CPU.
+// Checks x, of a floating type and on the CPU, and its sequences.
 std::vector<Span> check_tokens(const char* op, const TensorView& x, const Sequences& sequences);
 
-// The same on any device; a GPU reads its sequences itself and gets no spans.
+// The same on any device. For a GPU, where kernels read the sequences, there are no spans.
 std::vector<Span> check_tokens_anywhere(const char* op, const TensorView& x,
                                         const Sequences& sequences);
 
 void check_labels(const char* op, const TensorView& x, const TensorView& labels);
 
-// Centroids of `centroid_heads` heads serve the heads of x.
+// Checks that `centroid_heads` divides the number of heads of x.
 void check_head_count(const char* op, const TensorView& x, std::int64_t centroid_heads);
 
 }  // namespace coterie::ops

@@ -52,7 +52,7 @@ struct Cast : AllKeys {
   static SavedTensors<Number> saved(const Params& params, const CallSizes<Number>& s) {
     const Number clusters = params.clusters;
     Number size = params.size;
-    // Every token needs a place with `single`: clusters have at least ceil(N / C) slots.
+    // With `single` every token needs a slot: clusters have at least ceil(N / C) of them.
     if (params.mode == CastMode::single)
       size = most(size, (s.N + Number(params.clusters - 1)) / clusters);
     size = least(size, s.N);

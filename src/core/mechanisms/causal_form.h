@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The causal form of mechanisms that name one among their keys, and of those that have none.
+// Causal forms of mechanisms with a key `causal`, and of those that have none.
 #pragma once
 
 #include "core/check.h"

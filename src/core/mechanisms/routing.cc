@@ -115,8 +115,8 @@ struct Routing : AllKeys {
     return params.membership == Membership::nearest ? saved_runs(params, s)
                                                     : saved_members(params, s);
   }
-  // What kernels of a GPU find out about rows and lists once for both passes: mean and 1 / sigma of
-  // every row; how many keys of its list a query slot sees. The CPU computes these again.
+  // What GPU kernels compute once for both passes: mean and 1 / sigma of every row; how many keys
+  // of its list a query slot sees. The CPU recomputes these.
   template <class Number>
   static void add_facts(const Params& params, const CallSizes<Number>& s,
                         const std::vector<Number>& slots, bool ends, SavedTensors<Number>& all) {

@@ -52,8 +52,8 @@ struct GroupPlan {
   const T* head_scale = nullptr;  // optional (H) factors
 };
 
-// Members of each group, -1 = empty, ascending: slot p of group c is query queries[item, head, c, p],
-// which attends to keys[item, key head, c, :].
+// Members of each group, -1 = empty, ascending: slot p of group c is query queries[item, head, c,
+// p], which attends to keys[item, key head, c, :].
 struct MemberLists {
   TensorView queries;  // (items, H, C, wq)
   TensorView keys;     // (items, Hkv, C, wk)
