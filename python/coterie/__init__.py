@@ -5,9 +5,9 @@
 >>> q, k, v = torch.randn(3, 1, 8, 1024, 64)
 >>> out = coterie.attention(q, k, v, "i-clustered(clusters=64,topk=32)")
 
-:func:`attention` is the function; :mod:`coterie.nn` has the module, :mod:`coterie.hf` works with
-Hugging Face models by name; ``python -m coterie.info`` says what is installed and what a spec can
-say.
+:func:`attention` is the functional form, :mod:`coterie.nn` has the module, and :mod:`coterie.hf`
+integrates with Hugging Face models. ``python -m coterie.info`` prints what is installed and how to
+write specs.
 """
 
 from __future__ import annotations
@@ -95,28 +95,28 @@ def attention(
 
     Args:
         q: queries (B, H, N, Dk) of float32, bfloat16, float16, or float64 on the CPU; any strides.
-        k: keys (B, Hkv, S, Dk), H a multiple of Hkv. None where queries are keys: lsh, and routing
-            with share_qk. With several groups: the heads of those that take keys, in their order.
+        k: keys (B, Hkv, S, Dk), H a multiple of Hkv. None if the keys are the queries: lsh, and
+            routing with share_qk. With several groups: the heads of those that take keys, in order.
         v: values (B, Hkv, S, Dv).
         spec: attention spec, such as ``"i-clustered(clusters=100,topk=32)"``.
         state: parameters of routing and cast, from :func:`init_state`: one for each group.
-        causal: query i of an item is at key position i + (key length - query length) and looks at
-            no later one.
+        causal: query i of an item is at key position i + (key length - query length) and attends
+            to no later key.
         scale: factor of the logits; 1/sqrt(Dk) by default, 1 for routing.
-        seed: of the clusterings; the same seed and inputs give the same bits.
-        q_lengths, k_lengths: (B) integers: the rows of each batch entry that count.
+        seed: seed of the clusterings; equal seeds and inputs give bitwise equal results.
+        q_lengths, k_lengths: (B) integers: valid rows of each batch entry.
         cu_seqlens_q, cu_seqlens_k: (items + 1) integers, B = 1: packed sequences.
-        mask: bool, broadcast to (B, H, N, S), True where a query may look; full, local, strided and
-            oracle-top only.
+        mask: bool, broadcast to (B, H, N, S), True where a query may attend; full, local, strided
+            and oracle-top only.
         dropout_p: must be 0.0; attention dropout is not supported.
-        return_stats: also give what :func:`stats` gives.
+        return_stats: also return what :func:`stats` returns.
 
     Returns:
-        (B, H, N, Dv), laid out in memory as q is; padding rows are 0. Gradients flow to q, k, v,
+        (B, H, N, Dv), in the memory order of q; padding rows are 0. Gradients flow to q, k, v,
         the surrogate tokens, the gate and the logit scale; selections are constants. Double
         backward is not supported.
 
-    Raises ValueError or TypeError naming the argument, RuntimeError for what the core refuses.
+    Raises ValueError or TypeError that names the argument, or RuntimeError from the core.
     """
     if dropout_p != 0.0:
         raise ValueError(

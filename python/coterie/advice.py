@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which attention for which length, from measured speeds."""
+"""Recommended attention by sequence length, from measured speeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LARGEST_CUDA_HEAD = 128
 
 
 class Recommendation(NamedTuple):
-    """A spec ("full" where nothing else is known to pay), and why."""
+    """A spec ("full" if none was measured to be faster), and the reason."""
 
     spec: str
     reason: str
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
 
 def _beginning(measured: list[Measured]) -> int | None:
-    """The shortest length from which on everything measured is faster than full attention."""
+    """The shortest length from which on no measured spec is slower than full attention."""
     begin = None
     for point in sorted(measured, key=lambda point: point.tokens, reverse=True):
         if point.speed < 1:
@@ -41,31 +41,31 @@ def _beginning(measured: list[Measured]) -> int | None:
 def recommend(
     n: int, *, causal: bool = False, device: str = "cpu", head_dim: int = 64
 ) -> Recommendation:
-    """The attention to begin with for sequences of ``n`` tokens.
+    """The attention to start with for sequences of ``n`` tokens.
 
-    What was the fastest at the longest measured length that is not above ``n``; ``"full"`` below
-    the shortest length at which anything was measured to be faster, and where there is no kernel.
-    The error depends on the data: :func:`coterie.error` measures it. Causal models must be trained
-    with what is recommended.
+    This is the fastest spec at the longest measured length up to ``n``; ``"full"`` below the
+    shortest length at which a spec was measured to be faster, and if there is no kernel. The error
+    depends on the data: :func:`coterie.error` measures it. Causal models must be trained with the
+    recommended spec.
 
     Args:
-        n: tokens of a sequence.
-        causal: no position may look at later ones.
+        n: sequence length.
+        causal: positions attend to no later ones.
         device: ``"cpu"`` or ``"cuda"``.
-        head_dim: elements of a query; measured with 64.
+        head_dim: head dimension; measurements used 64.
     """
     if n < 1:
         raise ValueError(f"n: expected at least 1 token; got {n}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f'device: expected "cpu" or "cuda"; got {device!r}')
     if device == "cuda" and head_dim > _LARGEST_CUDA_HEAD:
-        return Recommendation("full", f"CUDA kernels take heads up to {_LARGEST_CUDA_HEAD}")
+        return Recommendation("full", f"CUDA kernels take head_dim up to {_LARGEST_CUDA_HEAD}")
     measured = [Measured(*row) for row in MEASURED if row[:2] == (device, causal)]
     begin = _beginning(measured)
     if begin is None:
-        return Recommendation("full", f"nothing was measured to be faster on {device}")
+        return Recommendation("full", f"no spec was measured to be faster on {device}")
     if n < begin:
-        return Recommendation("full", f"{begin} tokens are the fewest with a gain measured")
+        return Recommendation("full", f"the shortest length with a measured gain is {begin}")
     best = max((m for m in measured if m.tokens <= n), key=lambda m: m.tokens)
     reason = f"{best.speed:.1f} times as fast at {best.tokens} tokens ({best.where})"
     return Recommendation(best.spec, reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How well a mechanism does: its clusters, the attention mass it keeps, its error and bounds."""
+"""Quality of a mechanism: clusters, kept attention mass, error and error bounds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Stats(NamedTuple):
     """Clusters of one head group.
 
     ``sizes`` (items, h, C): tokens in each cluster, None without clusters; ``empty`` (items, h):
-    clusters without tokens; ``kept_mass`` (h): the share of full attention's weight that lies on
-    keys which the mechanism looks at one by one, mean over the sampled rows, None where it looks at
-    none (clustered) or at the same one several times (lsh).
+    clusters without tokens; ``kept_mass`` (h): the share of full attention's weight on keys that
+    the mechanism attends to individually, averaged over the sampled rows; None if it attends to no
+    individual keys (clustered) or to the same key several times (lsh).
     """
 
     spec: str
@@ -43,11 +43,11 @@ class ErrorReport(NamedTuple):
     """Difference from full attention over the same logits, on a sample of rows of one head group.
 
     ``relative`` (h): norm of the difference over the norm of full attention's output;
-    ``row_error`` (B, h, R): norm of each row's difference; ``row_bound`` (B, h, R): a bound of it
-    that holds for every row, rounding included, from the distance of a query to its centroid
+    ``row_error`` (B, h, R): norm of each row's difference; ``row_bound`` (B, h, R): an upper bound
+    of it for every row, rounding included, from the distance of a query to its centroid
     (clustered, i-clustered) or from the kept mass (full, local, strided, oracle-top, strict
     routing), else None. The logits are the mechanism's: of normalised rows for routing, of unit
-    keys for lsh; a query's own key is left out where the mechanism demotes it and there is another.
+    keys for lsh; a query's own key is left out if the mechanism demotes it and there is another.
     """
 
     spec: str
@@ -68,8 +68,8 @@ def stats(
 ) -> list[Stats]:
     """Cluster sizes, empty clusters and kept attention mass of each head group.
 
-    Arguments as for :func:`coterie.attention`; the kept mass is taken over ``rows`` rows of each
-    batch entry, evenly spread.
+    Arguments as for :func:`coterie.attention`; the kept mass is averaged over ``rows`` evenly
+    spaced rows of each batch entry.
     """
     with torch.no_grad():
         calls = prepare(q, k, v, spec, state, options.get("causal", False))
@@ -89,7 +89,7 @@ def error(
 ) -> list[ErrorReport]:
     """Error of each head group against full attention on a sample of rows, with bounds.
 
-    Arguments as for :func:`coterie.attention`; ``rows`` rows of each batch entry, evenly spread.
+    Arguments as for :func:`coterie.attention`; samples ``rows`` evenly spaced rows per batch entry.
     """
     with torch.no_grad():
         calls = prepare(q, k, v, spec, state, options.get("causal", False))
@@ -103,7 +103,7 @@ def error(
 def collect_stats(
     calls: Sequence[GroupCall], results: Sequence[GroupResult], options: Options, rows: int = 256
 ) -> list[Stats]:
-    """The statistics of a forward pass that has been made."""
+    """The statistics of a finished forward pass."""
     found = []
     with torch.no_grad():
         for call, result in zip(calls, results, strict=True):
@@ -134,7 +134,7 @@ def _cluster_sizes(saved: dict[str, Tensor]) -> Tensor | None:
 
 
 def _row_mean(values: Tensor) -> Tensor:
-    """Mean over batch and rows of (B, h, R), rows without keys left out; (h)."""
+    """Mean (h) over batch and rows of (B, h, R), without rows that have no keys."""
     return torch.nanmean(values.transpose(0, 1).flatten(1), 1)
 
 
@@ -146,7 +146,7 @@ def _kept_mass(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
         kept = _kept_lse(call, saved, sample).to(full.dtype)
         mass = (kept - full).exp()
         if sample.demoted is not None:
-            # A query that meets nothing else looks at its own key, which has no weight in full.
+            # A query without other selected keys attends to its own, which has no weight in full.
             own = exact.logits.masked_fill(~sample.demoted, -torch.inf).amax(-1)
             mass = mass.masked_fill((kept - own).abs() <= exact.rounding, 0.0)
     else:
@@ -202,9 +202,9 @@ def _row_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
         mass = _kept_mass(call, saved, sample)
         if mass is None or not (call.group.takes_mask or "q_offsets" in saved):
             return None
-        # Weights w on the kept keys become w / mass: their distance from w is 2 (1 - mass).
+        # Weights w on the kept keys become w / mass: their L1 distance from w is 2 (1 - mass).
         bound = 2 * (1 - mass.nan_to_num(1.0)).clamp_min(0) * radius
-        # A row without keys is 0 and no mean of values, which is right where full has none either.
+        # A row without kept keys is 0, which is only exact if it has none in full attention either.
         empty = _kept_lse(call, saved, sample).isneginf() & exact.lse.isfinite()
         bound = torch.where(empty, largest, bound)
     # Weights, parts of an output and the output itself may be rounded to the type of the inputs.
@@ -213,10 +213,10 @@ def _row_bound(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Ten
 
 
 def _centroid_distance(call: GroupCall, saved: dict[str, Tensor], sample: Sample) -> Tensor:
-    """The distance of each query from its centroid bounds how far their weights differ.
+    """Bounds the L1 distance of the weights of each query from those of its centroid.
 
     Up to a constant their logits differ by at most r = |scale| |q - centroid| max |key - mean key|,
-    so the distances of all weights add up to at most 2 tanh(r / 2); for i-clustered to less.
+    so the L1 distance is at most 2 tanh(r / 2), and less for i-clustered.
     """
     heads = call.q.shape[1]
     index = sample.index_BHR(heads)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .layout import accumulator
 
+
 class Centroids(NamedTuple):
     """Buffers of h key heads: centroids and sums (h, C, D), counts (h, C)."""
 
@@ -20,14 +21,14 @@ class Centroids(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Tokens of each cluster, (h, C), and the sums of their normalised rows, (h, C, D); float64."""
+    """Token counts of clusters, (h, C), and sums of the normalised rows, (h, C, D); float64."""
 
     members: Tensor
     sums: Tensor
 
 
 def no_statistics(state: Centroids) -> Statistics:
-    """Those of no pass."""
+    """The statistics of zero tokens."""
     return Statistics(state.counts.double() * 0, state.sums.double() * 0)
 
 
@@ -45,9 +46,9 @@ def _distributed(process_group: dist.ProcessGroup | None) -> bool:
 
 @torch.no_grad()
 def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
-    """Labels (B, h, N) of x: the centroids of largest product with normalised rows; -1 in padding.
+    """Labels (B, h, N) of x: the centroid with the largest product with each normalised row.
 
-    As strict routing selects, so that a row has the same cluster everywhere.
+    -1 in padding. Strict routing selects the same clusters.
     """
     wide = centroids.to(accumulator(x.dtype)).contiguous()
     found: Tensor = torch.ops.coterie.routing_labels(x, wide, lengths, None)
@@ -56,7 +57,7 @@ def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def add_statistics(before: Statistics, tokens: Tokens) -> Statistics:
-    """The statistics with those of a pass."""
+    """The sum of ``before`` and the statistics of a pass."""
     sum_of_all = Statistics(*(total.clone() for total in before))
     torch.ops.coterie.add_centroid_statistics(*sum_of_all, *tokens, None)
     return sum_of_all
@@ -71,7 +72,7 @@ def move(
 ) -> None:
     """One step of the moving average, in place.
 
-    Over the tokens of all ranks; a rank without any gives None.
+    Averages over the tokens of all ranks; a rank without tokens passes None.
     """
     if _distributed(process_group):
         statistics = statistics or no_statistics(state)
@@ -82,11 +83,11 @@ def move(
     wide = [buffer.to(accumulator(buffer.dtype)) for buffer in state]
     torch.ops.coterie.move_centroids(*wide, *statistics, decay)
     for buffer, moved in zip(state, wide, strict=True):
-        buffer.copy_(moved)  # of models in low precision; and autograd sees the change
+        buffer.copy_(moved)  # casts back for low precision; and autograd sees the change
 
 
 def _fold_heads(tokens: Tokens, heads: int) -> tuple[Tensor, Tensor]:
-    """Heads that share a key head as more batch entries, and their lengths."""
+    """The tokens with heads that share a key head as batch entries, and their lengths."""
     x, _, lengths = tokens
     sharing = x.shape[1] // heads
     folded = x.view(x.shape[0], heads, sharing, *x.shape[2:]).transpose(1, 2).flatten(0, 1)
@@ -102,12 +103,12 @@ def initialise(
     seed: int,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Centroids by spherical k-means of the tokens of the group's first rank, in place.
+    """Sets the centroids by spherical k-means of the tokens of the group's first rank, in place.
 
-    Counts and sums restart.
+    Resets counts and sums.
     """
     rows, lengths = zip(*(_fold_heads(t, state.centroids.shape[0]) for t in tokens), strict=True)
-    # Once in a training run: the core has it for the CPU only.
+    # On the CPU, the only device for which the core has it; it runs once per training.
     found = torch.ops.coterie.spherical_kmeans(
         torch.cat(rows).cpu(), torch.cat(lengths).cpu(), None, state.centroids.shape[1], 10, seed
     ).to(state.centroids.device)

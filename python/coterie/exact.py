@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Full attention for a sample of rows, over the logits that a mechanism works with."""
+"""Full attention for a sample of rows, with the logits of a mechanism."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .layout import accumulator
 
 
 class Sample(NamedTuple):
-    """Rows of each batch entry, and what each of them may look at."""
+    """Sampled rows of each batch entry, and the keys that each may attend to."""
 
     rows_BR: Tensor  # counted from the start of the batch entry
     allowed: Tensor  # bool (B, 1 or h, R, S)
-    demoted: Tensor | None  # own keys that are left out because there are others, (B, 1, R, S)
+    demoted: Tensor | None  # own keys, left out because there are others, (B, 1, R, S)
     key_valid_BS: Tensor
     scale: float
     packed: bool
@@ -31,8 +31,8 @@ class Sample(NamedTuple):
 class ExactRows(NamedTuple):
     """Full attention's output (B, h, R, Dv), weights (B, h, R, S) and log-sum-exp (B, h, R).
 
-    ``logits`` (B, h, R, S) are those of all keys. ``rounding`` (B, h, R): how far all the weights
-    of a row may be from others by rounding, here and in a mechanism.
+    ``logits`` (B, h, R, S) are those of all keys. ``rounding`` (B, h, R): estimated L1 distance of
+    a row's weights here from those of a mechanism, due to rounding in both.
     """
 
     out: Tensor
@@ -74,7 +74,7 @@ def _scale(call: GroupCall, options: Options) -> float:
 
 
 def sample_rows(call: GroupCall, options: Options, rows: int) -> Sample:
-    """``rows`` rows, evenly spread over the valid ones of each batch entry."""
+    """``rows`` rows, evenly spaced among the valid ones of each batch entry."""
     if rows < 1:
         raise ValueError(f"rows: expected at least 1; got {rows}")
     q = _places(call.q, options.q_lengths, options.cu_seqlens_q)
@@ -103,13 +103,13 @@ def sample_rows(call: GroupCall, options: Options, rows: int) -> Sample:
 
 
 def _demotes(call: GroupCall) -> bool:
-    """Whether a query looks at its own key only where there is no other."""
+    """Whether a query attends to its own key only if there is no other."""
     parameters = call.group.parameters
     return parameters.get("self") == "demote" or parameters.get("combine") == "lse"
 
 
 def _logit_rows(call: GroupCall, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-    """Rows whose products are the logits; and the size of the numbers they are made of."""
+    """Rows whose products are the logits, and the norms of the terms they are computed from."""
     size = torch.linalg.vector_norm(x, dim=-1)
     if call.group.rows == "normalised":
         rows: Tensor = torch.ops.coterie.normalise_rows(x)
@@ -121,13 +121,13 @@ def _logit_rows(call: GroupCall, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]
 
 
 def unit_roundoff(x: Tensor) -> float:
-    """Of products and sums for inputs like x; on a GPU f32 is split in parts of tf32."""
+    """Unit roundoff of products and sums for inputs like x; GPUs split f32 into tf32 parts."""
     wide = accumulator(x.dtype)
     return 2.0**-20 if x.is_cuda and wide == torch.float32 else torch.finfo(wide).eps / 2
 
 
 def exact_rows(call: GroupCall, sample: Sample) -> ExactRows:
-    """Full attention of the sampled rows; rows that may look at nothing are 0."""
+    """Full attention of the sampled rows; rows without allowed keys are 0."""
     wide = accumulator(call.q.dtype)
     heads, index = call.q.shape[1], sample.index_BHR(call.q.shape[1])
     keys = call.q if call.k is None else call.k
@@ -144,8 +144,8 @@ def exact_rows(call: GroupCall, sample: Sample) -> ExactRows:
     lse = masked.logsumexp(-1)
     weights = (masked - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     longest = k_size.masked_fill(~sample.key_valid_BS[:, None], 0).amax(-1, keepdim=True)
-    # Roundings of a sum of n terms are independent: sqrt(n) of them, in logits of this size and in
-    # sums over keys. Logits and sums are rounded here, in the mechanism and in its log-sum-exp.
+    # Rounding errors of a sum of n terms are independent and grow as sqrt(n), in logits of this
+    # size and in sums over keys. Both are rounded here, in the mechanism and in its log-sum-exp.
     size = scale.abs().squeeze(-1) * torch.gather(q_size, 2, index) * longest
     terms = math.sqrt(q.shape[-1] + 4) * size + math.sqrt(v.shape[2] + 4)
     return ExactRows(weights @ v, weights, lse, logits, 12 * unit_roundoff(call.q) * terms)

@@ -54,7 +54,7 @@ class GroupCall(NamedTuple):
 class GroupResult(NamedTuple):
     """out (B, h, N, Dv), and the saved tensors in the order of :mod:`coterie.layout`.
 
-    The latter are there when they were asked for.
+    ``saved`` may be empty unless requested.
     """
 
     out: Tensor
@@ -74,7 +74,7 @@ def _integers(name: str, tensor: Tensor) -> Tensor:
 
 def _bool_mask(mask: Tensor, q: Tensor, v: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected bool, True where a query may look; got {mask.dtype}")
+        raise TypeError(f"mask: expected bool, True where a query may attend; got {mask.dtype}")
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], v.shape[2])
 
 
@@ -99,13 +99,13 @@ def make_options(
     cu_seqlens_k: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Options:
-    """Checks arguments of the public functions, and gives them the types of the operators."""
+    """Checks arguments of the public functions, and converts them for the operators."""
     if scale is None:
         scale = 0.0
     elif scale == 0:
-        raise ValueError("scale: expected a number other than 0; got 0")
+        raise ValueError("scale: expected a number other than 0, or None; got 0")
     if not -_SEEDS <= seed < _SEEDS:
-        raise ValueError(f"seed: expected an integer of 64 bits; got {seed}")
+        raise ValueError(f"seed: expected a signed 64-bit integer; got {seed}")
     if q_lengths is not None:
         q_lengths = _integers("q_lengths", q_lengths)
     if k_lengths is not None:
@@ -167,7 +167,7 @@ def split_groups(
     groups: Sequence[Group],
     state: State | Sequence[State] | None,
 ) -> list[GroupCall]:
-    """The calls of the groups on their slices of the heads; k has heads of groups with keys."""
+    """One call per group on its slice of the heads; k has the heads of groups that take keys."""
     if len(groups) == 1 and (state is None or isinstance(state, State)):
         return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state)]
     key_heads = sum(group.key_heads for group in groups)
@@ -233,7 +233,7 @@ def prepare(
     state: State | Sequence[State] | None,
     causal: bool,
 ) -> list[GroupCall]:
-    """The calls that the groups of a spec make."""
+    """The calls of the groups of a spec."""
     if q.dim() != 4 or v.dim() != 4 or (k is not None and k.dim() != 4):
         _refuse_rows(q, k, v)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):

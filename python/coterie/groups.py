@@ -19,7 +19,7 @@ from .state import State, group_state
 
 
 class Rows(NamedTuple):
-    """q (B, N, h, D), k and v (B, S, h', D); k None where keys are queries."""
+    """q (B, N, h, D), k and v (B, S, h', D); k None if keys are queries."""
 
     q: Tensor
     k: Tensor | None
@@ -37,7 +37,7 @@ class _Relative(nn.Module):
 
 
 def _recomputing() -> bool:
-    """Whether a backward pass makes this forward pass again: activation checkpointing."""
+    """Whether a backward pass repeats this forward pass (activation checkpointing)."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -53,7 +53,7 @@ class HeadGroup(nn.Module):
         self.group = group
         self.commitment: Tensor | None = None
         self.commitment_differentiable = True
-        self._tokens: list[tuple[Tensor, Tensor, Tensor | None]] = []  # as compilers keep them
+        self._tokens: list[tuple[Tensor, Tensor, Tensor | None]] = []  # tuples for torch.compile
         self._statistics: list[tuple[Tensor, Tensor]] = []
         state = group_state(group, head_dim, seed)
         if state.centroids is not None and state.logit_scale is not None:
@@ -99,7 +99,7 @@ class HeadGroup(nn.Module):
         saved = named_saved(call, result, options)
 
         def tokens(name: str, x: Tensor, lengths: Tensor | None) -> _centroids.Tokens:
-            labels = saved.get(name)  # the strict form has them
+            labels = saved.get(name)  # the strict form saves them
             if labels is None:
                 labels = _centroids.nearest(x, self.centroids, lengths)
             return _centroids.Tokens(x, labels, lengths)
@@ -120,23 +120,23 @@ class HeadGroup(nn.Module):
         self._tokens = [(x, labels, lengths) for x, labels, lengths in parts]
 
     def buffers_of_centroids(self) -> _centroids.Centroids:
-        """What moves without gradients; of routing only."""
+        """The buffers that update_centroids moves; routing only."""
         return _centroids.Centroids(self.centroids, self.counts, self.sums)
 
     def take_tokens(self) -> list[_centroids.Tokens]:
-        """The queries and keys of the last pass in training, once; statistics begin anew."""
+        """Returns and clears the queries and keys of the last training pass; clears statistics."""
         tokens, self._tokens, self._statistics = self._tokens, [], []
         return [_centroids.Tokens(*parts) for parts in tokens]
 
     def take_statistics(self) -> list[_centroids.Statistics | None]:
-        """Of queries and of keys, where they differ, over the passes in training since the last."""
+        """Returns and clears the statistics since the last call: queries, and keys if separate."""
         found, self._tokens, self._statistics = self._statistics, [], []
         if not found:
             return [None] if self.group.keys_are_queries else [None, None]
         return [_centroids.Statistics(*parts) for parts in found]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies do not take the last pass along."""
+        """Leaves the tensors of the last pass out of copies."""
         return {**self.__dict__, "commitment": None, "_tokens": [], "_statistics": []}
 
     def extra_repr(self) -> str:
@@ -168,5 +168,5 @@ class HeadGroups(nn.Module):
             setattr(self, f"group_{number}", HeadGroup(group, dim, head_dim, own))
 
     def groups(self) -> list[HeadGroup]:
-        """In the order of their heads."""
+        """The groups in the order of their heads."""
         return [getattr(self, f"group_{number}") for number in range(self.num_groups)]

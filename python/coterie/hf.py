@@ -6,11 +6,11 @@
 >>> model = AutoModel.from_pretrained(name, attn_implementation="coterie")
 >>> coterie.hf.use(model, "i-clustered(clusters=25,topk=32)", layers=range(2, 12))
 
-or with the spec in the config: ``config.coterie_spec = "..."``. Encoders with padding anywhere;
-decoders with strictly causal specs, whose decoding with a growing or a static cache gives the
-logits of one parallel pass; encoder-decoder models, whose cross attention stays full. Queries and
-keys come with the model's own positions. A mask that a mechanism cannot honour, an attention
-dropout, a bias or a soft cap is an error.
+or with the spec in the config: ``config.coterie_spec = "..."``. Supports encoders with padding
+anywhere; decoders with strictly causal specs, whose decoding with a growing or a static cache gives
+the logits of one parallel pass; encoder-decoder models, whose cross attention stays full. The model
+applies its own positions to queries and keys. Attention dropout, biases, soft caps, and masks that
+a mechanism does not support are errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def register() -> None:
-    """Makes ``attn_implementation="coterie"`` known: attention and mask, under one name."""
+    """Registers ``attn_implementation="coterie"``: the attention and the mask function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
@@ -44,7 +44,7 @@ def register() -> None:
 def use(
     model: _Model, spec: str, layers: Iterable[int | str] | None = None, seed: int = 0
 ) -> _Model:
-    """Gives layers of a model the attention that ``spec`` names; the others keep, or get, "full".
+    """Sets the attention of layers of a model to ``spec``; the others keep theirs or get "full".
 
     Args:
         model: a transformers model; its attention implementation becomes ``"coterie"``.
@@ -52,14 +52,16 @@ def use(
         layers: self-attention layers by index (in an encoder-decoder model those of both parts), or
             by the name of their module or of one that contains them, such as ``"encoder"``; all by
             default.
-        seed: of the initial centroids of routing heads.
+        seed: seed of the initial centroids of routing heads.
     """
     register()
     transformers_model: Any = model
     transformers_model.set_attn_implementation(NAME)
     found = attention_layers(model)
     if not found:
-        raise ValueError("model: expected a model with attention layers that know their layer_idx")
+        raise ValueError(
+            "model: no attention layers with layer_idx and scaling; use a transformers model"
+        )
     wanted = _chosen(found, layers)
     for number, (name, layer) in enumerate(found.items()):
         if name in wanted:
@@ -73,7 +75,7 @@ def use(
 
 
 def _chosen(found: dict[str, Any], layers: Iterable[int | str] | None) -> set[str]:
-    """The names of the layers that an index, or the name of a module, stands for."""
+    """The names of the layers that indices or module names select."""
     if layers is None:
         return set(found)
     wanted: set[str] = set()
@@ -102,7 +104,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _is_cross(module: nn.Module) -> bool:
-    """Whether keys come from another sequence: in a decoder, what is not causal."""
+    """Whether keys come from another sequence: in a decoder, attention that is not causal."""
     cross = bool(getattr(module, "is_cross_attention", False))
     decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
     return cross or bool(decoder) or "Cross" in type(module).__name__
@@ -110,7 +112,7 @@ def _is_cross(module: nn.Module) -> bool:
 
 def _attach(layer: Any, spec: str, seed: int) -> None:
     config = layer.config
-    # Encoder and decoder of a model may differ; the module knows its own.
+    # Encoder and decoder of a model may differ, so the module's attributes come first.
     heads = getattr(layer, "num_heads", None) or config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(layer, "head_dim", None) or getattr(config, "head_dim", None)
@@ -129,7 +131,9 @@ def _check_group(group: Group) -> None:
             f"spec: the model applies its own positions; leave out positions={group.positions}"
         )
     if group.keys_are_queries:
-        raise ValueError(f"spec: expected groups that take the model's keys; got {group.text}")
+        raise ValueError(
+            f"spec: {group.text} uses queries as keys; choose one that takes the model's keys"
+        )
     if group.name == "cast":
         raise ValueError("spec: cast is not supported, because its gate needs the layer's input")
 
@@ -146,9 +150,9 @@ def make_mask(
 ) -> Tensor | None:
     """The mask function: None, a bool padding mask (B, S), or a bool mask (B, 1, N, S).
 
-    Plain causal and bidirectional patterns need no mask; every other pattern becomes one of all
-    pairs, for mechanisms that can honour it. S leaves out the empty slots at the end of a static
-    cache: attention_forward cuts keys and values to it.
+    Plain causal and bidirectional patterns need no mask; every other pattern becomes a mask of all
+    pairs, for mechanisms that support it. S excludes the empty slots at the end of a static cache:
+    attention_forward cuts keys and values to S.
     """
     from transformers import masking_utils
 
@@ -179,11 +183,11 @@ def make_mask(
 
 
 def _host_number(q_offset: int | Tensor) -> int:
-    """Static caches count their tokens on the device."""
+    """The offset as an int; static caches have it on the device."""
     if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
         raise ValueError(
-            "past_key_values: expected a cache that grows with the tokens seen under "
-            "torch.compile; got a static one, whose filled slots a compiled graph does not know"
+            "past_key_values: static caches are not supported under torch.compile, because the "
+            "number of filled slots is on the device; use a dynamic cache"
         )
     return int(q_offset)
 
@@ -242,7 +246,7 @@ def _stateless_groups(
         _check_group(group.group)
         if group.group.name == "routing":
             raise ValueError(
-                "config.coterie_spec: expected mechanisms without parameters; give routing by "
+                "config.coterie_spec: expected mechanisms without parameters; got routing. Use "
                 "coterie.hf.use(model, spec), which keeps its centroids in the layers"
             )
     return groups
@@ -257,20 +261,20 @@ def _pair_mask(groups: HeadGroups, query: Tensor, mask: Tensor) -> Tensor:
     return _allowed(mask).expand(query.shape[0], query.shape[1], query.shape[2], mask.shape[3])
 
 
-_BLOCKS = torch.finfo(torch.float16).min  # and less, as -inf and the least numbers of other types
+_BLOCKS = torch.finfo(torch.float16).min  # or less: -inf, and the lowest values of other types
 
 
 def _allowed(mask: Tensor) -> Tensor:
-    """A mask of pairs as bool: True, 1 or an added 0 where a query may look."""
+    """A mask of pairs as bool; True, 1, or 0 in a float mask, means that a query may attend."""
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
         allowed, blocked = mask == 0, mask <= _BLOCKS
-        meaning = "a float mask of 0 and -inf or the least number of its type only: a bias that is "
-        meaning += "added to the logits cannot be honoured"
+        meaning = "a float mask of 0 and -inf (or the lowest value of its type) only, because a "
+        meaning += "bias of the logits is not supported"
     else:
         allowed, blocked = mask == 1, mask == 0
-        meaning = "an integer mask of 1, where a query may look, and 0 only"
+        meaning = "an integer mask of 1, where a query may attend, and 0 only"
     clear = (allowed | blocked).all()
     if torch.compiler.is_compiling():
         torch._assert_async(clear, f"attention_mask: expected {meaning}")
@@ -281,7 +285,7 @@ def _allowed(mask: Tensor) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """q (B, H, N, D), k and v (B, Hkv, S, D): models have keys of their own."""
+    """q (B, H, N, D), k and v (B, Hkv, S, D); keys are always separate."""
 
     q: Tensor
     k: Tensor
@@ -312,7 +316,7 @@ def _run_padded(
 
 
 def _query_padding(module: nn.Module, q: Tensor, mask: Tensor, keys: Padding) -> Padding:
-    """Queries are the last of the keys, but for cross attention, where all count."""
+    """Queries are at the last key positions; in cross attention all queries are valid."""
     B, N = q.shape[0], q.shape[2]
     if _is_cross(module):
         return Padding(torch.full((B,), N, dtype=torch.int32, device=q.device), None)
@@ -333,11 +337,11 @@ def _run_group(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
     decoding = options.causal and rows.q.shape[2] != rows.k.shape[2]
     if decoding and group.group.causality == "leaking":
         raise ValueError(
-            f"spec: expected a strictly causal one for decoding; {group.group.text} looks at later "
-            "positions when it selects"
+            f"spec: decoding needs a strictly causal spec; {group.group.text} selects by later "
+            "positions too"
         )
     if group.group.name == "routing":
-        options = options._replace(scale=0.0)  # its logits are of normalised rows
+        options = options._replace(scale=0.0)  # the model's scale is not for normalised rows
         if decoding:
             return _decode_routing(group, rows, options)
     return _call(group, rows, options)
@@ -349,7 +353,7 @@ def _call(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
 
 
 def _decode_routing(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
-    """Strict routing wants a query for each key; those of earlier positions have no effect."""
+    """Strict routing needs a query for each key; those of earlier positions have no effect."""
     q, k, v = rows
     B, heads, N, D = q.shape
     S = k.shape[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``python -m coterie.info``: what is installed, what this machine can do, what a spec can say."""
+"""``python -m coterie.info`` prints versions, CPU, CUDA devices and how to write specs."""
 
 from __future__ import annotations
 

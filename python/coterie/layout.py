@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shapes of what a forward pass saves, from the core's formulas, for sizes that may be symbols."""
+"""Shapes of the tensors that a forward pass saves, from formulas; sizes may be symbolic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .spec import Group
 
 
 class Saved(NamedTuple):
-    """One saved tensor, of int32 where it is ``whole``, else of the accumulator's type.
+    """One saved tensor: int32 if it is ``whole``, otherwise of the accumulator's type.
 
-    A selection has indices that count from the start of the item, -1 in empty slots.
+    Indices in a selection count from the start of the item, and are -1 in empty slots.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
 
 
 def sizes_of(group: Group, q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> dict[str, int]:
-    """The sizes of a call by the names that formulas use; shapes must be right."""
+    """The sizes of a call by the names that formulas use; does not check shapes."""
     B, H, N, Dk = q.shape
     value_heads, S, Dv = v.shape[1:]
     return {
@@ -64,7 +64,7 @@ def evaluate(formula: str, sizes: dict[str, int]) -> int:
 
 
 def saved_layout(group: Group, sizes: dict[str, int], on_gpu: bool) -> list[Saved]:
-    """What the mechanism of ``group`` saves, in order."""
+    """The tensors that the mechanism of ``group`` saves, in order."""
     return [
         Saved(
             name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The native library: registers the operators ``torch.ops.coterie.*`` and answers questions."""
+"""The native library: the operators ``torch.ops.coterie.*``, and facts about specs and builds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _table(lines: str) -> dict[str, str]:
 
 
 def describe(spec: str, heads: int, kv_heads: int, causal: bool) -> list[dict[str, str]]:
-    """The head groups of a spec, with every automatic parameter settled."""
+    """The head groups of a spec, with all automatic parameters resolved."""
     text = _text(_LIBRARY.coterie_describe(spec.encode(), heads, kv_heads, causal))
     return [_table(group) for group in text.split("\n\n")]
 
@@ -57,7 +57,7 @@ def _group_seed(seed: int, layer: int, group: int) -> int:
 
 def group_seed(seed: int, layer: int, group: int) -> int:
     """The seed of one group of one layer (include/coterie/layer.h), signed."""
-    # An index: there is no graph for all seeds.
+    # operator.index makes torch.compile specialise on the seed.
     return _group_seed(operator.index(seed), layer, group)
 
 
@@ -67,10 +67,10 @@ def build_facts() -> dict[str, str]:
 
 
 def spec_help() -> str:
-    """Names, keys, defaults and meanings of everything a spec can say."""
+    """Names, keys, defaults and meanings of all mechanisms."""
     return _text(_LIBRARY.coterie_spec_help())
 
 
 def set_threads(count: int) -> None:
-    """Number of threads of CPU operators; results do not depend on it."""
+    """Sets the number of threads of CPU operators; results do not depend on it."""
     _text(_LIBRARY.coterie_set_threads(count))

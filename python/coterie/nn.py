@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A self-attention layer made of an attention spec: projections, positions, head groups.
+"""A self-attention layer defined by an attention spec: projections, positions, head groups.
 
-Parameters and buffers have the names and shapes of the C++ module, so that checkpoints
-interchange: ``q``, ``k``, ``v``, ``out`` (``.weight``, ``.bias``) and, for group g where it has
+Parameters and buffers have the names and shapes of the C++ module, so checkpoints are
+interchangeable: ``q``, ``k``, ``v``, ``out`` (``.weight``, ``.bias``) and, for group g if it has
 them, ``group_g.centroids``, ``.counts``, ``.sums`` (buffers) and ``.logit_scale`` (routing),
 ``group_g.surrogates``, ``.gate.weight``, ``.gate.bias`` (cast), ``group_g.relative.weight`` and
 ``.relative.bias`` (positions=relative).
@@ -38,15 +38,15 @@ class Attention(HeadGroups):
     Args:
         embed_dim: E, width of the input, a multiple of ``num_heads``.
         num_heads: H.
-        spec: attention spec; its groups share out the heads.
+        spec: attention spec; its groups divide the heads among them.
         num_kv_heads: key/value heads, ``num_heads`` by default.
-        causal: no position looks at later ones; strict forms are used.
-        bias: of the projections.
-        rotary_base: of the positions.
-        seed: of initial centroids and surrogate tokens.
+        causal: positions attend to no later ones; mechanisms use strict forms by default.
+        bias: whether the projections have biases.
+        rotary_base: base of the wavelengths of rotary and relative positions.
+        seed: seed of the initial centroids and surrogate tokens.
         layer: index of the layer in its model, which its seeds depend on, as in the C++ models;
             None for a single layer.
-        batch_first: inputs are (B, N, E) and not (N, B, E).
+        batch_first: inputs are (B, N, E) instead of (N, B, E).
         dropout: must be 0.0; attention dropout is not supported.
     """
 
@@ -103,17 +103,17 @@ class Attention(HeadGroups):
         lengths: Tensor | None = None,
         seed: int = 0,
     ) -> tuple[Tensor, None]:
-        """Gives (output of the shape of ``query``, None), as ``nn.MultiheadAttention`` does.
+        """Returns (output of the shape of ``query``, None), like ``nn.MultiheadAttention``.
 
         Args:
             query: (B, N, E). ``key`` and ``value`` must be the same tensor, or None.
-            key_padding_mask: (B, N), bool and True, or float and -inf, in rows that do not count;
-                they may be anywhere, and positions are counted without them.
-            attn_mask: (N, N) or (B H, N, N), True or -inf where a query may not look; only for
-                groups that can honour one (full, local, strided, oracle-top).
-            is_causal: says that ``attn_mask`` is the causal mask; only for layers that are causal.
-            lengths: (B) integers in place of key_padding_mask: rows that count come first.
-            seed: of the clusterings of the pass; those of a layer depend on its index, too.
+            key_padding_mask: (B, N), bool with True or float with -inf in padding rows, which may
+                be anywhere; positions are counted without them.
+            attn_mask: (N, N) or (B H, N, N), True or -inf where a query may not attend; only for
+                groups that support masks (full, local, strided, oracle-top).
+            is_causal: states that ``attn_mask`` is the causal mask; only for causal layers.
+            lengths: (B) integers instead of key_padding_mask, if valid rows come first.
+            seed: seed of the clusterings of the pass, combined with the layer's index.
         """
         self._check_call(query, key, value, need_weights)
         x = query if self.batch_first else query.transpose(0, 1)
@@ -135,7 +135,7 @@ class Attention(HeadGroups):
         for name, tensor in (("key", key), ("value", value)):
             if tensor is not None and tensor is not query:
                 raise ValueError(
-                    f"{name}: expected the tensor of query or None: self-attention only"
+                    f"{name}: only self-attention is supported; pass the query tensor or None"
                 )
         if need_weights:
             raise ValueError("need_weights: attention weights are not kept; use need_weights=False")
@@ -188,7 +188,7 @@ class Attention(HeadGroups):
 
 
 def _blocked(name: str, mask: Tensor) -> Tensor:
-    """A mask of torch.nn: True, or -inf in a float mask, where attention may not go."""
+    """Where a mask of torch.nn forbids attention: True, or -inf in a float mask."""
     if mask.dtype == torch.bool:
         return mask
     blocked = mask == -torch.inf
@@ -218,11 +218,11 @@ def _routing_groups(module: nn.Module) -> list[HeadGroup]:
 
 
 def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Moves the routing centroids of all layers by the passes in training since the last call.
+    """Moves the routing centroids of all layers by the training passes since the last call.
 
-    To be called once per optimiser step, after the last backward pass: the tokens of all
-    micro-batches count as those of one batch. Under torch.distributed all ranks must call it: the
-    average runs over the tokens of all of them, and the centroids stay the same everywhere.
+    Call it once per optimiser step, after the last backward pass: the tokens of all micro-batches
+    count as one batch. Under torch.distributed all ranks must call it: the average is over the
+    tokens of all ranks, and the centroids stay equal on all of them.
     """
     for group in _routing_groups(module):
         for statistics in group.take_statistics():
@@ -234,26 +234,26 @@ def update_centroids(module: nn.Module, process_group: dist.ProcessGroup | None 
 def initialise_centroids(
     module: nn.Module, seed: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Sets the routing centroids of all layers by spherical k-means of the last pass in training.
+    """Sets the routing centroids of all layers by spherical k-means of the last training pass.
 
-    Under torch.distributed every rank takes what the first rank of the group finds.
+    Under torch.distributed all ranks get the centroids of the group's first rank.
     """
     for number, group in enumerate(_routing_groups(module)):
         tokens = group.take_tokens()
         if not tokens:
-            raise ValueError("module: expected one that has made a pass in training mode")
+            raise ValueError("module: no pass in training mode to take tokens from; run one first")
         own = group_seed(seed, 0, number)
         _centroids.initialise(group.buffers_of_centroids(), tokens, own, process_group)
 
 
 def commitment_loss(module: nn.Module) -> Tensor:
-    """Weighted sum of the commitment losses of all routing heads in the last pass in training."""
+    """Weighted sum of the commitment losses of all routing heads in the last training pass."""
     groups = [group for group in _routing_groups(module) if group.commitment is not None]
     if torch.is_grad_enabled() and not all(group.commitment_differentiable for group in groups):
         raise RuntimeError(
-            "commitment_loss: the last pass in training recorded no gradients, because of "
-            "torch.no_grad or of checkpoint(..., use_reentrant=True); checkpoint with "
-            "use_reentrant=False, or call it under torch.no_grad for the value alone"
+            "commitment_loss: the last training pass recorded no gradients, because it ran under "
+            "torch.no_grad or checkpoint(..., use_reentrant=True); checkpoint with "
+            "use_reentrant=False, or call this under torch.no_grad for the value alone"
         )
     losses = [group.commitment for group in groups if group.commitment is not None]
     if losses:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Padding anywhere, for kernels that know lengths only: rows that count go to the front."""
+"""Padding anywhere, for kernels that take lengths only: valid rows move to the front."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Padding(NamedTuple):
-    """``lengths`` (B) valid rows; ``order`` (B, N): which row goes where, None: all stay."""
+    """``lengths`` (B): valid rows; ``order`` (B, N): row at each place, None if none moves."""
 
     lengths: Tensor
     order: Tensor | None
@@ -35,7 +35,7 @@ def _index(order: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 
 def make_padding(valid_BN: Tensor) -> Padding:
-    """For a bool tensor, True in rows that count; asks nothing of the device's host."""
+    """From a bool tensor, True in valid rows; does not synchronise with the device."""
     lengths = valid_BN.sum(1, dtype=torch.int32)
     if valid_BN.device.type == "cpu" and not torch.compiler.is_compiling():
         positions = torch.arange(valid_BN.shape[1])

@@ -19,7 +19,7 @@ from . import library
 
 @dataclass(frozen=True)
 class Group:
-    """Heads of a layer that share a mechanism, with what the core knows of it."""
+    """Heads of a layer that share a mechanism, with the core's facts about it."""
 
     name: str
     text: str  # the spec of this group alone, without its number of heads
@@ -30,9 +30,9 @@ class Group:
     first_key: int  # of the key heads of groups that take keys
     key_heads: int
     positions: str  # rotary, relative or none
-    positions_named: bool  # in the spec, and not by default
+    positions_named: bool  # named in the spec, not a default
     keys_are_queries: bool  # takes no k
-    takes_mask: bool  # each query may have a mask of its own
+    takes_mask: bool  # supports a separate mask for each query
     rows: str  # plain, unit_keys or normalised
     causality: str  # none, strict, or leaking: the selection sees later positions
     parameters: dict[str, str]  # the keys of the spec
@@ -44,7 +44,7 @@ class Group:
         return int(self.parameters[key])
 
     def number(self, key: str) -> float:
-        """A number that need not be whole."""
+        """A floating-point parameter."""
         return float(self.parameters[key])
 
 
@@ -92,16 +92,16 @@ def _constant_groups(spec: str, heads: int, kv_heads: int, causal: bool) -> tupl
 def head_groups(
     spec: str, heads: int, causal: bool, kv_heads: int | None = None
 ) -> tuple[Group, ...]:
-    """The groups of ``spec`` in a layer of ``heads`` heads and, if fewer, ``kv_heads``.
+    """The groups of ``spec`` in a layer of ``heads`` query heads.
 
-    Raises ValueError, naming what is allowed, when the spec is wrong, its heads do not add up, or
-    a mechanism has no causal form.
+    ``kv_heads``: key/value heads, ``heads`` by default. Raises ValueError that names what is
+    allowed if the spec is wrong, its heads do not add up, or a mechanism has no causal form.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     if not isinstance(spec, str):
         raise TypeError(f"spec: expected a string; got {type(spec).__name__}")
     if torch.compiler.is_compiling():
-        # An index: there is no graph for all counts of heads.
+        # operator.index makes torch.compile specialise on the numbers of heads.
         counts = operator.index(heads), operator.index(kv_heads)
         constant: tuple[Group, ...] = _constant_groups(spec, *counts, causal)
         return constant
@@ -109,5 +109,5 @@ def head_groups(
 
 
 def single_group(mechanism: str, causal: bool) -> Group:
-    """The group of a spec that has one, whatever its number of heads."""
+    """The only group of a spec, as in a layer with one head."""
     return _groups(mechanism, 1, 1, causal)[0]

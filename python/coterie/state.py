@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What mechanisms learn: centroids of routing, surrogate tokens of CAST."""
+"""Learned tensors of mechanisms: centroids of routing, surrogate tokens of CAST."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .spec import Group, head_groups
 
 
 class State(NamedTuple):
-    """Parameters of one head group; h of the layer's heads, h' of its key/value heads.
+    """Learned tensors of one head group of h query heads and h' key/value heads.
 
     routing: ``centroids`` (h', C, D), ``counts`` (h', C) and ``sums`` (h', C, D) are moved by
     :func:`coterie.nn.update_centroids`, not by gradients; ``logit_scale`` (h), optional, is a
-    parameter. cast: ``surrogates`` (h, C, D) are parameters, ``gate`` (B, N) holds the gate logits
+    parameter. cast: ``surrogates`` (h, C, D) are parameters, ``gate`` (B, N) has the gate logits
     of a call: ``state._replace(gate=logits)``.
     """
 
@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 
 def group_state(group: Group, head_dim: int, seed: int) -> State:
-    """The initial state of a group: Gaussian, as the C++ modules draw it."""
+    """The initial state of a group: Gaussian, drawn as in the C++ modules."""
     generator = torch.Generator().manual_seed(seed % 2**64)
     scale = 1 / math.sqrt(head_dim)
     if group.name == "routing":
@@ -61,8 +61,8 @@ def init_state(
     """Initial parameters of the mechanisms of a spec, for the argument ``state``.
 
     One :class:`State` for a spec of one group, otherwise a tuple with one for each group. ``dtype``
-    is float32, or float64 for inputs of float64. Gaussian centroids serve for tests; trained ones
-    start better from :func:`torch.ops.coterie.spherical_kmeans` of the data
+    is float32, or float64 for inputs of float64. Gaussian centroids are for tests; training
+    starts better from :func:`torch.ops.coterie.spherical_kmeans` of the data
     (:func:`coterie.nn.initialise_centroids`).
     """
     if head_dim < 1:

@@ -37,7 +37,7 @@ struct Call {
         causal(arguments.flag()),
         seed(arguments.seed()) {}
 
-  // Views that hold as long as this does.
+  // Views that are valid as long as this object.
   AttentionInputs inputs() {
     q = with_contiguous_rows(q);
     k = with_contiguous_rows(k);
@@ -68,7 +68,7 @@ std::vector<TensorView> views(const std::vector<Tensor>& tensors) {
   return result;
 }
 
-// The first `count` of what the mechanism saves.
+// The first `count` tensors that the mechanism saves.
 std::vector<Tensor> allocate_saved(const SavedLayout& layout, std::size_t count, const Tensor& q) {
   std::vector<Tensor> saved;
   for (std::size_t i = 0; i < count; ++i) {
@@ -77,7 +77,7 @@ std::vector<Tensor> allocate_saved(const SavedLayout& layout, std::size_t count,
   return saved;
 }
 
-// The gradients that bits of `needs` ask for: q, k, v, centroids, gate, logit_scale from bit 0 on.
+// The gradients that `needs` requests: q, k, v, centroids, gate, logit_scale from bit 0 on.
 struct Gradients {
   std::vector<Tensor> tensors;
   AttentionGradients views;
@@ -86,7 +86,7 @@ struct Gradients {
     const auto add = [&](int bit, TensorView& place, const OptionalTensor& input) {
       if (!(needs >> bit & 1)) return;
       if (!input) {
-        throw Error("[attention_backward] expected needs only of inputs that are there; got " +
+        throw Error("[attention_backward] needs has a bit of an input that is absent; got " +
                     std::to_string(needs));
       }
       tensors.push_back(empty_like(*input));
@@ -101,7 +101,7 @@ struct Gradients {
   }
 
  private:
-  // Gradients of rows lie in memory as the rows do; the others are dense.
+  // Gradients of rows have the rows' memory order; the others are dense.
   static Tensor empty_like(const Tensor& input) {
     if (input.dim() == 4) return empty_rows(input, input.size(3));
     const auto sizes = input.sizes();

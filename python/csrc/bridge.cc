@@ -26,7 +26,7 @@ DType dtype_of(ScalarType type) {
     case ScalarType::Long:
       return DType::i64;
     case ScalarType::Byte:
-    case ScalarType::Bool:  // has no type of its own in the core
+    case ScalarType::Bool:  // the core has no bool type
       return DType::u8;
     default:
       throw Error(
@@ -49,12 +49,12 @@ std::int32_t shim_dtype(DType dtype) {
     case DType::i32:
       return aoti_torch_dtype_int32();
     case DType::i64:
-    case DType::u64:  // codes have at most 63 bits, and torch does little with unsigned numbers
+    case DType::u64:  // codes have at most 63 bits, and torch supports few operations on uint64
       return aoti_torch_dtype_int64();
     case DType::u8:
       return aoti_torch_dtype_uint8();
   }
-  throw Error("[internal] a type that torch lacks");
+  throw Error("[internal] torch has no type for a dtype of the core");
 }
 
 Tensor empty_strided(DType dtype, const std::vector<std::int64_t>& sizes,
@@ -67,7 +67,7 @@ Tensor empty_strided(DType dtype, const std::vector<std::int64_t>& sizes,
   return Tensor(handle);
 }
 
-// Found at run time, so that the same library loads with a torch that has no CUDA.
+// Looked up at run time, so the same library also loads with a torch without CUDA.
 void* current_cuda_stream(std::int32_t device) {
   using Getter = decltype(&aoti_torch_get_current_cuda_stream);
   static const Getter getter = [] {
@@ -82,7 +82,7 @@ void* current_cuda_stream(std::int32_t device) {
 
 }  // namespace
 
-// By the C functions: the conversion in torch's header leaks one string a call.
+// Uses the C functions because the conversion in torch's header leaks one string per call.
 std::string Arguments::text() {
   const auto handle = take<StringHandle>();
   std::size_t length = 0;

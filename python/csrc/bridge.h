@@ -21,7 +21,7 @@ using Tensor = torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of a boxed call in the order of its schema. All must be read before anything can
-// throw: reading is what takes ownership of them.
+// throw, because reading takes ownership of them.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack) : next_(stack) {}
@@ -53,7 +53,7 @@ void give(StableIValue* stack, const Results&... results) {
 using Kernel = void(StableIValue* stack, std::uint64_t num_inputs, std::uint64_t num_outputs);
 
 TensorView view(const Tensor& tensor);
-TensorView view(const OptionalTensor& tensor);  // absent for absent
+TensorView view(const OptionalTensor& tensor);  // absent if the tensor is
 
 // The tensor, or a copy with a contiguous last dimension.
 Tensor with_contiguous_rows(const Tensor& tensor);
@@ -61,15 +61,14 @@ OptionalTensor with_contiguous_rows(const OptionalTensor& tensor);
 
 // Uninitialised and dense, on the device of `like`.
 Tensor empty(DType dtype, const std::vector<std::int64_t>& sizes, const Tensor& like);
-// (B, H, N, D) for `like` (B, H, N, .), heads before tokens or tokens before heads in memory as
-// there.
+// (B, H, N, D) with the type of `like` (B, H, N, any) and its memory order of heads and tokens.
 Tensor empty_rows(const Tensor& like, std::int64_t D);
 
-// Makes the device of `like` current, and holds memory and stream of one call on it.
+// Makes the device of `like` current, and provides the scratch memory and stream of one call.
 class Scratch {
  public:
   explicit Scratch(const Tensor& like);
-  // Once, after the device is current.
+  // Call once.
   const Workspace& allocate(std::int64_t bytes);
   const Workspace& workspace() const { return workspace_; }
 

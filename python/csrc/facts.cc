@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// What Python asks for beside operators, as C functions of text and numbers: facts without tensors
-// are no business of torch's dispatcher, and must be had while it traces.
+// Facts that Python needs besides operators, as C functions of text and numbers. They take no
+// tensors, so they bypass torch's dispatcher and also work while it traces.
 //
-// Texts are lines of key=value (groups with a blank line between them), or "!" and an error
-// message; they last until the thread's next call.
+// Results are lines of key=value (with a blank line between groups), or "!" and an error message.
+// They are valid until the thread's next call.
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -76,7 +76,7 @@ std::string build_facts() {
   return lines.text;
 }
 
-// The text that `make` gives, or its error.
+// The text that `make` returns, or its error.
 template <class Make>
 const char* keep(const Make& make) {
   thread_local std::string text;
@@ -98,7 +98,7 @@ const char* coterie_describe(const char* spec, std::int64_t heads, std::int64_t 
   return keep([&] { return describe(spec, heads, kv_heads, causal); });
 }
 
-// As operators take seeds: signed.
+// Signed, as operators take seeds.
 std::int64_t coterie_group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
   return static_cast<std::int64_t>(group_seed(seed, layer, group));
 }

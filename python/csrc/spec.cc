@@ -30,7 +30,7 @@ Mechanism mechanism_of(const std::string& text) {
     const auto found = known.find(text);
     if (found != known.end()) return found->second;
   }
-  constexpr std::size_t kMost = 1024;  // a program that makes up specs must not fill the memory
+  constexpr std::size_t kMost = 1024;  // limits the memory of programs that generate specs
   const Mechanism mechanism = parse_mechanism(text);
   const std::unique_lock lock(mutex);
   if (known.size() >= kMost) known.clear();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Attention specs as operators take them: as text.
+// Attention specs as text, which is how operators take them.
 #pragma once
 
 #include <string>
@@ -8,8 +8,7 @@
 
 namespace coterie::stable_api {
 
-// The mechanism that `text`, a spec of one group without a head count, names. Remembers what it has
-// parsed.
+// Parses `text`, a spec of one group without a head count. Caches results.
 Mechanism mechanism_of(const std::string& text);
 
 }  // namespace coterie::stable_api

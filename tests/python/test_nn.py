@@ -130,7 +130,7 @@ def test_tokens_first_inputs_are_transposed() -> None:
 
 
 REFUSALS = [
-    ({"key": torch.zeros(1, 5, 32)}, "key: expected the tensor of query"),
+    ({"key": torch.zeros(1, 5, 32)}, "key: only self-attention is supported"),
     ({"need_weights": True}, "need_weights: attention weights are not kept"),
     ({"is_causal": True}, "is_causal"),
     ({"attn_mask": torch.zeros(5, 5).bool()}, "attn_mask: i-clustered does not support masks"),

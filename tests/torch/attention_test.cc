@@ -304,7 +304,7 @@ TEST(SetSpec, RefusesWhatTheGroupLacks) {
   expect_refusal("full", "as many heads as in \"2*full+2*routing(clusters=3,window=4)\"");
   expect_refusal("2*full+2*routing(clusters=4,window=4)", "with 4 centroids; got one with 3");
   expect_refusal("2*cast(clusters=3,size=4)+2*full", "3 surrogate tokens; got one with none");
-  expect_refusal("2*lsh+2*full", "expected keys as full was trained with, of their own");
+  expect_refusal("2*lsh+2*full", "expected a mechanism like full, whose keys are separate");
   expect_refusal("2*full(positions=relative)+2*full", "trained with positions=relative");
 }
 

@@ -187,7 +187,7 @@ TEST(Recompute, RefusesHigherDerivatives) {
   const at::Tensor x = at::randn({1, 9, 32}).requires_grad_();
   const at::Tensor loss = loss_of(model->forward(x, {}));
   const std::string error = test::error_of([&] { grad({loss}, {x}, {}, true, true); });
-  EXPECT_EQ(error, "[recompute] double backward is not supported; got create_graph");
+  EXPECT_EQ(error, "[recompute] double backward is not supported; set create_graph to false");
 }
 
 // Enables torch's autocast to bfloat16 on the CPU in a scope.

@@ -38,7 +38,7 @@ void check_input(const at::Tensor& x, std::int64_t rank, std::int64_t E) {
   refuse("expected x of shape (", rank == 3 ? "B, N, " : "B, ", text(E), "); got (", sizes, ")");
 }
 
-// What attention() gets, off the graph.
+// The inputs of attention(), detached.
 AttentionRecord make_record(const HeadRows& rows, AttentionOptions options) {
   const auto detached = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.detach() : tensor;
@@ -199,8 +199,8 @@ std::shared_ptr<LayerCache> SelfAttentionImpl::make_cache(std::int64_t batch) co
 at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
   check_input(x_BE, 2, options_.dim);
   if (x_BE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
-    refuse("expected the cache of this layer and a batch of ", text(cache.batch), "; got ",
-           text(x_BE.size(0)));
+    refuse("expected a cache of this layer and x of its batch size ", text(cache.batch),
+           "; got batch size ", text(x_BE.size(0)));
   }
   const at::NoGradGuard no_grad;
   const at::Tensor x_BNE = x_BE.unsqueeze(1);

@@ -16,7 +16,7 @@ struct TypePair {
   at::ScalarType torch;
   DType core;
 };
-// bool comes last: it has no type of its own in the core.
+// bool comes last: the core has no bool type, and u8 must map back to kByte.
 constexpr TypePair kTypes[] = {
     {at::kFloat, DType::f32},  {at::kDouble, DType::f64}, {at::kBFloat16, DType::bf16},
     {at::kHalf, DType::f16},   {at::kInt, DType::i32},    {at::kLong, DType::i64},
@@ -28,7 +28,7 @@ Device core_device(const at::Tensor& tensor) {
   throw Error("[torch] expected tensors on cpu or cuda; got one on " + tensor.device().str());
 }
 
-// Through the guard that torch registers for the device, so that no header of CUDA is needed.
+// Uses the guard that torch registers for the device, so no CUDA header is needed.
 void* current_stream(const at::Device& device) {
   if (!device.is_cuda()) return nullptr;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
@@ -49,7 +49,7 @@ at::ScalarType scalar_type_of(DType dtype) {
   for (const TypePair& pair : kTypes) {
     if (pair.core == dtype) return pair.torch;
   }
-  throw Error("[internal] a type that torch lacks");
+  throw Error("[internal] torch has no type for a dtype of the core");
 }
 
 TensorView view(const at::Tensor& tensor) {

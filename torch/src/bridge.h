@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Torch tensors as the core sees them, memory from torch's allocator, torch's current stream.
+// Core views of torch tensors, memory from torch's allocator, torch's current stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,18 +13,18 @@ namespace coterie::torch_api {
 DType dtype_of(at::ScalarType type);  // bool is u8; throws Error on types the core lacks
 at::ScalarType scalar_type_of(DType dtype);
 
-// The tensor's memory; absent when it is undefined. The tensor must outlive the view. Refuses
-// tensors whose values are not what is in memory (negated views, lazy zeros).
+// A view of the tensor's memory; absent if the tensor is undefined. The tensor must outlive the
+// view. Throws for tensors whose values are not in memory (negated views, lazy zeros).
 TensorView view(const at::Tensor& tensor);
 
-// The tensor itself when its values are in memory, else a copy in which they are.
+// The tensor itself if its values are in memory, otherwise a copy.
 at::Tensor with_own_values(const at::Tensor& tensor);
-// The same, and the last dimension contiguous.
+// The same, with a contiguous last dimension.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 // Uninitialised memory on the device of `like`.
 at::Tensor empty(const TensorLayout& layout, const at::Tensor& like);
-// (B, H, N, D) of the type of `like` (B, H, N, any), in the same order of heads and tokens.
+// (B, H, N, D) with the type of `like` (B, H, N, any) and its memory order of heads and tokens.
 at::Tensor empty_rows(const at::Tensor& like, std::int64_t D);
 
 // Scratch memory, and the stream that is current on the device of `like`.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// One autograd function for all mechanisms: the core's forward and backward pass, with what the
-// core wants saved between them as torch tensors.
+// One autograd function for all mechanisms: the core's forward and backward pass. The tensors that
+// the core saves between them are torch tensors.
 #include "coterie/torch/functional.h"
 
 #include <ATen/ops/cat.h>
@@ -21,9 +21,9 @@ namespace {
 
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
-using Optional = std::optional<at::Tensor>;  // autograd wants no undefined tensors
+using Optional = std::optional<at::Tensor>;  // autograd accepts no undefined tensors
 
-// Places in the lists of input tensors. Up to kDifferentiable these are also the places of the
+// Indices into the lists of input tensors. Those below kDifferentiable are also the indices of the
 // autograd function's arguments and gradients.
 enum Place : std::size_t {
   kQ,
@@ -41,13 +41,13 @@ enum Place : std::size_t {
   kInputs
 };
 
-// A call without the tensors that gradients flow to. A holder, because autograd keeps it.
+// A call without the tensors that gradients flow to. A CustomClassHolder: autograd stores it.
 struct Call : ::torch::CustomClassHolder {
   Mechanism mechanism;
   double scale = 0.0;
   bool causal = false;
   std::uint64_t seed = 0;
-  variable_list constants;  // places kDifferentiable .. kInputs, until they are saved
+  variable_list constants;  // from index kDifferentiable on; empty once saved
 };
 using CallPointer = c10::intrusive_ptr<Call>;
 
@@ -68,13 +68,13 @@ AttentionInputs make_inputs(const Call& call, const variable_list& tensors) {
   return inputs;
 }
 
-// The gradients that are asked for, and views of them for the core.
+// The requested gradients, and views of them for the core.
 struct Gradients {
   variable_list tensors = variable_list(kDifferentiable);
   AttentionGradients views;
 
   Gradients(const AutogradContext& ctx, const variable_list& inputs) {
-    std::size_t edge = 0;  // autograd counts the inputs that are there
+    std::size_t edge = 0;  // autograd numbers the defined inputs only
     for (std::size_t place = 0; place < kDifferentiable; ++place) {
       if (!inputs[place].defined()) continue;
       if (ctx.needs_input_grad(edge++)) tensors[place] = empty_like(inputs[place]);
@@ -88,7 +88,7 @@ struct Gradients {
   }
 
  private:
-  // Gradients of rows lie in memory as the rows do; the others are dense.
+  // Gradients of rows have the rows' memory order; the others are dense.
   static at::Tensor empty_like(const at::Tensor& input) {
     if (input.dim() == 4) return empty_rows(input, input.size(3));
     return empty({"", dtype_of(input.scalar_type()), input.sizes().vec()}, input);
@@ -103,7 +103,7 @@ AttentionResult make_result(const at::Tensor& out, const at::Tensor* saved, std:
 }
 
 struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
-  // Gives out, then the saved tensors.
+  // Returns out, then the saved tensors.
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const Optional& k,
                                const at::Tensor& v, const Optional& centroids, const Optional& gate,
                                const Optional& logit_scale, const CallPointer& call) {
@@ -135,7 +135,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
     constexpr std::size_t kArguments = kDifferentiable + 1;
     if (!grad_outputs[0].defined()) return variable_list(kArguments);
     if (at::GradMode::is_enabled()) {
-      throw Error("[attention] double backward is not supported; got create_graph");
+      throw Error("[attention] double backward is not supported; set create_graph to false");
     }
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const variable_list tensors = ctx->get_saved_variables();
@@ -158,7 +158,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
   throw Error(std::string("[") + mechanism_name(mechanism) + "] " + message);
 }
 
-// What the core cannot see: graphs and the numbers of devices.
+// Checks what the core cannot see: gradients and device indices.
 void check(const Mechanism& mechanism, const variable_list& tensors) {
   const at::Tensor &q = tensors[kQ], &k = tensors[kK], &centroids = tensors[kCentroids];
   if (!q.defined() || !tensors[kV].defined()) {
@@ -169,7 +169,8 @@ void check(const Mechanism& mechanism, const variable_list& tensors) {
   }
   if (std::holds_alternative<RoutingParams>(mechanism) && centroids.defined() &&
       centroids.requires_grad() && at::GradMode::is_enabled()) {
-    refuse(mechanism, "centroids are not moved by gradients; got some that require a gradient");
+    refuse(mechanism,
+           "centroids must not require a gradient; detach them, update_centroids moves them");
   }
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined() && tensor.device() != q.device()) {
@@ -188,13 +189,12 @@ at::Tensor as_int32(const Mechanism& mechanism, const at::Tensor& lengths) {
   return with_own_values(lengths).to(at::kInt).contiguous();
 }
 
-// Broadcast, without a copy. Where q and v have no such shape the core will say so.
+// Broadcasts without a copy. If q or v has another rank, the core reports it.
 at::Tensor as_mask(const Mechanism& mechanism, const at::Tensor& mask, const at::Tensor& q,
                    const at::Tensor& v) {
   if (!mask.defined() || q.dim() != 4 || v.dim() != 4) return mask;
   if (mask.scalar_type() != at::kBool) {
-    refuse(mechanism,
-           std::string("expected a mask of bool; got ") + at::toString(mask.scalar_type()));
+    refuse(mechanism, std::string("expected a bool mask; got ") + at::toString(mask.scalar_type()));
   }
   return mask.expand({q.size(0), q.size(1), q.size(2), v.size(2)});
 }
@@ -206,7 +206,7 @@ at::Tensor as_state(const at::Tensor& tensor, const at::Tensor& q) {
   return with_own_values(tensor).to(accumulator).contiguous();
 }
 
-// The tensors of a call as the core wants them, by differentiable operations.
+// The tensors of a call in the form the core requires, by differentiable operations.
 variable_list prepare(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const Mechanism& mechanism, const AttentionOptions& options) {
   check(mechanism,

@@ -24,7 +24,7 @@ namespace {
 
 double inverse_root(std::int64_t D) { return 1.0 / std::sqrt(static_cast<double>(D)); }
 
-// `automatic` stands for `unless_told`.
+// Replaces `automatic` with `unless_told`.
 Positions settled(const HeadGroup& spec, Positions unless_told) {
   return spec.positions == Positions::automatic ? unless_told : spec.positions;
 }
@@ -44,7 +44,7 @@ void check_positions(const HeadGroupOptions& options, const Mechanism& mechanism
   }
 }
 
-// Whether a trained group has what another mechanism needs: (heads, clusters, D).
+// Throws unless `state` (heads, clusters, D) of the trained group has that many clusters.
 void check_state(const Mechanism& mechanism, const char* name, std::int64_t clusters,
                  const at::Tensor& state) {
   if (state.defined() && state.size(1) == clusters) return;
@@ -53,13 +53,12 @@ void check_state(const Mechanism& mechanism, const char* name, std::int64_t clus
                         name + "; got one with " + have);
 }
 
-// (B, H, N, D) as (B H / heads, heads, N, D): rows of heads that share a key head, as more batch
-// entries.
+// (B, H, N, D) as (B H / heads, heads, N, D): heads that share a key head become batch entries.
 at::Tensor fold_heads(const at::Tensor& x, std::int64_t heads) {
   return x.unflatten(1, {heads, x.size(1) / heads}).transpose(1, 2).flatten(0, 1);
 }
 
-// Rows of records one below the other, padded to the same length.
+// Rows of records padded to the same length, as batch entries.
 struct PaddedRows {
   std::vector<at::Tensor> rows, lengths;
 
@@ -90,7 +89,7 @@ void HeadGroupImpl::add_centroids(const RoutingParams& params) {
       make_centroids(options_.kv_heads, params.clusters, options_.head_dim, options_.seed);
   state_ = {register_buffer("centroids", state.centroids), register_buffer("counts", state.counts),
             register_buffer("sums", state.sums)};
-  // At 1 shared-QK heads would look at themselves only: |normalised row|^2 = D.
+  // With a scale of 1, shared-QK queries would attend to themselves only: |normalised row|^2 = D.
   logit_scale_ = register_parameter(
       "logit_scale", at::full({options_.heads}, inverse_root(options_.head_dim), at::kFloat));
 }
@@ -106,7 +105,7 @@ void HeadGroupImpl::add_surrogates(const CastParams& params) {
 void HeadGroupImpl::add_relative() {
   const std::int64_t D = options_.head_dim;
   const auto relative = register_module("relative", std::make_shared<::torch::nn::Module>());
-  const at::Tensor drawn = (at::rand({D, D}) * 2 - 1) * inverse_root(D);  // as of torch's Linear
+  const at::Tensor drawn = (at::rand({D, D}) * 2 - 1) * inverse_root(D);  // as in torch's Linear
   relative_ = {relative->register_parameter("weight", drawn),
                relative->register_parameter("bias", at::zeros({options_.heads, D}))};
 }
@@ -114,10 +113,10 @@ void HeadGroupImpl::add_relative() {
 void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
   const Mechanism mechanism = resolve(spec.mechanism, options_.causal);
   if (keys_are_queries(mechanism) != keys_are_queries(mechanism_)) {
-    refuse(mechanism, std::string("expected keys as ") + mechanism_name(mechanism_) +
-                          " was trained with, " +
-                          (keys_are_queries(mechanism_) ? "the queries" : "of their own") +
-                          "; got a mechanism that takes others");
+    refuse(mechanism, std::string("expected a mechanism like ") + mechanism_name(mechanism_) +
+                          ", whose keys are " +
+                          (keys_are_queries(mechanism_) ? "the queries" : "separate") +
+                          "; got one of the other kind");
   }
   const Positions positions = settled(spec, positions_);
   check_positions(options_, mechanism, positions);
@@ -141,7 +140,7 @@ void HeadGroupImpl::set_spec(const HeadGroup& spec) {
 HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
   HeadRows own = rows;
   if (positions_ != Positions::none) {
-    // Relative positions have as many features as a row has elements: one width for both forms.
+    // Relative positions have as many features as a row has elements, so both forms share waves.
     const Waves waves =
         make_waves(first, rows.q.size(1), options_.head_dim, options_.rotary_base, rows.q);
     if (positions_ == Positions::rotary) {
@@ -177,7 +176,7 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
   const auto* routing = std::get_if<RoutingParams>(&mechanism_);
   if (!routing) return {attention(q, k, v, mechanism_, options), {}};
   const AttentionDetails details = attention_details(q, k, v, mechanism_, options);
-  const bool strict = routing->membership == Membership::nearest;  // has labels already
+  const bool strict = routing->membership == Membership::nearest;  // saves the labels
   const auto loss = [&](const at::Tensor& x, const char* name) {
     const at::Tensor labels =
         strict ? details.get(name) : nearest_centroids(x, options.centroids, options.q_lengths);

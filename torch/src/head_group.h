@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The heads of a layer that share a mechanism: what they learn beside projections, and their
+// The heads of a layer that share a mechanism: their parameters besides the projections, and their
 // attention.
 #pragma once
 
@@ -24,7 +24,7 @@ struct HeadGroupOptions {
   std::uint64_t seed = 0;
 };
 
-// q (B, N, h, D), k and v (B, N, h', D); k undefined where keys are queries.
+// q (B, N, h, D), k and v (B, N, h', D); k undefined if keys are queries.
 struct HeadRows {
   at::Tensor q, k, v;
 };
@@ -33,22 +33,22 @@ class HeadGroupImpl : public ::torch::nn::Module {
  public:
   explicit HeadGroupImpl(const HeadGroupOptions& options);
 
-  // Another mechanism over the same state; see SelfAttention::set_spec. `check_spec` throws what
+  // Replaces the mechanism, keeps the state; see SelfAttention::set_spec. `check_spec` throws what
   // `set_spec` would and changes nothing.
   void check_spec(const HeadGroup& spec) const;
   void set_spec(const HeadGroup& spec);
 
   const Mechanism& mechanism() const { return mechanism_; }  // resolved
 
-  // Rows as attention() takes them, (B, h, N, D): with positions from `first` on.
+  // Rows with positions from `first` on, in the layout of attention(): (B, h, N, D).
   HeadRows placed(const HeadRows& rows, std::int64_t first) const;
-  // What attention() takes beside rows; `x` (B, N, E) is the layer's input.
+  // Inputs of attention() besides the rows; `x` (B, N, E) is the layer's input.
   AttentionOptions attention_options(const at::Tensor& x);
 
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
 
-  // Of routing: adds what the record's rows move the centroids by; moves them.
+  // Routing only: adds a record's rows to the statistics; moves or initialises the centroids.
   void add_statistics(const AttentionRecord& record, GroupStatistics& statistics) const;
   void update_centroids(const GroupStatistics& statistics) const;
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed) const;

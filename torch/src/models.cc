@@ -54,7 +54,7 @@ void check_rank(const char* op, const char* shape, const at::Tensor& tensor, std
               std::to_string(tensor.dim()) + " dimensions");
 }
 
-// (B, N, 1): one where a position counts.
+// (B, N, 1): 1 at valid positions, 0 in padding.
 at::Tensor valid_positions(const at::Tensor& lengths, std::int64_t N, const at::Tensor& like) {
   const at::Tensor positions = at::arange(N, lengths.options());
   return (positions < lengths.unsqueeze(1)).unsqueeze(2).to(like.scalar_type());
@@ -71,7 +71,7 @@ at::Tensor TokenInput::embed(const at::Tensor& tokens_BN, std::int64_t first) {
   }
   if (first + N > positions->weight.size(0)) {
     throw Error("[model] expected at most " + std::to_string(positions->weight.size(0)) +
-                " positions, for which embeddings were learned; got " + std::to_string(first + N));
+                " positions; got " + std::to_string(first + N) + ". Raise max_length");
   }
   return x + positions->weight.narrow(0, first, N);
 }
@@ -150,7 +150,7 @@ PassOutput CtcModelImpl::forward(const at::Tensor& frames_BTF, const PassContext
   at::Tensor frames = frames_BTF;
   PassContext own = context;
   if (context.lengths.defined()) {
-    // The last position of an item may hold frames of padding.
+    // The last position of an item may contain padding frames.
     frames = frames * valid_positions(context.lengths, T, frames);
     own.lengths = output_lengths(context.lengths);
   }
@@ -191,7 +191,7 @@ PassOutput ImageModelImpl::forward(const at::Tensor& images_BHWC, const PassCont
   check_rank("image_model", "(B, height, width, channels)", images_BHWC, 4);
   if (images_BHWC.sizes().slice(1) != at::IntArrayRef({H, W, C})) {
     throw Error("[image_model] expected images of " + std::to_string(H) + " x " +
-                std::to_string(W) + " x " + std::to_string(C) + "; got others");
+                std::to_string(W) + " x " + std::to_string(C) + "; got another shape");
   }
   const std::int64_t B = images_BHWC.size(0), N = H * W * C;
   const at::Tensor before = embedding_(images_BHWC.flatten(1).narrow(1, 0, N - 1));

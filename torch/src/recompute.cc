@@ -29,7 +29,7 @@ void set_generator_state(const at::Device& device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// The default generator set back for a while; nothing without a state.
+// Sets the default generator to `state` in a scope; does nothing if `state` is undefined.
 class Rewound {
  public:
   Rewound(const at::Device& device, const at::Tensor& state) : device_(device) {
@@ -63,8 +63,8 @@ struct Autocast {
   }
 };
 
-// Autocasting as given for a while. Without its cache: a weight that was cast without a graph must
-// not be found by those who want its gradient.
+// Sets autocasting in a scope, with its cache disabled: a weight that was cast without a graph must
+// not be reused where its gradient is needed.
 class Autocasting {
  public:
   explicit Autocasting(const Autocast& wanted)
@@ -85,11 +85,11 @@ class Autocasting {
   bool cache_;
 };
 
-// A holder, so that autograd can keep it.
+// A CustomClassHolder: autograd stores it.
 struct Held : ::torch::CustomClassHolder {
   RecomputedPart part;
   Autocast autocast;
-  at::Tensor generator;                // its state before the first run, if that draws
+  at::Tensor generator;                // state before the first run, if random
   std::vector<std::int64_t> versions;  // of the part's state in the first run
 };
 using HeldPointer = c10::intrusive_ptr<Held>;
@@ -110,7 +110,7 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
     held->versions = versions_of(held->part.state);
     const Autocasting autocasting(held->autocast);
     const PassOutput output = held->part.first(x);
-    held->part.first = nullptr;  // what it refers to need not live longer
+    held->part.first = nullptr;  // it refers to locals of the caller
     ctx->save_for_backward({x});
     ctx->set_materialize_grads(false);
     ctx->saved_data["held"] = c10::IValue::make_capsule(held);
@@ -119,13 +119,13 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     if (at::GradMode::is_enabled()) {
-      throw Error("[recompute] double backward is not supported; got create_graph");
+      throw Error("[recompute] double backward is not supported; set create_graph to false");
     }
     const auto held = c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["held"].toCapsule());
     if (versions_of(held->part.state) != held->versions) {
       throw Error(
-          "[recompute] expected the parameters and centroids of the forward pass; got some that "
-          "were changed since: call update_centroids and the optimiser after backward");
+          "[recompute] parameters or centroids changed after the forward pass; call "
+          "update_centroids and the optimiser after backward");
     }
     const at::Tensor x = ctx->get_saved_variables()[0].detach();
     variable_list inputs = {x};

@@ -117,8 +117,8 @@ PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Ten
     if (block->is_training() != training ||
         block->attention->spec().to_string() != spec.to_string()) {
       throw Error(
-          "[recompute] expected the mode and attention of the forward pass; got a model that was "
-          "changed since: call train, eval and set_attention after backward");
+          "[recompute] mode or attention changed after the forward pass; call train, eval and "
+          "set_attention after backward");
     }
     return block->forward(input, again);
   };

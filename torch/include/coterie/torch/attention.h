@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// A self-attention layer made of an attention spec: projections, positions and one call of
+// A self-attention layer defined by an attention spec: projections, positions and one call of
 // functional.h per head group.
 //
 // Parameters and buffers, by name (the same in checkpoints and in the Python package):
 //   q.weight (H D, E), k.weight (keys of the groups that have their own), v.weight, out.weight
-//   (E, H D), each with .bias when there are biases; and for group g, where it has them,
+//   (E, H D), each with .bias if `bias` is set; and for group g, if its mechanism has them,
 //   group_g.centroids, group_g.counts, group_g.sums (buffers) and group_g.logit_scale (routing),
 //   group_g.surrogates, group_g.gate.weight, group_g.gate.bias (cast),
 //   group_g.relative.weight (F, D) per head group and group_g.relative.bias (H, F)
 //   (positions=relative).
-// Heads lie in the order of the groups. Centroids are no parameters: update_centroids moves them.
+// Heads are in the order of the groups. Centroids are not parameters: update_centroids moves them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,15 +34,15 @@ namespace coterie::torch_api {
 struct SelfAttentionOptions {
   std::int64_t dim = 0;       // E, width of the input
   std::int64_t heads = 0;     // H; E / H is the head dimension D
-  std::int64_t kv_heads = 0;  // 0: as heads; must share out over the groups evenly
+  std::int64_t kv_heads = 0;  // 0: same as heads; no two groups may share one
   AttentionSpec spec{};
   bool causal = false;
   bool bias = true;
   double rotary_base = 10000.0;
-  std::uint64_t seed = 0;  // of the initial centroids and surrogate tokens
+  std::uint64_t seed = 0;  // for the initial centroids and surrogate tokens
 };
 
-// What one head group was called with, detached; for centroid updates and for inspection.
+// The detached inputs of one head group's attention, for centroid updates and inspection.
 struct AttentionRecord {
   std::int64_t layer = 0, group = 0;
   Mechanism mechanism;
@@ -50,32 +50,32 @@ struct AttentionRecord {
   AttentionOptions options;
 };
 
-// What the rows of one optimiser step add to the centroids of each routing group, by (layer,
-// group): a few numbers per cluster, whatever the number of rows.
+// Centroid statistics of one optimiser step for each routing group, by (layer, group). Their size
+// depends on the number of clusters, not on the number of rows.
 struct GroupStatistics {
-  CentroidStatistics queries, keys;  // keys: undefined where keys are queries
+  CentroidStatistics queries, keys;  // keys: undefined if keys are queries
 };
 using StepStatistics = std::map<std::pair<std::int64_t, std::int64_t>, GroupStatistics>;
 
-// What a pass over a batch needs beside the tokens.
+// Inputs of a pass over a batch besides the tokens.
 struct PassContext {
-  at::Tensor lengths{};    // (B), or undefined: all rows count
-  std::uint64_t seed = 0;  // of clusterings; equal seeds repeat them (docs/architecture.md)
+  at::Tensor lengths{};    // (B), or undefined: all rows are valid
+  std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
   std::int64_t layer = 0;  // set by the transformer
-  std::vector<AttentionRecord>* records = nullptr;  // appended to when given
+  std::vector<AttentionRecord>* records = nullptr;  // appended to if not null
 };
 
 // Outputs of a layer, a stack or a model.
 struct PassOutput {
   at::Tensor out;
-  at::Tensor commitment;  // scalar: weighted sum of the routing heads' commitment losses; 0 without
+  at::Tensor commitment;  // scalar: weighted sum of the routing heads' commitment losses, or 0
 };
 
 // The keys and values of one layer seen so far, per group. Only for exact causal mechanisms: full,
 // local, strided, oracle-top, strict routing.
 struct LayerCache;
 
-class HeadGroupImpl;  // a group of heads and what it learns
+class HeadGroupImpl;  // a group of heads with its parameters and buffers
 struct HeadRows;
 
 class SelfAttentionImpl : public ::torch::nn::Module {
@@ -84,27 +84,26 @@ class SelfAttentionImpl : public ::torch::nn::Module {
 
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context);
 
-  // Another attention over the same projections, for evaluation: the groups must have the same
-  // numbers of heads, in the same order, and need the same keys; groups that need centroids,
-  // surrogate tokens or relative positions take those of the trained group, or are refused when it
-  // has none. Positions that the spec does not name stay those the group was trained with.
+  // Replaces the attention over the same projections, for evaluation. The groups must have the same
+  // numbers of heads in the same order, and the same kind of keys (separate, or the queries).
+  // Centroids, surrogate tokens and relative positions are those of the trained group; throws if it
+  // has none. If the spec names no positions, the group keeps those it was trained with.
   void set_spec(const AttentionSpec& spec);
   void check_spec(const AttentionSpec& spec) const;  // throws what set_spec would
   const AttentionSpec& spec() const;
 
-  // Moves the routing centroids, outside autograd, by one step of their moving average: by records
-  // of this layer, from one or more passes that together are the step's batch. Where records of all
-  // passes are too large to keep, add_statistics takes those of one pass at a time, all before the
-  // centroids move.
+  // Moves the routing centroids by one step of their moving average, outside autograd. `records`
+  // are those of this layer from all passes that make up the step's batch. If they are too large to
+  // keep, call add_statistics after each pass, then update_centroids once for all statistics.
   void update_centroids(const std::vector<AttentionRecord>& records);
   void update_centroids(const StepStatistics& statistics);
   void add_statistics(const std::vector<AttentionRecord>& records,
                       StepStatistics& statistics) const;
-  // Sets them by spherical k-means of the records.
+  // Sets the centroids by spherical k-means of the records.
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 
-  // Decoding: one position x_BE after those in the cache; (B, E). Throws for mechanisms that are
-  // not exact and causal, naming them.
+  // Decoding: step returns the output (B, E) of the position after those in the cache. make_cache
+  // throws for a mechanism that is not exact and causal, and names it.
   std::shared_ptr<LayerCache> make_cache(std::int64_t batch) const;
   at::Tensor step(const at::Tensor& x_BE, LayerCache& cache);
 

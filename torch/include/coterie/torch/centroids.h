@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The centroids of routing heads on torch tensors: nearest clusters, commitment loss, moving
-// average. Rows of x (B, H, N, D) are normalised inside (zero mean, unit variance); `lengths` (B)
+// average. Rows of x (B, H, N, D) are normalised here (zero mean, unit variance); `lengths` (B)
 // excludes padding and may be undefined.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace coterie::torch_api {
 
-// The state of the centroids of Hc heads, of f32 (f64 for f64 models): buffers of a module.
+// The centroid buffers of Hc heads, in f32 (f64 for f64 models).
 struct CentroidState {
   at::Tensor centroids;  // (Hc, C, D)
   at::Tensor counts;     // (Hc, C)
@@ -18,10 +18,10 @@ struct CentroidState {
 };
 
 // The rows of x (..., D) with zero mean and unit variance, in the type the core accumulates in;
-// constants for autograd.
+// detached.
 at::Tensor normalised_rows(const at::Tensor& x);
 
-// Normalised Gaussian centroids, counts of one and sums that agree with them.
+// Normalised Gaussian centroids, counts of 1 and sums equal to the centroids.
 CentroidState make_centroids(std::int64_t heads, std::int64_t clusters, std::int64_t dim,
                              std::uint64_t seed);
 
@@ -37,17 +37,17 @@ at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
 at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,
                            const at::Tensor& labels, const at::Tensor& lengths);
 
-// What rows add to the moving average of Hc heads, of f64. Statistics of several passes with the
-// same centroids add up to those of one pass over all their rows.
+// Input of one moving-average step of Hc heads, in f64. Statistics of several passes with the same
+// centroids add up to those of one pass over all their rows.
 struct CentroidStatistics {
   at::Tensor members;  // (Hc, C): rows of each cluster
   at::Tensor sums;     // (Hc, C, D): of the normalised rows
 };
-// Adds the statistics of the rows of x; undefined ones start at zero, in the shapes of the state.
+// Adds the statistics of the rows of x; undefined tensors become zeros in the state's shapes first.
 void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Tensor& lengths,
                     const CentroidState& state, CentroidStatistics& statistics);
 
-// One step of the moving average, in place, by the statistics of all rows of the step.
+// One step of the moving average, in place, from the statistics of all rows of the step.
 void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state);
 
 }  // namespace coterie::torch_api

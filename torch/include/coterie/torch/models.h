@@ -17,7 +17,7 @@ enum class EmbeddingPositions : std::uint8_t { none, sinusoidal, learned };
 
 struct TokenInputOptions {
   std::int64_t vocabulary = 256;
-  double embedding_std = 0.1;  // of the embeddings at the start
+  double embedding_std = 0.1;  // of the initial embeddings
   EmbeddingPositions positions = EmbeddingPositions::none;
   double position_base = 100.0;    // sinusoidal: wavelengths grow from 2 pi to this times 2 pi
   std::int64_t max_length = 1024;  // of learned positions
@@ -38,8 +38,8 @@ struct LanguageModelOptions {
   TransformerOptions transformer{};  // causal: a language model; otherwise a token classifier
 };
 
-// Tokens (B, N) give logits (B, N, V) of the token at, or with `causal` after, each position.
-// Names: embedding.weight, positions.weight, transformer.*, output.weight.
+// Maps tokens (B, N) to logits (B, N, V) of the token at each position or, if causal, after it.
+// Parameter names: embedding.weight, positions.weight, transformer.*, output.weight.
 class LanguageModelImpl : public ::torch::nn::Module {
  public:
   explicit LanguageModelImpl(LanguageModelOptions options);
@@ -47,8 +47,9 @@ class LanguageModelImpl : public ::torch::nn::Module {
   Transformer transformer() const;
   const LanguageModelOptions& options() const;
 
-  // Decoding: logits (B, V) after `tokens_B`, the next position. Equal to the parallel pass's up to
-  // rounding. Refuses models that are not causal and mechanisms that look ahead.
+  // Decoding: step takes the tokens of the next position and returns the logits (B, V) after them,
+  // equal to those of the parallel pass up to rounding. make_cache throws for models that are not
+  // causal and for mechanisms that look ahead.
   DecoderCache make_cache(std::int64_t batch) const;
   at::Tensor step(const at::Tensor& tokens_B, DecoderCache& cache);
 
@@ -68,7 +69,7 @@ struct SequenceClassifierOptions {
   TransformerOptions transformer{};
 };
 
-// Tokens (B, N) give logits (B, classes) from the mean over the valid positions.
+// Maps tokens (B, N) to logits (B, classes) from the mean over the valid positions.
 class SequenceClassifierImpl : public ::torch::nn::Module {
  public:
   explicit SequenceClassifierImpl(SequenceClassifierOptions options);
@@ -83,17 +84,17 @@ TORCH_MODULE(SequenceClassifier);
 
 struct CtcModelOptions {
   std::int64_t features = 40, symbols = 27;  // class 0 is the blank, 1..symbols the symbols
-  std::int64_t subsample = 1;                // frames put together into one position
+  std::int64_t subsample = 1;                // frames concatenated into one position
   double position_base = 1000.0;             // as in TokenInputOptions
   TransformerOptions transformer{};
 };
 
-// Frames (B, T, F) give log-probabilities (B, T', symbols + 1); T' = ceil(T / subsample).
+// Maps frames (B, T, F) to log-probabilities (B, T', symbols + 1); T' = ceil(T / subsample).
 class CtcModelImpl : public ::torch::nn::Module {
  public:
   explicit CtcModelImpl(CtcModelOptions options);
   PassOutput forward(const at::Tensor& frames_BTF, const PassContext& context = {});
-  // lengths of outputs for lengths of inputs
+  // Output lengths for input lengths.
   at::Tensor output_lengths(const at::Tensor& lengths) const;
   at::Tensor loss(const PassOutput& output, const at::Tensor& frame_lengths,
                   const at::Tensor& targets_BL, const at::Tensor& target_lengths) const;
@@ -112,8 +113,8 @@ struct ImageModelOptions {
   TransformerOptions transformer{};  // causal
 };
 
-// Images (B, height, width, channels) of levels give logits (B, height width channels, levels) of
-// each value from those before it; rows, columns and channels have learned embeddings.
+// Maps images (B, height, width, channels) of levels to logits (B, height width channels, levels)
+// of each value given those before it; rows, columns and channels have learned embeddings.
 class ImageModelImpl : public ::torch::nn::Module {
  public:
   explicit ImageModelImpl(ImageModelOptions options);
@@ -122,7 +123,7 @@ class ImageModelImpl : public ::torch::nn::Module {
  private:
   ImageModelOptions options_;
   ::torch::nn::Embedding embedding_{nullptr}, rows_{nullptr}, columns_{nullptr}, channels_{nullptr};
-  at::Tensor start_;  // in place of a value before the first
+  at::Tensor start_;  // input of the first position, which follows no value
   Transformer transformer_{nullptr};
   ::torch::nn::Linear output_{nullptr};
 };

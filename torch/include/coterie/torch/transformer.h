@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// A stack of pre-norm transformer blocks: x + attention(norm(x)), then x + ffn(norm(x)), and a last
-// norm. An encoder, or with `causal` a decoder.
+// A stack of pre-norm transformer blocks: x + attention(norm(x)), then x + ffn(norm(x)), and a
+// final norm. An encoder, or with `causal` a decoder.
 //
-// Names: layers.i.attention.*, layers.i.attention_norm.{weight,bias}, layers.i.ffn_norm.*,
-// layers.i.ffn_in.*, layers.i.ffn_out.*, norm.*.
+// Parameter names: layers.i.attention.*, layers.i.attention_norm.{weight,bias},
+// layers.i.ffn_norm.*, layers.i.ffn_in.*, layers.i.ffn_out.*, norm.*.
 #pragma once
 
 #include <torch/nn/modules/normalization.h>
@@ -19,7 +19,7 @@ namespace coterie::torch_api {
 struct TransformerOptions {
   std::int64_t dim = 64, layers = 2, heads = 4, kv_heads = 0;
   std::int64_t ffn = 0;  // hidden width; 0: 4 dim
-  double dropout = 0.0;  // of the embeddings and of both branches' outputs, in training
+  double dropout = 0.0;  // on the embeddings and on both branches' outputs, in training
   std::vector<AttentionSpec> attention{};  // one for all layers, or one per layer
   bool causal = false;
   bool bias = true;
@@ -28,7 +28,7 @@ struct TransformerOptions {
   std::uint64_t seed = 0;
 };
 
-// Of a sequence that is decoded. A copy goes on by itself: steps on one leave the other as it was.
+// Decoding state of a batch. Copies are independent: a step on one does not change the other.
 struct DecoderCache {
   DecoderCache() = default;
   DecoderCache(const DecoderCache& other);
@@ -48,9 +48,9 @@ class TransformerImpl : public ::torch::nn::Module {
 
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context);
 
-  void set_attention(const std::vector<AttentionSpec>& specs);  // as SelfAttention::set_spec
+  void set_attention(const std::vector<AttentionSpec>& specs);  // see SelfAttention::set_spec
   const TransformerOptions& options() const;
-  // As those of SelfAttention, for all layers.
+  // Like those of SelfAttention, for all layers.
   void update_centroids(const std::vector<AttentionRecord>& records);
   void update_centroids(const StepStatistics& statistics);
   void add_statistics(const std::vector<AttentionRecord>& records,
