@@ -27,6 +27,7 @@ function(coterie_find_headers package header)
   coterie_report(${package} in "<${header}>")
 endfunction()
 coterie_find_headers(tomlplusplus toml++/toml.h)
+coterie_find_headers(xxhash xxhash.h)
 
 # Sets `out` to those of the packages that were not found.
 function(coterie_missing_packages out)
