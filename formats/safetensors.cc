@@ -206,13 +206,13 @@ SafeTensors parse(const Source& read, std::uint64_t size) {
   const json header = parse_header(text);
   SafeTensors content;
   std::vector<Entry> entries;
-  for (const auto& [name, value] : header.items()) {
-    in_entry(name, [&] {
-      if (name == kMetadata) {
-        content.metadata = parse_metadata(value);
+  for (const auto& item : header.items()) {
+    in_entry(item.key(), [&] {
+      if (item.key() == kMetadata) {
+        content.metadata = parse_metadata(item.value());
       } else {
-        entries.push_back(parse_entry(value));
-        entries.back().name = name;
+        entries.push_back(parse_entry(item.value()));
+        entries.back().name = item.key();
       }
     });
   }

@@ -207,6 +207,10 @@ TEST(Options, WhatIsNotTomlIsRefusedWithAdvice) {
   EXPECT_HAS(refusal("length = 3 4\n"), "line 1: ");
   EXPECT_HAS(refusal("length = 010\n"), "leading zeroes");
   EXPECT_HAS(refusal("[model\n"), "write a section as [model]");
+  for (const char* const header : {"[+model]", "[[[model]]]", "[[=", "[.]", "[#"}) {
+    EXPECT_HAS(refusal("length = 3\n\n" + std::string(header) + "\ndim = 4\n\n"), "line 3: ");
+    EXPECT_HAS(refusal(header), "line 1: ");
+  }
   EXPECT_HAS(refusal("data = \"open\n"), "line 1: ");
   EXPECT_HAS(refusal("data = \"C:\\x\""), "write \\\\ for a backslash");
   EXPECT_HAS(refusal("data = \"\xff\""), "save the file as UTF-8");
@@ -306,6 +310,23 @@ TEST(ConfigText, AnyCharacterInQuotesComesBack) {
   }
   for (const char* const bytes : {"\xff", "\x80", "\xc0\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80"}) {
     EXPECT_THROW(quoted_text(bytes), Error);
+  }
+}
+
+// Characters that toml++ asks whether they are spaces.
+TEST(ConfigText, OtherAlphabetsAreRead) {
+  for (const std::uint32_t code : {0xa7u, 0xe9u, 0x5d0u, 0x1681u, 0x2030u, 0x3042u, 0xfc7fu}) {
+    const std::string c = utf8(code);
+    const auto lines = read_config_lines(
+        "a = \"\"\"\\\n  " + c + "\"\"\" # " + c + "\n'" + c + "'.b = '" + c + "'\n", "text");
+    ASSERT_EQ(lines.size(), 2u);
+    EXPECT_EQ(lines[0].values[0], c);
+    EXPECT_EQ(lines[1].key, c + ".b");
+    EXPECT_HAS(refusal("[tr" + c + "]\n"), "line 1: ");
+    EXPECT_HAS(refusal("\na" + c + " = 1\n"), "line 2: ");
+    EXPECT_HAS(refusal("length = 3 " + c + "\n"), "line 1: ");
+    EXPECT_HAS(refusal("length = " + c + "3\n"), "line 1: ");
+    EXPECT_HAS(refusal("data = \"\"\"\\" + c + "\"\"\"\n"), "line 1: ");
   }
 }
 
