@@ -45,13 +45,16 @@ coverage:  ## measure the test coverage of src/ops and src/cpu
 	cmake --workflow --preset coverage
 	gcovr --root . --object-directory build/coverage --filter 'src/(ops|cpu)/' build/coverage/src
 
+# With libFuzzer where clang has it, otherwise with the project's own mutations.
+FUZZ_PROGRAMS := fuzz_spec fuzz_config fuzz_report fuzz_safetensors
+FUZZ_MAIN := extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }
 fuzz: setup  ## fuzz specs, configs, logs and safetensors files under sanitizers, a minute each
-	cmake --preset asan
-	cmake --build --preset asan --target fuzz_spec fuzz_config fuzz_report fuzz_safetensors
-	build/asan/bin/fuzz_spec 60
-	build/asan/bin/fuzz_config 60
-	build/asan/bin/fuzz_report 60
-	build/asan/bin/fuzz_safetensors 60
+	@if echo '$(FUZZ_MAIN)' | clang++ -fsanitize=fuzzer,address -x c++ - -o /dev/null 2>/dev/null; \
+	then preset=fuzz; minute=-max_total_time=60; \
+	else preset=asan; minute=60; echo "no clang++ with libFuzzer: inputs are not guided by coverage"; fi; \
+	cmake --preset $$preset && cmake --build --preset $$preset --target $(FUZZ_PROGRAMS) && \
+	for program in $(FUZZ_PROGRAMS); do \
+	  echo "$$program:"; build/$$preset/bin/$$program $$minute || exit 1; done
 
 format:  ## format all sources with clang-format
 	cmake -DFIX=ON -P tests/format.cmake

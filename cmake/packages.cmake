@@ -13,6 +13,22 @@ foreach(package CLI11 fmt nlohmann_json LibArchive)
   endif()
 endforeach()
 
+# Libraries that are used as headers: coterie_find_headers(package header) makes the target coterie_<package>.
+function(coterie_find_headers package header)
+  find_path(${package}_INCLUDE_DIR ${header})
+  mark_as_advanced(${package}_INCLUDE_DIR)
+  if(NOT ${package}_INCLUDE_DIR)
+    coterie_report(${package} out "<${header}> was not found; scripts/setup installs it")
+    return()
+  endif()
+  add_library(coterie_${package} INTERFACE)
+  target_include_directories(coterie_${package} SYSTEM INTERFACE ${${package}_INCLUDE_DIR})
+  set(${package}_FOUND ON PARENT_SCOPE)
+  coterie_report(${package} in "<${header}>")
+endfunction()
+coterie_find_headers(tomlplusplus toml++/toml.h)
+coterie_find_headers(xxhash xxhash.h)
+
 # Sets `out` to the packages that were not found.
 function(coterie_missing_packages out)
   set(missing)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Temporary name, write, fsync, rename, fsync of the folder: after a crash or with a full disk the
-// old content is there or the new one.
+// Content is written to a temporary name, synced and renamed, and the folder is synced: after a
+// crash or on a full disk either the old or the new content is there.
 #include "formats/files.h"
 
 #include <fcntl.h>
@@ -72,7 +72,7 @@ void rename_entry(const std::string& from, const std::string& to) {
   if (std::rename(from.c_str(), to.c_str()) != 0) fail("write", to, errno);
 }
 
-// Like rename_entry for folders, which rename(2) does not replace.
+// Like rename_entry, but also replaces folders, which rename(2) does not.
 void replace_entry(const std::string& from, const std::string& to, const std::string& aside) {
   std::error_code ignored;
   const bool replaces = fs::exists(to, ignored);
@@ -113,7 +113,7 @@ void write_folder(const std::string& path, const std::function<void(const std::s
   const Remover partial{partial_name(path, "")};
   const Remover old{partial_name(path, "-old")};
   std::error_code error;
-  fs::remove_all(partial.path, error);  // of another process with this number
+  fs::remove_all(partial.path, error);  // left by an earlier process with this id
   fs::remove_all(old.path, error);
   if (!fs::create_directory(partial.path, error)) fail("write", path, error.value());
   fill(partial.path);
@@ -132,7 +132,7 @@ std::string size_text(std::uint64_t bytes) {
   return std::to_string(bytes) + names[units];
 }
 
-// Without O_NONBLOCK, opening a pipe waits for someone who writes to it.
+// Without O_NONBLOCK, opening a pipe waits for a writer.
 InputFile::InputFile(std::string path)
     : path_(std::move(path)),
       number_(::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
@@ -180,7 +180,7 @@ std::string read_file(const std::string& path, const FileLimit& limit) {
   for (std::size_t got = piece.size(); got == piece.size();) {
     got = file.read(piece.data(), piece.size());
     content.append(piece.data(), got);
-    check(content.size());  // it may grow
+    check(content.size());  // the file may grow meanwhile
   }
   return content;
 }

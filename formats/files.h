@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Files written as a whole or not at all, and files of unknown origin read with a limit. A process
-// that is killed leaves at most entries whose names contain kPartial.
+// Atomic writes, and reads of untrusted files with a size limit. A process that is killed leaves at
+// most entries whose names contain kPartial.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@ namespace coterie::train {
 
 constexpr std::string_view kPartial = ".partial-";
 
-// Writes to a temporary name beside `path`, syncs to disk and renames; removes it and throws Error
+// Writes to a temporary name next to `path`, syncs to disk and renames; removes it and throws Error
 // (with the system's reason: "No space left on device") when anything fails.
 void write_file(const std::string& path, std::string_view content);
 void write_file(const std::string& path, const std::vector<std::string_view>& parts);
 
-// Calls `fill` with a temporary folder beside `path`, syncs what is in it and renames it to `path`;
+// Calls `fill` with a temporary folder next to `path`, syncs its files and renames it to `path`;
 // what was there before is removed afterwards. Removes the temporary folder when `fill` throws.
 void write_folder(const std::string& path, const std::function<void(const std::string&)>& fill);
 
@@ -36,8 +36,8 @@ constexpr FileLimit kAnyFile = {std::uint64_t{1} << 30, "is it the right file?"}
 constexpr FileLimit kSmallFile = {std::uint64_t{1} << 20, "is it the right file?"};
 constexpr FileLimit kConfigFile = {std::uint64_t{1} << 16, "is it a config file?"};
 
-// A regular file that is open for reading. Throws Error for everything else: a pipe may wait for
-// ever, and a device may have no end.
+// A regular file that is open for reading. Throws Error for everything else: reading a pipe may
+// block for ever, and a device may be endless.
 class InputFile {
  public:
   explicit InputFile(std::string path);

@@ -12,8 +12,8 @@ namespace {
 constexpr FileLimit kLinesFile = {std::uint64_t{1} << 30,
                                   "split the file, or log fewer steps with --train.log-every"};
 
-// Levels of brackets outside of strings. Where the text is no JSON, at least as many as the parser
-// opens before it notices.
+// Nesting of brackets outside strings. If the text is not JSON, at least the depth that the parser
+// reaches before it finds the error.
 int nesting(std::string_view text) {
   int depth = 0, deepest = 0;
   bool quoted = false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// JSON that anybody may have written. The parser of nlohmann-json takes any nesting, but copying
-// and printing what it made calls itself once per level, and a value of three bytes takes up to 80.
+// JSON from untrusted files. nlohmann-json parses any nesting, but copying and printing values
+// recurses once per level, and a value of three bytes of text takes up to 80 bytes of memory.
 #pragma once
 
 #include <cstddef>

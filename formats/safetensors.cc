@@ -26,7 +26,7 @@ constexpr std::size_t kLengthBytes = 8;
 constexpr std::size_t kMaxHeader = 100'000'000;  // of the format
 constexpr std::size_t kAlignment = 8;            // of the tensors' beginning
 constexpr int kMaxDepth = 2;                     // of lists: {"name": {"shape": [n]}}
-constexpr int kMaxRank = 64;                     // as torch has it
+constexpr int kMaxRank = 64;                     // torch's limit
 constexpr const char* kMetadata = "__metadata__";
 
 constexpr std::pair<const char*, std::uint64_t> kTypes[] = {
@@ -40,7 +40,7 @@ std::uint64_t type_bytes(const std::string& dtype) {
   }
   std::string known;
   for (const auto& [name, bytes] : kTypes) known += std::string(known.empty() ? "" : ", ") + name;
-  throw Error("expected a type of " + known + "; got \"" + dtype + '"');
+  throw Error("expected one of the types " + known + "; got \"" + dtype + '"');
 }
 
 std::uint64_t tensor_bytes(const std::string& dtype, const std::vector<std::int64_t>& shape) {
@@ -66,7 +66,7 @@ std::int64_t whole(const json& value) {
 const json& member(const json& object, const char* key, json::value_t type) {
   const auto found = object.find(key);
   if (found == object.end() || found->type() != type) {
-    throw Error(std::string("expected a ") + json(type).type_name() + " \"" + key + '"');
+    throw Error(std::string("expected \"") + key + "\" of type " + json(type).type_name());
   }
   return *found;
 }
@@ -79,13 +79,13 @@ json parse_header(std::string_view text) {
     const bool opens =
         event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;
     if (opens && depth > kMaxDepth)
-      throw Error("expected a header as the format has it; got deeper nesting");
+      throw Error("expected {\"name\": {\"shape\": [n]}}; got deeper nesting");
     sizes = event == json::parse_event_t::value && depth == kMaxDepth + 1 ? sizes + 1 : 0;
     if (sizes > kMaxRank)
       throw Error("expected at most " + std::to_string(kMaxRank) + " dimensions; got more");
     if (event == json::parse_event_t::key && depth == 1 &&
         !names.insert(value.get<std::string>()).second) {
-      throw Error("expected names that occur once; got \"" + value.get<std::string>() + "\" again");
+      throw Error("expected each name once; got \"" + value.get<std::string>() + "\" again");
     }
     return true;
   };
@@ -129,13 +129,13 @@ std::map<std::string, std::string> parse_metadata(const json& value) {
   if (!value.is_object()) throw Error("expected a JSON object");
   std::map<std::string, std::string> metadata;
   for (const auto& [key, text] : value.items()) {
-    if (!text.is_string()) throw Error("expected a string \"" + key + '"');
+    if (!text.is_string()) throw Error("expected \"" + key + "\" of type string");
     metadata[key] = text.get<std::string>();
   }
   return metadata;
 }
 
-// Calls `read`, whose errors are about the entry `name`.
+// Calls `read`; its errors then start with the entry's name.
 template <class Read>
 auto in_entry(const std::string& name, const Read& read) {
   try {
@@ -145,7 +145,8 @@ auto in_entry(const std::string& name, const Read& read) {
   }
 }
 
-// Tensors lie one after the other, in any order, and end with the file. Sorts them by place.
+// Tensors must follow each other without gaps, in any order, up to the end of the file. Sorts them
+// by position.
 void check_spans(std::vector<Entry>& entries, std::uint64_t size) {
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
     return std::pair(a.span.begin, a.span.end) < std::pair(b.span.begin, b.span.end);
@@ -165,7 +166,7 @@ void check_spans(std::vector<Entry>& entries, std::uint64_t size) {
   }
 }
 
-// Half of the machine's memory: tensors exist twice while they become those of a model.
+// Half of the machine's memory: tensors exist twice while a model is loaded.
 std::uint64_t most_tensor_bytes() {
   return static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) / 2 *
          static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -176,7 +177,8 @@ using Source = std::function<void(char* to, std::size_t count)>;
 
 std::string read_header(const Source& read, std::uint64_t size) {
   if (size < kLengthBytes) {
-    throw Error("expected a header's length in 8 bytes; got a file of " + std::to_string(size));
+    throw Error("expected a header length of 8 bytes; got a file of " + std::to_string(size) +
+                " bytes");
   }
   char bytes[kLengthBytes];
   read(bytes, kLengthBytes);
@@ -198,19 +200,19 @@ std::string read_header(const Source& read, std::uint64_t size) {
   return header;
 }
 
-// A file of `size` bytes. No memory is taken for tensors before all of the header is checked.
+// A file of `size` bytes. No memory is allocated for tensors before the whole header is checked.
 SafeTensors parse(const Source& read, std::uint64_t size) {
   const std::string text = read_header(read, size);
   const json header = parse_header(text);
   SafeTensors content;
   std::vector<Entry> entries;
-  for (const auto& [name, value] : header.items()) {
-    in_entry(name, [&] {
-      if (name == kMetadata) {
-        content.metadata = parse_metadata(value);
+  for (const auto& item : header.items()) {
+    in_entry(item.key(), [&] {
+      if (item.key() == kMetadata) {
+        content.metadata = parse_metadata(item.value());
       } else {
-        entries.push_back(parse_entry(value));
-        entries.back().name = name;
+        entries.push_back(parse_entry(item.value()));
+        entries.back().name = item.key();
       }
     });
   }
@@ -232,13 +234,13 @@ SafeTensors parse(const Source& read, std::uint64_t size, const std::string& nam
   try {
     return parse(read, size);
   } catch (const json::exception& error) {
-    throw Error("[safetensors] " + name + ": the header is no JSON: " + error.what());
+    throw Error("[safetensors] " + name + ": the header is not JSON: " + error.what());
   } catch (const Error& error) {
     throw Error("[safetensors] " + name + ": " + error.what());
   }
 }
 
-// Names in the order of the file: large elements first, so that each tensor is aligned to its own.
+// Names in file order: large elements first, which aligns each tensor to its element size.
 std::vector<std::string> file_order(const SafeTensors& content) {
   std::vector<std::string> names;
   for (const auto& [name, tensor] : content.tensors) names.push_back(name);

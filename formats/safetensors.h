@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The safetensors format: eight bytes of header length, a JSON header, raw little-endian tensors.
-// Files are written atomically; every number in a file is checked before memory is taken or read.
+// Files are written atomically; every number in a file is checked before memory is allocated or
+// read.
 #pragma once
 
 #include <cstddef>

@@ -57,7 +57,7 @@ class Mutator {
     return bytes;
   }
 
-  // A place in the text and a number of bytes that are there.
+  // A position in the text and a number of bytes after it.
   std::pair<std::size_t, std::size_t> range(const std::string& text) {
     const std::size_t place = below(text.size() + 1);
     return {place, below(std::min<std::size_t>(text.size() - place, 40) + 1)};
@@ -97,7 +97,7 @@ class Mutator {
 
   std::string second_half(const std::string& text) { return text.substr(below(text.size() + 1)); }
 
-  // Many times now and then, for what grows or nests.
+  // Sometimes many times, to find what grows or nests.
   void repeat(std::string& text, std::size_t place, std::size_t size) {
     const std::string piece = text.substr(place, size);
     for (std::size_t i = below(10) == 0 ? below(2000) : below(3); i > 0 && text.size() < kLongest;
@@ -123,6 +123,7 @@ class Mutator {
 }  // namespace
 
 std::string make_input(const Target& target, std::uint64_t seed, std::uint64_t index) {
+  if (index < target.examples.size()) return target.examples[index];
   return Mutator(target, seed, index).make();
 }
 

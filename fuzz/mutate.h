@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Inputs for a parser: a pure function of (seed, index).
+// Inputs for a parser, a pure function of (seed, index): the examples as they are, then random
+// bytes and mutated examples.
 #pragma once
 
 #include <cstdint>

@@ -9,9 +9,15 @@
 
 namespace {
 
-std::string folder;  // beside the program, with the input as a run's log
+// Next to the program; contains the input as a run's log.
+std::string make_folder() {
+  const std::string name = std::filesystem::read_symlink("/proc/self/exe").string() + ".folder";
+  std::filesystem::create_directories(name);
+  return name;
+}
 
 void consume(const std::string& input) {
+  static const std::string folder = make_folder();
   const std::string log = folder + "/log.jsonl";
   std::ofstream(log, std::ios::binary) << input;
   coterie::train::make_report({.runs = {folder}, .bench = log, .title = "fuzz"});
@@ -35,14 +41,13 @@ const char* const kBench = R"json(
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  folder = std::string(argv[0]) + ".folder";
-  std::filesystem::create_directories(folder);
-  const coterie::fuzz::Target target = {
-      .examples = {kRun, kBench, std::string(kRun) + kBench},
-      .words = {"{", "}", "[", "]", ":", ",", "\"", "null", "true", "\\u0000", "\n", "1e308",
-                "\"kind\":\"step\"", "\"loss\":-1e308", "\"N\":0", "{\"kind\":\"run\"}\n",
-                "\"step\":9223372036854775807"},
-      .consume = consume};
-  return coterie::fuzz::run(target, argc, argv);
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  return coterie::fuzz::check_input(consume, data, size);
+}
+
+coterie::fuzz::Target coterie::fuzz::target() {
+  return {.examples = {kRun, kBench, std::string(kRun) + kBench},
+          .words = {"{", "}", "[", "]", ":", ",", "\"", "null", "true", "\\u0000", "\n", "1e308",
+                    "\"kind\":\"step\"", "\"loss\":-1e308", "\"N\":0", "{\"kind\":\"run\"}\n",
+                    "\"step\":9223372036854775807"}};
 }

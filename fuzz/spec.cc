@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The attention spec. What is accepted prints as a text that parses to the same.
+// The attention spec. An accepted spec prints as a text that parses to the same spec.
 #include "coterie/spec.h"
 
 #include <stdexcept>
@@ -17,8 +17,12 @@ void consume(const std::string& input) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  const coterie::fuzz::Target target = {
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  return coterie::fuzz::check_input(consume, data, size);
+}
+
+coterie::fuzz::Target coterie::fuzz::target() {
+  return {
       .examples = {"full", "i-clustered(clusters=100,topk=32,causal=strict)",
                    "4*local(window=256,kind=blocked)+4*routing(clusters=16,window=256,decay=0.99)",
                    "lsh(rounds=4,chunk=32,buckets=64,combine=mean)", "strided(stride=8)",
@@ -26,7 +30,5 @@ int main(int argc, char** argv) {
                    "oracle-top(topk=4,positions=none)",
                    "clustered(clusters=7,clustering=hamming,iterations=3,bits=63,hash_bias=false)"},
       .words = {"+", "*", "(", ")", "=", ",", " ", "clusters=", "true", "2*full", "topk",
-                "window=1"},
-      .consume = consume};
-  return coterie::fuzz::run(target, argc, argv);
+                "window=1"}};
 }

@@ -50,7 +50,7 @@ set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly|nn|optim)/.*\\.h")
 set(may_torch "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}")
 # Only torch's stable interface, so one binary works with many versions of torch.
 set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h")
-set(may_formats "${std}|${public}|formats/.*|(CLI|fmt|nlohmann)/.*")
+set(may_formats "${std}|${public}|formats/.*|(fmt|nlohmann)/.*|toml\\+\\+/.*|xxhash\\.h")
 set(may_report "${std}|${public}|report/.*|formats/.*|(fmt|nlohmann)/.*")
 set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|formats/.*|report/.*|train/.*")
 string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h")

@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "coterie/error.h"
+#include "formats/checksum.h"
 #include "formats/files.h"
 #include "formats/json_lines.h"
 
@@ -25,29 +26,24 @@ constexpr const char* kState = "state.json";
 constexpr const char* kBest = "best";
 constexpr const char* kDamaged = ".damaged";
 
-// FNV-1a of a file: finds bytes that changed on the disk, which sizes and shapes do not show.
-std::string checksum(const std::string& path) {
-  InputFile file(path);
-  std::vector<char> piece(1 << 16);
-  std::uint64_t hash = 0xcbf29ce484222325ull;
-  for (std::size_t got = piece.size(); got == piece.size();) {
-    got = file.read(piece.data(), piece.size());
-    for (std::size_t i = 0; i < got; ++i) {
-      hash = (hash ^ static_cast<unsigned char>(piece[i])) * 0x100000001b3ull;
-    }
-  }
-  return fmt::format("{:016x}", hash);
-}
-
 std::string write_tensors(const std::string& path, const NamedTensors& tensors) {
   write_safetensors(path, to_safetensors(tensors));
-  return checksum(path);
+  return file_checksum(path);
 }
 
 NamedTensors read_tensors(const std::string& path, const std::string& expected) {
+  if (expected.empty()) {  // other programs may leave the checksum out
+    return from_safetensors(read_safetensors(path));
+  }
+  if (!expected.starts_with(kChecksumKind)) {
+    throw Error(
+        fmt::format("[checkpoint] {}: state.json has checksum \"{}\", which does not start "
+                    "with {} (an older version wrote this checkpoint; train again)",
+                    path, expected, kChecksumKind));
+  }
   const SafeTensors stored = read_safetensors(path);
-  const std::string got = checksum(path);
-  if (!expected.empty() && got != expected) {  // empty: other programs may leave it out
+  const std::string got = file_checksum(path);
+  if (got != expected) {
     throw Error(fmt::format("[checkpoint] {} is damaged: expected checksum {}; got {}", path,
                             expected, got));
   }

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
@@ -228,20 +229,22 @@ class Writer {
 
   void group(const char*) {}
   void text(const char* name, const std::string& field, const char*, const char*) {
-    add(name, quoted_text(field));
+    add_text(name, field);
   }
-  void device(const char* name, const std::string& field, const char*) {
-    add(name, quoted_text(field));
-  }
+  void device(const char* name, const std::string& field, const char*) { add_text(name, field); }
   void choice(const char* name, const std::string& field, const std::vector<std::string>&,
               const char*) {
-    add(name, quoted_text(field));
+    add_text(name, field);
   }
-  // fmt writes as many digits as give the same number back.
+  // fmt writes as many digits as give the same number back. TOML's integers end at 2^63 - 1; larger
+  // ones are quoted, as options take them.
   template <class Number>
   void number(const char* name, const Number& field, std::type_identity_t<Number>,
               std::type_identity_t<Number>, const char*) {
-    add(name, fmt::format("{}", field));
+    const std::string text = fmt::format("{}", field);
+    bool fits = true;
+    if constexpr (std::is_integral_v<Number>) fits = std::in_range<std::int64_t>(field);
+    add(name, fits ? text : quoted_text(text));
   }
   void size(const char* name, const std::uint64_t& field, const char*) {
     add(name, quoted_text(size_text(field)));
@@ -252,12 +255,22 @@ class Writer {
   void pairs(const char* name, const Binder::Pairs& field, const char*, const char*) {
     std::string list;
     for (const auto& [layers, spec] : field) {
-      list += (list.empty() ? "" : ", ") + quoted_text(layers) + ", " + quoted_text(spec);
+      list += (list.empty() ? "" : ", ") + quoted(name, layers) + ", " + quoted(name, spec);
     }
     add(name, "[" + list + "]");
   }
 
  private:
+  static std::string quoted(const std::string& name, const std::string& field) {
+    try {
+      return quoted_text(field);
+    } catch (const Error& error) {
+      throw Error("[config] --" + name + ": " + error.what());
+    }
+  }
+  void add_text(const std::string& name, const std::string& field) {
+    add(name, quoted(name, field));
+  }
   void add(const std::string& name, const std::string& value) {
     const std::size_t dot = name.find('.');
     const std::string section = dot == std::string::npos ? "" : name.substr(0, dot);
@@ -331,7 +344,12 @@ std::string config_text(const Config& config) {
   Config copy = config;  // fields are visited as variables
   Writer writer;
   visit_fields(copy, writer);
-  return std::move(writer).text();
+  std::string text = std::move(writer).text();
+  if (text.size() > kConfigFile.bytes) {  // could not be read back
+    throw Error(fmt::format("[config] expected options of at most {} bytes of text; got {}",
+                            size_text(kConfigFile.bytes), text.size()));
+  }
+  return text;
 }
 
 Config parse_config(const std::string& text, const std::string& name) {

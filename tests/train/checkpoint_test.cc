@@ -10,10 +10,12 @@
 #include <torch/nn/modules/linear.h>
 
 #include <cmath>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/checksum.h"
 #include "formats/files.h"
 #include "tests/support/tensors.h"
 #include "tests/train/temporary_folder.h"
@@ -223,6 +225,24 @@ TEST(Checkpoint, DamageIsFoundAndTheFileIsNamed) {
     flip_last_byte(file);
     const std::string error = error_of([&] { load_checkpoint(run.path(10)); });
     EXPECT_NE(error.find(file + " is damaged: expected checksum"), std::string::npos) << error;
+  }
+}
+
+// Versions before XXH3 wrote 16 digits of another checksum.
+TEST(Checkpoint, ChecksumsOfAnotherKindAreRefused) {
+  const TemporaryFolder folder;
+  const Checkpoints run(folder.path());
+  for (const char* const name : {"model.safetensors", "optimizer.safetensors"}) {
+    run.save(checkpoint_at(10), false);
+    const std::string file = run.path(10) + "/" + name, state_file = run.path(10) + "/state.json";
+    nlohmann::json state = nlohmann::json::parse(read_file(state_file));
+    EXPECT_EQ(state["checksums"][name], file_checksum(file));
+    state["checksums"][name] = "cbf29ce484222325";
+    write_file(state_file, state.dump());
+    EXPECT_EQ(error_of([&] { load_checkpoint(run.path(10)); }),
+              "[checkpoint] " + file +
+                  ": state.json has checksum \"cbf29ce484222325\", which does not start with xxh3: "
+                  "(an older version wrote this checkpoint; train again)");
   }
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "coterie/error.h"
+#include "formats/checksum.h"
 #include "tests/support/tensors.h"
 #include "tests/train/temporary_folder.h"
 
@@ -50,6 +51,27 @@ class SmallDisk {
   void (*handler_)(int);
   rlimit before_{};
 };
+
+// Known values of XXH3 without a seed.
+TEST(Files, ChecksumsAreXxh3) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path("a");
+  const auto checksum = [&](const std::string& text) {
+    write_file(path, text);
+    return file_checksum(path);
+  };
+  EXPECT_EQ(checksum(""), "xxh3:2d06800538d394c2");
+  EXPECT_EQ(checksum("a"), "xxh3:e6c632b61e964e1f");
+  const std::string pieces(200'000, 'x');  // several reads
+  EXPECT_EQ(checksum(pieces), checksum(pieces));
+  EXPECT_NE(checksum(pieces), checksum(pieces + 'x'));
+  std::string flipped = pieces;
+  flipped[70'000] ^= 1;
+  EXPECT_NE(checksum(pieces), checksum(flipped));
+  fs::remove(path);
+  EXPECT_EQ(error_of([&] { file_checksum(path); }),
+            "[files] cannot read " + path + ": No such file or directory");
+}
 
 TEST(Files, WhatIsWrittenIsRead) {
   const TemporaryFolder folder;

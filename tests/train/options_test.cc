@@ -123,7 +123,7 @@ TEST(Options, SizesHaveUnits) {
   EXPECT_EQ(limit("64k"), 65536u);
   EXPECT_EQ(limit("500M"), 500u << 20);
   EXPECT_EQ(limit("8G"), std::uint64_t{8} << 30);
-  EXPECT_EQ(parse_config("data-limit = 8G\n", "text").data_limit, std::uint64_t{8} << 30);
+  EXPECT_EQ(parse_config("data-limit = \"8G\"\n", "text").data_limit, std::uint64_t{8} << 30);
   for (const char* const text : {"", "0", "0k", "-1", "k", "1.5G", "1kM", "1T", "1 k", "1048577G",
                                  "18446744073709551615G"}) {
     EXPECT_HAS(message_of([&] { limit(text); }), "--data-limit") << text;
@@ -186,15 +186,7 @@ TEST(Options, RefusalsOfAFileNameItsLine) {
   EXPECT_HAS(refusal("\n[model]\nwidth = 3\n"), "a.toml, line 3: expected one of model.dim, ");
   EXPECT_HAS(refusal("[modal]\nwidth = 3\n"), "line 2: expected a section like model");
   EXPECT_HAS(refusal("[model]\ndim = 0\n"), "line 2: --model.dim: expected a whole number");
-  EXPECT_HAS(refusal("length = 3\nlength = 4\n"), "line 2: expected each key once");
   EXPECT_HAS(refusal("length = 3\n[model]\n[train]\nlength = 4"), "line 4");
-  EXPECT_HAS(refusal("device = cpu\n"), "line 1: expected a \"quoted text\", a number");
-  EXPECT_HAS(refusal("length 3\n"), "expected \"=\"; got \"3\"");
-  EXPECT_HAS(refusal("x"), "expected \"=\"; got the end of the line");
-  EXPECT_HAS(refusal("length = 3 4\n"), "expected the end of the line; got \"4\"");
-  EXPECT_HAS(refusal("[model\n"), "expected \"]\"");
-  EXPECT_HAS(refusal("data = \"open\n"), "expected a closing \"");
-  EXPECT_HAS(refusal("data = \"\\x\""), "after a backslash");
   EXPECT_HAS(refusal("attention-at = [\"0\", \"full\", \"1\"]\n"),
              "expected values in groups of 2; got 3");
   EXPECT_HAS(refusal("length = [3, 4]\n"), "length");
@@ -202,36 +194,174 @@ TEST(Options, RefusalsOfAFileNameItsLine) {
   EXPECT_HAS(refusal("help = true\n"), "expected one of");
 }
 
-TEST(ConfigText, ReadsWhatTomlAllowsHere) {
+TEST(Options, WhatIsNotTomlIsRefusedWithAdvice) {
+  EXPECT_EQ(refusal("length = 3\nlength = 4\n"),
+            "[config] a.toml, line 2: key-value pair: cannot redefine existing integer 'length'; "
+            "write each key and each [section] once");
+  EXPECT_HAS(refusal("[model]\ndim = 8\n[model]\n"), "line 3: table header: cannot redefine");
+  EXPECT_HAS(refusal("\ndevice = cpu\n"), "line 2: ");
+  EXPECT_HAS(refusal("\ndevice = cpu\n"), "; write key = value with a \"quoted text\", a number");
+  EXPECT_HAS(refusal("data-limit = 8G\n"), "line 1: ");
+  EXPECT_HAS(refusal("length 3\n"), "line 1: key-value pair: expected '=', saw '3'; write key = ");
+  EXPECT_HAS(refusal("x"), "line 1: key-value pair: encountered end-of-file");
+  EXPECT_HAS(refusal("length = 3 4\n"), "line 1: ");
+  EXPECT_HAS(refusal("length = 010\n"), "leading zeroes");
+  EXPECT_HAS(refusal("[model\n"), "write a section as [model]");
+  for (const char* const header : {"[+model]", "[[[model]]]", "[[=", "[.]", "[#"}) {
+    EXPECT_HAS(refusal("length = 3\n\n" + std::string(header) + "\ndim = 4\n\n"), "line 3: ");
+    EXPECT_HAS(refusal(header), "line 1: ");
+  }
+  EXPECT_HAS(refusal("data = \"open\n"), "line 1: ");
+  EXPECT_HAS(refusal("data = \"C:\\x\""), "write \\\\ for a backslash");
+  EXPECT_HAS(refusal("data = \"\xff\""), "save the file as UTF-8");
+  EXPECT_HAS(refusal("seed = 18446744073709551615\n"), "line 1: ");
+  EXPECT_HAS(refusal("data = [\n  [1],\n]\n"),
+             "line 1: expected a \"quoted text\", a number, true or false; got a list in a list");
+  EXPECT_HAS(refusal("data = [{a = 1}]\n"), "got a table in a list");
+  EXPECT_HAS(refusal("data = 2026-01-02\n"), "got a date or time");
+  EXPECT_HAS(refusal("[[model]]\ndim = 8\n"), "got a table in a list");
+  EXPECT_HAS(refusal("model.dim = 8\n\"model.dim\" = 9\n"), "line 2: expected each key once");
+}
+
+TEST(Options, TomlOfAnyFormSetsTheFields) {
+  const Config config = parse_config(R"(
+length = 1_000 # a comment
+"seed" = "18446744073709551615"
+model = {dim = 0x30, heads = 6}
+train.steps = 0b101
+train."batch" = +13
+out = "\u00e9 \U0001F600"
+data = """
+a \
+    b"""
+attention-at = [
+  "0-1", "full", # first
+  '2', 'local(window=3)',
+]
+[optimizer]
+lr = 5e-1
+relative = true
+)",
+                                     "a.toml");
+  EXPECT_EQ(config.length, 1000);
+  EXPECT_EQ(config.seed, std::numeric_limits<std::uint64_t>::max());
+  EXPECT_EQ(config.model.dim, 48);
+  EXPECT_EQ(config.model.heads, 6);
+  EXPECT_EQ(config.train.steps, 5);
+  EXPECT_EQ(config.train.batch, 13);
+  EXPECT_EQ(config.out, "\u00e9 \U0001F600");
+  EXPECT_EQ(config.data, "a b");
+  EXPECT_EQ(config.attention_at, (std::vector<std::pair<std::string, std::string>>{
+                                     {"0-1", "full"}, {"2", "local(window=3)"}}));
+  EXPECT_EQ(config.optimizer.lr, 0.5);
+  EXPECT_TRUE(config.optimizer.relative);
+}
+
+TEST(Options, WholeNumbersAreNotWrittenAsFractions) {
+  EXPECT_HAS(refusal("length = 1e3\n"),
+             "--length: expected a whole number from 2 to 16777216; got \"1000.0\"");
+  EXPECT_EQ(parse_config("optimizer.lr = 1\n", "text").optimizer.lr, 1.0);
+}
+
+TEST(Options, WhatCannotBeReadBackIsNotWritten) {
+  Config config;
+  config.data = "a\xff";
+  EXPECT_EQ(message_of([&] { config_text(config); }),
+            "[config] --data: expected a text in UTF-8; got other bytes");
+  config.data = std::string(1 << 16, 'a');
+  EXPECT_HAS(message_of([&] { config_text(config); }), "expected options of at most 64k bytes");
+}
+
+TEST(ConfigText, KeysHaveSectionsAndTheOrderOfTheFile) {
   const auto lines = read_config_lines(
-      "# a comment\r\n\n  a = 'lit\\eral # no comment' # a comment\n[s.t]\nb-c = [1, -2e-3 , "
+      "# a comment\r\n\n  z = 'lit\\eral # no comment' # a comment\n[s.t]\nb-c = [1, -2e-3 , "
       "true]\n"
       "d.e = \"\\u0001\\n\\\"\"\nf = []\n",
       "text");
   ASSERT_EQ(lines.size(), 4u);
-  EXPECT_EQ(lines[0].key, "a");
+  EXPECT_EQ(lines[0].key, "z");
   EXPECT_EQ(lines[0].values, std::vector<std::string>{"lit\\eral # no comment"});
   EXPECT_EQ(lines[1].key, "s.t.b-c");
-  EXPECT_EQ(lines[1].values, (std::vector<std::string>{"1", "-2e-3", "true"}));
+  EXPECT_EQ(lines[1].values, (std::vector<std::string>{"1", "-0.002", "true"}));
   EXPECT_EQ(lines[2].key, "s.t.d.e");
   EXPECT_EQ(lines[2].values, std::vector<std::string>{"\x01\n\""});
   EXPECT_EQ(lines[2].number, 6);
   EXPECT_TRUE(lines[3].values.empty());
 }
 
-TEST(ConfigText, AnyBytesInQuotesComeBack) {
-  std::string bytes;
-  for (int c = 0; c < 256; ++c) bytes += static_cast<char>(c);
-  const auto lines = read_config_lines("a = " + quoted_text(bytes), "text");
-  ASSERT_EQ(lines.size(), 1u);
-  EXPECT_EQ(lines[0].values[0], bytes);
+std::string utf8(std::uint32_t code) {
+  const auto byte = [](std::uint32_t bits) { return static_cast<char>(bits); };
+  const auto tail = [&](int shift) { return byte(0x80 | (code >> shift & 0x3f)); };
+  if (code < 0x80) return {byte(code)};
+  if (code < 0x800) return {byte(0xc0 | code >> 6), tail(0)};
+  if (code < 0x10000) return {byte(0xe0 | code >> 12), tail(6), tail(0)};
+  return {byte(0xf0 | code >> 18), tail(12), tail(6), tail(0)};
 }
 
-TEST(ConfigText, DeepSectionsAndLongLinesAreCheap) {
-  const std::string dots = "[a" + std::string(1000000, '.') + "]";
-  EXPECT_HAS(refusal(dots), "expected a key");
-  EXPECT_HAS(refusal("data = " + std::string(1000000, '[')), "expected a \"quoted text\"");
-  EXPECT_HAS(refusal(std::string(1000000, 'a')), "expected \"=\"");
+TEST(ConfigText, AnyCharacterInQuotesComesBack) {
+  std::string text;
+  for (std::uint32_t code = 0; code <= 0x10ffff; ++code) {
+    if (code < 0xd800 || code > 0xdfff) text += utf8(code);
+    if (code % 0x2000 != 0x1fff) continue;
+    const auto lines = read_config_lines("a = " + quoted_text(text), "text");
+    ASSERT_EQ(lines.size(), 1u);
+    ASSERT_EQ(lines[0].values[0], text);
+    text.clear();
+  }
+  for (const char* const bytes : {"\xff", "\x80", "\xc0\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80"}) {
+    EXPECT_THROW(quoted_text(bytes), Error);
+  }
+}
+
+// Characters that toml++ asks whether they are spaces.
+TEST(ConfigText, OtherAlphabetsAreRead) {
+  for (const std::uint32_t code : {0xa7u, 0xe9u, 0x5d0u, 0x1681u, 0x2030u, 0x3042u, 0xfc7fu}) {
+    const std::string c = utf8(code);
+    const auto lines = read_config_lines(
+        "a = \"\"\"\\\n  " + c + "\"\"\" # " + c + "\n'" + c + "'.b = '" + c + "'\n", "text");
+    ASSERT_EQ(lines.size(), 2u);
+    EXPECT_EQ(lines[0].values[0], c);
+    EXPECT_EQ(lines[1].key, c + ".b");
+    EXPECT_HAS(refusal("[tr" + c + "]\n"), "line 1: ");
+    EXPECT_HAS(refusal("\na" + c + " = 1\n"), "line 2: ");
+    EXPECT_HAS(refusal("length = 3 " + c + "\n"), "line 1: ");
+    EXPECT_HAS(refusal("length = " + c + "3\n"), "line 1: ");
+    EXPECT_HAS(refusal("data = \"\"\"\\" + c + "\"\"\"\n"), "line 1: ");
+  }
+}
+
+// toml++ makes a table per part of a key, and frees them by recursion.
+TEST(ConfigText, DeepKeysAreRefused) {
+  const auto dots = [](const std::string& part, std::int64_t count) {
+    std::string key = part;
+    for (std::int64_t i = 1; i < count; ++i) key += "." + part;
+    return key;
+  };
+  const std::string allowed = dots("a", kMostKeyParts), deep = dots("a", kMostKeyParts + 1);
+  EXPECT_EQ(read_config_lines("[" + allowed + "]\n" + allowed + " = 1\n", "text").size(), 1u);
+  EXPECT_EQ(read_config_lines("a = \"" + deep + "\" # " + deep + "\n", "text").size(), 1u);
+  EXPECT_EQ(read_config_lines("a = '''\n''" + deep + "'''''\nb = 1.5", "text").size(), 2u);
+  for (const std::string& text :
+       {deep + " = 1", "[" + deep + "]", "[[" + deep + "]]", "a = {" + deep + " = 1}",
+        dots("'.='", kMostKeyParts + 1) + " = 1", dots("\"\\\"=\"", kMostKeyParts + 1) + " = 1",
+        "b = \"\"\"\" \"\"\"\"\"\n" + deep + " = 1", dots(" a ", kMostKeyParts + 1) + " = 1",
+        "[" + dots("a", 30000) + "]"}) {
+    EXPECT_HAS(refusal(text), "expected keys of at most 16 parts; got more");
+  }
+  EXPECT_HAS(refusal("\n\n" + deep + " = 1"), "a.toml, line 3: expected keys");
+}
+
+TEST(ConfigText, HostileTextsAreCheap) {
+  constexpr std::size_t kLength = 60000;
+  EXPECT_HAS(refusal("data = " + std::string(kLength, '[')), "nested value");
+  EXPECT_HAS(refusal(std::string(kLength, 'a')), "key-value pair");
+  EXPECT_HAS(refusal("[a" + std::string(kLength, '.') + "]"), "expected keys of at most 16 parts");
+  const std::string word(kLength / 3, 'a');
+  const std::string twice = refusal(word + " = 1\n" + word + " = 2\n");
+  EXPECT_HAS(twice, "cannot redefine existing integer 'aaa");
+  EXPECT_LT(twice.size(), 500u);
+  EXPECT_HAS(refusal(std::string(1 << 17, ' ')),
+             "[config] a.toml: expected at most 64k bytes; got 128k (is it a config file?)");
 }
 
 }  // namespace

@@ -141,15 +141,15 @@ struct Malformed {
 TEST(SafeTensors, MalformedHeadersAreRefusedWithAReason) {
   const std::vector<Malformed> cases = {
       {"[1]", "expected a JSON header"},
-      {R"({"w":)", "the header is no JSON"},
-      {"{} {}", "the header is no JSON"},
-      {"{\"\xff\":1}", "the header is no JSON"},
+      {R"({"w":)", "the header is not JSON"},
+      {"{} {}", "the header is not JSON"},
+      {"{\"\xff\":1}", "the header is not JSON"},
       {R"({"w":3})", "\"w\": expected a JSON object"},
-      {R"({"w":{}})", "expected a string \"dtype\""},
-      {R"({"__metadata__":{"a":1}})", "expected a string \"a\""},
+      {R"({"w":{}})", "expected \"dtype\" of type string"},
+      {R"({"__metadata__":{"a":1}})", "expected \"a\" of type string"},
       {R"({"__metadata__":"a"})", "expected a JSON object"},
-      {entry("F31", "[2]"), "expected a type of BOOL, U8"},
-      {entry("F32", "2"), "expected a array \"shape\""},
+      {entry("F31", "[2]"), "expected one of the types BOOL, U8"},
+      {entry("F32", "2"), "expected \"shape\" of type array"},
       {entry("F32", "[-2]"), "expected a whole number, 0 or more; got -2"},
       {entry("F32", "[2.0]"), "expected a whole number, 0 or more; got 2.0"},
       {entry("F32", "[\"2\"]"), "expected a whole number, 0 or more; got string"},
@@ -168,7 +168,7 @@ TEST(SafeTensors, MalformedHeadersAreRefusedWithAReason) {
        "expected tensors without gaps or overlaps; got \"v\" at byte 4"},
       {R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
        R"("w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})",
-       "expected names that occur once; got \"w\" again"}};
+       "expected each name once; got \"w\" again"}};
   for (const Malformed& malformed : cases) {
     const std::string error = error_of(file_of(malformed.header, "01234567"));
     EXPECT_NE(error.find(malformed.message), std::string::npos)
