@@ -25,7 +25,7 @@ constexpr const char* kState = "state.json";
 constexpr const char* kBest = "best";
 constexpr const char* kDamaged = ".damaged";
 
-// FNV-1a of a file: finds bytes that changed on the disk, which sizes and shapes do not show.
+// FNV-1a of a file, to detect bytes that changed on disk.
 std::string checksum(const std::string& path) {
   InputFile file(path);
   std::vector<char> piece(1 << 16);
@@ -47,7 +47,7 @@ std::string write_tensors(const std::string& path, const NamedTensors& tensors) 
 NamedTensors read_tensors(const std::string& path, const std::string& expected) {
   const SafeTensors stored = read_safetensors(path);
   const std::string got = checksum(path);
-  if (!expected.empty() && got != expected) {  // empty: other programs may leave it out
+  if (!expected.empty() && got != expected) {  // empty: written by another program
     throw Error(fmt::format("[checkpoint] {} is damaged: expected checksum {}; got {}", path,
                             expected, got));
   }
@@ -109,7 +109,7 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-// What is wrong with a checkpoint; nothing when it can be loaded.
+// What is wrong with a checkpoint; empty if it can be loaded.
 std::string damage(const std::string& folder) {
   try {
     load_checkpoint(folder);

@@ -66,7 +66,7 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
   std::vector<Score> strata(names.size());
   std::int64_t batches = task.batches(options.split, options.rows);
   if (options.batches > 0) batches = std::min(batches, options.batches);
-  if (batches < 1) throw Error("[evaluate] expected held-out data of at least one batch; got none");
+  if (batches < 1) throw Error("[evaluate] expected at least one batch of held-out data; got none");
 
   Evaluation result;
   for (std::int64_t index = 0; index < batches; ++index) {

@@ -67,7 +67,7 @@ void check_contents(const AttentionCall& call, const MemberLists& lists) {
 
 void check_lse(const AttentionCall& call, const AttentionResult& result,
                const std::vector<std::int64_t>& sizes) {
-  COTERIE_CHECK(result.saved.size() == 1, call.op, "expected lse as the one saved tensor; got ",
+  COTERIE_CHECK(result.saved.size() == 1, call.op, "expected exactly one saved tensor, lse; got ",
                 result.saved.size());
   ops::check_dense(call.op, "lse", result.saved[0], accumulator_dtype(call.inputs.q.dtype), sizes);
 }
@@ -110,7 +110,8 @@ void check_token_gradients(const AttentionCall& call, const AttentionGradients& 
   check("dk", gradients.dk, call.key_heads, call.S, call.Dk);
   check("dv", gradients.dv, call.value_heads, call.S, call.Dv);
   for (const TensorView* other : {&gradients.dcentroids, &gradients.dgate, &gradients.dlogit_scale})
-    COTERIE_CHECK(!other->present(), call.op, "expected no gradients but dq, dk and dv; got ",
+    COTERIE_CHECK(!other->present(), call.op,
+                  "only dq, dk and dv are supported by this operation; got another gradient, ",
                   describe(*other));
 }
 

@@ -149,7 +149,7 @@ AttentionBuffers::AttentionBuffers(const Mechanism& mechanism, const AttentionIn
   const CallThreads threads;
   const AttentionCall& call = checked.call;
   COTERIE_CHECK(!checked.on_cuda(), call.op,
-                "expected inputs on the cpu for buffers in host memory; got them on cuda");
+                "AttentionBuffers are host memory: expected inputs on the cpu; got inputs on cuda");
   for (const TensorLayout& layout : checked.layout.tensors) saved_.emplace_back(layout);
   out_ = HostTensor(call.inputs.q.dtype, {call.B, call.H, call.N, call.Dv});
   workspace_ = HostTensor(DType::u8, {bytes_of(checked)});

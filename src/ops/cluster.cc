@@ -69,7 +69,7 @@ void check_label_values(const char* op, const TensorView& labels, const std::vec
 
 void check_head_count(const char* op, const TensorView& x, std::int64_t centroid_heads) {
   COTERIE_CHECK(centroid_heads >= 1 && x.size(1) % centroid_heads == 0, op,
-                "expected centroids of a number of heads that divides the ", x.size(1),
+                "expected a number of centroid heads that divides the ", x.size(1),
                 " heads of x; got ", centroid_heads);
 }
 
@@ -142,8 +142,8 @@ void balanced_assign(const TensorView& x, const Sequences& sequences, const Tens
   for (const Span& span : spans) {
     const std::int64_t even = (span.length + view.clusters() - 1) / view.clusters();
     COTERIE_CHECK(capacity == 0 || capacity >= even, op, "expected a capacity of at least ", even,
-                  ", for ", span.length, " tokens in ", view.clusters(),
-                  " clusters, or 0 for the least one; got ", capacity);
+                  " (", span.length, " tokens in ", view.clusters(),
+                  " clusters), or 0 for the smallest possible; got ", capacity);
   }
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

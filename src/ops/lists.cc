@@ -22,8 +22,8 @@ struct Place {
 
 void check_offsets(const Place& at, const std::int32_t* offsets, std::int64_t clusters) {
   COTERIE_CHECK(offsets[0] == 0 && offsets[clusters] == at.rows, at.call.op,
-                "expected the offsets of the ", at.side, " to go from 0 to the ", at.rows,
-                " rows of item ", at.item, "; got ", offsets[0], " to ", offsets[clusters],
+                "expected the offsets of the ", at.side, " to run from 0 to ", at.rows,
+                ", the rows of item ", at.item, "; got ", offsets[0], " to ", offsets[clusters],
                 " in head ", at.head);
   for (std::int64_t c = 0; c < clusters; ++c)
     COTERIE_CHECK(offsets[c] <= offsets[c + 1], at.call.op, "expected the offsets of the ", at.side,
@@ -36,7 +36,7 @@ void check_permutation(const Place& at, const std::int32_t* order) {
   for (std::int64_t slot = 0; slot < at.rows; ++slot) {
     const std::int32_t row = order[slot];
     COTERIE_CHECK(0 <= row && row < at.rows && !seen[static_cast<std::size_t>(row)], at.call.op,
-                  "expected the order of the ", at.side, " to hold each row of [0, ", at.rows,
+                  "expected the order of the ", at.side, " to contain each row of [0, ", at.rows,
                   ") once; got ", row, " in slot ", slot, " of item ", at.item, ", head ", at.head);
     seen[static_cast<std::size_t>(row)] = true;
   }
@@ -59,7 +59,7 @@ void check_list(const Place& at, const std::int32_t* list, std::int64_t width) {
                          (t == 0 || (list[t - 1] != -1 && list[t - 1] < list[t]));
     COTERIE_CHECK(ends || goes_on, at.call.op, "expected lists of ", at.side,
                   " to ascend within [0, ", at.rows, ") and to end with -1s; got ", list[t],
-                  " in place ", t, " of a list of item ", at.item, ", head ", at.head);
+                  " at index ", t, " of a list of item ", at.item, ", head ", at.head);
   }
 }
 
