@@ -77,7 +77,7 @@ Scale scale_over(ScaleKind kind, const std::vector<double>& values) {
 std::vector<double> ticks(const Scale& scale, int wanted) {
   std::vector<double> all;
   if (scale.kind == ScaleKind::log) all = log_ticks(scale, wanted);
-  // A log scale that spans less than a factor of five has linear ticks.
+  // A narrow log scale, with fewer than two log ticks, gets linear ones.
   return all.size() >= 2 ? all : linear_ticks(scale, wanted);
 }
 

@@ -87,7 +87,7 @@ std::optional<std::int64_t> step_of(const std::string& name) {
 void make_folders(const std::string& path) {
   std::error_code error;
   fs::create_directories(path, error);
-  if (error) throw Error(fmt::format("[files] cannot make folder {}: {}", path, error.message()));
+  if (error) throw Error(fmt::format("[files] cannot create folder {}: {}", path, error.message()));
 }
 
 void remove_entry(const std::string& path) {

@@ -15,7 +15,7 @@
 namespace coterie::train {
 namespace {
 
-// Sums over the positions in `asked`, a mask of the flattened batch.
+// Sums over the positions in the mask `asked` of the flattened batch.
 Score sum_where(const at::Tensor& asked, const at::Tensor& nats, const at::Tensor& right) {
   const at::Tensor weight = asked.to(at::kDouble);
   return {.nats = (nats.to(at::kDouble) * weight).sum().item<double>(),

@@ -58,7 +58,7 @@ void use_lsh_logits(const LshParams& params, AttentionRecord& record) {
 }  // namespace
 
 at::Tensor attention_rows(const AttentionRecord& record) {
-  // One set of values per key head. With shared queries and keys k is absent; v has its shape.
+  // One set of values per key head. With shared queries and keys k is absent; v gives its sizes.
   const at::Tensor& keys = record.k.defined() ? record.k : record.v;
   const std::int64_t B = keys.size(0), heads = keys.size(1), S = keys.size(2);
   const at::Tensor identity = at::eye(S, record.q.options());

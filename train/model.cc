@@ -93,8 +93,9 @@ c10::Device config_device(const Config& config) {
   const c10::Device device(config.device);
   const int devices = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   if (device.is_cuda() && std::max<int>(device.index(), 0) >= devices) {
-    throw Error(fmt::format("[train] expected a CUDA device for --device {}; torch finds {}",
-                            config.device, devices));
+    throw Error(
+        fmt::format("[train] expected a CUDA device for --device {}; torch finds {} device(s)",
+                    config.device, devices));
   }
   if (device.is_cuda())
     at::globalContext().lazyInitDevice(device.type());  // needed by torch's allocator

@@ -48,7 +48,7 @@ std::string attention_text(const Config& config) {
   return text;
 }
 
-// Mechanisms that select keys by content cannot take a mask.
+// Queries of these mechanisms share keys selected by content, which is why they take no mask.
 bool selects_by_content(const Mechanism& mechanism) { return !takes_mask(mechanism); }
 
 bool selects_by_content(const std::vector<AttentionSpec>& specs) {

@@ -239,7 +239,8 @@ void print_header(const BenchReport& report) {
                opponent.empty() ? "this library's full attention" : opponent);
   }
   fmt::print(
-      "error is against full attention; extra memory is workspace and what is saved for the "
+      "error is against full attention; extra memory is the workspace and the tensors saved for "
+      "the "
       "backward pass;\ncluster is part of select; GB/s count inputs and outputs once.\n");
   if (!report.refused.empty()) fmt::print("Not measured:\n");
   for (const Refused& refused : report.refused) {
