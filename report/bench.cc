@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The section of a bench record: speed and error beside full attention.
+// The section of a bench record: speed and error compared with full attention.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::string ms_text(double ms) {
   return ms >= 100 ? fmt::format("{:.0f}", ms) : fmt::format("{:#.3g}", ms);
 }
 
-// Series of one causality and number of threads, with short names that differ.
+// Series of one causality and thread count, with distinct short names.
 struct Part {
   std::vector<const BenchSeries*> series;
   std::vector<std::string> names;
@@ -224,8 +224,8 @@ std::string bench_content(const BenchLog& log) {
            missing_html(log);
   }
   const std::string lede = fmt::format(
-      "<p class=\"lede\">One attention layer alone, {}. Speed is against the platform's full "
-      "attention; error, time and extra memory are those at the longest length.</p>\n",
+      "<p class=\"lede\">One attention layer in isolation, {}. Speed is relative to the platform's "
+      "full attention; error, time and extra memory are for the longest length.</p>\n",
       log.pass == "both" ? "forward and backward" : escape(log.pass) + " pass");
   return lede + parts_html(log) + missing_html(log) +
          folded("Machine and problem", facts_html(log.facts));
@@ -252,8 +252,9 @@ std::string bench_section(const ReportData& data) {
   const std::string content =
       data.bench
           ? bench_content(*data.bench)
-          : "<p class=\"missing\">No bench record was given: <code>coterie bench --json "
-            "FILE</code> makes one, <code>coterie report --bench FILE</code> shows it.</p>\n";
+          : "<p class=\"missing\">No bench record was given: create one with <code>coterie bench "
+            "--json FILE</code> and include it with <code>coterie report --bench "
+            "FILE</code>.</p>\n";
   return "<section id=\"bench\"><h2>Speed and error</h2>\n" + content + "</section>\n";
 }
 

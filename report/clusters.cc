@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The section on the health of clusters: how even they are, how many are empty, what they keep.
+// The section on clusters: how balanced they are, how many are empty, and the mass they keep.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ double largest_size(const RunLog& run) {
   return largest;
 }
 
-// "12 of 16 used, keeps 93 %"
+// "3 empty · keeps 93 %"
 std::string head_note(const LoggedHead& head) {
   std::string note;
   if (std::isfinite(head.empty)) note = fmt::format("{:.3g} empty", head.empty);
@@ -132,9 +132,10 @@ std::string cluster_section(const ReportData& data) {
     }
   }
   const char* const lede =
-      "<p class=\"lede\">Bars: tokens per cluster, largest first, mean over rows of held-out data; "
-      "the dashed line is an even share. Kept mass: the share of full attention's weights, for the "
-      "same queries and keys, that the attention puts in the same places; 100&nbsp;% is full "
+      "<p class=\"lede\">Bars: tokens per cluster, largest first, mean over held-out sequences; "
+      "the "
+      "dashed line is the mean cluster size. Kept mass: overlap of the attention's weights with "
+      "those of full attention over the same queries and keys; 100&nbsp;% is full "
       "attention.</p>\n";
   const std::string content =
       runs.empty() ? "<p class=\"missing\">No run logged its clusters.</p>\n" : lede + runs;

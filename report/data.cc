@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The first number in a name, so that "65-128" comes after "9-64".
+// The first number in a name, to sort "65-128" after "9-64".
 double first_number(const std::string& name) {
   const auto digit = std::find_if(name.begin(), name.end(),
                                   [](unsigned char letter) { return std::isdigit(letter) != 0; });
@@ -169,8 +169,9 @@ std::vector<std::string> find_runs(const std::string& path) {
     }
   }
   if (folders.empty()) {
-    throw Error("[report] expected a run's folder with a log.jsonl, or a folder of such; got \"" +
-                path + "\"");
+    throw Error(
+        "[report] expected a run's folder (with log.jsonl) or a folder that contains runs; got \"" +
+        path + "\"");
   }
   std::sort(folders.begin(), folders.end());
   return folders;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the report knows of runs and benchmarks: log.h and `coterie bench --json` as structs. Fields
-// that a file does not have keep their defaults; lines that cannot be read are counted.
+// Logs of runs (log.h) and output of `coterie bench --json` as structs. Fields missing in a file
+// keep their defaults; unreadable lines are counted.
 #pragma once
 
 #include <cstdint>
@@ -54,25 +54,25 @@ struct RunLog {
   std::vector<LoggedStep> steps;
   std::vector<LoggedEvaluation> evaluations;
   std::vector<LoggedGroup> clusters;  // of the last such line
-  std::optional<LoggedEnd> end;       // absent: still running, or broken off
+  std::optional<LoggedEnd> end;       // absent: still running, or killed
   std::int64_t unreadable = 0;        // lines
 
-  // The test score if there is one, else the best on valid; kUnknown without evaluations.
+  // The test score if there is one, otherwise the best on valid; kUnknown without evaluations.
   double result() const;
-  // The evaluation that has it; nothing without evaluations.
+  // The evaluation with that score; null without evaluations.
   const LoggedEvaluation* best_evaluation() const;
-  // Of training up to a step: that of the last logged step not after it.
+  // Training time up to a step: that of the last logged step not after it.
   double seconds_at(std::int64_t step) const;
   double seconds() const;
   double peak_memory_bytes() const;
   double tokens_per_s() const;  // median over the logged steps
 };
 
-// The run folders that `path` names: itself when it has a log.jsonl, else those below it, by name.
-// Throws Error when there are none.
+// The run folders of `path`: itself if it has a log.jsonl, otherwise those inside it, sorted by
+// name. Throws Error if there are none.
 std::vector<std::string> find_runs(const std::string& path);
 
-// Nothing when the log has no line of kind "run".
+// std::nullopt if the log has no line of kind "run".
 std::optional<RunLog> read_run(const std::string& folder);
 
 struct BenchPoint {
@@ -86,9 +86,9 @@ struct BenchPoint {
 struct BenchSeries {
   std::string attention, against;
   bool causal = false, opponent = false, leaks_future = false;
-  std::int64_t threads = 0;           // 0: not said
+  std::int64_t threads = 0;           // 0: unknown
   std::vector<BenchPoint> points;     // lengths ascending
-  std::optional<double> crossover{};  // faster from this length on
+  std::optional<double> crossover{};  // faster from this length
 };
 
 struct BenchLog {

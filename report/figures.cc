@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The pictures of runs that are compared: loss, score against time, memory and part of the data.
+// Figures of compared runs: loss, and score against time, memory and stratum.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -15,11 +15,11 @@ namespace coterie::train {
 namespace {
 
 constexpr std::size_t kMostPoints = 100;  // of a curve
-constexpr double kLogRatio = 8;           // between largest and smallest loss, for a log axis
+constexpr double kLogRatio = 8;  // of largest to smallest loss, above which the axis is logarithmic
 
 using Points = std::vector<std::pair<double, double>>;
 
-// Means of neighbours, so that a curve has kMostPoints at most.
+// Averages neighbours to reduce a curve to at most kMostPoints.
 Points thinned(const Points& points) {
   const std::size_t width = (points.size() + kMostPoints - 1) / kMostPoints;
   if (width <= 1) return points;
@@ -66,7 +66,7 @@ std::string loss_figure(const Panel& panel) {
   return figure_html(plot.title, line_plot(plot));
 }
 
-// The axis of the metric and what answers without a model score.
+// The axis of the metric and the levels of the baselines.
 void set_metric_axis(const Panel& panel, Plot& plot) {
   const std::string metric = panel.runs[0].log->metric;
   plot.y.label = metric + (higher_is_better(metric) ? "" : " (lower is better)");
@@ -104,7 +104,7 @@ std::string time_figure(const Panel& panel) {
     return points;
   });
   plot.title = capitalised(panel.runs[0].log->metric) + " against wall time";
-  plot.x.label = fmt::format("time of training ({})", unit.name);
+  plot.x.label = fmt::format("training time ({})", unit.name);
   set_metric_axis(panel, plot);
   return figure_html(plot.title, line_plot(plot));
 }
@@ -119,7 +119,7 @@ std::string memory_figure(const Panel& panel) {
   return figure_html(plot.title, scatter_plot(plot));
 }
 
-// Names of all parts that some run has scores of, in their order.
+// Names of all strata with scores in some run, in order.
 std::vector<std::string> strata_of(const Panel& panel) {
   std::vector<std::string> names;
   for (const PanelRun& run : panel.runs) {
@@ -132,8 +132,7 @@ std::vector<std::string> strata_of(const Panel& panel) {
   return names;
 }
 
-// Bytes of the first word and its space when all names begin with it ("distance 1", "distance
-// 2-3").
+// Length of the first word and its space if all names start with it ("distance 1", "distance 2-3").
 std::size_t first_word_if_shared(const std::vector<std::string>& names) {
   const std::size_t size = names[0].find(' ') + 1;  // 0 without a space
   const bool shared = std::all_of(names.begin(), names.end(), [&](const std::string& name) {

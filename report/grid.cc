@@ -27,7 +27,7 @@ struct Mean {
   double value() const { return count == 0 ? kUnknown : sum / static_cast<double>(count); }
 };
 
-// Of the runs of a panel with this family and number of clusters.
+// Over the runs of a panel with this family and cluster count.
 double mean_result(const Panel& panel, const std::string& family, std::int64_t clusters) {
   Mean mean;
   for (const PanelRun& run : panel.runs) {
@@ -49,7 +49,7 @@ std::map<std::string, std::set<std::int64_t>> cluster_counts(const TaskGroup& gr
 HeatMap make_map(const TaskGroup& group, std::string title, std::vector<std::string> rows,
                  const std::vector<std::vector<double>>& results) {
   HeatMap map{.title = std::move(title),
-              .x_label = "tokens of a row",
+              .x_label = "sequence length (tokens)",
               .y_label = rows.size() > 1 ? "clusters" : "",
               .columns = {},
               .rows = std::move(rows),
@@ -67,7 +67,7 @@ HeatMap make_map(const TaskGroup& group, std::string title, std::vector<std::str
   return map;
 }
 
-// One scale of colours for all maps: accuracy from 0 to 1, other metrics from worst to best.
+// One colour scale for all maps: accuracy from 0 to 1, other metrics from worst to best.
 void set_map_scale(const std::string& metric, std::vector<HeatMap>& maps) {
   if (metric == "accuracy") return;  // the default
   double best = INFINITY, worst = -INFINITY;

@@ -17,7 +17,7 @@ namespace coterie::train {
 
 namespace {
 
-// A mechanism's place in the variant is its colour.
+// A mechanism's index in the variant is its colour.
 static_assert(std::variant_size_v<Mechanism> <= kPlotColours);
 
 struct Clusters {
@@ -67,7 +67,7 @@ std::set<std::string> settings_of(const std::string& spec) {
   return settings;
 }
 
-// "clusters=8" -> "8", "membership=balanced" -> "balanced", "window=32" as it is.
+// "clusters=8" -> "8", "membership=balanced" -> "balanced", "window=32" unchanged.
 std::string short_setting(const std::string& setting) {
   const std::size_t value = setting.find('=') + 1;
   const bool number =
@@ -83,7 +83,7 @@ std::set<std::string> common_to(const std::vector<std::set<std::string>>& all) {
   return common;
 }
 
-// Variants of a task that are not to be compared with each other.
+// Variants of a task that must not be compared with each other get different titles.
 std::string title_of(const RunLog& run) {
   std::string title = run.task.empty() ? "unknown task" : run.task;
   if (run.task == "recall") {
@@ -139,7 +139,7 @@ AttentionKind attention_kind(const std::string& text) {
       for (const HeadGroup& group : AttentionSpec::parse(spec).groups) add_group(group, kind);
     }
     kind.order = kind.colour;
-  } catch (const Error&) {  // of another version, or no spec at all
+  } catch (const Error&) {  // from another version, or not a spec
     kind = {.family = text.empty() ? "unknown attention" : text, .colour = 0, .order = 100};
   }
   return kind;
@@ -169,7 +169,7 @@ std::string config_value(const RunLog& run, const std::string& key) {
     for (const ConfigLine& line : read_config_lines(run.config, run.folder)) {
       if (line.key == key && line.values.size() == 1) return line.values[0];
     }
-  } catch (const Error&) {  // shown as it is, among the run's facts
+  } catch (const Error&) {  // the run's facts show it unparsed
   }
   return "";
 }

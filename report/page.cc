@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The page around the sections: style, head, list of contents, and the section of all runs.
+// The page: style, header, table of contents, and the section of all runs.
 #include <fmt/core.h>
 
 #include <map>
@@ -75,10 +75,10 @@ std::string run_html(const RunLog& run) {
                  {"seed", std::to_string(run.seed)}};
   facts.insert(facts.end(), run.machine.begin(), run.machine.end());
   std::string content = facts_html(facts);
-  content += run.config.empty() ? "<p class=\"missing\">Its log has no config.</p>\n"
+  content += run.config.empty() ? "<p class=\"missing\">The log contains no config.</p>\n"
                                 : "<pre>" + escape(run.config) + "</pre>\n";
   if (run.unreadable > 0) {
-    content += fmt::format("<p class=\"missing\">{} of its log could not be read.</p>\n",
+    content += fmt::format("<p class=\"missing\">{} of the log could not be read.</p>\n",
                            counted(run.unreadable, "line"));
   }
   return folded("<b>" + escape(run.task) + "</b> " + attention_html(run.attention) +
@@ -123,7 +123,7 @@ std::string key_html(int colour, int dash, const std::string& attention, const s
 }
 
 std::string state_text(const RunLog& run) {
-  if (!run.end) return "no end in its log";
+  if (!run.end) return "unfinished";
   if (run.end->reason == "steps") return "finished";
   if (run.end->reason == "patience") return "stopped early";
   return run.end->reason.empty() ? "ended" : run.end->reason;
@@ -148,7 +148,7 @@ std::string page_html(const std::string& title, const std::string& subtitle,
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
       "<title>{0}</title>\n<style>{1}{2}</style></head>\n<body>\n"
       "<header><h1>{0}</h1><p>{3}</p>\n<nav>{4}</nav></header>\n<main>\n{5}"
-      "<footer>Made by coterie report; this file needs nothing beside itself.</footer>\n"
+      "<footer>Made by coterie report; this file is self-contained.</footer>\n"
       "</main></body></html>\n",
       escape(title), kStyle, plot_style(), escape(subtitle), links, content);
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
 // Plots as SVG text for an HTML page: lines, dots, bars, heat maps.
 //
-// Colours are classes c0, c1, ... and ink, grid and surface are classes too, so that the page's
-// style sheet (plot_style) decides what they look like in light and in dark. Pictures are 400 units
-// wide and scale with their box. Names and labels are text; they are escaped here.
+// Colours are CSS classes c0, c1, ..., and so are ink, grid and surface; the style sheet
+// (plot_style) defines them for light and dark pages. Pictures are 400 units wide and scale with
+// their box. Names and labels are plain text; they are escaped here.
 #pragma once
 
 #include <optional>
@@ -25,26 +25,26 @@ struct PlotTick {
 struct PlotAxis {
   std::string label;  // with its unit
   ScaleKind kind = ScaleKind::linear;
-  std::optional<double> low{}, high{};  // ends; from the data when absent
+  std::optional<double> low{}, high{};  // limits; from the data if absent
   std::vector<PlotTick> ticks{};        // round numbers when empty
-  bool percent = false;                 // values are shares
+  bool percent = false;                 // values are fractions, shown as percentages
 };
 
 struct PlotSeries {
   std::string name;
   int colour = 0;
   int dash = 0;                                     // pattern of the line; 0: solid
-  std::vector<std::pair<double, double>> points{};  // what cannot be drawn is left out
+  std::vector<std::pair<double, double>> points{};  // points that cannot be drawn are skipped
 };
 
-// A horizontal line to compare with.
+// A horizontal reference line.
 struct PlotLevel {
   std::string name;
   double value = 0;
 };
 
 struct Plot {
-  std::string title;  // for those who cannot see the picture
+  std::string title;  // for screen readers
   PlotAxis x, y;
   std::vector<PlotSeries> series;
   std::vector<PlotLevel> levels{};
@@ -53,7 +53,7 @@ struct Plot {
 // A line per series, its name at the right end.
 std::string line_plot(const Plot& plot);
 
-// The points of each series as dots, its name beside the last.
+// The points of each series as dots, with the name next to the last one.
 std::string scatter_plot(const Plot& plot);
 
 // Small bars without axes, and a dashed line at their mean.
@@ -61,17 +61,17 @@ struct BarPlot {
   std::string title;
   int colour = 0;
   std::vector<double> values;
-  double high = 0;  // of the scale, for pictures side by side; 0: the largest value
+  double high = 0;  // upper limit, for comparable pictures; 0: the largest value
 };
 std::string bar_plot(const BarPlot& plot);
 
-// A value per row and column, written into its cell.
+// One value per row and column, printed in its cell.
 struct HeatMap {
   std::string title, x_label, y_label;
   std::vector<std::string> columns, rows;
   std::vector<std::vector<std::optional<double>>> values;  // [row][column]; absent: not measured
   double low = 0, high = 1;                                // values of the first and last colour
-  std::vector<std::vector<std::string>> texts;             // what is written, as `values`
+  std::vector<std::vector<std::string>> texts;             // printed texts, same layout as `values`
 };
 std::string heat_map(const HeatMap& map);
 

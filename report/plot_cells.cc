@@ -19,7 +19,7 @@ struct Colour {
   double red, green, blue;  // 0..255
 };
 
-// Stops of viridis: even steps of lightness, in order for everybody and in print.
+// Stops of viridis: perceptually uniform, also for colour-blind readers and in print.
 constexpr std::array<Colour, 5> kStops = {
     {{68, 1, 84}, {59, 82, 139}, {33, 145, 140}, {94, 201, 98}, {253, 231, 37}}};
 

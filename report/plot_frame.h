@@ -10,7 +10,7 @@ namespace coterie::train {
 
 class Frame {
  public:
-  // `right` units stay free beside the plot, for names.
+  // Leaves `right` units to the right of the plot for names.
   Frame(const Plot& plot, double height, double right);
 
   double x(double value) const { return left_ + x_.share(value) * (right_ - left_); }
@@ -30,8 +30,8 @@ class Frame {
   std::vector<PlotTick> ticks_of(const PlotAxis& axis, const Scale& scale, int wanted) const;
   std::string x_axis() const;
   std::string y_axis() const;
-  std::string level(const PlotLevel& level) const;  // named where fewer points are
-  std::size_t text_stride() const;                  // of ticks of x whose texts have room
+  std::string level(const PlotLevel& level) const;  // labelled at the end with fewer points
+  std::size_t text_stride() const;                  // between x ticks whose labels fit
   int points_in(double from, double to, double low, double high) const;
 
   const Plot& plot_;

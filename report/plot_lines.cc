@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Line plots with the names of the series at their right ends.
+// Line plots with the names of the series at the right.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace coterie::train {
 
 namespace {
 
-constexpr std::size_t kLongestName = 20;  // characters beside a plot
+constexpr std::size_t kLongestName = 20;  // characters, next to a plot
 constexpr double kLead = 16;              // from the plot to the names
 
 using Points = std::vector<std::pair<double, double>>;
@@ -41,7 +41,7 @@ std::string curve(const PlotSeries& series, const Points& points) {
   return svg;
 }
 
-// Places near the wanted ones, a line apart and between `top` and `bottom` where there is room.
+// Positions near the wanted ones, at least a line apart and, if they fit, within [top, bottom].
 std::vector<double> spread(const std::vector<double>& wanted, double top, double bottom) {
   std::vector<std::size_t> order(wanted.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -53,7 +53,7 @@ std::vector<double> spread(const std::vector<double>& wanted, double top, double
     places[at] = std::max(wanted[at], free_from);
     free_from = places[at] + kLineHeight;
   }
-  double free_to = bottom;  // what ran over the bottom goes up again
+  double free_to = bottom;  // move names that ran over the bottom up again
   for (auto at = order.rbegin(); at != order.rend(); ++at) {
     places[*at] = std::min(places[*at], free_to);
     free_to = places[*at] - kLineHeight;

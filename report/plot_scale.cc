@@ -8,9 +8,9 @@ namespace coterie::train {
 
 namespace {
 
-constexpr double kLargest = 1e30;   // beyond it differences and factors are no use to anybody
+constexpr double kLargest = 1e30;   // larger values are not drawn
 constexpr double kMargin = 0.03;    // of the axis, on both sides of the data
-constexpr double kRounding = 1e-9;  // of a tick's distance
+constexpr double kRounding = 1e-9;  // relative to the tick distance
 
 std::vector<double> linear_ticks(const Scale& scale, int wanted) {
   const double raw = (scale.high - scale.low) / wanted;
@@ -27,7 +27,7 @@ std::vector<double> linear_ticks(const Scale& scale, int wanted) {
 std::vector<double> log_ticks(const Scale& scale, int wanted) {
   const double decades = std::log10(scale.high / scale.low);
   const int stride = std::max(1, static_cast<int>(std::ceil(decades / wanted)));
-  const bool fine = 3 * decades <= 1.5 * wanted;  // room for 2 and 5 too
+  const bool fine = 3 * decades <= 1.5 * wanted;  // ticks at 2 and 5 fit as well
   std::vector<double> all;
   const int first = static_cast<int>(std::floor(std::log10(scale.low)));
   const int last = static_cast<int>(std::ceil(std::log10(scale.high)));
@@ -77,7 +77,7 @@ Scale scale_over(ScaleKind kind, const std::vector<double>& values) {
 std::vector<double> ticks(const Scale& scale, int wanted) {
   std::vector<double> all;
   if (scale.kind == ScaleKind::log) all = log_ticks(scale, wanted);
-  // A log scale that spans less than a factor of five has room for round numbers only.
+  // A narrow log scale, with fewer than two log ticks, gets linear ones.
   return all.size() >= 2 ? all : linear_ticks(scale, wanted);
 }
 

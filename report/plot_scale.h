@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Axes of plots: from values to places, and where to put ticks.
+// Axes of plots: mapping of values to positions, and ticks.
 #pragma once
 
 #include <vector>
@@ -15,11 +15,11 @@ struct Scale {
   double share(double value) const;  // 0 at low, 1 at high
 };
 
-// Whether a value can be drawn: finite, not absurdly large, and above zero on a log scale.
+// Whether a value can be drawn: finite, at most 1e30 in size, and positive on a log scale.
 bool drawable(ScaleKind kind, double value);
 
-// A scale over the values that can be drawn, a little wider than they are. Without any: 0 to 1, or
-// 1 to 10.
+// A scale over the values that can be drawn, with a small margin. Without values: 0 to 1, or 1 to
+// 10 (log).
 Scale scale_over(ScaleKind kind, const std::vector<double>& values);
 
 // Round numbers inside the scale, about `wanted` of them: 1, 2 or 5 times powers of ten.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Dots with names beside them, placed so that they do not cover each other.
+// Scatter plots: dots with names next to them that do not overlap.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ class Names {
     taken_.push_back({x - kRadius, y - kRadius, x + kRadius, y + kRadius});
   }
 
-  // A free place for a name of this width near a dot: right, left, then further up and down.
+  // A free position for a name of this width near a dot: right, left, then further up and down.
   Box place(double x, double y, double width) {
     const double half = kLineHeight / 2;
     Box first{};

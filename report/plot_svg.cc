@@ -39,8 +39,8 @@ std::string svg_picture(double height, std::string_view title, const std::string
                      number(kPlotWidth), number(height), escape(title), content);
 }
 
-// The colours are those of Okabe and Ito, told apart by people who see few colours; dark pages get
-// lighter ones of the same hues.
+// The colours of Okabe and Ito, which colour-blind readers can distinguish; lighter ones of the
+// same hues on dark pages.
 std::string plot_style() {
   return R"css(
 svg { display: block; width: 100%; height: auto; overflow: hidden; font-size: 11px; }

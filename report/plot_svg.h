@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Pieces of SVG that the kinds of plots share.
+// SVG helpers shared by all plots.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ namespace coterie::train {
 constexpr double kPlotWidth = 400;
 constexpr double kLineHeight = 13.5;
 
-// In the font of labels, estimated for a wide one.
+// Estimated width in the label font, assuming a wide one.
 double text_width(std::string_view text);
 
 // Coordinates with one decimal, without trailing zeros.

@@ -21,7 +21,7 @@ ReportData read_inputs(const ReportInputs& inputs) {
       if (run) {
         data.runs.push_back(std::move(*run));
       } else {
-        data.problems.push_back(folder + ": its log does not say what was run");
+        data.problems.push_back(folder + ": the log has no line of kind \"run\"");
       }
     }
   }
@@ -30,7 +30,7 @@ ReportData read_inputs(const ReportInputs& inputs) {
   return data;
 }
 
-// A fact of the machines of all runs, when they agree on it.
+// A fact about the machines of all runs; empty if they differ.
 std::string common_fact(const std::vector<RunLog>& runs, const std::string& name) {
   std::set<std::string> values;
   for (const RunLog& run : runs) {
@@ -60,10 +60,10 @@ std::string subtitle_of(const ReportData& data) {
 
 std::string make_report(const ReportInputs& inputs) {
   if (inputs.runs.empty() && inputs.bench.empty()) {
-    throw Error("[report] expected a run or a bench record; got none");
+    throw Error("[report] expected run folders or --bench FILE; got neither");
   }
   const ReportData data = read_inputs(inputs);
-  std::vector<PageSection> sections = {{"summary", "In short", summary_section(data)}};
+  std::vector<PageSection> sections = {{"summary", "Summary", summary_section(data)}};
   for (const TaskGroup& group : data.groups) {
     sections.push_back({group.id, group.title, task_section(group)});
   }

@@ -8,13 +8,13 @@
 namespace coterie::train {
 
 struct ReportInputs {
-  std::vector<std::string> runs;  // folders with log.jsonl, or folders of such
+  std::vector<std::string> runs;  // folders with log.jsonl, or folders that contain some
   std::string bench;              // JSON lines of coterie bench --json; empty: none
   std::string title = "Coterie";
 };
 
-// Throws Error when a path has no runs or the bench record cannot be read. What a log lacks, and
-// lines that cannot be read, are named in the page.
+// Throws Error if a path has no runs or the bench record cannot be read. The page mentions missing
+// and unreadable parts of logs.
 std::string make_report(const ReportInputs& inputs);
 
 }  // namespace coterie::train

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The results in sentences, made from the numbers.
+// The results in sentences.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace coterie::train {
 
 namespace {
 
-// Differences in accuracy that count as none.
+// Accuracy differences up to this count as equal.
 constexpr double kPoint = 0.01;
 
 struct Scored {
@@ -33,7 +33,7 @@ std::string ranking(std::vector<Scored> scores, const std::string& metric) {
   return text;
 }
 
-// The longest rows on which something was scored.
+// The panel of the longest sequences with a score.
 const Panel* last_scored(const TaskGroup& group) {
   const Panel* found = nullptr;
   for (const Panel& panel : group.panels) {
@@ -60,7 +60,7 @@ std::string result_sentence(const TaskGroup& group) {
                             metric_text(group.metric, baseline->second));
 }
 
-// At how many places of the grid a family comes within a point of full attention.
+// The number of grid cells in which a family is within a point of full attention or better.
 std::string grid_sentence(const TaskGroup& group) {
   if (group.metric != "accuracy") return "";
   const std::vector<double> full = full_results(group);
@@ -85,7 +85,7 @@ std::string grid_sentence(const TaskGroup& group) {
       escape(group.title), text);
 }
 
-// Scores in the last part of the data: the greatest distance.
+// Scores of the last stratum: the greatest distance.
 std::string distance_sentence(const TaskGroup& group) {
   const Panel* const panel = last_scored(group);
   std::vector<Scored> scores;
@@ -98,10 +98,11 @@ std::string distance_sentence(const TaskGroup& group) {
       scores.push_back({run.label, best->strata.back().second});
   }
   if (scores.empty()) return "";
-  return fmt::format("There, at {}: {}.", escape(part), ranking(scores, group.metric));
+  return fmt::format("At {}: {}.", escape(part), ranking(scores, group.metric));
 }
 
-// How many are faster than full attention at the longest length, and the most faithful of them.
+// How many are faster than full attention at the longest length, and which of them has the smallest
+// error.
 std::string bench_sentence(const BenchLog& bench) {
   const BenchPoint* closest = nullptr;
   std::string name, against;
@@ -120,12 +121,13 @@ std::string bench_sentence(const BenchLog& bench) {
   }
   if (total == 0) return "";
   std::string text = fmt::format(
-      "<a href=\"#bench\">Timed alone</a>, <b>{} of {}</b> attentions "
+      "<a href=\"#bench\">Timed in isolation</a>, <b>{} of {}</b> attentions "
       "are faster than {} at the longest length measured",
       faster, total, escape(against));
   if (closest) {
     text += fmt::format(
-        ". The smallest error among these has {}: <b>{:.3f}</b>, {:.1f} times as fast at {} tokens",
+        ". The smallest error among them is that of {}: <b>{:.3f}</b>, {:.1f} times as fast at {} "
+        "tokens",
         escape(name), closest->error, closest->speed, grouped(closest->length));
   }
   return text + ".";
@@ -136,8 +138,8 @@ std::string state_sentence(const std::vector<RunLog>& runs) {
     return !run.end || run.end->reason == "interrupted";
   });
   if (unfinished == 0) return "";
-  return fmt::format("{} of {} runs did not come to their end; what they logged is shown.",
-                     unfinished, runs.size());
+  return fmt::format("{} of {} runs did not finish; their results so far are shown.", unfinished,
+                     runs.size());
 }
 
 }  // namespace
@@ -155,7 +157,7 @@ std::string summary_section(const ReportData& data) {
   for (const std::string& problem : data.problems) {
     sentences.push_back("<span class=\"badge\">left out</span> " + escape(problem));
   }
-  std::string html = "<section id=\"summary\"><h2>In short</h2>\n<ul class=\"summary\">";
+  std::string html = "<section id=\"summary\"><h2>Summary</h2>\n<ul class=\"summary\">";
   for (const std::string& sentence : sentences) {
     if (!sentence.empty()) html += "<li>" + sentence + "</li>\n";
   }

@@ -13,8 +13,8 @@ namespace {
 
 std::string task_text(const std::string& task) {
   if (task == "copy")
-    return "A word and its copy, other symbols masked in each: what is missing stands in the other "
-           "copy.";
+    return "A word and its copy with different symbols masked in each: every masked symbol can be "
+           "read from the other copy.";
   if (task == "recall")
     return "Pairs of a key and a value, then queries: which value came with this key?";
   if (task == "bytes") return "The next byte of a text.";
@@ -71,8 +71,8 @@ std::string results_table(const TaskGroup& group) {
   return table_html(table);
 }
 
-// With several lengths each has a title and all its figures; else the scores by part stand beside
-// the table.
+// With several lengths, each has a title and all its figures; with one, the scores by stratum are
+// next to the table.
 std::string panels_html(const TaskGroup& group) {
   const std::string table = results_table(group);
   if (group.panels.size() == 1) {
@@ -92,15 +92,15 @@ std::string panels_html(const TaskGroup& group) {
   return html + table;
 }
 
-// "Best score on held-out rows; higher is better."
+// "Scores are the best on validation data; higher is better. ..."
 std::string metric_note(const TaskGroup& group) {
   bool tested = false;
   for (const RunLog* run : group.logs()) {
     const LoggedEvaluation* const best = run->best_evaluation();
     tested = tested || (best && best->split == "test");
   }
-  return fmt::format("Scores are {}; {} is better. Time is that of training, without evaluation.",
-                     tested ? "of the test rows" : "the best on validation rows",
+  return fmt::format("Scores are {}; {} is better. Time is training time without evaluation.",
+                     tested ? "from the test data" : "the best on validation data",
                      higher_is_better(group.metric) ? "higher" : "lower");
 }
 

@@ -14,10 +14,10 @@ namespace coterie::train {
 // With & < > " ' replaced, for content and for attributes in double quotes.
 std::string escape(std::string_view text);
 
-// At most `count` characters, the last one an ellipsis when something was cut. UTF-8 stays whole.
+// At most `count` characters, with a final ellipsis if cut. Does not split UTF-8 characters.
 std::string shortened(std::string_view text, std::size_t count);
 
-// A table in a box of its own that scrolls sideways when the page is narrow. Cells are HTML.
+// A table in a box that scrolls horizontally on narrow pages. Cells are HTML.
 struct Table {
   struct Column {
     std::string title;   // text
@@ -30,7 +30,7 @@ std::string table_html(const Table& table);
 
 // <details> with a summary line.
 struct Folding {
-  bool open = false;  // at first
+  bool open = false;  // initially
 };
 std::string folded(const std::string& summary_html, const std::string& content_html,
                    Folding folding = {});
@@ -42,10 +42,10 @@ std::string counted(std::int64_t count, const std::string& what);  // 1 line, 2 
 std::string compact(double value);                                 // 0.05, 12, 3.4k, 1.2M
 std::string grouped(std::int64_t value);                           // 1 234 567, with thin spaces
 std::string mebibytes_text(double bytes);                          // 12.3
-std::string capitalised(std::string text);                         // its first letter, of ASCII
-std::string percent_text(double share);  // 99.4 %; 100 % only when it is all
+std::string capitalised(std::string text);                         // the first letter, ASCII only
+std::string percent_text(double share);  // 99.4 %; 100 % only for exactly 1
 
-// "accuracy", "bits per byte" or "perplexity", by name as in logs.
+// Metrics by their names in logs: "accuracy", "bits per byte" or "perplexity".
 bool higher_is_better(const std::string& metric);
 std::string metric_text(const std::string& metric, double value);
 

@@ -83,7 +83,7 @@ std::optional<std::int64_t> step_of(const std::string& name) {
 void make_folders(const std::string& path) {
   std::error_code error;
   fs::create_directories(path, error);
-  if (error) throw Error(fmt::format("[files] cannot make folder {}: {}", path, error.message()));
+  if (error) throw Error(fmt::format("[files] cannot create folder {}: {}", path, error.message()));
 }
 
 void remove_entry(const std::string& path) {
@@ -105,7 +105,7 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-// What is wrong with a checkpoint; nothing when it can be loaded.
+// What is wrong with a checkpoint; empty if it can be loaded.
 std::string damage(const std::string& folder) {
   try {
     load_checkpoint(folder);

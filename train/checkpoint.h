@@ -13,7 +13,7 @@
 
 namespace coterie::train {
 
-// Where a run stands, beside tensors. state.json, which also has checksums of the tensors' files.
+// Progress of a run, stored in state.json together with checksums of the tensor files.
 struct TrainState {
   std::int64_t step = 0;  // finished steps
   std::int64_t evaluations_without_improvement = 0;
@@ -34,12 +34,12 @@ class Checkpoints {
 
   // Replaces a checkpoint of the same step.
   void save(const Checkpoint& checkpoint, bool best) const;
-  // Removes all but the `keep` last ones and the best, and what killed processes left.
+  // Removes all but the `keep` latest ones and the best, and partial files of killed processes.
   void prune(std::int64_t keep) const;
 
-  // For a run that goes on from `state`, behind checkpoints that are damaged: renames those to
-  // step-N.damaged, in place of earlier ones, so that they count no more, and marks as the best the
-  // one that the state knows.
+  // For a run that resumes from `state` because later checkpoints are damaged: renames those to
+  // step-N.damaged (replacing earlier ones of that name), which excludes them from steps(), and
+  // marks state.best_step as the best if no best checkpoint is left.
   void set_aside_after(const TrainState& state) const;
 
   std::vector<std::int64_t> steps() const;  // ascending
@@ -55,9 +55,9 @@ class Checkpoints {
 // Reads one checkpoint folder; throws Error saying which file is missing, truncated or malformed.
 Checkpoint load_checkpoint(const std::string& folder);
 
-// The folder of a checkpoint that a person names: a checkpoint folder, or a run's folder, of which
-// the best (`best`; the last when none is marked) or the last is taken. When that one is damaged,
-// the last good one before it, with a line in `warning`.
+// The checkpoint folder that `path` refers to: `path` itself, or the best (`best`; the last if none
+// is marked) or last checkpoint of a run's folder. If that one is damaged, returns the last intact
+// one before it and sets `warning`.
 std::string find_checkpoint(const std::string& path, bool best, std::string* warning);
 
 }  // namespace coterie::train

@@ -45,7 +45,7 @@ class Plan {
   std::string out_;
 };
 
-// Small enough for seconds on two cores, large enough that full attention solves the task.
+// Trains in seconds on two cores; large enough for full attention to solve the task.
 Config small_config(const std::string& task) {
   Config config;
   config.task = task;
@@ -59,7 +59,7 @@ Config small_config(const std::string& task) {
   return config;
 }
 
-// Positions come through the embeddings, the same for every attention.
+// Positions are in the embeddings, the same for every attention.
 Config copy_config(std::int64_t length) {
   Config config = small_config("copy");
   config.length = length;
@@ -136,7 +136,7 @@ void add_bytes(Plan& plan) {
   }
 }
 
-// Whether the folder of a run holds one of the same config, and whether that came to its end.
+// Whether the folder contains a run of the same config, and whether that run finished.
 struct Found {
   bool same = false, finished = false;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The same small model trained with several attentions on the built-in tasks: what `make run` does.
+// Trains the same small model with several attentions on the built-in tasks, as `make run` does.
 #pragma once
 
 #include <functional>
@@ -17,9 +17,9 @@ struct PlannedRun {
   Config config;        // with `out` set
 };
 
-// Copy and bidirectional recall with every attention that is not causal, copy also over a grid of
-// lengths and numbers of clusters; causal recall and bytes with full, local and local + strict
-// routing. All below the folder `out`.
+// Copy and bidirectional recall with every non-causal attention, copy also over a grid of lengths
+// and cluster counts; causal recall and bytes with full, local and local + strict routing. All
+// inside the folder `out`.
 std::vector<PlannedRun> comparison_plan(const std::string& out);
 
 struct ComparedRun {
@@ -27,8 +27,8 @@ struct ComparedRun {
   RunLog log;
 };
 
-// Trains what is not there yet, in order; runs that were broken off go on from their last
-// checkpoint. `done` is told of each. Returns early, with what there is, when interrupted.
+// Trains missing runs in order and resumes unfinished ones from their last checkpoint. Calls `done`
+// after each run. When interrupted, returns early with the finished runs.
 std::vector<ComparedRun> compare(const std::vector<PlannedRun>& plan, const TrainHooks& hooks,
                                  const std::function<void(const ComparedRun&)>& done);
 

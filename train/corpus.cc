@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Folders through std::filesystem, everything else through libarchive, for which a plain file is an
-// archive of one entry.
+// Folders are read with std::filesystem, everything else with libarchive, which treats a plain file
+// as an archive of one entry.
 #include "train/corpus.h"
 
 #include <archive.h>
@@ -32,12 +32,12 @@ constexpr std::size_t kPiece = 1 << 16;
   throw Error("[data] cannot read " + path + ": " + reason);
 }
 
-// Bytes that may still be read.
+// Limit on the number of bytes read.
 class Budget {
  public:
   Budget(std::string path, std::uint64_t limit) : path_(std::move(path)), limit_(limit) {}
 
-  // Of all that was read so far and is about to be.
+  // `bytes`: total read so far plus what is about to be read.
   void check(std::uint64_t bytes) const {
     if (bytes <= limit_) return;
     fail(path_, "expected at most " + size_text(limit_) +
@@ -64,8 +64,8 @@ bool is_binary(std::string_view start) {
 
 enum class Keep : std::uint8_t { all, text, nothing };
 
-// All that `read` gives, piece by piece, as far as it is to be kept; takes from the budget what is
-// kept or, with `count_all`, everything.
+// Reads everything that `read` returns and returns the part to keep. Charges the budget for the
+// kept bytes or, with `count_all`, for all bytes.
 template <class Read>
 std::string read_pieces(const Read& read, Keep keep, Budget& budget, bool count_all) {
   std::string text;
@@ -111,7 +111,7 @@ struct CloseArchive {
 };
 using Archive = std::unique_ptr<archive, CloseArchive>;
 
-// Names beyond ASCII: libarchive gives them in the charset of the locale, and in "C" not at all.
+// For non-ASCII names: libarchive converts them to the charset of the locale, and fails in "C".
 class Utf8 {
  public:
   Utf8() : own_(newlocale(LC_CTYPE_MASK, "C.UTF-8", nullptr)), before_(uselocale(own_)) {}
@@ -126,7 +126,7 @@ class Utf8 {
   locale_t own_, before_;
 };
 
-// The filter that undoes the compression of bytes with this start.
+// The decompression filter for data that begins with `start`.
 int filter_of(std::string_view start) {
   using std::string_view_literals::operator""sv;
   constexpr std::pair<int, std::string_view> kStarts[] = {
@@ -136,16 +136,16 @@ int filter_of(std::string_view start) {
   for (const auto& [filter, bytes] : kStarts) {
     if (start.starts_with(bytes)) return filter;
   }
-  // bzip2: a level, then the digits of pi, or those of its root where nothing is packed.
+  // bzip2: a level, then the digits of pi (a block) or of its square root (an empty file).
   const bool bzip2 = start.size() >= 10 && start.starts_with("BZh") &&
                      (start.substr(4, 6) == "\x31\x41\x59\x26\x53\x59"sv ||
                       start.substr(4, 6) == "\x17\x72\x45\x38\x50\x90"sv);
   return bzip2 ? ARCHIVE_FILTER_BZIP2 : ARCHIVE_FILTER_NONE;
 }
 
-// Only formats with an unmistakable signature: text must not be taken for an archive, and none may
-// start another program. One compression only: libarchive would undo any number of them, and a few
-// that hold nothing but one another keep it busy for hours.
+// Only formats with an unambiguous signature, because text must not be read as an archive, and none
+// that starts another program. Only one layer of compression: libarchive would undo any number of
+// layers, and a few nested empty ones keep it busy for hours.
 Archive open_archive(const std::string& path, int descriptor) {
   Archive reader(archive_read_new());
   if (!reader) throw std::bad_alloc();
@@ -170,8 +170,8 @@ Archive open_archive(const std::string& path, int descriptor) {
   return reader;
 }
 
-// Reads an entry to its end even when nothing of it is kept: libarchive would unpack it all the
-// same to get to the next one, without a limit.
+// Reads an entry to its end even if nothing is kept: libarchive would unpack it anyway to reach the
+// next one, without a limit.
 std::string read_entry(archive* reader, const std::string& path, Keep keep, Budget& budget) {
   const auto read = [&](char* to, std::size_t count) -> std::size_t {
     const la_ssize_t got = archive_read_data(reader, to, count);
@@ -181,12 +181,12 @@ std::string read_entry(archive* reader, const std::string& path, Keep keep, Budg
   return read_pieces(read, keep, budget, /*count_all=*/true);
 }
 
-// Nothing is written to the disk, so that these do no harm here; but they do where the archive is
-// unpacked, and nobody makes them by accident.
+// Refuses paths that leave the archive. They are harmless here because nothing is written to disk,
+// but not where the archive is unpacked, and nobody creates them by accident.
 void check_inside(const std::string& path, const fs::path& place, const char* name) {
   const fs::path normal = place.lexically_normal();
   if (normal.is_absolute() || (!normal.empty() && *normal.begin() == "..")) {
-    fail(path, std::string("expected names and links inside of the archive; got \"") + name +
+    fail(path, std::string("expected names and links inside the archive; got \"") + name +
                    "\" (pack its folder again with relative names)");
   }
 }
@@ -211,12 +211,13 @@ std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
     if (status < ARCHIVE_WARN) fail(path, reader.get());
     if (archive_format(reader.get()) == ARCHIVE_FORMAT_RAW) {
       std::string text = read_entry(reader.get(), path, Keep::all, budget);
-      if (filter_of(text) != ARCHIVE_FILTER_NONE) fail(path, "expected one compression; got two");
+      if (filter_of(text) != ARCHIVE_FILTER_NONE)
+        fail(path, "expected one layer of compression; got two (decompress it once)");
       return {{fs::path(path).filename().string(), std::move(text)}};
     }
     budget.check(static_cast<std::uint64_t>(archive_filter_bytes(reader.get(), 0)));  // of headers
     const char* const name = archive_entry_pathname(entry);
-    if (name == nullptr) fail(path, "there is a name in it that cannot be read");
+    if (name == nullptr) fail(path, "a file name in it cannot be converted to UTF-8");
     check_names(path, entry, name);
     const bool wanted = archive_entry_filetype(entry) == AE_IFREG && !is_hidden(name);
     std::string text = read_entry(reader.get(), path, wanted ? Keep::text : Keep::nothing, budget);
@@ -231,10 +232,10 @@ std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
 std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit) {
   std::error_code error;
   const bool folder = fs::is_directory(path, error);
-  if (!fs::exists(path, error)) fail(path, "there is no such file or folder");
+  if (!fs::exists(path, error)) fail(path, "no such file or folder");
   Budget budget(path, limit);
   std::vector<CorpusFile> files = folder ? read_folder(path, budget) : read_archive(path, budget);
-  if (files.empty() || files.front().text.empty()) fail(path, "there is no text in it");
+  if (files.empty() || files.front().text.empty()) fail(path, "it contains no text");
   std::sort(files.begin(), files.end(),
             [](const CorpusFile& a, const CorpusFile& b) { return a.name < b.name; });
   return files;

@@ -17,18 +17,17 @@ struct CorpusFile {
   std::string text;
 };
 
-// The files by name. In folders and archives hidden ones (a name with a dot in front) and binary
-// ones (a zero byte in the first 8 KiB) are left out, and links in archives; a single file is taken
-// as it is. Throws Error when there is no text, when a folder has more than `limit` bytes of it or
-// an archive unpacks to more, and when names or links of an archive lead out of it.
+// The files sorted by name. In folders and archives, skips hidden files (name starts with a dot),
+// binary files (a zero byte in the first 8 KiB) and links in archives; a single file is read as it
+// is. Throws Error if there is no text, if a folder has more than `limit` bytes of text or an
+// archive unpacks to more, and if names or links of an archive point outside it.
 std::vector<CorpusFile> read_corpus_files(const std::string& path,
                                           std::uint64_t limit = kDataLimit);
 
-// All their bytes, one file after the other.
+// Their concatenated bytes.
 std::string read_corpus(const std::string& path, std::uint64_t limit = kDataLimit);
 
-// The project's own sources and documents, as they were when the program was built; each after a
-// line with its name.
+// The project's own sources and documents at build time, each preceded by a line with its name.
 std::string_view builtin_corpus();
 
 }  // namespace coterie::train

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A model without dropout, for as long as this lives; then as it was, training or not.
+// Puts a model into evaluation mode (no dropout) within a scope and restores its mode at the end.
 #pragma once
 
 #include "coterie/torch/models.h"

@@ -15,7 +15,7 @@
 namespace coterie::train {
 namespace {
 
-// Sums over the positions in `asked`, a mask of the flattened batch.
+// Sums over the positions in the mask `asked` of the flattened batch.
 Score sum_where(const at::Tensor& asked, const at::Tensor& nats, const at::Tensor& right) {
   const at::Tensor weight = asked.to(at::kDouble);
   return {.nats = (nats.to(at::kDouble) * weight).sum().item<double>(),
@@ -66,7 +66,7 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
   std::vector<Score> strata(names.size());
   std::int64_t batches = task.batches(options.split, options.rows);
   if (options.batches > 0) batches = std::min(batches, options.batches);
-  if (batches < 1) throw Error("[evaluate] expected held-out data of at least one batch; got none");
+  if (batches < 1) throw Error("[evaluate] expected at least one batch of held-out data; got none");
 
   Evaluation result;
   for (std::int64_t index = 0; index < batches; ++index) {

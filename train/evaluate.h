@@ -21,7 +21,7 @@ struct Evaluation {
 struct EvaluateOptions {
   Split split = Split::valid;
   std::int64_t rows = 32;
-  std::int64_t batches = 0;  // 0: all there are
+  std::int64_t batches = 0;  // 0: all
   std::uint64_t seed = 0;    // of clusterings
   bool bf16 = false;         // matrix products
 };
@@ -29,8 +29,8 @@ struct EvaluateOptions {
 Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
                     const EvaluateOptions& options);
 
-// The score of logits (B, N, V) for a batch, and added to `strata`, one for each of Task::strata(),
-// when it is given and the batch has them.
+// The score of logits (B, N, V) for a batch. If `strata` is given and the batch has strata, adds
+// the scores by stratum to it, in the order of Task::strata().
 Score score_of(const at::Tensor& logits, const Batch& batch, std::vector<Score>* strata = nullptr);
 
 // The batch on another device.

@@ -12,7 +12,7 @@
 namespace coterie::train {
 namespace {
 
-// Streams of this file, apart from those of the tasks.
+// Random streams of this file, distinct from those of the tasks.
 constexpr std::uint32_t kClusterings = 1, kTruncations = 2;
 
 Batch rows_of(const Batch& batch, std::int64_t first, std::int64_t count) {
@@ -26,7 +26,7 @@ std::int64_t valid_tokens(const Batch& batch) {
   return batch.lengths.defined() ? batch.lengths.sum().item<std::int64_t>() : batch.tokens.numel();
 }
 
-// Sum of the cross entropies over the asked positions.
+// Sum of the cross entropies over the positions with a target.
 at::Tensor total_nats(const at::Tensor& logits, const at::Tensor& targets) {
   const at::ScalarType wide = c10::promoteTypes(logits.scalar_type(), at::kFloat);
   return at::cross_entropy_loss(logits.flatten(0, 1).to(wide), targets.flatten(), {},

@@ -13,29 +13,29 @@ struct GradientOptions {
   std::int64_t micro_batch = 0;   // rows of one pass; 0: all
   std::uint64_t seed = 0;         // of clusterings
   bool bf16 = false;              // matrix products
-  bool update_centroids = false;  // of routing heads: they move once, after the last pass
+  bool update_centroids = false;  // of routing heads: updated once, after the last pass
 };
 
 struct StepLoss {
-  double loss = 0;        // mean cross entropy over the asked positions of the batch
+  double loss = 0;        // mean cross entropy over the batch's positions with a target
   double commitment = 0;  // weighted sum over the routing heads, mean over the batch's valid tokens
 };
 
 // Adds the gradients of loss + commitment to those of the model's parameters. Losses are means over
-// the whole batch, and routing's centroids move once, by the statistics of all passes: how the
-// batch is split changes the order of sums and nothing else. (Exceptions: dropout draws in another
-// order, and random starts of clustered attention are numbered by rows of a pass.)
+// the whole batch, and routing's centroids are updated once, from the statistics of all passes.
+// Splitting the batch therefore only changes the order of summation. (Exceptions: dropout draws in
+// another order, and random starts of clustered attention are numbered by the rows of a pass.)
 StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
                        const GradientOptions& options);
 
 // The first `length` positions of all rows.
 Batch truncated(const Batch& batch, std::int64_t length);
 
-// Length of the rows of a step in a run with a chance of random truncation: that of the config, or
-// one between an eighth of it and all. A pure function of the config and the step.
+// Sequence length of a step with random truncation: config.length, or a random length between an
+// eighth of it and all of it. A pure function of the config and the step.
 std::int64_t step_length(const Config& config, std::int64_t step);
 
-// The seed of the clusterings of a step, a pure function of the two.
+// The clustering seed of a step, a pure function of both arguments.
 std::uint64_t step_seed(std::uint64_t seed, std::int64_t step);
 
 }  // namespace coterie::train

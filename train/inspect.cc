@@ -80,7 +80,7 @@ at::Tensor made_to_sum_to_one(const at::Tensor& rows) {
   return rows / sum.where(sum > 0, at::ones_like(sum));
 }
 
-// Queries that weigh something.
+// Queries with nonzero weights.
 at::Tensor attending(const at::Tensor& rows) { return rows.sum(-1) > 0; }
 
 double mean_where(const at::Tensor& values, const at::Tensor& counted, double otherwise) {
@@ -130,7 +130,7 @@ struct Moments {
   }
 };
 
-// JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2 of the rows that both have.
+// JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2 of the rows that are nonzero in both.
 at::Tensor divergence_of(const Head& a, const Head& b) {
   const at::Tensor mixed = entropy_of((a.weights_BNS + b.weights_BNS) / 2);
   const at::Tensor own = (entropy_of(a.weights_BNS) + entropy_of(b.weights_BNS)) / 2;
@@ -174,7 +174,7 @@ void add_heads(const AttentionRecord& record, const at::Tensor& rows_BHNS,
   }
 }
 
-// As the model's specs say it, without what resolve() fills in.
+// Uses the model's specs, without the values that resolve() fills in.
 void name_groups(const std::vector<AttentionSpec>& specs, std::vector<GroupReport>& groups) {
   for (GroupReport& group : groups) {
     const std::size_t layer = specs.size() == 1 ? 0 : static_cast<std::size_t>(group.layer);
@@ -183,7 +183,7 @@ void name_groups(const std::vector<AttentionSpec>& specs, std::vector<GroupRepor
   }
 }
 
-// The most rows, up to `rows`, that the validation data has a batch of.
+// The largest number of rows, up to `rows`, for which the validation data has a batch.
 std::int64_t available_rows(const Task& task, std::int64_t rows) {
   while (rows > 1 && task.batches(Split::valid, rows) < 1) --rows;
   return rows;

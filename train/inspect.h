@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
-// What the attention of a model does on held-out rows: cluster sizes and empties, how much of full
-// attention it keeps, how different its heads are.
+// Statistics of a model's attention on held-out rows: cluster sizes, empty clusters, how much of
+// full attention it keeps, and how different its heads are.
 //
-// Every mechanism is judged by its weights A' (N, S), the output for values that are unit vectors,
-// beside those of full attention A over all admissible keys with the mechanism's own logits
-// (normalised rows for routing, unit keys for lsh, the query's own key left out where the mechanism
-// leaves it out). Kept mass of a row is
+// Compares the weights A' (N, S) of each mechanism (its output for values that are unit vectors)
+// with the weights A of full attention over all admissible keys with the mechanism's own logits
+// (normalised rows for routing, unit keys for lsh, without the query's own key where the mechanism
+// leaves it out). The kept mass of a row is
 //
 //   sum_j min(A_j, A'_j),
 //
-// which is 1 for full attention, and the mass of the keys met for everything that renormalises full
-// attention over some keys (local, oracle-top, strict routing); for weights that are only close to
-// A's (clustered) it is 1 minus the distance in total variation.
+// It is 1 for full attention. For mechanisms that renormalise full attention over a subset of keys
+// (local, oracle-top, strict routing) it is the mass of these keys; for weights that approximate A
+// (clustered) it is 1 minus the total variation distance.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,11 @@
 namespace coterie::train {
 
 struct HeadReport {
-  std::vector<double> sizes;  // tokens per cluster of a row, largest first, mean over rows; of the
-                              // queries where they are clustered; empty without clusters
+  std::vector<double> sizes;  // tokens per cluster of a row, largest first, mean over rows; counts
+                              // queries if those are clustered; empty without clusters
   double empty = 0;           // clusters of a row without tokens, mean over rows
   double mass = 1;            // kept mass, mean over queries
-  double entropy = 0;         // of A' made to sum to 1, in nats, mean over queries
+  double entropy = 0;         // of A' normalised to sum 1, in nats, mean over queries
 };
 
 struct GroupReport {
@@ -37,9 +37,9 @@ struct GroupReport {
   std::vector<HeadReport> heads;
 };
 
-// Jensen-Shannon divergence in nats between the weights of two heads of a layer, each row made to
-// sum to 1; mean and standard deviation over rows and pairs of heads, as Table 1 of the Routing
-// paper has them between local and routing heads. 0: equal heads; ln 2: heads that share no key.
+// Jensen-Shannon divergence in nats between the weights of two heads of a layer, rows normalised to
+// sum 1; mean and standard deviation over rows and pairs of heads, as in Table 1 of the Routing
+// paper for local and routing heads. 0: equal heads; ln 2: heads that share no key.
 struct Divergence {
   std::int64_t layer = 0;
   std::string a, b;  // mechanisms: "local", "routing"
@@ -51,12 +51,12 @@ struct Inspection {
   std::vector<Divergence> divergences;
 };
 
-// On the first `rows` rows of the validation data, cut to 512 tokens. `seed` is that of
-// clusterings.
+// On the first `rows` rows of the validation data, cut to 512 tokens. `seed` is the clustering
+// seed.
 Inspection inspect(torch_api::LanguageModel& model, const Task& task, std::int64_t rows,
                    std::uint64_t seed);
 
-// On what head groups were called with. Works on the CPU in single precision.
+// On recorded inputs of head groups. Works on the CPU in single precision.
 Inspection inspect_records(const std::vector<torch_api::AttentionRecord>& records);
 
 // Weights (B, h, N, S) of a record's attention, and of full attention in its place.

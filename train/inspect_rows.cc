@@ -28,7 +28,7 @@ at::Tensor unit(const at::Tensor& x) {
   return x / norm.where(norm > 0, at::ones_like(norm));
 }
 
-// All keys but the query's own. A query without any other keeps it.
+// All keys except the query's own. A query without other keys keeps its own.
 at::Tensor others_mask(std::int64_t N, bool causal) {
   at::Tensor mask = at::eye(N, at::kBool).logical_not();
   if (causal || N == 1) mask[0][0].fill_(true);
@@ -47,7 +47,7 @@ void use_routing_logits(const RoutingParams& params, AttentionRecord& record) {
   }
 }
 
-// And of lsh, scale q_i . q_j / |q_j|.
+// Full attention with the logits of lsh, scale q_i . q_j / |q_j|.
 void use_lsh_logits(const LshParams& params, AttentionRecord& record) {
   record.k = unit(record.q);
   if (params.combine == LshCombine::lse) {
@@ -58,7 +58,7 @@ void use_lsh_logits(const LshParams& params, AttentionRecord& record) {
 }  // namespace
 
 at::Tensor attention_rows(const AttentionRecord& record) {
-  // One set of values per key head. Shared queries and keys: attention takes k from q, v tells.
+  // One set of values per key head. With shared queries and keys k is absent; v gives its sizes.
   const at::Tensor& keys = record.k.defined() ? record.k : record.v;
   const std::int64_t B = keys.size(0), heads = keys.size(1), S = keys.size(2);
   const at::Tensor identity = at::eye(S, record.q.options());

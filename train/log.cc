@@ -18,7 +18,7 @@
 namespace coterie::train {
 namespace {
 
-// Whether a line belongs to a run up to `step`. A line that was cut off by a kill is no JSON.
+// Whether a line belongs to a run up to `step`. A line cut off by a kill is not valid JSON.
 bool belongs(std::string_view line, std::int64_t step) {
   const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return false;
@@ -43,8 +43,8 @@ Log::Log(std::string path, std::int64_t resumed_step) : path_(std::move(path)) {
   write_file(path_, resumes ? lines_up_to(path_, resumed_step) : "");
 }
 
-// One write call per line: a process that is killed leaves whole lines, or a last one cut off by
-// the system, never a mixture.
+// One write call per line: a killed process leaves whole lines, and at most the last one is cut
+// off.
 void Log::write(const nlohmann::json& line) const {
   const std::string text = line.dump() + "\n";
   const int file = ::open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);

@@ -12,10 +12,10 @@
 //   {"kind":"end","step":1000,"reason":"steps"|"patience"|"interrupted","seconds":..,
 //    "peak_memory_bytes":..,"best":..,"best_step":..}
 //
-// Of a step line, loss and commitment are those of this step, commitment only with routing heads;
-// seconds are of training since step 0, evaluations and checkpoints not counted. In an eval line,
-// metric is in the unit of the run line, accuracy the share of right answers, seconds the time it
-// took. Memory is of memory.h: what the run added to the process or, on a GPU, torch's tensors.
+// In a step line, loss and commitment are those of this step, commitment only with routing heads;
+// seconds count training since step 0 without evaluations and checkpoints. In an eval line, metric
+// is in the unit of the run line, accuracy is the fraction of correct answers and seconds is the
+// duration of the evaluation. Memory is measured by memory.h.
 #pragma once
 
 #include <cstdint>
@@ -25,19 +25,19 @@
 
 namespace coterie::train {
 
-// Appends lines; each reaches the file at once. When a run resumes, what an earlier, broken-off one
-// wrote after the step from which it resumes is dropped, and so is its end.
+// Appends lines, each written immediately. When a run resumes, drops the end line and all lines
+// after the step from which it resumes.
 class Log {
  public:
   static constexpr std::int64_t kNew = -1;
   Log(std::string path, std::int64_t resumed_step);
-  void write(const nlohmann::json& line) const;  // throws Error when it cannot
+  void write(const nlohmann::json& line) const;  // throws Error on failure
 
  private:
   std::string path_;
 };
 
-// What a person is shown while waiting.
+// Progress shown to the user.
 struct ProgressLine {
   std::string label;  // "copy  i-clustered(clusters=16)"
   std::int64_t step = 0, steps = 0;

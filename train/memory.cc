@@ -11,7 +11,7 @@
 namespace coterie::train {
 namespace {
 
-// A line "VmRSS:   1234 kB" of the system's record of this process; 0 without one.
+// The value of a line "VmRSS:   1234 kB" in /proc/self/status; 0 if it is missing.
 std::int64_t process_bytes(const std::string& key) {
   std::ifstream status("/proc/self/status");
   std::string word;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT
-// The memory that a run takes.
+// Memory use of a run.
 //
-// On a GPU it is what torch's allocator has given out, as that allocator counts it. On the CPU it
-// is the resident memory of the process above what it was when the meter was made, so that runs one
-// after the other in one process can be compared: before, freed memory is given back to the system
-// and the system's record of the peak is reset (Linux; where that is not allowed the peak is the
-// process's, which an earlier, larger run may have set). Elsewhere it is 0.
+// On a GPU: the bytes allocated by torch's allocator. On the CPU: the growth of the process's
+// resident memory since the meter was made. To make successive runs in one process comparable, the
+// constructor returns freed memory to the system and resets the system's record of the peak (Linux;
+// where that is not allowed, the peak is that of the whole process). On other systems: 0.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The model of a config.
+// Builds the model of a config.
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <fmt/core.h>
@@ -33,7 +33,7 @@ LayerRange parse_range(const std::string& text, std::int64_t layers) {
                     range.first <= range.last && range.last < layers;
   if (!good) {
     throw Error(fmt::format(
-        "[train] expected layers of --attention-at like 0 or 0-{}, from 0 to {}; got \"{}\"",
+        "[train] expected layers of --attention-at from 0 to {}, like 0 or 0-{}; got \"{}\"",
         layers - 1, layers - 1, text));
   }
   return range;
@@ -93,11 +93,12 @@ c10::Device config_device(const Config& config) {
   const c10::Device device(config.device);
   const int devices = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   if (device.is_cuda() && std::max<int>(device.index(), 0) >= devices) {
-    throw Error(fmt::format("[train] expected a CUDA device for --device {}; torch finds {}",
-                            config.device, devices));
+    throw Error(
+        fmt::format("[train] expected a CUDA device for --device {}; torch finds {} device(s)",
+                    config.device, devices));
   }
   if (device.is_cuda())
-    at::globalContext().lazyInitDevice(device.type());  // torch's allocator asks for it
+    at::globalContext().lazyInitDevice(device.type());  // needed by torch's allocator
   return device;
 }
 
@@ -121,7 +122,7 @@ std::string leak_warning(const std::vector<AttentionSpec>& specs, bool causal) {
     for (const HeadGroup& group : spec.groups) {
       if (causal && leaks_future(group.mechanism, causal)) {
         return to_string(group.mechanism) +
-               " sees the future when it selects: scores are too good, and generate refuses it";
+               ": its selection sees the future, its scores are too good, and generate refuses it";
       }
     }
   }

@@ -92,16 +92,16 @@ void load_module(::torch::nn::Module& module, const NamedTensors& tensors,
     if (found == tensors.end()) {
       wrong.push_back(name + " is missing");
     } else if (found->second.sizes() != tensor.sizes()) {
-      wrong.push_back(fmt::format("{} is {} where the model has {}", name,
-                                  shape_text(found->second), shape_text(tensor)));
+      wrong.push_back(fmt::format("{} has shape {}, expected {}", name, shape_text(found->second),
+                                  shape_text(tensor)));
     }
   }
   for (const auto& [name, tensor] : tensors) {
     if (!own.contains(name)) wrong.push_back(name + " is not in the model");
   }
   if (!wrong.empty()) {
-    throw Error(fmt::format("[checkpoint] expected the tensors of this model in {}; got others: {}",
-                            source, fmt::join(wrong, "; ")));
+    throw Error(fmt::format("[checkpoint] the tensors in {} do not match this model: {}", source,
+                            fmt::join(wrong, "; ")));
   }
   const c10::NoGradGuard no_grad;
   for (const auto& [name, tensor] : own) tensor.copy_(tensors.at(name));

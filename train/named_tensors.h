@@ -17,15 +17,16 @@ namespace coterie::train {
 
 using NamedTensors = std::map<std::string, at::Tensor>;
 
-// Parameters and buffers by name; tensors that are shared occur under one of their names.
+// Parameters and buffers by name; a shared tensor appears under one of its names.
 NamedTensors module_tensors(const ::torch::nn::Module& module);
 
 // Copies, on the CPU.
 SafeTensors to_safetensors(const NamedTensors& tensors);
 NamedTensors from_safetensors(const SafeTensors& stored);
 
-// Copies into the module, whose element types and devices stay; throws, naming them, on missing,
-// unexpected or differently shaped tensors, and then changes nothing. `source` is for the message.
+// Copies into the module and keeps its element types and devices. If tensors are missing,
+// unexpected or have other shapes, throws an Error that lists them and changes nothing. Messages
+// call the tensors' origin `source`.
 void load_module(::torch::nn::Module& module, const NamedTensors& tensors,
                  const std::string& source);
 

@@ -40,7 +40,7 @@ std::vector<OptimizerParamGroup> make_groups(const ::torch::nn::Module& model,
   return groups;
 }
 
-// The members of a state under their names. The count of steps is handled apart.
+// The tensors of a state by name. The step count is handled separately.
 using Members = std::vector<std::pair<const char*, at::Tensor*>>;
 
 Members members_of(AdamWParamState& state) {
@@ -65,7 +65,7 @@ std::unique_ptr<OptimizerParamState> make_state(const Optimizer& optimizer,
   return state;
 }
 
-// Calls `use` with the state as what it is.
+// Calls `use` with the state cast to its actual type.
 template <class Use>
 void with_state(const Optimizer& optimizer, OptimizerParamState& state, Use use) {
   if (dynamic_cast<const Adafactor*>(&optimizer) != nullptr) {
@@ -78,7 +78,7 @@ void with_state(const Optimizer& optimizer, OptimizerParamState& state, Use use)
 // Takes one named tensor out of `left`, on the CPU.
 at::Tensor take(NamedTensors& left, const std::string& name, const std::string& source) {
   const auto found = left.find(name);
-  if (found == left.end()) throw Error("[optimizer] expected " + name + " in " + source);
+  if (found == left.end()) throw Error("[optimizer] " + name + " is missing in " + source);
   at::Tensor tensor = found->second;
   left.erase(found);
   return tensor;
@@ -164,11 +164,12 @@ void load_optimizer(Optimizer& optimizer, const ::torch::nn::Module& model,
   optimizer.state().clear();
   for (const auto& item : model.named_parameters()) {
     const std::string prefix = item.key() + ".";
-    if (left.count(prefix + "step") == 0) continue;  // its first step is still to come
+    if (left.count(prefix + "step") == 0) continue;  // has not taken a step yet
     auto state = make_state(optimizer, item.value());
     with_state(optimizer, *state, [&](auto& typed) {
       const at::Tensor step = take(left, prefix + "step", source);
-      if (step.numel() != 1) throw Error("[optimizer] expected one number as " + prefix + "step");
+      if (step.numel() != 1)
+        throw Error("[optimizer] expected " + prefix + "step to be one number");
       step_of(typed) = step.item<std::int64_t>();
       for (const auto& [name, member] : members_of(typed)) {
         copy_member(*member, take(left, prefix + name, source), prefix + name);
@@ -177,8 +178,8 @@ void load_optimizer(Optimizer& optimizer, const ::torch::nn::Module& model,
     optimizer.state()[item.value().unsafeGetTensorImpl()] = std::move(state);
   }
   if (!left.empty()) {
-    throw Error("[optimizer] expected only state of this optimiser's parameters in " + source +
-                "; got " + left.begin()->first);
+    throw Error("[optimizer] " + left.begin()->first + " in " + source +
+                " belongs to no parameter of this optimiser");
   }
 }
 

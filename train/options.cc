@@ -22,110 +22,124 @@ namespace {
 constexpr std::int64_t kMany = 1'000'000'000;
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 50;
 
-// The list of all fields: name, place, what is allowed, what it means.
+// All fields: name, variable, allowed values, help text.
 template <class Visitor>
 void visit_fields(Config& config, Visitor& visit) {
   visit.group("Run");
   visit.text("task", config.task, "NAME",
              "What to learn: copy and recall (generated), bytes and words (text)");
-  visit.text("data", config.data, "PATH",
-             "Text for bytes and words: a file, folder or archive; bytes has its own if empty");
+  visit.text(
+      "data", config.data, "PATH",
+      "Text for bytes and words: a file, folder or archive; bytes uses built-in text if empty");
   visit.size("data-limit", config.data_limit,
-             "Most bytes of text to read from data, after decompression: 500M, 8G");
-  visit.number("length", config.length, 2, 1 << 24, "Tokens of a row");
+             "Limit on the text read from data, after decompression: 500M, 8G");
+  visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
   visit.text("attention", config.attention, "SPEC", "Attention of all layers; see below");
-  visit.pairs("attention-at", config.attention_at, "LAYERS SPEC",
-              "Attention of some layers, counted from 0: 2 or 0-3. Repeatable, later ones win");
+  visit.pairs(
+      "attention-at", config.attention_at, "LAYERS SPEC",
+      "Attention of some layers, counted from 0: 2 or 0-3. Repeatable; the last match wins");
   visit.text("out", config.out, "FOLDER",
-             "Where the run is written; a new one under runs/ if empty");
-  visit.device("device", config.device, "Where to compute: cpu, cuda or cuda:1");
-  visit.number("threads", config.threads, 0, kMaxThreads, "CPU threads; all cores if 0");
+             "Output folder of the run; a new one under runs/ if empty");
+  visit.device("device", config.device, "Device: cpu, cuda or cuda:1");
+  visit.number("threads", config.threads, 0, kMaxThreads, "Number of CPU threads; all cores if 0");
   visit.number("seed", config.seed, 0, std::numeric_limits<std::uint64_t>::max(),
-               "Of parameters, data and clusters: equal seeds make equal runs");
+               "Random seed of parameters, data and clusters; equal seeds give equal runs");
 
   visit.group("Task");
-  visit.number("copy.symbols", config.copy.symbols, 2, 1 << 20, "copy: different symbols");
-  visit.number("copy.mask", config.copy.mask, 0.0, 1.0, "copy: share of symbols that are hidden");
-  visit.number("recall.keys", config.recall.keys, 1, 1 << 20, "recall: different keys");
-  visit.number("recall.values", config.recall.values, 1, 1 << 20, "recall: different values");
-  visit.number("recall.pairs", config.recall.pairs, 1, 1 << 20, "recall: pairs in a row");
-  visit.number("recall.queries", config.recall.queries, 1, 1 << 20, "recall: questions in a row");
-  visit.flag("recall.causal", config.recall.causal, "recall: answers may not look ahead");
-  visit.number("text.valid", config.text.valid, 0.0, 0.5, "Share of the text held out to validate");
-  visit.number("text.test", config.text.test, 0.0, 0.5, "Share of the text held out to test");
+  visit.number("copy.symbols", config.copy.symbols, 2, 1 << 20, "copy: number of distinct symbols");
+  visit.number("copy.mask", config.copy.mask, 0.0, 1.0,
+               "copy: fraction of symbols that are masked");
+  visit.number("recall.keys", config.recall.keys, 1, 1 << 20, "recall: number of distinct keys");
+  visit.number("recall.values", config.recall.values, 1, 1 << 20,
+               "recall: number of distinct values");
+  visit.number("recall.pairs", config.recall.pairs, 1, 1 << 20,
+               "recall: key-value pairs per sequence");
+  visit.number("recall.queries", config.recall.queries, 1, 1 << 20, "recall: queries per sequence");
+  visit.flag("recall.causal", config.recall.causal,
+             "recall: causal attention, every query comes after its pair");
+  visit.number("text.valid", config.text.valid, 0.0, 0.5,
+               "Fraction of the text held out for validation");
+  visit.number("text.test", config.text.test, 0.0, 0.5,
+               "Fraction of the text held out for testing");
   visit.number("text.vocabulary", config.text.vocabulary, 0, kMany,
-               "words: the most frequent ones that are kept; all if 0");
+               "words: vocabulary size, most frequent words first; all if 0");
 
   visit.group("Model");
-  visit.number("model.dim", config.model.dim, 1, 1 << 16, "Width; a multiple of the heads");
-  visit.number("model.layers", config.model.layers, 1, 1024, "Layers");
-  visit.number("model.heads", config.model.heads, 1, 1024, "Query heads of a layer");
+  visit.number("model.dim", config.model.dim, 1, 1 << 16,
+               "Model width; a multiple of the number of heads");
+  visit.number("model.layers", config.model.layers, 1, 1024, "Number of layers");
+  visit.number("model.heads", config.model.heads, 1, 1024, "Query heads per layer");
   visit.number("model.kv-heads", config.model.kv_heads, 0, 1024,
-               "Key and value heads; as many as query heads if 0");
+               "Key/value heads per layer; as many as query heads if 0");
   visit.number("model.ffn", config.model.ffn, 0, 1 << 20,
-               "Hidden width of the feed-forward layers; 4 times the width if 0");
-  visit.number("model.dropout", config.model.dropout, 0.0, 0.99, "Share of activations dropped");
+               "Hidden width of the feed-forward layers; 4 times model.dim if 0");
+  visit.number("model.dropout", config.model.dropout, 0.0, 0.99, "Dropout probability");
   visit.choice("model.positions", config.model.positions,
                {"automatic", "none", "sinusoidal", "learned"},
-               "Positions added to embeddings; automatic: what the task needs");
-  visit.number("model.embedding-std", config.model.embedding_std, 0.0, 100.0,
-               "Size of token vectors at the start; small ones learn recall better");
+               "Position embeddings added to token embeddings; automatic: as the task needs");
+  visit.number(
+      "model.embedding-std", config.model.embedding_std, 0.0, 100.0,
+      "Initial standard deviation of token embeddings; smaller values learn recall better");
   visit.number("model.position-base", config.model.position_base, 1.0, 1e9,
-               "sinusoidal: the longest wavelength is 2 pi times this");
-  visit.flag("model.bias", config.model.bias, "Projections have biases");
-  visit.flag("model.tied", config.model.tied, "The output layer is the embedding");
+               "sinusoidal: longest wavelength divided by 2 pi");
+  visit.flag("model.bias", config.model.bias, "Use biases in the projections");
+  visit.flag("model.tied", config.model.tied, "Tie the output layer to the token embedding");
   visit.flag("model.recompute", config.model.recompute,
-             "Run layers again in the backward pass: slower, less memory");
+             "Recompute layers in the backward pass: slower, less memory");
 
   visit.group("Optimiser");
   visit.choice("optimizer.name", config.optimizer.name, {"adamw", "adafactor"},
-               "adafactor keeps less state: row and column means of squared gradients");
-  visit.number("optimizer.lr", config.optimizer.lr, 0.0, 1e9, "Learning rate after the warm-up");
+               "Optimiser; adafactor keeps less state (row and column means of squared gradients)");
+  visit.number("optimizer.lr", config.optimizer.lr, 0.0, 1e9,
+               "Peak learning rate, reached after the warm-up");
   visit.number("optimizer.beta1", config.optimizer.beta1, 0.0, 0.9999,
-               "adamw: decay of the mean gradient");
+               "adamw: decay rate of the gradient's moving average");
   visit.number("optimizer.beta2", config.optimizer.beta2, 0.0, 0.999999,
-               "adamw: decay of the mean squared gradient");
+               "adamw: decay rate of the squared gradient's moving average");
   visit.number("optimizer.eps", config.optimizer.eps, 0.0, 1.0,
-               "adamw: added to the root of the mean squared gradient");
+               "adamw: epsilon added to the denominator");
   visit.number("optimizer.weight-decay", config.optimizer.weight_decay, 0.0, 1e3,
-               "Pull of matrices towards 0, times the rate");
+               "Decoupled weight decay of matrices");
   visit.number("optimizer.clip", config.optimizer.clip, 0.0, 1e9,
-               "Largest norm of the gradient; no limit if 0");
+               "Gradient norm to clip to; no clipping if 0");
   visit.flag("optimizer.relative", config.optimizer.relative,
-             "adafactor: steps are the rate times the size of the parameter");
+             "adafactor: scale steps by the root mean square of each parameter");
   visit.number("schedule.warmup", config.schedule.warmup, 0, kMany,
-               "Steps in which the rate rises from 0");
-  visit.choice("schedule.decay", config.schedule.decay, {"constant", "rsqrt", "cosine"},
-               "The rate after them: constant, as 1/sqrt(step), or half a cosine to the last step");
+               "Warm-up steps, in which the learning rate rises linearly from 0");
+  visit.choice(
+      "schedule.decay", config.schedule.decay, {"constant", "rsqrt", "cosine"},
+      "Learning-rate decay after the warm-up: none, 1/sqrt(step), or half a cosine to the last "
+      "step");
   visit.number("schedule.floor", config.schedule.floor, 0.0, 1.0,
-               "cosine: the last rate, as a share of the highest");
+               "cosine: final learning rate as a fraction of optimizer.lr");
 
   visit.group("Training");
-  visit.number("train.steps", config.train.steps, 1, kMany, "Steps of the optimiser");
-  visit.number("train.batch", config.train.batch, 1, 1 << 20, "Rows of a step");
+  visit.number("train.steps", config.train.steps, 1, kMany, "Number of optimiser steps");
+  visit.number("train.batch", config.train.batch, 1, 1 << 20,
+               "Batch size: sequences per optimiser step");
   visit.number("train.micro-batch", config.train.micro_batch, 0, 1 << 20,
-               "Rows computed at once, to save memory; all of a step if 0");
-  visit.number("train.log-every", config.train.log_every, 1, kMany,
-               "Steps between lines of the log");
+               "Sequences per forward and backward pass, to save memory; the whole batch if 0");
+  visit.number("train.log-every", config.train.log_every, 1, kMany, "Steps between log lines");
   visit.number("train.eval-every", config.train.eval_every, 0, kMany,
                "Steps between validations; only at the end if 0");
   visit.number("train.eval-batches", config.train.eval_batches, 0, kMany,
-               "Batches of a validation; all there are if 0");
+               "Batches per validation; all if 0");
   visit.number("train.patience", config.train.patience, 0, kMany,
-               "Stop after so many validations without improvement; never if 0");
-  visit.number("train.truncate", config.train.truncate, 0.0, 1.0,
-               "Share of steps whose rows are cut to a random length, for routing");
+               "Early stopping: validations without improvement before stopping; never if 0");
+  visit.number(
+      "train.truncate", config.train.truncate, 0.0, 1.0,
+      "Probability of cutting the sequences of a step to a random length; useful for routing");
   visit.choice("train.centroids", config.train.centroids, {"data", "random"},
-               "routing: centroids start from the first batch or at random");
+               "routing: initialise centroids from the first batch or at random");
   visit.choice("train.dtype", config.train.dtype, {"f32", "bf16"},
-               "Type of matrix products; parameters are always f32");
+               "Element type of matrix products; parameters are always f32");
   visit.number("checkpoint.every", config.checkpoint.every, 0, kMany,
-               "Steps between checkpoints; only best and last if 0");
+               "Steps between checkpoints; only the best and the last if 0");
   visit.number("checkpoint.keep", config.checkpoint.keep, 1, kMany,
-               "Checkpoints that are kept, beside the best");
+               "Number of latest checkpoints to keep, in addition to the best");
 }
 
-// The number that `text` is, all of it; CLI11 would read "010" as 8 and "-1" as 2^64 - 1.
+// Parses all of `text` as a number; CLI11 would read "010" as 8 and "-1" as 2^64 - 1.
 template <class Number>
 Number parse_number(const std::string& option, const std::string& text, Number low, Number high) {
   Number value{};
@@ -154,7 +168,7 @@ std::uint64_t parse_size(const std::string& option, const std::string& text) {
   return value << (10 * power);
 }
 
-// Makes options of the fields.
+// Adds an option per field.
 class Binder {
  public:
   explicit Binder(CLI::App& app) : app_(app) {}
@@ -291,7 +305,7 @@ std::string known_keys(const CLI::App& app, const std::string& key) {
     const bool inside = name.substr(0, name.find('.') + 1) == section;
     if (option->get_configurable() && inside) list += (list.empty() ? "" : ", ") + name;
   }
-  return list.empty() ? "a section like model or train" : "one of " + list;
+  return list.empty() ? "a key of a known section such as model or train" : "one of " + list;
 }
 
 void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) {
@@ -302,10 +316,10 @@ void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) 
   }
   const auto together = static_cast<std::size_t>(std::max(1, option->get_type_size()));
   if (line.values.size() % together != 0) {
-    throw Error(fmt::format("{}expected values in groups of {}; got {}", place, together,
+    throw Error(fmt::format("{}expected a multiple of {} values; got {}", place, together,
                             line.values.size()));
   }
-  if (option->count() > 0 || line.values.empty()) return;  // []: nothing, which is the default
+  if (option->count() > 0 || line.values.empty()) return;  // []: the default
   try {
     option->add_result(line.values);
     option->run_callback();
@@ -325,7 +339,8 @@ std::string check_device(const std::string& text) {
 
 void add_options(CLI::App& app, Config& config) {
   const auto file = std::make_shared<std::string>();  // lives as long as the callback
-  app.add_option("--config", *file, "Read options from a file: [model] dim = 64 is --model.dim 64")
+  app.add_option("--config", *file,
+                 "Config file with options: [model] dim = 64 means --model.dim 64")
       ->type_name("FILE")
       ->group("Run")
       ->configurable(false);
@@ -341,7 +356,7 @@ void apply_config(CLI::App& app, const std::string& text, const std::string& nam
 }
 
 std::string config_text(const Config& config) {
-  Config copy = config;  // fields are visited as variables
+  Config copy = config;  // visit_fields needs mutable fields
   Writer writer;
   visit_fields(copy, writer);
   std::string text = std::move(writer).text();

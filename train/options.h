@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The fields of a Config as command-line options and as text. One list in options.cc binds, reads,
-// writes and explains every field, so that the four cannot disagree.
+// writes and documents every field.
 #pragma once
 
 #include <string>
@@ -17,11 +17,11 @@ namespace coterie::train {
 // must outlive `app`.
 void add_options(CLI::App& app, Config& config);
 
-// Gives `app` (of add_options) the values of a config file's text, except for options that have
-// values already. `name` is what messages call the text. Throws Error.
+// Sets the options of `app` (from add_options) to the values in a config file's text, except for
+// options that already have values. Messages call the text `name`. Throws Error.
 void apply_config(CLI::App& app, const std::string& text, const std::string& name);
 
-// Why a text names no device (cpu, cuda, cuda:1); "" when it does.
+// The error message for a text that is not a device (cpu, cuda, cuda:1); "" if it is one.
 std::string check_device(const std::string& text);
 
 // All fields, in the format of formats/config_text.h; parse_config reads them back unchanged.

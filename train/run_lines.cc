@@ -48,7 +48,7 @@ std::string attention_text(const Config& config) {
   return text;
 }
 
-// Queries of such mechanisms share keys, which their contents select.
+// Queries of these mechanisms share keys selected by content, which is why they take no mask.
 bool selects_by_content(const Mechanism& mechanism) { return !takes_mask(mechanism); }
 
 bool selects_by_content(const std::vector<AttentionSpec>& specs) {

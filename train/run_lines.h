@@ -14,11 +14,11 @@
 
 namespace coterie::train {
 
-// What is known of one step.
+// Values logged for one step.
 struct StepFacts {
   std::int64_t step = 0;
   double loss = 0, commitment = 0, rate = 0, gradient_norm = 0;
-  double tokens_per_s = 0;  // since the line before
+  double tokens_per_s = 0;  // since the previous line
   double seconds = 0;       // of training so far
   std::int64_t memory_bytes = 0;
 };
@@ -33,7 +33,7 @@ nlohmann::json run_line(const Config& config, const Task& task, const ::torch::n
 nlohmann::json step_line(const StepFacts& facts, bool with_commitment);
 nlohmann::json eval_line(std::int64_t step, const Task& task, const Evaluation& evaluation);
 nlohmann::json end_line(const EndFacts& facts);
-// Nothing for a model without head groups that select by content.
+// std::nullopt for a model without head groups that select by content.
 std::optional<nlohmann::json> clusters_line(std::int64_t step, torch_api::LanguageModel& model,
                                             const Task& task);
 

@@ -19,7 +19,8 @@ namespace {
 void check(const std::vector<std::int64_t>& prompt, const SampleOptions& options) {
   if (prompt.empty()) throw Error("[sample] expected a prompt of at least one token; got none");
   if (options.tokens < 0 || options.top_k < 0) {
-    throw Error("[sample] expected tokens and top_k of at least 0; got a negative number");
+    throw Error("[sample] expected tokens and top_k of at least 0; got " +
+                std::to_string(options.tokens) + " and " + std::to_string(options.top_k));
   }
   if (!(options.temperature >= 0.0) || !std::isfinite(options.temperature)) {
     throw Error("[sample] expected a temperature of at least 0; got " +
@@ -36,7 +37,7 @@ struct Candidate {
   double weight;  // not normalised
 };
 
-// The tokens that may be chosen, most likely first, equal ones by lower token.
+// The tokens that may be chosen, most likely first; ties by lower token.
 std::vector<Candidate> candidates(const at::Tensor& logits, const SampleOptions& options) {
   const at::Tensor values = logits.to(at::kCPU, at::kDouble).contiguous();
   const double* const logit = values.const_data_ptr<double>();
@@ -57,7 +58,7 @@ std::vector<Candidate> candidates(const at::Tensor& logits, const SampleOptions&
   return result;
 }
 
-// Keeps the smallest first part that has the share `top_p` of the weight.
+// Keeps the shortest prefix that has at least the fraction `top_p` of the weight.
 void keep_nucleus(std::vector<Candidate>& kept, double top_p) {
   double total = 0;
   for (const Candidate& candidate : kept) total += candidate.weight;
@@ -75,7 +76,7 @@ void keep_nucleus(std::vector<Candidate>& kept, double top_p) {
 
 std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std::uint64_t index) {
   if (!logits.isfinite().all().item<bool>()) {
-    throw Error("[sample] expected finite logits; got some that are not: the model is damaged");
+    throw Error("[sample] expected finite logits; got NaN or infinity: the model is damaged");
   }
   if (options.temperature == 0.0) return logits.argmax().item<std::int64_t>();
   std::vector<Candidate> kept = candidates(logits, options);
@@ -83,7 +84,7 @@ std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std:
   double total = 0;
   for (const Candidate& candidate : kept) total += candidate.weight;
   const RandomStream stream{.seed = options.seed, .use = RandomUse::sample, .problem = 0};
-  // 53 bits: every double in [0, 1) that they can name.
+  // 53 random bits: a uniform double in [0, 1).
   const double point = static_cast<double>(random_u64(stream, index) >> 11) * 0x1p-53 * total;
   double sum = 0;
   for (const Candidate& candidate : kept) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Text from a causal language model, token by token with a cache.
+// Generates text from a causal language model, token by token with a cache.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct SampleOptions {
   std::uint64_t seed = 1;
 };
 
-// Continues `prompt` (not empty); `emit` gets each new token.
+// Continues `prompt` (not empty); calls `emit` with each new token.
 void sample(torch_api::LanguageModel& model, const std::vector<std::int64_t>& prompt,
             const SampleOptions& options, const std::function<void(std::int64_t)>& emit);
 

@@ -8,7 +8,7 @@
 
 namespace coterie::train {
 
-// The factor of the learning rate in step t = 1 ... steps, with w the steps of the warm-up:
+// The learning-rate factor in step t = 1 ... steps, with w warm-up steps:
 //   t <= w      t / w
 //   constant    1
 //   rsqrt       sqrt(max(w, 1) / t)

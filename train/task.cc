@@ -52,11 +52,11 @@ bool better(Metric metric, double a, double b) {
 }
 
 std::vector<std::int64_t> Task::encode(const std::string& /*text*/) const {
-  throw Error(fmt::format("[task] expected a task with text; got {}", name()));
+  throw Error(fmt::format("[task] expected a task with text (bytes or words); got {}", name()));
 }
 
 std::string Task::decode(const std::vector<std::int64_t>& /*tokens*/) const {
-  throw Error(fmt::format("[task] expected a task with text; got {}", name()));
+  throw Error(fmt::format("[task] expected a task with text (bytes or words); got {}", name()));
 }
 
 std::vector<std::string> task_names() {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// A task: what a model is trained on and judged by. docs/extending.md shows how to add one.
+// A task: the data and metric of training and evaluation. docs/extending.md shows how to add one.
 //
-// Batches are pure functions of (split, index), so that the order of data needs no state: a resumed
-// run sees what it would have seen.
+// Batches are pure functions of (split, index). The order of data therefore needs no state, and a
+// resumed run sees the same batches as an uninterrupted one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,20 +18,20 @@ namespace coterie::train {
 
 enum class Split : std::uint8_t { train, valid, test };
 
-constexpr std::int64_t kIgnore = -100;  // target of a position that is not asked
+constexpr std::int64_t kIgnore = -100;  // target of a position without a loss
 
 struct Batch {
   at::Tensor tokens;   // (B, N) int64
-  at::Tensor targets;  // (B, N) int64, kIgnore where nothing is asked; for causal tasks of language
+  at::Tensor targets;  // (B, N) int64, kIgnore where there is no loss; for causal language
                        // modelling the token after each position
-  at::Tensor strata;   // (B, N) int64: which of Task::strata() a target counts for; or undefined
+  at::Tensor strata;   // (B, N) int64: index into Task::strata() of each target; or undefined
   at::Tensor lengths;  // (B) int64 valid positions of each row; undefined: all
 };
 
-// Sums over asked positions, from which a metric follows.
+// Sums over the positions with a target, from which metrics are computed.
 struct Score {
   double nats = 0;         // sum of cross entropies
-  std::int64_t count = 0;  // asked positions
+  std::int64_t count = 0;  // positions with a target
   std::int64_t correct = 0;
 
   double loss() const { return count == 0 ? 0.0 : nats / static_cast<double>(count); }
@@ -42,7 +42,7 @@ const char* metric_name(Metric metric);  // "accuracy", "bits per byte", "perple
 double metric_value(Metric metric, const Score& score);
 bool better(Metric metric, double a, double b);  // whether a is the better value
 
-// What an answer without a model scores.
+// The score of an answer without a model.
 struct Baseline {
   std::string name;  // "most frequent symbol", "bytes by frequency"
   double value = 0;
@@ -55,23 +55,23 @@ class Task {
   virtual std::string name() const = 0;
   virtual std::int64_t vocabulary() const = 0;
   virtual bool causal() const = 0;
-  virtual bool needs_positions() const = 0;  // absolute positions belong in the embeddings
+  virtual bool needs_positions() const = 0;  // absolute, in the embeddings
   virtual Metric metric() const = 0;
   virtual std::vector<Baseline> baselines() const = 0;
-  virtual std::vector<std::string> strata() const { return {}; }  // names, for scores by part
+  virtual std::vector<std::string> strata() const { return {}; }  // names, for scores by stratum
 
-  // Rows index * rows, index * rows + 1, ... of a split. Train has no end; valid and test have
-  // batches(split, rows) batches, of which the last may have fewer rows.
+  // Rows index * rows, index * rows + 1, ... of a split. Train is endless; valid and test have
+  // batches(split, rows) batches, the last of which may have fewer rows.
   virtual Batch batch(Split split, std::int64_t index, std::int64_t rows) const = 0;
   virtual std::int64_t batches(Split split, std::int64_t rows) const = 0;
 
-  // Text, for tasks that generate it; others throw. The text of two lists of tokens is that of the
-  // first followed by that of the second, so that text can be shown as it comes.
+  // Text, for tasks that can generate it; others throw. decode(a + b) is decode(a) + decode(b),
+  // which allows streaming.
   virtual std::vector<std::int64_t> encode(const std::string& text) const;
   virtual std::string decode(const std::vector<std::int64_t>& tokens) const;
 };
 
-// The task that config.task names; throws, listing those there are.
+// The task named by config.task; throws an Error that lists all names if it is unknown.
 std::unique_ptr<Task> make_task(const Config& config);
 std::vector<std::string> task_names();
 

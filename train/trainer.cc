@@ -41,7 +41,7 @@ bool has_routing(const std::vector<AttentionSpec>& specs) {
   return false;
 }
 
-// The state of the generator that dropout draws from.
+// State of the random generator used by dropout.
 std::string generator_name(c10::Device device) { return device.is_cpu() ? "cpu" : "cuda"; }
 
 at::Tensor generator_state(c10::Device device) {
@@ -56,7 +56,7 @@ void set_generator_state(c10::Device device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// One run from its start, or the checkpoint it resumes from, to its end.
+// One run, from step 0 or the checkpoint it resumes from.
 class Run {
  public:
   Run(const Config& config, const Task& task, const TrainHooks& hooks)
@@ -89,7 +89,7 @@ class Run {
       show_progress(seconds_since(start) / static_cast<double>(state_.step - first));
     }
     if (reason == "interrupted" && saved_step_ != state_.step) save(/*best=*/false);
-    if (reason != "interrupted" && !evaluation_) evaluate_now();  // resumed at its end
+    if (reason != "interrupted" && !evaluation_) evaluate_now();  // resumed after its last step
     if (reason != "interrupted") log_clusters();
     write(end_line({reason, state_, memory_.peak_bytes()}));
     return {state_, reason, evaluation_,
@@ -133,13 +133,13 @@ class Run {
     if (config_.out.empty()) return;
     std::error_code error;
     std::filesystem::create_directories(config_.out, error);
-    if (error) throw Error("[train] cannot make " + config_.out + ": " + error.message());
+    if (error) throw Error("[train] cannot create " + config_.out + ": " + error.message());
     write_file(config_.out + "/config.toml", config_text(config_));
     log_.emplace(config_.out + "/log.jsonl", resumed_step_);
     if (resumed_step_ == Log::kNew) write(run_line(config_, task_, *model_));
   }
 
-  // By k-means of what the first batch gives, in the model as it was made.
+  // By k-means over the first batch, with the untrained model.
   void initialise_centroids() {
     const at::NoGradGuard no_grad;
     const Batch batch = step_batch(1);
@@ -184,7 +184,7 @@ class Run {
     last_.commitment = loss.commitment;
     check_finite("loss", loss.loss + loss.commitment);
     last_.gradient_norm = clip_gradients(*model_, config_.optimizer.clip);
-    check_finite("gradient's norm", last_.gradient_norm);
+    check_finite("gradient norm", last_.gradient_norm);
     optimizer_->step();
     state_.step = step;
     const double seconds = seconds_since(start);
@@ -219,8 +219,8 @@ class Run {
                             .batches = config_.train.eval_batches,
                             .bf16 = config_.train.dtype == "bf16"});
     const double metric = evaluation_->metric;
-    if (state_.step == resumed_step_) return false;  // was counted and written before
-    check_finite("loss on valid", evaluation_->score.loss());
+    if (state_.step == resumed_step_) return false;  // already counted and logged
+    check_finite("validation loss", evaluation_->score.loss());
     write(eval_line(state_.step, task_, *evaluation_));
     const bool improved = !state_.best || better(task_.metric(), metric, *state_.best);
     state_.evaluations_without_improvement =
@@ -256,9 +256,8 @@ class Run {
     const std::string kept =
         saved_step_ == 0 ? "" : "; the last good checkpoint is " + checkpoints().path(saved_step_);
     throw Error(
-        fmt::format("[train] expected finite numbers; got {} {} in step {}: try a lower "
-                    "--optimizer.lr, a longer --schedule.warmup or a lower "
-                    "--optimizer.clip{}",
+        fmt::format("[train] {} is {} in step {}: try a lower --optimizer.lr, a longer "
+                    "--schedule.warmup or a lower --optimizer.clip{}",
                     what, value, last_.step, kept));
   }
 
@@ -281,7 +280,7 @@ class Run {
   const Task& task_;
   const TrainHooks& hooks_;
   c10::Device device_;
-  MemoryMeter memory_;  // before the model, which it measures
+  MemoryMeter memory_;  // made before the model, to measure it
   std::vector<AttentionSpec> attention_;
   torch_api::LanguageModel model_;
   std::unique_ptr<::torch::optim::Optimizer> optimizer_;
@@ -291,14 +290,14 @@ class Run {
   std::int64_t resumed_step_ = Log::kNew, saved_step_ = 0;
   StepFacts last_;
   std::optional<Evaluation> evaluation_;
-  std::int64_t logged_tokens_ = 0;  // and seconds, since the last line of the log
+  std::int64_t logged_tokens_ = 0;  // tokens and seconds since the last log line
   double logged_seconds_ = 0, tokens_per_s_ = 0;
 };
 
 void refuse_used_folder(const std::string& out) {
   if (out.empty() || !std::filesystem::exists(out + "/log.jsonl")) return;
-  throw Error("[train] expected a new folder; got " + out +
-              ", which holds a run: continue it with --resume or name another with --out");
+  throw Error("[train] " + out +
+              " already contains a run: continue it with --resume or choose another --out");
 }
 
 }  // namespace

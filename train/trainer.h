@@ -21,17 +21,17 @@ namespace coterie::train {
 // One spec per layer from config.attention and config.attention_at; throws on bad specs and ranges.
 std::vector<AttentionSpec> layer_attention(const Config& config);
 
-// The device of a config; throws when it is not there.
+// The device of a config; throws if it is not available.
 c10::Device config_device(const Config& config);
 
 // The model of a config for a task, freshly initialised from the config's seed, on its device.
 torch_api::LanguageModel make_model(const Config& config, const Task& task);
 
-// What to tell a person about the first mechanism that sees the future when used causally; empty
-// when there is none.
+// A warning about the first mechanism whose selection sees future tokens when used causally; empty
+// if there is none.
 std::string leak_warning(const std::vector<AttentionSpec>& specs, bool causal);
 
-// The number of threads of the core and of torch, the same for both.
+// Sets the number of threads of the core and of torch.
 void use_threads(int threads);  // 0: the core's choice
 
 struct TrainResult {
@@ -47,11 +47,11 @@ struct TrainHooks {
   const std::atomic<bool>* interrupted = nullptr;  // finish the step, save and return
 };
 
-// Runs from the start or, with `resume`, from the last good checkpoint in config.out; writes
-// log.jsonl, config.toml and checkpoints there (nothing when config.out is empty), and refuses to
-// start anew in a folder that has a run. Losses after a resume are bit-equal to an uninterrupted
-// run's on the CPU. A loss, gradient or parameter that is not finite throws, the last good
-// checkpoint kept.
+// Runs from the start or, with `resume`, from the last intact checkpoint in config.out. Writes
+// log.jsonl, config.toml and checkpoints there (nothing if config.out is empty) and refuses to
+// start a new run in a folder that already has one. On the CPU, losses after a resume are bit-equal
+// to those of an uninterrupted run. Throws on a loss, gradient or parameter that is not finite, and
+// keeps the last good checkpoint.
 TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks);
 
 }  // namespace coterie::train

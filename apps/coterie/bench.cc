@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// coterie bench: time, error and memory of attentions beside full attention.
+// coterie bench: time, error and memory of attentions compared with full attention.
 #include <fmt/core.h>
 #include <unistd.h>
 
@@ -25,7 +25,7 @@
 namespace coterie::cli {
 namespace {
 
-// Measured when nothing is named: every mechanism, and the causal forms of those that have one.
+// The default set: every mechanism, and the causal forms of those that have one.
 std::vector<bench::Entry> default_entries(bool causal_only) {
   std::vector<bench::Entry> entries;
   const std::vector<std::string> open = {"local(window=256)",
@@ -49,8 +49,9 @@ std::vector<bench::Entry> default_entries(bool causal_only) {
   return entries;
 }
 
-// What there is to measure: what is wanted and, unless alone, full attention of each causality that
-// occurs. What the device refuses goes to report.refused, unless it was named.
+// The attentions to measure: the wanted ones and, unless options.alone, full attention of each
+// causality that occurs. Attentions that the device cannot run are listed in report.refused if they
+// come from the default set, and are an error if the user named them.
 std::vector<bench::Entry> make_entries(const BenchOptions& options, BenchReport& report) {
   std::vector<bench::Entry> wanted;
   for (const std::string& spec : options.attention) {
@@ -78,7 +79,7 @@ std::vector<bench::Entry> make_entries(const BenchOptions& options, BenchReport&
   return entries;
 }
 
-// A line on the terminal that says what is being run; nothing when stderr is a file.
+// Shows what is being run; prints nothing if stderr is not a terminal.
 void show_progress(const std::string& text) {
   static const bool terminal = isatty(STDERR_FILENO) != 0;
   if (!terminal) return;
@@ -86,7 +87,7 @@ void show_progress(const std::string& text) {
   std::fflush(stderr);
 }
 
-// The time for a length out of what is left: long ones get more, and what short ones leave.
+// The time budget of one length: its share of the remaining time.
 bench::TimingPlan make_timing(const BenchOptions& options, double seconds_left, double share) {
   if (options.repeats > 0) {
     return {.repeats = options.repeats, .min_repeats = options.repeats, .seconds = 0};
@@ -100,7 +101,7 @@ bench::TimingPlan make_timing(const BenchOptions& options, double seconds_left, 
 void check_json_path(const std::string& path) {
   if (path.empty()) return;
   if (!std::filesystem::is_directory(std::filesystem::absolute(path).parent_path())) {
-    refuse_option("--json", "expected a file in a folder that exists; got \"" + path + "\"");
+    refuse_option("--json", "expected a file in an existing folder; got \"" + path + "\"");
   }
 }
 
@@ -186,7 +187,7 @@ void run_bench(const BenchOptions& options, const std::string& command) {
 
 void add_bench(CLI::App& program) {
   CLI::App* verb = program.add_subcommand(
-      "bench", "Measure time, error and memory of attentions beside full attention");
+      "bench", "Measure time, error and memory of attentions compared with full attention");
   const auto options = std::make_shared<BenchOptions>();  // lives as long as the callback
   add_bench_options(*verb, *options);
   verb->callback([verb, options] {

@@ -96,7 +96,7 @@ Json timing_json(const std::optional<bench::Timing>& timing) {
           {"repeats", timing->repeats}};
 }
 
-// Rate of one pass, or nothing where its arithmetic is not known.
+// Arithmetic rate of one pass; null if its operation count is not known.
 Json gflops_json(const std::optional<double>& flops, const std::optional<bench::Timing>& timing) {
   if (!flops || !timing) return nullptr;
   return *flops / (1e6 * timing->median_ms);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A report of measurements in Markdown, from the JSON lines of `coterie bench`.
+// A Markdown report of measurements, from the JSON lines of `coterie bench`.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct Run {
 };
 
 [[noreturn]] void refuse_lines(const std::string& path, const std::string& got) {
-  throw Error("[bench] expected lines of coterie bench --json in " + path + "; got " + got);
+  throw Error("[bench] expected the output of coterie bench --json in " + path + "; got " + got);
 }
 
 Run read_run(const std::string& path) {
@@ -38,16 +38,16 @@ Run read_run(const std::string& path) {
     } else if (kind == "scaling") {
       run.scalings.push_back(json);
     } else {
-      refuse_lines(path, "one of kind \"" + kind.substr(0, 60) + "\"");
+      refuse_lines(path, "a line of kind \"" + kind.substr(0, 60) + "\"");
     }
   });
-  if (others > 0) refuse_lines(path, std::to_string(others) + " that are no JSON objects");
+  if (others > 0) refuse_lines(path, std::to_string(others) + " lines that are not JSON objects");
   if (run.run.is_null())
     throw Error("[bench] expected a line of kind run in " + path + "; got none");
   return run;
 }
 
-// A number with three digits, times a unit's factor; "" where the field is null or not there.
+// A number with three digits, multiplied by `factor`; "" if the field is null or missing.
 std::string number(const Json& json, const char* key, double factor = 1.0) {
   const auto found = json.find(key);
   if (found == json.end() || !found->is_number()) return "";
@@ -77,7 +77,7 @@ std::string share_of_peak(const Json& m) {
                      100 * m.at("gflops").get<double>() / m.at("peak_gflops").get<double>());
 }
 
-// Between the 20th and the 80th percentile of the slower-spread pass, as a share of the median.
+// From the 20th to the 80th percentile as a fraction of the median; the wider of the two passes.
 std::string spread(const Json& m) {
   double widest = 0;
   for (const char* key : {"forward_ms", "backward_ms"}) {
@@ -112,7 +112,7 @@ void print_run(const Json& run) {
   fmt::print("```\n{}\n```\n\n", text(run, "command"));
 }
 
-// "0.0450 (256 queries)": of a sample of every head's queries, or of all.
+// "0.0450 (256 queries)" for a sample of every head's queries; without the note for all of them.
 std::string error_text(const Json& m) {
   const std::int64_t rows = m.at("error_rows").get<std::int64_t>();
   const std::string error = fmt::format("{:.4f}", m.at("error").get<double>());
@@ -120,7 +120,7 @@ std::string error_text(const Json& m) {
   return fmt::format("{} ({} queries)", error, rows);
 }
 
-// "4096 | 2 | local(window=256), causal": what the rows of a table are about.
+// "4096 | 2 | local(window=256), causal": the first columns of a table row.
 std::string subject(const Json& run, const Json& m) {
   const bool on_gpu = text(run, "device") == "cuda";
   return fmt::format("{} | {} | {}{}{}", m.at("N").get<std::int64_t>(),
@@ -144,7 +144,7 @@ void print_measurements(const Json& run, const std::vector<Json>& measurements) 
   fmt::print("\n");
 }
 
-// Only of attentions that select.
+// Only for attentions that select.
 void print_parts(const Json& run, const std::vector<Json>& measurements) {
   bool any = false;
   for (const Json& m : measurements) {
@@ -162,7 +162,7 @@ void print_parts(const Json& run, const std::vector<Json>& measurements) {
   if (any) fmt::print("\n");
 }
 
-// Lines that say more than the table: from which length on an attention is faster.
+// The length from which each attention is faster.
 void print_crossovers(const Run& run) {
   const bool one_length =
       std::all_of(run.measurements.begin(), run.measurements.end(),

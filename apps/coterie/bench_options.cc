@@ -47,7 +47,7 @@ std::vector<std::int64_t> parse_lengths(const std::string& text) {
 
 bool is_file(const std::string& data) { return data != "mixture" && data != "normal"; }
 
-// The range stands in the message of the check, not in the help.
+// The range is in the error message, not in the help.
 template <class Integer>
 CLI::Option* add_integer(CLI::App& verb, const char* name, Integer& field, Integer low,
                          Integer high, const char* help) {
@@ -66,65 +66,65 @@ void add_choice(CLI::App& verb, const char* name, std::string& field,
 }
 
 void add_problem_options(CLI::App& verb, BenchOptions& options) {
-  verb.add_option("--attention", options.attention, "Attention specs; see below")
+  verb.add_option("--attention", options.attention, "Attention specs to measure; see below")
       ->type_name("SPEC");
   verb.add_option("--lengths", options.lengths,
-                  "Tokens: a list (512,1k,4k), or a range that doubles (1k:8k). 512:4k, or all "
-                  "tokens of a file, if not given")
+                  "Sequence lengths: a list (512,1k,4k) or a doubling range (1k:8k). Default: "
+                  "512:4k, or all tokens of a --data file")
       ->type_name("LIST");
-  add_integer<std::int64_t>(verb, "--heads", options.heads, 1, 1024, "Query heads");
+  add_integer<std::int64_t>(verb, "--heads", options.heads, 1, 1024, "Number of query heads");
   add_integer<std::int64_t>(verb, "--kv-heads", options.kv_heads, 0, 1024,
-                            "Key and value heads; as many as --heads if 0");
-  add_integer<std::int64_t>(verb, "--dim", options.dim, 1, 1024, "Elements of a head");
-  add_integer<std::int64_t>(verb, "--batch", options.batch, 1, 4096, "Sequences");
-  verb.add_flag("--causal", options.causal, "No query sees later keys");
-  add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Where to run");
-  add_choice(verb, "--pass", options.pass, {"forward", "backward", "both"}, "What to time");
+                            "Number of key/value heads; same as --heads if 0");
+  add_integer<std::int64_t>(verb, "--dim", options.dim, 1, 1024, "Head dimension");
+  add_integer<std::int64_t>(verb, "--batch", options.batch, 1, 4096, "Batch size");
+  verb.add_flag("--causal", options.causal, "Causal attention");
+  add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Device to run on");
+  add_choice(verb, "--pass", options.pass, {"forward", "backward", "both"}, "Pass to time");
   verb.add_option("--data", options.data,
-                  "Tokens around centres of Zipf popularity (mixture), independent normal ones "
-                  "(normal), or a safetensors file with tensors q, k and v of a model, (batch, "
-                  "heads, tokens, dim) or without batch")
+                  "Input data: a mixture of Gaussians with Zipf-distributed weights (mixture), "
+                  "independent normal tokens (normal), or a safetensors file with a model's q, k "
+                  "and v of shape (batch, heads, tokens, dim) or (heads, tokens, dim)")
       ->type_name("mixture|normal|FILE")
       ->capture_default_str();
   add_choice(verb, "--dtype", options.dtype, {"f32", "bf16", "f16", "f64"},
-             "Type of queries, keys and values");
-  verb.add_option("--seed", options.seed, "Of data and clusters")
+             "Element type of queries, keys and values");
+  verb.add_option("--seed", options.seed, "Random seed of data and clusters")
       ->type_name("N")
       ->capture_default_str();
 }
 
 void add_timing_options(CLI::App& verb, BenchOptions& options) {
   verb.add_option("--threads", options.threads,
-                  "CPU threads; a list measures each count (1,2). All cores if not given")
+                  "CPU thread counts to measure, as a list (1,2). Default: all cores")
       ->check(CLI::Range(1, kMaxThreads).description(""))
       ->delimiter(',')
       ->type_name("LIST");
-  add_integer(verb, "--repeats", options.repeats, 0, 1000000,
-              "Timed runs of each; as many as time allows, at most 20 (50 on a GPU), if 0");
-  verb.add_option("--seconds", options.seconds, "Time to aim at when --repeats is 0")
+  add_integer(
+      verb, "--repeats", options.repeats, 0, 1000000,
+      "Timed runs per attention; if 0, as many as --seconds allows, up to 20 (50 on a GPU)");
+  verb.add_option("--seconds", options.seconds, "Target duration when --repeats is 0")
       ->check(CLI::PositiveNumber.description(""))
       ->type_name("NUMBER")
       ->capture_default_str();
   verb.add_flag("--gate", options.gate,
-                "First compare all with the specification; do not time what is wrong");
+                "Compare all outputs with the specification first; stop if one is wrong");
   verb.add_flag("--alone", options.alone,
-                "No full attention beside the named ones, and no speeds: for long sequences");
-  verb.add_option("--json", options.json, "Also write the results here, as JSON lines")
+                "Skip full attention, and with it the speeds; for long sequences");
+  verb.add_option("--json", options.json, "Write the results to this file as JSON lines")
       ->type_name("FILE");
-  verb.add_option("--title", options.title, "Heading of the results in a report")
-      ->type_name("TEXT");
+  verb.add_option("--title", options.title, "Title of the results in a report")->type_name("TEXT");
   verb.add_option("--report", options.report,
-                  "Measure nothing: write a report in Markdown of results in JSON lines")
+                  "Print a Markdown report of JSON results instead of measuring")
       ->type_name("FILE");
 }
 
 const char* const kExamples =
-    R"help(Without --attention, a set with every mechanism is measured; on a GPU, what has kernels there.
-Errors are against full attention on the same data, over all queries or, of long sequences, a
-sample; causal for attentions that are causal; with shared queries and keys, over the queries as
-keys. Speeds are against torch's full attention where this program is built with torch, timed in
-turn with ours; else against our own. Learned centroids are replaced by k-means of the data;
-positions are not applied.
+    R"help(Without --attention, a default set with every mechanism is measured; on a GPU, those that have
+kernels there. Errors are relative to full attention on the same data, over all queries or, for
+long sequences, a sample. The reference is causal for causal attentions, and uses the queries as
+keys for attentions with shared queries and keys. Speeds are relative to torch's full attention if
+this program is built with torch (timed in turn with ours), otherwise to our own. Learned centroids
+are replaced by k-means of the data; positions are not applied.
 
 Examples:
   coterie bench
@@ -154,12 +154,12 @@ void check_conflicts(const CLI::App& verb, const BenchOptions& options) {
   for (const char* name : {"--heads", "--kv-heads", "--dim", "--batch"}) {
     if (is_file(options.data) && given(name)) {
       refuse_option(name,
-                    "expected the shape of the tensors in " + options.data + "; got another one");
+                    "the shape comes from the tensors in " + options.data + "; remove this option");
     }
   }
   for (const CLI::Option* option : verb.get_options()) {
     if (!options.report.empty() && option->count() > 0 && option->get_name() != "--report") {
-      refuse_option(option->get_name(), "expected nothing to measure beside --report; got it");
+      refuse_option(option->get_name(), "cannot be combined with --report, which measures nothing");
     }
   }
 }

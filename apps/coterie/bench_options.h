@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the user asks of `coterie bench`.
+// Options of `coterie bench`.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ namespace coterie::cli {
 
 struct BenchOptions {
   std::vector<std::string> attention;
-  std::string lengths;  // empty: 512:4k, or as many tokens as were saved
+  std::string lengths;  // empty: 512:4k, or all tokens of saved data
   std::int64_t heads = 8;
-  std::int64_t kv_heads = 0;  // 0: as many as heads
+  std::int64_t kv_heads = 0;  // 0: same as heads
   std::int64_t dim = 64;
   std::int64_t batch = 1;
   bool causal = false;
@@ -39,13 +39,13 @@ struct BenchOptions {
 
 void add_bench_options(CLI::App& verb, BenchOptions& options);
 
-// The options that were given, as a command; without those that say where results go.
+// The given options as a command line, without --json and --title.
 std::string bench_command(const CLI::App& verb);
 
-// Refuses options that would not be honoured beside others.
+// Refuses options that would be ignored in combination with others.
 void check_conflicts(const CLI::App& verb, const BenchOptions& options);
 
-// The problem of the options; N is of use only for saved data.
+// The problem described by the options; N is only set for saved data.
 bench::Problem make_problem(const BenchOptions& options);
 
 // "512,1k,4k" or "1k:8k" (doubling), or both; ascending.
@@ -53,7 +53,7 @@ std::vector<std::int64_t> make_lengths(const BenchOptions& options, const bench:
 
 bench::Pass make_pass(const std::string& name);
 
-// Throws what the program reports as a mistake of the user's.
+// Throws an error that the program reports as a user's mistake.
 [[noreturn]] void refuse_option(const std::string& option, const std::string& message);
 
 }  // namespace coterie::cli

@@ -35,14 +35,14 @@ double mebibytes(const Measurement& measurement) {
   return static_cast<double>(bytes) / (1 << 20);
 }
 
-// Three digits, whatever the size.
+// Three significant digits; whole milliseconds from 100 on.
 std::string milliseconds(const std::optional<bench::Timing>& timing) {
   if (!timing) return "-";
   const double ms = timing->median_ms;
   return ms >= 100 ? fmt::format("{:.0f}", ms) : fmt::format("{:#.3g}", ms);
 }
 
-// Between the 20th and the 80th percentile, as a share of the median.
+// From the 20th to the 80th percentile, as a fraction of the median.
 double spread(const Measurement& measurement) {
   double widest = 0;
   for (const auto& timing : {measurement.forward, measurement.backward}) {
@@ -52,7 +52,7 @@ double spread(const Measurement& measurement) {
   return widest;
 }
 
-// What a table is about: the measurements of one length, causality and number of threads.
+// The measurements of one table: same length, causality and thread count.
 struct Group {
   bool causal;
   int threads;
@@ -94,7 +94,7 @@ std::string length_text(double tokens) {
   return whole ? fmt::format("{:.0f}k", tokens / 1024) : fmt::format("{:.0f}", tokens);
 }
 
-// The lengths at which it wins, or does not.
+// The lengths at which it is faster than the baseline, or is not.
 std::string lengths_text(const Series& series, bool wins) {
   std::string text;
   for (const auto& [length, speed] : series.speeds) {
@@ -239,7 +239,8 @@ void print_header(const BenchReport& report) {
                opponent.empty() ? "this library's full attention" : opponent);
   }
   fmt::print(
-      "error is against full attention; extra memory is workspace and what is saved for the "
+      "error is against full attention; extra memory is the workspace and the tensors saved for "
+      "the "
       "backward pass;\ncluster is part of select; GB/s count inputs and outputs once.\n");
   if (!report.refused.empty()) fmt::print("Not measured:\n");
   for (const Refused& refused : report.refused) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What `coterie bench` shows of its measurements.
+// Output of `coterie bench`.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 
 namespace coterie::cli {
 
-// An attention that the device has no kernels for.
+// An attention for which the device has no kernels.
 struct Refused {
   std::string attention, reason;
 };
@@ -20,12 +20,12 @@ struct BenchReport {
   std::string title, command;
   bench::Problem problem;  // N is that of the last length
   bench::Pass pass = bench::Pass::both;
-  bool alone = false;        // without full attention beside, so without speeds
+  bool alone = false;        // without full attention, therefore without speeds
   std::vector<int> threads;  // of the CPU: the counts measured
-  double copy_gbs = 0;       // the device's copying speed
-  double hamming_rate = 0;   // the CPU's pairs of codes per second, one thread; 0 on a GPU
-  double load = 0;           // of the machine before, by others: processes that want to run
-  bool gated = false;        // compared with the specification before
+  double copy_gbs = 0;       // copy bandwidth of the device
+  double hamming_rate = 0;   // Hamming code pairs per second on one CPU thread; 0 on a GPU
+  double load = 0;           // load average of the machine before the run
+  bool gated = false;        // compared with the specification first
   std::vector<Refused> refused;
   std::vector<bench::Measurement> measurements;  // lengths ascending
 };
@@ -39,11 +39,11 @@ struct Series {
 };
 std::vector<Series> make_series(const std::vector<bench::Measurement>& measurements);
 
-// The measurement that speeds are against, at the same length, with the same causality and number
-// of threads: the opponent's full attention where there is one, else ours; null without either.
+// The baseline of speeds at the same length, causality and thread count: the opponent's full
+// attention if there is one, otherwise ours; null without either.
 const bench::Measurement* baseline_beside(const bench::Measurement& measurement,
                                           const std::vector<bench::Measurement>& measurements);
-// Of the measured passes together, and of the forward pass.
+// Speed over the baseline of all measured passes together, and of the forward pass.
 std::optional<double> speed(const bench::Measurement& measurement,
                             const std::vector<bench::Measurement>& measurements);
 std::optional<double> forward_speed(const bench::Measurement& measurement,
@@ -62,15 +62,15 @@ const char* pass_name(bench::Pass pass);
 const char* data_name(bench::DataKind data);
 
 void print_header(const BenchReport& report);
-// The measurements of one length, beside full attention of the same causality.
+// The measurements of one length, compared with full attention of the same causality.
 void print_table(const std::vector<bench::Measurement>& measurements);
-// From which length on each attention is faster than the baseline, and where it loses.
+// The length from which each attention is faster than the baseline, and where it is slower.
 void print_crossovers(const BenchReport& report);
 void print_scalings(const BenchReport& report);
 // One JSON object per line: the run, each refused attention, each measurement, each crossover. The
-// file appears when it is complete, or not at all.
+// file is written completely or not at all.
 void write_json(const BenchReport& report, const std::string& path);
-// Markdown of such files on the standard output.
+// Prints such files as Markdown on standard output.
 void print_markdown(const std::vector<std::string>& paths);
 
 }  // namespace coterie::cli

@@ -21,19 +21,19 @@ DType dtype_of(const std::string& path, const std::string& name) {
 HostTensor take(const std::string& path, const train::SafeTensors& file, const std::string& name) {
   const auto found = file.tensors.find(name);
   if (found == file.tensors.end()) {
-    throw Error("[bench] expected tensors q, k and v in " + path + "; got no " + name);
+    throw Error("[bench] expected tensors q, k and v in " + path + "; " + name + " is missing");
   }
   const train::StoredTensor& stored = found->second;
   std::vector<std::int64_t> shape = stored.shape;
   if (shape.size() == 3) shape.insert(shape.begin(), 1);
   if (shape.size() != 4) {
     throw Error("[bench] expected " + name +
-                " of shape (batch, heads, tokens, dim) or without "
-                "batch in " +
+                " of shape (batch, heads, tokens, dim) or (heads, "
+                "tokens, dim) in " +
                 path + "; got " + std::to_string(shape.size()) + " dimensions");
   }
   for (const std::int64_t size : shape) {
-    if (size < 1) throw Error("[bench] expected " + name + " with elements in " + path + "; got 0");
+    if (size < 1) throw Error("[bench] " + name + " in " + path + " is empty");
   }
   HostTensor tensor(dtype_of(path, stored.dtype), shape);
   std::memcpy(tensor.data<char>(), stored.bytes.data(), stored.bytes.size());
@@ -51,8 +51,8 @@ void use_saved_rows(const std::string& path, bench::Problem& problem) {
     const bool fits = other.size(0) == q.size(0) && other.size(1) == k.size(1) &&
                       other.size(2) == q.size(2) && other.size(3) == q.size(3);
     if (!fits) {
-      throw Error("[bench] expected k and v of q's batch, tokens and dim in " + path + "; got q " +
-                  describe(q) + ", k " + describe(k) + " and v " + describe(v));
+      throw Error("[bench] expected k and v with the batch, tokens and dim of q in " + path +
+                  "; got q " + describe(q) + ", k " + describe(k) + " and v " + describe(v));
     }
   }
   problem.B = q.size(0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Queries, keys and values that a model left in a file.
+// Queries, keys and values of a model, saved in a file.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace coterie::cli {
 
-// Reads q, k and v of a safetensors file into the problem, whose shape becomes theirs. Throws Error
-// when they are not there, not floating-point or do not fit each other.
+// Reads q, k and v of a safetensors file into the problem and sets its shape accordingly. Throws
+// Error if they are missing, not floating-point or of inconsistent shapes.
 void use_saved_rows(const std::string& path, bench::Problem& problem);
 
 }  // namespace coterie::cli

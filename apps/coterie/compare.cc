@@ -45,7 +45,7 @@ std::vector<train::PlannedRun> chosen_plan(const CompareOptions& options) {
   for (const std::string& section : options.sections) {
     if (std::find(names.begin(), names.end(), section) == names.end()) {
       throw CLI::ValidationError("--sections",
-                                 fmt::format("expected some of \"{}\"; got \"{}\"",
+                                 fmt::format("expected one of \"{}\"; got \"{}\"",
                                              CLI::detail::join(names, "\", \""), section));
     }
   }
@@ -61,7 +61,7 @@ std::vector<train::PlannedRun> chosen_plan(const CompareOptions& options) {
   return plan;
 }
 
-// The scores by part on one line: "distance 16-31 0.97, distance 32-63 0.91".
+// The scores by stratum on one line: "distance 16-31 0.97, distance 32-63 0.91".
 std::string strata_text(const train::RunLog& log) {
   const train::LoggedEvaluation* const best = log.best_evaluation();
   std::string text;
@@ -120,7 +120,7 @@ void run_compare(const CompareOptions& options) {
   progress.clear();
   for (const std::string& section : sections_of(plan)) print_section(section, runs);
   if (runs.size() < plan.size()) {
-    fmt::print("\nInterrupted after {} of {} runs; the same command goes on from there.\n",
+    fmt::print("\nInterrupted after {} of {} runs; run the same command again to continue.\n",
                runs.size(), plan.size());
     return;
   }
@@ -128,9 +128,9 @@ void run_compare(const CompareOptions& options) {
 }
 
 const char* const kExamples =
-    "Runs that are there already, finished and with the same options, are not trained again; one "
-    "that\n"
-    "was broken off goes on. Runs of other options below --out are replaced.\n"
+    "Finished runs with the same options are not trained again; interrupted ones are resumed. Runs "
+    "in\n"
+    "--out with other options are replaced.\n"
     "\n"
     "Examples:\n"
     "  coterie compare\n"
@@ -144,18 +144,19 @@ void add_compare(CLI::App& program) {
       "compare", "Train a small model with every attention, and write a report");
   const auto shared = std::make_shared<CompareOptions>();  // lives as long as the callback
   CompareOptions& options = *shared;
-  verb->add_option("--out", options.out, "Folder of the runs and of report.html")
+  verb->add_option("--out", options.out, "Output folder for the runs and report.html")
       ->type_name("FOLDER")
       ->capture_default_str();
-  verb->add_option("--bench", options.bench, "JSON lines of coterie bench, for the report")
+  verb->add_option("--bench", options.bench,
+                   "Output of coterie bench --json to include in the report")
       ->type_name("FILE");
-  verb->add_option("--sections", options.sections, "Only these parts of the comparison")
+  verb->add_option("--sections", options.sections, "Sections to run; all if not given")
       ->type_name("NAME");
-  verb->add_option("--device", options.device, "Where to compute: cpu, cuda or cuda:1")
+  verb->add_option("--device", options.device, "Device: cpu, cuda or cuda:1")
       ->check(CLI::Validator(train::check_device, ""))
       ->type_name("DEVICE")
       ->capture_default_str();
-  verb->add_option("--threads", options.threads, "CPU threads; all cores if 0")
+  verb->add_option("--threads", options.threads, "Number of CPU threads; all cores if 0")
       ->check(CLI::Range(0, kMaxThreads).description(""))
       ->type_name("N")
       ->capture_default_str();

@@ -33,7 +33,7 @@ struct Row {
   train::Evaluation evaluation;
 };
 
-// The config with another attention in all layers.
+// The config with `attention` in all layers.
 train::Config with_attention(const train::Config& config, const std::string& attention) {
   train::Config other = config;
   other.attention = attention;
@@ -143,10 +143,10 @@ void run_eval(const EvalOptions& options) {
 }
 
 const char* const kExamples =
-    "The table has the attention the model was trained with, marked *, and one line for each\n"
-    "--attention, which takes its place in all layers without training. That works between\n"
-    "attentions of the same heads that need the same parameters: full, local, clustered and\n"
-    "i-clustered among each other, for example.\n"
+    "The table shows the attention the model was trained with, marked *, and one line for each\n"
+    "--attention, which replaces it in all layers without further training. Both must have the\n"
+    "same parameters: full, local, clustered and i-clustered can replace each other, for\n"
+    "example.\n"
     "\n"
     "Examples:\n"
     "  coterie eval runs/copy-full-1\n"
@@ -158,29 +158,30 @@ const char* const kExamples =
 
 void add_eval(CLI::App& program) {
   CLI::App* verb = program.add_subcommand(
-      "eval", "Score a trained model, also with another attention than it was trained with");
+      "eval", "Score a trained model, with its own attention and optionally with others");
   const auto shared = std::make_shared<EvalOptions>();  // lives as long as the callback
   EvalOptions& options = *shared;
   verb->add_option("checkpoint", options.path,
-                   "A checkpoint's folder, or a run's, of which the best is taken")
+                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
       ->required()
       ->type_name("FOLDER");
-  verb->add_option("--attention", options.attention,
-                   "Attentions to evaluate with as well; see below")
+  verb->add_option("--attention", options.attention, "Further attentions to evaluate; see below")
       ->type_name("SPEC");
-  verb->add_option("--split", options.split, "Which held-out data")
+  verb->add_option("--split", options.split, "Held-out data to use")
       ->check(CLI::IsMember({"valid", "test"}).description(""))
       ->type_name("valid|test")
       ->capture_default_str();
-  verb->add_option("--batches", options.batches, "How much of it; all if 0")
+  verb->add_option("--batches", options.batches, "Number of batches; all if 0")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30).description(""))
       ->type_name("N")
       ->capture_default_str();
-  verb->add_option("--rows", options.rows, "Rows of a batch; as in training if 0")
+  verb->add_option("--rows", options.rows, "Batch size; as in training if 0")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20).description(""))
       ->type_name("N")
       ->capture_default_str();
-  verb->add_option("--seed", options.seed, "Of clusters")->type_name("N")->capture_default_str();
+  verb->add_option("--seed", options.seed, "Random seed of clusters")
+      ->type_name("N")
+      ->capture_default_str();
   verb->add_flag("--json", options.json, "Print JSON lines instead of the table");
   verb->footer([] { return kExamples + spec_help(); });
   verb->callback([shared] { run_eval(*shared); });

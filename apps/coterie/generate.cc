@@ -20,7 +20,7 @@ struct GenerateOptions {
   train::SampleOptions sample;
 };
 
-// Bytes of a multi-byte character come one by one: the terminal puts them together.
+// A multi-byte character is written byte by byte; the terminal assembles it.
 void run_generate(const GenerateOptions& options) {
   LoadedModel loaded = load_model(options.checkpoint);
   const std::vector<std::int64_t> prompt = loaded.task->encode(options.prompt);
@@ -35,8 +35,8 @@ void run_generate(const GenerateOptions& options) {
 }
 
 const char* const kExamples =
-    "The model must be causal and its attention exact: full, local, strided, oracle-top or strict\n"
-    "routing. Modes whose selection sees the future cannot generate.\n"
+    "The model must be causal, with full, local, strided, oracle-top or strict routing attention.\n"
+    "Attentions whose selection sees future tokens cannot generate.\n"
     "\n"
     "Examples:\n"
     "  coterie generate runs/bytes-full --prompt \"namespace \"\n"
@@ -46,35 +46,36 @@ const char* const kExamples =
 }  // namespace
 
 void add_generate(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("generate", "Write text with a trained model");
+  CLI::App* verb = program.add_subcommand("generate", "Generate text with a trained model");
   const auto shared = std::make_shared<GenerateOptions>();  // lives as long as the callback
   GenerateOptions& options = *shared;
   verb->add_option("checkpoint", options.checkpoint,
-                   "Folder of a run (its best checkpoint is taken) or of a checkpoint")
+                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
       ->required()
       ->type_name("FOLDER");
-  verb->add_option("--prompt", options.prompt,
-                   "What the text begins with; a line break if not given")
+  verb->add_option("--prompt", options.prompt, "Start of the text; a line break if not given")
       ->type_name("TEXT");
-  verb->add_option("--tokens", options.sample.tokens, "Tokens to write")
+  verb->add_option("--tokens", options.sample.tokens, "Number of tokens to generate")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30).description(""))
       ->type_name("N")
       ->capture_default_str();
-  verb->add_option("--temperature", options.sample.temperature,
-                   "Below 1: likelier tokens; 0: always the likeliest")
+  verb->add_option(
+          "--temperature", options.sample.temperature,
+          "Sampling temperature; below 1 favours likely tokens, 0 always takes the likeliest")
       ->check(CLI::NonNegativeNumber.description(""))
       ->type_name("NUMBER")
       ->capture_default_str();
-  verb->add_option("--top-k", options.sample.top_k, "Only the k likeliest tokens; 0: all")
+  verb->add_option("--top-k", options.sample.top_k,
+                   "Sample from the k likeliest tokens only; all if 0")
       ->check(CLI::NonNegativeNumber.description(""))
       ->type_name("K")
       ->capture_default_str();
   verb->add_option("--top-p", options.sample.top_p,
-                   "Only the likeliest tokens that have this probability together")
+                   "Sample from the smallest set of likeliest tokens with this total probability")
       ->check(CLI::Range(1e-9, 1.0).description(""))
       ->type_name("P")
       ->capture_default_str();
-  verb->add_option("--seed", options.sample.seed, "Equal seeds write equal texts")
+  verb->add_option("--seed", options.sample.seed, "Random seed; equal seeds give equal texts")
       ->type_name("N")
       ->capture_default_str();
   verb->footer(kExamples);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// coterie info: what this build is and what it found on this machine.
+// coterie info: facts about this build and this machine.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -42,7 +42,7 @@ void print_devices() {
   }
 }
 
-// The attentions that have kernels for GPUs, whether there is one or not.
+// The attentions that have GPU kernels, whether or not there is a GPU.
 std::vector<std::string> attentions_on_cuda() {
   std::vector<std::string> names;
   for (const char* spec : {"full", "local(window=8)", "strided(stride=2)", "oracle-top",
@@ -79,7 +79,7 @@ void print_info() {
 void add_info(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("info", "Print version, build, CPU, devices, attentions");
   const auto specs = std::make_shared<bool>(false);  // lives as long as the callback
-  verb->add_flag("--specs", *specs, "Explain every attention and its keys instead");
+  verb->add_flag("--specs", *specs, "Explain every attention and its keys instead of the build");
   verb->callback([specs] { *specs ? fmt::print("{}", spec_help()) : print_info(); });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// coterie inspect: what the attention of a trained model does, head by head.
+// coterie inspect: statistics of a trained model's attention, head by head.
 #include "train/inspect.h"
 
 #include <fmt/core.h>
@@ -25,7 +25,7 @@ struct InspectOptions {
   bool json = false;
 };
 
-// "27 18 9 ... 0 0": the largest and the smallest.
+// "27 18 9 ... 0 0": the largest and the smallest sizes.
 std::string sizes_text(const std::vector<double>& sizes) {
   constexpr std::size_t kShown = 8, kLast = 2;
   std::string text;
@@ -122,11 +122,11 @@ void run_inspect(const InspectOptions& options) {
 }
 
 const char* const kExamples =
-    "kept: the share of full attention's weights, for the same queries and keys, that the head "
-    "puts in\n"
-    "the same places: 100% is full attention. entropy: of a head's weights, nats. empty: clusters "
-    "of a\n"
-    "row without tokens. All are means over held-out rows, cut to 512 tokens.\n"
+    "kept: overlap of the head's weights with those of full attention over the same queries and "
+    "keys;\n"
+    "100% is full attention. entropy: of a head's weights, in nats. empty: clusters without tokens "
+    "per\n"
+    "sequence. All are means over held-out sequences, cut to 512 tokens.\n"
     "\n"
     "Examples:\n"
     "  coterie inspect runs/copy-clustered\n"
@@ -136,18 +136,20 @@ const char* const kExamples =
 
 void add_inspect(CLI::App& program) {
   CLI::App* verb = program.add_subcommand(
-      "inspect", "Show clusters, kept attention and differences of a model's heads");
+      "inspect", "Show clusters, kept attention mass and diversity of a model's heads");
   const auto shared = std::make_shared<InspectOptions>();  // lives as long as the callback
   InspectOptions& options = *shared;
   verb->add_option("checkpoint", options.checkpoint,
-                   "Folder of a run (its best checkpoint is taken) or of a checkpoint")
+                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
       ->required()
       ->type_name("FOLDER");
-  verb->add_option("--rows", options.rows, "Rows of held-out data to look at")
+  verb->add_option("--rows", options.rows, "Number of held-out sequences to use")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1024}).description(""))
       ->type_name("N")
       ->capture_default_str();
-  verb->add_option("--seed", options.seed, "Of clusterings")->type_name("N")->capture_default_str();
+  verb->add_option("--seed", options.seed, "Random seed of clusters")
+      ->type_name("N")
+      ->capture_default_str();
   verb->add_flag("--json", options.json, "Print JSON instead of tables");
   verb->footer(kExamples);
   verb->callback([shared] { run_inspect(*shared); });

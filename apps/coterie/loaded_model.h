@@ -19,7 +19,7 @@ struct LoadedModel {
   std::string checkpoint;  // its folder
 };
 
-// `path` is a checkpoint's folder, or a run's, of which the best is taken. A damaged last
+// `path` is a checkpoint folder, or a run's folder, whose best checkpoint is loaded. A damaged
 // checkpoint is skipped with a warning on stderr.
 LoadedModel load_model(const std::string& path);
 

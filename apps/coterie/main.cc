@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The program coterie: one verb per job. The one place that catches everything: one line on stderr,
-// exit status 2 for a user's mistake, 1 for a failure.
+// The program coterie: one verb per job. Catches all exceptions here: one line on stderr, exit
+// status 2 for a user's mistake, 1 for a failure.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -17,8 +17,7 @@ namespace {
 
 constexpr int kFailure = 1, kMistake = 2;
 
-// One line, of a length that can be read, without what would move a terminal's cursor: messages
-// quote files that anybody may have written.
+// Prints one line of limited length without control characters: messages quote untrusted files.
 int report(std::string message, int status) {
   constexpr std::size_t kLongest = 2000;
   while (!message.empty() && message.back() == '\n') message.pop_back();
@@ -30,7 +29,7 @@ int report(std::string message, int status) {
   return status;
 }
 
-// Broken invariants and devices are no mistakes of the user.
+// Broken invariants and device failures are not mistakes of the user.
 int status_of(const coterie::Error& error) {
   const std::string message = error.what();
   const bool failure = message.starts_with("[internal]") || message.starts_with("[cuda") ||
@@ -42,7 +41,7 @@ int run(int argc, char** argv) {
   CLI::App program("Content-clustered attention: correct, fast, measured.", "coterie");
   program.set_version_flag("--version", "coterie " + coterie::build_info().version);
   program.require_subcommand(0, 1);
-  program.footer("coterie VERB --help tells more, with examples.");
+  program.footer("Run coterie VERB --help for options and examples.");
   coterie::cli::add_train(program);
   coterie::cli::add_eval(program);
   coterie::cli::add_generate(program);
@@ -62,7 +61,7 @@ int run(int argc, char** argv) {
   if (program.get_subcommands().empty()) {
     return report("expected a verb; got none (see coterie --help)", kMistake);
   }
-  return std::fflush(stdout) == 0 ? 0 : report("cannot write to the standard output", kFailure);
+  return std::fflush(stdout) == 0 ? 0 : report("cannot write to standard output", kFailure);
 }
 
 }  // namespace
@@ -75,7 +74,7 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return report("not enough memory", kFailure);
   } catch (const std::exception& error) {
-    const std::string message = error.what();  // torch's have a trace below
+    const std::string message = error.what();  // torch appends a trace
     return report(message.substr(0, message.find("\nException raised from")), kFailure);
   } catch (...) {
     return report("unknown failure", kFailure);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Stands in for the verbs that need torch in a program built without it.
+// Placeholders for the verbs that need torch, in a program built without it.
 #include <CLI/CLI.hpp>
 #include <string>
 
@@ -14,8 +14,8 @@ void add_missing(CLI::App& program, const std::string& name, const std::string& 
   verb->allow_extras();
   verb->callback([name] {
     throw Error("[" + name +
-                "] expected a program built with torch; got one without: install torch 2.11 and "
-                "build again (scripts/setup torch)");
+                "] this program was built without torch: install torch 2.11 (scripts/setup torch) "
+                "and build again");
   });
 }
 
@@ -23,8 +23,8 @@ void add_missing(CLI::App& program, const std::string& name, const std::string& 
 
 void add_train(CLI::App& program) { add_missing(program, "train", "Train a model"); }
 void add_eval(CLI::App& program) { add_missing(program, "eval", "Score a trained model"); }
-void add_generate(CLI::App& program) { add_missing(program, "generate", "Write text"); }
-void add_inspect(CLI::App& program) { add_missing(program, "inspect", "Look into attention"); }
+void add_generate(CLI::App& program) { add_missing(program, "generate", "Generate text"); }
+void add_inspect(CLI::App& program) { add_missing(program, "inspect", "Inspect attention"); }
 void add_compare(CLI::App& program) { add_missing(program, "compare", "Compare attentions"); }
 
 }  // namespace coterie::cli

@@ -71,7 +71,7 @@ void Progress::show_bar(const train::ProgressLine& line) {
   bar_shown_ = true;
 }
 
-// The first and the last step, every tenth part of the run, and what takes long in between.
+// Prints the first and last step, every tenth of the run, and at least one line per 30 s.
 void Progress::show_line(const train::ProgressLine& line) {
   const auto part = [&](std::int64_t step) {
     return kLines * step / std::max<std::int64_t>(line.steps, 1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// How a run of training is shown while it works: a bar on a terminal, some lines elsewhere.
+// Progress of a training run: a bar on a terminal, a few lines elsewhere.
 #pragma once
 
 #include <chrono>
@@ -18,8 +18,8 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void show(const train::ProgressLine& line);
-  void warn(const std::string& text);  // a line of its own
-  void clear();                        // takes the bar away
+  void warn(const std::string& text);  // a separate line
+  void clear();                        // removes the bar
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -29,10 +29,10 @@ class Progress {
   bool terminal_;
   bool bar_shown_ = false;
   Clock::time_point shown_{};
-  std::string label_;  // of the last line; a change starts another run
+  std::string label_;  // of the last line; a new label means a new run
 };
 
-// "[######----]", `width` characters and the brackets.
+// "[######----]": `width` characters plus the brackets.
 std::string progress_bar(std::int64_t step, std::int64_t steps, int width);
 // "42 s", "3:07", "1:02:33"
 std::string duration_text(double seconds);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// coterie report: one HTML page about runs and a bench record.
+// coterie report: an HTML page about runs and a bench record.
 #include "report/report.h"
 
 #include <fmt/core.h>
@@ -20,8 +20,9 @@ struct ReportOptions {
 };
 
 const char* const kExamples =
-    "RUN is a folder that coterie train wrote, or a folder of such. Runs of the same task are "
-    "compared.\n"
+    "RUN is a folder written by coterie train, or a folder that contains some. Runs of the same "
+    "task\n"
+    "are compared.\n"
     "\n"
     "Examples:\n"
     "  coterie report runs/\n"
@@ -32,14 +33,14 @@ const char* const kExamples =
 
 void add_report(CLI::App& program) {
   CLI::App* verb = program.add_subcommand(
-      "report", "Write a page of curves, scores, speeds and clusters of runs");
+      "report", "Write an HTML page with curves, scores, speeds and clusters of runs");
   const auto shared = std::make_shared<ReportOptions>();  // lives as long as the callback
   ReportOptions& options = *shared;
-  verb->add_option("runs", options.inputs.runs, "Folders of runs")->type_name("RUN");
-  verb->add_option("--bench", options.inputs.bench, "Also show what coterie bench --json wrote")
+  verb->add_option("runs", options.inputs.runs, "Run folders")->type_name("RUN");
+  verb->add_option("--bench", options.inputs.bench, "Output of coterie bench --json to include")
       ->type_name("FILE");
-  verb->add_option("--out", options.out, "The page")->type_name("FILE")->capture_default_str();
-  verb->add_option("--title", options.inputs.title, "Of the page")
+  verb->add_option("--out", options.out, "Output file")->type_name("FILE")->capture_default_str();
+  verb->add_option("--title", options.inputs.title, "Title of the page")
       ->type_name("TEXT")
       ->capture_default_str();
   verb->footer(kExamples);

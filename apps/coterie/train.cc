@@ -24,7 +24,7 @@ struct TrainVerb {
   bool resume = false;
 };
 
-// "runs/copy-full-1": task, names of the mechanisms, and the first number that is free.
+// "runs/copy-full-1": task, names of the mechanisms, and the first free number.
 std::string free_folder(const train::Config& config) {
   std::string name = "runs/" + config.task;
   for (const HeadGroup& group : AttentionSpec::parse(config.attention).groups) {
@@ -35,15 +35,15 @@ std::string free_folder(const train::Config& config) {
   return fmt::format("{}-{}", name, number);
 }
 
-// The options of the run that is resumed, except for those on the command line.
+// Reads the options of the resumed run, except those given on the command line.
 void read_resumed_config(CLI::App& verb, const std::string& out) {
   if (out.empty()) {
-    throw CLI::ValidationError("--resume", "expected --out with the folder of the run");
+    throw CLI::ValidationError("--resume", "expected --out FOLDER, the run to resume; got none");
   }
   const std::string path = out + "/config.toml";
   if (!std::filesystem::exists(path)) {
     throw CLI::ValidationError("--resume",
-                               "expected a run in " + out + "; got no config.toml there");
+                               "no run to resume in " + out + ": there is no config.toml");
   }
   train::apply_config(verb, train::read_file(path, train::kConfigFile), path);
 }
@@ -89,10 +89,10 @@ void run_train(CLI::App& verb, TrainVerb& options) {
 }
 
 const char* const kExamples =
-    "The folder of a run has config.toml (all options, for --config), log.jsonl (one JSON object "
-    "a\n"
-    "line) and checkpoints/. Ctrl-C finishes the step, saves and ends; --resume continues exactly\n"
-    "where the last checkpoint was made.\n"
+    "The folder of a run contains config.toml (all options, for --config), log.jsonl (one JSON "
+    "object\n"
+    "per line) and checkpoints/. Ctrl-C finishes the step, saves a checkpoint and exits; --resume\n"
+    "continues exactly from the last checkpoint.\n"
     "\n"
     "Examples:\n"
     "  coterie train --task copy\n"
@@ -109,7 +109,7 @@ void add_train(CLI::App& program) {
   const auto shared = std::make_shared<TrainVerb>();  // lives as long as the callback
   train::add_options(*verb, shared->config);
   verb->add_flag("--resume", shared->resume,
-                 "Continue the run in --out, with its options where none are given")
+                 "Continue the run in --out; options that are not given keep their values")
       ->group("Run")
       ->configurable(false);
   verb->footer([] { return kExamples + spec_help(); });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The verbs of the program: each function adds its subcommand, with options and what it does.
+// The verbs of the program: each function adds a subcommand with its options and callback.
 #pragma once
 
 namespace CLI {

@@ -70,9 +70,10 @@ void check_sequences(const char* op, const Sequences& sequences, std::int64_t ba
   if (cu_seqlens.present()) {
     check_ints(op, "cu_seqlens", cu_seqlens);
     COTERIE_CHECK(batches == 1, op, "expected a batch of 1 with cu_seqlens; got ", batches);
-    COTERIE_CHECK(cu_seqlens.size(0) >= 2, op,
-                  "expected the begin and the end of at least one sequence in cu_seqlens; got ",
-                  describe(cu_seqlens));
+    COTERIE_CHECK(
+        cu_seqlens.size(0) >= 2, op,
+        "expected cu_seqlens with at least 2 entries, the start and end of a sequence; got ",
+        describe(cu_seqlens));
   }
   if (lengths.present()) {
     check_ints(op, "lengths", lengths);
@@ -86,7 +87,8 @@ void check_items(const char* op, const AttentionInputs& inputs) {
   check_sequences(op, inputs.k_sequences, inputs.v.size(0));
   const std::int64_t q = item_count(inputs.q_sequences, inputs.q.size(0));
   const std::int64_t k = item_count(inputs.k_sequences, inputs.v.size(0));
-  COTERIE_CHECK(q == k, op, "expected as many key as query sequences; got ", k, " and ", q);
+  COTERIE_CHECK(q == k, op, "expected as many key sequences as query sequences; got ", k, " and ",
+                q);
 }
 
 std::vector<Span> make_spans(const char* op, const Sequences& sequences, std::int64_t batches,

@@ -180,7 +180,7 @@ CallThreads::CallThreads(std::int64_t bytes, const std::function<std::int64_t()>
 CallThreads::~CallThreads() { fixed_count = outer_; }
 
 int call_threads() {
-  COTERIE_CHECK(fixed_count > 0, "internal", "expected a CallThreads around the operation");
+  COTERIE_CHECK(fixed_count > 0, "internal", "call_threads() needs a CallThreads in scope");
   return fixed_count;
 }
 

@@ -184,7 +184,7 @@ AttentionSpec AttentionSpec::parse(std::string_view text) {
   }
   for (const HeadGroup& group : spec.groups) {
     COTERIE_CHECK(group.heads > 0 || spec.groups.size() == 1, "spec",
-                  "expected a number of heads for each of several groups, as in \"4*",
+                  "expected a number of heads for every group if there are several, as in \"4*",
                   group_text(group), "\"; got none");
   }
   return spec;
@@ -217,7 +217,7 @@ std::string to_string(const Mechanism& mechanism) { return group_text({.mechanis
 
 std::string spec_help() {
   std::string text =
-      "An attention spec names the attention of a layer, as a sum of groups of heads:\n"
+      "An attention spec describes the attention of a layer as a sum of head groups:\n"
       "  [heads*]name[(key=value,...)] + ...      one group without a count takes all heads\n"
       "Examples:\n"
       "  full\n"

@@ -209,7 +209,7 @@ HostTensor::HostTensor(DType dtype, std::vector<std::int64_t> sizes) {
   const std::int64_t padded = (bytes + 63) / 64 * 64;
   storage_.reset(
       static_cast<std::byte*>(std::aligned_alloc(kAlignment, static_cast<std::size_t>(padded))));
-  COTERIE_CHECK(storage_ != nullptr, "tensor", "expected ", bytes, " bytes of memory; got none");
+  COTERIE_CHECK(storage_ != nullptr, "tensor", "cannot allocate ", bytes, " bytes");
   std::memset(storage_.get(), 0, static_cast<std::size_t>(bytes));
   view_.data = storage_.get();
 }

@@ -54,8 +54,7 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
   call.inputs = inputs;
   if (shared) {
     COTERIE_CHECK(!inputs.k.present() || same_view(inputs.k, q), op,
-                  "expected no k, or k = q, because it takes its keys from the queries; got "
-                  "another k");
+                  "expected no k, or k = q, because the queries are the keys; got another k");
     call.k = q;
   } else {
     check_rows(op, "k", inputs.k, 4, q.device);
@@ -200,7 +199,8 @@ void check_dense(const char* op, const char* name, const TensorView& tensor, DTy
   check_device(op, name, tensor, device);
   check_dtype(op, name, tensor, dtype);
   check_shape(op, name, tensor, sizes);
-  COTERIE_CHECK(tensor.is_contiguous(), op, "expected ", name, " to be contiguous; got strides");
+  COTERIE_CHECK(tensor.is_contiguous(), op, "expected ", name, " to be contiguous; got strides ",
+                text_of({tensor.strides, tensor.strides + tensor.rank}));
   COTERIE_CHECK(tensor.data || tensor.count() == 0, op, "expected ", name,
                 " to have memory; got a null pointer");
 }
@@ -208,7 +208,7 @@ void check_dense(const char* op, const char* name, const TensorView& tensor, DTy
 void check_saved(const AttentionCall& call, const SavedLayout& layout,
                  const std::vector<TensorView>& saved, std::size_t count) {
   COTERIE_CHECK(saved.size() >= count, call.op, "expected ", count,
-                " saved tensors as attention_saved lists them; got ", saved.size());
+                " saved tensors, as listed by attention_saved; got ", saved.size());
   for (std::size_t t = 0; t < count; ++t) {
     const TensorLayout& expected = layout.tensors[t];
     check_dense(call.op, ("saved tensor " + expected.name).c_str(), saved[t], expected.dtype,
@@ -231,9 +231,10 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
   check("dq", gradients.dq, {call.B, call.H, call.N, call.Dk});
   check("dv", gradients.dv, {call.B, call.value_heads, call.S, call.Dv});
   if (keys_are_queries(mechanism))
-    COTERIE_CHECK(!gradients.dk.present(), call.op,
-                  "expected no dk, because keys are the queries and dq holds both; got ",
-                  describe(gradients.dk));
+    COTERIE_CHECK(
+        !gradients.dk.present(), call.op,
+        "expected no dk, because the queries are the keys and dq is the gradient of both; got ",
+        describe(gradients.dk));
   check("dk", gradients.dk, {call.B, call.key_heads, call.S, call.Dk});
   check_state(mechanism, call,
               {{StateField::centroids, "dcentroids", gradients.dcentroids},
@@ -241,7 +242,7 @@ void check_gradients(const Mechanism& mechanism, const AttentionCall& call,
                {StateField::logit_scale, "dlogit_scale", gradients.dlogit_scale}},
               true);
   COTERIE_CHECK(!gradients.dlogit_scale.present() || call.inputs.logit_scale.present(), call.op,
-                "dlogit_scale needs logit_scale; got it alone");
+                "dlogit_scale needs logit_scale; got no logit_scale");
 }
 
 AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& inputs) {

@@ -62,8 +62,8 @@ void balanced_assign(const TensorView& x, const Sequences& sequences, const Tens
   for (const Span& span : spans) {
     const std::int64_t even = (span.length + view.clusters() - 1) / view.clusters();
     COTERIE_CHECK(capacity == 0 || capacity >= even, op, "expected a capacity of at least ", even,
-                  ", for ", span.length, " tokens in ", view.clusters(),
-                  " clusters, or 0 for the least one; got ", capacity);
+                  " (", span.length, " tokens in ", view.clusters(),
+                  " clusters), or 0 for the smallest possible; got ", capacity);
   }
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -35,8 +35,8 @@ std::int64_t table_row(const char* op, const char* name, const TensorView& table
                        std::int64_t head) {
   const std::int64_t rows = table.size(0), columns = table.size(1);
   COTERIE_CHECK((rows == 1 || rows == items) && columns >= 1 && heads % columns == 0, op,
-                "expected ", name, " for 1 or ", items, " items and a divisor of ", heads,
-                " heads; got ", describe(table));
+                "expected ", name, " for 1 or ", items,
+                " items and a number of heads that divides ", heads, "; got ", describe(table));
   return (rows == 1 ? 0 : item) * columns + head / (heads / columns);
 }
 

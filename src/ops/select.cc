@@ -26,8 +26,10 @@ void select_top(const TensorView& rows, const TensorView& x, const Sequences& se
   const std::int64_t heads = std::max(row_heads, x_heads);
   COTERIE_CHECK((rows.size(0) == 1 || rows.size(0) == items) && row_heads >= 1 && x_heads >= 1 &&
                     heads % row_heads == 0 && heads % x_heads == 0,
-                op, "expected rows for 1 or ", items, " items and heads that divide those of x, ",
-                x_heads, ", or the reverse; got ", describe(rows));
+                op, "expected rows for 1 or ", items,
+                " items, with a number of heads that divides or is a "
+                "multiple of the ",
+                x_heads, " heads of x; got ", describe(rows));
   ops::check_dense(op, "rows", rows, accumulator_dtype(x.dtype),
                    {rows.size(0), row_heads, num_rows, x.size(3)});
   COTERIE_CHECK(indices.rank == 4 && indices.size(3) >= 1, op,

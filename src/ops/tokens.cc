@@ -48,7 +48,7 @@ void check_labels(const char* op, const TensorView& x, const TensorView& labels)
 
 void check_head_count(const char* op, const TensorView& x, std::int64_t centroid_heads) {
   COTERIE_CHECK(centroid_heads >= 1 && x.size(1) % centroid_heads == 0, op,
-                "expected centroids of a number of heads that divides the ", x.size(1),
+                "expected a number of centroid heads that divides the ", x.size(1),
                 " heads of x; got ", centroid_heads);
 }
 

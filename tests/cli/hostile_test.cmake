@@ -40,7 +40,7 @@ if(TRAIN)
   set(train train --task bytes --out ${WORK}/out)
   expect_mistake("expected at most 1M bytes of text after decompression; got more (raise --data-limit"
     ${train} --data ${WORK}/bomb.gz --data-limit 1M)
-  expect_mistake("links inside of the archive; got \"/etc/passwd\"" ${train} --data ${WORK}/link.tar)
+  expect_mistake("links inside the archive; got \"/etc/passwd\"" ${train} --data ${WORK}/link.tar)
   expect_mistake("expected at most 1G bytes of text" ${train} --data ${WORK}/large)
   expect_mistake("--data-limit: expected a number of bytes" ${train} --data-limit 1T)
   foreach(path ${WORK}/pipe /dev/zero)

@@ -26,7 +26,7 @@ TEST(ItemsTest, QueriesAndKeysHaveAsManySequences) {
     FAIL() << "two query sequences and three key sequences were accepted";
   } catch (const Error& error) {
     EXPECT_EQ(std::string(error.what()),
-              "[test] expected as many key as query sequences; got 3 and 2");
+              "[test] expected as many key sequences as query sequences; got 3 and 2");
   }
 }
 

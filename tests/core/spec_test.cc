@@ -175,7 +175,8 @@ TEST(Spec, ErrorsNameWhatIsAllowed) {
   EXPECT_EQ(error_of("clustered(clusters=3,bits=64)"),
             "[spec] expected bits of clustered to be an integer from 1 to 63; got \"64\"");
   EXPECT_EQ(error_of("full+2*full"),
-            "[spec] expected a number of heads for each of several groups, as in \"4*full\"; got "
+            "[spec] expected a number of heads for every group if there are several, as in "
+            "\"4*full\"; got "
             "none");
   EXPECT_EQ(error_of("local(window=3,window=3)"),
             "[spec] expected window of local once; got it twice");

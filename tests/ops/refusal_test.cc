@@ -233,7 +233,7 @@ TEST(RefusalTest, OffsetsThatDoNotAscend) {
   expect_refused(packed_case(), {"cu_seqlens", "start", "0"},
                  with_offsets({1, 12, 20}, {0, 5, 20}));
   expect_refused(packed_case(), {"sequences", "2", "3"}, with_offsets({0, 12, 20}, {0, 5, 7, 20}));
-  expect_refused(packed_case(), {"cu_seqlens", "at least one sequence"}, with_offsets({0}, {0}));
+  expect_refused(packed_case(), {"cu_seqlens", "at least 2 entries"}, with_offsets({0}, {0}));
 }
 
 // For tensors that are not in host memory only shapes and types are checked.

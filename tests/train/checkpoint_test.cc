@@ -122,9 +122,8 @@ TEST(NamedTensors, TensorsOfAnotherModelAreNamedAndNothingChanges) {
   others["second.weight"] = at::ones({3, 4});
   const std::string error = error_of([&] { load_module(module, others, "the file"); });
   EXPECT_EQ(error,
-            "[checkpoint] expected the tensors of this model in the file; got others: count is "
-            "missing; second.weight is (3, 4) where the model has (3, 3); third.weight is not in "
-            "the model");
+            "[checkpoint] the tensors in the file do not match this model: count is missing; "
+            "second.weight has shape (3, 4), expected (3, 3); third.weight is not in the model");
   expect_equal(module_tensors(module), before);
 }
 

@@ -166,10 +166,10 @@ TEST(Corpus, NoTextIsAnError) {
   write_file(folder.path("nothing"), "");
   for (const char* const name : {"empty", "binary", "nothing"}) {
     EXPECT_EQ(error_of(folder.path(name)),
-              "[data] cannot read " + folder.path(name) + ": there is no text in it");
+              "[data] cannot read " + folder.path(name) + ": it contains no text");
   }
   EXPECT_EQ(error_of(folder.path("missing")),
-            "[data] cannot read " + folder.path("missing") + ": there is no such file or folder");
+            "[data] cannot read " + folder.path("missing") + ": no such file or folder");
 }
 
 TEST(Corpus, TheBuiltInTextIsTheProject) {

@@ -184,11 +184,12 @@ TEST(Options, RefusalsSayWhatIsAllowed) {
 
 TEST(Options, RefusalsOfAFileNameItsLine) {
   EXPECT_HAS(refusal("\n[model]\nwidth = 3\n"), "a.toml, line 3: expected one of model.dim, ");
-  EXPECT_HAS(refusal("[modal]\nwidth = 3\n"), "line 2: expected a section like model");
+  EXPECT_HAS(refusal("[modal]\nwidth = 3\n"),
+             "line 2: expected a key of a known section such as model");
   EXPECT_HAS(refusal("[model]\ndim = 0\n"), "line 2: --model.dim: expected a whole number");
   EXPECT_HAS(refusal("length = 3\n[model]\n[train]\nlength = 4"), "line 4");
   EXPECT_HAS(refusal("attention-at = [\"0\", \"full\", \"1\"]\n"),
-             "expected values in groups of 2; got 3");
+             "expected a multiple of 2 values; got 3");
   EXPECT_HAS(refusal("length = [3, 4]\n"), "length");
   EXPECT_HAS(refusal("config = \"b.toml\"\n"), "expected one of");
   EXPECT_HAS(refusal("help = true\n"), "expected one of");

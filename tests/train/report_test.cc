@@ -100,7 +100,7 @@ TEST_F(ReportTest, CountsBrokenLinesAndKeepsTheRest) {
   ASSERT_TRUE(run);
   EXPECT_EQ(run->unreadable, 3);
   EXPECT_EQ(run->steps.size(), 2u);
-  EXPECT_TRUE(contains(page(), "3 lines of its log could not be read"));
+  EXPECT_TRUE(contains(page(), "3 lines of the log could not be read"));
 }
 
 TEST_F(ReportTest, FieldsOfTheWrongTypeAreMissing) {
@@ -120,15 +120,15 @@ TEST_F(ReportTest, ARunWithoutItsEndIsShownAsSuch) {
   write_run("b", header("copy", "local(window=8)", 64) + kSteps +
                      R"({"kind":"end","step":20,"reason":"interrupted","seconds":2})" + "\n");
   const std::string html = page();
-  EXPECT_TRUE(contains(html, "no end in its log"));
+  EXPECT_TRUE(contains(html, "unfinished"));
   EXPECT_TRUE(contains(html, "interrupted"));
-  EXPECT_TRUE(contains(html, "2 of 2 runs did not come to their end"));
+  EXPECT_TRUE(contains(html, "2 of 2 runs did not finish"));
 }
 
 TEST_F(ReportTest, ALogThatDoesNotSayWhatWasRunIsNamed) {
   write_run("a", header("copy", "full", 64) + kSteps + kEnd);
   write_run("broken", kSteps);
-  EXPECT_TRUE(contains(page(), "broken: its log does not say what was run"));
+  EXPECT_TRUE(contains(page(), "broken: the log has no line of kind"));
 }
 
 TEST_F(ReportTest, RefusesFoldersWithoutRuns) {
@@ -168,7 +168,7 @@ TEST_F(ReportTest, HasASectionPerTaskAndTheCommonOnes) {
   write_run("a", header("copy", "full", 64) + kSteps + kEnd);
   write_run("b", header("recall", "full", 64) + kSteps + kEnd);
   const std::string html = page();
-  for (const char* const title : {"In short", "copy", "recall, bidirectional", "Speed and error",
+  for (const char* const title : {"Summary", "copy", "recall, bidirectional", "Speed and error",
                                   "Cluster health", "Runs and machines"}) {
     EXPECT_TRUE(contains(html, std::string("<h2>") + title + "</h2>")) << title;
   }

@@ -221,7 +221,7 @@ TEST(CopyTask, ImpossibleConfigsAreRefused) {
   config = config_for("copy", 64);
   for (const double mask : {0.0, -0.1, 1.1, std::nan("")}) {
     config.copy.mask = mask;
-    EXPECT_NE(error_of(config).find("share of masks"), std::string::npos) << mask;
+    EXPECT_NE(error_of(config).find("copy.mask"), std::string::npos) << mask;
   }
 }
 
@@ -297,10 +297,11 @@ TEST(RecallTask, ImpossibleConfigsAreRefused) {
     config.recall = recall;
     return error_of(config);
   };
-  EXPECT_NE(
-      error({.keys = 8, .values = 2, .pairs = 9, .queries = 4}, 64).find("9 pairs; got 8 keys"),
-      std::string::npos);
-  EXPECT_NE(error({.keys = 8, .values = 2, .pairs = 8, .queries = 9}, 16).find("room for 8 pairs"),
+  EXPECT_NE(error({.keys = 8, .values = 2, .pairs = 9, .queries = 4}, 64)
+                .find("at least 9 keys, one per pair; got 8"),
+            std::string::npos);
+  EXPECT_NE(error({.keys = 8, .values = 2, .pairs = 8, .queries = 9}, 16)
+                .find("8 pairs + 9 queries; got 16"),
             std::string::npos);
   EXPECT_NE(error({.keys = 0, .values = 2, .pairs = 1, .queries = 1}, 16).find("1 keys or more"),
             std::string::npos);
@@ -413,20 +414,20 @@ TEST(BytesTask, TextThatIsTooShortIsRefused) {
   write_file(folder.path("a"), std::string(100, 'a'));
   Config config = config_for("bytes", 90);
   config.data = folder.path("a");
-  EXPECT_NE(error_of(config).find("expected more than 90 tokens to train on"), std::string::npos);
+  EXPECT_NE(error_of(config).find("expected more than 90 training tokens"), std::string::npos);
   config.length = 89;
   EXPECT_EQ(error_of(config), "");
   config.text.valid = 0.01;
   config.text.test = 0.0;
-  EXPECT_NE(error_of(config).find("2 tokens or more for validation; got 1"), std::string::npos);
+  EXPECT_NE(error_of(config).find("at least 2 validation tokens; got 1"), std::string::npos);
   for (const auto& [valid, test] :
        {std::pair{0.0, 0.1}, {0.5, 0.5}, {0.1, -0.1}, {std::nan(""), 0.1}}) {
     config.text.valid = valid;
     config.text.test = test;
-    EXPECT_NE(error_of(config).find("expected a share for valid"), std::string::npos);
+    EXPECT_NE(error_of(config).find("expected text.valid above 0"), std::string::npos);
   }
   config.data = folder.path("missing");
-  EXPECT_NE(error_of(config).find("there is no such file or folder"), std::string::npos);
+  EXPECT_NE(error_of(config).find("no such file or folder"), std::string::npos);
 }
 
 // A folder like WikiText-2's.

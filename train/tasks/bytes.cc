@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Language modelling byte by byte, over any file, folder or archive.
+// Byte-level language modelling of any file, folder or archive.
 #include <fmt/core.h>
 
 #include <cmath>

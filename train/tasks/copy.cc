@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Masked copy (Vyas et al. 2020): a row is 0 w 0 w, a word w of random symbols twice. At some
-// positions of the word one of the two copies is masked, never both, and the masked symbols are
-// asked: each can be read in the other copy and nowhere else.
+// Masked copy (Vyas et al. 2020): a row is 0 w 0 w, where w is a word of random symbols. At some
+// positions one of the two copies is masked, never both. The targets are the masked symbols, each
+// of which can only be read from the other copy.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ class CopyTask final : public RowTask {
         symbols_(config.copy.symbols),
         word_((config.length - 2) / 2) {
     if (config.length < 4 || config.length % 2 != 0) {
-      throw Error(fmt::format("[copy] expected an even length, 4 or more (0 word 0 word); got {}",
+      throw Error(fmt::format("[copy] expected an even length of 4 or more (0 word 0 word); got {}",
                               config.length));
     }
     if (symbols_ < 2 || symbols_ > 1'000'000) {
@@ -31,8 +31,7 @@ class CopyTask final : public RowTask {
     }
     const double share = config.copy.mask;
     if (!(share > 0.0 && share <= 1.0)) {
-      throw Error(
-          fmt::format("[copy] expected a share of masks above 0 and up to 1; got {}", share));
+      throw Error(fmt::format("[copy] expected copy.mask above 0 and at most 1; got {}", share));
     }
     masked_ = std::max<std::int64_t>(1, std::llround(share * static_cast<double>(word_)));
   }

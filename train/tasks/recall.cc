@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Associative recall: tokens that carry a key and its value lie scattered among filler, and so do
-// queries, tokens that carry a key. At a query the value of its key is asked. As a causal task
-// every query comes after its pair. Scores are kept by the distance between the two.
+// Associative recall: pair tokens (a key and its value) and query tokens (a key) are scattered
+// among filler. The target at a query is the value of its key. In the causal task every query comes
+// after its pair. Scores are grouped by the distance between the two.
 //
 // Ids: 0 filler, then pairs by key and value, then queries by key. Targets are values, from 0 on.
 #include <fmt/core.h>
@@ -34,17 +34,17 @@ class RecallTask final : public RowTask {
     check_at_least(config_.pairs, 1, "pairs");
     check_at_least(config_.queries, 1, "queries");
     if (config_.keys > kMaxIds / config_.values) {
-      throw Error(
-          fmt::format("[recall] expected keys times values up to {}; got {} keys and {} values",
-                      kMaxIds, config_.keys, config_.values));
+      throw Error(fmt::format(
+          "[recall] expected keys times values of at most {}; got {} keys and {} values", kMaxIds,
+          config_.keys, config_.values));
     }
     if (config_.pairs > config_.keys) {
-      throw Error(fmt::format("[recall] expected a key for each of {} pairs; got {} keys",
+      throw Error(fmt::format("[recall] expected at least {} keys, one per pair; got {}",
                               config_.pairs, config_.keys));
     }
     if (config_.pairs > length() || config_.queries > length() - config_.pairs) {
       throw Error(
-          fmt::format("[recall] expected a length with room for {} pairs and {} queries; got {}",
+          fmt::format("[recall] expected a length of at least {} pairs + {} queries; got {}",
                       config_.pairs, config_.queries, length()));
     }
   }
@@ -70,7 +70,7 @@ class RecallTask final : public RowTask {
   void fill(Row& row) const override {
     std::vector<std::size_t> places = random_places(row);
     const auto queries = places.begin() + config_.pairs;
-    if (config_.causal) {  // no query comes before all pairs
+    if (config_.causal) {  // the first place is a pair, not a query
       std::iter_swap(places.begin(), std::min_element(places.begin(), places.end()));
     }
     std::sort(places.begin(), queries);
@@ -111,7 +111,7 @@ class RecallTask final : public RowTask {
     return random_below(stream, static_cast<std::uint64_t>(i), static_cast<std::uint32_t>(bound));
   }
 
-  // Different places, of the pairs first and then of the queries.
+  // Distinct places, first of the pairs, then of the queries.
   std::vector<std::size_t> random_places(const Row& row) const {
     std::vector<std::size_t> places;
     for (std::int64_t i = 0; i < config_.pairs + config_.queries; ++i) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A task whose batches are filled row by row: what it adds is the number of held-out rows and
-// fill().
+// A task whose batches are filled row by row. Derived tasks implement fill() and may override the
+// number of held-out rows.
 #pragma once
 
 #include <span>
@@ -15,7 +15,7 @@ struct Row {
   Split split = Split::train;
   std::int64_t index = 0;                           // in the split
   std::span<std::int64_t> tokens, targets, strata;  // strata: empty in tasks without them
-  std::int64_t length = 0;  // valid positions: all at first; a row of held-out text may be shorter
+  std::int64_t length = 0;  // valid positions, initially all; held-out text may be shorter
 };
 
 class RowTask : public Task {
@@ -31,7 +31,7 @@ class RowTask : public Task {
   virtual void fill(Row& row) const = 0;
 
   std::int64_t length() const { return length_; }
-  // Random numbers of one row: a pure function of (seed, split, index). Purposes share no numbers.
+  // Random numbers of one row: a pure function of (seed, split, index), different per purpose.
   RandomStream random(const Row& row, std::uint32_t purpose) const;
 
  private:

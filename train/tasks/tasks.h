@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The tasks there are; make_task in train/task.cc has their names. Each throws Error when the
-// config asks for what it cannot give.
+// All tasks; make_task in train/task.cc has their names. Each throws Error on an invalid config.
 #pragma once
 
 #include <memory>

@@ -15,7 +15,7 @@
 namespace coterie::train {
 namespace {
 
-// The part that a file's name tells: one of its words between dots.
+// The part named by one of the dot-separated words of a file name; null if there is none.
 std::string* part_of(const std::string& name, TextParts& parts) {
   std::istringstream words(std::filesystem::path(name).filename().string());
   for (std::string word; std::getline(words, word, '.');) {
@@ -26,7 +26,7 @@ std::string* part_of(const std::string& name, TextParts& parts) {
   return nullptr;
 }
 
-// Parts by the names of files; without train or valid when the names do not tell.
+// Parts by file name; train or valid stay empty if no name matches.
 TextParts parts_by_name(const std::vector<CorpusFile>& files) {
   TextParts parts;
   for (const CorpusFile& file : files) {
@@ -47,8 +47,8 @@ TextParts cut_by_shares(std::string text, const TextConfig& config, CutAt cut) {
   const double held_out = config.valid + config.test;
   if (!(config.valid > 0.0 && config.test >= 0.0 && held_out < 1.0)) {
     throw Error(
-        fmt::format("[text] expected a share for valid above 0, for test of 0 or more, "
-                    "together below 1; got {} and {}",
+        fmt::format("[text] expected text.valid above 0, text.test of 0 or more and a sum "
+                    "below 1; got {} and {}",
                     config.valid, config.test));
   }
   const std::size_t valid = cut_place(text, 1.0 - held_out, cut);
@@ -79,12 +79,13 @@ TextParts read_text(const Config& config, CutAt cut) {
 
 void TextTask::check_parts() const {
   if (size(Split::train) <= length()) {
-    throw Error(fmt::format("[text] expected more than {} tokens to train on (the length); got {}",
-                            length(), size(Split::train)));
+    throw Error(
+        fmt::format("[text] expected more than {} training tokens (the sequence length); got {}",
+                    length(), size(Split::train)));
   }
   if (size(Split::valid) < 2) {
     throw Error(
-        fmt::format("[text] expected 2 tokens or more for validation; got {}", size(Split::valid)));
+        fmt::format("[text] expected at least 2 validation tokens; got {}", size(Split::valid)));
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What the tasks of language modelling share: text in three parts, and rows of tokens whose targets
-// are the tokens after them.
+// Shared by the language modelling tasks: text in three parts, and rows whose targets are the next
+// tokens.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,12 @@ struct TextParts {
 
 enum class CutAt : std::uint8_t { byte, line };
 
-// The text of config.data, or the built-in one when that is empty. A folder or archive with files
-// for training and validation (train.txt, wiki.valid.tokens, ...) has its parts in them; any other
-// text is cut into the shares of config.text, each cut moved to the next line with CutAt::line.
+// The text of config.data, or the built-in text if that is empty. A folder or archive with training
+// and validation files (train.txt, wiki.valid.tokens, ...) is split by these; any other text is
+// split by the fractions in config.text. CutAt::line moves each cut to the next line.
 TextParts read_text(const Config& config, CutAt cut);
 
-// Rows of train begin anywhere; those of valid and test lie side by side and cover the part.
+// Rows of train start anywhere; those of valid and test are consecutive and cover the part.
 class TextTask : public RowTask {
  public:
   bool causal() const override { return true; }
@@ -33,7 +33,7 @@ class TextTask : public RowTask {
  protected:
   using RowTask::RowTask;
 
-  // Throws when a part that is needed is too short for a row (train) or for one target (valid).
+  // Throws if train is too short for a row or valid for one target.
   void check_parts() const;
   std::int64_t held_out_rows(Split split) const override;
   void fill(Row& row) const override;
@@ -45,8 +45,8 @@ class TextTask : public RowTask {
   std::int64_t random_begin(const Row& row) const;
 };
 
-// Cross entropy, in nats per token, of `counts` (the frequencies of tokens in one part, each
-// counted once more) on `wanted`, the counts of another part.
+// Cross entropy, in nats per token, of the add-one smoothed frequencies `counts` of one part on the
+// token counts `wanted` of another part.
 double frequency_loss(const std::vector<std::int64_t>& counts,
                       const std::vector<std::int64_t>& wanted);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Language modelling word by word, over text whose words are separated by blanks; every line ends
+// Word-level language modelling of text whose words are separated by white space; every line ends
 // with the word <eos>. The vocabulary is that of the training part.
 #include <fmt/core.h>
 
@@ -32,7 +32,7 @@ void split_words(std::string_view text, const Use& use) {
 
 class Vocabulary {
  public:
-  // The `limit` most frequent words of `text`, <unk> and <eos> among them; 0: all.
+  // The `limit` most frequent words of `text`, including <unk> and <eos>; 0: all.
   Vocabulary(std::string_view text, std::int64_t limit) {
     std::unordered_map<std::string_view, std::int64_t> counts;
     split_words(text, [&](std::string_view word) { ++counts[word]; });
@@ -87,7 +87,7 @@ class WordsTask final : public TextTask {
              std::exp(frequency_loss(counts(Split::train), counts(Split::valid)))}};
   }
 
-  // A word that is cut off by the end of the text counts as a whole one.
+  // A word cut off by the end of the text counts as a whole word.
   std::vector<std::int64_t> encode(const std::string& text) const override {
     std::vector<std::int64_t> tokens;
     split_words(text, [&](std::string_view word) { tokens.push_back(vocabulary_.id(word)); });
@@ -132,7 +132,7 @@ class WordsTask final : public TextTask {
 
 std::unique_ptr<Task> make_words_task(const Config& config) {
   if (config.data.empty()) {
-    throw Error("[words] expected text in --data (words separated by blanks); got none");
+    throw Error("[words] expected text in --data (words separated by white space); got none");
   }
   const std::int64_t limit = config.text.vocabulary;
   if (limit != 0 && limit <= kReserved) {

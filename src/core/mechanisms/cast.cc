@@ -9,7 +9,7 @@ struct Cast : AllKeys {
   using Params = CastParams;
   static constexpr const char *kName = "cast",
                               *kSummary =
-                                  "clusters around surrogate tokens, summaries between them; "
+                                  "clusters around surrogate tokens, with summaries between them; "
                                   "lengths only, not causal",
                               *kAttends =
                                   "the tokens of its clusters, and one summary of each other "
@@ -19,19 +19,20 @@ struct Cast : AllKeys {
   static constexpr Positions kPositions = Positions::none;
 
   static std::vector<SpecKey> keys(const HeadGroup& defaults) {
-    return {integer_key("clusters", field_of(&Params::clusters), {}, defaults, "surrogate tokens"),
-            integer_key("size", field_of(&Params::size), {}, defaults, "tokens per cluster"),
-            choice_key<CastMode>("mode", field_of(&Params::mode),
-                                 {{"topk", CastMode::topk}, {"single", CastMode::single}},
-                                 "a token may be in several clusters, or in one"),
-            choice_key<CastActivation>(
-                "activation", field_of(&Params::activation),
-                {{"softmax", CastActivation::softmax}, {"laplace", CastActivation::laplace}},
-                "attention function"),
-            choice_key<bool>("heads", field_of(&Params::share_heads),
-                             {{"shared", true}, {"separate", false}},
-                             "one clustering for all heads, or one each"),
-            bool_key("gate_scale", field_of(&Params::gate_scale), "scale affinities by the gate")};
+    return {
+        integer_key("clusters", field_of(&Params::clusters), {}, defaults, "surrogate tokens"),
+        integer_key("size", field_of(&Params::size), {}, defaults, "tokens per cluster"),
+        choice_key<CastMode>("mode", field_of(&Params::mode),
+                             {{"topk", CastMode::topk}, {"single", CastMode::single}},
+                             "topk: a token may be in several clusters; single: in exactly one"),
+        choice_key<CastActivation>(
+            "activation", field_of(&Params::activation),
+            {{"softmax", CastActivation::softmax}, {"laplace", CastActivation::laplace}},
+            "attention function"),
+        choice_key<bool>("heads", field_of(&Params::share_heads),
+                         {{"shared", true}, {"separate", false}},
+                         "one clustering for all heads, or one per head"),
+        bool_key("gate_scale", field_of(&Params::gate_scale), "scale affinities by the gate")};
   }
   static bool keys_are_queries(const Params&) { return false; }
   static bool self_attention(const Params&) { return true; }

@@ -25,14 +25,14 @@ struct QueryClusters : AllKeys {
                                    {{"keys", Clustering::keys},
                                     {"hamming-keys", Clustering::hamming_keys},
                                     {"hamming", Clustering::hamming}},
-                                   "metric of the keys; hashes of key differences; the published "
-                                   "hashes"),
+                                   "by the metric of the keys, hashes of key differences, or the "
+                                   "published hashes"),
             integer_key("iterations", field(&ClusteringParams::iterations), {.min = 0}, defaults,
-                        "centroid updates; 1, 3, 10 by clustering"),
+                        "centroid updates; automatic: 1 (keys), 3 (hamming-keys), 10 (hamming)"),
             integer_key("bits", field(&ClusteringParams::bits), {.max = 63}, defaults,
-                        "hash length; Hamming clusterings"),
+                        "hash length; only for hamming-keys and hamming"),
             bool_key("hash_bias", field(&ClusteringParams::hash_bias),
-                     "random thresholds; clustering=hamming")};
+                     "random hash thresholds; only for hamming")};
   }
   static void settle_clustering(const char* op, ClusteringParams& params) {
     const ClusteringParams defaults;
@@ -40,7 +40,8 @@ struct QueryClusters : AllKeys {
                   "bits needs clustering=hamming-keys or hamming; got bits=", params.bits,
                   " with clustering=keys");
     COTERIE_CHECK(params.method == Clustering::hamming || params.hash_bias == defaults.hash_bias,
-                  op, "hash_bias=false needs clustering=hamming; got another clustering");
+                  op, "hash_bias=false needs clustering=hamming; got clustering=",
+                  params.method == Clustering::keys ? "keys" : "hamming-keys");
     if (params.iterations != kAutomatic) return;
     switch (params.method) {
       case Clustering::keys:
@@ -122,7 +123,7 @@ struct ImprovedClustered : QueryClusters {
     all.push_back(
         integer_key("topk", field_of(&Params::topk), {}, defaults, "exact keys per cluster"));
     all.push_back(bool_key("mass_grad", field_of(&Params::mass_grad),
-                           "gradient through the mass of the exact keys"));
+                           "propagate gradients through the mass of the exact keys"));
     all.push_back(choice_key<Causality>("causal", field_of(&Params::causal),
                                         {{"none", Causality::none},
                                          {"reference", Causality::leaking},

@@ -8,7 +8,7 @@ namespace {
 struct Local : ExactMechanism {
   using Params = LocalParams;
   static constexpr const char *kName = "local",
-                              *kSummary = "attention to near positions; any mask, causal or not",
+                              *kSummary = "attention to nearby positions; any mask, causal or not",
                               *kAttends =
                                   "keys i-⌊w/2⌋ … i+⌈w/2⌉-1 (causal: the w keys up to its own "
                                   "position); `blocked`: its block of w positions and `flange` "
@@ -21,9 +21,9 @@ struct Local : ExactMechanism {
                     "keys in the window or block"),
         choice_key<LocalKind>("kind", field_of(&Params::kind),
                               {{"sliding", LocalKind::sliding}, {"blocked", LocalKind::blocked}},
-                              "window around each query, or fixed blocks"),
+                              "sliding: a window around each query; blocked: fixed blocks"),
         integer_key("flange", field_of(&Params::flange), {.min = 0}, defaults,
-                    "blocked: neighbour blocks seen on each side")};
+                    "blocked: neighbouring blocks attended on each side")};
   }
   static void settle(Params& params, Causality) {
     COTERIE_CHECK(params.kind == LocalKind::blocked || params.flange == Params{}.flange, kName,

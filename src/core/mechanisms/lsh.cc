@@ -25,7 +25,7 @@ struct Lsh : AllKeys {
                         "hash values per round"),
             choice_key<LshCombine>("combine", field_of(&Params::combine),
                                    {{"lse", LshCombine::lse}, {"mean", LshCombine::mean}},
-                                   "rounds as one softmax, or their mean")};
+                                   "lse: one softmax over all rounds; mean: mean of the rounds")};
   }
   static bool keys_are_queries(const Params&) { return true; }
   static bool self_attention(const Params&) { return true; }

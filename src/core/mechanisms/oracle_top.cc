@@ -8,7 +8,7 @@ struct OracleTop : ExactMechanism, AllKeys {
   using Params = OracleTopParams;
   static constexpr const char *kName = "oracle-top",
                               *kSummary =
-                                  "the best keys by exact score: a yardstick, quadratic in time; "
+                                  "the top keys by exact score, as a reference; quadratic time; "
                                   "any mask, causal or not",
                               *kAttends =
                                   "its `topk` best keys, renormalised; the yardstick of the "

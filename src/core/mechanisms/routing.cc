@@ -12,7 +12,7 @@ struct Routing : AllKeys {
   using Params = RoutingParams;
   static constexpr const char *kName = "routing",
                               *kSummary =
-                                  "tokens attend inside clusters around learned centroids; "
+                                  "tokens attend within clusters around learned centroids; "
                                   "lengths only",
                               *kAttends = "the tokens of its clusters";
   static constexpr bool kTakesMask = false, kRelativePositions = false;
@@ -21,9 +21,9 @@ struct Routing : AllKeys {
 
   static std::vector<SpecKey> keys(const HeadGroup& defaults) {
     constexpr double kUnbounded = std::numeric_limits<double>::max();
-    SpecKey window =
-        integer_key("window", field_of(&Params::window), {}, defaults,
-                    "tokens per cluster, or latest tokens seen; not with membership=balanced");
+    SpecKey window = integer_key(
+        "window", field_of(&Params::window), {}, defaults,
+        "tokens per cluster (strict: latest tokens attended); not with membership=balanced");
     window.needed = [](const HeadGroup& group) {
       return std::get<Params>(group.mechanism).membership != Membership::balanced;
     };
@@ -33,21 +33,21 @@ struct Routing : AllKeys {
                                    {{"top", Membership::top},
                                     {"balanced", Membership::balanced},
                                     {"nearest", Membership::nearest}},
-                                   "nearest when strict, else top"),
-            bool_key("share_qk", field_of(&Params::share_qk), "the queries are the keys"),
+                                   "automatic: nearest if strict, otherwise top"),
+            bool_key("share_qk", field_of(&Params::share_qk), "use the queries as keys"),
             choice_key<Causality>("causal", field_of(&Params::causal),
                                   {{"none", Causality::none},
                                    {"paper", Causality::leaking},
                                    {"strict", Causality::strict}},
                                   "paper: its selection sees the future"),
             integer_key("queries_in", field_of(&Params::queries_in), {}, defaults,
-                        "strict: clusters a query looks into"),
+                        "strict: clusters that a query attends to"),
             choice_key<SelfAttention>(
                 "self", field_of(&Params::self),
                 {{"demote", SelfAttention::demote}, {"keep", SelfAttention::keep}},
-                "demote (the default with share_qk): own key only when there is no other"),
+                "demote (default with share_qk): attend to the own key only if there is no other"),
             bool_key("include_self", field_of(&Params::include_self),
-                     "strict, not share_qk: a query also sees its own key"),
+                     "strict without share_qk: a query also attends to its own key"),
             number_key("count_eps", field_of(&Params::count_eps), kUnbounded,
                        "top: outputs are divided by the token's number of clusters + count_eps"),
             number_key("decay", field_of(&Params::decay), 1.0,

@@ -7,7 +7,8 @@ namespace {
 struct Strided : ExactMechanism {
   using Params = StridedParams;
   static constexpr const char *kName = "strided",
-                              *kSummary = "keys at multiples of a distance; causal or not",
+                              *kSummary =
+                                  "keys at multiples of a distance; any mask, causal or not",
                               *kAttends = "keys at a multiple of `stride` positions from it";
   static constexpr Positions kPositions = Positions::none;
 
