@@ -21,7 +21,7 @@ void read(const std::string& file) {
       coterie::train::parse_safetensors(file.data(), file.size(), "input");
   std::size_t bytes = 0;
   for (const auto& [name, tensor] : content.tensors) bytes += tensor.bytes.size();
-  if (bytes > file.size()) throw std::runtime_error("more tensors than the file has room for");
+  if (bytes > file.size()) throw std::runtime_error("the tensors are larger than the file");
 }
 
 void consume(const std::string& input) {

@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-FOLDERS = "src/core src/cpu src/no_cuda src/ops train report apps bench".split()
+FOLDERS = "src torch python formats fuzz train report apps bench".split()
 
 # (regular expression, what to write instead)
 BANNED = [

@@ -76,8 +76,9 @@ Lists read_lists(const TensorView& tensor) {
 void write_lists(const TensorView& tensor, const Lists& lists) {
   Matrix<double> values(static_cast<Index>(lists.size()), tensor.size(tensor.rank - 1));
   for (Index row = 0; row < values.rows; ++row) {
-    COTERIE_CHECK(static_cast<Index>(lists[row].size()) <= values.cols, "ref", "expected room for ",
-                  lists[row].size(), " indices; got ", describe(tensor));
+    COTERIE_CHECK(static_cast<Index>(lists[row].size()) <= values.cols, "ref",
+                  "expected lists of at least ", lists[row].size(), " entries; got ",
+                  describe(tensor));
     for (Index slot = 0; slot < values.cols; ++slot)
       values(row, slot) = slot < static_cast<Index>(lists[row].size())
                               ? static_cast<double>(lists[row][slot])

@@ -161,7 +161,7 @@ struct StreamShape {
   static constexpr int kBytes = kBarriers + 2 * (kRing + kSlots) * 8;
   static_assert(kRing <= 32, "a lane for every place");
   // A place of owned tiles serves a single warpgroup: others may be phases ahead.
-  static_assert(kSlots % kGroups == 0, "warpgroups have places of their own");
+  static_assert(kSlots % kGroups == 0, "each place belongs to one warpgroup");
   static_assert(kBytes <= 227 * 1024, "more than the shared memory of a block");
   unsigned char* memory;
   std::uint32_t base;
