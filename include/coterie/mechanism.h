@@ -30,8 +30,8 @@ RowForm row_form(const Mechanism& mechanism);
 enum class Decoding : std::uint8_t { none, rows, window, rings };
 Decoding decoding(const Mechanism& mechanism, bool causal);
 
-// Keys that a query at `position` may attend to: positions first, first + stride, ... up to its own.
-// For Decoding::rows and Decoding::window.
+// Keys that a query at `position` may attend to: positions first, first + stride, ... up to its
+// own. For Decoding::rows and Decoding::window.
 struct KeyPattern {
   std::int64_t first = 0, stride = 1;
 };
