@@ -12,6 +12,7 @@
 #include "coterie/layer.h"
 #include "coterie/mechanism.h"
 #include "coterie/params.h"
+#include "coterie/positions.h"
 #include "coterie/random.h"
 #include "coterie/result.h"
 #include "coterie/routing.h"

@@ -7,7 +7,7 @@
 
 #include "attention.h"
 #include "clusters.h"
-#include "routing.h"
+#include "layer.h"
 
 namespace {
 
@@ -37,6 +37,7 @@ constexpr Operator kOperators[] = {
     {"balanced_assign", api::balanced_assign},
     {"group_by_cluster", api::group_by_cluster},
     {"select_top", api::select_top},
+    {"rotate_rows", api::rotate_rows},
     {"normalise_rows", api::normalise_rows},
     {"routing_labels", api::routing_labels},
     {"spherical_kmeans", api::spherical_kmeans},
@@ -78,6 +79,7 @@ STABLE_TORCH_LIBRARY(coterie, m) {
   m.def(
       "select_top(Tensor rows, Tensor x, Tensor? lengths, Tensor? cu_seqlens, int count) -> "
       "Tensor");
+  m.def("rotate_rows(Tensor x, int first, float base, bool inverse) -> Tensor");
   m.def("normalise_rows(Tensor x) -> Tensor");
   m.def(
       "routing_labels(Tensor x, Tensor centroids, Tensor? lengths, Tensor? cu_seqlens) -> Tensor");
