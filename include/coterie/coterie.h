@@ -9,6 +9,7 @@
 #include "coterie/mechanism.h"
 #include "coterie/params.h"
 #include "coterie/passes.h"
+#include "coterie/positions.h"
 #include "coterie/random.h"
 #include "coterie/result.h"
 #include "coterie/routing.h"

@@ -69,13 +69,13 @@ class HeadGroup(nn.Module):
 
     def placed(self, rows: Rows, base: float) -> Rows:
         """Rows (B, h, N, D) with their positions."""
-        q, k, v = rows
+        q, k, v = (None if x is None else x.transpose(1, 2) for x in rows)
         if self.group.positions == "rotary":
             q, k = rotated(q, base), None if k is None else rotated(k, base)
         elif self.group.positions == "relative" and k is not None:
             weight, bias = self.relative.weight, self.relative.bias
             q, k = widened_queries(q, weight, bias, base), widened_keys(k, weight.shape[0], base)
-        return Rows(q.transpose(1, 2), None if k is None else k.transpose(1, 2), v.transpose(1, 2))
+        return Rows(q, k, v)
 
     def state(self, x: Tensor | None = None) -> State | None:
         """Tensors of the mechanism besides rows; ``x`` (B, N, E), the layer's input, for cast."""

@@ -13,6 +13,7 @@ attention_forward(...): the same without derivatives
 attention_backward(grad_out, ..., out, saved, needs) -> gradients
     Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
 attention_select(...) -> the selection: the int32 ones of the saved tensors
+rotate_rows(x, first, base, inverse) -> rows turned by the angles of positions first, first + 1, ...
 normalise_rows(x) -> rows of zero mean and unit variance
 routing_labels(x, centroids (H', C, D), lengths?, cu_seqlens?) -> labels
 spherical_kmeans(x, lengths?, cu_seqlens?, clusters, iterations, seed) -> centroids (H, C, D)
@@ -178,6 +179,25 @@ def _(
     x: Tensor, lengths: Any, cu_seqlens: Any, clusters: int, iterations: int, seed: int
 ) -> Tensor:
     return x.new_empty((x.shape[1], clusters, x.shape[3]), dtype=accumulator(x.dtype))
+
+
+@torch.library.register_fake("coterie::rotate_rows")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return empty_rows(x, x.shape[3])
+
+
+def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rotation = inputs[1:]
+
+
+def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    first, base, inverse = ctx.rotation
+    return torch.ops.coterie.rotate_rows(grad, first, base, not inverse), None, None, None
+
+
+torch.library.register_autograd(
+    "coterie::rotate_rows", _differentiate_rotation, setup_context=_keep_rotation
+)
 
 
 @torch.library.register_fake("coterie::normalise_rows")

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "attention.h"
+#include "layer.h"
 #include "routing.h"
 
 namespace {
@@ -28,6 +29,7 @@ constexpr Operator kOperators[] = {
     {"attention_forward", api::attention},  // the same without derivatives
     {"attention_backward", api::attention_backward},
     {"attention_select", api::attention_select},
+    {"rotate_rows", api::rotate_rows},
     {"normalise_rows", api::normalise_rows},
     {"routing_labels", api::routing_labels},
     {"spherical_kmeans", api::spherical_kmeans},
@@ -47,6 +49,7 @@ STABLE_TORCH_LIBRARY(coterie, m) {
          ", Tensor out, Tensor[] saved, int needs) -> Tensor[]")
             .c_str());
   m.def(("attention_select(" + kArguments + ") -> Tensor[]").c_str());
+  m.def("rotate_rows(Tensor x, int first, float base, bool inverse) -> Tensor");
   m.def("normalise_rows(Tensor x) -> Tensor");
   m.def(
       "routing_labels(Tensor x, Tensor centroids, Tensor? lengths, Tensor? cu_seqlens) -> Tensor");

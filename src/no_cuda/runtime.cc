@@ -47,6 +47,10 @@ void backward(const Mechanism&, const AttentionCall& call, const AttentionResult
 
 void fill(const TensorView&, double, const Workspace&) { refuse("fill"); }
 
+void rotate_rows(const TensorView&, const Rotation&, const TensorView&, const Workspace&) {
+  refuse("rotate_rows");
+}
+
 std::string refuse_tokens(const TensorView&) { return "this library was built without CUDA"; }
 
 void normalise_rows(const TensorView&, const TensorView&, const Workspace&) {

@@ -84,6 +84,15 @@ def test_commitment_loss_has_the_right_gradient() -> None:
     )
 
 
+def test_rotations_pass_opcheck_and_are_differentiable() -> None:
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(C.rotate_rows.default, (x, 3, 100.0, False))
+    torch.library.opcheck(C.rotate_rows.default, (x.transpose(1, 2), 0, 1e4, True))
+    assert torch.autograd.gradcheck(lambda x: C.rotate_rows(x, 3, 100.0, False), (x,))
+    turned = C.rotate_rows(x, 3, 100.0, False)
+    assert torch.equal(C.rotate_rows(x[:, :, 4:5], 7, 100.0, False), turned[:, :, 4:5])
+
+
 def test_a_wrong_spec_is_named_by_the_operator() -> None:
     arguments = list(make_problem("full").arguments())
     arguments[11] = "2*full"

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
 #include <map>
@@ -185,26 +186,28 @@ TEST(RelativePositions, AddTheTermOfTransformerXl) {
 }
 
 TEST(RotaryPositions, TurnPairsByTheAngleOfTheirPosition) {
-  const at::Tensor x = at::randn({1, 5, 1, 6}, at::kDouble);
-  const at::Tensor turned = rotated(x, make_waves(7, 5, 6, 100.0, x));
+  const at::Tensor x = at::randn({1, 1, 5, 6}, at::kDouble).requires_grad_();
+  const at::Tensor turned = rotated(x, {7, 100.0});
   for (std::int64_t n = 0; n < 5; ++n) {
     for (std::int64_t f = 0; f < 3; ++f) {
       const double angle = static_cast<double>(7 + n) * std::pow(100.0, -2.0 * f / 6.0);
-      const double a = x[0][n][0][f].item<double>(), b = x[0][n][0][f + 3].item<double>();
-      EXPECT_NEAR(turned[0][n][0][f].item<double>(), a * std::cos(angle) - b * std::sin(angle),
+      const double a = x[0][0][n][f].item<double>(), b = x[0][0][n][f + 3].item<double>();
+      EXPECT_NEAR(turned[0][0][n][f].item<double>(), a * std::cos(angle) - b * std::sin(angle),
                   1e-14);
-      EXPECT_NEAR(turned[0][n][0][f + 3].item<double>(), a * std::sin(angle) + b * std::cos(angle),
+      EXPECT_NEAR(turned[0][0][n][f + 3].item<double>(), a * std::sin(angle) + b * std::cos(angle),
                   1e-14);
     }
   }
+  // A rotation is its own gradient's inverse.
+  const at::Tensor weight = at::randn({1, 1, 5, 6}, at::kDouble);
+  const at::Tensor gradient = ::torch::autograd::grad({(turned * weight).sum()}, {x})[0];
+  EXPECT_TRUE(at::allclose(rotated(gradient, {7, 100.0}), weight, 1e-13, 1e-13));
 }
 
 TEST(RotaryPositions, AreThoseOfQueriesAndKeysOfGroupsThatSaySo) {
   SelfAttention layer = make_layer({}, "2*full+2*full(positions=none)");
   const at::Tensor x = at::randn({2, 9, 32});
-  const auto place = [](const at::Tensor& rows) {
-    return rotated(rows.transpose(1, 2), make_waves(0, 9, 8, 10000.0, rows)).transpose(1, 2);
-  };
+  const auto place = [](const at::Tensor& rows) { return rotated(rows, {0, 10000.0}); };
   const auto heads = [&](const char* name, std::int64_t first) {
     return heads_of(x, *layer, name, first, 2);
   };

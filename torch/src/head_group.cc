@@ -139,20 +139,16 @@ void HeadGroupImpl::set_spec(const HeadGroup& spec) {
 
 HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
   HeadRows own = rows;
-  if (positions_ != Positions::none) {
-    // Relative positions have as many features as a row has elements, so both forms share waves.
-    const Waves waves =
-        make_waves(first, rows.q.size(1), options_.head_dim, options_.rotary_base, rows.q);
-    if (positions_ == Positions::rotary) {
-      own.q = rotated(own.q, waves);
-      if (own.k.defined()) own.k = rotated(own.k, waves);
-    } else {
-      own.q = widened_queries(own.q, relative_, waves);
-      own.k = widened_keys(own.k, waves);
-    }
-  }
   for (at::Tensor* tensor : {&own.q, &own.k, &own.v}) {
     if (tensor->defined()) *tensor = tensor->transpose(1, 2);
+  }
+  const PositionOptions options{first, options_.rotary_base};
+  if (positions_ == Positions::rotary) {
+    own.q = rotated(own.q, options);
+    if (own.k.defined()) own.k = rotated(own.k, options);
+  } else if (positions_ == Positions::relative) {
+    own.q = widened_queries(own.q, relative_, options);
+    own.k = widened_keys(own.k, relative_.weight.size(0), options);
   }
   return own;
 }

@@ -44,8 +44,8 @@ at::Tensor position_waves(std::int64_t first, double base, const at::Tensor& x_B
     throw Error("[model] expected an even width for sinusoidal positions; got " +
                 std::to_string(E));
   }
-  const Waves waves = make_waves(first, x_BNE.size(1), E, base, x_BNE);
-  return at::cat({waves.sin, waves.cos}, 2).squeeze(1) * std::sqrt(2.0);
+  // Sines first.
+  return waves(x_BNE.size(1), E, {first, base}, x_BNE).squeeze(0).roll(E / 2, -1) * std::sqrt(2.0);
 }
 
 void check_rank(const char* op, const char* shape, const at::Tensor& tensor, std::int64_t rank) {

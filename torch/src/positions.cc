@@ -2,46 +2,68 @@
 #include "positions.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
 
-#include <cmath>
+#include "bridge.h"
+#include "coterie/positions.h"
 
 namespace coterie::torch_api {
+namespace {
 
-Waves make_waves(std::int64_t first, std::int64_t N, std::int64_t width, double base,
+using ::torch::autograd::AutogradContext;
+using ::torch::autograd::variable_list;
+
+struct RotateFunction : ::torch::autograd::Function<RotateFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, std::int64_t first,
+                            double base, bool inverse) {
+    ctx->saved_data["first"] = first;
+    ctx->saved_data["base"] = base;
+    ctx->saved_data["inverse"] = inverse;
+    const c10::DeviceGuard guard(x.device());
+    const at::Tensor rows = with_contiguous_rows(x), out = empty_rows(rows, x.size(3));
+    rotate_rows(view(rows), {first, base, inverse}, view(out), Scratch(0, x).workspace());
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    return {apply(grad_outputs[0], ctx->saved_data["first"].toInt(),
+                  ctx->saved_data["base"].toDouble(), !ctx->saved_data["inverse"].toBool()),
+            {},
+            {},
+            {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor rotated(const at::Tensor& x_BHND, const PositionOptions& options) {
+  return RotateFunction::apply(x_BHND, options.first, options.base, false);
+}
+
+at::Tensor waves(std::int64_t N, std::int64_t width, const PositionOptions& options,
                  const at::Tensor& like) {
-  const at::TensorOptions options = like.options().dtype(at::kDouble);
-  const at::Tensor positions = at::arange(first, first + N, options);
-  const at::Tensor frequencies =
-      (at::arange(width / 2, options) * (-2.0 * std::log(base) / static_cast<double>(width))).exp();
-  const at::Tensor angles = positions.unsqueeze(1) * frequencies;
-  const auto cast = [&](const at::Tensor& wave) {
-    return wave.to(like.scalar_type()).unsqueeze(1);
-  };
-  return {cast(angles.sin()), cast(angles.cos())};
+  const at::Tensor rows = at::zeros({1, 1, N, width}, like.options());
+  rows.narrow(3, 0, width / 2).fill_(1);
+  return rotated(rows, options);
 }
 
-at::Tensor rotated(const at::Tensor& x_BNHD, const Waves& waves) {
-  const std::int64_t half = x_BNHD.size(3) / 2;
-  const at::Tensor a = x_BNHD.narrow(3, 0, half), b = x_BNHD.narrow(3, half, half);
-  return at::cat({a * waves.cos - b * waves.sin, a * waves.sin + b * waves.cos}, 3);
-}
-
-at::Tensor widened_queries(const at::Tensor& q_BNHD, const RelativePositions& relative,
-                           const Waves& waves) {
+at::Tensor widened_queries(const at::Tensor& q_BHND, const RelativePositions& relative,
+                           const PositionOptions& options) {
   const at::Tensor term =
-      (at::linear(q_BNHD, relative.weight) + relative.bias).to(q_BNHD.scalar_type());
-  const std::int64_t half = term.size(3) / 2;
-  const at::Tensor a = term.narrow(3, 0, half), c = term.narrow(3, half, half);
-  return at::cat({q_BNHD, a * waves.sin + c * waves.cos, c * waves.sin - a * waves.cos}, 3);
+      (at::linear(q_BHND, relative.weight) + relative.bias.unsqueeze(1)).to(q_BHND.scalar_type());
+  const auto halves = term.chunk(2, 3);
+  return at::cat({q_BHND, rotated(at::cat({halves[1], -halves[0]}, 3), options)}, 3);
 }
 
-at::Tensor widened_keys(const at::Tensor& k_BNHD, const Waves& waves) {
-  const at::Tensor features = at::cat({waves.cos, waves.sin}, 2);
-  const auto sizes = k_BNHD.sizes();
-  return at::cat({k_BNHD, features.expand({sizes[0], sizes[1], sizes[2], features.size(2)})}, 3);
+at::Tensor widened_keys(const at::Tensor& k_BHND, std::int64_t width,
+                        const PositionOptions& options) {
+  const auto sizes = k_BHND.sizes();
+  const at::Tensor features = waves(sizes[2], width, options, k_BHND);
+  return at::cat({k_BHND, features.expand({sizes[0], sizes[1], sizes[2], width})}, 3);
 }
 
 }  // namespace coterie::torch_api

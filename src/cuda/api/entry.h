@@ -10,6 +10,7 @@
 #include "core/call.h"
 #include "coterie/inputs.h"
 #include "coterie/mechanism.h"
+#include "coterie/positions.h"
 #include "coterie/result.h"
 #include "coterie/routing.h"
 #include "coterie/runtime.h"
@@ -44,6 +45,10 @@ void backward(const Mechanism& mechanism, const AttentionCall& call, const Atten
 
 // Writes `value` to every element of a tensor of f32, bf16, f16 or i32, with any strides.
 void fill(const TensorView& tensor, double value, const Workspace& workspace);
+
+// coterie/positions.h, for tensors that are not empty.
+void rotate_rows(const TensorView& x, const Rotation& rotation, const TensorView& out,
+                 const Workspace& workspace);
 
 // Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
 std::string refuse_tokens(const TensorView& x);

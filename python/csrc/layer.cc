@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT
-#include "coterie/routing.h"
+#include "layer.h"
 
 #include <torch/csrc/stable/ops.h>
 
 #include "coterie/error.h"
-#include "routing.h"
+#include "coterie/positions.h"
+#include "coterie/routing.h"
 
 namespace coterie::stable_api {
 namespace {
 
-// Rows x (B, H, N, D) that are arguments with their lengths or cu_seqlens after others.
+// Which rows of a tensor count: two arguments.
 struct Spans {
   OptionalTensor lengths, cu_seqlens;
 
@@ -29,6 +30,19 @@ void check_rank(const char* op, const Tensor& x) {
 DType accumulator_of(const Tensor& x) { return accumulator_dtype(view(x).dtype); }
 
 }  // namespace
+
+void rotate_rows(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor given = arguments.tensor();
+  Rotation rotation;
+  rotation.first = arguments.integer();
+  rotation.base = arguments.number();
+  rotation.inverse = arguments.flag();
+  const Scratch scratch(given);
+  const Tensor x = with_contiguous_rows(given), out = empty_rows(x, x.size(x.dim() - 1));
+  coterie::rotate_rows(view(x), rotation, view(out), scratch.workspace());
+  give(stack, out);
+}
 
 void normalise_rows(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments arguments(stack);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
-// The centroids of routing.
+// What layers are made of besides attention: positions, and the centroids of routing.
 #pragma once
 
 #include "bridge.h"
 
 namespace coterie::stable_api {
 
+Kernel rotate_rows;
 Kernel normalise_rows;
 Kernel routing_labels;
 Kernel spherical_kmeans;
