@@ -7,7 +7,6 @@
 
 #include "attention.h"
 #include "layer.h"
-#include "routing.h"
 
 namespace {
 
