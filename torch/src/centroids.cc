@@ -62,7 +62,7 @@ struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     if (at::GradMode::is_enabled()) {
-      throw Error("[commitment_loss] expected derivatives of first order; got create_graph");
+      throw Error("[commitment_loss] double backward is not supported; got create_graph");
     }
     const variable_list saved = ctx->get_saved_variables();
     // In the accumulator's type until it is scaled: with a weight of 1 it underflows in f16.
