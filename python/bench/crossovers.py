@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Writes python/coterie/crossovers.py, from which coterie.recommend advises, from measured records.
+"""Writes the module coterie.crossovers, which coterie.recommend reads, from measured records.
 
-    python python/bench/crossovers.py [--check]
+    python python/bench/crossovers.py OUTPUT
 
-Takes the records of ``coterie bench`` in docs/performance: heads of 64, i-clustered where not
-causal, strict routing where causal, against torch's full attention. The slowest run of each spec at
-each length counts; the fastest spec is written. --check writes nothing and fails when the file does
-not match the records.
+The build runs it. Takes the records of ``coterie bench`` in docs/performance: heads of 64,
+i-clustered where not causal, strict routing where causal, against torch's full attention. The
+slowest run of each spec at each length counts; the fastest spec is written.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "python" / "coterie" / "crossovers.py"
 MECHANISMS = {False: "i-clustered", True: "routing"}  # by causal
 HEAD_DIM = 64
 Key = tuple[str, bool, int]
@@ -66,39 +63,20 @@ def _slowest() -> dict[Key, dict[str, tuple[bool, float, str]]]:
     return found
 
 
-def table() -> str:
-    """The text of the file."""
-    lines = [
-        "# SPDX-License-Identifier: MIT",
-        '"""Measured speeds; written by python/bench/crossovers.py from docs/performance."""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "# Device, causal, tokens, the fastest spec, its speed over full attention, where.",
-        "MEASURED = [",
-    ]
+def main(output: Path) -> None:
+    """Writes the file."""
+    rows = []
     for (device, causal, tokens), specs in sorted(_slowest().items()):
         spec, (both, speed, where) = max(specs.items(), key=lambda item: item[1][:2])
         place = f"{where}, {'both passes' if both else 'forward'}"
-        fields = (device, causal, tokens, spec, round(speed, 2), place)
-        lines += ["    (", *(f"        {json_text(field)}," for field in fields), "    ),"]
-    return "\n".join([*lines, "]", ""])
-
-
-def json_text(value: object) -> str:
-    """A literal as the formatter writes it."""
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def main() -> None:
-    """Writes or checks the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail when the file is out of date")
-    if not parser.parse_args().check:
-        TARGET.write_text(table())
-    elif TARGET.read_text() != table():
-        sys.exit(f"{TARGET.name} is out of date; run python/bench/crossovers.py")
+        rows.append(f"    {(device, causal, tokens, spec, round(speed, 2), place)!r},\n")
+    output.unlink(missing_ok=True)
+    output.write_text(
+        '"""Measured speeds, written by python/bench/crossovers.py."""\n\n'
+        "# Device, causal, tokens, the fastest spec, its speed over full attention, where.\n"
+        f"MEASURED = [\n{''.join(rows)}]\n"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -87,12 +87,6 @@ def test_recommendations_name_wrong_arguments() -> None:
     assert coterie.recommend(10**6, device="cuda", head_dim=256).spec == "full"
 
 
-def test_recommendations_are_those_of_the_records() -> None:
-    script = Path(__file__).parents[2] / "python" / "bench" / "crossovers.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_state_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="got 4 and 3"):
         coterie.init_state("full", 4, 8, num_kv_heads=3)
