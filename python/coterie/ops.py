@@ -24,6 +24,10 @@ move_centroids(centroids!, counts!, sums!, members, added, decay) -> ()
     One step of the moving average by statistics ``members`` and ``added``.
 commitment_loss(x, centroids (H', C, D), labels, lengths?, cu_seqlens?) -> loss (1)
 commitment_loss_backward(...) -> d loss / d x
+routing_step(ring_k!, ring_v!, counts!, q, k?, v, centroids, logit_scale?, mechanism, scale) -> out
+    One token of strict routing, q (B, H, 1, D), after those in the rings, which it joins: ring_k
+    and ring_v (B, key heads, C window, D), counts (B, key heads, C) int64, zeros at first. Key
+    heads are those of q where ``mechanism`` has share_qk, else those of k.
 """
 
 from __future__ import annotations
@@ -226,6 +230,11 @@ def _(x: Tensor, *args: Any) -> Tensor:
 @torch.library.register_fake("coterie::commitment_loss_backward")
 def _(x: Tensor, *args: Any) -> Tensor:
     return empty_rows(x, x.shape[3])
+
+
+@torch.library.register_fake("coterie::routing_step")
+def _(ring_k: Tensor, ring_v: Tensor, counts: Tensor, q: Tensor, *args: Any) -> Tensor:
+    return empty_rows(q, ring_v.shape[3])
 
 
 def _save_commitment(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -6,6 +6,7 @@
 #include "coterie/error.h"
 #include "coterie/positions.h"
 #include "coterie/routing.h"
+#include "spec.h"
 
 namespace coterie::stable_api {
 namespace {
@@ -138,6 +139,35 @@ void commitment_loss_backward(StableIValue* stack, std::uint64_t, std::uint64_t)
   coterie::commitment_loss_backward(view(x), spans.sequences(), view(centroids), view(labels), 1.0,
                                     view(dx), scratch.workspace());
   give(stack, dx);
+}
+
+void routing_step(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor ring_k = arguments.tensor(), ring_v = arguments.tensor();
+  const Tensor counts = arguments.tensor();
+  const Tensor given_q = arguments.tensor();
+  const OptionalTensor given_k = arguments.optional_tensor();
+  const Tensor given_v = arguments.tensor(), centroids = arguments.tensor();
+  const OptionalTensor logit_scale = arguments.optional_tensor();
+  const std::string text = arguments.text();
+  AttentionInputs inputs;
+  inputs.scale = arguments.number();
+  inputs.causal = true;
+  const Mechanism mechanism = mechanism_of(text);
+  const auto* params = std::get_if<RoutingParams>(&mechanism);
+  if (!params) throw Error("[routing_step] expected routing; got " + text);
+  Scratch scratch(given_q);
+  const Tensor q = with_contiguous_rows(given_q), v = with_contiguous_rows(given_v);
+  const OptionalTensor k = with_contiguous_rows(given_k);
+  inputs.q = view(q);
+  inputs.k = view(k);
+  inputs.v = view(v);
+  inputs.centroids = view(centroids);
+  inputs.logit_scale = view(logit_scale);
+  const Tensor out = empty_rows(q, v.size(v.dim() - 1));
+  coterie::routing_step(*params, inputs, {view(ring_k), view(ring_v), view(counts)}, view(out),
+                        scratch.allocate(routing_step_workspace_bytes(*params, inputs)));
+  give(stack, out);
 }
 
 }  // namespace coterie::stable_api

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What layers are made of besides attention: positions, and the centroids of routing.
+// What layers are made of besides attention: positions, the centroids of routing and its decoding.
 #pragma once
 
 #include "bridge.h"
@@ -14,5 +14,6 @@ Kernel add_centroid_statistics;
 Kernel move_centroids;
 Kernel commitment_loss;
 Kernel commitment_loss_backward;
+Kernel routing_step;
 
 }  // namespace coterie::stable_api

@@ -36,6 +36,7 @@ constexpr Operator kOperators[] = {
     {"move_centroids", api::move_centroids},
     {"commitment_loss", api::commitment_loss},
     {"commitment_loss_backward", api::commitment_loss_backward},
+    {"routing_step", api::routing_step},
 };
 
 }  // namespace
@@ -67,6 +68,9 @@ STABLE_TORCH_LIBRARY(coterie, m) {
   m.def(
       "commitment_loss_backward(Tensor x, Tensor centroids, Tensor labels, Tensor? lengths, "
       "Tensor? cu_seqlens) -> Tensor");
+  m.def(
+      "routing_step(Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor(c!) counts, Tensor q, Tensor? k, "
+      "Tensor v, Tensor centroids, Tensor? logit_scale, str mechanism, float scale) -> Tensor");
 }
 
 // The core knows what it can do on which device, and says so.

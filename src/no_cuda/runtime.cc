@@ -78,4 +78,9 @@ void commitment_loss_backward(const TensorView&, const Sequences&, const TensorV
   refuse("commitment_loss_backward");
 }
 
+void routing_step(const RoutingParams&, const AttentionCall& call, const std::vector<TensorView>&,
+                  const RoutingRings&, const TensorView&, const Workspace&) {
+  refuse(call.op);
+}
+
 }  // namespace coterie::cuda

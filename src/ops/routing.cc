@@ -10,10 +10,12 @@
 #include "core/dispatch.h"
 #include "core/parallel.h"
 #include "coterie/attention.h"
+#include "coterie/spec.h"
 #include "cpu/cluster/centroid_update.h"
 #include "cpu/cluster/commitment.h"
 #include "cpu/cluster/normalise.h"
 #include "cpu/engine/rows.h"
+#include "cpu/mechanisms/routing_step.h"
 #include "cuda/api/entry.h"
 #include "ops/call.h"
 #include "ops/scratch.h"
@@ -85,23 +87,67 @@ struct LabelsCall {
     inputs.causal = true;
     layout = attention_saved(params, inputs);
   }
+};
 
-  // The selection, with `labels` as its first tensor.
-  std::vector<TensorView> take_selection(Arena& arena, const TensorView& labels) const {
-    std::vector<TensorView> selection = {labels};
-    for (std::size_t t = 1; t < layout.selection_count; ++t) {
-      const std::vector<std::int64_t>& sizes = layout.tensors[t].sizes;  // three dimensions
-      selection.push_back(
-          TensorView::contiguous(arena.take<std::int32_t>(sizes[0] * sizes[1] * sizes[2]),
-                                 DType::i32, {sizes[0], sizes[1], sizes[2]}, inputs.q.device));
-    }
-    return selection;
+// The selection of a call of strict routing, after those of its tensors that are `given`.
+std::vector<TensorView> take_selection(const SavedLayout& layout, std::vector<TensorView> given,
+                                       Device device, Arena& arena) {
+  for (std::size_t t = given.size(); t < layout.selection_count; ++t) {
+    const std::vector<std::int64_t>& sizes = layout.tensors[t].sizes;  // three of them
+    given.push_back(TensorView::contiguous(arena.take<std::int32_t>(sizes[0] * sizes[1] * sizes[2]),
+                                           DType::i32, {sizes[0], sizes[1], sizes[2]}, device));
+  }
+  return given;
+}
+
+std::int64_t selection_bytes(const SavedLayout& layout, std::size_t given) {
+  Arena arena;
+  take_selection(layout, std::vector<TensorView>(given), Device::cpu, arena);
+  return arena.used();
+}
+
+// What an arena left of its workspace.
+Workspace rest_of(const Workspace& workspace, const Arena& arena) {
+  return {static_cast<std::byte*>(workspace.data) + arena.used(), workspace.bytes - arena.used(),
+          workspace.stream};
+}
+
+// A checked step of decoding.
+struct StepCall {
+  RoutingParams params;
+  AttentionCall call;
+  SavedLayout layout;
+
+  StepCall(const RoutingParams& asked, const AttentionInputs& inputs) {
+    const char* op = "routing_step";
+    COTERIE_CHECK(inputs.causal, op, "expected causal inputs; got others");
+    const Mechanism settled = resolve(asked, true);
+    params = std::get<RoutingParams>(settled);
+    COTERIE_CHECK(params.membership == Membership::nearest, op,
+                  "expected strict routing, whose selection sees no later token; got ",
+                  to_string(settled));
+    for (const Sequences* sequences : {&inputs.q_sequences, &inputs.k_sequences})
+      COTERIE_CHECK(!sequences->lengths.present() && !sequences->cu_seqlens.present(), op,
+                    "lengths and cu_seqlens are not used by a step of one token; got some");
+    layout = attention_saved(settled, inputs);  // checks the inputs
+    call = ops::make_call(settled, inputs);
+    call.op = op;
+    COTERIE_CHECK(call.N == 1 && call.S == 1, op, "expected one query and one key; got ", call.N,
+                  " and ", call.S);
   }
 
-  std::int64_t selection_bytes() const {
-    Arena arena;
-    take_selection(arena, {});
-    return arena.used();
+  void check_rings(const RoutingRings& rings, const TensorView& out) const {
+    const DType wide = accumulator_dtype(call.inputs.q.dtype);
+    const std::int64_t slots = params.clusters * params.window;
+    ops::check_dense(call.op, "the ring of keys", rings.k, wide,
+                     {call.B, call.key_heads, slots, call.Dk}, call.device);
+    ops::check_dense(call.op, "the ring of values", rings.v, wide,
+                     {call.B, call.key_heads, slots, call.Dv}, call.device);
+    ops::check_dense(call.op, "counts", rings.counts, DType::i64,
+                     {call.B, call.key_heads, params.clusters}, call.device);
+    ops::check_rows(call.op, "out", out, 4, call.device);
+    ops::check_dtype(call.op, "out", out, call.inputs.q.dtype);
+    ops::check_shape(call.op, "out", out, {call.B, call.H, 1, call.Dv});
   }
 };
 
@@ -130,18 +176,16 @@ void normalise_rows(const TensorView& x, const TensorView& out, const Workspace&
 std::int64_t routing_labels_workspace_bytes(const TensorView& x, const Sequences& sequences,
                                             const TensorView& centroids) {
   const LabelsCall call(x, sequences, centroids);
-  return call.selection_bytes() + attention_workspace_bytes(call.params, call.inputs);
+  return selection_bytes(call.layout, 1) + attention_workspace_bytes(call.params, call.inputs);
 }
 
 void routing_labels(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                     const TensorView& labels, const Workspace& workspace) {
   const LabelsCall call(x, sequences, centroids);
   ops::check_labels("routing_labels", x, labels);
-  Arena arena("routing_labels", workspace, call.selection_bytes());
-  const std::vector<TensorView> selection = call.take_selection(arena, labels);
-  attention_select(call.params, call.inputs, selection,
-                   {static_cast<std::byte*>(workspace.data) + arena.used(),
-                    workspace.bytes - arena.used(), workspace.stream});
+  Arena arena("routing_labels", workspace, selection_bytes(call.layout, 1));
+  const std::vector<TensorView> selection = take_selection(call.layout, {labels}, x.device, arena);
+  attention_select(call.params, call.inputs, selection, rest_of(workspace, arena));
 }
 
 void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
@@ -252,6 +296,32 @@ void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
     auto tiles = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::make_tiles<T>(arena, x.size(3), 1); });
     cpu::commitment_backward<T>(problem, weight, dx, tiles);
+  });
+}
+
+std::int64_t routing_step_workspace_bytes(const RoutingParams& params,
+                                          const AttentionInputs& inputs) {
+  const StepCall step(params, inputs);
+  return selection_bytes(step.layout, 0) + attention_workspace_bytes(step.params, inputs);
+}
+
+void routing_step(const RoutingParams& params, const AttentionInputs& inputs,
+                  const RoutingRings& rings, const TensorView& out, const Workspace& workspace) {
+  const StepCall step(params, inputs);
+  step.check_rings(rings, out);
+  const AttentionCall& call = step.call;
+  if (call.B == 0) return;
+  Arena arena(call.op, workspace, selection_bytes(step.layout, 0));
+  const std::vector<TensorView> selection = take_selection(step.layout, {}, call.device, arena);
+  attention_select(step.params, inputs, selection, rest_of(workspace, arena));
+  if (call.device == Device::cuda)
+    return cuda::routing_step(step.params, call, selection, rings, out, workspace);
+  dispatch_accumulator(inputs.q.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ops::Scratch memory;
+    auto rows = ops::take_scratch(
+        memory, [&](Arena& own) { return cpu::RoutingRows<T>(own, step.params, call); });
+    cpu::routing_step<T>(step.params, call, selection, rings, out, rows);
   });
 }
 

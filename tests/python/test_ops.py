@@ -93,6 +93,39 @@ def test_rotations_pass_opcheck_and_are_differentiable() -> None:
     assert torch.equal(C.rotate_rows(x[:, :, 4:5], 7, 100.0, False), turned[:, :, 4:5])
 
 
+@pytest.mark.parametrize("queries_in", [1, 2])
+@pytest.mark.parametrize("self_attention", ["keep", "demote"])
+@pytest.mark.parametrize("form", ["", ",share_qk=true", ",include_self=true"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_steps_of_strict_routing_are_the_parallel_pass(
+    form: str, self_attention: str, queries_in: int, dtype: torch.dtype
+) -> None:
+    """Position by position, with two query heads for each key/value head."""
+    shared = "share_qk" in form
+    if shared and queries_in > 1:
+        pytest.skip("queries_in is of separate keys")
+    spec = f"routing(clusters=3,window=4,self={self_attention},queries_in={queries_in}{form})"
+    B, H, Hkv, N, D, C_ = 2, 4, 2, 23, 8, 3
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (torch.randn(B, h, N, D, dtype=dtype) for h in (H, Hkv, Hkv))
+    centroids, scale = torch.randn(Hkv, C_, D, dtype=wide), torch.rand(H, dtype=wide) + 0.2
+    keys = None if shared else k
+    none = (None,) * 5
+    out, _ = C.attention(q, keys, v, centroids, None, scale, *none, spec, 0.0, True, 0)
+    key_heads = H if shared else Hkv
+    rings = [torch.zeros(B, key_heads, C_ * 4, D, dtype=wide) for _ in range(2)]
+    rings.append(torch.zeros(B, key_heads, C_, dtype=torch.int64))
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
+    for n in range(N):
+        token = [None if x is None else x[:, :, n : n + 1] for x in (q, keys, v)]
+        found = C.routing_step(*rings, *token, centroids, scale, spec, 0.0)
+        expected = out[:, :, n : n + 1]
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert rings[2].sum() == B * key_heads * N
+    token = [None if x is None else x[:, :, :1].contiguous() for x in (q, keys, v)]
+    torch.library.opcheck(C.routing_step.default, (*rings, *token, centroids, scale, spec, 0.0))
+
+
 def test_a_wrong_spec_is_named_by_the_operator() -> None:
     arguments = list(make_problem("full").arguments())
     arguments[11] = "2*full"

@@ -2,15 +2,23 @@
 #include "decode.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <string>
 
+#include "bridge.h"
 #include "coterie/error.h"
+#include "coterie/routing.h"
 #include "coterie/spec.h"
 
 namespace coterie::torch_api {
 namespace {
+
+// Gives the tensor its own memory if it shares any.
+void make_own(at::Tensor& tensor) {
+  if (tensor.use_count() > 1) tensor = tensor.clone();
+}
 
 // The first position that this one and later ones see: patterns with a stride see all of them.
 std::int64_t first_needed(const KeyPattern& pattern) {
@@ -65,11 +73,41 @@ at::Tensor decode_rows(const DecodingStep& step, RowCache& cache) {
                    {.scale = step.options.scale});
 }
 
-}  // namespace
-
-void make_own(at::Tensor& tensor) {
-  if (tensor.use_count() > 1) tensor = tensor.clone();
+at::Tensor decode_rings(const DecodingStep& step, RingCache& cache) {
+  const auto& params = std::get<RoutingParams>(step.mechanism);
+  const at::Tensor q = with_contiguous_rows(step.rows.q), k = with_contiguous_rows(step.rows.k),
+                   v = with_contiguous_rows(step.rows.v);
+  const at::ScalarType wide = scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())));
+  const auto widened = [&](const at::Tensor& tensor) { return tensor.to(wide).contiguous(); };
+  if (!cache.k.defined()) {
+    const auto zeros = [&](std::int64_t slots, at::IntArrayRef width, at::ScalarType type) {
+      std::vector<std::int64_t> sizes = {q.size(0), (k.defined() ? k : q).size(1), slots};
+      sizes.insert(sizes.end(), width.begin(), width.end());
+      return at::zeros(sizes, q.options().dtype(type));
+    };
+    cache.k = zeros(params.clusters * params.window, {q.size(3)}, wide);
+    cache.v = zeros(params.clusters * params.window, {v.size(3)}, wide);
+    cache.counts = zeros(params.clusters, {}, at::kLong);
+  }
+  for (at::Tensor* tensor : {&cache.k, &cache.v, &cache.counts}) make_own(*tensor);
+  const at::Tensor centroids = widened(step.options.centroids);
+  const at::Tensor logit_scale = widened(step.options.logit_scale);
+  AttentionInputs inputs;
+  inputs.q = view(q);
+  inputs.k = view(k);
+  inputs.v = view(v);
+  inputs.centroids = view(centroids);
+  inputs.logit_scale = view(logit_scale);
+  inputs.scale = step.options.scale;
+  inputs.causal = true;
+  const c10::DeviceGuard guard(q.device());
+  const at::Tensor out = empty_rows(q, v.size(3));
+  routing_step(params, inputs, {view(cache.k), view(cache.v), view(cache.counts)}, view(out),
+               Scratch(routing_step_workspace_bytes(params, inputs), q).workspace());
+  return out;
 }
+
+}  // namespace
 
 GroupCache make_group_cache(const Mechanism& mechanism, bool causal) {
   const std::string op = std::string("[") + mechanism_name(mechanism) + "] ";

@@ -22,11 +22,10 @@ struct RowCache {
   std::int64_t first = 0, count = 0;
 };
 
-// Ring c of `window` slots holds the latest keys of cluster c, at slot (number of the key) mod
-// window. Keys are normalised. Heads are those of the keys.
+// RoutingRings of coterie/routing.h.
 struct RingCache {
   at::Tensor k, v;    // (B, heads, C * window, D)
-  at::Tensor counts;  // (B, heads, C) int64: keys that were put in
+  at::Tensor counts;  // (B, heads, C)
 };
 
 using GroupCache = std::variant<RowCache, RingCache>;
@@ -48,9 +47,5 @@ struct DecodingStep {
 };
 // The output (B, h, 1, D) of the position, whose keys and values join the cache.
 at::Tensor decode(const DecodingStep& step, GroupCache& cache);
-at::Tensor decode_rings(const DecodingStep& step, RingCache& cache);
-
-// Gives the tensor memory of its own, if it shares any.
-void make_own(at::Tensor& tensor);
 
 }  // namespace coterie::torch_api
