@@ -72,6 +72,7 @@ coterie::fuzz::Target coterie::fuzz::target() {
                     "[[",
                     "attention = \"full\"\n",
                     "lr = 1e-400\n",
+                    "-0.0",
                     "{",
                     "}",
                     ",",

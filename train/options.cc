@@ -146,7 +146,7 @@ Number parse_number(const std::string& option, const std::string& text, Number l
   const char* const end = text.data() + text.size();
   const auto read = std::from_chars(text.data(), end, value);
   const bool good = read.ec == std::errc() && read.ptr == end && value >= low && value <= high;
-  if (good) return value;  // NaN is in no range
+  if (good) return value + Number{};  // NaN is in no range; -0 becomes 0, as in TOML
   const char* const kind = std::is_integral_v<Number> ? "whole number" : "number";
   throw CLI::ValidationError(
       option, fmt::format("expected a {} from {} to {}; got \"{}\"", kind, low, high, text));

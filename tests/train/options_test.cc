@@ -262,6 +262,8 @@ TEST(Options, WholeNumbersAreNotWrittenAsFractions) {
   EXPECT_HAS(refusal("length = 1e3\n"),
              "--length: expected a whole number from 2 to 16777216; got \"1000.0\"");
   EXPECT_EQ(parse_config("optimizer.lr = 1\n", "text").optimizer.lr, 1.0);
+  const Config zero = parse_config("optimizer.lr = -0.0\n", "text");  // -0 is an integer in TOML
+  EXPECT_EQ(config_text(parse_config(config_text(zero), "text")), config_text(zero));
 }
 
 TEST(Options, WhatCannotBeReadBackIsNotWritten) {
