@@ -116,7 +116,9 @@ GroupCache make_group_cache(const Mechanism& mechanism, bool causal) {
     throw Error(op + "expected a mechanism that does not look ahead for decoding; got " +
                 to_string(mechanism) + ", whose selection sees the future");
   }
-  if (std::holds_alternative<RoutingParams>(mechanism)) return RingCache{};
+  const Decoding form = decoding(mechanism, causal);
+  if (form == Decoding::none) throw Error(op + "has no decoding; got " + to_string(mechanism));
+  if (form == Decoding::rings) return RingCache{};
   return RowCache{};
 }
 
