@@ -30,10 +30,10 @@ namespace coterie {
 // Inputs of one head group besides q, k and v, for specs of several groups. The fields are those of
 // AttentionInputs and AttentionGradients.
 struct GroupState {
-  ConstTensorView centroids, gate, logit_scale;
+  ConstTensorView centroids{}, gate{}, logit_scale{};
 };
 struct GroupStateGradients {
-  TensorView dcentroids, dgate, dlogit_scale;
+  TensorView dcentroids{}, dgate{}, dlogit_scale{};
 };
 
 // Allocator and stream of a call.

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <set>
 
+#include "cases/buffers.h"
 #include "coterie/attention.h"
 #include "coterie/routing.h"
 #include "coterie/runtime.h"
@@ -290,7 +291,7 @@ TEST_P(CentroidsTest, LabelsAreThoseOfStrictRouting) {
     RoutingParams params;
     params.clusters = 6;
     params.window = 5;
-    const AttentionBuffers buffers(params, inputs);
+    const cases::Buffers buffers(params, inputs);
     attention_forward(params, inputs, buffers.result(), buffers.workspace());
     for (const auto& [x, saved] : {std::pair{&q, 0u}, std::pair{&k, 1u}}) {
       const HostTensor labels(DType::i32, {2, x->view().size(1), 33});

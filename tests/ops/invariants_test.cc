@@ -282,8 +282,8 @@ TEST(InvariantsTest, PermutedTokensGivePermutedResults) {
       write_values(after.result.saved[s], read_values(before.result.saved[s]));
     }
     permute_selection(problem, after, tokens);
-    for (const TensorView& tensor :
-         {problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.grad_out}) {
+    for (const TensorView& tensor : std::initializer_list<TensorView>{
+             problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.grad_out}) {
       if (tensor.present()) permute_rows(tensor);
     }
     if (problem.inputs.gate.present()) {

@@ -101,7 +101,7 @@ TEST(RefusalTest, MixedAndUnknownTypes) {
 }
 
 TEST(RefusalTest, RowsThatAreNotContiguous) {
-  for (TensorView AttentionInputs::*member :
+  for (ConstTensorView AttentionInputs::*member :
        {&AttentionInputs::q, &AttentionInputs::k, &AttentionInputs::v}) {
     expect_refused(full_case(), {"contiguous", "stride"}, [member](Problem& p) {
       const TensorView& view = p.inputs.*member;
@@ -118,7 +118,7 @@ TEST(RefusalTest, NullPointers) {
 }
 
 TEST(RefusalTest, TensorsOfTheGpu) {
-  for (TensorView AttentionInputs::*member :
+  for (ConstTensorView AttentionInputs::*member :
        {&AttentionInputs::q, &AttentionInputs::k, &AttentionInputs::v}) {
     expect_refused(full_case(), {"cpu", "cuda"},
                    [member](Problem& p) { (p.inputs.*member).device = Device::cuda; });
@@ -146,7 +146,7 @@ TEST(RefusalTest, TensorsOfTwoGpus) {
     EXPECT_NE(message.find(name), std::string::npos) << message;
     EXPECT_NE(message.find("on cuda:3; got it on cuda:1"), std::string::npos) << message;
   };
-  const std::pair<const char*, TensorView AttentionInputs::*> members[] = {
+  const std::pair<const char*, ConstTensorView AttentionInputs::*> members[] = {
       {"k", &AttentionInputs::k},
       {"v", &AttentionInputs::v},
       {"centroids", &AttentionInputs::centroids},
@@ -244,7 +244,8 @@ TEST(RefusalTest, SequencesOnAGpu) {
       lengths = other(p, dtype, {count * stride});
       lengths.sizes[0] = count;
       lengths.strides[0] = stride;
-      for (TensorView* view : {&p.inputs.q, &p.inputs.k, &p.inputs.v, &lengths})
+      for (TensorView* view :
+           std::initializer_list<TensorView*>{&p.inputs.q, &p.inputs.k, &p.inputs.v, &lengths})
         view->device = Device::cuda;
     };
   };

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 
+#include "cases/buffers.h"
 #include "coterie/attention.h"
 #include "coterie/routing.h"
 #include "coterie/runtime.h"
@@ -47,7 +48,7 @@ Decoded decode(const StepCase& c) {
     inputs.causal = true;
     return inputs;
   };
-  const AttentionBuffers buffers(params, inputs_of(0, N));
+  const cases::Buffers buffers(params, inputs_of(0, N));
   attention_forward(params, inputs_of(0, N), buffers.result(), buffers.workspace());
   const std::int64_t heads = params.share_qk ? H : Hkv, slots = params.clusters * params.window;
   const HostTensor ring_k(wide, {B, heads, slots, Dk}), ring_v(wide, {B, heads, slots, Dv});
