@@ -124,8 +124,9 @@ TEST_P(SpreadGpuTest, FarRowsGiveTheNumbersOfNearOnes) {
   Spread spread(extent, 8);
   AttentionGradients& gradients = far.gradients;
   TensorView grad_out = far.grad_out.view();
-  for (TensorView* view : std::initializer_list<TensorView*>{&far.inputs.q, &far.inputs.k, &far.inputs.v, &grad_out, &far.result.out,
-                           &gradients.dq, &gradients.dk, &gradients.dv}) {
+  for (TensorView* view : std::initializer_list<TensorView*>{
+           &far.inputs.q, &far.inputs.k, &far.inputs.v, &grad_out, &far.result.out, &gradients.dq,
+           &gradients.dk, &gradients.dv}) {
     if (!view->present()) continue;
     const TensorView dense = *view;
     *view = spread.place(dense, c.strides);
