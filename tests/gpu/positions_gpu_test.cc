@@ -23,9 +23,10 @@ HostTensor numbers(DType dtype, std::vector<std::int64_t> sizes) {
   return tensor;
 }
 
-// One unit in the last place: either side may round a sum of two products the other way.
+// One unit in the last place: either side may round a sum of two products the other way. In f64 the
+// angles, up to 17,345, are rounded too: two units of theirs.
 double unit_of(DType dtype) {
-  if (dtype == DType::f64) return std::exp2(-50);
+  if (dtype == DType::f64) return 17345 * std::exp2(-51);
   if (dtype == DType::f32) return std::exp2(-21);
   return dtype == DType::bf16 ? std::exp2(-7) : std::exp2(-10);
 }
