@@ -142,7 +142,7 @@ TEST(Optimizer, StateThatDoesNotFitIsRefused) {
   };
   NamedTensors missing = good;
   missing.erase("out.weight.exp_avg");
-  refused(missing, "expected out.weight.exp_avg in x/optimizer");
+  refused(missing, "out.weight.exp_avg is missing in x/optimizer");
   NamedTensors shaped = good;
   shaped["out.weight.exp_avg"] = ::torch::zeros({4, 5});
   refused(shaped, "out.weight.exp_avg");
