@@ -211,7 +211,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.register_fake("coterie::routing_labels")
 def _(x: Tensor, *args: Any) -> Tensor:
-    return _labels(x)
+    return x.new_empty(x.shape[:3], dtype=torch.int32)
 
 
 def _fake_nothing(*args: Any) -> None:

@@ -154,19 +154,20 @@ TEST(Recompute, RefusesAModelThatChangedSinceTheForwardPass) {
   using Change = std::function<void(Transformer&, const std::vector<AttentionRecord>&)>;
   const std::vector<std::pair<Change, const char*>> changes = {
       {[](auto& model, const auto& records) { model->update_centroids(records); },
-       "expected the parameters and centroids of the forward pass"},
+       "parameters or centroids changed after the forward pass"},
       {[](auto& model, const auto& records) { model->initialise_centroids(records, 1); },
-       "expected the parameters and centroids of the forward pass"},
+       "parameters or centroids changed after the forward pass"},
       {[](auto& model, const auto&) {
          const at::NoGradGuard no_grad;
          model->parameters()[3].mul_(2);
        },
-       "expected the parameters and centroids of the forward pass"},
-      {[](auto& model, const auto&) { model->eval(); }, "expected the mode and attention"},
+       "parameters or centroids changed after the forward pass"},
+      {[](auto& model, const auto&) { model->eval(); },
+       "mode or attention changed after the forward pass"},
       {[](auto& model, const auto&) {
          model->set_attention({AttentionSpec::parse("routing(clusters=3,window=2)")});
        },
-       "expected the mode and attention"}};
+       "mode or attention changed after the forward pass"}};
   for (const auto& [change, words] : changes) {
     TransformerOptions options = transformer_options("routing(clusters=3,window=6)", true);
     options.recompute = true;
