@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/dense_view.h"
 #include "core/half.h"
 
 namespace coterie {
@@ -42,8 +43,6 @@ bool is_floating(DType dtype) {
 
 DType accumulator_dtype(DType input) { return input == DType::f64 ? DType::f64 : DType::f32; }
 
-namespace {
-
 TensorView dense_view(void* data, DType dtype, const std::int64_t* sizes, int rank, Device device) {
   COTERIE_CHECK(rank <= kMaxRank, "tensor", "expected at most ", kMaxRank, " dimensions; got ",
                 rank);
@@ -57,6 +56,8 @@ TensorView dense_view(void* data, DType dtype, const std::int64_t* sizes, int ra
   }
   return view;
 }
+
+namespace {
 
 // Calls visit(flat row-major index, element offset) for every element.
 template <class Visit>

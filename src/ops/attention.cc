@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/dense_view.h"
 
 namespace coterie {
 
@@ -24,22 +25,6 @@ std::shared_ptr<void> host_memory(std::int64_t bytes, Device device) {
 
 std::shared_ptr<void> allocate(const CallResources& resources, std::int64_t bytes, Device device) {
   return resources.allocate ? resources.allocate(bytes, device) : host_memory(bytes, device);
-}
-
-// A dense tensor in `memory`.
-TensorView dense(const TensorLayout& layout, void* memory, Device device) {
-  TensorView view;
-  view.data = memory;
-  view.dtype = layout.dtype;
-  view.device = device;
-  view.rank = static_cast<int>(layout.sizes.size());
-  std::int64_t stride = 1;
-  for (int dim = view.rank - 1; dim >= 0; --dim) {
-    view.sizes[dim] = layout.sizes[static_cast<std::size_t>(dim)];
-    view.strides[dim] = stride;
-    stride *= view.sizes[dim];
-  }
-  return view;
 }
 
 std::int64_t bytes_of(const TensorView& tensor) {
@@ -109,7 +94,8 @@ Attention::Saved Attention::forward(const AttentionInputs& inputs, const TensorV
     }
     group.layout = attention_saved(mechanism, group.inputs);
     for (const TensorLayout& layout : group.layout.tensors) {
-      TensorView tensor = dense(layout, nullptr, device);
+      TensorView tensor = dense_view(nullptr, layout.dtype, layout.sizes.data(),
+                                     static_cast<int>(layout.sizes.size()), device);
       tensor.data = own(bytes_of(tensor));
       group.result.saved.push_back(tensor);
     }
