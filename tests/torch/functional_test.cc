@@ -152,6 +152,45 @@ TEST(Options, StateOfAShorterTypeIsWidened) {
   EXPECT_EQ(gate.grad().scalar_type(), at::kBFloat16);
 }
 
+// A spec of several groups gives each of them its heads, its mask and its state.
+TEST(Groups, HaveTheBitsOfTheirMechanisms) {
+  const at::Tensor q = normal({2, 6, 21, 8}).requires_grad_(), k = normal({2, 2, 21, 8}),
+                   v = normal({2, 3, 21, 8});
+  const at::Tensor centroids = normal({1, 3, 8});
+  const at::Tensor out =
+      attention(q, k, v, "2*full+2*lsh(rounds=2,chunk=8,buckets=4)+2*routing(clusters=3,window=6)",
+                {.state = {{}, {}, {.centroids = centroids}}, .causal = true, .seed = 3});
+  const auto heads = [](const at::Tensor& all, std::int64_t first, std::int64_t count) {
+    return all.narrow(1, first, count);
+  };
+  const at::Tensor expected =
+      at::cat({attention(heads(q, 0, 2), heads(k, 0, 1), heads(v, 0, 1), "full", {.causal = true}),
+               attention(heads(q, 2, 2), {}, heads(v, 1, 1), "lsh(rounds=2,chunk=8,buckets=4)",
+                         {.causal = true, .seed = 3}),
+               attention(heads(q, 4, 2), heads(k, 1, 1), heads(v, 2, 1),
+                         "routing(clusters=3,window=6)", {.centroids = centroids, .causal = true})},
+              1);
+  EXPECT_TRUE(at::equal(out, expected));
+  EXPECT_TRUE(at::equal(grad({out.sum()}, {q})[0], grad({expected.sum()}, {q})[0]));
+
+  const at::Tensor rows = normal({2, 4, 9, 8}), mask = normal({2, 4, 9, 9}) > 0;
+  EXPECT_TRUE(at::equal(
+      attention(rows, rows, rows, "2*full+2*oracle-top(topk=9)", {.mask = mask}).narrow(1, 2, 2),
+      attention(heads(rows, 2, 2), heads(rows, 2, 2), heads(rows, 2, 2), "oracle-top(topk=9)",
+                {.mask = heads(mask, 2, 2)})));
+}
+
+TEST(Groups, RefuseWhatDoesNotFit) {
+  const at::Tensor q = normal({1, 4, 8, 4});
+  const auto refusal = [&](const char* spec, const AttentionOptions& options = {}) {
+    return test::error_of([&] { attention(q, q, q, spec, options); });
+  };
+  EXPECT_NE(refusal("2*full+2*lsh").find("expected k with 2 heads"), std::string::npos);
+  EXPECT_NE(refusal("full(positions=rotary)").find("without positions"), std::string::npos);
+  EXPECT_NE(refusal("2*full+2*local(window=2)", {.state = {{}}}).find("for 2 head groups; got 1"),
+            std::string::npos);
+}
+
 TEST(Refusals, AreThoseOfTheCore) {
   const at::Tensor q = normal({1, 2, 8, 4});
   const auto refusal = [&](const at::Tensor& k, const std::string& spec,

@@ -266,30 +266,28 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   }
   const std::vector<HeadSlice> slices = head_slices(layer, q.size(1), v.size(1));
   check_key_heads(slices, k.defined() && k.dim() == 4 ? k.size(1) : 0);
-  const auto heads = [&](const at::Tensor& all, std::int64_t first, std::int64_t count) {
-    return all.defined() && all.size(1) > 1 ? all.narrow(1, first, count) : all;
+  const auto heads = [](const at::Tensor& all, std::int64_t first, std::int64_t count) {
+    return count > 0 ? all.narrow(1, first, count) : at::Tensor();
   };
   variable_list parts;
   for (std::size_t g = 0; g < groups; ++g) {
     const HeadSlice& slice = slices[g];
+    const Mechanism& mechanism = layer.groups[g].mechanism;
     AttentionOptions own = options;
-    if (options.mask.defined() && options.mask.dim() == 4) {
-      own.mask = heads(options.mask, slice.first, slice.count);
-    }
     if (!options.state.empty()) {
       own.centroids = options.state[g].centroids;
       own.gate = options.state[g].gate;
       own.logit_scale = options.state[g].logit_scale;
     }
-    parts.push_back(groups == 1 ? attention(q, k, v, layer.groups[g].mechanism, own)
-                                : attention(q.narrow(1, slice.first, slice.count),
-                                            slice.key_count > 0
-                                                ? k.narrow(1, slice.first_key, slice.key_count)
-                                                : at::Tensor(),
-                                            v.narrow(1, slice.first_kv, slice.kv_count),
-                                            layer.groups[g].mechanism, own));
+    if (groups == 1) return attention(q, k, v, mechanism, own);
+    const bool by_head =
+        options.mask.defined() && options.mask.dim() == 4 && options.mask.size(1) > 1;
+    if (by_head) own.mask = heads(options.mask, slice.first, slice.count);
+    parts.push_back(attention(heads(q, slice.first, slice.count),
+                              heads(k, slice.first_key, slice.key_count),
+                              heads(v, slice.first_kv, slice.kv_count), mechanism, own));
   }
-  return groups == 1 ? parts[0] : at::cat(parts, 1);
+  return at::cat(parts, 1);
 }
 
 AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
