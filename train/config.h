@@ -64,6 +64,7 @@ struct TrainConfig {
   std::int64_t log_every = 10;
   std::int64_t eval_every = 50;
   std::int64_t eval_batches = 8;
+  std::int64_t final_batches = 0;  // of the validation at the end; 0: all
   std::int64_t patience = 0;       // evaluations without improvement before stopping; 0: never
   double truncate = 0.0;           // probability of cutting a step's rows to a random length
   std::string centroids = "data";  // of routing: initialised from the first batch, or random
@@ -83,6 +84,7 @@ struct Config {
   std::string attention = "full";
   std::vector<std::pair<std::string, std::string>> attention_at;  // ("0-3", spec), later ones win
   std::string out;                                                // folder of the run
+  std::string init_from;  // checkpoint or run whose parameters a new run starts from
   std::string device = "cpu";
   int threads = 0;  // 0: the library's choice
   std::uint64_t seed = 1;

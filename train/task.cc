@@ -13,7 +13,7 @@
 namespace coterie::train {
 namespace {
 
-using Make = std::unique_ptr<Task> (*)(const Config&);
+using Make = std::unique_ptr<Task> (*)(const Config&, const TaskFiles* stored);
 constexpr std::pair<const char*, Make> kTasks[] = {{"copy", make_copy_task},
                                                    {"recall", make_recall_task},
                                                    {"bytes", make_bytes_task},
@@ -65,9 +65,9 @@ std::vector<std::string> task_names() {
   return names;
 }
 
-std::unique_ptr<Task> make_task(const Config& config) {
+std::unique_ptr<Task> make_task(const Config& config, const TaskFiles* stored) {
   for (const auto& [name, make] : kTasks) {
-    if (config.task == name) return make(config);
+    if (config.task == name) return make(config, stored);
   }
   throw Error(fmt::format("[task] expected one of {}; got \"{}\"", fmt::join(task_names(), ", "),
                           config.task));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "apps/coterie/loaded_model.h"
+#include "train/option_values.h"
 #include "train/sample.h"
 #include "verbs.h"
 
@@ -15,14 +16,14 @@ namespace coterie::cli {
 namespace {
 
 struct GenerateOptions {
-  std::string checkpoint;
+  ModelOptions model;
   std::string prompt = "\n";
   train::SampleOptions sample;
 };
 
 // A multi-byte character is written byte by byte; the terminal assembles it.
 void run_generate(const GenerateOptions& options) {
-  LoadedModel loaded = load_model(options.checkpoint);
+  LoadedModel loaded = load_model(options.model, UsesData::no);
   const std::vector<std::int64_t> prompt = loaded.task->encode(options.prompt);
   const auto show = [&](const std::vector<std::int64_t>& tokens) {
     const std::string text = loaded.task->decode(tokens);
@@ -49,35 +50,21 @@ void add_generate(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("generate", "Generate text with a trained model");
   const auto shared = std::make_shared<GenerateOptions>();  // lives as long as the callback
   GenerateOptions& options = *shared;
-  verb->add_option("checkpoint", options.checkpoint,
-                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
-      ->required()
-      ->type_name("FOLDER");
+  add_model_options(*verb, options.model, UsesData::no);
   verb->add_option("--prompt", options.prompt, "Start of the text; a line break if not given")
       ->type_name("TEXT");
-  verb->add_option("--tokens", options.sample.tokens, "Number of tokens to generate")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30).description(""))
-      ->type_name("N")
-      ->capture_default_str();
-  verb->add_option(
-          "--temperature", options.sample.temperature,
-          "Sampling temperature; below 1 favours likely tokens, 0 always takes the likeliest")
-      ->check(CLI::NonNegativeNumber.description(""))
-      ->type_name("NUMBER")
-      ->capture_default_str();
-  verb->add_option("--top-k", options.sample.top_k,
-                   "Sample from the k likeliest tokens only; all if 0")
-      ->check(CLI::NonNegativeNumber.description(""))
-      ->type_name("K")
-      ->capture_default_str();
-  verb->add_option("--top-p", options.sample.top_p,
-                   "Sample from the smallest set of likeliest tokens with this total probability")
-      ->check(CLI::Range(1e-9, 1.0).description(""))
-      ->type_name("P")
-      ->capture_default_str();
-  verb->add_option("--seed", options.sample.seed, "Random seed; equal seeds give equal texts")
-      ->type_name("N")
-      ->capture_default_str();
+  train::add_number(*verb, "--tokens", options.sample.tokens, 1, 1 << 30,
+                    "Number of tokens to generate");
+  train::add_number(
+      *verb, "--temperature", options.sample.temperature, 0.0, 1e6,
+      "Sampling temperature; below 1 favours likely tokens, 0 always takes the likeliest");
+  train::add_number(*verb, "--top-k", options.sample.top_k, 0, 1 << 30,
+                    "Sample from the k likeliest tokens only; all if 0");
+  train::add_number(*verb, "--top-p", options.sample.top_p, 1e-9, 1.0,
+                    "Sample from the smallest set of likeliest tokens with this total probability");
+  train::add_number(*verb, "--seed", options.sample.seed, 0,
+                    std::numeric_limits<std::uint64_t>::max(),
+                    "Random seed; equal seeds give equal texts");
   verb->footer(kExamples);
   verb->callback([shared] { run_generate(*shared); });
 }

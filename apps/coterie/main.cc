@@ -7,10 +7,16 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <string>
+#include <vector>
 
+#include "apps/coterie/interrupt.h"
 #include "coterie/error.h"
+#include "coterie/near_miss.h"
 #include "coterie/runtime.h"
+#include "coterie/spec.h"
+#include "train/option_values.h"
 #include "verbs.h"
 
 namespace {
@@ -33,15 +39,44 @@ int report(std::string message, int status) {
 int status_of(const coterie::Error& error) {
   const std::string message = error.what();
   const bool failure = message.starts_with("[internal]") || message.starts_with("[cuda") ||
+                       message.starts_with("[memory]") ||
                        message.starts_with("[files] cannot write");
   return failure ? kFailure : kMistake;
+}
+
+// "; did you mean --train.steps?" for an unknown option or verb.
+std::string suggestion(const CLI::App& program, int argc, char** argv) {
+  const auto verbs = program.get_subcommands();
+  const CLI::App* const app = verbs.empty() ? &program : verbs[0];
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app->get_options()) names.push_back(option->get_name());
+  if (verbs.empty()) {
+    for (const CLI::App* verb : program.get_subcommands([](const CLI::App*) { return true; }))
+      names.push_back(verb->get_name());
+  }
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = std::string(argv[i]).substr(0, std::string(argv[i]).find('='));
+    if (std::find(names.begin(), names.end(), word) != names.end()) continue;
+    if (!verbs.empty() && !word.starts_with("-")) continue;
+    const std::string near = coterie::near_miss(word, names);
+    if (!near.empty()) return near;
+  }
+  return "";
+}
+
+void add_help(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand("help", "Explain a topic: spec (attention specs)");
+  const auto topic = std::make_shared<std::string>();
+  coterie::train::add_choice(*verb, "topic", *topic, {"spec"}, "Topic")->required();
+  verb->callback([] { fmt::print("{}", coterie::spec_help()); });
 }
 
 int run(int argc, char** argv) {
   CLI::App program("Content-clustered attention: correct, fast, measured.", "coterie");
   program.set_version_flag("--version", "coterie " + coterie::build_info().version);
   program.require_subcommand(0, 1);
-  program.footer("Run coterie VERB --help for options and examples.");
+  program.footer(
+      "Run coterie VERB --help for options and examples, coterie help spec for the attentions.");
   coterie::cli::add_train(program);
   coterie::cli::add_eval(program);
   coterie::cli::add_generate(program);
@@ -50,17 +85,20 @@ int run(int argc, char** argv) {
   coterie::cli::add_compare(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);
+  add_help(program);
   try {
     program.parse(argc, argv);  // runs the verb
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
     const auto verbs = program.get_subcommands();
     const std::string verb = verbs.empty() ? "" : verbs[0]->get_name() + " ";
-    return report(fmt::format("{} (see coterie {}--help)", error.what(), verb), kMistake);
+    std::string message = error.what();
+    if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) {
+      message += suggestion(program, argc, argv);
+    }
+    return report(fmt::format("{} (see coterie {}--help)", message, verb), kMistake);
   }
-  if (program.get_subcommands().empty()) {
-    return report("expected a verb; got none (see coterie --help)", kMistake);
-  }
+  if (program.get_subcommands().empty()) fmt::print("{}", program.help());
   return std::fflush(stdout) == 0 ? 0 : report("cannot write to standard output", kFailure);
 }
 
@@ -69,6 +107,8 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
+  } catch (const coterie::cli::Interrupted&) {
+    return coterie::cli::interrupt_status();
   } catch (const coterie::Error& error) {
     return report(error.what(), status_of(error));
   } catch (const std::bad_alloc&) {

@@ -136,6 +136,15 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
   PassContext own = context;
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
     own.layer = static_cast<std::int64_t>(layer);
+    if (context.before_layer) {
+      context.before_layer();
+      if (output.out.requires_grad()) {
+        output.out.register_hook([call = context.before_layer](at::Tensor gradient) {
+          call();
+          return gradient;
+        });
+      }
+    }
     const bool random = is_training() && options_.dropout > 0;
     const PassOutput next = options_.recompute && at::GradMode::is_enabled()
                                 ? run_recomputed(blocks_[layer], output.out, own, random)
@@ -147,11 +156,15 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
   return output;
 }
 
-void TransformerImpl::set_attention(const std::vector<AttentionSpec>& specs) {
+void TransformerImpl::check_attention(const std::vector<AttentionSpec>& specs) const {
   check_specs(specs, options_.layers);
   for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
     blocks_[static_cast<std::size_t>(layer)]->attention->check_spec(spec_of(specs, layer));
   }
+}
+
+void TransformerImpl::set_attention(const std::vector<AttentionSpec>& specs) {
+  check_attention(specs);
   for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
     blocks_[static_cast<std::size_t>(layer)]->attention->set_spec(spec_of(specs, layer));
   }

@@ -71,7 +71,7 @@ class CopyTask final : public RowTask {
 
 }  // namespace
 
-std::unique_ptr<Task> make_copy_task(const Config& config) {
+std::unique_ptr<Task> make_copy_task(const Config& config, const TaskFiles* /*stored*/) {
   return std::make_unique<CopyTask>(config);
 }
 

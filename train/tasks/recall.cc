@@ -126,7 +126,7 @@ class RecallTask final : public RowTask {
 
 }  // namespace
 
-std::unique_ptr<Task> make_recall_task(const Config& config) {
+std::unique_ptr<Task> make_recall_task(const Config& config, const TaskFiles* /*stored*/) {
   return std::make_unique<RecallTask>(config);
 }
 

@@ -18,6 +18,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
 #include <map>
 #include <memory>
@@ -63,6 +64,8 @@ struct PassContext {
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
   std::int64_t layer = 0;  // set by the transformer
   std::vector<AttentionRecord>* records = nullptr;  // appended to if not null
+  std::function<void()> before_layer{};  // called before each layer, also in the backward pass; may
+                                         // throw to leave the pass early
 };
 
 // Outputs of a layer, a stack or a model.
