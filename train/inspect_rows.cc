@@ -38,7 +38,7 @@ at::Tensor others_mask(std::int64_t N, bool causal) {
 // Full attention with the logits of routing, scale logit_scale qn . kn.
 void use_routing_logits(const RoutingParams& params, AttentionRecord& record) {
   torch_api::AttentionOptions& options = record.options;
-  record.k = normalised(params.share_qk ? record.q : record.k);
+  record.k = normalised(params.shared() ? record.q : record.k);
   record.q = normalised(record.q);
   if (options.logit_scale.defined()) record.q = record.q * options.logit_scale.view({-1, 1, 1});
   if (options.scale == 0) options.scale = 1;

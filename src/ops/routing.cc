@@ -79,7 +79,7 @@ struct LabelsCall {
     check_centroids("routing_labels", x, centroids);
     params.clusters = centroids.size(1);
     params.window = 1;
-    params.share_qk = true;
+    params.share_qk = SharedKeys::yes;
     inputs.q = x;
     inputs.v = x.narrowed(1, 0, centroids.size(0));  // not read
     inputs.q_sequences = inputs.k_sequences = sequences;

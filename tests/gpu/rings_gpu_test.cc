@@ -39,7 +39,7 @@ void expect_parallel(const std::string& spec, DType dtype, std::int64_t Dk, std:
   const auto inputs_of = [&](std::int64_t first, std::int64_t count) {
     AttentionInputs inputs;
     inputs.q = q.view().narrowed(2, first, count);
-    if (!params.share_qk) inputs.k = k.view().narrowed(2, first, count);
+    if (!params.shared()) inputs.k = k.view().narrowed(2, first, count);
     inputs.v = v.view().narrowed(2, first, count);
     inputs.centroids = centroids.view();
     inputs.logit_scale = scale.view();
@@ -57,7 +57,7 @@ void expect_parallel(const std::string& spec, DType dtype, std::int64_t Dk, std:
   }
   const DeviceMemory scratch(attention_workspace_bytes(params, all));
   attention_forward(params, all, result, {scratch.data(), scratch.bytes(), nullptr});
-  const std::int64_t heads = params.share_qk ? H : Hkv, slots = params.clusters * params.window;
+  const std::int64_t heads = params.shared() ? H : Hkv, slots = params.clusters * params.window;
   const HostTensor zero_k(DType::f32, {B, heads, slots, Dk}),
       zero_v(DType::f32, {B, heads, slots, Dv}), zeros(DType::i64, {B, heads, params.clusters});
   const DeviceTensor ring_k(zero_k.view()), ring_v(zero_v.view()), counts(zeros.view());

@@ -41,7 +41,7 @@ Decoded decode(const StepCase& c) {
   const auto inputs_of = [&](std::int64_t first, std::int64_t count) {
     AttentionInputs inputs;
     inputs.q = q.view().narrowed(2, first, count);
-    if (!params.share_qk) inputs.k = k.view().narrowed(2, first, count);
+    if (!params.shared()) inputs.k = k.view().narrowed(2, first, count);
     inputs.v = v.view().narrowed(2, first, count);
     inputs.centroids = centroids;
     if (c.scaled) inputs.logit_scale = scale;
@@ -50,7 +50,7 @@ Decoded decode(const StepCase& c) {
   };
   const cases::Buffers buffers(params, inputs_of(0, N));
   attention_forward(params, inputs_of(0, N), buffers.result(), buffers.workspace());
-  const std::int64_t heads = params.share_qk ? H : Hkv, slots = params.clusters * params.window;
+  const std::int64_t heads = params.shared() ? H : Hkv, slots = params.clusters * params.window;
   const HostTensor ring_k(wide, {B, heads, slots, Dk}), ring_v(wide, {B, heads, slots, Dv});
   Decoded decoded{HostTensor(c.dtype, {B, H, N, Dv}), HostTensor(c.dtype, {B, H, N, Dv}),
                   HostTensor(DType::i64, {B, heads, params.clusters})};

@@ -60,6 +60,7 @@ SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
     : options_(std::move(options)),
       kv_heads_(options_.kv_heads == 0 ? options_.heads : options_.kv_heads) {
   check_options(options_);
+  options_.spec = layer_spec(options_.spec, options_.causal);
   const std::int64_t E = options_.dim, H = options_.heads, D = E / H;
   slices_ = head_slices(options_.spec, H, kv_heads_);
   const std::int64_t key_heads = slices_.back().first_key + slices_.back().key_count;
@@ -138,7 +139,8 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
   return {merge(parts), commitment};
 }
 
-void SelfAttentionImpl::check_spec(const AttentionSpec& spec) const {
+void SelfAttentionImpl::check_spec(const AttentionSpec& given) const {
+  const AttentionSpec spec = layer_spec(given, options_.causal);
   const std::vector<std::int64_t> counts = spec.head_counts(options_.heads);
   if (counts != options_.spec.head_counts(options_.heads)) {
     refuse("expected groups with as many heads as in \"", options_.spec.to_string(), "\"; got \"",
@@ -147,8 +149,9 @@ void SelfAttentionImpl::check_spec(const AttentionSpec& spec) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->check_spec(spec.groups[g]);
 }
 
-void SelfAttentionImpl::set_spec(const AttentionSpec& spec) {
-  check_spec(spec);
+void SelfAttentionImpl::set_spec(const AttentionSpec& given) {
+  check_spec(given);
+  const AttentionSpec spec = layer_spec(given, options_.causal);
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->set_spec(spec.groups[g]);
   options_.spec = spec;
 }

@@ -180,7 +180,7 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
     return commitment_loss(x, options.centroids, labels, options.q_lengths);
   };
   const at::Tensor of_queries = loss(q, "q_labels");
-  const at::Tensor of_keys = routing->share_qk ? of_queries : loss(k, "k_labels");
+  const at::Tensor of_keys = routing->shared() ? of_queries : loss(k, "k_labels");
   return {details.out, (of_queries + of_keys) * routing->commitment};
 }
 
