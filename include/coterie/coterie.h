@@ -10,6 +10,7 @@
 #include "coterie/params.h"
 #include "coterie/passes.h"
 #include "coterie/positions.h"
+#include "coterie/quality.h"
 #include "coterie/random.h"
 #include "coterie/result.h"
 #include "coterie/routing.h"

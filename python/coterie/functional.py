@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -124,17 +124,22 @@ def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(accumulator(q.dtype)).contiguous()
 
 
-def run_group(call: GroupCall, options: Options, want_saved: bool = False) -> GroupResult:
-    """One call of the operator, differentiable."""
+def arguments_of(
+    call: GroupCall, options: Options
+) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """The operator's arguments: the differentiable ones, the others."""
     group, q, k, v, state = call
     centroids = gate = logit_scale = None
     if state is not None:
         centroids = _wide(_centroids(group, state), q)
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
     rows = (q, k, v, centroids, gate, logit_scale)
-    rest = (*options[3:], group.text, options.scale, options.causal, options.seed)
-    out, saved = ops.attention(rows, rest, want_saved)
-    return GroupResult(out, saved)
+    return rows, (*options[3:], group.text, options.scale, options.causal, options.seed)
+
+
+def run_group(call: GroupCall, options: Options, want_saved: bool = False) -> GroupResult:
+    """One call of the operator, differentiable."""
+    return GroupResult(*ops.attention(*arguments_of(call, options), want_saved))
 
 
 def _centroids(group: Group, state: State) -> Tensor | None:

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: MIT
 #include "attention.h"
 
+#include <algorithm>
+
 #include "coterie/attention.h"
 #include "coterie/error.h"
+#include "coterie/quality.h"
 #include "spec.h"
 
 namespace coterie::stable_api {
@@ -154,6 +157,24 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
                               gradients.views,
                               scratch.allocate(attention_workspace_bytes(mechanism, inputs)));
   give(stack, gradients.tensors);
+}
+
+void attention_quality(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  Call call(arguments);
+  const Tensor out = arguments.tensor();
+  const std::vector<Tensor> saved = arguments.tensors();
+  const std::int64_t rows = arguments.integer();
+  const bool from_gpu = arguments.flag();
+  const AttentionQuality quality = coterie::attention_quality(
+      mechanism_of(call.mechanism_text), call.inputs(), {view(out), views(saved)}, rows, from_gpu);
+  std::vector<Tensor> results;
+  for (const auto* values : {&quality.error, &quality.norm, &quality.mass, &quality.bound}) {
+    const Tensor all = empty(DType::f64, {call.q.size(0), call.q.size(1), quality.rows}, call.q);
+    results.push_back(values->empty() ? empty(DType::f64, {0}, call.q) : all);
+    std::copy(values->begin(), values->end(), static_cast<double*>(results.back().data_ptr()));
+  }
+  give(stack, results);
 }
 
 }  // namespace coterie::stable_api

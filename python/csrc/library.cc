@@ -28,6 +28,7 @@ constexpr Operator kOperators[] = {
     {"attention_forward", api::attention},  // the same without derivatives
     {"attention_backward", api::attention_backward},
     {"attention_select", api::attention_select},
+    {"attention_quality", api::attention_quality},
     {"rotate_rows", api::rotate_rows},
     {"normalise_rows", api::normalise_rows},
     {"routing_labels", api::routing_labels},
@@ -49,6 +50,9 @@ STABLE_TORCH_LIBRARY(coterie, m) {
          ", Tensor out, Tensor[] saved, int needs) -> Tensor[]")
             .c_str());
   m.def(("attention_select(" + kArguments + ") -> Tensor[]").c_str());
+  m.def(("attention_quality(" + kArguments +
+         ", Tensor out, Tensor[] saved, int rows, bool from_gpu) -> Tensor[]")
+            .c_str());
   m.def("rotate_rows(Tensor x, int first, float base, bool inverse) -> Tensor");
   m.def("normalise_rows(Tensor x) -> Tensor");
   m.def(
