@@ -16,11 +16,12 @@ from .functional import (
     Options,
     arguments_of,
     make_options,
+    named_saved,
     options_of,
     prepare,
     run_groups,
 )
-from .layout import accumulator, saved_layout, sizes_of
+from .layout import accumulator
 from .state import State
 
 
@@ -110,7 +111,7 @@ def collect_stats(
     with torch.no_grad():
         for call, result in zip(calls, results, strict=True):
             own = options_of(options, call.group)
-            sizes = _cluster_sizes(named_saved(call, result, own))
+            sizes = _cluster_sizes(named_saved(call, result))
             empty = None if sizes is None else (sizes == 0).sum(-1)
             mass = _quality(call, result, own, rows).mass
             mean = None if mass is None else mass.transpose(0, 1).flatten(1).nanmean(1)
@@ -137,13 +138,6 @@ def _quality(call: GroupCall, result: GroupResult, options: Options, rows: int) 
     found = torch.ops.coterie.attention_quality(*given, saved, rows, call.q.is_cuda)
     kind = {"device": call.q.device, "dtype": accumulator(call.q.dtype)}
     return _Quality(*(x.to(**kind) if x.dim() == 3 else None for x in found))
-
-
-def named_saved(call: GroupCall, result: GroupResult, options: Options) -> dict[str, Tensor]:
-    """The saved tensors of a pass by name."""
-    sizes = sizes_of(call.group, call.q, call.v, options.cu_seqlens_q)
-    names = [saved.name for saved in saved_layout(call.group, sizes, call.q.is_cuda)]
-    return dict(zip(names, result.saved, strict=True))
 
 
 def _cluster_sizes(saved: dict[str, Tensor]) -> Tensor | None:

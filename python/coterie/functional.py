@@ -41,6 +41,22 @@ class Options(NamedTuple):
     mask: Tensor | None = None  # bool (B, H, N, S)
 
 
+class Rows(NamedTuple):
+    """Queries, keys and values of heads; k None if the keys are the queries."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+
+    def of(self, group: Group, dim: int) -> Rows:
+        """Those of a group, heads in dimension ``dim``; k has the heads of groups that take keys."""
+        k = self.k
+        if k is not None:
+            k = k.narrow(dim, group.first_key, group.key_heads) if group.key_heads else None
+        q = self.q.narrow(dim, group.first, group.heads)
+        return Rows(q, k, self.v.narrow(dim, group.first_kv, group.kv_heads))
+
+
 class GroupCall(NamedTuple):
     """The call of one head group: slices of the layer's tensors."""
 
@@ -64,8 +80,8 @@ class GroupResult(NamedTuple):
 _SEEDS = 2**63
 
 
-def _integers(name: str, tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.int32:
+def _integers(name: str, tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.dtype == torch.int32:
         return tensor
     if tensor.dtype not in (torch.int64, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: expected integers; got {tensor.dtype}")
@@ -106,22 +122,26 @@ def make_options(
         raise ValueError("scale: expected a number other than 0, or None; got 0")
     if not -_SEEDS <= seed < _SEEDS:
         raise ValueError(f"seed: expected a signed 64-bit integer; got {seed}")
-    if q_lengths is not None:
-        q_lengths = _integers("q_lengths", q_lengths)
-    if k_lengths is not None:
-        k_lengths = _integers("k_lengths", k_lengths)
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = _integers("cu_seqlens_q", cu_seqlens_q)
-    if cu_seqlens_k is not None:
-        cu_seqlens_k = _integers("cu_seqlens_k", cu_seqlens_k)
-    if mask is not None:
-        mask = _bool_mask(mask, q, v)
-    return Options(causal, scale, seed, q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k, mask)
+    return Options(
+        causal,
+        scale,
+        seed,
+        _integers("q_lengths", q_lengths),
+        _integers("k_lengths", k_lengths),
+        _integers("cu_seqlens_q", cu_seqlens_q),
+        _integers("cu_seqlens_k", cu_seqlens_k),
+        None if mask is None else _bool_mask(mask, q, v),
+    )
 
 
 def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
     """Small inputs in the type the core accumulates in."""
     return None if tensor is None else tensor.to(accumulator(q.dtype)).contiguous()
+
+
+def named_saved(call: GroupCall, result: GroupResult) -> dict[str, Tensor]:
+    """The saved tensors of a pass by name."""
+    return dict(zip(call.group.saved_on(call.q), result.saved, strict=True))
 
 
 def arguments_of(
@@ -182,10 +202,8 @@ def split_groups(
         )
     calls = []
     for g, own in zip(groups, _states(state, groups), strict=True):
-        rows = q.narrow(1, g.first, g.heads)
-        keys = k.narrow(1, g.first_key, g.key_heads) if k is not None and g.key_heads else None
-        values = v.narrow(1, g.first_kv, g.kv_heads)
-        calls.append(GroupCall(g, rows, _own_keys(g, rows, keys), values, own))
+        rows = Rows(q, k, v).of(g, 1)
+        calls.append(GroupCall(g, rows.q, _own_keys(g, rows.q, rows.k), rows.v, own))
     return calls
 
 

@@ -4,26 +4,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import centroids as _centroids
-from .analysis import named_saved
-from .functional import GroupCall, GroupResult, Options, run_group
+from .functional import GroupCall, GroupResult, Options, Rows, named_saved, run_group
 from .library import group_seed
 from .positions import rotated, widened_keys, widened_queries
 from .spec import Group, head_groups
 from .state import State, group_state
-
-
-class Rows(NamedTuple):
-    """q (B, N, h, D), k and v (B, S, h', D); k None if keys are queries."""
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor
 
 
 class _Relative(nn.Module):
@@ -68,7 +59,7 @@ class HeadGroup(nn.Module):
             self.relative = _Relative(group.heads, head_dim)
 
     def placed(self, rows: Rows, base: float) -> Rows:
-        """Rows (B, h, N, D) with their positions."""
+        """Rows (B, h, N, D) with their positions, from rows (B, N, h, D)."""
         q, k, v = (None if x is None else x.transpose(1, 2) for x in rows)
         if self.group.positions == "rotary":
             q, k = rotated(q, base), None if k is None else rotated(k, base)
@@ -96,7 +87,7 @@ class HeadGroup(nn.Module):
 
     def _remember(self, call: GroupCall, result: GroupResult, options: Options) -> None:
         """Keeps what update_centroids, initialise_centroids and commitment_loss need of a pass."""
-        saved = named_saved(call, result, options)
+        saved = named_saved(call, result)
 
         def tokens(name: str, x: Tensor, lengths: Tensor | None) -> _centroids.Tokens:
             labels = saved.get(name)  # the strict form saves them

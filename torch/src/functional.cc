@@ -4,6 +4,7 @@
 #include "coterie/torch/functional.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -15,6 +16,7 @@
 #include "coterie/attention.h"
 #include "coterie/error.h"
 #include "coterie/layer.h"
+#include "coterie/quality.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -303,6 +305,14 @@ AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, con
     details.saved.push_back({layout.tensors[i].name, outputs[i + 1]});
   }
   return details;
+}
+
+at::Tensor full_attention_weights(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const Mechanism& mechanism, const AttentionOptions& options) {
+  const variable_list tensors = prepare(q, k, v, mechanism, options);
+  const std::vector<double> weights = coterie::full_attention_weights(
+      mechanism, make_inputs(*make_call(mechanism, options), tensors));
+  return at::tensor(weights).view({q.size(0), q.size(1), q.size(2), v.size(2)});
 }
 
 const at::Tensor& AttentionDetails::get(const std::string& name) const {
