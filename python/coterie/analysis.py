@@ -11,15 +11,13 @@ from torch import Tensor
 
 from .functional import (
     CallOptions,
+    Finished,
     GroupCall,
     GroupResult,
     Options,
     arguments_of,
-    make_options,
     named_saved,
-    options_of,
-    prepare,
-    run_groups,
+    run_spec,
 )
 from .layout import accumulator
 from .state import State
@@ -73,9 +71,7 @@ def stats(
     spaced rows of each batch entry.
     """
     with torch.no_grad():
-        calls = prepare(q, k, v, spec, state, options.get("causal", False))
-        settled = make_options(q, v, **options)
-        return collect_stats(calls, run_groups(calls, settled, True), settled, rows)
+        return collect_stats(run_spec(q, k, v, spec, state, Options(**options), True), rows)
 
 
 def error(
@@ -94,26 +90,22 @@ def error(
     """
     reports = []
     with torch.no_grad():
-        calls = prepare(q, k, v, spec, state, options.get("causal", False))
-        settled = make_options(q, v, **options)
-        for call, result in zip(calls, run_groups(calls, settled, True), strict=True):
-            found = _quality(call, result, options_of(settled, call.group), rows)
+        finished = run_spec(q, k, v, spec, state, Options(**options), True)
+        for call, own, result in zip(*finished, strict=True):
+            found = _quality(call, own, result, rows)
             relative = found.error.norm(dim=(0, 2)) / found.norm.norm(dim=(0, 2))
             reports.append(ErrorReport(call.group.text, relative, found.error, found.bound))
     return reports
 
 
-def collect_stats(
-    calls: Sequence[GroupCall], results: Sequence[GroupResult], options: Options, rows: int = 256
-) -> list[Stats]:
+def collect_stats(finished: Finished, rows: int = 256) -> list[Stats]:
     """The statistics of a finished forward pass."""
     found = []
     with torch.no_grad():
-        for call, result in zip(calls, results, strict=True):
-            own = options_of(options, call.group)
+        for call, own, result in zip(*finished, strict=True):
             sizes = _cluster_sizes(named_saved(call, result))
             empty = None if sizes is None else (sizes == 0).sum(-1)
-            mass = _quality(call, result, own, rows).mass
+            mass = _quality(call, own, result, rows).mass
             mean = None if mass is None else mass.transpose(0, 1).flatten(1).nanmean(1)
             found.append(Stats(call.group.text, sizes, empty, mean))
     return found
@@ -129,15 +121,16 @@ class _Quality(NamedTuple):
     bound: Tensor | None
 
 
-def _quality(call: GroupCall, result: GroupResult, options: Options, rows: int) -> _Quality:
+def _quality(call: GroupCall, options: Options, result: GroupResult, rows: int) -> _Quality:
     if rows < 1:
         raise ValueError(f"rows: expected at least 1; got {rows}")
     inputs, rest = arguments_of(call, options)
     given = (x.cpu() if isinstance(x, Tensor) else x for x in (*inputs, *rest, result.out))
     saved = [x.cpu() for x in result.saved]
     found = torch.ops.coterie.attention_quality(*given, saved, rows, call.q.is_cuda)
-    kind = {"device": call.q.device, "dtype": accumulator(call.q.dtype)}
-    return _Quality(*(x.to(**kind) if x.dim() == 3 else None for x in found))
+    wide = accumulator(call.q.dtype)
+    error, norm, *others = (x.to(call.q.device, wide) for x in found)
+    return _Quality(error, norm, *(x if x.dim() == 3 else None for x in others))
 
 
 def _cluster_sizes(saved: dict[str, Tensor]) -> Tensor | None:

@@ -32,7 +32,7 @@ class Options(NamedTuple):
     """Arguments of a call besides q, k, v, spec and state; as in :func:`attention`."""
 
     causal: bool = False
-    scale: float = 0.0  # 0: the default
+    scale: float | None = None
     seed: int = 0
     q_lengths: Tensor | None = None
     k_lengths: Tensor | None = None
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     v: Tensor
 
     def of(self, group: Group, dim: int) -> Rows:
-        """Those of a group, heads in dimension ``dim``; k has the heads of groups that take keys."""
+        """Those of a group; heads are in dimension ``dim``, k has those of groups with keys."""
         k = self.k
         if k is not None:
             k = k.narrow(dim, group.first_key, group.key_heads) if group.key_heads else None
@@ -77,7 +77,16 @@ class GroupResult(NamedTuple):
     saved: Sequence[Tensor]
 
 
+class Finished(NamedTuple):
+    """The calls of all groups of a layer, with their options and results."""
+
+    calls: Sequence[GroupCall]
+    options: Sequence[Options]
+    results: Sequence[GroupResult]
+
+
 _SEEDS = 2**63
+_INTEGERS = ("q_lengths", "k_lengths", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _integers(name: str, tensor: Tensor | None) -> Tensor | None:
@@ -103,35 +112,15 @@ def _refuse_rows(q: Tensor, k: Tensor | None, v: Tensor) -> None:
             )
 
 
-def make_options(
-    q: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    seed: int = 0,
-    q_lengths: Tensor | None = None,
-    k_lengths: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Options:
-    """Checks arguments of the public functions, and converts them for the operators."""
-    if scale is None:
-        scale = 0.0
-    elif scale == 0:
+def settle(options: Options, q: Tensor, v: Tensor) -> Options:
+    """Checks options of the public functions, and converts them for the operators."""
+    if options.scale == 0:
         raise ValueError("scale: expected a number other than 0, or None; got 0")
-    if not -_SEEDS <= seed < _SEEDS:
-        raise ValueError(f"seed: expected a signed 64-bit integer; got {seed}")
-    return Options(
-        causal,
-        scale,
-        seed,
-        _integers("q_lengths", q_lengths),
-        _integers("k_lengths", k_lengths),
-        _integers("cu_seqlens_q", cu_seqlens_q),
-        _integers("cu_seqlens_k", cu_seqlens_k),
-        None if mask is None else _bool_mask(mask, q, v),
-    )
+    if not -_SEEDS <= options.seed < _SEEDS:
+        raise ValueError(f"seed: expected a signed 64-bit integer; got {options.seed}")
+    integers = (_integers(name, getattr(options, name)) for name in _INTEGERS)
+    mask = None if options.mask is None else _bool_mask(options.mask, q, v)
+    return Options(*options[:3], *integers, mask)
 
 
 def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
@@ -154,7 +143,7 @@ def arguments_of(
         centroids = _wide(_centroids(group, state), q)
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
     rows = (q, k, v, centroids, gate, logit_scale)
-    return rows, (*options[3:], group.text, options.scale, options.causal, options.seed)
+    return rows, (*options[3:], group.text, options.scale or 0.0, options.causal, options.seed)
 
 
 def run_group(call: GroupCall, options: Options, want_saved: bool = False) -> GroupResult:
@@ -224,13 +213,6 @@ def options_of(options: Options, group: Group) -> Options:
     return options._replace(mask=options.mask.narrow(1, group.first, group.heads))
 
 
-def run_groups(
-    calls: Sequence[GroupCall], options: Options, want_saved: bool = False
-) -> list[GroupResult]:
-    """All groups of a layer."""
-    return [run_group(call, options_of(options, call.group), want_saved) for call in calls]
-
-
 def autocast_rows(q: Tensor, k: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Under autocast attention runs in the lower precision, as torch's own does."""
     if q.dtype == torch.float64:
@@ -248,21 +230,26 @@ def _refuse_positions(groups: Sequence[Group]) -> None:
             )
 
 
-def prepare(
+def run_spec(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,
     spec: str,
     state: State | Sequence[State] | None,
-    causal: bool,
-) -> list[GroupCall]:
-    """The calls of the groups of a spec."""
+    options: Options,
+    want_saved: bool,
+) -> Finished:
+    """Attention by a spec."""
     if q.dim() != 4 or v.dim() != 4 or (k is not None and k.dim() != 4):
         _refuse_rows(q, k, v)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         same = k is q
         q, k, v = autocast_rows(q, None if same else k, v)
         k = q if same else k
-    groups = head_groups(spec, q.shape[1], causal, v.shape[1])
+    groups = head_groups(spec, q.shape[1], options.causal, v.shape[1])
     _refuse_positions(groups)
-    return split_groups(q, k, v, groups, state)
+    calls = split_groups(q, k, v, groups, state)
+    options = settle(options, q, v)
+    own = [options_of(options, group) for group in groups]
+    results = [run_group(*each, want_saved) for each in zip(calls, own, strict=True)]
+    return Finished(calls, own, results)

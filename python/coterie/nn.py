@@ -174,7 +174,8 @@ class Attention(HeadGroups):
             own = own._replace(seed=group_seed(seed, self.layer, number))
             if g.positions == "relative":
                 own = own._replace(scale=1 / math.sqrt(self.head_dim))
-            parts.append(group(group.placed(rows.of(g, 2), self.rotary_base), own, x).transpose(1, 2))
+            placed = group.placed(rows.of(g, 2), self.rotary_base)
+            parts.append(group(placed, own, x).transpose(1, 2))
         merged = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         out: Tensor = self.out(merged.flatten(2))
         return out

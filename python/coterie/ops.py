@@ -159,16 +159,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, ...]:
-        rows, rest = args[:_DIFFERENTIABLE], args[_DIFFERENTIABLE]
-        out: Tensor
-        saved: Sequence[Tensor]
-        out, saved = _forward(*rows, *rest)
-        constants = _TENSORS - _DIFFERENTIABLE
-        ctx.save_for_backward(*rows, *rest[:constants], out, *saved)
-        ctx.settings = rest[constants:]
+        inputs = (*args[:_DIFFERENTIABLE], *args[_DIFFERENTIABLE])
+        out, saved = output = _forward(*inputs)
+        _keep(ctx, inputs, output)
         if not args[-1]:
             return out
-        ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
         return out, *saved
 
