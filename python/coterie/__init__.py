@@ -124,7 +124,8 @@ def attention(
         )
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
     options = Options(causal, scale, seed, *lengths, mask)
-    finished = run_spec(q, k, v, spec, state, options, return_stats)
-    parts = [result.out for result in finished.results]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return (out, collect_stats(finished)) if return_stats else out
+    calls, results = run_spec(q, k, v, spec, state, options, return_stats)
+    out = results[0].out
+    if len(results) > 1:
+        out = torch.cat([result.out for result in results], 1)
+    return (out, collect_stats(calls, results)) if return_stats else out

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .functional import (
     CallOptions,
-    Finished,
     GroupCall,
     GroupResult,
     Options,
@@ -71,7 +70,7 @@ def stats(
     spaced rows of each batch entry.
     """
     with torch.no_grad():
-        return collect_stats(run_spec(q, k, v, spec, state, Options(**options), True), rows)
+        return collect_stats(*run_spec(q, k, v, spec, state, Options(**options), True), rows)
 
 
 def error(
@@ -91,21 +90,23 @@ def error(
     reports = []
     with torch.no_grad():
         finished = run_spec(q, k, v, spec, state, Options(**options), True)
-        for call, own, result in zip(*finished, strict=True):
-            found = _quality(call, own, result, rows)
+        for call, result in zip(*finished, strict=True):
+            found = _quality(call, result, rows)
             relative = found.error.norm(dim=(0, 2)) / found.norm.norm(dim=(0, 2))
             reports.append(ErrorReport(call.group.text, relative, found.error, found.bound))
     return reports
 
 
-def collect_stats(finished: Finished, rows: int = 256) -> list[Stats]:
+def collect_stats(
+    calls: Sequence[GroupCall], results: Sequence[GroupResult], rows: int = 256
+) -> list[Stats]:
     """The statistics of a finished forward pass."""
     found = []
     with torch.no_grad():
-        for call, own, result in zip(*finished, strict=True):
+        for call, result in zip(calls, results, strict=True):
             sizes = _cluster_sizes(named_saved(call, result))
             empty = None if sizes is None else (sizes == 0).sum(-1)
-            mass = _quality(call, own, result, rows).mass
+            mass = _quality(call, result, rows).mass
             mean = None if mass is None else mass.transpose(0, 1).flatten(1).nanmean(1)
             found.append(Stats(call.group.text, sizes, empty, mean))
     return found
@@ -121,10 +122,10 @@ class _Quality(NamedTuple):
     bound: Tensor | None
 
 
-def _quality(call: GroupCall, options: Options, result: GroupResult, rows: int) -> _Quality:
+def _quality(call: GroupCall, result: GroupResult, rows: int) -> _Quality:
     if rows < 1:
         raise ValueError(f"rows: expected at least 1; got {rows}")
-    inputs, rest = arguments_of(call, options)
+    inputs, rest = arguments_of(call)
     given = (x.cpu() if isinstance(x, Tensor) else x for x in (*inputs, *rest, result.out))
     saved = [x.cpu() for x in result.saved]
     found = torch.ops.coterie.attention_quality(*given, saved, rows, call.q.is_cuda)

@@ -65,6 +65,7 @@ class GroupCall(NamedTuple):
     k: Tensor | None
     v: Tensor
     state: State | None
+    options: Options
 
 
 class GroupResult(NamedTuple):
@@ -77,20 +78,14 @@ class GroupResult(NamedTuple):
     saved: Sequence[Tensor]
 
 
-class Finished(NamedTuple):
-    """The calls of all groups of a layer, with their options and results."""
-
-    calls: Sequence[GroupCall]
-    options: Sequence[Options]
-    results: Sequence[GroupResult]
-
-
 _SEEDS = 2**63
-_INTEGERS = ("q_lengths", "k_lengths", "cu_seqlens_q", "cu_seqlens_k")
+_TENSORS = Options._fields[3:]
 
 
-def _integers(name: str, tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or tensor.dtype == torch.int32:
+def _converted(name: str, tensor: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    if name == "mask":
+        return _bool_mask(tensor, q, v)
+    if tensor.dtype == torch.int32:
         return tensor
     if tensor.dtype not in (torch.int64, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: expected integers; got {tensor.dtype}")
@@ -118,9 +113,12 @@ def settle(options: Options, q: Tensor, v: Tensor) -> Options:
         raise ValueError("scale: expected a number other than 0, or None; got 0")
     if not -_SEEDS <= options.seed < _SEEDS:
         raise ValueError(f"seed: expected a signed 64-bit integer; got {options.seed}")
-    integers = (_integers(name, getattr(options, name)) for name in _INTEGERS)
-    mask = None if options.mask is None else _bool_mask(options.mask, q, v)
-    return Options(*options[:3], *integers, mask)
+    changes: dict[str, Any] = {}
+    for name in _TENSORS:
+        tensor = getattr(options, name)
+        if tensor is not None:
+            changes[name] = _converted(name, tensor, q, v)
+    return options._replace(**changes) if changes else options
 
 
 def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
@@ -133,11 +131,9 @@ def named_saved(call: GroupCall, result: GroupResult) -> dict[str, Tensor]:
     return dict(zip(call.group.saved_on(call.q), result.saved, strict=True))
 
 
-def arguments_of(
-    call: GroupCall, options: Options
-) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+def arguments_of(call: GroupCall) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """The operator's arguments: the differentiable ones, the others."""
-    group, q, k, v, state = call
+    group, q, k, v, state, options = call
     centroids = gate = logit_scale = None
     if state is not None:
         centroids = _wide(_centroids(group, state), q)
@@ -146,9 +142,11 @@ def arguments_of(
     return rows, (*options[3:], group.text, options.scale or 0.0, options.causal, options.seed)
 
 
-def run_group(call: GroupCall, options: Options, want_saved: bool = False) -> GroupResult:
+def run_group(call: GroupCall, want_saved: bool = False) -> GroupResult:
     """One call of the operator, differentiable."""
-    return GroupResult(*ops.attention(*arguments_of(call, options), want_saved))
+    rows, rest = arguments_of(call)
+    out, saved = ops.attention(rows, rest, want_saved)
+    return GroupResult(out, saved)
 
 
 def _centroids(group: Group, state: State) -> Tensor | None:
@@ -180,10 +178,11 @@ def split_groups(
     v: Tensor,
     groups: Sequence[Group],
     state: State | Sequence[State] | None,
+    options: Options,
 ) -> list[GroupCall]:
     """One call per group on its slice of the heads; k has the heads of groups that take keys."""
     if len(groups) == 1 and (state is None or isinstance(state, State)):
-        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state)]
+        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state, options)]
     key_heads = sum(group.key_heads for group in groups)
     if k is not None and k.shape[1] != key_heads:
         raise ValueError(
@@ -192,7 +191,8 @@ def split_groups(
     calls = []
     for g, own in zip(groups, _states(state, groups), strict=True):
         rows = Rows(q, k, v).of(g, 1)
-        calls.append(GroupCall(g, rows.q, _own_keys(g, rows.q, rows.k), rows.v, own))
+        keys = _own_keys(g, rows.q, rows.k)
+        calls.append(GroupCall(g, rows.q, keys, rows.v, own, options_of(options, g)))
     return calls
 
 
@@ -238,8 +238,8 @@ def run_spec(
     state: State | Sequence[State] | None,
     options: Options,
     want_saved: bool,
-) -> Finished:
-    """Attention by a spec."""
+) -> tuple[list[GroupCall], list[GroupResult]]:
+    """Attention by a spec: the calls of its groups, and their results."""
     if q.dim() != 4 or v.dim() != 4 or (k is not None and k.dim() != 4):
         _refuse_rows(q, k, v)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
@@ -248,8 +248,5 @@ def run_spec(
         k = q if same else k
     groups = head_groups(spec, q.shape[1], options.causal, v.shape[1])
     _refuse_positions(groups)
-    calls = split_groups(q, k, v, groups, state)
-    options = settle(options, q, v)
-    own = [options_of(options, group) for group in groups]
-    results = [run_group(*each, want_saved) for each in zip(calls, own, strict=True)]
-    return Finished(calls, own, results)
+    calls = split_groups(q, k, v, groups, state, settle(options, q, v))
+    return calls, [run_group(call, want_saved) for call in calls]

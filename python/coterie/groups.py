@@ -78,14 +78,14 @@ class HeadGroup(nn.Module):
 
     def forward(self, rows: Rows, options: Options, x: Tensor | None = None) -> Tensor:
         """Attention (B, h, N, D) of placed rows."""
-        call = GroupCall(self.group, *rows, self.state(x))
+        call = GroupCall(self.group, *rows, self.state(x), options)
         moves = self.group.name == "routing" and self.training
-        result = run_group(call, options, want_saved=moves)
+        result = run_group(call, want_saved=moves)
         if moves:
-            self._remember(call, result, options)
+            self._remember(call, result)
         return result.out
 
-    def _remember(self, call: GroupCall, result: GroupResult, options: Options) -> None:
+    def _remember(self, call: GroupCall, result: GroupResult) -> None:
         """Keeps what update_centroids, initialise_centroids and commitment_loss need of a pass."""
         saved = named_saved(call, result)
 
@@ -95,9 +95,9 @@ class HeadGroup(nn.Module):
                 labels = _centroids.nearest(x, self.centroids, lengths)
             return _centroids.Tokens(x, labels, lengths)
 
-        parts = [tokens("q_labels", call.q, options.q_lengths)]
+        parts = [tokens("q_labels", call.q, call.options.q_lengths)]
         if call.k is not None:
-            parts.append(tokens("k_labels", call.k, options.k_lengths))
+            parts.append(tokens("k_labels", call.k, call.options.k_lengths))
         losses = [_centroids.commitment(part, self.centroids) for part in parts]
         if _recomputing():
             return

@@ -23,6 +23,7 @@ struct Call {
   std::uint64_t seed;
 
   explicit Call(Arguments& arguments) {
+    tensors.reserve(kInputs);
     for (std::size_t place = 0; place < kInputs; ++place) {
       const bool required = place == kQ || place == kV;
       tensors.push_back(required ? arguments.tensor() : arguments.optional_tensor());
