@@ -26,16 +26,7 @@ struct Lines {
 };
 
 const char* positions_name(const HeadGroup& group) {
-  switch (group.positions) {
-    case Positions::rotary:
-      return "rotary";
-    case Positions::relative:
-      return "relative";
-    case Positions::none:
-      return "none";
-    case Positions::automatic:
-      break;
-  }
+  if (group.positions == Positions::relative) return "relative";
   return group.rotary() ? "rotary" : "none";
 }
 

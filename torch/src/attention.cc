@@ -38,20 +38,15 @@ void check_input(const at::Tensor& x, std::int64_t rank, std::int64_t E) {
   refuse("expected x of shape (", rank == 3 ? "B, N, " : "B, ", text(E), "); got (", sizes, ")");
 }
 
-// The inputs of attention(), detached.
-AttentionRecord make_record(const HeadRows& rows, AttentionOptions options) {
-  const auto detached = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.detach() : tensor;
-  };
+at::Tensor detached(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.detach() : tensor;
+}
+
+AttentionOptions detached(AttentionOptions options) {
   for (at::Tensor* tensor : {&options.centroids, &options.gate, &options.logit_scale}) {
     *tensor = detached(*tensor);
   }
-  AttentionRecord record;
-  record.q = detached(rows.q);
-  record.k = detached(rows.k);
-  record.v = detached(rows.v);
-  record.options = options;
-  return record;
+  return options;
 }
 
 }  // namespace
@@ -124,11 +119,8 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
     options.q_lengths = options.k_lengths = context.lengths;
     options.seed = group_seed(context.seed, context.layer, number);
     if (context.records) {
-      context.records->push_back(make_record(placed, options));
-      AttentionRecord& record = context.records->back();
-      record.layer = context.layer;
-      record.group = number;
-      record.mechanism = group.mechanism();
+      context.records->push_back({context.layer, number, group.mechanism(), detached(placed.q),
+                                  detached(placed.k), detached(placed.v), detached(options)});
     }
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);

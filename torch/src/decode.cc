@@ -77,8 +77,7 @@ at::Tensor decode_rings(const DecodingStep& step, RingCache& cache) {
   const auto& params = std::get<RoutingParams>(step.mechanism);
   const at::Tensor q = with_contiguous_rows(step.rows.q), k = with_contiguous_rows(step.rows.k),
                    v = with_contiguous_rows(step.rows.v);
-  const at::ScalarType wide = scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())));
-  const auto widened = [&](const at::Tensor& tensor) { return tensor.to(wide).contiguous(); };
+  const at::ScalarType wide = accumulator_of(q);
   if (!cache.k.defined()) {
     const auto zeros = [&](std::int64_t slots, at::IntArrayRef width, at::ScalarType type) {
       std::vector<std::int64_t> sizes = {q.size(0), (k.defined() ? k : q).size(1), slots};
@@ -90,8 +89,8 @@ at::Tensor decode_rings(const DecodingStep& step, RingCache& cache) {
     cache.counts = zeros(params.clusters, {}, at::kLong);
   }
   for (at::Tensor* tensor : {&cache.k, &cache.v, &cache.counts}) make_own(*tensor);
-  const at::Tensor centroids = widened(step.options.centroids);
-  const at::Tensor logit_scale = widened(step.options.logit_scale);
+  const at::Tensor centroids = with_type(step.options.centroids, wide);
+  const at::Tensor logit_scale = with_type(step.options.logit_scale, wide);
   AttentionInputs inputs;
   inputs.q = view(q);
   inputs.k = view(k);
