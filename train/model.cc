@@ -121,7 +121,8 @@ torch_api::LanguageModel make_model(const Config& config, const Task& task) {
   options.input.positions = embedding_positions(config, task);
   options.input.max_length = config.length;
   options.tied = config.model.tied;
-  options.input.embedding_std = config.model.embedding_std;
+  const double deviation = config.model.embedding_std;
+  options.input.embedding_std = deviation > 0 ? deviation : task.embedding_std();
   options.input.position_base = config.model.position_base;
   options.transformer = transformer_options(config, task.causal());
   at::manual_seed(config.seed);

@@ -82,9 +82,8 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.choice("model.positions", config.model.positions,
                {"automatic", "none", "sinusoidal", "learned"},
                "Position embeddings added to token embeddings; automatic: as the task needs");
-  visit.number(
-      "model.embedding-std", config.model.embedding_std, 0.0, 100.0,
-      "Initial standard deviation of token embeddings; smaller values learn recall better");
+  visit.number("model.embedding-std", config.model.embedding_std, 0.0, 100.0,
+               "Initial standard deviation of token embeddings; as the task needs if 0");
   visit.number("model.position-base", config.model.position_base, 1.0, 1e9,
                "sinusoidal: longest wavelength divided by 2 pi");
   visit.flag("model.bias", config.model.bias, "Use biases in the projections");
@@ -376,8 +375,8 @@ void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) 
   }
   const bool single = option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeLast;
   if (single && line.values.size() > 1) {
-    throw Error(fmt::format("{}expected one value for {}; got {}", place, line.key,
-                            line.values.size()));
+    throw Error(
+        fmt::format("{}expected one value for {}; got {}", place, line.key, line.values.size()));
   }
   if (option->count() > 0 || line.values.empty()) return;  // []: the default
   try {

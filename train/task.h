@@ -66,6 +66,8 @@ class Task {
   virtual std::int64_t vocabulary() const = 0;
   virtual bool causal() const = 0;
   virtual bool needs_positions() const = 0;  // absolute, in the embeddings
+  // Initial deviation of token embeddings with which small models learn the task.
+  virtual double embedding_std() const { return 0.1; }
   virtual Metric metric() const = 0;
   virtual std::vector<Baseline> baselines() const = 0;
   virtual std::vector<std::string> strata() const { return {}; }  // names, for scores by stratum

@@ -2,10 +2,12 @@
 // The program coterie: one verb per job. Catches all exceptions here: one line on stderr, exit
 // status 2 for a user's mistake, 1 for a failure.
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
@@ -102,9 +104,19 @@ int run(int argc, char** argv) {
   return std::fflush(stdout) == 0 ? 0 : report("cannot write to standard output", kFailure);
 }
 
+// Threads of OpenMP, which torch uses, wait actively by default: beside other processes a training
+// step then takes many times as long, and alone it is not faster (docs/training.md). OpenMP reads
+// the policy when it is loaded, so the program starts again with it.
+void wait_passively(char** argv) {
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
+  ::setenv("OMP_WAIT_POLICY", "passive", 1);
+  ::execv("/proc/self/exe", argv);  // returns if it fails: then the policy stays as it is
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  wait_passively(argv);
   try {
     return run(argc, argv);
   } catch (const coterie::cli::Interrupted&) {

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from . import centroids as _centroids
 from .functional import Options, Rows, options_of
 from .groups import HeadGroup, HeadGroups
-from .library import group_seed
+from .library import group_seed, layer_spec
 from .padding import Padding, make_padding
 
 __all__ = ["Attention", "commitment_loss", "initialise_centroids", "update_centroids"]
@@ -80,6 +80,7 @@ class Attention(HeadGroups):
             )
         head_dim = embed_dim // num_heads
         own_seed = seed if layer is None else group_seed(seed, layer, 0)
+        spec = layer_spec(spec, causal)
         super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, own_seed)
         self.layer = layer or 0
         self.embed_dim, self.rotary_base, self.batch_first = embed_dim, rotary_base, batch_first

@@ -89,6 +89,10 @@ const char* coterie_describe(const char* spec, std::int64_t heads, std::int64_t 
   return keep([&] { return describe(spec, heads, kv_heads, causal); });
 }
 
+const char* coterie_layer_spec(const char* spec, bool causal) {
+  return keep([&] { return layer_spec(AttentionSpec::parse(spec), causal).to_string(); });
+}
+
 // Signed, as operators take seeds.
 std::int64_t coterie_group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group) {
   return static_cast<std::int64_t>(group_seed(seed, layer, group));

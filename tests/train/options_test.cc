@@ -20,8 +20,8 @@ namespace {
 // Structured bindings: after adding a field this does not compile until the field is listed here.
 Config config_without_defaults() {
   Config config;
-  auto& [task, data, data_limit, length, attention, attention_at, out, init_from, device, threads, seed,
-         copy, recall, text, model, optimizer, schedule, train, checkpoint] = config;
+  auto& [task, data, data_limit, length, attention, attention_at, out, init_from, device, threads,
+         seed, copy, recall, text, model, optimizer, schedule, train, checkpoint] = config;
   task = "words";
   data = "a \"quoted\" folder # with a \\ and\ta tab\n";
   data_limit = 3 << 20;

@@ -188,6 +188,26 @@ TEST(Trainer, ResumingAFinishedRunChangesNothing) {
   EXPECT_EQ(read_file(config.out + "/log.jsonl"), log);
 }
 
+// With rows enough for torch to use all threads.
+TEST(Trainer, LossesHaveTheSameBitsForAnyNumberOfThreads) {
+  const TemporaryFolder folder;
+  Config config = tiny_config("bytes");
+  config.length = 256;
+  config.model.dim = 64;
+  config.attention = "1*full+1*routing(clusters=4,window=32)";
+  config.train.steps = 6;
+  config.train.batch = 16;
+  std::vector<std::vector<double>> found;
+  for (const int threads : {1, 2, 3}) {
+    config.threads = threads;
+    config.out = folder.path(std::to_string(threads));
+    run(config);
+    found.push_back(losses(config.out));
+  }
+  EXPECT_EQ(found[0], found[1]);
+  EXPECT_EQ(found[0], found[2]);
+}
+
 TEST(Trainer, AUsedFolderIsRefused) {
   const TemporaryFolder folder;
   Config config = tiny_config("copy");

@@ -10,6 +10,7 @@
 #include "coterie/error.h"
 #include "decode.h"
 #include "head_group.h"
+#include "layer_norm.h"
 #include "recompute.h"
 
 namespace coterie::torch_api {
@@ -20,12 +21,12 @@ class BlockImpl : public ::torch::nn::Module {
   BlockImpl(const TransformerOptions& options, std::int64_t layer);
 
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context) {
-    const PassOutput attended = attention->forward(attention_norm_(x_BNE), context);
+    const PassOutput attended = attention->forward(layer_norm(attention_norm_, x_BNE), context);
     const at::Tensor x = x_BNE + drop(attended.out);
     return {x + drop(feed(x)), attended.commitment};
   }
   at::Tensor step(const at::Tensor& x_BE, LayerCache& cache) {
-    const at::Tensor x = x_BE + attention->step(attention_norm_(x_BE), cache);
+    const at::Tensor x = x_BE + attention->step(layer_norm(attention_norm_, x_BE), cache);
     return x + feed(x);
   }
 
@@ -33,7 +34,9 @@ class BlockImpl : public ::torch::nn::Module {
 
  private:
   at::Tensor drop(const at::Tensor& x) const { return at::dropout(x, dropout_, is_training()); }
-  at::Tensor feed(const at::Tensor& x) { return ffn_out_(at::gelu(ffn_in_(ffn_norm_(x)))); }
+  at::Tensor feed(const at::Tensor& x) {
+    return ffn_out_(at::gelu(ffn_in_(layer_norm(ffn_norm_, x))));
+  }
 
   double dropout_;
   ::torch::nn::LayerNorm attention_norm_{nullptr}, ffn_norm_{nullptr};
@@ -152,7 +155,7 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
     output.out = next.out;
     output.commitment = layer == 0 ? next.commitment : output.commitment + next.commitment;
   }
-  output.out = norm_(output.out);
+  output.out = layer_norm(norm_, output.out);
   return output;
 }
 
@@ -241,7 +244,7 @@ at::Tensor TransformerImpl::step(const at::Tensor& x_BE, DecoderCache& cache) {
     x = blocks_[layer]->step(x, *cache.layers[layer]);
   }
   ++cache.position;
-  return norm_(x);
+  return layer_norm(norm_, x);
 }
 
 }  // namespace coterie::torch_api
