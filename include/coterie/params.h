@@ -50,9 +50,11 @@ struct ClusteringParams {
   bool hash_bias = true;                 // hamming only: random thresholds
 };
 
-// Queries of a cluster share the attention row of their mean.
+// Queries of a cluster share the attention row of their mean. With `near`, positions are cut in
+// blocks of that many tokens, and a query attends exactly to its own block and the two beside it.
 struct ClusteredParams {
   ClusteringParams clustering;
+  std::int64_t near = 0;
 };
 
 // As clustered, with the `topk` keys of each cluster attended exactly by every member.
@@ -61,6 +63,7 @@ struct ImprovedClusteredParams {
   std::int64_t topk = 32;
   bool mass_grad = true;  // false: the mass of the top keys is a constant for the gradient
   Causality causal = Causality::automatic;
+  std::int64_t near = 0;  // as in ClusteredParams; one normaliser for exact and other keys
 };
 
 // How the rounds of LSH attention are combined. lse: one softmax over all rounds, a token's own key

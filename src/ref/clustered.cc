@@ -4,6 +4,9 @@
 //   i-clustered  W_ij = mass_c p_ij on the cluster's top keys, A_cj elsewhere, with p_i the exact
 //                softmax over the top keys and mass_c = sum of A_cj over them
 //   leaking      W_i = p_i over the top keys that are not after the query
+//   near         W_i = one softmax over all keys: of the query's own logits for the near keys (of
+//                its block of positions and the two beside it) and the cluster's top keys, of the
+//                mean's logits for the others
 // Vyas, Katharopoulos, Fleuret, "Fast Transformers with Clustered Attention", 2020.
 #include "ref/problem.h"
 #include "ref/rows.h"
@@ -47,12 +50,19 @@ Clusters<T> saved_clusters(Index count, const Problem<T>& problem) {
   return clusters_of(read_indices(problem.place.queries(problem.saved[0])), count, problem);
 }
 
-// Propagates the gradient of A_c to the keys and, through the means, to the queries.
+// Propagates gradients of the queries' logits to queries and keys.
 template <class T>
-void centroid_backward(const Clusters<T>& clusters, const Problem<T>& problem,
-                       const Matrix<T>& drows, ProblemGradients<T>& gradients) {
-  Matrix<T> dlogits(clusters.logits.rows, clusters.logits.cols);
-  softmax_rows_backward(clusters.logits, clusters.rows, drows, dlogits);
+void query_logits_backward(const Problem<T>& problem, Matrix<T> dlogits,
+                           ProblemGradients<T>& gradients) {
+  dlogits = scaled(dlogits, problem.scale);
+  add(gradients.dq, multiply(dlogits, problem.k));
+  add(gradients.dk, transposed_multiply(dlogits, problem.q));
+}
+
+// Propagates gradients of the means' logits to the keys and, through the means, to the queries.
+template <class T>
+void mean_logits_backward(const Clusters<T>& clusters, const Problem<T>& problem, Matrix<T> dlogits,
+                          ProblemGradients<T>& gradients) {
   dlogits = scaled(dlogits, problem.scale);
   add(gradients.dk, transposed_multiply(dlogits, clusters.centroids));
   const Matrix<T> dcentroids = multiply(dlogits, problem.k);
@@ -61,6 +71,15 @@ void centroid_backward(const Clusters<T>& clusters, const Problem<T>& problem,
     for (Index d = 0; d < problem.q.cols; ++d)
       gradients.dq(i, d) += dcentroids(c, d) / static_cast<T>(clusters.members[c].size());
   }
+}
+
+// Propagates the gradient of A_c.
+template <class T>
+void centroid_backward(const Clusters<T>& clusters, const Problem<T>& problem,
+                       const Matrix<T>& drows, ProblemGradients<T>& gradients) {
+  Matrix<T> dlogits(clusters.logits.rows, clusters.logits.cols);
+  softmax_rows_backward(clusters.logits, clusters.rows, drows, dlogits);
+  mean_logits_backward(clusters, problem, dlogits, gradients);
 }
 
 template <class T>
@@ -111,9 +130,7 @@ void top_backward(const Top<T>& top, const Problem<T>& problem, const Matrix<T>&
                   ProblemGradients<T>& gradients) {
   Matrix<T> dlogits(top.logits.rows, top.logits.cols);
   softmax_rows_backward(top.logits, top.rows, dexact, dlogits);
-  dlogits = scaled(dlogits, problem.scale);
-  add(gradients.dq, multiply(dlogits, problem.k));
-  add(gradients.dk, transposed_multiply(dlogits, problem.q));
+  query_logits_backward(problem, dlogits, gradients);
 }
 
 // Summed over the top keys instead of 1 minus the rest: accurate when the mass is small.
@@ -168,6 +185,57 @@ void improved_backward(const ImprovedClusteredParams& params, const Problem<T>& 
   centroid_backward(clusters, problem, drows, gradients);
 }
 
+// The logits of near keys mixed with those of the means, and the entries that are the query's own.
+template <class T>
+struct NearRows {
+  Matrix<T> logits;
+  Matrix<std::uint8_t> exact;
+  std::vector<Row> rows;
+};
+
+template <class T>
+NearRows<T> near_rows(Index near, const Lists& top_keys, const Clusters<T>& clusters,
+                      const Problem<T>& problem) {
+  NearRows<T> mixed{.logits = scaled(inner_products(problem.q, problem.k), problem.scale),
+                    .exact = Matrix<std::uint8_t>(problem.q.rows, problem.k.rows),
+                    .rows = {}};
+  for (Index i = 0; i < problem.q.rows; ++i) {
+    const Index c = clusters.labels[i];
+    for (Index j = 0; j < problem.k.rows; ++j)
+      mixed.exact(i, j) = std::abs(i / near - j / near) <= 1 ? 1 : 0;
+    if (!top_keys.empty())
+      for (Index j : top_keys[c]) mixed.exact(i, j) = 1;
+    for (Index j = 0; j < problem.k.rows; ++j)
+      if (mixed.exact(i, j) == 0) mixed.logits(i, j) = clusters.logits(c, j);
+    mixed.rows.push_back({.query = i, .keys = numbers_below(problem.k.rows)});
+  }
+  return mixed;
+}
+
+template <class T>
+Matrix<T> near_weights(Index near, Index count, const Lists& top_keys, const Problem<T>& problem) {
+  const NearRows<T> mixed = near_rows(near, top_keys, saved_clusters(count, problem), problem);
+  return softmax_rows(mixed.logits, mixed.rows);
+}
+
+template <class T>
+void near_backward(Index near, Index count, const Lists& top_keys, const Problem<T>& problem,
+                   const Matrix<T>& dweights, ProblemGradients<T>& gradients) {
+  const Clusters<T> clusters = saved_clusters(count, problem);
+  const NearRows<T> mixed = near_rows(near, top_keys, clusters, problem);
+  Matrix<T> dlogits(mixed.logits.rows, mixed.logits.cols);
+  softmax_rows_backward(mixed.logits, mixed.rows, dweights, dlogits);
+  Matrix<T> dshared(clusters.logits.rows, clusters.logits.cols);
+  for (Index i = 0; i < dlogits.rows; ++i)
+    for (Index j = 0; j < dlogits.cols; ++j) {
+      if (mixed.exact(i, j) != 0) continue;
+      dshared(clusters.labels[i], j) += dlogits(i, j);
+      dlogits(i, j) = 0;
+    }
+  query_logits_backward(problem, dlogits, gradients);
+  mean_logits_backward(clusters, problem, dshared, gradients);
+}
+
 // Writes labels, order and offsets; returns the clusters.
 template <class T>
 Clusters<T> select_clusters(const ClusteringParams& params, const Problem<T>& problem) {
@@ -193,6 +261,13 @@ void select_improved(const ImprovedClusteredParams& params, const Problem<T>& pr
 
 template <class T>
 Formula<T> formula(const ClusteredParams& params) {
+  const Index near = params.near, count = params.clustering.clusters;
+  if (near > 0)
+    return {
+        .weights = [=](const Problem<T>& p) { return near_weights(near, count, {}, p); },
+        .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
+                        ProblemGradients<T>& g) { near_backward(near, count, {}, p, dweights, g); },
+        .select = [=](const Problem<T>& p) { select_clusters(params.clustering, p); }};
   return {.weights = [=](const Problem<T>& p) { return clustered_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { clustered_backward(params, p, dweights, g); },
@@ -201,6 +276,18 @@ Formula<T> formula(const ClusteredParams& params) {
 
 template <class T>
 Formula<T> formula(const ImprovedClusteredParams& params) {
+  const Index near = params.near, count = params.clustering.clusters;
+  const auto top_keys = [](const Problem<T>& p) {
+    return read_lists(p.place.item_head(p.saved[3]));
+  };
+  if (near > 0)
+    return {
+        .weights = [=](const Problem<T>& p) { return near_weights(near, count, top_keys(p), p); },
+        .backward =
+            [=](const Problem<T>& p, const Matrix<T>& dweights, ProblemGradients<T>& g) {
+              near_backward(near, count, top_keys(p), p, dweights, g);
+            },
+        .select = [=](const Problem<T>& p) { select_improved(params, p); }};
   return {.weights = [=](const Problem<T>& p) { return improved_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { improved_backward(params, p, dweights, g); },

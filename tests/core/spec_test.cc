@@ -166,7 +166,8 @@ TEST(Spec, ErrorsNameWhatIsAllowed) {
             "\"size\"");
   EXPECT_EQ(error_of("clustered(cluster=3)"),
             "[spec] expected a key of clustered: clusters (required), clustering=keys, "
-            "iterations=automatic, bits=63, hash_bias=true, positions=automatic; got \"cluster\"; "
+            "iterations=automatic, bits=63, hash_bias=true, near=0, positions=automatic; got "
+            "\"cluster\"; "
             "did you mean \"clusters\"?");
   EXPECT_EQ(error_of("local(window=4,kind=round)"),
             "[spec] expected kind of local to be sliding|blocked; got \"round\"");
@@ -313,16 +314,19 @@ std::vector<NamedKeys> grammar() {
                                              {"iterations", {"0", "7"}},
                                              {"bits", {"1", "62"}},
                                              {"hash_bias", {"false"}}};
-  std::vector<KeyValues> improved = clustering;
+  const KeyValues near = {"near", {"1", "128"}};
+  std::vector<KeyValues> plain = clustering, improved = clustering;
+  plain.push_back(near);
   improved.insert(improved.end(), {{"topk", {"1", "64"}},
                                    {"mass_grad", {"false"}},
-                                   {"causal", {"none", "reference", "strict"}}});
+                                   {"causal", {"none", "reference", "strict"}},
+                                   near});
   return {
       {"full", {}},
       {"local", {{"window", {"1", "256"}, true}, {"kind", {"blocked"}}, {"flange", {"0", "2"}}}},
       {"strided", {{"stride", {"1", "128"}, true}}},
       {"oracle-top", {{"topk", {"1", "33"}}}},
-      {"clustered", clustering},
+      {"clustered", plain},
       {"i-clustered", improved},
       {"lsh",
        {{"rounds", {"1", "8"}}, {"chunk", {"1"}}, {"buckets", {"2", "128"}}, {"combine", {"mean"}}},

@@ -101,7 +101,8 @@ bool is_self_attention(const Case& c) {
   const bool strict =
       c.spec.starts_with("routing") && c.causal && c.spec.find("causal=paper") == std::string::npos;
   return strict || c.spec.starts_with("lsh") || c.spec.starts_with("cast") ||
-         c.spec.find("share_qk=true") != std::string::npos;
+         c.spec.find("share_qk=true") != std::string::npos ||
+         c.spec.find("near=") != std::string::npos;
 }
 
 std::vector<Case> cases_where(bool self_attention) {

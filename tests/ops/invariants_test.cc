@@ -51,6 +51,11 @@ TEST(InvariantsTest, ACoveringBudgetIsFullAttention) {
       "clustered(clusters=113,clustering=hamming)",
       "clustered(clusters=150,clustering=hamming-keys)",
       "i-clustered(clusters=113,topk=3)",
+      "clustered(clusters=5,near=113)",
+      "i-clustered(clusters=5,topk=3,near=57)",
+      "i-clustered(clusters=5,topk=113,near=4)",
+      "clustered(clusters=113,near=8)",
+      "i-clustered(clusters=113,topk=3,near=1)",
   };
   for (const std::string& spec : specs) {
     for (cases::Lengths lengths : {cases::Lengths::padded, cases::Lengths::packed}) {
@@ -82,7 +87,8 @@ TEST(InvariantsTest, ACoveringBudgetIsFullAttentionCausally) {
 TEST(InvariantsTest, EqualTokensAreClusteredWithoutError) {
   for (const char* spec :
        {"clustered(clusters=4)", "clustered(clusters=4,clustering=hamming)",
-        "clustered(clusters=4,clustering=hamming-keys)", "i-clustered(clusters=4,topk=7)"}) {
+        "clustered(clusters=4,clustering=hamming-keys)", "i-clustered(clusters=4,topk=7)",
+        "clustered(clusters=4,near=4)", "i-clustered(clusters=4,topk=7,near=8)"}) {
     SCOPED_TRACE(spec);
     Problem problem =
         cases::make_problem({.spec = spec, .N = 65, .Dk = 16, .data = cases::Data::equal}, 3);
@@ -101,8 +107,9 @@ void set_labels(const Problem& problem, const Pass& run, const std::vector<doubl
   group_by_cluster(run.result.saved[0], problem.inputs.q_sequences, groups);
 }
 
-TEST(InvariantsTest, ClustersOfEqualQueriesAreExact) {
-  Problem problem = cases::make_problem({.spec = "clustered(clusters=9)", .N = 63, .Dk = 16}, 4);
+void expect_equal_queries_exact(const char* spec) {
+  SCOPED_TRACE(spec);
+  Problem problem = cases::make_problem({.spec = spec, .N = 63, .Dk = 16}, 4);
   const std::vector<double> rows = read_values(problem.inputs.q);
   const auto source = [](Index i) { return i * 7 % 9; };  // token i is a copy of one of nine
   fill(problem.inputs.q, [&](Index at) {
@@ -116,6 +123,50 @@ TEST(InvariantsTest, ClustersOfEqualQueriesAreExact) {
   attention_attend(problem.mechanism, problem.inputs, run.result, run.workspace);
   problem.mechanism = FullParams{};
   EXPECT_TRUE(follows_rule("out", run.result.out, test::expected_out(problem, {})));
+}
+
+TEST(InvariantsTest, ClustersOfEqualQueriesAreExact) {
+  for (const char* spec : {"clustered(clusters=9)", "clustered(clusters=9,near=4)"})
+    expect_equal_queries_exact(spec);
+}
+
+// The mean of a cluster gives almost all of its weight to the near keys of one member, whose own
+// logits there are small: what remains of the cluster's row has to keep its accuracy.
+TEST(InvariantsTest, NearKeysThatDominateAMeanDoNotCancel) {
+  constexpr Index kTokens = 256, kNear = 16, kDim = 64;
+  for (const char* spec :
+       {"clustered(clusters=2,near=16)", "i-clustered(clusters=2,topk=3,near=16)"})
+    for (const double size : {7.0, 14.0, 40.0, 120.0}) {  // 7: 99.9 % of the mean's weight
+      SCOPED_TRACE(std::string(spec) + " logits of " + std::to_string(size));
+      Problem problem =
+          cases::make_problem({.spec = spec, .B = 1, .H = 1, .N = kTokens, .Dk = kDim}, 8);
+      problem.inputs.scale = 1.0;
+      // Keys of tokens 0 .. 2 kNear - 1 have direction 0; token 0 has no part in it, but token 200,
+      // in the same cluster, twice as much as their mean.
+      fill(problem.inputs.k, [&](Index at) {
+        const Index j = at / kDim, d = at % kDim;
+        if (d == 0) return j < 2 * kNear ? 1.0 : 0.0;
+        return 0.05 * std::sin(static_cast<double>(3 * at + 1));
+      });
+      fill(problem.inputs.q, [&](Index at) {
+        const Index i = at / kDim, d = at % kDim;
+        if (d == 0) return i == 200 ? 2.0 * size : 0.0;
+        return i == 0 || i == 200 ? 0.1 * std::cos(static_cast<double>(at)) : 0.0;
+      });
+      Pass run = cases::run_forward(problem);
+      std::vector<double> labels(kTokens, 1.0);
+      labels[0] = labels[200] = 0.0;
+      set_labels(problem, run, labels);
+      if (run.selection_count > 3) {
+        // Neither list has a near key of token 0.
+        write_values(run.result.saved[3], {210, 220, 230, 40, 41, 42});
+      }
+      attention_attend(problem.mechanism, problem.inputs, run.result, run.workspace);
+      EXPECT_TRUE(
+          follows_rule("out", run.result.out, test::expected_out(problem, run.result.saved)));
+      cases::run_backward(problem, run);
+      test::expect_gradients(problem, run, test::expected_gradients(problem, run.result.saved));
+    }
 }
 
 // With unit vectors as values, outputs are weights.

@@ -295,6 +295,16 @@ std::vector<Index> labels_of(const ClusteringParams& params, const Head& head) {
                                            : hamming_labels(params, head);
 }
 
+// One softmax over all keys: with the query's logits on near keys and in `top`, with Z elsewhere.
+Row near_row(Index near, Index i, const Set& top, const Row& s, const Row& z) {
+  Row mixed = z;
+  for (std::size_t j = 0; j < z.size(); ++j) {
+    const Index distance = static_cast<Index>(j) / near - i / near;
+    if ((distance >= -1 && distance <= 1) || top.contains(static_cast<Index>(j))) mixed[j] = s[j];
+  }
+  return softmax(mixed, std::vector<int>(z.size(), 1));
+}
+
 // Z = scale M K^T with M the mean queries, and its softmax A, each with one row per query.
 struct ClusterRows {
   Matrix z, a;
@@ -310,7 +320,14 @@ ClusterRows cluster_rows(const ClusteringParams& params, const Head& head) {
 }
 
 Matrix weights_of(const ClusteredParams& params, const std::vector<Head>& heads, std::size_t h) {
-  return cluster_rows(params.clustering, heads[h]).a;
+  const Head& head = heads[h];
+  const ClusterRows rows = cluster_rows(params.clustering, head);
+  if (params.near == 0) return rows.a;
+  const Matrix s = logits(head);
+  Matrix w;
+  for (Index i = 0; i < head.queries(); ++i)
+    w.push_back(near_row(params.near, i, {}, s[i], rows.z[i]));
+  return w;
 }
 
 Matrix weights_of(const ImprovedClusteredParams& params, const std::vector<Head>& heads,
@@ -321,6 +338,10 @@ Matrix weights_of(const ImprovedClusteredParams& params, const std::vector<Head>
   Matrix w = rows.a;
   for (Index i = 0; i < head.queries(); ++i) {
     const Set top = best(rows.z[i], params.topk);
+    if (params.near > 0) {
+      w[i] = near_row(params.near, i, top, s[i], rows.z[i]);
+      continue;
+    }
     std::vector<int> n(head.k.size(), 0);
     Number mass;
     for (Index j : top) {

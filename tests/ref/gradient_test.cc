@@ -164,6 +164,11 @@ std::vector<Case> clustered_cases() {
       cross(
           small("i_clustered_reference_prefix", "i-clustered(clusters=3,topk=4,causal=reference)"),
           6, 9),
+      small("clustered_near", "clustered(clusters=3,near=2)"),
+      packed(small("clustered_near_packed", "clustered(clusters=2,near=1)")),
+      small("i_clustered_near", "i-clustered(clusters=3,topk=3,near=2)"),
+      with_scale(packed(small("i_clustered_near_packed", "i-clustered(clusters=2,topk=2,near=3)")),
+                 0.7),
   };
 }
 

@@ -74,8 +74,9 @@ void expect_row_sums(const Case& c, double expected) {
 TEST(InvariantTest, RowsSumToOne) {
   for (const char* spec :
        {"full", "local(window=3)", "strided(stride=3)", "oracle-top(topk=3)",
-        "clustered(clusters=3)", "i-clustered(clusters=3,topk=3)",
-        "lsh(rounds=3,chunk=3,buckets=4)", "i-clustered(clusters=3,topk=3,causal=reference)",
+        "clustered(clusters=3)", "i-clustered(clusters=3,topk=3)", "clustered(clusters=3,near=2)",
+        "i-clustered(clusters=3,topk=3,near=2)", "lsh(rounds=3,chunk=3,buckets=4)",
+        "i-clustered(clusters=3,topk=3,causal=reference)",
         "lsh(rounds=3,chunk=3,buckets=4,combine=mean)", "routing(clusters=3,membership=balanced)",
         "routing(clusters=3,window=3,causal=strict)", "cast(clusters=3,size=3)",
         "cast(clusters=9,size=9,mode=single)"})
@@ -93,6 +94,46 @@ TEST(InvariantTest, FullBudgetsAreFullAttention) {
   for (const char* spec : {"oracle-top(topk=13)", "local(window=13)",
                            "local(window=20,kind=blocked)", "strided(stride=1)"})
     expect_equal(causal(base(spec)), "full");
+}
+
+TEST(InvariantTest, NearWithAFullBudgetIsFullAttention) {
+  for (const char* spec :
+       {"clustered(clusters=3,near=13)", "clustered(clusters=3,near=7)",
+        "i-clustered(clusters=3,topk=2,near=50)", "clustered(clusters=13,near=2)",
+        "i-clustered(clusters=3,topk=13,near=1)", "i-clustered(clusters=13,topk=2,near=1)"})
+    expect_equal(base(spec), "full");
+}
+
+TEST(InvariantTest, EqualQueriesMakeNearExact) {
+  Case c = base("clustered(clusters=3,near=2)");
+  c.data = cases::Data::equal;
+  expect_equal(c, "full");
+}
+
+// |row - exact row| <= 2 E_i / Z_i in L1, with E_i the error of the keys' exponentials and Z_i the
+// exact sum.
+TEST(InvariantTest, NearRowsAreBoundedByTheErrorOfFarKeys) {
+  for (const char* spec :
+       {"clustered(clusters=3,near=2)", "i-clustered(clusters=3,topk=3,near=1)"}) {
+    Case c = base(spec), plain = c;
+    c.lengths = plain.lengths = Lengths::none;
+    plain.spec = "full";
+    const Selected selected = make_selected(c);
+    const std::vector<double> rows = selected.weights(), exact = make_selected(plain).weights();
+    double largest = 0.0;
+    for (std::size_t row = 0; row < exact.size(); row += c.S) {
+      // Key i itself is near, so its exponential is exact and gives both sums.
+      const std::size_t own = row + row / c.S % c.N;
+      double error = 0.0, distance = 0.0;
+      for (std::size_t j = row; j < row + c.S; ++j) {
+        error += std::abs(rows[j] / rows[own] - exact[j] / exact[own]) * exact[own];
+        distance += std::abs(rows[j] - exact[j]);
+      }
+      EXPECT_LE(distance, 2 * error + kExact) << spec << " row " << row / c.S;
+      largest = std::max(largest, distance);
+    }
+    EXPECT_GT(largest, 0.01) << spec;
+  }
 }
 
 TEST(InvariantTest, EqualQueriesMakeClusteredExact) {

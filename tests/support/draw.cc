@@ -81,6 +81,13 @@ void draw_clustering(Draw& draw, const Most& most, SpecText& spec) {
   if (std::string(method) == "hamming") spec.add("hash_bias", draw.chance(50));
 }
 
+// Blocks of near keys, of self-attention only; kernels on GPUs take multiples of 16.
+void draw_near(Draw& draw, const Most& most, Case& c, SpecText& spec) {
+  const bool gpu = most.rows > 1000;
+  spec.add("near", gpu ? 16 * draw.about(1, 32) : draw.about(1, 100));
+  c.S = c.N;
+}
+
 void draw_routing(Draw& draw, const Most& most, Case& c) {
   SpecText spec("routing");
   // The tolerance rule does not cover sums over a hundred clusters of a token.
@@ -146,15 +153,19 @@ void draw_mechanism(Draw& draw, Index mechanism, const Most& most, Case& c) {
     case 4: {
       SpecText spec("clustered");
       draw_clustering(draw, most, spec);
+      if (draw.chance(50)) draw_near(draw, most, c, spec);
       c.spec = spec.str();
       break;
     }
     case 5: {
       SpecText spec("i-clustered");
       draw_clustering(draw, most, spec);
-      spec.add("topk", draw.about(1, most.topk)).add("mass_grad", draw.chance(50));
-      c.causal = draw.chance(30);
+      spec.add("topk", draw.about(1, most.topk));
+      const int form = static_cast<int>(draw.below(10));
+      c.causal = form < 3;
+      if (form < 6) spec.add("mass_grad", draw.chance(50));
       if (c.causal) spec.add("causal", "reference");
+      if (form >= 6) draw_near(draw, most, c, spec);
       c.spec = spec.str();
       break;
     }
@@ -226,10 +237,12 @@ double pairs_of(const OracleTopParams& p, const Case& c) {
   return number(c.N) * number(std::min(c.S, p.topk + 64));
 }
 double pairs_of(const ClusteredParams& p, const Case& c) {
-  return number(p.clustering.clusters) * number(c.S);
+  return number(p.clustering.clusters) * number(c.S) +
+         number(c.N) * number(std::min(c.S, 3 * p.near));
 }
 double pairs_of(const ImprovedClusteredParams& p, const Case& c) {
-  return number(p.clustering.clusters) * number(c.S) + number(c.N) * number(std::min(c.S, p.topk));
+  return number(p.clustering.clusters) * number(c.S) +
+         number(c.N) * number(std::min(c.S, p.topk + 3 * p.near));
 }
 double pairs_of(const LshParams& p, const Case& c) {
   return number(c.N) * number(p.rounds) * number(std::min(c.S, 2 * p.chunk + 16));

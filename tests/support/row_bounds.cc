@@ -562,10 +562,14 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       resolved = false;
     }
   };
-  std::vector<Part> parts = {{mechanism, std::holds_alternative<ClusteredParams>(mechanism)}};
-  if (const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism))
-    if (improved->causal == Causality::none)
-      parts.push_back({ClusteredParams{improved->clustering}, true});
+  const auto* plain = std::get_if<ClusteredParams>(&mechanism);
+  const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism);
+  const bool near = (plain && plain->near > 0) || (improved && improved->near > 0);
+  std::vector<Part> parts = {{mechanism, plain && !near}};
+  if (near)
+    parts.push_back({mechanism, true});
+  else if (improved && improved->causal == Causality::none)
+    parts.push_back({ClusteredParams{improved->clustering}, true});
   for (const Part& part : parts) {
     Sizes q = terms.q, g = terms.g, gq(g.size()), ge(g.size()), gqe(g.size());
     if (part.means) take_means(wide, selection[0], q, g);
@@ -586,7 +590,7 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
       g[i] *= blur[i];
     }
     const Columns rows(wide.dtype(), wide.q, terms.H, signs, {&weighed, &gq}, {&ge, &gqe});
-    const std::size_t own = part.means ? 3 : selection.size();
+    const std::size_t own = part.means && !near ? 3 : selection.size();
     const Applied applied =
         apply_weights(part.mechanism, wide.inputs,
                       {selection.begin(), selection.begin() + static_cast<std::ptrdiff_t>(own)},

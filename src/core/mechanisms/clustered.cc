@@ -56,12 +56,18 @@ struct QueryClusters : AllKeys {
     }
   }
   template <class Params>
+  static SpecKey near_key(const HeadGroup& defaults) {
+    return integer_key("near", field_of(&Params::near), {.min = 0}, defaults,
+                       "block length: keys of the own block and its two neighbours are attended "
+                       "exactly; 0: none");
+  }
+  template <class Params>
   static bool keys_are_queries(const Params&) {
     return false;
   }
   template <class Params>
-  static bool self_attention(const Params&) {
-    return false;
+  static bool self_attention(const Params& params) {
+    return params.near > 0;
   }
   template <class Params>
   static Decoding decoding(const Params&) {
@@ -83,6 +89,13 @@ struct QueryClusters : AllKeys {
     saved.push_back({"centroids", SavedKind::value, {s.items, s.H, params.clusters, s.Dk}});
     saved.push_back({"centroid_lse", SavedKind::value, {s.items, s.H, params.clusters}});
   }
+  // With near keys, rows have one normaliser each.
+  template <class Number>
+  static void add_near(const ClusteringParams& params, const CallSizes<Number>& s,
+                       SavedTensors<Number>& saved) {
+    saved.push_back({"centroids", SavedKind::value, {s.items, s.H, params.clusters, s.Dk}});
+    saved.push_back(row_values("lse", s));
+  }
 };
 
 struct Clustered : QueryClusters {
@@ -94,13 +107,19 @@ struct Clustered : QueryClusters {
                               *kAttends = "all keys, with the logits of its cluster's mean";
 
   static std::vector<SpecKey> keys(const HeadGroup& defaults) {
-    return clustering_keys<Params>(defaults);
+    std::vector<SpecKey> all = clustering_keys<Params>(defaults);
+    all.push_back(near_key<Params>(defaults));
+    return all;
   }
   static Causality causality(const Params&, bool causal) { return refuse_causal(kName, causal); }
   static void settle(Params& params, Causality) { settle_clustering(kName, params.clustering); }
   template <class Number>
   static SavedTensors<Number> saved(const Params& params, const CallSizes<Number>& s) {
     SavedTensors<Number> all = groups(params.clustering, s);
+    if (params.near > 0) {
+      add_near(params.clustering, s, all);
+      return all;
+    }
     add_centroids(params.clustering, s, all);
     const Number clusters = params.clustering.clusters;
     all.push_back({"centroid_out", SavedKind::value, {s.items, s.H, clusters, s.Dv}});
@@ -129,6 +148,7 @@ struct ImprovedClustered : QueryClusters {
                                          {"reference", Causality::leaking},
                                          {"strict", Causality::strict}},
                                         "reference: its selection sees the future"));
+    all.push_back(near_key<Params>(defaults));
     return all;
   }
   static Causality causality(const Params& params, bool causal) {
@@ -141,6 +161,11 @@ struct ImprovedClustered : QueryClusters {
   static void settle(Params& params, Causality form) {
     settle_clustering(kName, params.clustering);
     params.causal = form;
+    if (params.near == 0) return;
+    COTERIE_CHECK(form == Causality::none, kName, "near=", params.near,
+                  " has no causal form; use near=0 or inputs that are not causal");
+    COTERIE_CHECK(params.mass_grad, kName, "mass_grad=false needs near=0; got near=", params.near,
+                  ", which has one normaliser for all keys and no mass");
   }
   template <class Number>
   static SavedTensors<Number> saved(const Params& params, const CallSizes<Number>& s) {
@@ -149,6 +174,10 @@ struct ImprovedClustered : QueryClusters {
     all.push_back({"top_keys",
                    SavedKind::selection,
                    {s.items, s.H, clusters, least(Number(params.topk), s.S)}});
+    if (params.near > 0) {
+      add_near(params.clustering, s, all);
+      return all;
+    }
     if (params.causal == Causality::none) {
       add_centroids(params.clustering, s, all);
       all.push_back({"mass", SavedKind::value, {s.items, s.H, clusters}});

@@ -188,9 +188,8 @@ void centroid_output_gradients(const AttentionCall& call, const CentroidTensors&
                });
 }
 
-// Divides the gradients of means by the cluster sizes: the gradient of each member.
 template <class T>
-static void share_means(const AttentionCall& call, const ClusterLists& lists, T* dmean) {
+void share_means(const AttentionCall& call, const ClusterLists& lists, T* dmean) {
   parallel_for(call.num_items() * call.H, [&](std::int64_t problem, int) {
     for (std::int64_t c = 0; c < lists.clusters(); ++c) {
       const Range members = lists.members(problem / call.H, problem % call.H, c);
@@ -260,6 +259,7 @@ void centroid_backward_keys(const AttentionCall& call, const CentroidTensors& te
   template void centroid_forward(const AttentionCall&, const CentroidTensors&,                 \
                                  std::vector<Tiles<T>>&);                                      \
   template struct CentroidGradients<T>;                                                        \
+  template void share_means(const AttentionCall&, const ClusterLists&, T*);                    \
   template void centroid_output_gradients(const AttentionCall&, const CentroidTensors&,        \
                                           const TensorView&, CentroidGradients<T>&,            \
                                           std::vector<Tiles<T>>&);                             \

@@ -57,6 +57,10 @@ void centroid_output_gradients(const AttentionCall& call, const CentroidTensors&
                                const TensorView& grad_out, CentroidGradients<T>& gradients,
                                std::vector<Tiles<T>>& tiles);
 
+// Divides the gradients of means by the cluster sizes: the gradient of each member.
+template <class T>
+void share_means(const AttentionCall& call, const ClusterLists& lists, T* dmean);
+
 template <class T>
 void centroid_backward_means(const AttentionCall& call, const CentroidTensors& tensors,
                              CentroidGradients<T>& gradients, std::vector<Tiles<T>>& tiles);

@@ -6,13 +6,24 @@
 #include "cpu/cluster/clustering.h"
 #include "cpu/mechanisms/attention.h"
 #include "cpu/mechanisms/centroid_attention.h"
+#include "cpu/mechanisms/near.h"
 
 namespace coterie::cpu {
 
 namespace {
 
-// Positions in `saved`.
+// Positions in `saved`; with near keys there is no kOut, and kLse belongs to the queries.
 enum { kLabels, kOrder, kOffsets, kCentroids, kLse, kOut };
+
+NearTensors near_tensors(const std::vector<TensorView>& saved) {
+  NearTensors tensors;
+  tensors.lists.order = saved[kOrder];
+  tensors.lists.offsets = saved[kOffsets];
+  tensors.labels = saved[kLabels];
+  tensors.centroids = saved[kCentroids];
+  tensors.lse = saved[kLse];
+  return tensors;
+}
 
 CentroidTensors centroid_tensors(const std::vector<TensorView>& saved) {
   CentroidTensors tensors;
@@ -57,11 +68,13 @@ void broadcast_rows(const AttentionCall& call, const TensorView& labels, std::in
 
 template <>
 std::int64_t workspace_bytes(const ClusteredParams& params, const AttentionCall& call) {
-  Arena arena;
+  Arena arena, near;
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
-    ClusteredWorkspace<typename decltype(tag)::type>(arena, params, call);
+    using T = typename decltype(tag)::type;
+    ClusteredWorkspace<T>(arena, params, call);
+    if (params.near > 0) NearWorkspace<T>(near, call, params.clustering.clusters, params.near);
   });
-  return arena.used();
+  return std::max(arena.used(), near.used());
 }
 
 template <>
@@ -83,6 +96,12 @@ template <>
 void attend(const ClusteredParams& params, const AttentionCall& call, const AttentionResult& result,
             const Workspace& workspace) {
   Arena arena(call.op, workspace, workspace_bytes(params, call));
+  if (params.near > 0)
+    return dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      NearWorkspace<T> ws(arena, call, params.clustering.clusters, params.near);
+      near_forward(call, params.near, near_tensors(result.saved), result.out, ws);
+    });
   const CentroidTensors tensors = centroid_tensors(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -99,6 +118,15 @@ void backward(const ClusteredParams& params, const AttentionCall& call,
               const AttentionResult& result, const TensorView& grad_out,
               const AttentionGradients& gradients, const Workspace& workspace) {
   Arena arena(call.op, workspace, workspace_bytes(params, call));
+  if (params.near > 0)
+    return dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      NearWorkspace<T> ws(arena, call, params.clustering.clusters, params.near);
+      near_backward<T>(
+          call, params.near, near_tensors(result.saved),
+          {result.out, result.saved[kLse], grad_out, gradients.dq, gradients.dk, gradients.dv},
+          nullptr, ws);
+    });
   const CentroidTensors tensors = centroid_tensors(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

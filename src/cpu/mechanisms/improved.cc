@@ -10,12 +10,14 @@
 #include "cpu/engine/top.h"
 #include "cpu/mechanisms/attention.h"
 #include "cpu/mechanisms/centroid_attention.h"
+#include "cpu/mechanisms/near.h"
 
 namespace coterie::cpu {
 
 namespace {
 
-// Positions in `saved`; the leaking form has only kLeakingLse after the selection.
+// Positions in `saved`; the leaking form has only kLeakingLse after the selection, the one with
+// near keys only kCentroids and kNearLse.
 enum {
   kLabels,
   kOrder,
@@ -26,7 +28,8 @@ enum {
   kMass,
   kBottom,
   kLse,
-  kLeakingLse = kTopKeys + 1
+  kLeakingLse = kTopKeys + 1,
+  kNearLse = kCentroids + 1
 };
 
 bool leaking(const ImprovedClusteredParams& params) { return params.causal == Causality::leaking; }
@@ -39,6 +42,22 @@ CentroidTensors centroid_tensors(const std::vector<TensorView>& saved) {
   return {cluster_lists(saved), saved[kCentroids], saved[kCentroidLse], saved[kBottom],
           saved[kMass]};
 }
+
+NearTensors near_tensors(const std::vector<TensorView>& saved) {
+  return {cluster_lists(saved), saved[kLabels], saved[kCentroids], saved[kNearLse]};
+}
+
+// Memory of the passes with near keys, after the selection.
+template <class T>
+struct NearImprovedWorkspace {
+  NearWorkspace<T> near;
+  KeySlots<T> slots;
+
+  NearImprovedWorkspace(Arena& arena, const ImprovedClusteredParams& params,
+                        const AttentionCall& call)
+      : near(arena, call, params.clustering.clusters, params.near),
+        slots(arena, call, params.clustering.clusters, std::min(params.topk, call.S)) {}
+};
 
 template <class T>
 struct ImprovedWorkspace {
@@ -173,11 +192,13 @@ void backward_exact(const ImprovedClusteredParams& params, const AttentionCall& 
 
 template <>
 std::int64_t workspace_bytes(const ImprovedClusteredParams& params, const AttentionCall& call) {
-  Arena arena;
+  Arena arena, near;
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
-    ImprovedWorkspace<typename decltype(tag)::type>(arena, params, call);
+    using T = typename decltype(tag)::type;
+    ImprovedWorkspace<T>(arena, params, call);
+    if (params.near > 0) NearImprovedWorkspace<T>(near, params, call);
   });
-  return arena.used();
+  return std::max(arena.used(), near.used());
 }
 
 template <>
@@ -201,6 +222,10 @@ void attend(const ImprovedClusteredParams& params, const AttentionCall& call,
   const ClusterLists lists = cluster_lists(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (params.near > 0) {
+      NearImprovedWorkspace<T> ws(arena, params, call);
+      return near_forward(call, params.near, near_tensors(result.saved), result.out, ws.near);
+    }
     ImprovedWorkspace<T> ws(arena, params, call);
     ListCall<T> plan = shared_plan<T>(call, lists);
     if (leaking(params))
@@ -218,11 +243,17 @@ void backward(const ImprovedClusteredParams& params, const AttentionCall& call,
               const AttentionResult& result, const TensorView& grad_out,
               const AttentionGradients& gradients, const Workspace& workspace) {
   Arena arena(call.op, workspace, workspace_bytes(params, call));
-  ListGradients lists{result.out,   result.saved[leaking(params) ? kLeakingLse : kLse],
+  const int lse = params.near > 0 ? kNearLse : leaking(params) ? kLeakingLse : kLse;
+  ListGradients lists{result.out,   result.saved[static_cast<std::size_t>(lse)],
                       grad_out,     gradients.dq,
                       gradients.dk, gradients.dv};
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (params.near > 0) {
+      NearImprovedWorkspace<T> ws(arena, params, call);
+      return near_backward(call, params.near, near_tensors(result.saved), lists, &ws.slots,
+                           ws.near);
+    }
     ImprovedWorkspace<T> ws(arena, params, call);
     if (leaking(params))
       shared_backward(call, shared_plan<T>(call, cluster_lists(result.saved)),

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: MIT
+#include "cpu/mechanisms/near.h"
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/engine/tile_steps.h"
+
+namespace coterie::cpu {
+
+namespace {
+
+// Blocks of a chunk: the square root of their number, so that a row needs about as many sums of
+// chunks as of blocks.
+std::int64_t chunk_blocks(const Blocks& blocks) {
+  return std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(std::ceil(std::sqrt(static_cast<double>(blocks.count())))));
+}
+
+template <class T>
+Sums<T> take_sums(Arena& arena, std::int64_t value_row) {
+  return {arena.take<T>(kQueryTile), arena.take<T>(kQueryTile),
+          arena.take<T>(kQueryTile * value_row)};
+}
+
+template <class T>
+void clear(const Sums<T>& sums, std::int64_t rows, std::int64_t value_row) {
+  std::fill_n(sums.max, rows, kNegInf<T>);
+  std::fill_n(sums.sum, rows, T(0));
+  std::fill_n(sums.out, rows * value_row, T(0));
+}
+
+template <class T>
+void copy(const Sums<T>& from, const Sums<T>& to, std::int64_t rows, std::int64_t value_row) {
+  std::copy_n(from.max, rows, to.max);
+  std::copy_n(from.sum, rows, to.sum);
+  std::copy_n(from.out, rows * value_row, to.out);
+}
+
+// The sums of one row.
+template <class T>
+struct RowSums {
+  T &max, &sum;
+  T* out;
+};
+
+// to += from.
+template <class T>
+void merge(const RowSums<T>& to, T max, T sum, const T* out, std::int64_t width) {
+  if (max == kNegInf<T> && sum == T(0)) return;
+  const Kernels<T>& kernel = kernels<T>();
+  const T largest = std::max(to.max, max);
+  const T old_factor = to.max == largest ? T(1) : std::exp(to.max - largest);
+  const T new_factor = max == largest ? T(1) : std::exp(max - largest);
+  if (old_factor != T(1)) kernel.row_scale(to.out, width, old_factor);
+  kernel.row_add(to.out, out, width, new_factor);
+  to.sum = to.sum * old_factor + sum * new_factor;
+  to.max = largest;
+}
+
+template <class T>
+void merge(const Sums<T>& to, const Sums<T>& from, std::int64_t rows, std::int64_t value_row) {
+  for (std::int64_t r = 0; r < rows; ++r)
+    merge<T>({to.max[r], to.sum[r], to.out + r * value_row}, from.max[r], from.sum[r],
+             from.out + r * value_row, value_row);
+}
+
+// The far keys of the members of clusters [tile.first, tile.first + tile.count).
+template <class T>
+class FarForward {
+ public:
+  FarForward(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
+             const RowTile& tile, NearWorkspace<T>& workspace, int worker)
+      : call_(call),
+        tensors_(tensors),
+        tile_(tile),
+        ws_(workspace),
+        tiles_(workspace.lists.tiles[static_cast<std::size_t>(worker)]),
+        far_(workspace.far[static_cast<std::size_t>(worker)]),
+        blocks_{near, call.item(tile.item).k.length},
+        segment_(centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, tile.head)),
+        pass_{segment_, tiles_} {
+    const Span& span = call.item(tile.item).q;
+    order_ = span_at<std::int32_t>(tensors.lists.order, span, tile.head);
+    first_row_ = (span.batch * call.H + tile.head) * call.N + span.begin;
+  }
+
+  void run() {
+    const std::int64_t per_chunk = chunk_blocks(blocks_), rows = tile_.count,
+                       width = tiles_.value_row, count = blocks_.count(),
+                       chunks = (count + per_chunk - 1) / per_chunk;
+    pass_.load_queries(tile_.first, tile_.count);
+    std::fill_n(far_.listed, rows, 0);
+    for (std::int64_t r = 0; r < rows; ++r) far_.next[r] = members(r).begin;
+    clear(far_.before, rows, width);
+    for (std::int64_t k = 0; k < chunks; ++k) {
+      const std::int64_t first = k * per_chunk, end = std::min(count, first + per_chunk);
+      for (std::int64_t b = first; b < end; b += blocks_per_tile())
+        cells(b, std::min(end, b + blocks_per_tile()), first);
+      for (std::int64_t b = first; b < end; ++b) {
+        add_before(b + 1);
+        merge(far_.before, far_.cells[static_cast<std::size_t>(b - first)], rows, width);
+      }
+      after_in_chunk(first, end, far_.totals[static_cast<std::size_t>(k)],
+                     far_.tails[static_cast<std::size_t>(k)]);
+    }
+    after_chunks(per_chunk, chunks);
+  }
+
+ private:
+  Range members(std::int64_t row) const {
+    return tensors_.lists.members(tile_.item, tile_.head, tile_.first + row);
+  }
+  std::int64_t blocks_per_tile() const {
+    return blocks_.width % kColumnPad == 0 ? std::max<std::int64_t>(1, kKeyTile / blocks_.width)
+                                           : 1;
+  }
+  void add_to(std::int64_t query, const Sums<T>& sums, std::int64_t row) {
+    const std::int64_t i = first_row_ + query;
+    merge<T>({ws_.max[i], ws_.sum[i], ws_.out + i * call_.Dv}, sums.max[row], sums.sum[row],
+             sums.out + row * tiles_.value_row, call_.Dv);
+  }
+
+  // Top keys are exact for all members. Keys ascend, so each row's position in its list does too.
+  void remove_listed(std::int64_t begin, std::int64_t keys) {
+    if (!tensors_.listed()) return;
+    const std::int64_t width = tensors_.lists.width();
+    for (std::int64_t r = 0; r < tile_.count; ++r) {
+      const std::int32_t* list = tensors_.lists.key_row(tile_.item, tile_.head, tile_.first + r);
+      std::int64_t& at = far_.listed[r];
+      for (; at < width && list[at] >= 0 && list[at] < begin + keys; ++at)
+        tiles_.s[r * kKeyTile + list[at] - begin] = kNegInf<T>;
+    }
+  }
+
+  // The sums of blocks [first, end): one tile of keys, or the tiles of one block.
+  void cells(std::int64_t first, std::int64_t end, std::int64_t chunk) {
+    const Kernels<T>& kernel = pass_.kernel;
+    const Range span = blocks_.span(first, end);
+    for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
+      const std::int64_t keys = std::min(kKeyTile, span.end - begin);
+      pass_.load_key_columns(begin, keys);
+      pass_.load_values(begin, keys);
+      pass_.score(tile_.first, tile_.count, begin, keys);
+      remove_listed(begin, keys);
+      const bool more = begin > span.begin;
+      for (std::int64_t b = first; b < end; ++b) {
+        const Sums<T>& cell = far_.cells[static_cast<std::size_t>(b - chunk)];
+        const std::int64_t low = end - first == 1 ? 0 : (b - first) * blocks_.width;
+        const std::int64_t high = end - first == 1 ? keys : std::min(low + blocks_.width, keys);
+        if (!more) {
+          std::fill_n(cell.max, tile_.count, kNegInf<T>);
+          std::fill_n(cell.sum, tile_.count, T(0));
+        }
+        kernel.softmax({tiles_.s + low, tile_.count, kKeyTile, padded(high - low), cell.max,
+                        cell.sum, tiles_.rescale});
+        for (std::int64_t r = 0; more && r < tile_.count; ++r)
+          if (tiles_.rescale[r] != T(1))
+            kernel.row_scale(cell.out + r * tiles_.value_row, tiles_.value_row, tiles_.rescale[r]);
+        kernel.multiply({tile_.count, tiles_.value_row, high - low, tiles_.s + low, kKeyTile, 1,
+                         tiles_.v + low * tiles_.value_row, tiles_.value_row, cell.out,
+                         tiles_.value_row, more});
+      }
+    }
+  }
+
+  // Adds the sums of the blocks before block - 1 to the queries of a block.
+  void add_before(std::int64_t block) {
+    const std::int64_t end = blocks_.span(block, block + 1).end;
+    for (std::int64_t r = 0; r < tile_.count; ++r) {
+      const std::int64_t last = members(r).end;
+      std::int64_t& at = far_.next[r];
+      for (; at < last && order_[at] < end; ++at)
+        if (blocks_.of(order_[at]) == block) add_to(order_[at], far_.before, r);
+    }
+  }
+
+  // Adds to the queries of blocks [first, end) the sums of the blocks of the chunk after their near
+  // ones; also the sum of the chunk, and the sum without its first block.
+  void after_in_chunk(std::int64_t first, std::int64_t end, const Sums<T>& total,
+                      const Sums<T>& tail) {
+    const std::int64_t rows = tile_.count, width = tiles_.value_row;
+    clear(far_.after, rows, width);
+    for (std::int64_t b = end - 1; b >= first; --b) {
+      if (b > first) add_after(b - 1, far_.after);
+      if (b == first) copy(far_.after, tail, rows, width);
+      merge(far_.after, far_.cells[static_cast<std::size_t>(b - first)], rows, width);
+    }
+    copy(far_.after, total, rows, width);
+  }
+
+  void add_after(std::int64_t block, const Sums<T>& sums) {
+    const Range span = blocks_.span(block, block + 1);
+    for (std::int64_t r = 0; r < tile_.count; ++r) {
+      if (sums.max[r] == kNegInf<T> && sums.sum[r] == T(0)) continue;
+      const Range list = members(r);
+      const std::int32_t* at = std::lower_bound(order_ + list.begin, order_ + list.end, span.begin);
+      for (; at != order_ + list.end && *at < span.end; ++at) add_to(*at, sums, r);
+    }
+  }
+
+  // Adds the sums of later chunks. The last block of a chunk is near the first of the next one.
+  void after_chunks(std::int64_t per_chunk, std::int64_t chunks) {
+    const std::int64_t rows = tile_.count, width = tiles_.value_row;
+    clear(far_.beyond, rows, width);
+    clear(far_.beyond_next, rows, width);
+    for (std::int64_t r = 0; r < rows; ++r) far_.next[r] = members(r).end;
+    for (std::int64_t k = chunks - 1; k >= 0; --k) {
+      const std::int64_t last = std::min(blocks_.count(), (k + 1) * per_chunk) - 1;
+      const std::int64_t begin = blocks_.span(k * per_chunk, last + 1).begin;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        std::int64_t& at = far_.next[r];
+        for (; at > members(r).begin && order_[at - 1] >= begin; --at) {
+          const std::int64_t query = order_[at - 1];
+          add_to(query, blocks_.of(query) == last ? far_.beyond_next : far_.beyond, r);
+        }
+      }
+      copy(far_.beyond, far_.beyond_next, rows, width);
+      merge(far_.beyond_next, far_.tails[static_cast<std::size_t>(k)], rows, width);
+      merge(far_.beyond, far_.totals[static_cast<std::size_t>(k)], rows, width);
+    }
+  }
+
+  const AttentionCall& call_;
+  const NearTensors& tensors_;
+  const RowTile& tile_;
+  NearWorkspace<T>& ws_;
+  Tiles<T>& tiles_;
+  FarTiles<T>& far_;
+  Blocks blocks_;
+  Segment<T> segment_;
+  Pass<T> pass_;
+  const std::int32_t* order_ = nullptr;
+  std::int64_t first_row_ = 0;
+};
+
+// Adds the top keys that are not near.
+template <class T>
+void add_top(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
+             NearWorkspace<T>& ws) {
+  const ListCall<T> plan = near_top_plan<T>(call, near, tensors.lists);
+  for_tiles(list_query_tiles(call, plan), ws.lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
+    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count, own);
+    const Span& span = call.item(tile.item).q;
+    const std::int64_t first = (span.batch * call.H + tile.head) * call.N + span.begin;
+    for (std::int64_t r = 0; r < tile.count; ++r) {
+      const std::int64_t i = first + pair.queries.row(tile.first + r);
+      merge<T>({ws.max[i], ws.sum[i], ws.out + i * call.Dv}, own.lse[r],
+               own.lse[r] == kNegInf<T> ? T(0) : T(1), own.o + r * own.value_row, call.Dv);
+    }
+  });
+}
+
+// Queries of consecutive blocks over their near keys: rows and keys are contiguous.
+template <class T>
+Segment<T> near_segment(const AttentionCall& call, const Blocks& blocks, std::int64_t number,
+                        std::int64_t head, const Range& rows) {
+  const Item& item = call.item(number);
+  const Range keys = blocks.near(rows);
+  const RowList row_list{rows.end - rows.begin, nullptr, rows.begin},
+      key_list{keys.end - keys.begin, nullptr, keys.begin};
+  Segment<T> segment;
+  segment.q = list_rows(call.inputs.q, item.q, head, row_list);
+  segment.k = list_rows(call.k, item.k, call.key_head(head), key_list);
+  segment.v = list_rows(call.inputs.v, item.k, call.value_head(head), key_list);
+  segment.num_queries = row_list.count;
+  segment.num_keys = key_list.count;
+  segment.scale = static_cast<T>(call.scale);
+  segment.rule.ranges = [blocks, rows, keys](std::int64_t first, std::int64_t count,
+                                             Range* ranges) {
+    for (std::int64_t r = 0; r < count; ++r) {
+      const std::int64_t row = rows.begin + first + r;
+      const Range own = blocks.near({row, row + 1});
+      ranges[r] = {own.begin - keys.begin, own.end - keys.begin};
+    }
+  };
+  return segment;
+}
+
+}  // namespace
+
+template <class T>
+FarTiles<T>::FarTiles(Arena& arena, const AttentionCall& call, std::int64_t near) {
+  const std::int64_t width = padded(call.Dv), most = chunk_blocks({near, call.S});
+  for (std::int64_t b = 0; b < most; ++b) {
+    cells.push_back(take_sums<T>(arena, width));
+    totals.push_back(take_sums<T>(arena, width));
+    tails.push_back(take_sums<T>(arena, width));
+  }
+  for (Sums<T>* sums : {&before, &after, &beyond, &beyond_next}) *sums = take_sums<T>(arena, width);
+  next = arena.take<std::int64_t>(kQueryTile);
+  listed = arena.take<std::int64_t>(kQueryTile);
+  const std::int64_t blocks = std::min(kKeyTile, kKeyTile / near + 2);
+  gradients = arena.take<T>(blocks * kQueryTile * width);
+  shift = arena.take<T>(blocks * kQueryTile);
+  delta = arena.take<T>(blocks * kQueryTile);
+}
+
+template <class T>
+ListCall<T> near_top_plan(const AttentionCall& call, std::int64_t near, const ClusterLists& lists) {
+  ListCall<T> plan = shared_plan<T>(call, lists);
+  plan.pair = [&call, near, all = plan.pair](std::int64_t number, std::int64_t head,
+                                             std::int64_t cluster) {
+    ListPair<T> pair = all(number, head, cluster);
+    const Blocks blocks{near, call.item(number).k.length};
+    const std::int32_t *queries = pair.queries.index, *keys = pair.keys.index;
+    pair.rule.filter = [=](std::int64_t query, std::int64_t begin, std::int64_t count, T* scores) {
+      const std::int64_t row = queries[query];
+      const Range own = blocks.near({row, row + 1});
+      const std::int32_t *first = keys + begin, *end = first + count;
+      const std::int32_t* at = std::lower_bound(first, end, own.begin);
+      for (; at != end && *at < own.end; ++at) scores[at - first] = kNegInf<T>;
+    };
+    return pair;
+  };
+  return plan;
+}
+
+template <class T>
+void near_rows(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
+               NearWorkspace<T>& ws, const FinishRows<T>& finish) {
+  const std::int64_t rows = call.B * call.H * call.N;
+  std::fill_n(ws.max, rows, kNegInf<T>);
+  std::fill_n(ws.sum, rows, T(0));
+  std::fill_n(ws.out, rows * call.Dv, T(0));
+  for_tiles(centroid_tiles(call, tensors.lists.clusters()), [&](const RowTile& tile, int worker) {
+    FarForward<T>(call, near, tensors, tile, ws, worker).run();
+  });
+  if (tensors.listed()) add_top(call, near, tensors, ws);
+
+  // A list is one group of blocks, so that all its tiles of queries have the same keys.
+  const std::int64_t group = near * Blocks{near, 0}.together();
+  const std::int64_t lists = (call.N + group - 1) / group;
+  const auto length = [&](std::int64_t item, std::int64_t, std::int64_t list) {
+    return std::clamp<std::int64_t>(call.item(item).q.length - list * group, 0, group);
+  };
+  const std::vector<RowTile> row_list =
+      list_tiles({call.num_items(), call.H, lists}, kQueryTile, length);
+  for_tiles(row_list, ws.lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
+    const Span& span = call.item(tile.item).q;
+    const Blocks blocks{near, call.item(tile.item).k.length};
+    const Range group_rows{tile.list * group, std::min(tile.list * group + group, span.length)};
+    forward_tile(near_segment<T>(call, blocks, tile.item, tile.head, group_rows), tile.first,
+                 tile.count, own);
+    RowTile finished = tile;
+    finished.first += group_rows.begin;
+    const std::int64_t first =
+        (span.batch * call.H + tile.head) * call.N + span.begin + finished.first;
+    for (std::int64_t r = 0; r < tile.count; ++r) {
+      const std::int64_t i = first + r;
+      T* row = own.o + r * own.value_row;
+      T max = own.lse[r], sum = own.lse[r] == kNegInf<T> ? T(0) : T(1);
+      merge<T>({max, sum, row}, ws.max[i], ws.sum[i], ws.out + i * call.Dv, call.Dv);
+      const bool empty = max == kNegInf<T> && sum == T(0);
+      own.lse[r] = empty ? kNegInf<T> : max + std::log(sum);
+      kernels<T>().row_scale(row, own.value_row, empty ? T(0) : T(1) / sum);
+    }
+    finish(finished, own);
+  });
+}
+
+template <class T>
+void near_forward(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
+                  const TensorView& out, NearWorkspace<T>& ws) {
+  fill_padding(out, query_spans(call), 0);
+  fill_padding(tensors.lse, query_spans(call), -std::numeric_limits<double>::infinity());
+  cluster_means(call, tensors.lists, tensors.centroids, ws.lists.tiles);
+  near_rows<T>(call, near, tensors, ws, [&](const RowTile& tile, Tiles<T>& own) {
+    const Span& span = call.item(tile.item).q;
+    kernels<T>().store(span_rows(out, span, tile.head), tile.first, tile.count, T(1), own.o,
+                       own.value_row);
+    std::copy_n(own.lse, tile.count, span_at<T>(tensors.lse, span, tile.head) + tile.first);
+  });
+}
+
+#define COTERIE_INSTANTIATE(T)                                                                 \
+  template struct FarTiles<T>;                                                                 \
+  template ListCall<T> near_top_plan(const AttentionCall&, std::int64_t, const ClusterLists&); \
+  template void near_rows(const AttentionCall&, std::int64_t, const NearTensors&,              \
+                          NearWorkspace<T>&, const FinishRows<T>&);                            \
+  template void near_forward(const AttentionCall&, std::int64_t, const NearTensors&,           \
+                             const TensorView&, NearWorkspace<T>&);
+COTERIE_INSTANTIATE(float)
+COTERIE_INSTANTIATE(double)
+#undef COTERIE_INSTANTIATE
+
+}  // namespace coterie::cpu
