@@ -28,7 +28,7 @@ move_centroids(centroids!, counts!, sums!, members, added, decay) -> ()
 commitment_loss(x, centroids (H', C, D), labels, lengths?, cu_seqlens?) -> loss (1)
 commitment_loss_backward(...) -> d loss / d x
 routing_step(ring_k!, ring_v!, counts!, q, k?, v, centroids, logit_scale?, mechanism, scale) -> out
-    One token of strict routing, q (B, H, 1, D), after those in the rings, which it joins: ring_k
+    Tokens of strict routing, q (B, H, N, D), after those in the rings, which they join: ring_k
     and ring_v (B, key heads, C window, D), counts (B, key heads, C) int64, zeros at first. Key
     heads are those of q where ``mechanism`` has share_qk, else those of k.
 """

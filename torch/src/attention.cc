@@ -31,11 +31,11 @@ void check_options(const SelfAttentionOptions& options) {
   }
 }
 
-void check_input(const at::Tensor& x, std::int64_t rank, std::int64_t E) {
-  if (x.dim() == rank && x.size(-1) == E) return;
+void check_input(const at::Tensor& x, std::int64_t E) {
+  if (x.dim() == 3 && x.size(2) == E) return;
   std::string sizes;
   for (const std::int64_t size : x.sizes()) sizes += (sizes.empty() ? "" : ", ") + text(size);
-  refuse("expected x of shape (", rank == 3 ? "B, N, " : "B, ", text(E), "); got (", sizes, ")");
+  refuse("expected x of shape (B, N, ", text(E), "); got (", sizes, ")");
 }
 
 at::Tensor detached(const at::Tensor& tensor) {
@@ -107,7 +107,7 @@ at::Tensor SelfAttentionImpl::merge(const std::vector<at::Tensor>& parts_BHND) {
 }
 
 PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
-  check_input(x_BNE, 3, options_.dim);
+  check_input(x_BNE, options_.dim);
   const std::vector<HeadRows> rows = project(x_BNE);
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
@@ -191,14 +191,13 @@ std::shared_ptr<LayerCache> SelfAttentionImpl::make_cache(std::int64_t batch) co
   return cache;
 }
 
-at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
-  check_input(x_BE, 2, options_.dim);
-  if (x_BE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
+at::Tensor SelfAttentionImpl::prefill(const at::Tensor& x_BNE, LayerCache& cache) {
+  check_input(x_BNE, options_.dim);
+  if (x_BNE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
     refuse("expected a cache of this layer and x of its batch size ", text(cache.batch),
-           "; got batch size ", text(x_BE.size(0)));
+           "; got batch size ", text(x_BNE.size(0)));
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor x_BNE = x_BE.unsqueeze(1);
   const std::vector<HeadRows> rows = project(x_BNE);
   std::vector<at::Tensor> parts;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
@@ -207,8 +206,8 @@ at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
                             group.attention_options(x_BNE), cache.position};
     parts.push_back(decode(step, cache.groups[g]));
   }
-  ++cache.position;
-  return merge(parts).squeeze(1);
+  cache.position += x_BNE.size(1);
+  return merge(parts);
 }
 
 void SelfAttentionImpl::pretty_print(std::ostream& stream) const {

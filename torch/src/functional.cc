@@ -76,6 +76,21 @@ AttentionResult make_result(const at::Tensor& out, const at::Tensor* saved, std:
   return result;
 }
 
+// The output, then the saved tensors.
+variable_list forward_outputs(const Call& call, const variable_list& tensors) {
+  const at::Tensor& q = tensors[kQ];
+  const c10::DeviceGuard guard(q.device());
+  const AttentionInputs inputs = make_inputs(call, tensors);
+  const SavedLayout layout = attention_saved(call.mechanism, inputs);
+  variable_list outputs = {empty_rows(q, tensors[kV].size(3))};
+  for (const TensorLayout& saved : layout.tensors) outputs.push_back(empty(saved, q));
+  const Scratch scratch(attention_workspace_bytes(call.mechanism, inputs), q);
+  attention_forward(call.mechanism, inputs,
+                    make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
+                    scratch.workspace());
+  return outputs;
+}
+
 struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
   // Returns out, then the saved tensors.
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const Optional& k,
@@ -87,16 +102,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
     }
     tensors.insert(tensors.end(), call->constants.begin(), call->constants.end());
     call->constants.clear();
-    const c10::DeviceGuard guard(q.device());
-    const AttentionInputs inputs = make_inputs(*call, tensors);
-    const SavedLayout layout = attention_saved(call->mechanism, inputs);
-    variable_list outputs = {empty_rows(q, v.size(3))};
-    for (const TensorLayout& saved : layout.tensors) outputs.push_back(empty(saved, q));
-    const Scratch scratch(attention_workspace_bytes(call->mechanism, inputs), q);
-    attention_forward(call->mechanism, inputs,
-                      make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
-                      scratch.workspace());
-
+    const variable_list outputs = forward_outputs(*call, tensors);
     ctx->mark_non_differentiable(variable_list(outputs.begin() + 1, outputs.end()));
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
     ctx->save_for_backward(std::move(tensors));
@@ -203,6 +209,7 @@ CallPointer make_call(const Mechanism& mechanism, const AttentionOptions& option
 
 // The output, then the saved tensors.
 variable_list run(const CallPointer& call, const variable_list& tensors) {
+  if (!at::GradMode::is_enabled()) return forward_outputs(*call, tensors);  // cheaper
   call->constants.assign(tensors.begin() + kDifferentiable, tensors.end());
   const auto optional = [&](InputPlace place) {
     return tensors[place].defined() ? Optional(tensors[place]) : std::nullopt;

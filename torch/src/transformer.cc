@@ -25,8 +25,8 @@ class BlockImpl : public ::torch::nn::Module {
     const at::Tensor x = x_BNE + drop(attended.out);
     return {x + drop(feed(x)), attended.commitment};
   }
-  at::Tensor step(const at::Tensor& x_BE, LayerCache& cache) {
-    const at::Tensor x = x_BE + attention->step(layer_norm(attention_norm_, x_BE), cache);
+  at::Tensor prefill(const at::Tensor& x_BNE, LayerCache& cache) {
+    const at::Tensor x = x_BNE + attention->prefill(layer_norm(attention_norm_, x_BNE), cache);
     return x + feed(x);
   }
 
@@ -233,17 +233,17 @@ DecoderCache TransformerImpl::make_cache(std::int64_t batch) const {
   return cache;
 }
 
-at::Tensor TransformerImpl::step(const at::Tensor& x_BE, DecoderCache& cache) {
+at::Tensor TransformerImpl::prefill(const at::Tensor& x_BNE, DecoderCache& cache) {
   if (cache.layers.size() != blocks_.size()) {
     throw Error("[transformer] expected a cache of " + std::to_string(blocks_.size()) +
                 " layers; got one of " + std::to_string(cache.layers.size()));
   }
   const at::NoGradGuard no_grad;
-  at::Tensor x = x_BE;
+  at::Tensor x = x_BNE;
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
-    x = blocks_[layer]->step(x, *cache.layers[layer]);
+    x = blocks_[layer]->prefill(x, *cache.layers[layer]);
   }
-  ++cache.position;
+  cache.position += x.size(1);
   return layer_norm(norm_, x);
 }
 

@@ -105,10 +105,10 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   // Sets the centroids by spherical k-means of the records.
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 
-  // Decoding: step returns the output (B, E) of the position after those in the cache. make_cache
-  // throws for a mechanism that is not exact and causal, and names it.
+  // Decoding: prefill returns the outputs (B, N, E) of the N positions after those in the cache,
+  // which they join. make_cache throws for a mechanism that is not exact and causal, and names it.
   std::shared_ptr<LayerCache> make_cache(std::int64_t batch) const;
-  at::Tensor step(const at::Tensor& x_BE, LayerCache& cache);
+  at::Tensor prefill(const at::Tensor& x_BNE, LayerCache& cache);
 
   void pretty_print(std::ostream& stream) const override;
 

@@ -59,7 +59,7 @@ class TransformerImpl : public ::torch::nn::Module {
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 
   DecoderCache make_cache(std::int64_t batch) const;
-  at::Tensor step(const at::Tensor& x_BE, DecoderCache& cache);
+  at::Tensor prefill(const at::Tensor& x_BNE, DecoderCache& cache);
 
  private:
   TransformerOptions options_;
