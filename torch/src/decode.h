@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Attention of positions that follow those in a cache, for mechanisms in which a position depends on
-// earlier ones only. Positional patterns keep rows that later positions may still see; strict routing keeps, for
-// each cluster, a ring of its latest keys, so that its memory does not grow with the sequence.
+// Attention of positions that follow those in a cache, for mechanisms in which a position depends
+// on earlier ones only. Positional patterns keep rows that later positions may still see; strict
+// routing keeps, for each cluster, a ring of its latest keys, so that its memory does not grow with
+// the sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
