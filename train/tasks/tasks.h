@@ -11,6 +11,7 @@ namespace coterie::train {
 std::unique_ptr<Task> make_copy_task(const Config& config);
 std::unique_ptr<Task> make_recall_task(const Config& config);
 std::unique_ptr<Task> make_bytes_task(const Config& config);
+std::unique_ptr<Task> make_tokens_task(const Config& config);
 std::unique_ptr<Task> make_words_task(const Config& config);
 
 }  // namespace coterie::train
