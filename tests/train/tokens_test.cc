@@ -55,7 +55,7 @@ TEST_F(TokensTaskTest, LearnsATokenizer) {
 }
 
 TEST_F(TokensTaskTest, HeldOutRowsAreTheEncodedText) {
-  const std::string valid = "word1 word2\nword3 word1\n";
+  const std::string valid = "word1 word2\nword3 word1\nand other words that occur nowhere else\n";
   write_file(folder_.path("train.txt"), read_file(config_.data));
   write_file(folder_.path("valid.txt"), valid);
   std::filesystem::remove(config_.data);
