@@ -23,9 +23,10 @@ struct RecallConfig {
   bool causal = false;
 };
 
-struct TextConfig {                  // bytes and words
+struct TextConfig {                  // bytes, words and tokens
   double valid = 0.05, test = 0.05;  // fractions of the text, from its end
-  std::int64_t vocabulary = 0;       // words: size, most frequent first; 0: all
+  std::int64_t vocabulary = 0;       // words: size, most frequent first; 0: all. tokens: 0: 4096
+  std::string tokenizer;             // tokens: file, folder or archive; empty: learnt from the text
 };
 
 struct ModelConfig {

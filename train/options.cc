@@ -29,10 +29,11 @@ template <class Visitor>
 void visit_fields(Config& config, Visitor& visit) {
   visit.group("Run");
   visit.text("task", config.task, "NAME",
-             "What to learn: copy and recall (generated), bytes and words (text)");
+             "What to learn: copy and recall (generated), bytes, words and tokens (text)");
   visit.text(
       "data", config.data, "PATH",
-      "Text for bytes and words: a file, folder or archive; bytes uses built-in text if empty");
+      "Text for bytes, words and tokens: a file, folder or archive, or - for standard input; bytes "
+      "and tokens use built-in text if empty");
   visit.size("data-limit", config.data_limit,
              "Limit on the text read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
@@ -67,7 +68,11 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.number("text.test", config.text.test, 0.0, 0.5,
                "Fraction of the text held out for testing");
   visit.number("text.vocabulary", config.text.vocabulary, 0, kMany,
-               "words: vocabulary size, most frequent words first; all if 0");
+               "words: vocabulary size, most frequent words first; all if 0. tokens: size of the "
+               "vocabulary to learn; 4096 if 0");
+  visit.text("text.tokenizer", config.text.tokenizer, "PATH",
+             "tokens: tokenizer.json, or a folder or archive with one or with GPT-2's files; "
+             "learnt from the training text if empty");
 
   visit.group("Model");
   visit.number("model.dim", config.model.dim, 1, 1 << 16,
@@ -346,9 +351,10 @@ struct TaskOptions {
 };
 const TaskOptions kTaskOptions[] = {{"copy.", {"copy"}},
                                     {"recall.", {"recall"}},
-                                    {"text.vocabulary", {"words"}},
-                                    {"text.", {"bytes", "words"}},
-                                    {"data", {"bytes", "words"}}};
+                                    {"text.vocabulary", {"tokens", "words"}},
+                                    {"text.tokenizer", {"tokens"}},
+                                    {"text.", {"bytes", "tokens", "words"}},
+                                    {"data", {"bytes", "tokens", "words"}}};
 
 // The keys that share the section of `key`, for a message.
 std::string known_keys(const CLI::App& app, const std::string& key) {

@@ -87,6 +87,8 @@ class Task {
   // which allows streaming.
   virtual std::vector<std::int64_t> encode(const std::string& text) const;
   virtual std::string decode(const std::vector<std::int64_t>& tokens) const;
+  // The text of a tokenizer.json for these tokens; empty if there is none.
+  virtual std::string tokenizer_text() const { return ""; }
 };
 
 // The task named by config.task; throws an Error that lists all names if it is unknown. With the

@@ -84,6 +84,7 @@ int run(int argc, char** argv) {
   coterie::cli::add_generate(program);
   coterie::cli::add_inspect(program);
   coterie::cli::add_report(program);
+  coterie::cli::add_export(program);
   coterie::cli::add_compare(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);

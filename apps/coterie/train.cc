@@ -157,6 +157,7 @@ void run_train(CLI::App& verb, TrainVerb& options) {
   if (options.resume) read_resumed_config(verb, config);
   make_absolute(config.data);
   make_absolute(config.init_from);
+  make_absolute(config.text.tokenizer);
   train::check_task_options(config);
   const std::unique_ptr<train::Task> task = task_of(config, options.resume);
   if (options.dry_run) {

@@ -57,9 +57,9 @@ std::vector<Config> all_configs(const TemporaryFolder& folder) {
     text += "w" + std::to_string(i * i % 17) + (i % 9 == 8 ? "\n" : " ");
   write_file(folder.path("words.txt"), text);
   std::vector<Config> configs;
-  for (const char* const name : {"copy", "recall", "bytes", "words"}) {
+  for (const char* const name : {"copy", "recall", "bytes", "words", "tokens"}) {
     configs.push_back(config_for(name, 64));
-    if (configs.back().task == "words") configs.back().data = folder.path("words.txt");
+    if (name[0] == 'w' || name[0] == 't') configs.back().data = folder.path("words.txt");
   }
   configs.push_back(config_for("recall", 64));
   configs.back().recall.causal = true;
@@ -67,12 +67,12 @@ std::vector<Config> all_configs(const TemporaryFolder& folder) {
 }
 
 TEST(Tasks, AreFoundByName) {
-  EXPECT_EQ(task_names(), (std::vector<std::string>{"copy", "recall", "bytes", "words"}));
+  EXPECT_EQ(task_names(), (std::vector<std::string>{"copy", "recall", "bytes", "words", "tokens"}));
   const TemporaryFolder folder;
   for (const Config& config : all_configs(folder))
     EXPECT_EQ(make_task(config)->name(), config.task);
   EXPECT_EQ(error_of(config_for("paste", 64)),
-            "[task] expected one of copy, recall, bytes, words; got \"paste\"");
+            "[task] expected one of copy, recall, bytes, words, tokens; got \"paste\"");
 }
 
 TEST(Tasks, BatchesArePureFunctionsOfSeedSplitAndIndex) {

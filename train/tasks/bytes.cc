@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "coterie/error.h"
+#include "train/bpe.h"
 #include "train/tasks/tasks.h"
 #include "train/tasks/text.h"
 
@@ -48,6 +49,8 @@ class BytesTask final : public TextTask {
     }
     return text;
   }
+
+  std::string tokenizer_text() const override { return BpeTokenizer::bytes().text(); }
 
  protected:
   std::int64_t size(Split split) const override {

@@ -88,6 +88,12 @@ DataFacts facts_of(const TextParts& parts) {
   return {text_checksum(sums), static_cast<std::int64_t>(bytes)};
 }
 
+std::vector<std::int64_t> EncodedText::counts(Split split, std::int64_t vocabulary) const {
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(vocabulary));
+  for (const std::int32_t token : (*this)[split]) ++counts[static_cast<std::size_t>(token)];
+  return counts;
+}
+
 void TextTask::check_parts() const {
   if (size(Split::train) <= length()) {
     throw Error(

@@ -30,6 +30,18 @@ TextParts read_text(const Config& config, CutAt cut);
 
 DataFacts facts_of(const TextParts& parts);
 
+// A text as the ids of its tokens.
+struct EncodedText {
+  std::vector<std::int32_t> tokens[3];  // by Split
+  DataFacts facts;
+
+  const std::vector<std::int32_t>& operator[](Split split) const {
+    return tokens[static_cast<std::size_t>(split)];
+  }
+  // How often each token occurs.
+  std::vector<std::int64_t> counts(Split split, std::int64_t vocabulary) const;
+};
+
 // A value that is made when it is first needed.
 template <class T>
 class Lazy {

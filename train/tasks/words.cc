@@ -91,15 +91,6 @@ class Vocabulary {
   std::unordered_map<std::string_view, std::int32_t> ids_;
 };
 
-struct EncodedText {
-  std::vector<std::int32_t> tokens[3];  // by Split
-  DataFacts facts;
-
-  const std::vector<std::int32_t>& operator[](Split split) const {
-    return tokens[static_cast<std::size_t>(split)];
-  }
-};
-
 EncodedText encoded(const TextParts& parts, const Vocabulary& vocabulary) {
   EncodedText text;
   text.facts = facts_of(parts);
@@ -177,9 +168,7 @@ class WordsTask final : public TextTask {
 
  private:
   std::vector<std::int64_t> counts(Split split) const {
-    std::vector<std::int64_t> counts(vocabulary_.words().size());
-    for (const std::int32_t token : text_.get()[split]) ++counts[static_cast<std::size_t>(token)];
-    return counts;
+    return text_.get().counts(split, vocabulary());
   }
 
   Vocabulary vocabulary_;
