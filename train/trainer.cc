@@ -228,8 +228,8 @@ class Run {
     checkpoints().set_aside_after(state_);
     if (state_.threads != 0 && state_.threads != coterie::threads()) {
       warn(
-          fmt::format("the run used {} thread(s) until step {} and uses {} from there on: torch "
-                      "sums in another order, so losses are not those of an uninterrupted run",
+          fmt::format("the run used {} thread(s) until step {} and uses {} from there on: torch's "
+                      "matrix products may then sum in another order, which changes last bits",
                       state_.threads, state_.step, coterie::threads()));
     }
     return true;

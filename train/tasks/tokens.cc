@@ -40,10 +40,10 @@ class TokensTask final : public TextTask {
   TaskFiles files() const override { return {{kTokenizerFile, tokenizer_.text()}}; }
   DataFacts data() const override { return text_.get().facts; }
   std::vector<std::string> notes() const override {
-    return {fmt::format("{:.3g} bytes per token",
-                        static_cast<double>(text_.get().facts.bytes) /
-                            static_cast<double>(size(Split::train) + size(Split::valid) +
-                                                size(Split::test)))};
+    return {fmt::format(
+        "{:.3g} bytes per token",
+        static_cast<double>(text_.get().facts.bytes) /
+            static_cast<double>(size(Split::train) + size(Split::valid) + size(Split::test)))};
   }
 
   std::vector<std::int64_t> encode(const std::string& text) const override {
@@ -106,7 +106,8 @@ std::unique_ptr<Task> make_tokens_task(const Config& config, const TaskFiles* st
     if (file == stored->end()) {
       throw Error(fmt::format("[tokens] the checkpoint has no {}: train again", kTokenizerFile));
     }
-    return std::make_unique<TokensTask>(config, BpeTokenizer::parse(file->second, kTokenizerFile), read);
+    return std::make_unique<TokensTask>(config, BpeTokenizer::parse(file->second, kTokenizerFile),
+                                        read);
   }
   TextParts parts = read();
   BpeTokenizer tokenizer = make_tokenizer(config, parts.train);
