@@ -9,7 +9,10 @@ namespace coterie::cli {
 
 void export_huggingface(const std::string& run, const std::string& attention,
                         const std::string& out) {
-  const LoadedModel loaded = load_model({.checkpoint = run}, UsesData::no);
+  ModelOptions options;
+  options.checkpoint = run;
+  options.device = "cpu";
+  const LoadedModel loaded = load_model(options, UsesData::no);
   if (!attention.empty()) {
     loaded.model->transformer()->set_attention({AttentionSpec::parse(attention)});
   }

@@ -165,9 +165,10 @@ TEST_F(ReportTest, RefusesLogsOfWhichNoneIsARun) {
 
 TEST_F(ReportTest, CollapsedHeadsAreRed) {
   const std::string clusters =
-      R"({"kind":"clusters","step":20,"layers":[{"layer":0,"group":0,"attention":)"
-      R"("routing(clusters=2,window=4)","heads":[{"sizes":[62,2],"empty":0,"mass":0.5},)"
-      R"({"sizes":[33,31],"empty":0,"mass":0.5},{"sizes":[40,24],"empty":0,"mass":0.001}]}]})"
+      R"x({"kind":"clusters","step":20,"layers":[{"layer":0,"group":0,)x"
+      R"x("attention":"routing(clusters=2,window=4)","heads":[)x"
+      R"x({"sizes":[62,2],"empty":0,"mass":0.5},{"sizes":[33,31],"empty":0,"mass":0.5},)x"
+      R"x({"sizes":[40,24],"empty":0,"mass":0.001}]}]})x"
       "\n";
   write_run("a", header("bytes", "routing(clusters=2,window=4)", 64) + kSteps + clusters + kEnd);
   EXPECT_EQ(count_of(page(), "<figure class=\"collapsed\">"), 2u);

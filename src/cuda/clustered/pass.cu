@@ -86,6 +86,10 @@ class ClusteredPass : public Pass {
     const std::int64_t planes = items * params_.clustering.bits;
     std::int64_t topk = 0;
     if constexpr (kImproved) topk = params_.topk;
+    if (params_.near > 0) {
+      return "near has no CUDA kernels; use near=0 or the CPU; got near=" +
+             std::to_string(params_.near);
+    }
     for (const std::string& reason :
          {refuse_more_than(kMaxTopKeys, "top keys", topk),
           refuse_more_than(kMaxClusters, "clusters", clusters), refuse_batches(call_.B),
