@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,8 +16,6 @@
 #include "coterie/error.h"
 #include "coterie/near_miss.h"
 #include "coterie/runtime.h"
-#include "coterie/spec.h"
-#include "train/option_values.h"
 #include "verbs.h"
 
 namespace {
@@ -66,13 +63,6 @@ std::string suggestion(const CLI::App& program, int argc, char** argv) {
   return "";
 }
 
-void add_help(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("help", "Explain a topic: spec (attention specs)");
-  const auto topic = std::make_shared<std::string>();
-  coterie::train::add_choice(*verb, "topic", *topic, {"spec"}, "Topic")->required();
-  verb->callback([] { fmt::print("{}", coterie::spec_help()); });
-}
-
 int run(int argc, char** argv) {
   CLI::App program("Content-clustered attention: correct, fast, measured.", "coterie");
   program.set_version_flag("--version", "coterie " + coterie::build_info().version);
@@ -88,7 +78,7 @@ int run(int argc, char** argv) {
   coterie::cli::add_compare(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);
-  add_help(program);
+  coterie::cli::add_help(program);
   try {
     program.parse(argc, argv);  // runs the verb
   } catch (const CLI::ParseError& error) {
