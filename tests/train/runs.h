@@ -20,6 +20,7 @@ inline Config tiny_config(const std::string& task) {
   config.model.dim = 16;
   config.model.layers = 2;
   config.model.heads = 2;
+  config.model.embedding_std = 0.1;
   config.recall.keys = 8;
   config.recall.pairs = 8;
   config.recall.queries = 4;

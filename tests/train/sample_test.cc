@@ -94,7 +94,7 @@ TEST(Sample, RefusesWhatItCannotDo) {
   const auto emit = [](std::int64_t) { return true; };
   EXPECT_THROW(sample(model, prompt, {.temperature = -1}, emit), Error);
   EXPECT_THROW(sample(model, prompt, {.top_p = 0}, emit), Error);
-  torch_api::LanguageModel leaking = make_model("clustered(clusters=3,causal=reference)");
+  torch_api::LanguageModel leaking = make_model("routing(clusters=3,window=4,causal=paper)");
   EXPECT_THROW(read_prompt(leaking, {1}), Error);
 }
 
