@@ -8,70 +8,13 @@
 //                its block of positions and the two beside it) and the cluster's top keys, of the
 //                mean's logits for the others
 // Vyas, Katharopoulos, Fleuret, "Fast Transformers with Clustered Attention", 2020.
-#include "ref/problem.h"
-#include "ref/rows.h"
+#include "ref/clusters.h"
+#include "ref/near.h"
 #include "ref/selection.h"
 
 namespace coterie::ref {
 
 namespace {
-
-// Data that all three forms derive from the labels.
-template <class T>
-struct Clusters {
-  std::vector<Index> labels;
-  Lists members;
-  Matrix<T> centroids;
-  Matrix<T> logits;       // (C, S)
-  std::vector<Row> rows;  // of the non-empty clusters, over all keys
-};
-
-std::vector<Index> numbers_below(Index count) {
-  std::vector<Index> numbers;
-  for (Index j = 0; j < count; ++j) numbers.push_back(j);
-  return numbers;
-}
-
-template <class T>
-Clusters<T> clusters_of(std::vector<Index> labels, Index count, const Problem<T>& problem) {
-  Clusters<T> result;
-  result.members = members_of(labels, count);
-  result.centroids = means_of(problem.q, labels, Matrix<T>(count, problem.q.cols));
-  result.logits = scaled(inner_products(result.centroids, problem.k), problem.scale);
-  for (Index c = 0; c < count; ++c)
-    if (!result.members[c].empty())
-      result.rows.push_back({.query = c, .keys = numbers_below(problem.k.rows)});
-  result.labels = std::move(labels);
-  return result;
-}
-
-template <class T>
-Clusters<T> saved_clusters(Index count, const Problem<T>& problem) {
-  return clusters_of(read_indices(problem.place.queries(problem.saved[0])), count, problem);
-}
-
-// Propagates gradients of the queries' logits to queries and keys.
-template <class T>
-void query_logits_backward(const Problem<T>& problem, Matrix<T> dlogits,
-                           ProblemGradients<T>& gradients) {
-  dlogits = scaled(dlogits, problem.scale);
-  add(gradients.dq, multiply(dlogits, problem.k));
-  add(gradients.dk, transposed_multiply(dlogits, problem.q));
-}
-
-// Propagates gradients of the means' logits to the keys and, through the means, to the queries.
-template <class T>
-void mean_logits_backward(const Clusters<T>& clusters, const Problem<T>& problem, Matrix<T> dlogits,
-                          ProblemGradients<T>& gradients) {
-  dlogits = scaled(dlogits, problem.scale);
-  add(gradients.dk, transposed_multiply(dlogits, clusters.centroids));
-  const Matrix<T> dcentroids = multiply(dlogits, problem.k);
-  for (Index i = 0; i < problem.q.rows; ++i) {
-    const Index c = clusters.labels[i];
-    for (Index d = 0; d < problem.q.cols; ++d)
-      gradients.dq(i, d) += dcentroids(c, d) / static_cast<T>(clusters.members[c].size());
-  }
-}
 
 // Propagates the gradient of A_c.
 template <class T>
@@ -185,57 +128,6 @@ void improved_backward(const ImprovedClusteredParams& params, const Problem<T>& 
   centroid_backward(clusters, problem, drows, gradients);
 }
 
-// The logits of near keys mixed with those of the means, and the entries that are the query's own.
-template <class T>
-struct NearRows {
-  Matrix<T> logits;
-  Matrix<std::uint8_t> exact;
-  std::vector<Row> rows;
-};
-
-template <class T>
-NearRows<T> near_rows(Index near, const Lists& top_keys, const Clusters<T>& clusters,
-                      const Problem<T>& problem) {
-  NearRows<T> mixed{.logits = scaled(inner_products(problem.q, problem.k), problem.scale),
-                    .exact = Matrix<std::uint8_t>(problem.q.rows, problem.k.rows),
-                    .rows = {}};
-  for (Index i = 0; i < problem.q.rows; ++i) {
-    const Index c = clusters.labels[i];
-    for (Index j = 0; j < problem.k.rows; ++j)
-      mixed.exact(i, j) = std::abs(i / near - j / near) <= 1 ? 1 : 0;
-    if (!top_keys.empty())
-      for (Index j : top_keys[c]) mixed.exact(i, j) = 1;
-    for (Index j = 0; j < problem.k.rows; ++j)
-      if (mixed.exact(i, j) == 0) mixed.logits(i, j) = clusters.logits(c, j);
-    mixed.rows.push_back({.query = i, .keys = numbers_below(problem.k.rows)});
-  }
-  return mixed;
-}
-
-template <class T>
-Matrix<T> near_weights(Index near, Index count, const Lists& top_keys, const Problem<T>& problem) {
-  const NearRows<T> mixed = near_rows(near, top_keys, saved_clusters(count, problem), problem);
-  return softmax_rows(mixed.logits, mixed.rows);
-}
-
-template <class T>
-void near_backward(Index near, Index count, const Lists& top_keys, const Problem<T>& problem,
-                   const Matrix<T>& dweights, ProblemGradients<T>& gradients) {
-  const Clusters<T> clusters = saved_clusters(count, problem);
-  const NearRows<T> mixed = near_rows(near, top_keys, clusters, problem);
-  Matrix<T> dlogits(mixed.logits.rows, mixed.logits.cols);
-  softmax_rows_backward(mixed.logits, mixed.rows, dweights, dlogits);
-  Matrix<T> dshared(clusters.logits.rows, clusters.logits.cols);
-  for (Index i = 0; i < dlogits.rows; ++i)
-    for (Index j = 0; j < dlogits.cols; ++j) {
-      if (mixed.exact(i, j) != 0) continue;
-      dshared(clusters.labels[i], j) += dlogits(i, j);
-      dlogits(i, j) = 0;
-    }
-  query_logits_backward(problem, dlogits, gradients);
-  mean_logits_backward(clusters, problem, dshared, gradients);
-}
-
 // Writes labels, order and offsets; returns the clusters.
 template <class T>
 Clusters<T> select_clusters(const ClusteringParams& params, const Problem<T>& problem) {
@@ -261,37 +153,24 @@ void select_improved(const ImprovedClusteredParams& params, const Problem<T>& pr
 
 template <class T>
 Formula<T> formula(const ClusteredParams& params) {
-  const Index near = params.near, count = params.clustering.clusters;
-  if (near > 0)
-    return {
-        .weights = [=](const Problem<T>& p) { return near_weights(near, count, {}, p); },
-        .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
-                        ProblemGradients<T>& g) { near_backward(near, count, {}, p, dweights, g); },
-        .select = [=](const Problem<T>& p) { select_clusters(params.clustering, p); }};
+  const auto select = [=](const Problem<T>& p) { select_clusters(params.clustering, p); };
+  if (params.near > 0)
+    return near_formula<T>(params.near, params.clustering.clusters, false, select);
   return {.weights = [=](const Problem<T>& p) { return clustered_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { clustered_backward(params, p, dweights, g); },
-          .select = [=](const Problem<T>& p) { select_clusters(params.clustering, p); }};
+          .select = select};
 }
 
 template <class T>
 Formula<T> formula(const ImprovedClusteredParams& params) {
-  const Index near = params.near, count = params.clustering.clusters;
-  const auto top_keys = [](const Problem<T>& p) {
-    return read_lists(p.place.item_head(p.saved[3]));
-  };
-  if (near > 0)
-    return {
-        .weights = [=](const Problem<T>& p) { return near_weights(near, count, top_keys(p), p); },
-        .backward =
-            [=](const Problem<T>& p, const Matrix<T>& dweights, ProblemGradients<T>& g) {
-              near_backward(near, count, top_keys(p), p, dweights, g);
-            },
-        .select = [=](const Problem<T>& p) { select_improved(params, p); }};
+  const auto select = [=](const Problem<T>& p) { select_improved(params, p); };
+  if (params.near > 0)
+    return near_formula<T>(params.near, params.clustering.clusters, true, select);
   return {.weights = [=](const Problem<T>& p) { return improved_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { improved_backward(params, p, dweights, g); },
-          .select = [=](const Problem<T>& p) { select_improved(params, p); }};
+          .select = select};
 }
 
 template Formula<float> formula(const ClusteredParams&);

@@ -83,18 +83,13 @@ struct QueryClusters : AllKeys {
             {"order", SavedKind::selection, {s.B, s.H, s.N}},
             {"offsets", SavedKind::selection, {s.items, s.H, params.clusters + 1}}};
   }
-  template <class Number>
-  static void add_centroids(const ClusteringParams& params, const CallSizes<Number>& s,
-                            SavedTensors<Number>& saved) {
-    saved.push_back({"centroids", SavedKind::value, {s.items, s.H, params.clusters, s.Dk}});
-    saved.push_back({"centroid_lse", SavedKind::value, {s.items, s.H, params.clusters}});
-  }
   // With near keys, rows have one normaliser each.
   template <class Number>
-  static void add_near(const ClusteringParams& params, const CallSizes<Number>& s,
-                       SavedTensors<Number>& saved) {
+  static void add_centroids(const ClusteringParams& params, const CallSizes<Number>& s, bool near,
+                            SavedTensors<Number>& saved) {
     saved.push_back({"centroids", SavedKind::value, {s.items, s.H, params.clusters, s.Dk}});
-    saved.push_back(row_values("lse", s));
+    if (near) return saved.push_back(row_values("lse", s));
+    saved.push_back({"centroid_lse", SavedKind::value, {s.items, s.H, params.clusters}});
   }
 };
 
@@ -116,11 +111,8 @@ struct Clustered : QueryClusters {
   template <class Number>
   static SavedTensors<Number> saved(const Params& params, const CallSizes<Number>& s) {
     SavedTensors<Number> all = groups(params.clustering, s);
-    if (params.near > 0) {
-      add_near(params.clustering, s, all);
-      return all;
-    }
-    add_centroids(params.clustering, s, all);
+    add_centroids(params.clustering, s, params.near > 0, all);
+    if (params.near > 0) return all;
     const Number clusters = params.clustering.clusters;
     all.push_back({"centroid_out", SavedKind::value, {s.items, s.H, clusters, s.Dv}});
     return all;
@@ -174,12 +166,9 @@ struct ImprovedClustered : QueryClusters {
     all.push_back({"top_keys",
                    SavedKind::selection,
                    {s.items, s.H, clusters, least(Number(params.topk), s.S)}});
-    if (params.near > 0) {
-      add_near(params.clustering, s, all);
-      return all;
-    }
     if (params.causal == Causality::none) {
-      add_centroids(params.clustering, s, all);
+      add_centroids(params.clustering, s, params.near > 0, all);
+      if (params.near > 0) return all;
       all.push_back({"mass", SavedKind::value, {s.items, s.H, clusters}});
       all.push_back({"bottom", SavedKind::value, {s.items, s.H, clusters, s.Dv}});
     }
