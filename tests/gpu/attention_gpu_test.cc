@@ -28,11 +28,15 @@ using gpu_test::DeviceTensor;
 // Whether the CUDA kernels support the case; other cases are refused.
 bool on_gpu(const Case& c) {
   const Mechanism mechanism = cases::make_problem(c, 1).mechanism;
-  std::int64_t topk = 0;
-  if (const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism))
+  std::int64_t topk = 0, near = 0;
+  if (const auto* clustered = std::get_if<ClusteredParams>(&mechanism)) near = clustered->near;
+  if (const auto* improved = std::get_if<ImprovedClusteredParams>(&mechanism)) {
     topk = improved->topk;
+    near = improved->near;
+  }
   if (const auto* oracle = std::get_if<OracleTopParams>(&mechanism)) topk = oracle->topk;
-  return std::min(topk, c.S) <= 128 && c.Dk == c.Dv && c.Dk <= 128 && c.dtype != DType::f64;
+  return std::min(topk, c.S) <= 128 && near % 16 == 0 && c.Dk == c.Dv && c.Dk <= 128 &&
+         c.dtype != DType::f64;
 }
 
 std::vector<Case> gpu_cases() {
