@@ -13,6 +13,13 @@ foreach(package CLI11 fmt nlohmann_json LibArchive)
   endif()
 endforeach()
 
+find_package(ICU QUIET COMPONENTS uc)
+if(ICU_FOUND)
+  coterie_report(ICU in "version ${ICU_VERSION}")
+else()
+  coterie_report(ICU out "was not found, so there is no BPE tokenizer; scripts/setup installs it")
+endif()
+
 # Libraries that are used as headers: coterie_find_headers(package header) makes the target coterie_<package>.
 function(coterie_find_headers package header)
   find_path(${package}_INCLUDE_DIR ${header})

@@ -24,4 +24,8 @@ std::string file_checksum(const std::string& path) {
   return fmt::format("{}{:016x}", kChecksumKind, XXH3_64bits_digest(&state));
 }
 
+std::string text_checksum(std::string_view text) {
+  return fmt::format("{}{:016x}", kChecksumKind, XXH3_64bits(text.data(), text.size()));
+}
+
 }  // namespace coterie::train

@@ -34,6 +34,7 @@ struct FileLimit {
 };
 constexpr FileLimit kAnyFile = {std::uint64_t{1} << 30, "is it the right file?"};
 constexpr FileLimit kSmallFile = {std::uint64_t{1} << 20, "is it the right file?"};
+constexpr FileLimit kTaskFile = {std::uint64_t{1} << 28, "is it a vocabulary or tokenizer?"};
 constexpr FileLimit kConfigFile = {std::uint64_t{1} << 16, "is it a config file?"};
 
 // A regular file that is open for reading. Throws Error for everything else: reading a pipe may

@@ -31,8 +31,10 @@ double largest_size(const RunLog& run) {
 
 // "3 empty · keeps 93 %"
 std::string head_note(const LoggedHead& head) {
-  std::string note;
-  if (std::isfinite(head.empty)) note = fmt::format("{:.3g} empty", head.empty);
+  std::string note = has_collapsed(head.sizes, head.mass) ? "collapsed" : "";
+  if (std::isfinite(head.empty)) {
+    note += fmt::format("{}{:.3g} empty", note.empty() ? "" : " · ", head.empty);
+  }
   if (std::isfinite(head.mass)) {
     note += fmt::format("{}keeps {}", note.empty() ? "" : " · ", percent_text(head.mass));
   }
@@ -49,7 +51,8 @@ std::string head_figure(const LoggedGroup& group, std::size_t first, std::size_t
                      .colour = attention_kind(group.attention).colour,
                      .values = shown.sizes,
                      .high = high};
-  return figure_html(name, bar_plot(bars), head_note(shown));
+  return figure_html(name, bar_plot(bars), head_note(shown),
+                     has_collapsed(shown.sizes, shown.mass));
 }
 
 struct Range {
@@ -70,7 +73,9 @@ std::string range_text(const Range& range, const std::function<std::string(doubl
 std::vector<std::string> group_row(const LoggedGroup& group) {
   Range empty, mass, largest;
   std::size_t clusters = 0;
+  std::int64_t collapsed = 0;
   for (const LoggedHead& head : group.heads) {
+    collapsed += has_collapsed(head.sizes, head.mass) ? 1 : 0;
     empty.add(head.empty);
     mass.add(head.mass);
     clusters = std::max(clusters, head.sizes.size());
@@ -84,7 +89,9 @@ std::vector<std::string> group_row(const LoggedGroup& group) {
   const auto plain = [](double value) { return compact(value); };
   return {std::to_string(group.layer),
           attention_html(group.attention),
-          std::to_string(group.heads.size()),
+          collapsed == 0 ? std::to_string(group.heads.size())
+                         : fmt::format("<span class=\"collapsed\">{}, {} collapsed</span>",
+                                       group.heads.size(), collapsed),
           clusters > 0 ? std::to_string(clusters) : "–",
           clusters > 0 ? range_text(empty, plain) : "–",
           range_text(largest, plain),
@@ -136,7 +143,8 @@ std::string cluster_section(const ReportData& data) {
       "the "
       "dashed line is the mean cluster size. Kept mass: overlap of the attention's weights with "
       "those of full attention over the same queries and keys; 100&nbsp;% is full "
-      "attention.</p>\n";
+      "attention. Heads in red have collapsed: one cluster has nearly all tokens, or nothing of "
+      "full attention is kept.</p>\n";
   const std::string content =
       runs.empty() ? "<p class=\"missing\">No run logged its clusters.</p>\n" : lede + runs;
   return "<section id=\"clusters\"><h2>Cluster health</h2>\n" + content + "</section>\n";

@@ -36,6 +36,8 @@ void read_header(const Json& line, RunLog& run) {
   run.date = text_at(line, "date");
   run.parameters = integer_at(line, "parameters");
   run.seed = integer_at(line, "seed");
+  run.leaks = line.value("leaks", Json(false)) == true;
+  if (line.contains("data")) run.data_checksum = text_at(line["data"], "checksum");
   run.machine = line.contains("machine") ? facts_of(line["machine"]) : Facts();
   run.baselines.clear();
   for (const Json& baseline : list_at(line, "baselines")) {
@@ -97,6 +99,10 @@ void read_line(const Json& line, RunLog& run, bool& has_header) {
     run.steps.push_back(read_step(line));
   } else if (kind == "eval") {
     run.evaluations.push_back(read_evaluation(line));
+  } else if (kind == "final") {
+    run.final_evaluation = read_evaluation(line);
+  } else if (kind == "resume") {
+    run.config = text_at(line, "config");
   } else if (kind == "clusters") {
     run.clusters = read_clusters(line);
   } else if (kind == "end") {
@@ -108,12 +114,22 @@ void read_line(const Json& line, RunLog& run, bool& has_header) {
 
 }  // namespace
 
+bool has_collapsed(const std::vector<double>& cluster_sizes, double mass) {
+  constexpr double kLargestShare = 0.9, kLeastMass = 0.01;
+  double sum = 0, largest = 0;
+  for (const double size : cluster_sizes) {
+    sum += size;
+    largest = std::max(largest, size);
+  }
+  return (cluster_sizes.size() > 1 && largest > kLargestShare * sum) || mass < kLeastMass;
+}
+
 const LoggedEvaluation* RunLog::best_evaluation() const {
-  const LoggedEvaluation* best = nullptr;
+  const LoggedEvaluation* best = final_evaluation ? &*final_evaluation : nullptr;
   for (const LoggedEvaluation& evaluation : evaluations) {
     if (!std::isfinite(evaluation.metric)) continue;
     const bool better = !best || (evaluation.split == "test") > (best->split == "test") ||
-                        (evaluation.split == best->split &&
+                        (!final_evaluation && evaluation.split == best->split &&
                          (higher_is_better(metric) ? evaluation.metric >= best->metric
                                                    : evaluation.metric <= best->metric));
     if (better) best = &evaluation;
@@ -138,6 +154,8 @@ double RunLog::seconds() const {
   if (end && std::isfinite(end->seconds)) return end->seconds;
   return steps.empty() ? kUnknown : steps.back().seconds;
 }
+
+std::int64_t RunLog::last_step() const { return steps.empty() ? 0 : steps.back().step; }
 
 double RunLog::peak_memory_bytes() const {
   if (end && std::isfinite(end->peak_memory_bytes)) return end->peak_memory_bytes;

@@ -29,6 +29,10 @@ struct LoggedEvaluation {
   NamedValues strata;  // in the order of the first number in their names
 };
 
+// Whether a head is useless: one of two or more clusters has more than 90 % of the tokens, or the
+// head keeps less than 1 % of full attention's mass.
+bool has_collapsed(const std::vector<double>& cluster_sizes, double mass);
+
 struct LoggedHead {
   std::vector<double> sizes;  // as HeadReport in inspect.h
   double empty = kUnknown, mass = kUnknown;
@@ -49,21 +53,26 @@ struct RunLog {
   std::string folder;
   std::string task, attention, metric, config, date;
   std::int64_t parameters = 0, seed = 0;
+  bool leaks = false;         // some heads see the future
+  std::string data_checksum;  // empty: generated, or unknown
   Facts machine;
   NamedValues baselines;
   std::vector<LoggedStep> steps;
   std::vector<LoggedEvaluation> evaluations;
-  std::vector<LoggedGroup> clusters;  // of the last such line
-  std::optional<LoggedEnd> end;       // absent: still running, or killed
-  std::int64_t unreadable = 0;        // lines
+  std::optional<LoggedEvaluation> final_evaluation{};  // at the end, on all validation data
+  std::vector<LoggedGroup> clusters;                   // of the last such line
+  std::optional<LoggedEnd> end;                        // absent: still running, or killed
+  std::int64_t unreadable = 0;                         // lines
 
-  // The test score if there is one, otherwise the best on valid; kUnknown without evaluations.
+  // The test score if there is one, otherwise that at the end of the run, otherwise the best on
+  // valid; kUnknown without evaluations.
   double result() const;
   // The evaluation with that score; null without evaluations.
   const LoggedEvaluation* best_evaluation() const;
   // Training time up to a step: that of the last logged step not after it.
   double seconds_at(std::int64_t step) const;
   double seconds() const;
+  std::int64_t last_step() const;
   double peak_memory_bytes() const;
   double tokens_per_s() const;  // median over the logged steps
 };

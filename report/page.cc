@@ -51,6 +51,9 @@ tbody tr:hover { background: var(--page); }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12.5px; }
 code { overflow-wrap: anywhere; }
 pre { background: var(--page); border: 1px solid var(--rule); border-radius: 6px; padding: 12px; overflow-x: auto; margin: 12px 0 0; }
+.warning { background: var(--mark); border-left: 4px solid #c43; border-radius: 4px; padding: 8px 12px; }
+figure.collapsed { outline: 2px solid #c43; outline-offset: 4px; border-radius: 4px; }
+figure.collapsed small, td .collapsed { color: #c43; font-weight: 600; }
 .badge { background: var(--mark); border-radius: 4px; padding: 1px 6px; font-size: 12px; white-space: nowrap; }
 details { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 0 16px; margin-top: 10px; }
 details[open] { padding-bottom: 16px; }
@@ -89,8 +92,9 @@ std::string run_html(const RunLog& run) {
 }  // namespace
 
 std::string figure_html(const std::string& title, const std::string& picture,
-                        const std::string& note) {
-  return fmt::format("<figure><figcaption>{}</figcaption>{}{}</figure>\n", escape(title), picture,
+                        const std::string& note, bool collapsed) {
+  return fmt::format("<figure{}><figcaption>{}</figcaption>{}{}</figure>\n",
+                     collapsed ? " class=\"collapsed\"" : "", escape(title), picture,
                      note.empty() ? "" : "<small>" + escape(note) + "</small>");
 }
 

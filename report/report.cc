@@ -25,6 +25,11 @@ ReportData read_inputs(const ReportInputs& inputs) {
       }
     }
   }
+  if (data.runs.empty() && !data.problems.empty() && inputs.bench.empty()) {
+    throw Error(
+        "[report] expected logs of runs; got " + data.problems[0] +
+        (data.problems.size() > 1 ? fmt::format(", and {} more", data.problems.size() - 1) : ""));
+  }
   if (!inputs.bench.empty()) data.bench = read_bench(inputs.bench);
   data.groups = group_runs(data.runs);
   return data;

@@ -44,7 +44,7 @@ std::string strata_figure(const Panel& panel);
 
 // Pieces that sections share.
 std::string figure_html(const std::string& title, const std::string& picture,
-                        const std::string& note = "");
+                        const std::string& note = "", bool collapsed = false);
 std::string figures_html(const std::vector<std::string>& figures);  // side by side where they fit
 std::string swatch_html(int colour, int dash);             // a sample of the line of an attention
 std::string attention_html(const std::string& attention);  // as code, with line-break opportunities

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
 // The section of a task.
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <cmath>
+#include <set>
 
 #include "report/sections.h"
 #include "report/text.h"
@@ -28,7 +30,9 @@ std::string or_dash(double value, const std::string& text) {
 
 std::string attention_cell(const PanelRun& run) {
   const bool whole = run.log->end && run.log->end->reason != "interrupted";
-  return key_html(run.kind.colour, run.dash, run.log->attention, whole ? "" : state_text(*run.log));
+  std::string badge = whole ? "" : state_text(*run.log);
+  if (run.log->leaks) badge += badge.empty() ? "sees the future" : ", sees the future";
+  return key_html(run.kind.colour, run.dash, run.log->attention, badge);
 }
 
 std::vector<std::string> table_row(const PanelRun& run, bool best) {
@@ -40,6 +44,8 @@ std::vector<std::string> table_row(const PanelRun& run, bool best) {
   return {attention_cell(run),
           best ? "<strong>" + score + "</strong>" : score,
           baseline ? metric_text(log.metric, baseline->second) : "–",
+          grouped(log.last_step()),
+          std::to_string(log.seed),
           log.parameters > 0 ? grouped(log.parameters) : "–",
           or_dash(seconds, fmt::format("{:.1f}", seconds)),
           or_dash(rate, compact(rate)),
@@ -58,8 +64,15 @@ double best_result(const Panel& panel) {
 std::string results_table(const TaskGroup& group) {
   const bool several = group.panels.size() > 1;
   Table table;
-  table.columns = {{"attention", false}, {group.metric}, {"without a model"},  {"parameters"},
-                   {"time (s)"},         {"tokens/s"},   {"peak memory (MiB)"}};
+  table.columns = {{"attention", false},
+                   {group.metric},
+                   {"without a model"},
+                   {"steps"},
+                   {"seed"},
+                   {"parameters"},
+                   {"time (s)"},
+                   {"tokens/s"},
+                   {"peak memory (MiB)"}};
   if (several) table.columns.insert(table.columns.begin(), {"tokens"});
   for (const Panel& panel : group.panels) {
     const double best = best_result(panel);
@@ -69,6 +82,43 @@ std::string results_table(const TaskGroup& group) {
     }
   }
   return table_html(table);
+}
+
+// What makes the scores of a panel's runs incomparable: "They were trained for 30 and 300 steps."
+std::vector<std::string> panel_warnings(const Panel& panel) {
+  std::set<std::int64_t> steps;
+  std::set<std::string> data, batches, shares;
+  bool leaks = false, strict = false;
+  for (const PanelRun& run : panel.runs) {
+    steps.insert(run.log->last_step());
+    data.insert(run.log->data_checksum);
+    batches.insert(config_value(*run.log, "train.batch"));
+    shares.insert(config_value(*run.log, "text.valid") + " " + config_value(*run.log, "text.test"));
+    (run.log->leaks ? leaks : strict) = true;
+  }
+  std::vector<std::string> warnings;
+  if (steps.size() > 1) {
+    warnings.push_back(fmt::format("trained for {} steps", fmt::join(steps, ", ")));
+  }
+  if (batches.size() > 1) {
+    warnings.push_back(fmt::format("with batches of {} sequences", fmt::join(batches, ", ")));
+  }
+  if (data.size() > 1) warnings.emplace_back("on different data");
+  if (data.size() == 1 && shares.size() > 1) warnings.emplace_back("with other validation parts");
+  if (leaks && strict) warnings.emplace_back("some with heads that see the future");
+  return warnings;
+}
+
+std::string warnings_html(const TaskGroup& group) {
+  std::string html;
+  for (const Panel& panel : group.panels) {
+    const std::vector<std::string> warnings = panel_warnings(panel);
+    if (warnings.empty()) continue;
+    html += fmt::format("<p class=\"warning\">Not comparable{}: these runs were {}.</p>\n",
+                        group.panels.size() > 1 ? fmt::format(" at {} tokens", panel.length) : "",
+                        escape(fmt::format("{}", fmt::join(warnings, "; "))));
+  }
+  return html;
 }
 
 // With several lengths, each has a title and all its figures; with one, the scores by stratum are
@@ -94,13 +144,16 @@ std::string panels_html(const TaskGroup& group) {
 
 // "Scores are the best on validation data; higher is better. ..."
 std::string metric_note(const TaskGroup& group) {
-  bool tested = false;
+  bool tested = false, whole = true;
   for (const RunLog* run : group.logs()) {
     const LoggedEvaluation* const best = run->best_evaluation();
     tested = tested || (best && best->split == "test");
+    whole = whole && run->final_evaluation;
   }
   return fmt::format("Scores are {}; {} is better. Time is training time without evaluation.",
-                     tested ? "from the test data" : "the best on validation data",
+                     tested  ? "from the test data"
+                     : whole ? "from all validation data at the end of the run"
+                             : "the best on validation data",
                      higher_is_better(group.metric) ? "higher" : "lower");
 }
 
@@ -120,7 +173,7 @@ std::optional<std::pair<std::string, double>> best_baseline(const RunLog& run) {
 std::string task_section(const TaskGroup& group) {
   std::string html = fmt::format("<section id=\"{}\"><h2>{}</h2>\n", group.id, escape(group.title));
   html += fmt::format("<p class=\"lede\">{}</p>\n", escape(task_text(group.task)));
-  html += grid_html(group) + panels_html(group);
+  html += warnings_html(group) + grid_html(group) + panels_html(group);
   return html + fmt::format("<p class=\"note\">{}</p></section>\n", metric_note(group));
 }
 

@@ -55,7 +55,9 @@ json state_json(const TrainState& state) {
               {"evaluations_without_improvement", state.evaluations_without_improvement},
               {"best", nullptr},
               {"best_step", state.best_step},
-              {"seconds", state.seconds}};
+              {"seconds", state.seconds},
+              {"evaluated_step", state.evaluated_step},
+              {"threads", state.threads}};
   if (state.best) out["best"] = *state.best;
   return out;
 }
@@ -67,7 +69,28 @@ TrainState parse_state(const json& in) {
   if (!in.at("best").is_null()) state.best = in.at("best").get<double>();
   in.at("best_step").get_to(state.best_step);
   in.at("seconds").get_to(state.seconds);
+  state.evaluated_step = in.value("evaluated_step", state.step);  // absent: another program's
+  state.threads = in.value("threads", 0);
   return state;
+}
+
+// The task's files that state.json lists.
+TaskFiles read_files(const std::string& folder, const json& checksums) {
+  TaskFiles files;
+  for (const auto& [name, sum] : checksums.items()) {
+    if (name != fs::path(name).filename() || name.empty() || name == "." || name == "..") {
+      throw Error(fmt::format("[checkpoint] {}/{}: expected names of files; got \"{}\"", folder,
+                              kState, name));
+    }
+    std::string text = read_file(folder + "/" + name, kTaskFile);
+    const std::string expected = sum.get<std::string>(), got = text_checksum(text);
+    if (got != expected) {
+      throw Error(fmt::format("[checkpoint] {}/{} is damaged: expected checksum {}; got {}", folder,
+                              name, expected, got));
+    }
+    files[name] = std::move(text);
+  }
+  return files;
 }
 
 // The step in "step-00000200"; none in other names.
@@ -126,6 +149,12 @@ void Checkpoints::save(const Checkpoint& checkpoint, bool best) const {
         {kModel, write_tensors(folder + "/" + kModel, checkpoint.model)},
         {kOptimizer, write_tensors(folder + "/" + kOptimizer, checkpoint.optimizer)}};
     write_file(folder + "/" + kConfig, checkpoint.config);
+    state["files"] = json::object();
+    for (const auto& [name, text] : checkpoint.files) {
+      write_file(folder + "/" + name, text);
+      state["files"][name] = text_checksum(text);
+    }
+    state["data"] = {{"checksum", checkpoint.data.checksum}, {"bytes", checkpoint.data.bytes}};
     write_file(folder + "/" + kState, state.dump(2) + "\n");
   });
   if (best) mark_best(checkpoint.state.step);
@@ -195,6 +224,9 @@ Checkpoint load_checkpoint(const std::string& folder) {
     checkpoint.state = parse_state(state);
     model_sum = state.at("checksums").value(kModel, "");
     optimizer_sum = state.at("checksums").at(kOptimizer).get<std::string>();
+    checkpoint.files = read_files(folder, state.value("files", json::object()));
+    const json data = state.value("data", json::object());
+    checkpoint.data = {data.value("checksum", ""), data.value("bytes", std::int64_t{0})};
   } catch (const json::exception& error) {
     throw Error(fmt::format("[checkpoint] {} is damaged: {}", state_file, error.what()));
   }

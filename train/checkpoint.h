@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Checkpoints: OUT/checkpoints/step-00000200/ with model.safetensors, config.toml,
-// optimizer.safetensors and state.json, written as a whole or not at all. OUT/checkpoints/best is a
-// file that names the best one.
+// optimizer.safetensors, state.json and the task's files (vocabulary.txt), written as a whole or
+// not at all. OUT/checkpoints/best is a file that names the best one.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "train/named_tensors.h"
+#include "train/task.h"
 
 namespace coterie::train {
 
@@ -19,13 +20,17 @@ struct TrainState {
   std::int64_t evaluations_without_improvement = 0;
   std::optional<double> best;  // metric of the best checkpoint
   std::int64_t best_step = 0;
-  double seconds = 0;  // of training so far
+  double seconds = 0;               // of training so far
+  std::int64_t evaluated_step = 0;  // the last step whose validation is complete
+  int threads = 0;                  // CPU threads of the last step; 0: unknown
 };
 
 struct Checkpoint {
   NamedTensors model, optimizer;
   std::string config;  // text of config.toml
   TrainState state;
+  TaskFiles files;
+  DataFacts data;
 };
 
 class Checkpoints {

@@ -101,7 +101,7 @@ void add_copy(Plan& plan) {
   const Config config = copy_config(130);
   for (const char* attention :
        {"full(positions=none)", "local(window=32,positions=none)", "lsh(chunk=16,buckets=16)",
-        "routing(clusters=8,window=16,decay=0.9)", "cast(clusters=8,size=16)"}) {
+        "routing(clusters=8,window=16)", "cast(clusters=8,size=16)"}) {
     plan.add("copy", config, attention);
   }
   plan.add("copy", copy_config(66), "full(positions=none)");
@@ -117,21 +117,20 @@ void add_copy(Plan& plan) {
 void add_recall(Plan& plan) {
   for (const char* attention :
        {"full(positions=none)", "local(window=32,positions=none)", "clustered(clusters=16)",
-        "i-clustered(clusters=16)", "lsh(chunk=16,buckets=16)",
-        "routing(clusters=4,window=32,decay=0.9)", "cast(clusters=8,size=16)"}) {
+        "i-clustered(clusters=16)", "lsh(chunk=16,buckets=16)", "routing(clusters=4,window=32)",
+        "cast(clusters=8,size=16)"}) {
     plan.add("recall", recall_config(false), attention);
   }
   for (const char* attention : {"full(positions=none)", "local(window=16,positions=none)",
                                 "2*local(window=16,positions=none)+"
-                                "2*routing(clusters=4,window=32,share_qk=true,decay=0.9)"}) {
+                                "2*routing(clusters=4,window=32)"}) {
     plan.add("recall, causal", recall_config(true), attention);
   }
 }
 
 void add_bytes(Plan& plan) {
   for (const char* attention :
-       {"full", "local(window=64)",
-        "2*local(window=64)+2*routing(clusters=8,window=64,share_qk=true,decay=0.9)"}) {
+       {"full", "local(window=64)", "2*local(window=64)+2*routing(clusters=8,window=64)"}) {
     plan.add("bytes", bytes_config(), attention);
   }
 }

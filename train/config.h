@@ -23,9 +23,10 @@ struct RecallConfig {
   bool causal = false;
 };
 
-struct TextConfig {                  // bytes and words
+struct TextConfig {                  // bytes, words and tokens
   double valid = 0.05, test = 0.05;  // fractions of the text, from its end
-  std::int64_t vocabulary = 0;       // words: size, most frequent first; 0: all
+  std::int64_t vocabulary = 0;       // words: size, most frequent first; 0: all. tokens: 0: 4096
+  std::string tokenizer;             // tokens: file, folder or archive; empty: learnt from the text
 };
 
 struct ModelConfig {
@@ -34,7 +35,7 @@ struct ModelConfig {
   std::int64_t ffn = 0;       // 0: 4 * dim
   double dropout = 0.0;
   std::string positions = "automatic";  // none, sinusoidal, learned; automatic: as the task needs
-  double embedding_std = 0.1;           // initial, of token embeddings
+  double embedding_std = 0.0;           // initial, of token embeddings; 0: as the task needs
   double position_base = 100.0;         // sinusoidal: wavelengths grow from 2 pi to this times 2 pi
   bool bias = true;
   bool tied = false;
@@ -64,6 +65,7 @@ struct TrainConfig {
   std::int64_t log_every = 10;
   std::int64_t eval_every = 50;
   std::int64_t eval_batches = 8;
+  std::int64_t final_batches = 0;  // of the validation at the end; 0: all
   std::int64_t patience = 0;       // evaluations without improvement before stopping; 0: never
   double truncate = 0.0;           // probability of cutting a step's rows to a random length
   std::string centroids = "data";  // of routing: initialised from the first batch, or random
@@ -83,6 +85,7 @@ struct Config {
   std::string attention = "full";
   std::vector<std::pair<std::string, std::string>> attention_at;  // ("0-3", spec), later ones win
   std::string out;                                                // folder of the run
+  std::string init_from;  // checkpoint or run whose parameters a new run starts from
   std::string device = "cpu";
   int threads = 0;  // 0: the library's choice
   std::uint64_t seed = 1;

@@ -146,14 +146,11 @@ int filter_of(std::string_view start) {
 // Only formats with an unambiguous signature, because text must not be read as an archive, and none
 // that starts another program. Only one layer of compression: libarchive would undo any number of
 // layers, and a few nested empty ones keep it busy for hours.
-Archive open_archive(const std::string& path, int descriptor) {
+template <class Open>
+Archive open_archive(const std::string& path, std::string_view start, const Open& open) {
   Archive reader(archive_read_new());
   if (!reader) throw std::bad_alloc();
-  char start[16] = {};
-  if (::pread(descriptor, start, sizeof start, 0) < 0) {
-    fail(path, std::generic_category().message(errno));
-  }
-  const int filter = filter_of({start, sizeof start});
+  const int filter = filter_of(start);
   const int status = filter == ARCHIVE_FILTER_NONE ? ARCHIVE_OK
                      : filter == ARCHIVE_FILTER_COMPRESS  // crashes in archive_read_append_filter
                          ? archive_read_support_filter_compress(reader.get())
@@ -164,10 +161,24 @@ Archive open_archive(const std::string& path, int descriptor) {
                              archive_read_support_format_empty, archive_read_support_format_raw}) {
     support(reader.get());
   }
-  if (archive_read_open_fd(reader.get(), descriptor, kPiece) != ARCHIVE_OK) {
-    fail(path, reader.get());
-  }
+  if (open(reader.get()) != ARCHIVE_OK) fail(path, reader.get());
   return reader;
+}
+
+Archive open_file(const std::string& path, int descriptor) {
+  char start[16] = {};
+  if (::pread(descriptor, start, sizeof start, 0) < 0) {
+    fail(path, std::generic_category().message(errno));
+  }
+  return open_archive(path, {start, sizeof start}, [&](archive* reader) {
+    return archive_read_open_fd(reader, descriptor, kPiece);
+  });
+}
+
+Archive open_memory(const std::string& path, const std::string& content) {
+  return open_archive(path, content, [&](archive* reader) {
+    return archive_read_open_memory(reader, content.data(), content.size());
+  });
 }
 
 // Reads an entry to its end even if nothing is kept: libarchive would unpack it anyway to reach the
@@ -199,11 +210,8 @@ void check_names(const std::string& path, archive_entry* entry, const char* name
   }
 }
 
-std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
-  const Utf8 locale;
-  const InputFile file(path);
-  budget.check(file.size());
-  const Archive reader = open_archive(path, file.descriptor());
+std::vector<CorpusFile> read_entries(const std::string& path, const Archive& reader,
+                                     Budget& budget) {
   std::vector<CorpusFile> files;
   for (archive_entry* entry = nullptr;;) {
     const int status = archive_read_next_header(reader.get(), &entry);
@@ -227,14 +235,42 @@ std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
   }
 }
 
-}  // namespace
+std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
+  const Utf8 locale;
+  const InputFile file(path);
+  budget.check(file.size());
+  return read_entries(path, open_file(path, file.descriptor()), budget);
+}
 
-std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit) {
+// Reads all of it before it is unpacked: libarchive needs to go back in some formats.
+std::vector<CorpusFile> read_standard_input(std::uint64_t limit) {
+  const std::string name = "standard input";
+  const Utf8 locale;
+  Budget packed(name, limit), budget(name, limit);
+  const auto read = [&](char* to, std::size_t count) {
+    for (;;) {
+      const ssize_t got = ::read(STDIN_FILENO, to, count);
+      if (got >= 0) return static_cast<std::size_t>(got);
+      if (errno != EINTR) fail(name, std::generic_category().message(errno));
+    }
+  };
+  const std::string content = read_pieces(read, Keep::all, packed, /*count_all=*/true);
+  return read_entries(name, open_memory(name, content), budget);
+}
+
+std::vector<CorpusFile> read_path(const std::string& path, std::uint64_t limit) {
   std::error_code error;
   const bool folder = fs::is_directory(path, error);
   if (!fs::exists(path, error)) fail(path, "no such file or folder");
   Budget budget(path, limit);
-  std::vector<CorpusFile> files = folder ? read_folder(path, budget) : read_archive(path, budget);
+  return folder ? read_folder(path, budget) : read_archive(path, budget);
+}
+
+}  // namespace
+
+std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit) {
+  std::vector<CorpusFile> files =
+      path == kStandardInput ? read_standard_input(limit) : read_path(path, limit);
   if (files.empty() || files.front().text.empty()) fail(path, "it contains no text");
   std::sort(files.begin(), files.end(),
             [](const CorpusFile& a, const CorpusFile& b) { return a.name < b.name; });

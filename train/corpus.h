@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Text from a file, a folder (its regular files, recursively) or an archive (tar, zip, 7z, cpio,
-// also compressed, and single files compressed with gzip, bzip2, xz, zstd, lz4, ...).
+// also compressed, and single files compressed with gzip, bzip2, xz, zstd, lz4, ...), or from
+// standard input, which is read like a file.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,8 @@ struct CorpusFile {
   std::string name;  // path inside the folder or archive
   std::string text;
 };
+
+constexpr const char* kStandardInput = "-";  // as a path
 
 // The files sorted by name. In folders and archives, skips hidden files (name starts with a dot),
 // binary files (a zero byte in the first 8 KiB) and links in archives; a single file is read as it

@@ -64,8 +64,8 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
   const AutocastGuard autocast(device, options.bf16);
   const std::vector<std::string> names = task.strata();
   std::vector<Score> strata(names.size());
-  std::int64_t batches = task.batches(options.split, options.rows);
-  if (options.batches > 0) batches = std::min(batches, options.batches);
+  const std::int64_t all = task.batches(options.split, options.rows);
+  const std::int64_t batches = options.batches > 0 ? std::min(all, options.batches) : all;
   if (batches < 1) throw Error("[evaluate] expected at least one batch of held-out data; got none");
 
   Evaluation result;
@@ -74,10 +74,12 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
     torch_api::PassContext context;
     context.lengths = batch.lengths;
     context.seed = options.seed + static_cast<std::uint64_t>(index);
+    context.before_layer = options.before_layer;
     add(result.score, score_of(model->forward(batch.tokens, context).out, batch, &strata));
   }
   for (std::size_t i = 0; i < names.size(); ++i) result.strata[names[i]] = strata[i];
   result.metric = metric_value(task.metric(), result.score);
+  result.share = static_cast<double>(batches) / static_cast<double>(all);
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return result;
 }

@@ -2,6 +2,7 @@
 // Scores of a model on a task's held-out data.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -15,15 +16,17 @@ struct Evaluation {
   Score score;
   double metric = 0;
   double seconds = 0;
+  double share = 1;                     // of the split's batches
   std::map<std::string, Score> strata;  // by the names of Task::strata()
 };
 
 struct EvaluateOptions {
   Split split = Split::valid;
   std::int64_t rows = 32;
-  std::int64_t batches = 0;  // 0: all
-  std::uint64_t seed = 0;    // of clusterings
-  bool bf16 = false;         // matrix products
+  std::int64_t batches = 0;              // 0: all
+  std::uint64_t seed = 0;                // of clusterings
+  bool bf16 = false;                     // matrix products
+  std::function<void()> before_layer{};  // see PassContext
 };
 // Without gradients and dropout, on the model's device.
 Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,

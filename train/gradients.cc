@@ -50,6 +50,7 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
     torch_api::PassContext context;
     context.lengths = part.lengths;
     context.seed = options.seed;
+    context.before_layer = options.before_layer;
     if (options.update_centroids) context.records = &records;
 
     at::Tensor loss;

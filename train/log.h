@@ -2,20 +2,24 @@
 // The log of a run: OUT/log.jsonl, one JSON object a line. The report reads it.
 //
 //   {"kind":"run","task":...,"attention":...,"config":"<toml>","machine":{...},"parameters":n,
-//    "metric":"accuracy","baselines":[{"name":..,"value":..}],"seed":..,"date":"..."}
+//    "metric":"accuracy","baselines":[{"name":..,"value":..}],"seed":..,"date":"...","leaks":bool,
+//    "data":{"checksum":..,"bytes":..}}
+//   {"kind":"resume","step":100,"config":"<toml>","machine":{...},"date":"..."}
 //   {"kind":"step","step":10,"loss":..,"lr":..,"grad_norm":..,"commitment":..,"tokens_per_s":..,
 //    "seconds":..,"memory_bytes":..}
 //   {"kind":"eval","step":200,"split":"valid","loss":..,"metric":..,"accuracy":..,"seconds":..,
-//    "strata":{"name":value,...}}
+//    "share":..,"strata":{"name":value,...}}
+//   {"kind":"final",...}: as eval, at the end of the run
 //   {"kind":"clusters","step":200,"layers":[{"layer":0,"group":1,"attention":"routing(...)",
 //    "heads":[{"sizes":[..],"empty":n,"mass":..}]}]}
 //   {"kind":"end","step":1000,"reason":"steps"|"patience"|"interrupted","seconds":..,
 //    "peak_memory_bytes":..,"best":..,"best_step":..}
 //
-// In a step line, loss and commitment are those of this step, commitment only with routing heads;
-// seconds count training since step 0 without evaluations and checkpoints. In an eval line, metric
-// is in the unit of the run line, accuracy is the fraction of correct answers and seconds is the
-// duration of the evaluation. Memory is measured by memory.h.
+// leaks: the selection of some heads sees the future. share: fraction of the validation data that
+// was used. In a step line, loss and commitment are those of this step, commitment only with
+// routing heads; seconds count training since step 0 without evaluations and checkpoints. In an
+// eval line, metric is in the unit of the run line, accuracy is the fraction of correct answers and
+// seconds is the duration of the evaluation. Memory is measured by memory.h.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +45,8 @@ class Log {
 struct ProgressLine {
   std::string label;  // "copy  i-clustered(clusters=16)"
   std::int64_t step = 0, steps = 0;
-  double loss = 0, tokens_per_s = 0, seconds_left = 0;
-  std::string note;  // last evaluation: "accuracy 0.993"
+  std::string score;  // "loss 0.512  accuracy 0.993", "bits per byte 2.31, valid 2.38"
+  double tokens_per_s = 0, seconds_left = 0;
 };
 using ShowProgress = std::function<void(const ProgressLine&)>;
 

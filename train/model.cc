@@ -89,6 +89,19 @@ std::vector<AttentionSpec> layer_attention(const Config& config) {
   return specs;
 }
 
+std::string attention_text(const Config& config) {
+  const std::vector<AttentionSpec> specs = layer_attention(config);
+  std::string text;
+  for (std::size_t first = 0, last = 0; first < specs.size(); first = last + 1) {
+    const std::string spec = specs[first].to_string();
+    for (last = first; last + 1 < specs.size() && specs[last + 1].to_string() == spec;) ++last;
+    if (first == 0 && last + 1 == specs.size()) return spec;
+    text += fmt::format("{}{}{}: {}", text.empty() ? "" : "; ", first,
+                        first == last ? "" : fmt::format("-{}", last), spec);
+  }
+  return text;
+}
+
 c10::Device config_device(const Config& config) {
   const c10::Device device(config.device);
   const int devices = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
@@ -108,7 +121,8 @@ torch_api::LanguageModel make_model(const Config& config, const Task& task) {
   options.input.positions = embedding_positions(config, task);
   options.input.max_length = config.length;
   options.tied = config.model.tied;
-  options.input.embedding_std = config.model.embedding_std;
+  const double deviation = config.model.embedding_std;
+  options.input.embedding_std = deviation > 0 ? deviation : task.embedding_std();
   options.input.position_base = config.model.position_base;
   options.transformer = transformer_options(config, task.causal());
   at::manual_seed(config.seed);

@@ -2,6 +2,7 @@
 #include "train/options.h"
 
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include "coterie/runtime.h"
 #include "formats/config_text.h"
 #include "formats/files.h"
+#include "train/option_values.h"
 
 namespace coterie::train {
 namespace {
@@ -27,19 +29,23 @@ template <class Visitor>
 void visit_fields(Config& config, Visitor& visit) {
   visit.group("Run");
   visit.text("task", config.task, "NAME",
-             "What to learn: copy and recall (generated), bytes and words (text)");
+             "What to learn: copy and recall (generated), bytes, words and tokens (text)");
   visit.text(
       "data", config.data, "PATH",
-      "Text for bytes and words: a file, folder or archive; bytes uses built-in text if empty");
+      "Text for bytes, words and tokens: a file, folder or archive, or - for standard input; bytes "
+      "and tokens use built-in text if empty");
   visit.size("data-limit", config.data_limit,
              "Limit on the text read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
-  visit.text("attention", config.attention, "SPEC", "Attention of all layers; see below");
+  visit.text("attention", config.attention, "SPEC",
+             "Attention of all layers; coterie help spec explains it");
   visit.pairs(
       "attention-at", config.attention_at, "LAYERS SPEC",
       "Attention of some layers, counted from 0: 2 or 0-3. Repeatable; the last match wins");
   visit.text("out", config.out, "FOLDER",
              "Output folder of the run; a new one under runs/ if empty");
+  visit.text("init-from", config.init_from, "FOLDER",
+             "Start from the parameters of this checkpoint or run (its best), in a new run");
   visit.device("device", config.device, "Device: cpu, cuda or cuda:1");
   visit.number("threads", config.threads, 0, kMaxThreads, "Number of CPU threads; all cores if 0");
   visit.number("seed", config.seed, 0, std::numeric_limits<std::uint64_t>::max(),
@@ -62,7 +68,11 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.number("text.test", config.text.test, 0.0, 0.5,
                "Fraction of the text held out for testing");
   visit.number("text.vocabulary", config.text.vocabulary, 0, kMany,
-               "words: vocabulary size, most frequent words first; all if 0");
+               "words: vocabulary size, most frequent words first; all if 0. tokens: size of the "
+               "vocabulary to learn; 4096 if 0");
+  visit.text("text.tokenizer", config.text.tokenizer, "PATH",
+             "tokens: tokenizer.json, or a folder or archive with one or with GPT-2's files; "
+             "learnt from the training text if empty");
 
   visit.group("Model");
   visit.number("model.dim", config.model.dim, 1, 1 << 16,
@@ -77,9 +87,8 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.choice("model.positions", config.model.positions,
                {"automatic", "none", "sinusoidal", "learned"},
                "Position embeddings added to token embeddings; automatic: as the task needs");
-  visit.number(
-      "model.embedding-std", config.model.embedding_std, 0.0, 100.0,
-      "Initial standard deviation of token embeddings; smaller values learn recall better");
+  visit.number("model.embedding-std", config.model.embedding_std, 0.0, 100.0,
+               "Initial standard deviation of token embeddings; as the task needs if 0");
   visit.number("model.position-base", config.model.position_base, 1.0, 1e9,
                "sinusoidal: longest wavelength divided by 2 pi");
   visit.flag("model.bias", config.model.bias, "Use biases in the projections");
@@ -124,6 +133,8 @@ void visit_fields(Config& config, Visitor& visit) {
                "Steps between validations; only at the end if 0");
   visit.number("train.eval-batches", config.train.eval_batches, 0, kMany,
                "Batches per validation; all if 0");
+  visit.number("train.final-batches", config.train.final_batches, 0, kMany,
+               "Batches of the validation at the end of the run; all if 0");
   visit.number("train.patience", config.train.patience, 0, kMany,
                "Early stopping: validations without improvement before stopping; never if 0");
   visit.number(
@@ -137,19 +148,6 @@ void visit_fields(Config& config, Visitor& visit) {
                "Steps between checkpoints; only the best and the last if 0");
   visit.number("checkpoint.keep", config.checkpoint.keep, 1, kMany,
                "Number of latest checkpoints to keep, in addition to the best");
-}
-
-// Parses all of `text` as a number; CLI11 would read "010" as 8 and "-1" as 2^64 - 1.
-template <class Number>
-Number parse_number(const std::string& option, const std::string& text, Number low, Number high) {
-  Number value{};
-  const char* const end = text.data() + text.size();
-  const auto read = std::from_chars(text.data(), end, value);
-  const bool good = read.ec == std::errc() && read.ptr == end && value >= low && value <= high;
-  if (good) return value + Number{};  // NaN is in no range; -0 becomes 0, as in TOML
-  const char* const kind = std::is_integral_v<Number> ? "whole number" : "number";
-  throw CLI::ValidationError(
-      option, fmt::format("expected a {} from {} to {}; got \"{}\"", kind, low, high, text));
 }
 
 // "1000", "64k", "500M", "8G", as size_text writes it.
@@ -176,10 +174,11 @@ class Binder {
   void group(const char* name) { group_ = name; }
 
   CLI::Option* text(const char* name, std::string& field, const char* type, const char* help) {
-    return app_.add_option(std::string("--") + name, field, help)
+    return app_.add_option(option(name), field, help)
         ->group(group_)
         ->type_name(type)
-        ->capture_default_str();
+        ->capture_default_str()
+        ->take_last();
   }
 
   void device(const char* name, std::string& field, const char* help) {
@@ -190,48 +189,38 @@ class Binder {
 
   void choice(const char* name, std::string& field, const std::vector<std::string>& words,
               const char* help) {
-    const std::string list = CLI::detail::join(words, "|");
-    const auto check = [=](std::string& text) {
-      const bool known = std::find(words.begin(), words.end(), text) != words.end();
-      return known ? std::string() : "expected one of " + list + "; got \"" + text + "\"";
-    };
-    text(name, field, list.c_str(), help)->check(CLI::Validator("").operation(check));
+    add_choice(app_, option(name), field, words, help)->group(group_);
   }
 
   template <class Number>
   void number(const char* name, Number& field, std::type_identity_t<Number> low,
               std::type_identity_t<Number> high, const char* help) {
-    const std::string option = std::string("--") + name;
-    const auto set = [=, &field](const std::string& text) {
-      field = parse_number<Number>(option, text, low, high);
-    };
-    app_.add_option_function<std::string>(option, set, help)
-        ->group(group_)
-        ->type_name(std::is_integral_v<Number> ? "N" : "NUMBER")
-        ->default_str(fmt::format("{}", field));
+    add_number(app_, option(name), field, low, high, help)->group(group_);
   }
 
   void size(const char* name, std::uint64_t& field, const char* help) {
-    const std::string option = std::string("--") + name;
-    const auto set = [=, &field](const std::string& text) { field = parse_size(option, text); };
-    app_.add_option_function<std::string>(option, set, help)
+    const auto set = [this_option = option(name), &field](const std::string& text) {
+      field = parse_size(this_option, text);
+    };
+    app_.add_option_function<std::string>(option(name), set, help)
         ->group(group_)
         ->type_name("BYTES")
-        ->default_str(size_text(field));
+        ->default_str(size_text(field))
+        ->take_last();
   }
 
   void flag(const char* name, bool& field, const char* help) {
-    app_.add_flag(std::string("--") + name, field, help)
-        ->group(group_)
-        ->option_text(fmt::format("[=true|false]={}", field));
+    add_switch(app_, option(name), field, help)->group(group_);
   }
 
   using Pairs = std::vector<std::pair<std::string, std::string>>;
   void pairs(const char* name, Pairs& field, const char* type, const char* help) {
-    app_.add_option(std::string("--") + name, field, help)->group(group_)->option_text(type);
+    app_.add_option(option(name), field, help)->group(group_)->option_text(type);
   }
 
  private:
+  static std::string option(const char* name) { return std::string("--") + name; }
+
   CLI::App& app_;
   std::string group_;
 };
@@ -296,6 +285,77 @@ class Writer {
   std::string text_, section_;
 };
 
+// Lists the fields as (name, text).
+class Lister {
+ public:
+  std::vector<std::pair<std::string, std::string>> fields;
+
+  void group(const char*) {}
+  void text(const char* name, const std::string& field, const char*, const char*) {
+    fields.emplace_back(name, field);
+  }
+  void device(const char* name, const std::string& field, const char*) {
+    fields.emplace_back(name, field);
+  }
+  void choice(const char* name, const std::string& field, const std::vector<std::string>&,
+              const char*) {
+    fields.emplace_back(name, field);
+  }
+  template <class Number>
+  void number(const char* name, const Number& field, std::type_identity_t<Number>,
+              std::type_identity_t<Number>, const char*) {
+    fields.emplace_back(name, fmt::format("{}", field));
+  }
+  void size(const char* name, const std::uint64_t& field, const char*) {
+    fields.emplace_back(name, size_text(field));
+  }
+  void flag(const char* name, const bool& field, const char*) {
+    fields.emplace_back(name, field ? "true" : "false");
+  }
+  void pairs(const char* name, const Binder::Pairs& field, const char*, const char*) {
+    std::string list;
+    for (const auto& [layers, spec] : field) list += layers + " " + spec + " ";
+    fields.emplace_back(name, list);
+  }
+};
+
+std::vector<std::pair<std::string, std::string>> field_texts(const Config& config) {
+  Config copy = config;  // visit_fields needs mutable fields
+  Lister lister;
+  visit_fields(copy, lister);
+  return std::move(lister.fields);
+}
+
+// Options that a resumed run may change. Its numbers then stay those of an uninterrupted run, up to
+// rounding; only train.steps changes a cosine schedule. Data may move, but not change.
+constexpr std::string_view kMayChange[] = {"out",
+                                           "data",
+                                           "data-limit",
+                                           "device",
+                                           "threads",
+                                           "train.steps",
+                                           "train.micro-batch",
+                                           "train.log-every",
+                                           "train.patience",
+                                           "train.eval-every",
+                                           "train.eval-batches",
+                                           "train.final-batches",
+                                           "model.recompute",
+                                           "checkpoint.every",
+                                           "checkpoint.keep"};
+
+// Options by the tasks that use them.
+struct TaskOptions {
+  std::string_view prefix;  // of option names
+  std::vector<std::string_view> tasks;
+};
+const TaskOptions kTaskOptions[] = {{"copy.", {"copy"}},
+                                    {"recall.", {"recall"}},
+                                    {"text.vocabulary", {"tokens", "words"}},
+                                    {"text.tokenizer", {"tokens"}},
+                                    {"text.", {"bytes", "tokens", "words"}},
+                                    {"data", {"bytes", "tokens", "words"}}};
+
 // The keys that share the section of `key`, for a message.
 std::string known_keys(const CLI::App& app, const std::string& key) {
   const std::string section = key.substr(0, key.find('.') + 1);
@@ -319,6 +379,11 @@ void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) 
     throw Error(fmt::format("{}expected a multiple of {} values; got {}", place, together,
                             line.values.size()));
   }
+  const bool single = option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeLast;
+  if (single && line.values.size() > 1) {
+    throw Error(
+        fmt::format("{}expected one value for {}; got {}", place, line.key, line.values.size()));
+  }
   if (option->count() > 0 || line.values.empty()) return;  // []: the default
   try {
     option->add_result(line.values);
@@ -329,6 +394,33 @@ void apply_line(CLI::App& app, const ConfigLine& line, const std::string& name) 
 }
 
 }  // namespace
+
+std::vector<OptionChange> option_changes(const Config& before, const Config& after) {
+  const auto old_fields = field_texts(before), new_fields = field_texts(after);
+  std::vector<OptionChange> changes;
+  for (std::size_t i = 0; i < old_fields.size(); ++i) {
+    const auto& [name, text] = old_fields[i];
+    if (text == new_fields[i].second) continue;
+    const bool may =
+        std::find(std::begin(kMayChange), std::end(kMayChange), name) != std::end(kMayChange);
+    changes.push_back({name, text, new_fields[i].second, may});
+  }
+  return changes;
+}
+
+void check_task_options(const Config& config) {
+  Config standard;
+  standard.task = config.task;
+  for (const OptionChange& change : option_changes(standard, config)) {
+    const auto own = std::find_if(std::begin(kTaskOptions), std::end(kTaskOptions),
+                                  [&](const auto& o) { return change.name.starts_with(o.prefix); });
+    if (own == std::end(kTaskOptions)) continue;
+    if (std::find(own->tasks.begin(), own->tasks.end(), config.task) != own->tasks.end()) continue;
+    throw Error(fmt::format("[task] --{} is an option of {}; got {} with --task {}: leave it out",
+                            change.name, fmt::join(own->tasks, " and "), change.after,
+                            config.task));
+  }
+}
 
 std::string check_device(const std::string& text) {
   const bool numbered = text.size() > 5 && text.size() < 9 && text.starts_with("cuda:") &&

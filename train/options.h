@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "train/config.h"
 
@@ -20,6 +21,16 @@ void add_options(CLI::App& app, Config& config);
 // Sets the options of `app` (from add_options) to the values in a config file's text, except for
 // options that already have values. Messages call the text `name`. Throws Error.
 void apply_config(CLI::App& app, const std::string& text, const std::string& name);
+
+// An option with different values in two configs.
+struct OptionChange {
+  std::string name, before, after;  // "train.steps", "300", "600"
+  bool may_change = false;          // in a resumed run; docs/training.md has the list
+};
+std::vector<OptionChange> option_changes(const Config& before, const Config& after);
+
+// Throws Error for options of other tasks than config.task that do not have their default value.
+void check_task_options(const Config& config);
 
 // The error message for a text that is not a device (cpu, cuda, cuda:1); "" if it is one.
 std::string check_device(const std::string& text);

@@ -9,6 +9,7 @@
 #include "coterie/runtime.h"
 #include "train/inspect.h"
 #include "train/options.h"
+#include "train/trainer.h"
 
 namespace coterie::train {
 namespace {
@@ -39,15 +40,6 @@ json machine(const Config& config) {
   return facts;
 }
 
-// "full; 0-1: local(window=8)"
-std::string attention_text(const Config& config) {
-  std::string text = AttentionSpec::parse(config.attention).to_string();
-  for (const auto& [layers, spec] : config.attention_at) {
-    text += "; " + layers + ": " + AttentionSpec::parse(spec).to_string();
-  }
-  return text;
-}
-
 // Queries of these mechanisms share keys selected by content, which is why they take no mask.
 bool selects_by_content(const Mechanism& mechanism) { return !takes_mask(mechanism); }
 
@@ -65,6 +57,7 @@ bool selects_by_content(const std::vector<AttentionSpec>& specs) {
 json run_line(const Config& config, const Task& task, const ::torch::nn::Module& model) {
   std::int64_t parameters = 0;
   for (const at::Tensor& parameter : model.parameters()) parameters += parameter.numel();
+  const DataFacts data = task.data();
   json baselines = json::array();
   for (const Baseline& baseline : task.baselines()) {
     baselines.push_back({{"name", baseline.name}, {"value", baseline.value}});
@@ -72,6 +65,8 @@ json run_line(const Config& config, const Task& task, const ::torch::nn::Module&
   return {{"kind", "run"},
           {"task", task.name()},
           {"attention", attention_text(config)},
+          {"leaks", !leak_warning(layer_attention(config), task.causal()).empty()},
+          {"data", {{"checksum", data.checksum}, {"bytes", data.bytes}}},
           {"config", config_text(config)},
           {"machine", machine(config)},
           {"parameters", parameters},
@@ -94,14 +89,24 @@ json step_line(const StepFacts& facts, bool with_commitment) {
   return line;
 }
 
-json eval_line(std::int64_t step, const Task& task, const Evaluation& evaluation) {
+json resume_line(std::int64_t step, const Config& config) {
+  return {{"kind", "resume"},
+          {"step", step},
+          {"config", config_text(config)},
+          {"machine", machine(config)},
+          {"date", utc_date()}};
+}
+
+json eval_line(const char* kind, std::int64_t step, const Task& task,
+               const Evaluation& evaluation) {
   json strata = json::object();
   for (const auto& [name, score] : evaluation.strata) {
     if (score.count > 0) strata[name] = metric_value(task.metric(), score);
   }
-  return {{"kind", "eval"},
+  return {{"kind", kind},
           {"step", step},
           {"split", "valid"},
+          {"share", evaluation.share},
           {"loss", evaluation.score.loss()},
           {"metric", evaluation.metric},
           {"accuracy", metric_value(Metric::accuracy, evaluation.score)},
@@ -122,11 +127,14 @@ json end_line(const EndFacts& facts) {
   return line;
 }
 
-std::optional<json> clusters_line(std::int64_t step, torch_api::LanguageModel& model,
-                                  const Task& task) {
+std::optional<Inspection> inspect_clusters(torch_api::LanguageModel& model, const Task& task) {
   if (!selects_by_content(model->transformer()->options().attention)) return std::nullopt;
+  return inspect(model, task, kInspectedRows, /*seed=*/0);
+}
+
+json clusters_line(std::int64_t step, const Inspection& inspection) {
   json layers = json::array();
-  for (const GroupReport& group : inspect(model, task, kInspectedRows, /*seed=*/0).groups) {
+  for (const GroupReport& group : inspection.groups) {
     json heads = json::array();
     for (const HeadReport& head : group.heads) {
       heads.push_back({{"sizes", head.sizes}, {"empty", head.empty}, {"mass", head.mass}});
@@ -136,7 +144,7 @@ std::optional<json> clusters_line(std::int64_t step, torch_api::LanguageModel& m
                       {"attention", group.attention},
                       {"heads", heads}});
   }
-  return json{{"kind", "clusters"}, {"step", step}, {"layers", layers}};
+  return {{"kind", "clusters"}, {"step", step}, {"layers", layers}};
 }
 
 }  // namespace coterie::train

@@ -10,6 +10,7 @@
 #include "train/checkpoint.h"
 #include "train/config.h"
 #include "train/evaluate.h"
+#include "train/inspect.h"
 #include "train/task.h"
 
 namespace coterie::train {
@@ -31,10 +32,13 @@ struct EndFacts {
 
 nlohmann::json run_line(const Config& config, const Task& task, const ::torch::nn::Module& model);
 nlohmann::json step_line(const StepFacts& facts, bool with_commitment);
-nlohmann::json eval_line(std::int64_t step, const Task& task, const Evaluation& evaluation);
+// `kind`: "eval" during the run, "final" at its end.
+nlohmann::json eval_line(const char* kind, std::int64_t step, const Task& task,
+                         const Evaluation& evaluation);
+nlohmann::json resume_line(std::int64_t step, const Config& config);
 nlohmann::json end_line(const EndFacts& facts);
-// std::nullopt for a model without head groups that select by content.
-std::optional<nlohmann::json> clusters_line(std::int64_t step, torch_api::LanguageModel& model,
-                                            const Task& task);
+// On a few validation rows; std::nullopt for a model without head groups that select by content.
+std::optional<Inspection> inspect_clusters(torch_api::LanguageModel& model, const Task& task);
+nlohmann::json clusters_line(std::int64_t step, const Inspection& inspection);
 
 }  // namespace coterie::train

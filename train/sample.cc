@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,8 +17,7 @@
 namespace coterie::train {
 namespace {
 
-void check(const std::vector<std::int64_t>& prompt, const SampleOptions& options) {
-  if (prompt.empty()) throw Error("[sample] expected a prompt of at least one token; got none");
+void check(const SampleOptions& options) {
   if (options.tokens < 0 || options.top_k < 0) {
     throw Error("[sample] expected tokens and top_k of at least 0; got " +
                 std::to_string(options.tokens) + " and " + std::to_string(options.top_k));
@@ -83,7 +83,8 @@ std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std:
   keep_nucleus(kept, options.top_p);
   double total = 0;
   for (const Candidate& candidate : kept) total += candidate.weight;
-  const RandomStream stream{.seed = options.seed, .use = RandomUse::sample, .problem = 0};
+  const RandomStream stream{
+      .seed = options.seed, .use = RandomUse::sample, .problem = options.number};
   // 53 random bits: a uniform double in [0, 1).
   const double point = static_cast<double>(random_u64(stream, index) >> 11) * 0x1p-53 * total;
   double sum = 0;
@@ -94,22 +95,33 @@ std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std:
   return kept.back().token;
 }
 
-void sample(torch_api::LanguageModel& model, const std::vector<std::int64_t>& prompt,
-            const SampleOptions& options, const std::function<void(std::int64_t)>& emit) {
-  check(prompt, options);
+ReadPrompt read_prompt(torch_api::LanguageModel& model, const std::vector<std::int64_t>& prompt,
+                       const std::function<void(std::int64_t)>& progress) {
+  if (prompt.empty()) throw Error("[sample] expected a prompt of at least one token; got none");
   const at::NoGradGuard no_grad;
   const EvalMode eval_mode(model);
   const at::Device device = model->parameters().front().device();
-  torch_api::DecoderCache cache = model->make_cache(1);
-  at::Tensor logits;
-  const auto feed = [&](std::int64_t token) {
-    logits = model->step(at::full({1}, token, at::TensorOptions(at::kLong).device(device)), cache);
-  };
-  for (const std::int64_t token : prompt) feed(token);
+  const at::Tensor tokens = at::tensor(prompt, at::kLong).unsqueeze(0);
+  ReadPrompt read{model->make_cache(1), {}};
+  for (std::int64_t first = 0; first < tokens.size(1); first += kPrefillChunk) {
+    const std::int64_t end = std::min(first + kPrefillChunk, tokens.size(1));
+    read.logits = model->prefill(tokens.slice(1, first, end).to(device), read.cache)[0];
+    if (progress) progress(end);
+  }
+  return read;
+}
+
+void sample(torch_api::LanguageModel& model, const ReadPrompt& prompt, const SampleOptions& options,
+            const std::function<bool(std::int64_t)>& emit) {
+  check(options);
+  const at::NoGradGuard no_grad;
+  const EvalMode eval_mode(model);
+  torch_api::DecoderCache cache = prompt.cache;
+  at::Tensor logits = prompt.logits;
   for (std::int64_t i = 0; i < options.tokens; ++i) {
-    const std::int64_t token = choose(logits[0], options, static_cast<std::uint64_t>(i));
-    emit(token);
-    if (i + 1 < options.tokens) feed(token);
+    const std::int64_t token = choose(logits, options, static_cast<std::uint64_t>(i));
+    if (!emit(token) || i + 1 == options.tokens) return;
+    logits = model->step(at::full({1}, token, logits.options().dtype(at::kLong)), cache)[0];
   }
 }
 

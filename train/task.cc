@@ -13,11 +13,12 @@
 namespace coterie::train {
 namespace {
 
-using Make = std::unique_ptr<Task> (*)(const Config&);
+using Make = std::unique_ptr<Task> (*)(const Config&, const TaskFiles* stored);
 constexpr std::pair<const char*, Make> kTasks[] = {{"copy", make_copy_task},
                                                    {"recall", make_recall_task},
                                                    {"bytes", make_bytes_task},
-                                                   {"words", make_words_task}};
+                                                   {"words", make_words_task},
+                                                   {"tokens", make_tokens_task}};
 
 }  // namespace
 
@@ -52,11 +53,13 @@ bool better(Metric metric, double a, double b) {
 }
 
 std::vector<std::int64_t> Task::encode(const std::string& /*text*/) const {
-  throw Error(fmt::format("[task] expected a task with text (bytes or words); got {}", name()));
+  throw Error(
+      fmt::format("[task] expected a task with text (bytes, words or tokens); got {}", name()));
 }
 
 std::string Task::decode(const std::vector<std::int64_t>& /*tokens*/) const {
-  throw Error(fmt::format("[task] expected a task with text (bytes or words); got {}", name()));
+  throw Error(
+      fmt::format("[task] expected a task with text (bytes, words or tokens); got {}", name()));
 }
 
 std::vector<std::string> task_names() {
@@ -65,9 +68,9 @@ std::vector<std::string> task_names() {
   return names;
 }
 
-std::unique_ptr<Task> make_task(const Config& config) {
+std::unique_ptr<Task> make_task(const Config& config, const TaskFiles* stored) {
   for (const auto& [name, make] : kTasks) {
-    if (config.task == name) return make(config);
+    if (config.task == name) return make(config, stored);
   }
   throw Error(fmt::format("[task] expected one of {}; got \"{}\"", fmt::join(task_names(), ", "),
                           config.task));

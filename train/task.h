@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,6 +49,15 @@ struct Baseline {
   double value = 0;
 };
 
+// The data of a task, to recognise it again; empty for generated data.
+struct DataFacts {
+  std::string checksum;
+  std::int64_t bytes = 0;
+};
+
+// Files by name that are stored in every checkpoint: vocabulary or tokenizer.
+using TaskFiles = std::map<std::string, std::string>;
+
 class Task {
  public:
   virtual ~Task() = default;
@@ -56,9 +66,17 @@ class Task {
   virtual std::int64_t vocabulary() const = 0;
   virtual bool causal() const = 0;
   virtual bool needs_positions() const = 0;  // absolute, in the embeddings
+  // Initial deviation of token embeddings with which small models learn the task.
+  virtual double embedding_std() const { return 0.1; }
   virtual Metric metric() const = 0;
   virtual std::vector<Baseline> baselines() const = 0;
   virtual std::vector<std::string> strata() const { return {}; }  // names, for scores by stratum
+
+  // What a checkpoint needs to encode text without the training data.
+  virtual TaskFiles files() const { return {}; }
+  virtual DataFacts data() const { return {}; }
+  // Remarks on the scores, for a reader: "4.2 % of the words to predict are <unk>".
+  virtual std::vector<std::string> notes() const { return {}; }
 
   // Rows index * rows, index * rows + 1, ... of a split. Train is endless; valid and test have
   // batches(split, rows) batches, the last of which may have fewer rows.
@@ -69,10 +87,13 @@ class Task {
   // which allows streaming.
   virtual std::vector<std::int64_t> encode(const std::string& text) const;
   virtual std::string decode(const std::vector<std::int64_t>& tokens) const;
+  // The text of a tokenizer.json for these tokens; empty if there is none.
+  virtual std::string tokenizer_text() const { return ""; }
 };
 
-// The task named by config.task; throws an Error that lists all names if it is unknown.
-std::unique_ptr<Task> make_task(const Config& config);
+// The task named by config.task; throws an Error that lists all names if it is unknown. With the
+// `stored` files of a checkpoint, data is only read when it is needed, with their vocabulary.
+std::unique_ptr<Task> make_task(const Config& config, const TaskFiles* stored = nullptr);
 std::vector<std::string> task_names();
 
 }  // namespace coterie::train

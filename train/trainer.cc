@@ -14,19 +14,28 @@
 #include <nlohmann/json.hpp>
 
 #include "coterie/error.h"
+#include "coterie/runtime.h"
 #include "formats/files.h"
+#include "report/data.h"
+#include "train/collapse.h"
 #include "train/eval_mode.h"
 #include "train/gradients.h"
 #include "train/memory.h"
 #include "train/optimizer.h"
 #include "train/options.h"
 #include "train/run_lines.h"
+#include "train/run_lock.h"
 #include "train/schedule.h"
 
 namespace coterie::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr double kLatest = 3.0;  // seconds that a step may take after an interrupt
+
+// Leaves a step or an evaluation after an interrupt.
+struct Abandoned {};
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -56,6 +65,12 @@ void set_generator_state(c10::Device device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
+void refuse_used_folder(const std::string& out) {
+  if (out.empty() || !std::filesystem::exists(out + "/log.jsonl")) return;
+  throw Error("[train] " + out +
+              " already contains a run: continue it with --resume or choose another --out");
+}
+
 // One run, from step 0 or the checkpoint it resumes from.
 class Run {
  public:
@@ -68,32 +83,60 @@ class Run {
         attention_(layer_attention(config)),
         model_(make_model(config, task)),
         optimizer_(make_optimizer(config.optimizer, *model_)),
-        routing_(has_routing(attention_)) {}
+        routing_(has_routing(attention_)),
+        label_(attention_text(config)) {}
 
   void begin(bool resume) {
+    lock_folder(resume);
     const std::string leak = leak_warning(attention_, task_.causal());
     if (!leak.empty()) warn(leak);
     const bool restored = resume && restore();
     resumed_step_ = restored ? state_.step : Log::kNew;
-    if (!restored && routing_ && config_.train.centroids == "data") initialise_centroids();
+    state_.threads = coterie::threads();
+    finished_ = restored && !reason_to_stop().empty() && log_has_ended();
+    if (finished_) return;
+    if (!restored && !config_.init_from.empty()) load_parameters();
+    if (!restored && routing_ && config_.train.centroids == "data" && config_.init_from.empty()) {
+      initialise_centroids();
+    }
     open_folder();
   }
 
   TrainResult finish() {
-    std::string reason;
-    const std::int64_t first = state_.step;
-    const Clock::time_point start = Clock::now();
-    while ((reason = reason_to_stop()).empty()) {
-      run_step();
-      after_step();
-      show_progress(seconds_since(start) / static_cast<double>(state_.step - first));
-    }
+    if (finished_) return {state_, "finished", {}, checkpoints().path(saved_step_)};
+    std::string reason = run_steps();
+    if (reason != "interrupted" && !try_to([&] { evaluate_at_end(); })) reason = "interrupted";
     if (reason == "interrupted" && saved_step_ != state_.step) save(/*best=*/false);
-    if (reason != "interrupted" && !evaluation_) evaluate_now();  // resumed after its last step
     if (reason != "interrupted") log_clusters();
     write(end_line({reason, state_, memory_.peak_bytes()}));
     return {state_, reason, evaluation_,
             config_.out.empty() ? "" : checkpoints().path(saved_step_)};
+  }
+
+  // Three steps: the first one also allocates memory and initialises libraries.
+  DryRun try_steps() {
+    DryRun result;
+    for (const at::Tensor& parameter : model_->parameters()) {
+      result.parameters += parameter.numel();
+    }
+    if (routing_ && config_.train.centroids == "data") initialise_centroids();
+    result.batch_tokens = config_.train.batch * config_.length;
+    constexpr int kSteps = 2;
+    run_step();
+    const Clock::time_point start = Clock::now();
+    for (int i = 0; i < kSteps; ++i) run_step();
+    result.step_seconds = seconds_since(start) / kSteps;
+    const auto all = static_cast<double>(task_.batches(Split::valid, config_.train.batch));
+    const auto used = [&](std::int64_t batches) {
+      return batches > 0 ? std::min(static_cast<double>(batches), all) : all;
+    };
+    const double one = evaluation_of(/*batches=*/1).seconds;
+    const std::int64_t every = config_.train.eval_every;
+    const double times = every > 0 ? static_cast<double>(config_.train.steps / every) : 1;
+    result.evaluation_seconds =
+        one * (times * used(config_.train.eval_batches) + used(config_.train.final_batches));
+    result.peak_bytes = memory_.peak_bytes();
+    return result;
   }
 
  private:
@@ -107,6 +150,62 @@ class Run {
     if (hooks_.warn) hooks_.warn(line);
   }
 
+  // Creates the folder. Nothing else in it is written before it is locked.
+  void lock_folder(bool resume) {
+    if (config_.out.empty()) return;
+    std::error_code error;
+    std::filesystem::create_directories(config_.out, error);
+    if (error) throw Error("[train] cannot create " + config_.out + ": " + error.message());
+    lock_.emplace(config_.out);
+    if (!resume) refuse_used_folder(config_.out);
+  }
+
+  bool log_has_ended() const {
+    const std::optional<RunLog> log = read_run(config_.out);
+    return log && log->end && log->end->reason != "interrupted";
+  }
+
+  // Until there is a reason to stop, which is returned.
+  std::string run_steps() {
+    if (resumed_step_ != Log::kNew && evaluation_is_due() && !try_to([&] { finish_step(); })) {
+      return "interrupted";
+    }
+    const std::int64_t first = state_.step;
+    const Clock::time_point start = Clock::now();
+    while (true) {
+      std::string reason = reason_to_stop();
+      if (!reason.empty()) return reason;
+      const at::Tensor random = generator_state(device_);
+      const bool whole = try_to([&] { run_step(); });
+      if (!whole) {  // as if it had not begun
+        optimizer_->zero_grad();
+        set_generator_state(device_, random);
+        return "interrupted";
+      }
+      if (!try_to([&] { finish_step(); })) return "interrupted";
+      show_progress(seconds_since(start) / static_cast<double>(state_.step - first));
+    }
+  }
+
+  // Whether `work` ran to its end.
+  template <class Work>
+  bool try_to(const Work& work) {
+    try {
+      work();
+      return true;
+    } catch (const Abandoned&) {
+      return false;
+    }
+  }
+
+  bool interrupted() const { return hooks_.interrupted != nullptr && *hooks_.interrupted; }
+
+  void leave_if_late() {
+    if (!interrupted()) return;
+    if (!noticed_) noticed_ = Clock::now();
+    if (seconds_since(*noticed_) > kLatest) throw Abandoned();
+  }
+
   // Whether there was a checkpoint to resume from.
   bool restore() {
     if (config_.out.empty() || checkpoints().steps().empty()) {
@@ -117,6 +216,7 @@ class Run {
     const std::string folder = find_checkpoint(config_.out, /*best=*/false, &warning);
     if (!warning.empty()) warn(warning);
     Checkpoint checkpoint = load_checkpoint(folder);
+    check_data(checkpoint, folder);
     load_module(*model_, checkpoint.model, folder);
     const auto generator = checkpoint.optimizer.find("generator." + generator_name(device_));
     if (generator != checkpoint.optimizer.end()) set_generator_state(device_, generator->second);
@@ -126,17 +226,38 @@ class Run {
     state_ = checkpoint.state;
     saved_step_ = state_.step;
     checkpoints().set_aside_after(state_);
+    if (state_.threads != 0 && state_.threads != coterie::threads()) {
+      warn(
+          fmt::format("the run used {} thread(s) until step {} and uses {} from there on: torch's "
+                      "matrix products may then sum in another order, which changes last bits",
+                      state_.threads, state_.step, coterie::threads()));
+    }
     return true;
+  }
+
+  void check_data(const Checkpoint& checkpoint, const std::string& folder) const {
+    const DataFacts now = task_.data();
+    if (checkpoint.data.checksum.empty() || checkpoint.data.checksum == now.checksum) return;
+    throw Error(fmt::format(
+        "[train] {} was trained on other data: expected {} bytes with checksum {} in "
+        "--data; got {} bytes with {}. To train its parameters on other data, start a "
+        "new run with --init-from",
+        folder, checkpoint.data.bytes, checkpoint.data.checksum, now.bytes, now.checksum));
+  }
+
+  void load_parameters() {
+    std::string warning;
+    const std::string folder = find_checkpoint(config_.init_from, /*best=*/true, &warning);
+    if (!warning.empty()) warn(warning);
+    load_module(*model_, load_checkpoint(folder).model, folder);
   }
 
   void open_folder() {
     if (config_.out.empty()) return;
-    std::error_code error;
-    std::filesystem::create_directories(config_.out, error);
-    if (error) throw Error("[train] cannot create " + config_.out + ": " + error.message());
     write_file(config_.out + "/config.toml", config_text(config_));
     log_.emplace(config_.out + "/log.jsonl", resumed_step_);
-    if (resumed_step_ == Log::kNew) write(run_line(config_, task_, *model_));
+    const bool resumed = resumed_step_ != Log::kNew;
+    write(resumed ? resume_line(state_.step, config_) : run_line(config_, task_, *model_));
   }
 
   // By k-means over the first batch, with the untrained model.
@@ -163,7 +284,7 @@ class Run {
     if (state_.step >= config_.train.steps) return "steps";
     const std::int64_t patience = config_.train.patience;
     if (patience > 0 && state_.evaluations_without_improvement >= patience) return "patience";
-    if (hooks_.interrupted != nullptr && *hooks_.interrupted) return "interrupted";
+    if (interrupted()) return "interrupted";
     return "";
   }
 
@@ -179,7 +300,8 @@ class Run {
                                         {.micro_batch = config_.train.micro_batch,
                                          .seed = step_seed(config_.seed, step),
                                          .bf16 = config_.train.dtype == "bf16",
-                                         .update_centroids = routing_});
+                                         .update_centroids = routing_,
+                                         .before_layer = [this] { leave_if_late(); }});
     last_.loss = loss.loss;
     last_.commitment = loss.commitment;
     check_finite("loss", loss.loss + loss.commitment);
@@ -193,13 +315,21 @@ class Run {
     logged_tokens_ += batch.tokens.numel();
   }
 
-  void after_step() {
+  bool is_due(std::int64_t every) const { return every > 0 && state_.step % every == 0; }
+
+  // Whether the last step's validation has not been done yet.
+  bool evaluation_is_due() const {
     const bool last = state_.step == config_.train.steps;
-    const auto due = [&](std::int64_t every) { return every > 0 && state_.step % every == 0; };
-    const bool evaluates = last || due(config_.train.eval_every);
-    if (evaluates || due(config_.train.log_every) || state_.step == 1) log_step();
+    return state_.evaluated_step < state_.step && (last || is_due(config_.train.eval_every));
+  }
+
+  void finish_step() {
+    const bool last = state_.step == config_.train.steps, evaluates = evaluation_is_due();
+    const bool resumed = state_.step == resumed_step_;  // the step is in the log
+    const bool logs = evaluates || is_due(config_.train.log_every) || state_.step == 1;
+    if (logs && !resumed) log_step();
     const bool improved = evaluates && evaluate_now();
-    if (improved || last || due(config_.checkpoint.every)) save(improved);
+    if (improved || last || is_due(config_.checkpoint.every)) save(improved);
   }
 
   void log_step() {
@@ -212,16 +342,20 @@ class Run {
     write(step_line(last_, routing_));
   }
 
+  Evaluation evaluation_of(std::int64_t batches) {
+    return evaluate(model_, task_,
+                    {.rows = config_.train.batch,
+                     .batches = batches,
+                     .bf16 = config_.train.dtype == "bf16",
+                     .before_layer = [this] { leave_if_late(); }});
+  }
+
   // Whether the model is the best so far.
   bool evaluate_now() {
-    evaluation_ = evaluate(model_, task_,
-                           {.rows = config_.train.batch,
-                            .batches = config_.train.eval_batches,
-                            .bf16 = config_.train.dtype == "bf16"});
+    evaluation_ = evaluation_of(config_.train.eval_batches);
     const double metric = evaluation_->metric;
-    if (state_.step == resumed_step_) return false;  // already counted and logged
     check_finite("validation loss", evaluation_->score.loss());
-    write(eval_line(state_.step, task_, *evaluation_));
+    write(eval_line("eval", state_.step, task_, *evaluation_));
     const bool improved = !state_.best || better(task_.metric(), metric, *state_.best);
     state_.evaluations_without_improvement =
         improved ? 0 : state_.evaluations_without_improvement + 1;
@@ -229,13 +363,23 @@ class Run {
       state_.best = metric;
       state_.best_step = state_.step;
     }
+    state_.evaluated_step = state_.step;
     return improved;
   }
 
+  // Uses the last step's validation if it was of all the data.
+  void evaluate_at_end() {
+    const bool whole = evaluation_ && state_.evaluated_step == state_.step &&
+                       evaluation_->share == 1.0 && config_.train.final_batches == 0;
+    if (!whole) evaluation_ = evaluation_of(config_.train.final_batches);
+    write(eval_line("final", state_.step, task_, *evaluation_));
+  }
+
   void log_clusters() {
-    if (!log_) return;
-    const auto line = clusters_line(state_.step, model_, task_);
-    if (line) write(*line);
+    const std::optional<Inspection> clusters = inspect_clusters(model_, task_);
+    if (!clusters) return;
+    write(clusters_line(state_.step, *clusters));
+    for (const std::string& line : collapse_warnings(clusters->groups)) warn(line);
   }
 
   void save(bool best) {
@@ -244,7 +388,8 @@ class Run {
       if (!at::isfinite(item.value()).all().item<bool>()) check_finite(item.key(), NAN);
     }
     Checkpoint checkpoint{module_tensors(*model_), optimizer_tensors(*optimizer_, *model_),
-                          config_text(config_), state_};
+                          config_text(config_),    state_,
+                          task_.files(),           task_.data()};
     checkpoint.optimizer["generator." + generator_name(device_)] = generator_state(device_);
     checkpoints().save(checkpoint, best);
     checkpoints().prune(config_.checkpoint.keep);
@@ -264,16 +409,27 @@ class Run {
   void show_progress(double seconds_per_step) const {
     if (!hooks_.progress) return;
     ProgressLine line;
-    line.label = config_.task + "  " + config_.attention;
+    line.label = config_.task + "  " + label_;
     line.step = state_.step;
     line.steps = config_.train.steps;
-    line.loss = last_.loss;
+    line.score = score_text();
     line.tokens_per_s = tokens_per_s_;
     line.seconds_left = seconds_per_step * static_cast<double>(line.steps - line.step);
-    if (evaluation_) {
-      line.note = fmt::format("{} {:.4g}", metric_name(task_.metric()), evaluation_->metric);
-    }
     hooks_.progress(line);
+  }
+
+  // The loss in the unit of the metric, and the last validation.
+  std::string score_text() const {
+    const Metric metric = task_.metric();
+    if (metric == Metric::accuracy) {
+      std::string text = fmt::format("loss {:#.4g}", last_.loss);
+      if (evaluation_) text += fmt::format("  accuracy {:.4g}", evaluation_->metric);
+      return text;
+    }
+    const Score score{.nats = last_.loss, .count = 1};
+    std::string text = fmt::format("{} {:#.4g}", metric_name(metric), metric_value(metric, score));
+    if (evaluation_) text += fmt::format(", valid {:#.4g}", evaluation_->metric);
+    return text;
   }
 
   const Config& config_;
@@ -285,19 +441,50 @@ class Run {
   torch_api::LanguageModel model_;
   std::unique_ptr<::torch::optim::Optimizer> optimizer_;
   bool routing_;
+  std::string label_;
+  std::optional<RunLock> lock_;
   std::optional<Log> log_;
   TrainState state_;
   std::int64_t resumed_step_ = Log::kNew, saved_step_ = 0;
   StepFacts last_;
   std::optional<Evaluation> evaluation_;
-  std::int64_t logged_tokens_ = 0;  // tokens and seconds since the last log line
+  std::optional<Clock::time_point> noticed_;  // when an interrupt was first seen
+  bool finished_ = false;                     // before it was resumed
+  std::int64_t logged_tokens_ = 0;            // tokens and seconds since the last log line
   double logged_seconds_ = 0, tokens_per_s_ = 0;
 };
 
-void refuse_used_folder(const std::string& out) {
-  if (out.empty() || !std::filesystem::exists(out + "/log.jsonl")) return;
-  throw Error("[train] " + out +
-              " already contains a run: continue it with --resume or choose another --out");
+// Torch and the core report missing memory in several ways.
+bool is_out_of_memory(const std::exception& error) {
+  const std::string_view message = error.what();
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         message.find("out of memory") != std::string_view::npos ||
+         message.find("not enough memory") != std::string_view::npos ||
+         message.find("can't allocate memory") != std::string_view::npos;
+}
+
+// One line with what helps most.
+[[noreturn]] void refuse_size(const Config& config) {
+  const std::int64_t rows =
+      config.train.micro_batch > 0 ? config.train.micro_batch : config.train.batch;
+  std::string advice;
+  if (rows > 1) advice += fmt::format("--train.micro-batch {}, ", rows / 2);
+  if (!config.model.recompute) advice += "--model.recompute, ";
+  throw Error(
+      fmt::format("[memory] not enough memory on {} for passes of {} x {} tokens: try {}a shorter "
+                  "--length than "
+                  "{} or a smaller model; --dry-run shows how much a run needs",
+                  config.device, rows, config.length, advice, config.length));
+}
+
+template <class Work>
+auto with_memory_advice(const Config& config, const Work& work) {
+  try {
+    return work();
+  } catch (const std::exception& error) {
+    if (is_out_of_memory(error)) refuse_size(config);
+    throw;
+  }
 }
 
 }  // namespace
@@ -305,9 +492,20 @@ void refuse_used_folder(const std::string& out) {
 TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks) {
   if (!resume) refuse_used_folder(config.out);
   use_threads(config.threads);
-  Run run(config, task, hooks);
-  run.begin(resume);
-  return run.finish();
+  return with_memory_advice(config, [&] {
+    Run run(config, task, hooks);
+    run.begin(resume);
+    return run.finish();
+  });
+}
+
+DryRun dry_run(const Config& config, const Task& task) {
+  use_threads(config.threads);
+  return with_memory_advice(config, [&] {
+    const TrainHooks hooks;
+    Run run(config, task, hooks);
+    return run.try_steps();
+  });
 }
 
 }  // namespace coterie::train

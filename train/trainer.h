@@ -21,6 +21,9 @@ namespace coterie::train {
 // One spec per layer from config.attention and config.attention_at; throws on bad specs and ranges.
 std::vector<AttentionSpec> layer_attention(const Config& config);
 
+// One spec if all layers have the same, else by layers: "0-1: local(window=8); 2: full".
+std::string attention_text(const Config& config);
+
 // The device of a config; throws if it is not available.
 c10::Device config_device(const Config& config);
 
@@ -36,22 +39,35 @@ void use_threads(int threads);  // 0: the core's choice
 
 struct TrainResult {
   TrainState state;
-  std::string reason;                    // "steps", "patience", "interrupted"
-  std::optional<Evaluation> evaluation;  // the last one, on valid
+  // "steps", "patience", "interrupted"; "finished": nothing was left to do
+  std::string reason;
+  std::optional<Evaluation> evaluation;  // the one at the end, on valid
   std::string checkpoint;                // folder of the last one; empty without config.out
 };
 
 struct TrainHooks {
   ShowProgress progress{};                         // may be empty; called after every step
   std::function<void(const std::string&)> warn{};  // may be empty; one line
-  const std::atomic<bool>* interrupted = nullptr;  // finish the step, save and return
+  // Finish the step, save and return; leave a step or an evaluation that takes seconds longer.
+  const std::atomic<bool>* interrupted = nullptr;
 };
 
 // Runs from the start or, with `resume`, from the last intact checkpoint in config.out. Writes
 // log.jsonl, config.toml and checkpoints there (nothing if config.out is empty) and refuses to
 // start a new run in a folder that already has one. On the CPU, losses after a resume are bit-equal
 // to those of an uninterrupted run. Throws on a loss, gradient or parameter that is not finite, and
-// keeps the last good checkpoint.
+// keeps the last good checkpoint. A finished run is left as it is.
 TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks);
+
+struct DryRun {
+  std::int64_t parameters = 0;
+  std::int64_t peak_bytes = 0;
+  double step_seconds = 0;        // of a step
+  double evaluation_seconds = 0;  // of all validations
+  std::int64_t batch_tokens = 0;
+};
+
+// Trains a few steps and writes nothing.
+DryRun dry_run(const Config& config, const Task& task);
 
 }  // namespace coterie::train

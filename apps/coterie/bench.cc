@@ -95,6 +95,7 @@ bench::TimingPlan make_timing(const BenchOptions& options, double seconds_left, 
   const bool on_gpu = options.device == "cuda";
   return {.warmups = on_gpu ? 3 : 1,
           .repeats = on_gpu ? 50 : 20,
+          .min_repeats = 1,
           .seconds = std::max(0.001, seconds_left * share)};
 }
 

@@ -10,6 +10,7 @@
 #include "bench_saved.h"
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
+#include "train/option_values.h"
 
 namespace coterie::cli {
 namespace {
@@ -47,50 +48,32 @@ std::vector<std::int64_t> parse_lengths(const std::string& text) {
 
 bool is_file(const std::string& data) { return data != "mixture" && data != "normal"; }
 
-// The range is in the error message, not in the help.
-template <class Integer>
-CLI::Option* add_integer(CLI::App& verb, const char* name, Integer& field, Integer low,
-                         Integer high, const char* help) {
-  return verb.add_option(name, field, help)
-      ->check(CLI::Range(low, high).description(""))
-      ->type_name("N")
-      ->capture_default_str();
-}
-
-void add_choice(CLI::App& verb, const char* name, std::string& field,
-                const std::vector<std::string>& words, const char* help) {
-  verb.add_option(name, field, help)
-      ->check(CLI::IsMember(words).description(""))
-      ->type_name(CLI::detail::join(words, "|"))
-      ->capture_default_str();
-}
-
 void add_problem_options(CLI::App& verb, BenchOptions& options) {
-  verb.add_option("--attention", options.attention, "Attention specs to measure; see below")
+  verb.add_option("--attention", options.attention,
+                  "Attention specs to measure; coterie help spec explains them")
       ->type_name("SPEC");
   verb.add_option("--lengths", options.lengths,
                   "Sequence lengths: a list (512,1k,4k) or a doubling range (1k:8k). Default: "
                   "512:4k, or all tokens of a --data file")
       ->type_name("LIST");
-  add_integer<std::int64_t>(verb, "--heads", options.heads, 1, 1024, "Number of query heads");
-  add_integer<std::int64_t>(verb, "--kv-heads", options.kv_heads, 0, 1024,
-                            "Number of key/value heads; same as --heads if 0");
-  add_integer<std::int64_t>(verb, "--dim", options.dim, 1, 1024, "Head dimension");
-  add_integer<std::int64_t>(verb, "--batch", options.batch, 1, 4096, "Batch size");
+  train::add_number(verb, "--heads", options.heads, 1, 1024, "Number of query heads");
+  train::add_number(verb, "--kv-heads", options.kv_heads, 0, 1024,
+                    "Number of key/value heads; same as --heads if 0");
+  train::add_number(verb, "--dim", options.dim, 1, 1024, "Head dimension");
+  train::add_number(verb, "--batch", options.batch, 1, 4096, "Batch size");
   verb.add_flag("--causal", options.causal, "Causal attention");
-  add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Device to run on");
-  add_choice(verb, "--pass", options.pass, {"forward", "backward", "both"}, "Pass to time");
+  train::add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Device to run on");
+  train::add_choice(verb, "--pass", options.pass, {"forward", "backward", "both"}, "Pass to time");
   verb.add_option("--data", options.data,
                   "Input data: a mixture of Gaussians with Zipf-distributed weights (mixture), "
                   "independent normal tokens (normal), or a safetensors file with a model's q, k "
                   "and v of shape (batch, heads, tokens, dim) or (heads, tokens, dim)")
       ->type_name("mixture|normal|FILE")
       ->capture_default_str();
-  add_choice(verb, "--dtype", options.dtype, {"f32", "bf16", "f16", "f64"},
-             "Element type of queries, keys and values");
-  verb.add_option("--seed", options.seed, "Random seed of data and clusters")
-      ->type_name("N")
-      ->capture_default_str();
+  train::add_choice(verb, "--dtype", options.dtype, {"f32", "bf16", "f16", "f64"},
+                    "Element type of queries, keys and values");
+  train::add_number(verb, "--seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+                    "Random seed of data and clusters");
 }
 
 void add_timing_options(CLI::App& verb, BenchOptions& options) {
@@ -99,13 +82,11 @@ void add_timing_options(CLI::App& verb, BenchOptions& options) {
       ->check(CLI::Range(1, kMaxThreads).description(""))
       ->delimiter(',')
       ->type_name("LIST");
-  add_integer(
+  train::add_number(
       verb, "--repeats", options.repeats, 0, 1000000,
       "Timed runs per attention; if 0, as many as --seconds allows, up to 20 (50 on a GPU)");
-  verb.add_option("--seconds", options.seconds, "Target duration when --repeats is 0")
-      ->check(CLI::PositiveNumber.description(""))
-      ->type_name("NUMBER")
-      ->capture_default_str();
+  train::add_number(verb, "--seconds", options.seconds, 1e-3, 1e6,
+                    "Target duration when --repeats is 0");
   verb.add_flag("--gate", options.gate,
                 "Compare all outputs with the specification first; stop if one is wrong");
   verb.add_flag("--alone", options.alone,
@@ -146,7 +127,7 @@ void refuse_option(const std::string& option, const std::string& message) {
 void add_bench_options(CLI::App& verb, BenchOptions& options) {
   add_problem_options(verb, options);
   add_timing_options(verb, options);
-  verb.footer([] { return kExamples + spec_help(); });
+  verb.footer(kExamples);
 }
 
 void check_conflicts(const CLI::App& verb, const BenchOptions& options) {

@@ -15,6 +15,7 @@
 #include "formats/files.h"
 #include "report/report.h"
 #include "train/compare.h"
+#include "train/option_values.h"
 #include "train/options.h"
 #include "verbs.h"
 
@@ -122,7 +123,8 @@ void run_compare(const CompareOptions& options) {
   if (runs.size() < plan.size()) {
     fmt::print("\nInterrupted after {} of {} runs; run the same command again to continue.\n",
                runs.size(), plan.size());
-    return;
+    std::fflush(stdout);
+    throw Interrupted();
   }
   fmt::print("\nReport: {}\n", write_report(options, runs));
 }
@@ -156,10 +158,8 @@ void add_compare(CLI::App& program) {
       ->check(CLI::Validator(train::check_device, ""))
       ->type_name("DEVICE")
       ->capture_default_str();
-  verb->add_option("--threads", options.threads, "Number of CPU threads; all cores if 0")
-      ->check(CLI::Range(0, kMaxThreads).description(""))
-      ->type_name("N")
-      ->capture_default_str();
+  train::add_number(*verb, "--threads", options.threads, 0, kMaxThreads,
+                    "Number of CPU threads; all cores if 0");
   verb->footer(kExamples);
   verb->callback([shared] { run_compare(*shared); });
 }

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "apps/coterie/loaded_model.h"
+#include "coterie/error.h"
 #include "train/evaluate.h"
+#include "train/option_values.h"
 #include "train/trainer.h"
 #include "verbs.h"
 
@@ -18,7 +20,7 @@ namespace coterie::cli {
 namespace {
 
 struct EvalOptions {
-  std::string path;
+  ModelOptions model;
   std::vector<std::string> attention;
   std::string split = "valid";
   std::int64_t batches = 0;
@@ -46,14 +48,19 @@ std::vector<train::Config> variants(const train::Config& config,
                                     const std::vector<std::string>& attention) {
   std::vector<train::Config> configs = {config};
   for (const std::string& spec : attention) configs.push_back(with_attention(config, spec));
-  for (const train::Config& variant : configs) train::layer_attention(variant);  // refuses early
   return configs;
 }
 
-std::string attention_name(const train::Config& config) {
-  std::string name = config.attention;
-  for (const auto& [layers, spec] : config.attention_at) name += "; " + layers + ": " + spec;
-  return name;
+// Refuses all that the model cannot use before the first one is computed.
+void check_variants(const LoadedModel& loaded, const std::vector<train::Config>& configs) {
+  for (const train::Config& config : configs) {
+    try {
+      loaded.model->transformer()->check_attention(train::layer_attention(config));
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}; the model was trained with {}", error.what(),
+                              train::attention_text(loaded.config)));
+    }
+  }
 }
 
 void print_header(const EvalOptions& options, const LoadedModel& loaded, std::size_t width) {
@@ -84,6 +91,7 @@ void print_footer(const train::Task& task) {
   for (const train::Baseline& baseline : task.baselines()) {
     fmt::print("; {} {:.4g}", baseline.name, baseline.value);
   }
+  for (const std::string& note : task.notes()) fmt::print("; {}", note);
   fmt::print("\n");
 }
 
@@ -122,16 +130,16 @@ Row evaluate_variant(LoadedModel& loaded, const train::Config& variant,
   wanted.batches = options.batches;
   wanted.seed = options.seed;
   wanted.bf16 = loaded.config.train.dtype == "bf16";
-  return {attention_name(variant), false, evaluate(loaded.model, *loaded.task, wanted)};
+  return {train::attention_text(variant), false, evaluate(loaded.model, *loaded.task, wanted)};
 }
 
 void run_eval(const EvalOptions& options) {
-  LoadedModel loaded = load_model(options.path);
-  train::use_threads(loaded.config.threads);
+  LoadedModel loaded = load_model(options.model, UsesData::yes);
   const std::vector<train::Config> configs = variants(loaded.config, options.attention);
+  check_variants(loaded, configs);
   std::size_t width = 9;
   for (const train::Config& config : configs) {
-    width = std::max(width, attention_name(config).size());
+    width = std::max(width, train::attention_text(config).size());
   }
   if (!options.json) print_header(options, loaded, width);
   for (std::size_t i = 0; i < configs.size(); ++i) {
@@ -161,29 +169,17 @@ void add_eval(CLI::App& program) {
       "eval", "Score a trained model, with its own attention and optionally with others");
   const auto shared = std::make_shared<EvalOptions>();  // lives as long as the callback
   EvalOptions& options = *shared;
-  verb->add_option("checkpoint", options.path,
-                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
-      ->required()
-      ->type_name("FOLDER");
-  verb->add_option("--attention", options.attention, "Further attentions to evaluate; see below")
+  add_model_options(*verb, options.model, UsesData::yes);
+  verb->add_option("--attention", options.attention,
+                   "Further attentions to evaluate; coterie help spec explains them")
       ->type_name("SPEC");
-  verb->add_option("--split", options.split, "Held-out data to use")
-      ->check(CLI::IsMember({"valid", "test"}).description(""))
-      ->type_name("valid|test")
-      ->capture_default_str();
-  verb->add_option("--batches", options.batches, "Number of batches; all if 0")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30).description(""))
-      ->type_name("N")
-      ->capture_default_str();
-  verb->add_option("--rows", options.rows, "Batch size; as in training if 0")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20).description(""))
-      ->type_name("N")
-      ->capture_default_str();
-  verb->add_option("--seed", options.seed, "Random seed of clusters")
-      ->type_name("N")
-      ->capture_default_str();
+  train::add_choice(*verb, "--split", options.split, {"valid", "test"}, "Held-out data to use");
+  train::add_number(*verb, "--batches", options.batches, 0, 1 << 30, "Number of batches; all if 0");
+  train::add_number(*verb, "--rows", options.rows, 0, 1 << 20, "Batch size; as in training if 0");
+  train::add_number(*verb, "--seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+                    "Random seed of clusters");
   verb->add_flag("--json", options.json, "Print JSON lines instead of the table");
-  verb->footer([] { return kExamples + spec_help(); });
+  verb->footer(kExamples);
   verb->callback([shared] { run_eval(*shared); });
 }
 

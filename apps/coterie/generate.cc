@@ -1,47 +1,164 @@
 // SPDX-License-Identifier: MIT
 // coterie generate: text from a trained causal model.
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "apps/coterie/loaded_model.h"
+#include "apps/coterie/progress.h"
+#include "coterie/error.h"
+#include "formats/files.h"
+#include "train/option_values.h"
 #include "train/sample.h"
+#include "train/text_stream.h"
 #include "verbs.h"
 
 namespace coterie::cli {
 namespace {
 
 struct GenerateOptions {
-  std::string checkpoint;
-  std::string prompt = "\n";
+  ModelOptions model;
+  std::optional<std::string> prompt, prompt_file;
+  std::vector<std::string> stops;
+  std::uint32_t samples = 1;
+  bool stats = false;
   train::SampleOptions sample;
 };
 
-// A multi-byte character is written byte by byte; the terminal assembles it.
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::string read_standard_input() {
+  constexpr std::uint64_t kMost = train::kAnyFile.bytes;
+  std::string text, block(1 << 16, '\0');
+  while (const std::size_t count = std::fread(block.data(), 1, block.size(), stdin)) {
+    text.append(block, 0, count);
+    if (text.size() > kMost) {
+      throw Error(fmt::format("[generate] the prompt on standard input has more than {} bytes",
+                              train::size_text(kMost)));
+    }
+  }
+  if (std::ferror(stdin) != 0) throw Error("[generate] cannot read the prompt from standard input");
+  return text;
+}
+
+std::string prompt_text(const GenerateOptions& options) {
+  if (options.prompt && options.prompt_file) {
+    throw Error("[generate] --prompt and --prompt-file both give a prompt; use one of them");
+  }
+  if (!options.prompt_file) return options.prompt.value_or("\n");
+  return *options.prompt_file == "-" ? read_standard_input()
+                                     : train::read_file(*options.prompt_file);
+}
+
+// "8000 tokens in 0.4 s, 20.1k tokens/s"
+std::string speed_text(std::int64_t tokens, double seconds) {
+  return fmt::format("{} token{} in {:.2f} s, {} tokens/s", tokens, tokens == 1 ? "" : "s", seconds,
+                     count_text(static_cast<double>(tokens) / std::max(seconds, 1e-9)));
+}
+
+// Progress of reading a long prompt on stderr: a line that is replaced on a terminal, a line every
+// ten seconds elsewhere.
+class PromptProgress {
+ public:
+  explicit PromptProgress(std::size_t tokens) : tokens_(static_cast<std::int64_t>(tokens)) {}
+  ~PromptProgress() {
+    if (terminal_ && shown_) fmt::print(stderr, "\r\x1b[K");
+    std::fflush(stderr);
+  }
+  PromptProgress(const PromptProgress&) = delete;
+  PromptProgress& operator=(const PromptProgress&) = delete;
+
+  void show(std::int64_t read) {
+    if (seconds_since(last_) < (terminal_ ? 0.2 : 10.0) || read == tokens_) return;
+    const double speed = static_cast<double>(read) / seconds_since(start_);
+    const std::string text =
+        fmt::format("reading the prompt  {} {}/{} tokens  {} tokens/s",
+                    progress_bar(read, tokens_, 20), read, tokens_, count_text(speed));
+    fmt::print(stderr, "{}{}{}", terminal_ ? "\r\x1b[K" : "", text, terminal_ ? "" : "\n");
+    std::fflush(stderr);
+    last_ = Clock::now();
+    shown_ = true;
+  }
+
+ private:
+  std::int64_t tokens_;
+  bool terminal_ = ::isatty(STDERR_FILENO) != 0, shown_ = false;
+  Clock::time_point start_ = Clock::now(), last_ = start_;
+};
+
+void write_text(const std::string& text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
+// Prints the prompt and its continuation; returns the number of new tokens.
+std::int64_t show_sample(LoadedModel& loaded, const std::string& prompt,
+                         const train::ReadPrompt& read, const GenerateOptions& options,
+                         std::uint32_t number) {
+  train::StopFilter stops(options.stops);
+  train::Utf8Filter characters;
+  train::SampleOptions own = options.sample;
+  own.number = number;
+  std::int64_t tokens = 0;
+  write_text(characters.push(prompt));
+  train::sample(loaded.model, read, own, [&](std::int64_t token) {
+    ++tokens;
+    write_text(characters.push(stops.push(loaded.task->decode({token}))));
+    return !stops.stopped();
+  });
+  write_text(characters.push(stops.finish()) + "\n");
+  return tokens;
+}
+
 void run_generate(const GenerateOptions& options) {
-  LoadedModel loaded = load_model(options.checkpoint);
-  const std::vector<std::int64_t> prompt = loaded.task->encode(options.prompt);
-  const auto show = [&](const std::vector<std::int64_t>& tokens) {
-    const std::string text = loaded.task->decode(tokens);
-    std::fwrite(text.data(), 1, text.size(), stdout);
-    std::fflush(stdout);
-  };
-  show(prompt);
-  train::sample(loaded.model, prompt, options.sample, [&](std::int64_t token) { show({token}); });
-  fmt::print("\n");
+  const std::string text = prompt_text(options);
+  const train::StopFilter checked(options.stops);  // before the model is loaded
+  LoadedModel loaded = load_model(options.model, UsesData::no);
+  const std::vector<std::int64_t> prompt = loaded.task->encode(text);
+  if (prompt.empty()) throw Error("[generate] the prompt is empty; give at least one character");
+  const Clock::time_point start = Clock::now();
+  const train::ReadPrompt read = [&] {
+    PromptProgress progress(prompt.size());
+    return train::read_prompt(loaded.model, prompt, [&](std::int64_t n) { progress.show(n); });
+  }();
+  const double reading = seconds_since(start);
+  const Clock::time_point begin = Clock::now();
+  std::int64_t tokens = 0;
+  for (std::uint32_t i = 0; i < options.samples; ++i) {
+    if (options.samples > 1) {
+      write_text(fmt::format("--- sample {} of {} ---\n", i + 1, options.samples));
+    }
+    tokens += show_sample(loaded, loaded.task->decode(prompt), read, options, i);
+  }
+  if (!options.stats && ::isatty(STDERR_FILENO) == 0) return;
+  fmt::print(stderr, "prompt: {}\ngenerated: {}\n",
+             speed_text(static_cast<std::int64_t>(prompt.size()), reading),
+             speed_text(tokens, seconds_since(begin)));
 }
 
 const char* const kExamples =
     "The model must be causal, with full, local, strided, oracle-top or strict routing attention.\n"
     "Attentions whose selection sees future tokens cannot generate.\n"
     "\n"
+    "Text goes to standard output, progress and speed to standard error.\n"
+    "\n"
     "Examples:\n"
     "  coterie generate runs/bytes-full --prompt \"namespace \"\n"
     "  coterie generate runs/bytes-full/checkpoints/step-00000200 --temperature 0.7 --top-p 0.9\n"
-    "  coterie generate runs/bytes-full --temperature 0 --tokens 80\n";
+    "  coterie generate runs/bytes-full --temperature 0 --tokens 80\n"
+    "  coterie generate runs/bytes-full --prompt-file chapter.txt --samples 3 --seed 7\n"
+    "  git log -1 | coterie generate runs/bytes-full --prompt-file - --stop \"commit \"\n";
 
 }  // namespace
 
@@ -49,35 +166,34 @@ void add_generate(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("generate", "Generate text with a trained model");
   const auto shared = std::make_shared<GenerateOptions>();  // lives as long as the callback
   GenerateOptions& options = *shared;
-  verb->add_option("checkpoint", options.checkpoint,
-                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
-      ->required()
-      ->type_name("FOLDER");
+  add_model_options(*verb, options.model, UsesData::no);
   verb->add_option("--prompt", options.prompt, "Start of the text; a line break if not given")
       ->type_name("TEXT");
-  verb->add_option("--tokens", options.sample.tokens, "Number of tokens to generate")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30).description(""))
-      ->type_name("N")
-      ->capture_default_str();
-  verb->add_option(
-          "--temperature", options.sample.temperature,
-          "Sampling temperature; below 1 favours likely tokens, 0 always takes the likeliest")
-      ->check(CLI::NonNegativeNumber.description(""))
-      ->type_name("NUMBER")
-      ->capture_default_str();
-  verb->add_option("--top-k", options.sample.top_k,
-                   "Sample from the k likeliest tokens only; all if 0")
-      ->check(CLI::NonNegativeNumber.description(""))
-      ->type_name("K")
-      ->capture_default_str();
-  verb->add_option("--top-p", options.sample.top_p,
-                   "Sample from the smallest set of likeliest tokens with this total probability")
-      ->check(CLI::Range(1e-9, 1.0).description(""))
-      ->type_name("P")
-      ->capture_default_str();
-  verb->add_option("--seed", options.sample.seed, "Random seed; equal seeds give equal texts")
-      ->type_name("N")
-      ->capture_default_str();
+  verb->add_option("--prompt-file", options.prompt_file,
+                   "File with the start of the text, all of its bytes; - is standard input")
+      ->type_name("FILE");
+  train::add_number(*verb, "--tokens", options.sample.tokens, 1, 1 << 30,
+                    "Number of tokens to generate");
+  verb->add_option("--stop", options.stops,
+                   "Text before which generation ends; may be given several times")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false)
+      ->type_name("TEXT");
+  train::add_number(*verb, "--samples", options.samples, 1, 1 << 20,
+                    "Number of texts from the same prompt");
+  train::add_number(
+      *verb, "--temperature", options.sample.temperature, 0.0, 1e6,
+      "Sampling temperature; below 1 favours likely tokens, 0 always takes the likeliest");
+  train::add_number(*verb, "--top-k", options.sample.top_k, 0, 1 << 30,
+                    "Sample from the k likeliest tokens only; all if 0");
+  train::add_number(*verb, "--top-p", options.sample.top_p, 1e-9, 1.0,
+                    "Sample from the smallest set of likeliest tokens with this total probability");
+  train::add_number(*verb, "--seed", options.sample.seed, 0,
+                    std::numeric_limits<std::uint64_t>::max(),
+                    "Random seed; equal seeds give equal texts");
+  verb->add_flag("--stats", options.stats,
+                 "Show the speed of prompt and generation also if stderr is not a terminal");
   verb->footer(kExamples);
   verb->callback([shared] { run_generate(*shared); });
 }

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,9 +77,7 @@ void print_info() {
 
 void add_info(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("info", "Print version, build, CPU, devices, attentions");
-  const auto specs = std::make_shared<bool>(false);  // lives as long as the callback
-  verb->add_flag("--specs", *specs, "Explain every attention and its keys instead of the build");
-  verb->callback([specs] { *specs ? fmt::print("{}", spec_help()) : print_info(); });
+  verb->callback(print_info);
 }
 
 }  // namespace coterie::cli

@@ -11,6 +11,8 @@
 #include <string>
 
 #include "loaded_model.h"
+#include "train/collapse.h"
+#include "train/option_values.h"
 #include "verbs.h"
 
 namespace coterie::cli {
@@ -19,7 +21,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct InspectOptions {
-  std::string checkpoint;
+  ModelOptions model;
   std::int64_t rows = 4;
   std::uint64_t seed = 1;
   bool json = false;
@@ -51,7 +53,8 @@ std::string largest_text(const std::vector<double>& sizes) {
 
 void print_groups(const std::vector<train::GroupReport>& groups) {
   std::size_t width = 9;
-  for (const train::GroupReport& group : groups) width = std::max(width, group.attention.size());
+  for (const train::GroupReport& group : groups)
+    width = std::max(width, group.attention.size() + 2);
   fmt::print("{:>5} {:>5}  {:<{}} {:>7} {:>8} {:>9} {:>6} {:>13}  {}\n", "layer", "head",
              "attention", width, "kept", "entropy", "clusters", "empty", "largest/mean",
              "tokens per cluster");
@@ -61,11 +64,13 @@ void print_groups(const std::vector<train::GroupReport>& groups) {
     layer = group.layer;
     for (const train::HeadReport& head : group.heads) {
       const bool clusters = !head.sizes.empty();
-      fmt::print("{:>5} {:>5}  {:<{}} {:>6.1f}% {:>8.3f} {:>9} {:>6} {:>13}  {}\n", layer, first++,
-                 group.attention, width, 100 * head.mass, head.entropy,
-                 clusters ? fmt::format("{}", head.sizes.size()) : "-",
-                 clusters ? fmt::format("{:.1f}", head.empty) : "-", largest_text(head.sizes),
-                 sizes_text(head.sizes));
+      fmt::print(
+          "{:>5} {:>5}  {:<{}} {:>6.1f}% {:>8.3f} {:>9} {:>6} {:>13}  {}\n", layer, first++,
+          train::has_collapsed(head.sizes, head.mass) ? "! " + group.attention : group.attention,
+          width, 100 * head.mass, head.entropy,
+          clusters ? fmt::format("{}", head.sizes.size()) : "-",
+          clusters ? fmt::format("{:.1f}", head.empty) : "-", largest_text(head.sizes),
+          sizes_text(head.sizes));
     }
   }
 }
@@ -109,7 +114,7 @@ Json to_json(const train::Inspection& inspection, const LoadedModel& loaded) {
 }
 
 void run_inspect(const InspectOptions& options) {
-  LoadedModel loaded = load_model(options.checkpoint);
+  LoadedModel loaded = load_model(options.model, UsesData::yes);
   const train::Inspection inspection =
       train::inspect(loaded.model, *loaded.task, options.rows, options.seed);
   if (options.json) {
@@ -118,6 +123,9 @@ void run_inspect(const InspectOptions& options) {
   }
   fmt::print("{} at step {}, {}\n\n", loaded.checkpoint, loaded.step, loaded.task->name());
   print_groups(inspection.groups);
+  for (const std::string& line : train::collapse_warnings(inspection.groups)) {
+    fmt::print("\n! {}\n", line);
+  }
   print_divergences(inspection.divergences);
 }
 
@@ -139,17 +147,10 @@ void add_inspect(CLI::App& program) {
       "inspect", "Show clusters, kept attention mass and diversity of a model's heads");
   const auto shared = std::make_shared<InspectOptions>();  // lives as long as the callback
   InspectOptions& options = *shared;
-  verb->add_option("checkpoint", options.checkpoint,
-                   "Checkpoint folder, or folder of a run (uses its best checkpoint)")
-      ->required()
-      ->type_name("FOLDER");
-  verb->add_option("--rows", options.rows, "Number of held-out sequences to use")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1024}).description(""))
-      ->type_name("N")
-      ->capture_default_str();
-  verb->add_option("--seed", options.seed, "Random seed of clusters")
-      ->type_name("N")
-      ->capture_default_str();
+  add_model_options(*verb, options.model, UsesData::yes);
+  train::add_number(*verb, "--rows", options.rows, 1, 1024, "Number of held-out sequences to use");
+  train::add_number(*verb, "--seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+                    "Random seed of clusters");
   verb->add_flag("--json", options.json, "Print JSON instead of tables");
   verb->footer(kExamples);
   verb->callback([shared] { run_inspect(*shared); });

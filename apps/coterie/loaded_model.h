@@ -9,7 +9,22 @@
 #include "train/config.h"
 #include "train/task.h"
 
+namespace CLI {
+class App;
+}
+
 namespace coterie::cli {
+
+// Options of all these verbs.
+struct ModelOptions {
+  std::string checkpoint;  // or a run's folder, whose best checkpoint is loaded
+  std::string data;        // empty: that of the run
+  std::string device;      // empty: that of the run
+  int threads = 0;         // 0: as in the run
+};
+
+enum class UsesData : bool { no, yes };
+void add_model_options(CLI::App& verb, ModelOptions& options, UsesData data);
 
 struct LoadedModel {
   train::Config config;
@@ -19,8 +34,8 @@ struct LoadedModel {
   std::string checkpoint;  // its folder
 };
 
-// `path` is a checkpoint folder, or a run's folder, whose best checkpoint is loaded. A damaged
-// checkpoint is skipped with a warning on stderr.
-LoadedModel load_model(const std::string& path);
+// A damaged checkpoint is skipped with a warning on stderr; so is data that is not that of the run.
+// The task reads its data when it is first used, and not at all if `data` is no.
+LoadedModel load_model(const ModelOptions& options, UsesData data);
 
 }  // namespace coterie::cli

@@ -2,14 +2,19 @@
 // The program coterie: one verb per job. Catches all exceptions here: one line on stderr, exit
 // status 2 for a user's mistake, 1 for a failure.
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <string>
+#include <vector>
 
+#include "apps/coterie/interrupt.h"
 #include "coterie/error.h"
+#include "coterie/near_miss.h"
 #include "coterie/runtime.h"
 #include "verbs.h"
 
@@ -33,42 +38,80 @@ int report(std::string message, int status) {
 int status_of(const coterie::Error& error) {
   const std::string message = error.what();
   const bool failure = message.starts_with("[internal]") || message.starts_with("[cuda") ||
+                       message.starts_with("[memory]") ||
                        message.starts_with("[files] cannot write");
   return failure ? kFailure : kMistake;
+}
+
+// "; did you mean --train.steps?" for an unknown option or verb.
+std::string suggestion(const CLI::App& program, int argc, char** argv) {
+  const auto verbs = program.get_subcommands();
+  const CLI::App* const app = verbs.empty() ? &program : verbs[0];
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app->get_options()) names.push_back(option->get_name());
+  if (verbs.empty()) {
+    for (const CLI::App* verb : program.get_subcommands([](const CLI::App*) { return true; }))
+      names.push_back(verb->get_name());
+  }
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = std::string(argv[i]).substr(0, std::string(argv[i]).find('='));
+    if (std::find(names.begin(), names.end(), word) != names.end()) continue;
+    if (!verbs.empty() && !word.starts_with("-")) continue;
+    const std::string near = coterie::near_miss(word, names);
+    if (!near.empty()) return near;
+  }
+  return "";
 }
 
 int run(int argc, char** argv) {
   CLI::App program("Content-clustered attention: correct, fast, measured.", "coterie");
   program.set_version_flag("--version", "coterie " + coterie::build_info().version);
   program.require_subcommand(0, 1);
-  program.footer("Run coterie VERB --help for options and examples.");
+  program.footer(
+      "Run coterie VERB --help for options and examples, coterie help spec for the attentions.");
   coterie::cli::add_train(program);
   coterie::cli::add_eval(program);
   coterie::cli::add_generate(program);
   coterie::cli::add_inspect(program);
   coterie::cli::add_report(program);
+  coterie::cli::add_export(program);
   coterie::cli::add_compare(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);
+  coterie::cli::add_help(program);
   try {
     program.parse(argc, argv);  // runs the verb
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
     const auto verbs = program.get_subcommands();
     const std::string verb = verbs.empty() ? "" : verbs[0]->get_name() + " ";
-    return report(fmt::format("{} (see coterie {}--help)", error.what(), verb), kMistake);
+    std::string message = error.what();
+    if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) {
+      message += suggestion(program, argc, argv);
+    }
+    return report(fmt::format("{} (see coterie {}--help)", message, verb), kMistake);
   }
-  if (program.get_subcommands().empty()) {
-    return report("expected a verb; got none (see coterie --help)", kMistake);
-  }
+  if (program.get_subcommands().empty()) fmt::print("{}", program.help());
   return std::fflush(stdout) == 0 ? 0 : report("cannot write to standard output", kFailure);
+}
+
+// Threads of OpenMP, which torch uses, wait actively by default: beside other processes a training
+// step then takes many times as long, and alone it is not faster (docs/training.md). OpenMP reads
+// the policy when it is loaded, so the program starts again with it.
+void wait_passively(char** argv) {
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
+  ::setenv("OMP_WAIT_POLICY", "passive", 1);
+  ::execv("/proc/self/exe", argv);  // returns if it fails: then the policy stays as it is
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  wait_passively(argv);
   try {
     return run(argc, argv);
+  } catch (const coterie::cli::Interrupted&) {
+    return coterie::cli::interrupt_status();
   } catch (const coterie::Error& error) {
     return report(error.what(), status_of(error));
   } catch (const std::bad_alloc&) {

@@ -22,9 +22,7 @@ int terminal_columns() {
 
 // "loss 0.512  accuracy 0.913  12.3k tokens/s  0:42 left"
 std::string numbers_text(const train::ProgressLine& line) {
-  std::string text = fmt::format("loss {:#.4g}", line.loss);
-  if (!line.note.empty()) text += "  " + line.note;
-  text += fmt::format("  {} tokens/s", count_text(line.tokens_per_s));
+  std::string text = fmt::format("{}  {} tokens/s", line.score, count_text(line.tokens_per_s));
   if (line.step < line.steps) text += "  " + duration_text(line.seconds_left) + " left";
   return text;
 }
@@ -59,14 +57,16 @@ void Progress::show_bar(const train::ProgressLine& line) {
   const bool due = std::chrono::duration<double>(Clock::now() - shown_).count() >= kBarEvery;
   if (!due && line.step < line.steps) return;
   shown_ = Clock::now();
-  const std::string rest = fmt::format(" {}/{}  {}", line.step, line.steps, numbers_text(line));
-  const int columns = terminal_columns() - 1;
-  const int bar =
-      std::clamp(columns - static_cast<int>(rest.size() + line.label.size()) - 4, 0, 30);
-  std::string text = line.label + "  ";
-  if (bar >= 5) text += progress_bar(line.step, line.steps, bar);
-  text += rest;
-  fmt::print(stderr, "\r\x1b[K{}", text.substr(0, static_cast<std::size_t>(columns)));
+  const std::string rest = fmt::format("{}/{}  {}", line.step, line.steps, numbers_text(line));
+  // The numbers first: a narrow terminal shortens the label.
+  const auto columns = static_cast<std::size_t>(terminal_columns() - 1);
+  const std::size_t left = columns > rest.size() + 2 ? columns - rest.size() - 2 : 0;
+  std::string text = line.label;
+  if (text.size() > left) text = left > 3 ? text.substr(0, left - 3) + "..." : "";
+  const std::size_t bar = std::min<std::size_t>(left - text.size(), 34);
+  if (bar >= 9) text += "  " + progress_bar(line.step, line.steps, static_cast<int>(bar) - 4);
+  text += (text.empty() ? "" : "  ") + rest;
+  fmt::print(stderr, "\r\x1b[K{}", text.substr(0, columns));
   std::fflush(stderr);
   bar_shown_ = true;
 }

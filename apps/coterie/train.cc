@@ -3,15 +3,18 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "apps/coterie/interrupt.h"
 #include "apps/coterie/progress.h"
 #include "coterie/error.h"
 #include "coterie/spec.h"
 #include "formats/files.h"
+#include "train/checkpoint.h"
 #include "train/options.h"
 #include "train/trainer.h"
 #include "verbs.h"
@@ -21,62 +24,147 @@ namespace {
 
 struct TrainVerb {
   train::Config config;
-  bool resume = false;
+  bool resume = false, dry_run = false;
 };
 
 // "runs/copy-full-1": task, names of the mechanisms, and the first free number.
 std::string free_folder(const train::Config& config) {
   std::string name = "runs/" + config.task;
-  for (const HeadGroup& group : AttentionSpec::parse(config.attention).groups) {
-    name += std::string("-") + mechanism_name(group.mechanism);
+  std::vector<std::string> names;
+  for (const AttentionSpec& spec : train::layer_attention(config)) {
+    for (const HeadGroup& group : spec.groups) {
+      const std::string mechanism = mechanism_name(group.mechanism);
+      if (std::find(names.begin(), names.end(), mechanism) != names.end()) continue;
+      names.push_back(mechanism);
+      name += "-" + mechanism;
+    }
   }
   int number = 1;
   while (std::filesystem::exists(fmt::format("{}-{}", name, number))) ++number;
   return fmt::format("{}-{}", name, number);
 }
 
-// Reads the options of the resumed run, except those given on the command line.
-void read_resumed_config(CLI::App& verb, const std::string& out) {
-  if (out.empty()) {
+// Reads the options of the resumed run, except those given on the command line, which must be ones
+// that a resumed run may change.
+void read_resumed_config(CLI::App& verb, train::Config& config) {
+  if (config.out.empty()) {
     throw CLI::ValidationError("--resume", "expected --out FOLDER, the run to resume; got none");
   }
-  const std::string path = out + "/config.toml";
+  const std::string path = config.out + "/config.toml";
   if (!std::filesystem::exists(path)) {
     throw CLI::ValidationError("--resume",
-                               "no run to resume in " + out + ": there is no config.toml");
+                               "no run to resume in " + config.out + ": there is no config.toml");
   }
-  train::apply_config(verb, train::read_file(path, train::kConfigFile), path);
+  const std::string text = train::read_file(path, train::kConfigFile);
+  train::apply_config(verb, text, path);
+  for (const train::OptionChange& change :
+       train::option_changes(train::parse_config(text, path), config)) {
+    if (change.may_change || change.name == "out") continue;
+    throw CLI::ValidationError(
+        "--" + change.name,
+        fmt::format("a resumed run keeps its {}: expected {}; got {}. For a new run with its "
+                    "parameters: coterie train --init-from {} --out FOLDER --{} ...",
+                    change.name, change.before, change.after, config.out, change.name));
+  }
+}
+
+// "bits per byte 2.376 on all validation data; bytes by frequency 4.93"
+void print_scores(const train::Config& config, const train::Task& task,
+                  const train::TrainResult& result) {
+  const char* const metric = train::metric_name(task.metric());
+  if (!result.evaluation) return;
+  const train::Evaluation& last = *result.evaluation;
+  fmt::print("{} {:.4g} on {} validation data ({} tokens)", metric, last.metric,
+             last.share == 1.0 ? "all" : fmt::format("{:.2g} % of the", 100 * last.share),
+             last.score.count);
+  for (const train::Baseline& baseline : task.baselines()) {
+    fmt::print("; {} {:.4g}", baseline.name, baseline.value);
+  }
+  for (const auto& [name, score] : last.strata) {
+    if (score.count > 0 && task.metric() == train::Metric::perplexity) {
+      fmt::print("; {} {:.4g}", name, metric_value(task.metric(), score));
+    }
+  }
+  for (const std::string& note : task.notes()) fmt::print("; {}", note);
+  fmt::print("\n");
+  if (!result.state.best) return;
+  fmt::print("best {} during training {:.4g} at step {}{}\n", metric, *result.state.best,
+             result.state.best_step,
+             config.train.eval_batches > 0
+                 ? fmt::format(", on the first {} batches", config.train.eval_batches)
+                 : "");
 }
 
 void print_result(const train::Config& config, const train::Task& task,
                   const train::TrainResult& result) {
-  fmt::print("{} with {}: {} of {} steps in {}", config.task, config.attention, result.state.step,
-             config.train.steps, duration_text(result.state.seconds));
+  if (result.reason == "finished") {
+    fmt::print(
+        "{} has finished its {} steps: nothing to do (--train.steps with a larger number "
+        "continues it)\ncheckpoint {}\n",
+        config.out, result.state.step, result.checkpoint);
+    return;
+  }
+  fmt::print("{} with {}: {} of {} steps in {}", config.task, train::attention_text(config),
+             result.state.step, config.train.steps, duration_text(result.state.seconds));
   if (result.reason == "patience") {
     fmt::print(", stopped after {} validations without improvement", config.train.patience);
   }
   fmt::print("\n");
-  const char* const metric = train::metric_name(task.metric());
-  if (result.evaluation) {
-    fmt::print("{} on held-out data {:.4g}", metric, result.evaluation->metric);
-    if (result.state.best) {
-      fmt::print(", best {:.4g} at step {}", *result.state.best, result.state.best_step);
-    }
-    for (const train::Baseline& baseline : task.baselines()) {
-      fmt::print("; {} {:.4g}", baseline.name, baseline.value);
-    }
-    fmt::print("\n");
-  }
+  print_scores(config, task, result);
   fmt::print("checkpoint {}\n", result.checkpoint);
   if (result.reason == "interrupted") {
     fmt::print("interrupted; continue with: coterie train --out {} --resume\n", config.out);
+    std::fflush(stdout);
+    throw Interrupted();
   }
+}
+
+void print_dry_run(const train::Config& config, const train::Task& task) {
+  const train::DryRun found = train::dry_run(config, task);
+  const auto steps = static_cast<double>(config.train.steps);
+  const double seconds = steps * found.step_seconds + found.evaluation_seconds;
+  fmt::print("{} with {}\n", config.task, train::attention_text(config));
+  fmt::print("  parameters  {}\n", found.parameters);
+  fmt::print("  memory      {:.0f} MiB at the peak, measured over three steps on {}\n",
+             static_cast<double>(found.peak_bytes) / (1 << 20), config.device);
+  fmt::print("  speed       {} tokens/s, {:.3g} s per step of {} tokens\n",
+             count_text(static_cast<double>(found.batch_tokens) / found.step_seconds),
+             found.step_seconds, found.batch_tokens);
+  fmt::print("  time        {} for {} steps, {} of it for validation\n", duration_text(seconds),
+             config.train.steps, duration_text(found.evaluation_seconds));
+  fmt::print("nothing was written\n");
+}
+
+// Relative paths would depend on where later commands are run.
+void make_absolute(std::string& path) {
+  if (path.empty() || path == "-") return;
+  path = std::filesystem::absolute(path).lexically_normal().string();
+}
+
+// With the vocabulary of the run that the parameters come from.
+std::unique_ptr<train::Task> task_of(const train::Config& config, bool resume) {
+  const std::string& source = resume ? config.out : config.init_from;
+  if (source.empty() || (resume && train::Checkpoints(source).steps().empty())) {
+    return train::make_task(config);
+  }
+  const train::TaskFiles files =
+      train::load_checkpoint(train::find_checkpoint(source, !resume, nullptr)).files;
+  return files.empty() ? train::make_task(config) : train::make_task(config, &files);
 }
 
 void run_train(CLI::App& verb, TrainVerb& options) {
   train::Config& config = options.config;
-  if (options.resume) read_resumed_config(verb, config.out);
-  const std::unique_ptr<train::Task> task = train::make_task(config);
+  if (options.resume) read_resumed_config(verb, config);
+  make_absolute(config.data);
+  make_absolute(config.init_from);
+  make_absolute(config.text.tokenizer);
+  train::check_task_options(config);
+  const std::unique_ptr<train::Task> task = task_of(config, options.resume);
+  if (options.dry_run) {
+    config.out.clear();
+    print_dry_run(config, *task);
+    return;
+  }
   if (config.out.empty()) config.out = free_folder(config);
   Progress progress;
   train::TrainHooks hooks;
@@ -112,7 +200,11 @@ void add_train(CLI::App& program) {
                  "Continue the run in --out; options that are not given keep their values")
       ->group("Run")
       ->configurable(false);
-  verb->footer([] { return kExamples + spec_help(); });
+  verb->add_flag("--dry-run", shared->dry_run,
+                 "Train three steps, print parameters, memory, speed and time, write nothing")
+      ->group("Run")
+      ->configurable(false);
+  verb->footer(kExamples);
   verb->callback([verb, shared] { run_train(*verb, *shared); });
 }
 

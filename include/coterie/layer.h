@@ -9,6 +9,10 @@
 
 namespace coterie {
 
+// `spec` with the defaults of a layer: queries of causal routing are also its keys, as published,
+// unless the spec says otherwise.
+AttentionSpec layer_spec(AttentionSpec spec, bool causal);
+
 // The heads of a group: [first, first + count) of the layer's query heads, and the key/value heads
 // that they read. Groups whose keys are their queries have no key heads. In a layer that projects
 // keys for the other groups only, those of this group are [first_key, first_key + key_count).

@@ -78,6 +78,7 @@ struct LshParams {
   LshCombine combine = LshCombine::lse;
 };
 
+enum class SharedKeys : std::uint8_t { automatic, no, yes };
 enum class Membership : std::uint8_t { automatic, top, balanced, nearest };
 enum class SelfAttention : std::uint8_t { automatic, demote, keep };
 
@@ -85,17 +86,20 @@ enum class SelfAttention : std::uint8_t { automatic, demote, keep };
 // `window` best tokens (top), or tokens are partitioned (balanced), or every token goes to its
 // nearest centroid and sees the `window` latest tokens there (nearest, the strictly causal form).
 struct RoutingParams {
+  bool shared() const { return share_qk == SharedKeys::yes; }
+
   std::int64_t clusters = 0;
   std::int64_t window = 0;                        // must be 0 with balanced membership
   Membership membership = Membership::automatic;  // nearest when strict, else top
-  bool share_qk = false;
+  // Whether queries are also the keys. automatic: in causal layers (see layer_spec), not in calls
+  SharedKeys share_qk = SharedKeys::automatic;
   Causality causal = Causality::automatic;
   std::int64_t queries_in = 1;                    // strict: clusters that a query looks into
   SelfAttention self = SelfAttention::automatic;  // demote with share_qk, else keep
   bool include_self = false;                      // strict, separate: a query also sees its own key
-  double count_eps = 0.01;   // top: outputs are divided by the number of clusters + count_eps
-  double decay = 0.999;      // of the centroids' moving average; see move_centroids
-  double commitment = 1e-4;  // weight of commitment_loss; applied by the caller
+  double count_eps = 0.01;  // top: outputs are divided by the number of clusters + count_eps
+  double decay = 0.9;       // of the centroids' moving average; see move_centroids
+  double commitment = 1.0;  // weight of commitment_loss; applied by the caller
 };
 
 enum class CastMode : std::uint8_t { topk, single };

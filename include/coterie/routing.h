@@ -68,17 +68,18 @@ void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
                               const TensorView& dx, const Workspace& workspace = {});
 
-// Strict routing one position at a time. Ring c has the `window` latest keys of cluster c, number i
-// of them in slot i mod window: normalised keys k (B, key heads, C * window, Dk) and values v (B,
-// key heads, C * window, Dv) of the accumulator type, and the number of keys so far, counts (B, key
-// heads, C) i64. Key heads are the H query heads with share_qk, else those of k. All begin at 0.
+// Strict routing of sequences in pieces, such as one token at a time. Ring c has the `window`
+// latest keys of cluster c, number i of them in slot i mod window: normalised keys k (B, key heads,
+// C * window, Dk) and values v (B, key heads, C * window, Dv) of the accumulator type, and the
+// number of keys so far, counts (B, key heads, C) i64. Key heads are the H query heads with
+// share_qk, else those of k. All begin at 0.
 struct RoutingRings {
   TensorView k, v, counts;
 };
 
-// Adds the token of `inputs` (N = S = 1, causal, no lengths) to the rings and writes its output
-// (B, H, 1, Dv). Its clusters are bit by bit those of the parallel pass, the output is the same up
-// to rounding.
+// Attention (B, H, N, Dv) of the N tokens of `inputs` (S = N, causal, no lengths) that follow those
+// in the rings, which they join. Their clusters are bit by bit those of the parallel pass over the
+// whole sequences, the output is the same up to rounding.
 std::int64_t routing_step_workspace_bytes(const RoutingParams& params,
                                           const AttentionInputs& inputs);
 void routing_step(const RoutingParams& params, const AttentionInputs& inputs,

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import hf, nn
 from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
-from .functional import CallOptions, make_options, prepare, run_groups
+from .functional import CallOptions, Options, run_spec
 from .library import build_facts, set_threads
 from .spec import Group, head_groups
 from .state import State, init_state
@@ -122,11 +122,10 @@ def attention(
         raise ValueError(
             f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0"
         )
-    calls = prepare(q, k, v, spec, state, causal)
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
-    options = make_options(q, v, causal, scale, seed, *lengths, mask)
-    results = run_groups(calls, options, return_stats)
+    options = Options(causal, scale, seed, *lengths, mask)
+    calls, results = run_spec(q, k, v, spec, state, options, return_stats)
     out = results[0].out
     if len(results) > 1:
         out = torch.cat([result.out for result in results], 1)
-    return (out, collect_stats(calls, results, options)) if return_stats else out
+    return (out, collect_stats(calls, results)) if return_stats else out

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,13 +32,29 @@ class Options(NamedTuple):
     """Arguments of a call besides q, k, v, spec and state; as in :func:`attention`."""
 
     causal: bool = False
-    scale: float = 0.0  # 0: the default
+    scale: float | None = None
     seed: int = 0
     q_lengths: Tensor | None = None
     k_lengths: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     mask: Tensor | None = None  # bool (B, H, N, S)
+
+
+class Rows(NamedTuple):
+    """Queries, keys and values of heads; k None if the keys are the queries."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+
+    def of(self, group: Group, dim: int) -> Rows:
+        """Those of a group; heads are in dimension ``dim``, k has those of groups with keys."""
+        k = self.k
+        if k is not None:
+            k = k.narrow(dim, group.first_key, group.key_heads) if group.key_heads else None
+        q = self.q.narrow(dim, group.first, group.heads)
+        return Rows(q, k, self.v.narrow(dim, group.first_kv, group.kv_heads))
 
 
 class GroupCall(NamedTuple):
@@ -49,6 +65,7 @@ class GroupCall(NamedTuple):
     k: Tensor | None
     v: Tensor
     state: State | None
+    options: Options
 
 
 class GroupResult(NamedTuple):
@@ -62,9 +79,12 @@ class GroupResult(NamedTuple):
 
 
 _SEEDS = 2**63
+_TENSORS = Options._fields[3:]
 
 
-def _integers(name: str, tensor: Tensor) -> Tensor:
+def _converted(name: str, tensor: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    if name == "mask":
+        return _bool_mask(tensor, q, v)
     if tensor.dtype == torch.int32:
         return tensor
     if tensor.dtype not in (torch.int64, torch.int16, torch.int8, torch.uint8):
@@ -87,36 +107,18 @@ def _refuse_rows(q: Tensor, k: Tensor | None, v: Tensor) -> None:
             )
 
 
-def make_options(
-    q: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    seed: int = 0,
-    q_lengths: Tensor | None = None,
-    k_lengths: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Options:
-    """Checks arguments of the public functions, and converts them for the operators."""
-    if scale is None:
-        scale = 0.0
-    elif scale == 0:
+def settle(options: Options, q: Tensor, v: Tensor) -> Options:
+    """Checks options of the public functions, and converts them for the operators."""
+    if options.scale == 0:
         raise ValueError("scale: expected a number other than 0, or None; got 0")
-    if not -_SEEDS <= seed < _SEEDS:
-        raise ValueError(f"seed: expected a signed 64-bit integer; got {seed}")
-    if q_lengths is not None:
-        q_lengths = _integers("q_lengths", q_lengths)
-    if k_lengths is not None:
-        k_lengths = _integers("k_lengths", k_lengths)
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = _integers("cu_seqlens_q", cu_seqlens_q)
-    if cu_seqlens_k is not None:
-        cu_seqlens_k = _integers("cu_seqlens_k", cu_seqlens_k)
-    if mask is not None:
-        mask = _bool_mask(mask, q, v)
-    return Options(causal, scale, seed, q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k, mask)
+    if not -_SEEDS <= options.seed < _SEEDS:
+        raise ValueError(f"seed: expected a signed 64-bit integer; got {options.seed}")
+    changes: dict[str, Any] = {}
+    for name in _TENSORS:
+        tensor = getattr(options, name)
+        if tensor is not None:
+            changes[name] = _converted(name, tensor, q, v)
+    return options._replace(**changes) if changes else options
 
 
 def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
@@ -124,15 +126,25 @@ def _wide(tensor: Tensor | None, q: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(accumulator(q.dtype)).contiguous()
 
 
-def run_group(call: GroupCall, options: Options, want_saved: bool = False) -> GroupResult:
-    """One call of the operator, differentiable."""
-    group, q, k, v, state = call
+def named_saved(call: GroupCall, result: GroupResult) -> dict[str, Tensor]:
+    """The saved tensors of a pass by name."""
+    return dict(zip(call.group.saved_on(call.q), result.saved, strict=True))
+
+
+def arguments_of(call: GroupCall) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """The operator's arguments: the differentiable ones, the others."""
+    group, q, k, v, state, options = call
     centroids = gate = logit_scale = None
     if state is not None:
         centroids = _wide(_centroids(group, state), q)
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
     rows = (q, k, v, centroids, gate, logit_scale)
-    rest = (*options[3:], group.text, options.scale, options.causal, options.seed)
+    return rows, (*options[3:], group.text, options.scale or 0.0, options.causal, options.seed)
+
+
+def run_group(call: GroupCall, want_saved: bool = False) -> GroupResult:
+    """One call of the operator, differentiable."""
+    rows, rest = arguments_of(call)
     out, saved = ops.attention(rows, rest, want_saved)
     return GroupResult(out, saved)
 
@@ -166,10 +178,11 @@ def split_groups(
     v: Tensor,
     groups: Sequence[Group],
     state: State | Sequence[State] | None,
+    options: Options,
 ) -> list[GroupCall]:
     """One call per group on its slice of the heads; k has the heads of groups that take keys."""
     if len(groups) == 1 and (state is None or isinstance(state, State)):
-        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state)]
+        return [GroupCall(groups[0], q, _own_keys(groups[0], q, k), v, state, options)]
     key_heads = sum(group.key_heads for group in groups)
     if k is not None and k.shape[1] != key_heads:
         raise ValueError(
@@ -177,10 +190,9 @@ def split_groups(
         )
     calls = []
     for g, own in zip(groups, _states(state, groups), strict=True):
-        rows = q.narrow(1, g.first, g.heads)
-        keys = k.narrow(1, g.first_key, g.key_heads) if k is not None and g.key_heads else None
-        values = v.narrow(1, g.first_kv, g.kv_heads)
-        calls.append(GroupCall(g, rows, _own_keys(g, rows, keys), values, own))
+        rows = Rows(q, k, v).of(g, 1)
+        keys = _own_keys(g, rows.q, rows.k)
+        calls.append(GroupCall(g, rows.q, keys, rows.v, own, options_of(options, g)))
     return calls
 
 
@@ -201,13 +213,6 @@ def options_of(options: Options, group: Group) -> Options:
     return options._replace(mask=options.mask.narrow(1, group.first, group.heads))
 
 
-def run_groups(
-    calls: Sequence[GroupCall], options: Options, want_saved: bool = False
-) -> list[GroupResult]:
-    """All groups of a layer."""
-    return [run_group(call, options_of(options, call.group), want_saved) for call in calls]
-
-
 def autocast_rows(q: Tensor, k: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Under autocast attention runs in the lower precision, as torch's own does."""
     if q.dtype == torch.float64:
@@ -225,21 +230,23 @@ def _refuse_positions(groups: Sequence[Group]) -> None:
             )
 
 
-def prepare(
+def run_spec(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,
     spec: str,
     state: State | Sequence[State] | None,
-    causal: bool,
-) -> list[GroupCall]:
-    """The calls of the groups of a spec."""
+    options: Options,
+    want_saved: bool,
+) -> tuple[list[GroupCall], list[GroupResult]]:
+    """Attention by a spec: the calls of its groups, and their results."""
     if q.dim() != 4 or v.dim() != 4 or (k is not None and k.dim() != 4):
         _refuse_rows(q, k, v)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         same = k is q
         q, k, v = autocast_rows(q, None if same else k, v)
         k = q if same else k
-    groups = head_groups(spec, q.shape[1], causal, v.shape[1])
+    groups = head_groups(spec, q.shape[1], options.causal, v.shape[1])
     _refuse_positions(groups)
-    return split_groups(q, k, v, groups, state)
+    calls = split_groups(q, k, v, groups, state, settle(options, q, v))
+    return calls, [run_group(call, want_saved) for call in calls]

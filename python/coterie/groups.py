@@ -4,26 +4,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import centroids as _centroids
-from .analysis import named_saved
-from .functional import GroupCall, GroupResult, Options, run_group
+from .functional import GroupCall, GroupResult, Options, Rows, named_saved, run_group
 from .library import group_seed
 from .positions import rotated, widened_keys, widened_queries
 from .spec import Group, head_groups
 from .state import State, group_state
-
-
-class Rows(NamedTuple):
-    """q (B, N, h, D), k and v (B, S, h', D); k None if keys are queries."""
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor
 
 
 class _Relative(nn.Module):
@@ -68,7 +59,7 @@ class HeadGroup(nn.Module):
             self.relative = _Relative(group.heads, head_dim)
 
     def placed(self, rows: Rows, base: float) -> Rows:
-        """Rows (B, h, N, D) with their positions."""
+        """Rows (B, h, N, D) with their positions, from rows (B, N, h, D)."""
         q, k, v = (None if x is None else x.transpose(1, 2) for x in rows)
         if self.group.positions == "rotary":
             q, k = rotated(q, base), None if k is None else rotated(k, base)
@@ -87,16 +78,16 @@ class HeadGroup(nn.Module):
 
     def forward(self, rows: Rows, options: Options, x: Tensor | None = None) -> Tensor:
         """Attention (B, h, N, D) of placed rows."""
-        call = GroupCall(self.group, *rows, self.state(x))
+        call = GroupCall(self.group, *rows, self.state(x), options)
         moves = self.group.name == "routing" and self.training
-        result = run_group(call, options, want_saved=moves)
+        result = run_group(call, want_saved=moves)
         if moves:
-            self._remember(call, result, options)
+            self._remember(call, result)
         return result.out
 
-    def _remember(self, call: GroupCall, result: GroupResult, options: Options) -> None:
+    def _remember(self, call: GroupCall, result: GroupResult) -> None:
         """Keeps what update_centroids, initialise_centroids and commitment_loss need of a pass."""
-        saved = named_saved(call, result, options)
+        saved = named_saved(call, result)
 
         def tokens(name: str, x: Tensor, lengths: Tensor | None) -> _centroids.Tokens:
             labels = saved.get(name)  # the strict form saves them
@@ -104,9 +95,9 @@ class HeadGroup(nn.Module):
                 labels = _centroids.nearest(x, self.centroids, lengths)
             return _centroids.Tokens(x, labels, lengths)
 
-        parts = [tokens("q_labels", call.q, options.q_lengths)]
+        parts = [tokens("q_labels", call.q, call.options.q_lengths)]
         if call.k is not None:
-            parts.append(tokens("k_labels", call.k, options.k_lengths))
+            parts.append(tokens("k_labels", call.k, call.options.k_lengths))
         losses = [_centroids.commitment(part, self.centroids) for part in parts]
         if _recomputing():
             return

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .functional import Options, options_of
-from .groups import HeadGroup, HeadGroups, Rows
+from .functional import Options, Rows, options_of
+from .groups import HeadGroup, HeadGroups
 from .padding import Padding, make_padding
 from .spec import Group
 
@@ -218,9 +218,9 @@ def attention_forward(
     groups = _groups_of(module, query, key, causal)
     if attention_mask is not None and attention_mask.dim() == 4:
         options = Options(causal, scaling or 0.0, mask=_pair_mask(groups, query, attention_mask))
-        out = _run(groups, _Rows(query, key, value), options)
+        out = _run(groups, Rows(query, key, value), options)
     else:
-        out = _run_padded(module, groups, _Rows(query, key, value), attention_mask, scaling)
+        out = _run_padded(module, groups, (query, key, value), attention_mask, scaling)
     return out.transpose(1, 2), None
 
 
@@ -284,25 +284,17 @@ def _allowed(mask: Tensor) -> Tensor:
     return allowed
 
 
-class _Rows(NamedTuple):
-    """q (B, H, N, D), k and v (B, Hkv, S, D); keys are always separate."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 def _run_padded(
     module: nn.Module,
     groups: HeadGroups,
-    rows: _Rows,
+    rows: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:
     q, k, v = rows
     options = Options(groups.causal, scaling or 0.0)
     if mask is None:
-        return _run(groups, rows, options)
+        return _run(groups, Rows(*rows), options)
     if mask.shape != (k.shape[0], k.shape[2]):
         raise ValueError(
             f"attention_mask: expected shape {(k.shape[0], k.shape[2])}, one entry for each key; "
@@ -311,7 +303,7 @@ def _run_padded(
     keys = make_padding(mask.bool())
     queries = _query_padding(module, q, mask.bool(), keys)
     options = options._replace(q_lengths=queries.lengths, k_lengths=keys.lengths)
-    front = _Rows(queries.to_front(q, 2), keys.to_front(k, 2), keys.to_front(v, 2))
+    front = Rows(queries.to_front(q, 2), keys.to_front(k, 2), keys.to_front(v, 2))
     return queries.back(_run(groups, front, options), 2)
 
 
@@ -323,18 +315,16 @@ def _query_padding(module: nn.Module, q: Tensor, mask: Tensor, keys: Padding) ->
     return keys if mask.shape[1] == N else make_padding(mask[:, -N:])
 
 
-def _run(groups: HeadGroups, rows: _Rows, options: Options) -> Tensor:
+def _run(groups: HeadGroups, rows: Rows, options: Options) -> Tensor:
     parts = []
     for group in groups.groups():
-        g = group.group
-        k, v = (x.narrow(1, g.first_kv, g.kv_heads) for x in (rows.k, rows.v))
-        own = _Rows(rows.q.narrow(1, g.first, g.heads), k, v)
-        parts.append(_run_group(group, own, options_of(options, g)))
+        own = options_of(options, group.group)
+        parts.append(_run_group(group, rows.of(group.group, 1), own))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _run_group(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
-    decoding = options.causal and rows.q.shape[2] != rows.k.shape[2]
+def _run_group(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
+    decoding = options.causal and rows.q.shape[2] != rows.v.shape[2]
     if decoding and group.group.causality == "leaking":
         raise ValueError(
             f"spec: decoding needs a strictly causal spec; {group.group.text} selects by later "
@@ -344,19 +334,15 @@ def _run_group(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
         options = options._replace(scale=0.0)  # the model's scale is not for normalised rows
         if decoding:
             return _decode_routing(group, rows, options)
-    return _call(group, rows, options)
-
-
-def _call(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
-    out: Tensor = group(Rows(*rows), options)
+    out: Tensor = group(rows, options)
     return out
 
 
-def _decode_routing(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
+def _decode_routing(group: HeadGroup, rows: Rows, options: Options) -> Tensor:
     """Strict routing needs a query for each key; those of earlier positions have no effect."""
     q, k, v = rows
     B, heads, N, D = q.shape
-    S = k.shape[2]
+    S = v.shape[2]
     whole = torch.full((B,), S, dtype=torch.int32, device=q.device)
     lengths = whole if options.k_lengths is None else options.k_lengths
     count = whole - (S - N) if options.q_lengths is None else options.q_lengths
@@ -364,5 +350,5 @@ def _decode_routing(group: HeadGroup, rows: _Rows, options: Options) -> Tensor:
     index = (places % S).long()[:, None, :, None].expand(B, heads, N, D)
     padded = q.new_zeros(B, heads, S, D).scatter(2, index, q)
     whole_pass = options._replace(q_lengths=lengths, k_lengths=lengths)
-    out = _call(group, _Rows(padded, k, v), whole_pass)
+    out = group(Rows(padded, k, v), whole_pass)
     return torch.gather(out, 2, index[..., :1].expand(B, heads, N, out.shape[3]))

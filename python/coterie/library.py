@@ -21,10 +21,11 @@ def _load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     numbers = [ctypes.c_int64, ctypes.c_int64]
     library.coterie_describe.argtypes = [ctypes.c_char_p, *numbers, ctypes.c_bool]
+    library.coterie_layer_spec.argtypes = [ctypes.c_char_p, ctypes.c_bool]
     library.coterie_group_seed.argtypes = [ctypes.c_uint64, *numbers]
     library.coterie_group_seed.restype = ctypes.c_int64
     library.coterie_set_threads.argtypes = [ctypes.c_int]
-    for function in ("describe", "build_facts", "spec_help", "set_threads"):
+    for function in ("describe", "layer_spec", "build_facts", "spec_help", "set_threads"):
         getattr(library, f"coterie_{function}").restype = ctypes.c_char_p
     return library
 
@@ -47,6 +48,11 @@ def describe(spec: str, heads: int, kv_heads: int, causal: bool) -> list[dict[st
     """The head groups of a spec, with all automatic parameters resolved."""
     text = _text(_LIBRARY.coterie_describe(spec.encode(), heads, kv_heads, causal))
     return [_table(group) for group in text.split("\n\n")]
+
+
+def layer_spec(spec: str, causal: bool) -> str:
+    """The spec with the defaults of a layer (include/coterie/layer.h)."""
+    return _text(_LIBRARY.coterie_layer_spec(spec.encode(), causal))
 
 
 @torch.compiler.assume_constant_result

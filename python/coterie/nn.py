@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import centroids as _centroids
-from .functional import Options, options_of
-from .groups import HeadGroup, HeadGroups, Rows
-from .library import group_seed
+from .functional import Options, Rows, options_of
+from .groups import HeadGroup, HeadGroups
+from .library import group_seed, layer_spec
 from .padding import Padding, make_padding
 
 __all__ = ["Attention", "commitment_loss", "initialise_centroids", "update_centroids"]
@@ -80,6 +80,7 @@ class Attention(HeadGroups):
             )
         head_dim = embed_dim // num_heads
         own_seed = seed if layer is None else group_seed(seed, layer, 0)
+        spec = layer_spec(spec, causal)
         super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, own_seed)
         self.layer = layer or 0
         self.embed_dim, self.rotary_base, self.batch_first = embed_dim, rotary_base, batch_first
@@ -166,18 +167,16 @@ class Attention(HeadGroups):
             rows: Tensor = linear(x)
             return rows.view(*rows.shape[:2], -1, self.head_dim)
 
-        q, v = heads(self.q), heads(self.v)
-        k = None if self.k is None else heads(self.k)
+        rows = Rows(heads(self.q), None if self.k is None else heads(self.k), heads(self.v))
         parts = []
         for number, group in enumerate(self.groups()):
             g = group.group
-            keys = k.narrow(2, g.first_key, g.key_heads) if k is not None and g.key_heads else None
-            rows = Rows(q.narrow(2, g.first, g.heads), keys, v.narrow(2, g.first_kv, g.kv_heads))
             own = options_of(options, g)
             own = own._replace(seed=group_seed(seed, self.layer, number))
             if g.positions == "relative":
                 own = own._replace(scale=1 / math.sqrt(self.head_dim))
-            parts.append(group(group.placed(rows, self.rotary_base), own, x).transpose(1, 2))
+            placed = group.placed(rows.of(g, 2), self.rotary_base)
+            parts.append(group(placed, own, x).transpose(1, 2))
         merged = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         out: Tensor = self.out(merged.flatten(2))
         return out

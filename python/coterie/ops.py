@@ -13,6 +13,9 @@ attention_forward(...): the same without derivatives
 attention_backward(grad_out, ..., out, saved, needs) -> gradients
     Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
 attention_select(...) -> the selection: the int32 ones of the saved tensors
+attention_quality(..., out, saved, rows, from_gpu) -> error, norm, mass, bound
+    Of up to ``rows`` rows per batch entry, float64 (B, H, R), or (0) if the mechanism has none
+    (include/coterie/quality.h). Tensors on the CPU; ``from_gpu`` says where ``out`` was computed.
 rotate_rows(x, first, base, inverse) -> rows turned by the angles of positions first, first + 1, ...
 normalise_rows(x) -> rows of zero mean and unit variance
 routing_labels(x, centroids (H', C, D), lengths?, cu_seqlens?) -> labels
@@ -25,7 +28,7 @@ move_centroids(centroids!, counts!, sums!, members, added, decay) -> ()
 commitment_loss(x, centroids (H', C, D), labels, lengths?, cu_seqlens?) -> loss (1)
 commitment_loss_backward(...) -> d loss / d x
 routing_step(ring_k!, ring_v!, counts!, q, k?, v, centroids, logit_scale?, mechanism, scale) -> out
-    One token of strict routing, q (B, H, 1, D), after those in the rings, which it joins: ring_k
+    Tokens of strict routing, q (B, H, N, D), after those in the rings, which they join: ring_k
     and ring_v (B, key heads, C window, D), counts (B, key heads, C) int64, zeros at first. Key
     heads are those of q where ``mechanism`` has share_qk, else those of k.
 """
@@ -75,19 +78,35 @@ def _fake_attention(*args: Any) -> tuple[Tensor, list[Tensor]]:
     return empty_rows(q, v.shape[3]), _fake_saved(args, selection_only=False)
 
 
-torch.library.register_fake("coterie::attention", _fake_attention)
-torch.library.register_fake("coterie::attention_forward", _fake_attention)
+def _fake_gradients(grad_out: Tensor, *args: Any) -> list[Tensor]:
+    return [_empty_like(args[i]) for i in range(_DIFFERENTIABLE) if args[-1] >> i & 1]
 
 
-@torch.library.register_fake("coterie::attention_select")
-def _(*args: Any) -> list[Tensor]:
-    return _fake_saved(args, selection_only=True)
+def _fake_rows(x: Tensor, *args: Any) -> Tensor:
+    return empty_rows(x, x.shape[3])
 
 
-@torch.library.register_fake("coterie::attention_backward")
-def _(grad_out: Tensor, *args: Any) -> list[Tensor]:
-    needs = args[-1]
-    return [_empty_like(args[i]) for i in range(_DIFFERENTIABLE) if needs >> i & 1]
+def _fake_wide(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=accumulator(x.dtype))
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "attention": _fake_attention,
+    "attention_forward": _fake_attention,
+    "attention_backward": _fake_gradients,
+    "attention_select": lambda *args: _fake_saved(args, selection_only=True),
+    "rotate_rows": _fake_rows,
+    "normalise_rows": lambda x: _fake_wide(x, *x.shape),
+    "routing_labels": lambda x, *_: x.new_empty(x.shape[:3], dtype=torch.int32),
+    "spherical_kmeans": lambda x, *a: _fake_wide(x, x.shape[1], a[2], x.shape[3]),
+    "add_centroid_statistics": lambda *_: None,
+    "move_centroids": lambda *_: None,
+    "commitment_loss": lambda x, *_: _fake_wide(x, 1),
+    "commitment_loss_backward": _fake_rows,
+    "routing_step": lambda ring_k, ring_v, counts, q, *_: empty_rows(q, ring_v.shape[3]),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"coterie::{_name}", _fake)
 
 
 def _gradients(ctx: Any, grad_out: Tensor | None) -> list[Tensor | None]:
@@ -140,16 +159,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, ...]:
-        rows, rest = args[:_DIFFERENTIABLE], args[_DIFFERENTIABLE]
-        out: Tensor
-        saved: Sequence[Tensor]
-        out, saved = _forward(*rows, *rest)
-        constants = _TENSORS - _DIFFERENTIABLE
-        ctx.save_for_backward(*rows, *rest[:constants], out, *saved)
-        ctx.settings = rest[constants:]
+        inputs = (*args[:_DIFFERENTIABLE], *args[_DIFFERENTIABLE])
+        out, saved = output = _forward(*inputs)
+        _keep(ctx, inputs, output)
         if not args[-1]:
             return out
-        ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
         return out, *saved
 
@@ -178,18 +192,6 @@ def attention(
     return result
 
 
-@torch.library.register_fake("coterie::spherical_kmeans")
-def _(
-    x: Tensor, lengths: Any, cu_seqlens: Any, clusters: int, iterations: int, seed: int
-) -> Tensor:
-    return x.new_empty((x.shape[1], clusters, x.shape[3]), dtype=accumulator(x.dtype))
-
-
-@torch.library.register_fake("coterie::rotate_rows")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return empty_rows(x, x.shape[3])
-
-
 def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.rotation = inputs[1:]
 
@@ -202,39 +204,6 @@ def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 torch.library.register_autograd(
     "coterie::rotate_rows", _differentiate_rotation, setup_context=_keep_rotation
 )
-
-
-@torch.library.register_fake("coterie::normalise_rows")
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape, dtype=accumulator(x.dtype))
-
-
-@torch.library.register_fake("coterie::routing_labels")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape[:3], dtype=torch.int32)
-
-
-def _fake_nothing(*args: Any) -> None:
-    return None
-
-
-for _name in ("add_centroid_statistics", "move_centroids"):
-    torch.library.register_fake(f"coterie::{_name}", _fake_nothing)
-
-
-@torch.library.register_fake("coterie::commitment_loss")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((1,), dtype=accumulator(x.dtype))
-
-
-@torch.library.register_fake("coterie::commitment_loss_backward")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return empty_rows(x, x.shape[3])
-
-
-@torch.library.register_fake("coterie::routing_step")
-def _(ring_k: Tensor, ring_v: Tensor, counts: Tensor, q: Tensor, *args: Any) -> Tensor:
-    return empty_rows(q, ring_v.shape[3])
 
 
 def _save_commitment(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import library
 
@@ -39,6 +41,10 @@ class Group:
     saved: dict[str, dict[str, list[str]]]  # by device and name: kind and formulas of the sizes
     state: dict[str, list[str]]  # by name: required or optional, and formulas of the sizes
 
+    def saved_on(self, like: Tensor) -> dict[str, list[str]]:
+        """What a forward pass saves on the device of a tensor."""
+        return self.saved["cuda" if like.is_cuda else "cpu"]
+
     def whole(self, key: str) -> int:
         """An integer parameter."""
         return int(self.parameters[key])
@@ -58,21 +64,10 @@ def _lists(facts: dict[str, str], prefix: str) -> dict[str, list[str]]:
 
 
 def _group(facts: dict[str, str]) -> Group:
+    read: dict[Any, Any] = {"str": str, "int": int, "bool": lambda text: text == "1"}
+    plain = {f.name: read[f.type](facts[f.name]) for f in fields(Group) if f.type in read}
     return Group(
-        name=facts["name"],
-        text=facts["text"],
-        first=int(facts["first"]),
-        heads=int(facts["heads"]),
-        first_kv=int(facts["first_kv"]),
-        kv_heads=int(facts["kv_heads"]),
-        first_key=int(facts["first_key"]),
-        key_heads=int(facts["key_heads"]),
-        positions=facts["positions"],
-        positions_named=facts["positions_named"] == "1",
-        keys_are_queries=facts["keys_are_queries"] == "1",
-        takes_mask=facts["takes_mask"] == "1",
-        rows=facts["rows"],
-        causality=facts["causality"],
+        **plain,
         parameters=_part(facts, "key."),
         saved={device: _lists(facts, f"saved.{device}.") for device in ("cpu", "cuda")},
         state=_lists(facts, "state."),

@@ -11,48 +11,34 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+struct TypePair {
+  ScalarType torch;
+  DType core;
+};
+// The first pair of a type counts. The core has no bool; codes (u64) have at most 63 bits, and
+// torch supports few operations on uint64.
+constexpr TypePair kTypes[] = {
+    {ScalarType::Float, DType::f32},     {ScalarType::Double, DType::f64},
+    {ScalarType::BFloat16, DType::bf16}, {ScalarType::Half, DType::f16},
+    {ScalarType::Int, DType::i32},       {ScalarType::Long, DType::i64},
+    {ScalarType::Long, DType::u64},      {ScalarType::Byte, DType::u8},
+    {ScalarType::Bool, DType::u8}};
+
 DType dtype_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return DType::f32;
-    case ScalarType::Double:
-      return DType::f64;
-    case ScalarType::BFloat16:
-      return DType::bf16;
-    case ScalarType::Half:
-      return DType::f16;
-    case ScalarType::Int:
-      return DType::i32;
-    case ScalarType::Long:
-      return DType::i64;
-    case ScalarType::Byte:
-    case ScalarType::Bool:  // the core has no bool type
-      return DType::u8;
-    default:
-      throw Error(
-          std::string("[torch] expected float32, float64, bfloat16, float16, int32, int64, uint8 "
-                      "or bool; got ") +
-          torch::headeronly::toString(type));
+  for (const TypePair& pair : kTypes) {
+    if (pair.torch == type) return pair.core;
   }
+  throw Error(
+      std::string("[torch] expected float32, float64, bfloat16, float16, int32, int64, uint8 "
+                  "or bool; got ") +
+      torch::headeronly::toString(type));
 }
 
+// The number of a type in torch's C functions.
 std::int32_t shim_dtype(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return aoti_torch_dtype_float32();
-    case DType::f64:
-      return aoti_torch_dtype_float64();
-    case DType::bf16:
-      return aoti_torch_dtype_bfloat16();
-    case DType::f16:
-      return aoti_torch_dtype_float16();
-    case DType::i32:
-      return aoti_torch_dtype_int32();
-    case DType::i64:
-    case DType::u64:  // codes have at most 63 bits, and torch supports few operations on uint64
-      return aoti_torch_dtype_int64();
-    case DType::u8:
-      return aoti_torch_dtype_uint8();
+  for (const TypePair& pair : kTypes) {
+    if (pair.core != dtype) continue;
+    return torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(pair.torch));
   }
   throw Error("[internal] torch has no type for a dtype of the core");
 }

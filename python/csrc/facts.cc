@@ -26,16 +26,7 @@ struct Lines {
 };
 
 const char* positions_name(const HeadGroup& group) {
-  switch (group.positions) {
-    case Positions::rotary:
-      return "rotary";
-    case Positions::relative:
-      return "relative";
-    case Positions::none:
-      return "none";
-    case Positions::automatic:
-      break;
-  }
+  if (group.positions == Positions::relative) return "relative";
   return group.rotary() ? "rotary" : "none";
 }
 
@@ -96,6 +87,10 @@ extern "C" {
 const char* coterie_describe(const char* spec, std::int64_t heads, std::int64_t kv_heads,
                              bool causal) {
   return keep([&] { return describe(spec, heads, kv_heads, causal); });
+}
+
+const char* coterie_layer_spec(const char* spec, bool causal) {
+  return keep([&] { return layer_spec(AttentionSpec::parse(spec), causal).to_string(); });
 }
 
 // Signed, as operators take seeds.

@@ -5,6 +5,15 @@
 
 namespace coterie {
 
+AttentionSpec layer_spec(AttentionSpec spec, bool causal) {
+  for (HeadGroup& group : spec.groups) {
+    auto* const routing = std::get_if<RoutingParams>(&group.mechanism);
+    if (routing == nullptr || routing->share_qk != SharedKeys::automatic || !causal) continue;
+    if (!routing->include_self) routing->share_qk = SharedKeys::yes;  // needs separate keys
+  }
+  return spec;
+}
+
 std::vector<HeadSlice> head_slices(const AttentionSpec& spec, std::int64_t heads,
                                    std::int64_t kv_heads) {
   COTERIE_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "spec",

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "coterie/runtime.h"
 
 namespace coterie {
 
@@ -168,12 +167,12 @@ void set_threads(int count) {
   thread_count = count;
 }
 
-CallThreads::CallThreads() : outer_(fixed_count) {
-  if (outer_ == 0) fixed_count = threads();
+CallThreads::CallThreads(int most) : outer_(fixed_count) {
+  if (outer_ == 0) fixed_count = std::min(most, threads());
 }
 
-CallThreads::CallThreads(std::int64_t bytes, const std::function<std::int64_t()>& needed)
-    : CallThreads() {
+CallThreads::CallThreads(std::int64_t bytes, const std::function<std::int64_t()>& needed, int most)
+    : CallThreads(most) {
   while (outer_ == 0 && fixed_count > 1 && needed() > bytes) fixed_count /= 2;
 }
 

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <functional>
 
+#include "coterie/runtime.h"
+
 namespace coterie {
 
 // Fixes the number of threads of one operation for the lifetime of the object, in the thread that
@@ -14,10 +16,11 @@ namespace coterie {
 // that, even if set_threads is called meanwhile. Inside another CallThreads it has no effect.
 class CallThreads {
  public:
-  CallThreads();  // threads()
+  explicit CallThreads(int most = kMaxThreads);  // threads(), at most `most`
   // For a workspace of `bytes` bytes, which may have been sized for fewer threads: halves their
   // number until needed() fits.
-  CallThreads(std::int64_t bytes, const std::function<std::int64_t()>& needed);
+  CallThreads(std::int64_t bytes, const std::function<std::int64_t()>& needed,
+              int most = kMaxThreads);
   ~CallThreads();
   CallThreads(const CallThreads&) = delete;
   CallThreads& operator=(const CallThreads&) = delete;

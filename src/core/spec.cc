@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <charconv>
 #include <limits>
-#include <numeric>
 
 #include "core/check.h"
 #include "core/descriptor.h"
+#include "coterie/near_miss.h"
 
 namespace coterie {
 namespace {
@@ -27,37 +27,6 @@ std::string quoted(std::string_view text) {
   std::string shown = "\"";
   for (const char c : text.substr(0, kLongest)) shown += c >= ' ' && c <= '~' ? c : '?';
   return shown + (text.size() > kLongest ? "...\"" : "\"");
-}
-
-// Edits (insert, delete, replace a character) that turn a into b.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({row[j] + 1, row[j + 1] + 1, replaced});
-    }
-  }
-  return row[b.size()];
-}
-
-// "; did you mean ...?" when one of `names` is nearly `text`, else nothing.
-std::string near_miss(std::string_view text, const std::vector<std::string>& names) {
-  std::string best;
-  std::size_t best_distance = std::numeric_limits<std::size_t>::max();
-  for (const std::string& name : names) {
-    // Long texts are not typos, and the distance takes quadratic time.
-    if (text.size() > 2 * name.size()) continue;
-    const std::size_t distance = edit_distance(text, name);
-    if (distance > std::max<std::size_t>(1, name.size() / 3) || distance >= best_distance) continue;
-    best = name;
-    best_distance = distance;
-  }
-  return best.empty() ? "" : "; did you mean \"" + best + "\"?";
 }
 
 std::string join(const std::vector<std::string>& parts, const char* between) {

@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/descriptor.h"
 #include "core/items.h"
+#include "coterie/runtime.h"
 
 namespace coterie::ops {
 
@@ -258,6 +259,14 @@ AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& input
               false);
   if (own.self_attention(mechanism)) check_self_attention(call);
   return call;
+}
+
+int most_threads(const AttentionCall& call, std::int64_t keys) {
+  constexpr double kWorkPerThread = 1 << 18;  // multiply-adds, about 30 us
+  if (call.N > 1) return kMaxThreads;
+  const double work = static_cast<double>(call.B * call.H) * static_cast<double>(keys) *
+                      static_cast<double>(call.Dk + call.Dv);
+  return static_cast<int>(std::clamp<double>(work / kWorkPerThread, 1, kMaxThreads));
 }
 
 SavedLayout saved_layout(const Mechanism& mechanism, const AttentionCall& call) {

@@ -13,6 +13,10 @@ AttentionCall make_call(const Mechanism& mechanism, const AttentionInputs& input
 // The same for parts.h: q, k, v, lengths, scale and causal only.
 AttentionCall make_part_call(const char* op, const AttentionInputs& inputs);
 
+// The number of threads that pay off if a query attends to up to `keys` keys. Fewer for one query
+// per sequence, as in decoding: waking threads takes longer than a small call.
+int most_threads(const AttentionCall& call, std::int64_t keys);
+
 // For operations that only the CPU has.
 void check_cpu(const char* op, const char* name, const TensorView& tensor);
 void check_shape(const char* op, const char* name, const TensorView& tensor,

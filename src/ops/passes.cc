@@ -41,8 +41,9 @@ std::int64_t bytes_of(const Checked& checked) {
 
 // Calls on a GPU do not use the CPU's threads.
 CallThreads threads_for(const Checked& checked, const Workspace& workspace) {
-  if (checked.on_cuda()) return {};
-  return {workspace.bytes, [&] { return bytes_of(checked); }};
+  if (checked.on_cuda()) return CallThreads();
+  return {workspace.bytes, [&] { return bytes_of(checked); },
+          ops::most_threads(checked.call, checked.call.S)};
 }
 
 // Without queries or keys there is nothing to compute.

@@ -28,7 +28,8 @@ void rotate_rows(const TensorView& x, const Rotation& rotation, const TensorView
   ops::check_shape(op, "out", out, {x.size(0), x.size(1), x.size(2), x.size(3)});
   if (x.count() == 0) return;
   if (x.device == Device::cuda) return cuda::rotate_rows(x, rotation, out, workspace);
-  const CallThreads threads;
+  constexpr std::int64_t kFew = 1 << 12;  // elements: waking threads takes longer
+  const CallThreads threads(x.count() < kFew ? 1 : kMaxThreads);
   dispatch_accumulator(
       x.dtype, [&](auto tag) { cpu::rotate_rows<typename decltype(tag)::type>(x, rotation, out); });
 }

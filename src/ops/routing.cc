@@ -2,6 +2,7 @@
 // The centroids of routing: checks, then the back end.
 #include "coterie/routing.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -79,7 +80,7 @@ struct LabelsCall {
     check_centroids("routing_labels", x, centroids);
     params.clusters = centroids.size(1);
     params.window = 1;
-    params.share_qk = true;
+    params.share_qk = SharedKeys::yes;
     inputs.q = x;
     inputs.v = x.narrowed(1, 0, centroids.size(0));  // not read
     inputs.q_sequences = inputs.k_sequences = sequences;
@@ -112,7 +113,7 @@ Workspace rest_of(const Workspace& workspace, const Arena& arena) {
           workspace.stream};
 }
 
-// A checked step of decoding.
+// A checked call for tokens that follow those in the rings.
 struct StepCall {
   RoutingParams params;
   AttentionCall call;
@@ -129,11 +130,28 @@ struct StepCall {
     for (const Sequences* sequences : {&inputs.q_sequences, &inputs.k_sequences})
       COTERIE_CHECK(!sequences->lengths.present() && !sequences->cu_seqlens.present(), op,
                     "lengths and cu_seqlens are not used by a step of one token; got some");
-    layout = attention_saved(settled, inputs);  // checks the inputs
     call = ops::make_call(settled, inputs);
+    layout = ops::saved_layout(settled, call);
     call.op = op;
-    COTERIE_CHECK(call.N == 1 && call.S == 1, op, "expected one query and one key; got ", call.N,
-                  " and ", call.S);
+    COTERIE_CHECK(call.N == call.S, op, "expected as many keys as queries; got ", call.N,
+                  " queries and ", call.S, " keys");
+  }
+
+  int most_threads() const {
+    const std::int64_t in = std::min(params.queries_in, params.clusters);
+    return ops::most_threads(call, params.clusters + in * params.window);
+  }
+
+  // The selection, then what the back end needs.
+  std::int64_t workspace_bytes() const {
+    const std::int64_t selected = selection_bytes(layout, 0);
+    if (call.device == Device::cuda)
+      return selected + attention_workspace_bytes(params, call.inputs);
+    return selected + dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
+             Arena arena;
+             cpu::RoutingStepBuffers<typename decltype(tag)::type>(arena, params, call);
+             return arena.used();
+           });
   }
 
   void check_rings(const RoutingRings& rings, const TensorView& out) const {
@@ -147,7 +165,7 @@ struct StepCall {
                      {call.B, call.key_heads, params.clusters}, call.device);
     ops::check_rows(call.op, "out", out, 4, call.device);
     ops::check_dtype(call.op, "out", out, call.inputs.q.dtype);
-    ops::check_shape(call.op, "out", out, {call.B, call.H, 1, call.Dv});
+    ops::check_shape(call.op, "out", out, {call.B, call.H, call.N, call.Dv});
   }
 };
 
@@ -302,7 +320,8 @@ void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
 std::int64_t routing_step_workspace_bytes(const RoutingParams& params,
                                           const AttentionInputs& inputs) {
   const StepCall step(params, inputs);
-  return selection_bytes(step.layout, 0) + attention_workspace_bytes(step.params, inputs);
+  const CallThreads threads(step.most_threads());
+  return step.workspace_bytes();
 }
 
 void routing_step(const RoutingParams& params, const AttentionInputs& inputs,
@@ -310,18 +329,19 @@ void routing_step(const RoutingParams& params, const AttentionInputs& inputs,
   const StepCall step(params, inputs);
   step.check_rings(rings, out);
   const AttentionCall& call = step.call;
-  if (call.B == 0) return;
-  Arena arena(call.op, workspace, selection_bytes(step.layout, 0));
+  if (call.B == 0 || call.N == 0) return;
+  const CallThreads threads(
+      workspace.bytes, [&] { return step.workspace_bytes(); }, step.most_threads());
+  Arena arena(call.op, workspace, step.workspace_bytes());
   const std::vector<TensorView> selection = take_selection(step.layout, {}, call.device, arena);
-  attention_select(step.params, inputs, selection, rest_of(workspace, arena));
-  if (call.device == Device::cuda)
+  if (call.device == Device::cuda) {
+    attention_select(step.params, inputs, selection, rest_of(workspace, arena));
     return cuda::routing_step(step.params, call, selection, rings, out, workspace);
+  }
   dispatch_accumulator(inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    ops::Scratch memory;
-    auto rows = ops::take_scratch(
-        memory, [&](Arena& own) { return cpu::RoutingRows<T>(own, step.params, call); });
-    cpu::routing_step<T>(step.params, call, selection, rings, out, rows);
+    cpu::RoutingStepBuffers<T> buffers(arena, step.params, call);
+    cpu::routing_step<T>(step.params, call, selection, rings, out, buffers);
   });
 }
 

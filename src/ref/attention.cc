@@ -12,7 +12,7 @@ namespace {
 
 bool shares_keys(const Mechanism& mechanism) {
   const auto* routing = std::get_if<RoutingParams>(&mechanism);
-  return std::holds_alternative<LshParams>(mechanism) || (routing && routing->share_qk);
+  return std::holds_alternative<LshParams>(mechanism) || (routing && routing->shared());
 }
 
 template <class T>

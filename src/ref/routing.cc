@@ -26,7 +26,7 @@ struct Layout {
 };
 
 Layout layout_of(const RoutingParams& params) {
-  const int keys = params.share_qk ? 0 : 1;
+  const int keys = params.shared() ? 0 : 1;
   if (params.membership != Membership::nearest) return {.q_members = 0, .k_members = keys};
   return {.q_labels = 0,
           .k_labels = keys,
@@ -131,7 +131,7 @@ void routing_backward(const RoutingParams& params, const Problem<T>& problem,
     gradients.dlogit_scale += dlogits.values[e] * problem.scale * products.values[e];
   dlogits = scaled(dlogits, problem.scale * problem.logit_scale);
   add(gradients.dq, normalised_rows_backward(problem.q, multiply(dlogits, k)));
-  add(params.share_qk ? gradients.dq : gradients.dk,
+  add(params.shared() ? gradients.dq : gradients.dk,
       normalised_rows_backward(problem.k, transposed_multiply(dlogits, q)));
 }
 

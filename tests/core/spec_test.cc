@@ -77,7 +77,7 @@ TEST(Spec, ReadsEveryKeyOfRouting) {
   EXPECT_EQ(routing.clusters, 16);
   EXPECT_EQ(routing.window, 256);
   EXPECT_EQ(routing.membership, Membership::nearest);
-  EXPECT_TRUE(routing.share_qk);
+  EXPECT_TRUE(routing.shared());
   EXPECT_EQ(routing.causal, Causality::strict);
   EXPECT_EQ(routing.queries_in, 2);
   EXPECT_EQ(routing.self, SelfAttention::keep);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
-// Strict routing one position at a time on the GPU against its parallel pass there: both select the
-// same clusters, so that outputs differ by rounding alone.
+// Strict routing in pieces, such as single tokens, on the GPU against its parallel pass there: both
+// select the same clusters, so that outputs differ by rounding alone.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -30,7 +31,8 @@ DeviceTensor numbers(DType dtype, std::vector<std::int64_t> sizes, std::uint32_t
   return DeviceTensor(tensor.view());
 }
 
-void expect_parallel(const std::string& spec, DType dtype, std::int64_t Dk, std::int64_t Dv) {
+void expect_parallel(const std::string& spec, DType dtype, std::int64_t Dk, std::int64_t Dv,
+                     std::int64_t piece = 1) {
   const auto params = std::get<RoutingParams>(AttentionSpec::parse(spec).groups[0].mechanism);
   const DeviceTensor q = numbers(dtype, {B, H, N, Dk}, 1), k = numbers(dtype, {B, Hkv, N, Dk}, 2);
   const DeviceTensor v = numbers(dtype, {B, Hkv, N, Dv}, 3);
@@ -39,7 +41,7 @@ void expect_parallel(const std::string& spec, DType dtype, std::int64_t Dk, std:
   const auto inputs_of = [&](std::int64_t first, std::int64_t count) {
     AttentionInputs inputs;
     inputs.q = q.view().narrowed(2, first, count);
-    if (!params.share_qk) inputs.k = k.view().narrowed(2, first, count);
+    if (!params.shared()) inputs.k = k.view().narrowed(2, first, count);
     inputs.v = v.view().narrowed(2, first, count);
     inputs.centroids = centroids.view();
     inputs.logit_scale = scale.view();
@@ -57,15 +59,16 @@ void expect_parallel(const std::string& spec, DType dtype, std::int64_t Dk, std:
   }
   const DeviceMemory scratch(attention_workspace_bytes(params, all));
   attention_forward(params, all, result, {scratch.data(), scratch.bytes(), nullptr});
-  const std::int64_t heads = params.share_qk ? H : Hkv, slots = params.clusters * params.window;
+  const std::int64_t heads = params.shared() ? H : Hkv, slots = params.clusters * params.window;
   const HostTensor zero_k(DType::f32, {B, heads, slots, Dk}),
       zero_v(DType::f32, {B, heads, slots, Dv}), zeros(DType::i64, {B, heads, params.clusters});
   const DeviceTensor ring_k(zero_k.view()), ring_v(zero_v.view()), counts(zeros.view());
-  for (std::int64_t n = 0; n < N; ++n) {
-    const AttentionInputs inputs = inputs_of(n, 1);
+  for (std::int64_t n = 0; n < N; n += piece) {
+    const std::int64_t count = std::min(piece, N - n);
+    const AttentionInputs inputs = inputs_of(n, count);
     const DeviceMemory memory(routing_step_workspace_bytes(params, inputs));
     routing_step(params, inputs, {ring_k.view(), ring_v.view(), counts.view()},
-                 stepped.view().narrowed(2, n, 1), {memory.data(), memory.bytes(), nullptr});
+                 stepped.view().narrowed(2, n, count), {memory.data(), memory.bytes(), nullptr});
   }
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   const std::vector<double> e = read_values(parallel.download()),
@@ -90,6 +93,17 @@ TEST(RingsGpuTest, StepsAreTheParallelPass) {
         for (const auto& [Dk, Dv] : {std::pair{64, 64}, std::pair{40, 40}, std::pair{128, 128}})
           expect_parallel(std::string("routing(clusters=5,window=9,self=") + self + rest + ")",
                           dtype, Dk, Dv);
+}
+
+TEST(RingsGpuTest, PiecesAreTheParallelPass) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  for (const std::int64_t piece : {N, std::int64_t{64}, std::int64_t{7}})
+    for (const char* self : {"keep", "demote"})
+      for (const char* rest : {"", ",share_qk=true", ",queries_in=2", ",include_self=true",
+                               ",queries_in=2,include_self=true"})
+        for (const DType dtype : {DType::f32, DType::bf16})
+          expect_parallel(std::string("routing(clusters=5,window=9,self=") + self + rest + ")",
+                          dtype, 64, 64, piece);
 }
 
 TEST(RingsGpuTest, TakesManyClusters) {

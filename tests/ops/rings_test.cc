@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Strict routing one position at a time against its parallel pass.
+// Strict routing in pieces, from single tokens to the whole sequence, against its parallel pass.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
+#include <vector>
 
 #include "cases/buffers.h"
 #include "coterie/attention.h"
@@ -24,13 +26,14 @@ struct StepCase {
   std::string spec;
   DType dtype = DType::f32;
   bool scaled = true;
+  std::vector<std::int64_t> pieces{1};  // tokens per call; the last number repeats
 };
 
 struct Decoded {
-  HostTensor parallel, out, counts;
+  HostTensor parallel, out, counts, ring_k, ring_v;
 };
 
-// The outputs of the parallel pass and of N steps.
+// The outputs of the parallel pass and of calls for the pieces.
 Decoded decode(const StepCase& c) {
   const auto params = std::get<RoutingParams>(AttentionSpec::parse(c.spec).groups[0].mechanism);
   const DType wide = accumulator_dtype(c.dtype);
@@ -41,7 +44,7 @@ Decoded decode(const StepCase& c) {
   const auto inputs_of = [&](std::int64_t first, std::int64_t count) {
     AttentionInputs inputs;
     inputs.q = q.view().narrowed(2, first, count);
-    if (!params.share_qk) inputs.k = k.view().narrowed(2, first, count);
+    if (!params.shared()) inputs.k = k.view().narrowed(2, first, count);
     inputs.v = v.view().narrowed(2, first, count);
     inputs.centroids = centroids;
     if (c.scaled) inputs.logit_scale = scale;
@@ -50,17 +53,20 @@ Decoded decode(const StepCase& c) {
   };
   const cases::Buffers buffers(params, inputs_of(0, N));
   attention_forward(params, inputs_of(0, N), buffers.result(), buffers.workspace());
-  const std::int64_t heads = params.share_qk ? H : Hkv, slots = params.clusters * params.window;
-  const HostTensor ring_k(wide, {B, heads, slots, Dk}), ring_v(wide, {B, heads, slots, Dv});
+  const std::int64_t heads = params.shared() ? H : Hkv, slots = params.clusters * params.window;
   Decoded decoded{HostTensor(c.dtype, {B, H, N, Dv}), HostTensor(c.dtype, {B, H, N, Dv}),
-                  HostTensor(DType::i64, {B, heads, params.clusters})};
+                  HostTensor(DType::i64, {B, heads, params.clusters}),
+                  HostTensor(wide, {B, heads, slots, Dk}), HostTensor(wide, {B, heads, slots, Dv})};
   write_values(decoded.parallel, read_values(buffers.result().out));
-  for (std::int64_t n = 0; n < N; ++n) {
-    const AttentionInputs inputs = inputs_of(n, 1);
+  std::size_t piece = 0;
+  for (std::int64_t n = 0; n < N;) {
+    const std::int64_t count = std::min(N - n, c.pieces[std::min(piece++, c.pieces.size() - 1)]);
+    const AttentionInputs inputs = inputs_of(n, count);
     const HostTensor memory(DType::u8, {routing_step_workspace_bytes(params, inputs)});
-    routing_step(params, inputs, {ring_k, ring_v, decoded.counts},
-                 decoded.out.view().narrowed(2, n, 1),
+    routing_step(params, inputs, {decoded.ring_k, decoded.ring_v, decoded.counts},
+                 decoded.out.view().narrowed(2, n, count),
                  {memory.view().data, memory.view().count(), nullptr});
+    n += count;
   }
   return decoded;
 }
@@ -93,13 +99,34 @@ TEST(RoutingStepTest, IsTheParallelPass) {
                            dtype, scaled});
 }
 
+// Pieces of any sizes leave the rings of single steps, bit by bit.
+TEST(RoutingStepTest, TakesTokensInPieces) {
+  for (const char* spec :
+       {"routing(clusters=4,window=5)", "routing(clusters=4,window=5,share_qk=true)",
+        "routing(clusters=4,window=3,queries_in=2,include_self=true)",
+        "routing(clusters=4,window=3,queries_in=3,include_self=true,self=demote)",
+        "routing(clusters=1,window=100)", "routing(clusters=4,window=1,share_qk=true)"}) {
+    const Decoded steps = decode({spec, DType::f32, true});
+    for (const std::vector<std::int64_t>& pieces :
+         {std::vector<std::int64_t>{N}, {7}, {1, 13, 1, 1, 20}, {20, 1}}) {
+      const StepCase c{spec, DType::f32, true, pieces};
+      expect_parallel(c);
+      const Decoded decoded = decode(c);
+      EXPECT_TRUE(test::same_bits(steps.ring_k, decoded.ring_k)) << spec;
+      EXPECT_TRUE(test::same_bits(steps.ring_v, decoded.ring_v)) << spec;
+      EXPECT_TRUE(test::same_bits(steps.counts, decoded.counts)) << spec;
+    }
+  }
+  expect_parallel({"routing(clusters=4,window=5,queries_in=2)", DType::bf16, true, {11}});
+}
+
 TEST(RoutingStepTest, TakesRingsOfOneSlotAndOneCluster) {
   expect_parallel({"routing(clusters=4,window=1)", DType::f32, true});
   expect_parallel({"routing(clusters=1,window=100)", DType::f32, true});
 }
 
 TEST(RoutingStepTest, DoesNotDependOnTheNumberOfThreads) {
-  const StepCase c{"routing(clusters=4,window=5,queries_in=2)", DType::f32, true};
+  const StepCase c{"routing(clusters=4,window=5,queries_in=2)", DType::f32, true, {4}};
   const int before = threads();
   set_threads(1);
   const Decoded one = decode(c);
@@ -136,8 +163,10 @@ TEST(RoutingStepTest, NamesWhatIsWrong) {
   other.causal = false;
   expect(refusal(params, other, rings), "expected causal inputs");
   other = inputs;
-  other.q = other.k = other.v = two;
-  expect(refusal(params, other, rings), "expected one query and one key; got 2 and 2");
+  other.k = other.v = two;
+  expect(refusal(params, other, rings), "as many keys as queries");
+  other.q = two;
+  expect(refusal(params, other, rings), "expected out of shape (1, 2, 2, 4)");
   other = inputs;
   other.q_sequences.lengths = other.k_sequences.lengths = lengths;
   expect(refusal(params, other, rings), "lengths");

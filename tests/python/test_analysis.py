@@ -73,7 +73,16 @@ def test_statistics_of_packed_sequences(spec: str) -> None:
     options = problem.options | {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     (stats,) = coterie.stats(problem.q, problem.k, problem.v, spec, **options)
     assert stats.sizes.shape == (2, 4, 3)
-    assert (stats.kept_mass is None) == spec.startswith("routing")
+    (report,) = coterie.error(problem.q, problem.k, problem.v, spec, **options)
+    if report.row_bound is not None:
+        assert (report.row_error <= report.row_bound).all()
+    if spec.startswith("routing"):  # kept by each item as if it were alone
+        whole = torch.zeros(4)
+        for begin, end in ((0, 11), (11, 30)):
+            q, k, v = (x[:, :, begin:end] for x in (problem.q, problem.k, problem.v))
+            (own,) = coterie.stats(q, k, v, spec, **problem.options)
+            whole += own.kept_mass * (end - begin) / 30
+        torch.testing.assert_close(stats.kept_mass, whole)
 
 
 @pytest.mark.parametrize("function", [coterie.stats, coterie.error])

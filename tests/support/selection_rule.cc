@@ -286,7 +286,7 @@ class PlaceRule {
 
   void check(const RoutingParams& params) {
     if (params.membership == Membership::nearest) return check_runs(params);
-    const std::size_t kt = params.share_qk ? 0 : 1;
+    const std::size_t kt = params.shared() ? 0 : 1;
     check_members(params, "q_members", selection_[0], place_.queries(in_.q));
     if (kt == 1) check_members(params, "k_members", selection_[1], place_.keys(in_.k));
   }
@@ -430,7 +430,7 @@ class PlaceRule {
   }
 
   void check_runs(const RoutingParams& params) {
-    const std::size_t kt = params.share_qk ? 0 : 1;
+    const std::size_t kt = params.shared() ? 0 : 1;
     const Index clusters = params.clusters, in = std::min(params.queries_in, clusters);
     const std::vector<Index> q_labels = ref::read_indices(place_.queries(selection_[0]));
     const std::vector<Index> k_labels = ref::read_indices(place_.keys(selection_[kt]));

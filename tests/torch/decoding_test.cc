@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Decoding one token at a time gives the logits of the parallel pass.
+// Decoding, one token at a time or after a prompt read at once, gives the logits of the parallel
+// pass.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -40,7 +41,30 @@ void expect_same_logits(LanguageModel model, std::int64_t N) {
   }
 }
 
-TEST(Decoding, EqualsTheParallelPass) {
+// Prompts read at once or in pieces, then single steps.
+void expect_same_prefill(LanguageModel model, std::int64_t N) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(0, 11, {3, N}, at::kLong);
+  const at::Tensor parallel = model->forward(tokens).out;
+  for (const std::vector<std::int64_t>& pieces :
+       {std::vector<std::int64_t>{1}, {2, 3}, {N}, {N - 6}, {N / 2, 1, N / 3}, {1, N / 2, 7}}) {
+    DecoderCache cache = model->make_cache(3);
+    const auto expect_logits = [&](const at::Tensor& logits) {
+      ASSERT_EQ(logits.sizes(), (std::vector<std::int64_t>{3, 11}));
+      const at::Tensor expected = parallel.select(1, cache.position - 1);
+      ASSERT_LT((logits - expected).abs().max().item<double>(), 1e-10)
+          << "after " << cache.position << " tokens, first piece " << pieces[0];
+    };
+    for (const std::int64_t piece : pieces) {
+      expect_logits(model->prefill(tokens.narrow(1, cache.position, piece), cache));
+    }
+    while (cache.position < N) {
+      expect_logits(model->step(tokens.select(1, cache.position), cache));
+    }
+  }
+}
+
+std::vector<std::string> decodable_specs() {
   std::vector<std::string> specs = every_spec(true);
   specs.insert(specs.end(),
                {"local(window=7,kind=blocked,flange=2,positions=none)",
@@ -52,9 +76,32 @@ TEST(Decoding, EqualsTheParallelPass) {
                 "routing(clusters=3,window=4,queries_in=2,include_self=true,self=demote)",
                 "routing(clusters=4,window=3,positions=rotary)",
                 "2*full(positions=relative)+1*local(window=3)+1*routing(clusters=3,window=4)"});
-  for (const std::string& spec : specs) {
+  return specs;
+}
+
+TEST(Decoding, EqualsTheParallelPass) {
+  for (const std::string& spec : decodable_specs()) {
     SCOPED_TRACE(spec);
     expect_same_logits(make_model(spec, language_model_options(spec, true)), 45);
+  }
+}
+
+TEST(Decoding, PrefillEqualsTheParallelPass) {
+  for (const std::string& spec : decodable_specs()) {
+    SCOPED_TRACE(spec);
+    expect_same_prefill(make_model(spec, language_model_options(spec, true)), 45);
+  }
+}
+
+// A local window far shorter than the prompt: rows that nothing sees any more are dropped.
+TEST(Decoding, PrefillKeepsTheRowsOfAWindow) {
+  const char* spec = "2*local(window=5)+2*local(window=8,kind=blocked)";
+  LanguageModel model = make_model(spec, language_model_options(spec, true));
+  expect_same_prefill(model, 300);
+  DecoderCache cache = model->make_cache(1);
+  model->prefill(at::zeros({1, 500}, at::kLong), cache);
+  for (const GroupCache& group : cache.layers[0]->groups) {
+    EXPECT_LE(std::get<RowCache>(group).k.size(2), 64);
   }
 }
 
@@ -67,6 +114,7 @@ TEST(Decoding, EqualsTheParallelPassWithSharedKeyHeads) {
     LanguageModelOptions options = language_model_options(spec, true);
     options.transformer.kv_heads = 2;
     expect_same_logits(make_model(spec, options), 30);
+    expect_same_prefill(make_model(spec, options), 30);
   }
 }
 
@@ -79,6 +127,7 @@ TEST(Decoding, EqualsTheParallelPassWithPositionsOfTheEmbedding) {
     options.tied = false;
     LanguageModel model = make_model("full", options);
     expect_same_logits(model, 20);
+    expect_same_prefill(model, 20);
     if (positions == EmbeddingPositions::learned) {
       EXPECT_THROW(expect_same_logits(model, 21), Error);
     }
@@ -92,12 +141,14 @@ TEST(Decoding, LeavesCopiesOfACacheAlone) {
     SelfAttention layer(SelfAttentionOptions{
         .dim = 8, .heads = 2, .spec = AttentionSpec::parse(spec), .causal = true});
     const auto cache = layer->make_cache(2);
-    for (int t = 0; t < 5; ++t) layer->step(at::randn({2, 8}), *cache);
-    LayerCache copy = *cache;
-    const at::Tensor x = at::randn({2, 8}), expected = layer->step(x, copy);
-    LayerCache other = *cache;
-    layer->step(at::randn({2, 8}), other);
-    EXPECT_TRUE(at::equal(layer->step(x, *cache), expected));
+    layer->prefill(at::randn({2, 5, 8}), *cache);
+    for (const std::int64_t N : {1, 4}) {
+      LayerCache copy = *cache;
+      const at::Tensor x = at::randn({2, N, 8}), expected = layer->prefill(x, copy);
+      LayerCache other = *cache;
+      layer->prefill(at::randn({2, N, 8}), other);
+      EXPECT_TRUE(at::equal(layer->prefill(x, *cache), expected));
+    }
   }
 }
 
@@ -159,6 +210,9 @@ TEST(Decoding, RefusesAnotherBatch) {
   DecoderCache cache = model->make_cache(2);
   EXPECT_THROW(model->step(at::zeros({3}, at::kLong), cache), Error);
   EXPECT_THROW(model->step(at::zeros({2, 1}, at::kLong), cache), Error);
+  EXPECT_THROW(model->prefill(at::zeros({3, 4}, at::kLong), cache), Error);
+  EXPECT_THROW(model->prefill(at::zeros({2, 0}, at::kLong), cache), Error);
+  EXPECT_EQ(cache.position, 0);
 }
 
 }  // namespace

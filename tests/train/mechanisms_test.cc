@@ -88,7 +88,10 @@ void expect_inspection_and_text(const Config& config, const std::string& checkpo
   }
   std::vector<std::int64_t> tokens;
   const auto generate = [&] {
-    sample(model, {1, 2}, {.tokens = 5}, [&](std::int64_t token) { tokens.push_back(token); });
+    sample(model, read_prompt(model, {1, 2}), {.tokens = 5}, [&](std::int64_t token) {
+      tokens.push_back(token);
+      return true;
+    });
   };
   if (generates(config.attention, causal)) {
     generate();

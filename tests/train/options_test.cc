@@ -20,8 +20,8 @@ namespace {
 // Structured bindings: after adding a field this does not compile until the field is listed here.
 Config config_without_defaults() {
   Config config;
-  auto& [task, data, data_limit, length, attention, attention_at, out, device, threads, seed, copy,
-         recall, text, model, optimizer, schedule, train, checkpoint] = config;
+  auto& [task, data, data_limit, length, attention, attention_at, out, init_from, device, threads,
+         seed, copy, recall, text, model, optimizer, schedule, train, checkpoint] = config;
   task = "words";
   data = "a \"quoted\" folder # with a \\ and\ta tab\n";
   data_limit = 3 << 20;
@@ -29,6 +29,7 @@ Config config_without_defaults() {
   attention = "2*local(window=8)+2*routing(clusters=4,window=8)";
   attention_at = {{"0-1", "full"}, {"2", "i-clustered(clusters=3,topk=4)"}};
   out = "runs/ä ö";
+  init_from = "runs/first";
   device = "cuda:1";
   threads = 3;
   seed = std::numeric_limits<std::uint64_t>::max();
@@ -37,8 +38,8 @@ Config config_without_defaults() {
   mask = 1.0 / 3.0;
   auto& [keys, values, pairs, queries, causal] = recall;
   keys = 5, values = 6, pairs = 9, queries = 2, causal = true;
-  auto& [valid, test, vocabulary] = text;
-  valid = 0.1, test = 0.2, vocabulary = 1000;
+  auto& [valid, test, vocabulary, tokenizer] = text;
+  valid = 0.1, test = 0.2, vocabulary = 1000, tokenizer = "gpt2/";
   auto& [dim, layers, heads, kv_heads, ffn, dropout, positions, embedding_std, position_base, bias,
          tied, recompute] = model;
   embedding_std = 0.3, position_base = 77.5;
@@ -49,9 +50,10 @@ Config config_without_defaults() {
   clip = 2.5, relative = true;
   auto& [warmup, decay, floor] = schedule;
   warmup = 11, decay = "rsqrt", floor = 0.25;
-  auto& [steps, batch, micro_batch, log_every, eval_every, eval_batches, patience, truncate,
-         centroids, dtype] = train;
+  auto& [steps, batch, micro_batch, log_every, eval_every, eval_batches, final_batches, patience,
+         truncate, centroids, dtype] = train;
   steps = 12, batch = 13, micro_batch = 14, log_every = 15, eval_every = 16, eval_batches = 17;
+  final_batches = 21;
   patience = 18, truncate = 0.7, centroids = "random", dtype = "bf16";
   auto& [every, keep] = checkpoint;
   every = 19, keep = 20;
@@ -101,7 +103,7 @@ TEST(Options, EveryFieldSurvivesTheRoundTripThroughText) {
   EXPECT_EQ(config_text(parse_config(text, "text")), text);
   // The text has every field, with a value other than its default.
   const auto lines = lines_of(text), defaults = lines_of(config_text(Config()));
-  ASSERT_EQ(lines.size(), 10 + 2 + 5 + 3 + 12 + 8 + 3 + 10 + 2);
+  ASSERT_EQ(lines.size(), 11 + 2 + 5 + 4 + 12 + 8 + 3 + 11 + 2);
   ASSERT_EQ(defaults.size(), lines.size());
   for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_NE(lines[i], defaults[i]);
 }

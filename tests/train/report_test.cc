@@ -131,6 +131,50 @@ TEST_F(ReportTest, ALogThatDoesNotSayWhatWasRunIsNamed) {
   EXPECT_TRUE(contains(page(), "broken: the log has no line of kind"));
 }
 
+TEST_F(ReportTest, WarnsOfRunsThatCannotBeCompared) {
+  const std::string more =
+      R"({"kind":"step","step":300,"loss":0.5,"tokens_per_s":3000,"seconds":2,"memory_bytes":1})"
+      "\n";
+  write_run("a", header("copy", "full", 64) + kSteps + kEnd);
+  write_run("b", header("copy", "local(window=8)", 64) + kSteps + kEnd);
+  EXPECT_FALSE(contains(page(), "Not comparable"));
+  write_run("c", header("copy", "local(window=4)", 64) + kSteps + more + kEnd);
+  EXPECT_TRUE(contains(page(), "trained for 20, 300 steps"));
+  std::string leaking = header("copy", "routing(clusters=2,window=4,causal=paper)", 64);
+  leaking.replace(leaking.rfind('}'), 1,
+                  R"(,"leaks":true,"data":{"checksum":"xxh3:1","bytes":9}})");
+  write_run("d", leaking + kSteps + kEnd);
+  for (const char* part : {"sees the future", "some with heads that see the future",
+                           "on different data", "<th", "seed"}) {
+    EXPECT_TRUE(contains(page(), part)) << part;
+  }
+}
+
+TEST_F(ReportTest, TheScoreAtTheEndCounts) {
+  const std::string last = R"({"kind":"final","step":20,"split":"valid","metric":0.6,"share":1.0})"
+                           "\n";
+  const auto run = read_run(write_run("a", header("copy", "full", 64) + kSteps + last + kEnd));
+  EXPECT_EQ(run->result(), 0.6);
+  EXPECT_TRUE(contains(page(), "from all validation data at the end of the run"));
+}
+
+TEST_F(ReportTest, RefusesLogsOfWhichNoneIsARun) {
+  write_run("broken", kSteps);
+  EXPECT_THROW(page(), Error);
+}
+
+TEST_F(ReportTest, CollapsedHeadsAreRed) {
+  const std::string clusters =
+      R"x({"kind":"clusters","step":20,"layers":[{"layer":0,"group":0,)x"
+      R"x("attention":"routing(clusters=2,window=4)","heads":[)x"
+      R"x({"sizes":[62,2],"empty":0,"mass":0.5},{"sizes":[33,31],"empty":0,"mass":0.5},)x"
+      R"x({"sizes":[40,24],"empty":0,"mass":0.001}]}]})x"
+      "\n";
+  write_run("a", header("bytes", "routing(clusters=2,window=4)", 64) + kSteps + clusters + kEnd);
+  EXPECT_EQ(count_of(page(), "<figure class=\"collapsed\">"), 2u);
+  EXPECT_TRUE(contains(page(), "3, 2 collapsed"));
+}
+
 TEST_F(ReportTest, RefusesFoldersWithoutRuns) {
   EXPECT_THROW(page(), Error);  // an empty folder
   EXPECT_THROW(make_report({.runs = {folder_.path("nowhere")}, .bench = {}}), Error);

@@ -30,6 +30,7 @@ inline Config tiny_config(const std::string& task) {
   config.train.log_every = 1;
   config.train.eval_every = 10;
   config.train.eval_batches = 1;
+  config.train.final_batches = 1;
   config.checkpoint.every = 0;
   config.threads = 1;
   return config;

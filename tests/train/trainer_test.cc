@@ -104,7 +104,7 @@ TEST(Trainer, ADamagedCheckpointIsSkippedWithAWarning) {
   TrainHooks hooks;
   hooks.warn = [&](const std::string& line) { warnings.push_back(line); };
   const TrainResult resumed = run(config, /*resume=*/true, hooks);
-  ASSERT_EQ(warnings.size(), 1u);
+  ASSERT_FALSE(warnings.empty());  // others are about the clusters of the tiny model
   EXPECT_HAS(warnings[0], "step-00000015");
   EXPECT_EQ(resumed.state.step, 20);
   EXPECT_EQ(losses(folder.path("straight")), losses(config.out));
@@ -181,11 +181,31 @@ TEST(Trainer, ResumingAFinishedRunChangesNothing) {
   Config config = tiny_config("copy");
   config.out = folder.path("run");
   const TrainResult first = run(config);
+  const std::string log = read_file(config.out + "/log.jsonl");
   const TrainResult again = run(config, /*resume=*/true);
-  EXPECT_EQ(again.reason, "steps");
-  EXPECT_EQ(again.evaluation->metric, first.evaluation->metric);
-  EXPECT_EQ(log_lines(config.out, "eval").size(), 2u);
-  EXPECT_EQ(log_lines(config.out, "end").size(), 1u);
+  EXPECT_EQ(again.reason, "finished");
+  EXPECT_EQ(again.state.best, first.state.best);
+  EXPECT_EQ(read_file(config.out + "/log.jsonl"), log);
+}
+
+// With rows enough for torch to use all threads.
+TEST(Trainer, LossesHaveTheSameBitsForAnyNumberOfThreads) {
+  const TemporaryFolder folder;
+  Config config = tiny_config("bytes");
+  config.length = 256;
+  config.model.dim = 64;
+  config.attention = "1*full+1*routing(clusters=4,window=32)";
+  config.train.steps = 6;
+  config.train.batch = 16;
+  std::vector<std::vector<double>> found;
+  for (const int threads : {1, 2, 3}) {
+    config.threads = threads;
+    config.out = folder.path(std::to_string(threads));
+    run(config);
+    found.push_back(losses(config.out));
+  }
+  EXPECT_EQ(found[0], found[1]);
+  EXPECT_EQ(found[0], found[2]);
 }
 
 TEST(Trainer, AUsedFolderIsRefused) {

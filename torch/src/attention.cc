@@ -31,27 +31,22 @@ void check_options(const SelfAttentionOptions& options) {
   }
 }
 
-void check_input(const at::Tensor& x, std::int64_t rank, std::int64_t E) {
-  if (x.dim() == rank && x.size(-1) == E) return;
+void check_input(const at::Tensor& x, std::int64_t E) {
+  if (x.dim() == 3 && x.size(2) == E) return;
   std::string sizes;
   for (const std::int64_t size : x.sizes()) sizes += (sizes.empty() ? "" : ", ") + text(size);
-  refuse("expected x of shape (", rank == 3 ? "B, N, " : "B, ", text(E), "); got (", sizes, ")");
+  refuse("expected x of shape (B, N, ", text(E), "); got (", sizes, ")");
 }
 
-// The inputs of attention(), detached.
-AttentionRecord make_record(const HeadRows& rows, AttentionOptions options) {
-  const auto detached = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.detach() : tensor;
-  };
+at::Tensor detached(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.detach() : tensor;
+}
+
+AttentionOptions detached(AttentionOptions options) {
   for (at::Tensor* tensor : {&options.centroids, &options.gate, &options.logit_scale}) {
     *tensor = detached(*tensor);
   }
-  AttentionRecord record;
-  record.q = detached(rows.q);
-  record.k = detached(rows.k);
-  record.v = detached(rows.v);
-  record.options = options;
-  return record;
+  return options;
 }
 
 }  // namespace
@@ -60,6 +55,7 @@ SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
     : options_(std::move(options)),
       kv_heads_(options_.kv_heads == 0 ? options_.heads : options_.kv_heads) {
   check_options(options_);
+  options_.spec = layer_spec(options_.spec, options_.causal);
   const std::int64_t E = options_.dim, H = options_.heads, D = E / H;
   slices_ = head_slices(options_.spec, H, kv_heads_);
   const std::int64_t key_heads = slices_.back().first_key + slices_.back().key_count;
@@ -111,7 +107,7 @@ at::Tensor SelfAttentionImpl::merge(const std::vector<at::Tensor>& parts_BHND) {
 }
 
 PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
-  check_input(x_BNE, 3, options_.dim);
+  check_input(x_BNE, options_.dim);
   const std::vector<HeadRows> rows = project(x_BNE);
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
@@ -123,11 +119,8 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
     options.q_lengths = options.k_lengths = context.lengths;
     options.seed = group_seed(context.seed, context.layer, number);
     if (context.records) {
-      context.records->push_back(make_record(placed, options));
-      AttentionRecord& record = context.records->back();
-      record.layer = context.layer;
-      record.group = number;
-      record.mechanism = group.mechanism();
+      context.records->push_back({context.layer, number, group.mechanism(), detached(placed.q),
+                                  detached(placed.k), detached(placed.v), detached(options)});
     }
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);
@@ -138,7 +131,8 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
   return {merge(parts), commitment};
 }
 
-void SelfAttentionImpl::check_spec(const AttentionSpec& spec) const {
+void SelfAttentionImpl::check_spec(const AttentionSpec& given) const {
+  const AttentionSpec spec = layer_spec(given, options_.causal);
   const std::vector<std::int64_t> counts = spec.head_counts(options_.heads);
   if (counts != options_.spec.head_counts(options_.heads)) {
     refuse("expected groups with as many heads as in \"", options_.spec.to_string(), "\"; got \"",
@@ -147,8 +141,9 @@ void SelfAttentionImpl::check_spec(const AttentionSpec& spec) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->check_spec(spec.groups[g]);
 }
 
-void SelfAttentionImpl::set_spec(const AttentionSpec& spec) {
-  check_spec(spec);
+void SelfAttentionImpl::set_spec(const AttentionSpec& given) {
+  check_spec(given);
+  const AttentionSpec spec = layer_spec(given, options_.causal);
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->set_spec(spec.groups[g]);
   options_.spec = spec;
 }
@@ -196,14 +191,13 @@ std::shared_ptr<LayerCache> SelfAttentionImpl::make_cache(std::int64_t batch) co
   return cache;
 }
 
-at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
-  check_input(x_BE, 2, options_.dim);
-  if (x_BE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
+at::Tensor SelfAttentionImpl::prefill(const at::Tensor& x_BNE, LayerCache& cache) {
+  check_input(x_BNE, options_.dim);
+  if (x_BNE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
     refuse("expected a cache of this layer and x of its batch size ", text(cache.batch),
-           "; got batch size ", text(x_BE.size(0)));
+           "; got batch size ", text(x_BNE.size(0)));
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor x_BNE = x_BE.unsqueeze(1);
   const std::vector<HeadRows> rows = project(x_BNE);
   std::vector<at::Tensor> parts;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
@@ -212,8 +206,8 @@ at::Tensor SelfAttentionImpl::step(const at::Tensor& x_BE, LayerCache& cache) {
                             group.attention_options(x_BNE), cache.position};
     parts.push_back(decode(step, cache.groups[g]));
   }
-  ++cache.position;
-  return merge(parts).squeeze(1);
+  cache.position += x_BNE.size(1);
+  return merge(parts);
 }
 
 void SelfAttentionImpl::pretty_print(std::ostream& stream) const {

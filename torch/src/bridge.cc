@@ -52,6 +52,10 @@ at::ScalarType scalar_type_of(DType dtype) {
   throw Error("[internal] torch has no type for a dtype of the core");
 }
 
+at::ScalarType accumulator_of(const at::Tensor& x) {
+  return scalar_type_of(accumulator_dtype(dtype_of(x.scalar_type())));
+}
+
 TensorView view(const at::Tensor& tensor) {
   TensorView view;
   if (!tensor.defined()) return view;
@@ -84,6 +88,10 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   const at::Tensor own = with_own_values(tensor);
   const bool rows = !own.defined() || own.dim() == 0 || own.size(-1) <= 1 || own.stride(-1) == 1;
   return rows ? own : own.contiguous();
+}
+
+at::Tensor with_type(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.defined() ? with_own_values(tensor).to(type).contiguous() : tensor;
 }
 
 at::Tensor empty(const TensorLayout& layout, const at::Tensor& like) {

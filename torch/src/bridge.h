@@ -12,6 +12,7 @@ namespace coterie::torch_api {
 
 DType dtype_of(at::ScalarType type);  // bool is u8; throws Error on types the core lacks
 at::ScalarType scalar_type_of(DType dtype);
+at::ScalarType accumulator_of(const at::Tensor& x);  // the type the core accumulates in
 
 // A view of the tensor's memory; absent if the tensor is undefined. The tensor must outlive the
 // view. Throws for tensors whose values are not in memory (negated views, lazy zeros).
@@ -21,6 +22,8 @@ TensorView view(const at::Tensor& tensor);
 at::Tensor with_own_values(const at::Tensor& tensor);
 // The same, with a contiguous last dimension.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
+// The same, contiguous and of type `type`.
+at::Tensor with_type(const at::Tensor& tensor, at::ScalarType type);
 
 // Uninitialised memory on the device of `like`.
 at::Tensor empty(const TensorLayout& layout, const at::Tensor& like);

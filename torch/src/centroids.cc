@@ -21,14 +21,6 @@ namespace {
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
 
-at::Tensor as_int32(const at::Tensor& lengths) {
-  return lengths.defined() ? with_own_values(lengths).to(at::kInt).contiguous() : lengths;
-}
-
-at::ScalarType accumulator_of(const at::Tensor& x) {
-  return scalar_type_of(accumulator_dtype(dtype_of(x.scalar_type())));
-}
-
 // Rows of x as the core wants them; their device is current.
 struct Tokens {
   at::Tensor x, lengths;
@@ -36,17 +28,12 @@ struct Tokens {
 
   Tokens(const at::Tensor& tokens, const at::Tensor& token_lengths)
       : x(with_contiguous_rows(tokens.detach())),
-        lengths(as_int32(token_lengths)),
+        lengths(with_type(token_lengths, at::kInt)),
         guard(x.device()) {}
 
   Sequences sequences() const { return {view(lengths), {}}; }
   Scratch scratch(std::int64_t bytes) const { return {bytes, x}; }
 };
-
-// Centroids as constants of the type that the core computes in for rows like x.
-at::Tensor widened(const at::Tensor& centroids, const at::Tensor& x) {
-  return centroids.detach().to(accumulator_of(x)).contiguous();
-}
 
 struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& centroids,
@@ -106,7 +93,7 @@ void initialise_centroids(const CentroidState& state, const at::Tensor& x,
 at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
                              const at::Tensor& lengths) {
   const Tokens tokens(x, lengths);
-  const at::Tensor wide = widened(centroids, x);
+  const at::Tensor wide = with_type(centroids.detach(), accumulator_of(x));
   const at::Tensor labels = at::empty(x.sizes().slice(0, 3), x.options().dtype(at::kInt));
   const std::int64_t bytes =
       routing_labels_workspace_bytes(view(tokens.x), tokens.sequences(), view(wide));
@@ -118,8 +105,8 @@ at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,
 at::Tensor commitment_loss(const at::Tensor& x, const at::Tensor& centroids,
                            const at::Tensor& labels, const at::Tensor& lengths) {
   const auto optional = lengths.defined() ? std::optional(lengths) : std::nullopt;
-  return CommitmentFunction::apply(with_contiguous_rows(x), widened(centroids, x), labels,
-                                   optional);
+  const at::Tensor wide = with_type(centroids.detach(), accumulator_of(x));
+  return CommitmentFunction::apply(with_contiguous_rows(x), wide, labels, optional);
 }
 
 void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Tensor& lengths,

@@ -33,52 +33,67 @@ at::Tensor with_capacity(const at::Tensor& rows, std::int64_t capacity, std::int
   return larger;
 }
 
-// Drops rows before `needed` when there is no room, and doubles it when that does not help.
-void make_room(RowCache& cache, std::int64_t needed) {
-  const std::int64_t capacity = cache.k.size(2);
-  if (cache.count < capacity) {
-    make_own(cache.k);
-    make_own(cache.v);
-    return;
-  }
+// Keeps the rows from position `needed` on, in memory for `capacity` rows.
+void move_rows(RowCache& cache, std::int64_t needed, std::int64_t capacity) {
   const std::int64_t dropped = needed - cache.first, kept = cache.count - dropped;
-  const std::int64_t larger = std::max(capacity, 2 * kept + 1);
-  cache.k = with_capacity(cache.k, larger, dropped, kept);
-  cache.v = with_capacity(cache.v, larger, dropped, kept);
+  cache.k = with_capacity(cache.k, capacity, dropped, kept);
+  cache.v = with_capacity(cache.v, capacity, dropped, kept);
   cache.first = needed;
   cache.count = kept;
 }
 
+// Drops rows before `needed` when there is no room, and more than doubles it when that does not
+// help.
 void append(RowCache& cache, const HeadRows& rows, std::int64_t needed) {
   constexpr std::int64_t kFirstCapacity = 16;
+  const std::int64_t N = rows.v.size(2);
   if (!cache.k.defined()) {
-    cache.k = with_capacity(rows.k, kFirstCapacity, 0, 0);
-    cache.v = with_capacity(rows.v, kFirstCapacity, 0, 0);
+    cache.k = with_capacity(rows.k, std::max(kFirstCapacity, N), 0, 0);
+    cache.v = with_capacity(rows.v, std::max(kFirstCapacity, N), 0, 0);
   }
-  make_room(cache, std::min(needed, cache.first + cache.count));
-  cache.k.narrow(2, cache.count, 1).copy_(rows.k);
-  cache.v.narrow(2, cache.count, 1).copy_(rows.v);
-  ++cache.count;
+  if (cache.count + N <= cache.k.size(2)) {
+    make_own(cache.k);
+    make_own(cache.v);
+  } else {
+    const std::int64_t kept = cache.first + cache.count - needed;
+    move_rows(cache, needed, std::max(cache.k.size(2), 2 * kept + N));
+  }
+  cache.k.narrow(2, cache.count, N).copy_(rows.k);
+  cache.v.narrow(2, cache.count, N).copy_(rows.v);
+  cache.count += N;
 }
 
+// Frees memory if most of the rows are before `needed`, as after many positions at once.
+void shrink(RowCache& cache, std::int64_t needed) {
+  const std::int64_t kept = cache.first + cache.count - needed;
+  if (cache.k.size(2) > 4 * kept + 64) move_rows(cache, needed, 2 * kept + 1);
+}
+
+// One query needs no mask: it attends to all of the rows that its pattern selects. Several are the
+// last queries of the mechanism over the rows that any of them sees.
 at::Tensor decode_rows(const DecodingStep& step, RowCache& cache) {
+  const std::int64_t N = step.rows.v.size(2);
   const KeyPattern pattern = key_pattern(step.mechanism, step.position);
-  append(cache, step.rows, first_needed(pattern));
+  const std::int64_t needed = first_needed(pattern);
+  append(cache, step.rows, needed);
+  const bool one = N == 1;
+  const std::int64_t first = one ? pattern.first : needed;
   const auto seen = [&](const at::Tensor& rows) {
-    return rows.slice(2, pattern.first - cache.first, cache.count, pattern.stride);
+    return rows.slice(2, first - cache.first, cache.count, one ? pattern.stride : 1);
   };
   const bool selects = std::holds_alternative<OracleTopParams>(step.mechanism);
-  return attention(step.rows.q, seen(cache.k), seen(cache.v),
-                   selects ? step.mechanism : Mechanism(FullParams{}),
-                   {.scale = step.options.scale});
+  const at::Tensor out = attention(step.rows.q, seen(cache.k), seen(cache.v),
+                                   one && !selects ? Mechanism(FullParams{}) : step.mechanism,
+                                   {.scale = step.options.scale, .causal = !one});
+  if (!one) shrink(cache, first_needed(key_pattern(step.mechanism, step.position + N)));
+  return out;
 }
 
 at::Tensor decode_rings(const DecodingStep& step, RingCache& cache) {
   const auto& params = std::get<RoutingParams>(step.mechanism);
   const at::Tensor q = with_contiguous_rows(step.rows.q), k = with_contiguous_rows(step.rows.k),
                    v = with_contiguous_rows(step.rows.v);
-  const at::ScalarType wide = scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())));
-  const auto widened = [&](const at::Tensor& tensor) { return tensor.to(wide).contiguous(); };
+  const at::ScalarType wide = accumulator_of(q);
   if (!cache.k.defined()) {
     const auto zeros = [&](std::int64_t slots, at::IntArrayRef width, at::ScalarType type) {
       std::vector<std::int64_t> sizes = {q.size(0), (k.defined() ? k : q).size(1), slots};
@@ -90,8 +105,8 @@ at::Tensor decode_rings(const DecodingStep& step, RingCache& cache) {
     cache.counts = zeros(params.clusters, {}, at::kLong);
   }
   for (at::Tensor* tensor : {&cache.k, &cache.v, &cache.counts}) make_own(*tensor);
-  const at::Tensor centroids = widened(step.options.centroids);
-  const at::Tensor logit_scale = widened(step.options.logit_scale);
+  const at::Tensor centroids = with_type(step.options.centroids, wide);
+  const at::Tensor logit_scale = with_type(step.options.logit_scale, wide);
   AttentionInputs inputs;
   inputs.q = view(q);
   inputs.k = view(k);

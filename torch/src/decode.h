@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Attention one position at a time, for mechanisms in which a position depends on earlier ones
-// only. Positional patterns keep rows that later positions may still see; strict routing keeps, for
-// each cluster, a ring of its latest keys, so that its memory does not grow with the sequence.
+// Attention of positions that follow those in a cache, for mechanisms in which a position depends
+// on earlier ones only. Positional patterns keep rows that later positions may still see; strict
+// routing keeps, for each cluster, a ring of its latest keys, so that its memory does not grow with
+// the sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,11 +42,11 @@ GroupCache make_group_cache(const Mechanism& mechanism, bool causal);
 
 struct DecodingStep {
   Mechanism mechanism;  // resolved
-  HeadRows rows;        // (B, h, 1, D)
+  HeadRows rows;        // (B, h, N, D)
   AttentionOptions options;
-  std::int64_t position = 0;
+  std::int64_t position = 0;  // of the first row
 };
-// The output (B, h, 1, D) of the position, whose keys and values join the cache.
+// The output (B, h, N, D) of the positions, whose keys and values join the cache.
 at::Tensor decode(const DecodingStep& step, GroupCache& cache);
 
 }  // namespace coterie::torch_api

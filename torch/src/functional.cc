@@ -4,6 +4,7 @@
 #include "coterie/torch/functional.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -14,7 +15,9 @@
 #include "bridge.h"
 #include "coterie/attention.h"
 #include "coterie/error.h"
+#include "coterie/input_list.h"
 #include "coterie/layer.h"
+#include "coterie/quality.h"
 
 namespace coterie::torch_api {
 namespace {
@@ -22,24 +25,6 @@ namespace {
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
 using Optional = std::optional<at::Tensor>;  // autograd accepts no undefined tensors
-
-// Indices into the lists of input tensors. Those below kDifferentiable are also the indices of the
-// autograd function's arguments and gradients.
-enum Place : std::size_t {
-  kQ,
-  kK,
-  kV,
-  kCentroids,
-  kGate,
-  kLogitScale,
-  kDifferentiable,
-  kQLengths = kDifferentiable,
-  kKLengths,
-  kCuSeqlensQ,
-  kCuSeqlensK,
-  kMask,
-  kInputs
-};
 
 // A call without the tensors that gradients flow to. A CustomClassHolder: autograd stores it.
 struct Call : ::torch::CustomClassHolder {
@@ -51,17 +36,11 @@ struct Call : ::torch::CustomClassHolder {
 };
 using CallPointer = c10::intrusive_ptr<Call>;
 
+constexpr auto kView = [](const at::Tensor& tensor) { return view(tensor); };
+
+// The tensors are in the order of coterie/input_list.h.
 AttentionInputs make_inputs(const Call& call, const variable_list& tensors) {
-  AttentionInputs inputs;
-  inputs.q = view(tensors[kQ]);
-  inputs.k = view(tensors[kK]);
-  inputs.v = view(tensors[kV]);
-  inputs.q_sequences = {view(tensors[kQLengths]), view(tensors[kCuSeqlensQ])};
-  inputs.k_sequences = {view(tensors[kKLengths]), view(tensors[kCuSeqlensK])};
-  inputs.mask = view(tensors[kMask]);
-  inputs.centroids = view(tensors[kCentroids]);
-  inputs.gate = view(tensors[kGate]);
-  inputs.logit_scale = view(tensors[kLogitScale]);
+  AttentionInputs inputs = listed_inputs(tensors, kView);
   inputs.scale = call.scale;
   inputs.causal = call.causal;
   inputs.seed = call.seed;
@@ -79,12 +58,7 @@ struct Gradients {
       if (!inputs[place].defined()) continue;
       if (ctx.needs_input_grad(edge++)) tensors[place] = empty_like(inputs[place]);
     }
-    views.dq = view(tensors[kQ]);
-    views.dk = view(tensors[kK]);
-    views.dv = view(tensors[kV]);
-    views.dcentroids = view(tensors[kCentroids]);
-    views.dgate = view(tensors[kGate]);
-    views.dlogit_scale = view(tensors[kLogitScale]);
+    views = listed_gradients(tensors, kView);
   }
 
  private:
@@ -102,6 +76,21 @@ AttentionResult make_result(const at::Tensor& out, const at::Tensor* saved, std:
   return result;
 }
 
+// The output, then the saved tensors.
+variable_list forward_outputs(const Call& call, const variable_list& tensors) {
+  const at::Tensor& q = tensors[kQ];
+  const c10::DeviceGuard guard(q.device());
+  const AttentionInputs inputs = make_inputs(call, tensors);
+  const SavedLayout layout = attention_saved(call.mechanism, inputs);
+  variable_list outputs = {empty_rows(q, tensors[kV].size(3))};
+  for (const TensorLayout& saved : layout.tensors) outputs.push_back(empty(saved, q));
+  const Scratch scratch(attention_workspace_bytes(call.mechanism, inputs), q);
+  attention_forward(call.mechanism, inputs,
+                    make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
+                    scratch.workspace());
+  return outputs;
+}
+
 struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
   // Returns out, then the saved tensors.
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const Optional& k,
@@ -113,16 +102,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
     }
     tensors.insert(tensors.end(), call->constants.begin(), call->constants.end());
     call->constants.clear();
-    const c10::DeviceGuard guard(q.device());
-    const AttentionInputs inputs = make_inputs(*call, tensors);
-    const SavedLayout layout = attention_saved(call->mechanism, inputs);
-    variable_list outputs = {empty_rows(q, v.size(3))};
-    for (const TensorLayout& saved : layout.tensors) outputs.push_back(empty(saved, q));
-    const Scratch scratch(attention_workspace_bytes(call->mechanism, inputs), q);
-    attention_forward(call->mechanism, inputs,
-                      make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
-                      scratch.workspace());
-
+    const variable_list outputs = forward_outputs(*call, tensors);
     ctx->mark_non_differentiable(variable_list(outputs.begin() + 1, outputs.end()));
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
     ctx->save_for_backward(std::move(tensors));
@@ -181,12 +161,11 @@ void check(const Mechanism& mechanism, const variable_list& tensors) {
 }
 
 at::Tensor as_int32(const Mechanism& mechanism, const at::Tensor& lengths) {
-  if (!lengths.defined()) return lengths;
-  if (!at::isIntegralType(lengths.scalar_type(), false)) {
+  if (lengths.defined() && !at::isIntegralType(lengths.scalar_type(), false)) {
     refuse(mechanism, std::string("expected integer lengths and cu_seqlens; got ") +
                           at::toString(lengths.scalar_type()));
   }
-  return with_own_values(lengths).to(at::kInt).contiguous();
+  return with_type(lengths, at::kInt);
 }
 
 // Broadcasts without a copy. If q or v has another rank, the core reports it.
@@ -199,25 +178,19 @@ at::Tensor as_mask(const Mechanism& mechanism, const at::Tensor& mask, const at:
   return mask.expand({q.size(0), q.size(1), q.size(2), v.size(2)});
 }
 
-// Small inputs in the type the core accumulates in.
-at::Tensor as_state(const at::Tensor& tensor, const at::Tensor& q) {
-  if (!tensor.defined()) return tensor;
-  const at::ScalarType accumulator = scalar_type_of(accumulator_dtype(dtype_of(q.scalar_type())));
-  return with_own_values(tensor).to(accumulator).contiguous();
-}
-
 // The tensors of a call in the form the core requires, by differentiable operations.
 variable_list prepare(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const Mechanism& mechanism, const AttentionOptions& options) {
   check(mechanism,
         {q, k, v, options.centroids, options.gate, options.logit_scale, options.q_lengths,
          options.k_lengths, options.cu_seqlens_q, options.cu_seqlens_k, options.mask});
+  const at::ScalarType wide = accumulator_of(q);
   return {with_contiguous_rows(q),
           keys_are_queries(mechanism) ? at::Tensor() : with_contiguous_rows(k),
           with_contiguous_rows(v),
-          as_state(options.centroids, q),
-          as_state(options.gate, q),
-          as_state(options.logit_scale, q),
+          with_type(options.centroids, wide),
+          with_type(options.gate, wide),
+          with_type(options.logit_scale, wide),
           as_int32(mechanism, options.q_lengths),
           as_int32(mechanism, options.k_lengths),
           as_int32(mechanism, options.cu_seqlens_q),
@@ -236,8 +209,9 @@ CallPointer make_call(const Mechanism& mechanism, const AttentionOptions& option
 
 // The output, then the saved tensors.
 variable_list run(const CallPointer& call, const variable_list& tensors) {
+  if (!at::GradMode::is_enabled()) return forward_outputs(*call, tensors);  // cheaper
   call->constants.assign(tensors.begin() + kDifferentiable, tensors.end());
-  const auto optional = [&](Place place) {
+  const auto optional = [&](InputPlace place) {
     return tensors[place].defined() ? Optional(tensors[place]) : std::nullopt;
   };
   return AttentionFunction::apply(tensors[kQ], optional(kK), tensors[kV], optional(kCentroids),
@@ -303,6 +277,14 @@ AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, con
     details.saved.push_back({layout.tensors[i].name, outputs[i + 1]});
   }
   return details;
+}
+
+at::Tensor full_attention_weights(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const Mechanism& mechanism, const AttentionOptions& options) {
+  const variable_list tensors = prepare(q, k, v, mechanism, options);
+  const std::vector<double> weights = coterie::full_attention_weights(
+      mechanism, make_inputs(*make_call(mechanism, options), tensors));
+  return at::tensor(weights).view({q.size(0), q.size(1), q.size(2), v.size(2)});
 }
 
 const at::Tensor& AttentionDetails::get(const std::string& name) const {

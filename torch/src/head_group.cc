@@ -76,8 +76,9 @@ struct PaddedRows {
 HeadGroupImpl::HeadGroupImpl(const HeadGroupOptions& options)
     : options_(options),
       mechanism_(resolve(options.spec.mechanism, options.causal)),
-      positions_(
-          settled(options.spec, options.spec.rotary() ? Positions::rotary : Positions::none)) {
+      trained_positions_(
+          settled(options.spec, options.spec.rotary() ? Positions::rotary : Positions::none)),
+      positions_(trained_positions_) {
   check_positions(options_, mechanism_, positions_);
   if (const auto* routing = std::get_if<RoutingParams>(&mechanism_)) add_centroids(*routing);
   if (const auto* cast = std::get_if<CastParams>(&mechanism_)) add_surrogates(*cast);
@@ -118,7 +119,7 @@ void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
                           (keys_are_queries(mechanism_) ? "the queries" : "separate") +
                           "; got one of the other kind");
   }
-  const Positions positions = settled(spec, positions_);
+  const Positions positions = settled(spec, trained_positions_);
   check_positions(options_, mechanism, positions);
   if (positions == Positions::relative && !relative_.weight.defined()) {
     refuse(mechanism, "expected a group trained with positions=relative; got one without");
@@ -134,7 +135,7 @@ void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
 void HeadGroupImpl::set_spec(const HeadGroup& spec) {
   check_spec(spec);
   mechanism_ = resolve(spec.mechanism, options_.causal);
-  positions_ = settled(spec, positions_);
+  positions_ = settled(spec, trained_positions_);
 }
 
 HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
@@ -179,7 +180,7 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
     return commitment_loss(x, options.centroids, labels, options.q_lengths);
   };
   const at::Tensor of_queries = loss(q, "q_labels");
-  const at::Tensor of_keys = routing->share_qk ? of_queries : loss(k, "k_labels");
+  const at::Tensor of_keys = routing->shared() ? of_queries : loss(k, "k_labels");
   return {details.out, (of_queries + of_keys) * routing->commitment};
 }
 

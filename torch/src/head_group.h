@@ -60,6 +60,7 @@ class HeadGroupImpl : public ::torch::nn::Module {
 
   HeadGroupOptions options_;
   Mechanism mechanism_;
+  Positions trained_positions_ = Positions::none;  // those of specs that name none
   Positions positions_ = Positions::none;
   CentroidState state_;                // routing
   at::Tensor logit_scale_;             // routing: (h)

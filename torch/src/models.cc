@@ -104,11 +104,18 @@ DecoderCache LanguageModelImpl::make_cache(std::int64_t batch) const {
   return transformer_->make_cache(batch);
 }
 
+at::Tensor LanguageModelImpl::prefill(const at::Tensor& tokens_BN, DecoderCache& cache) {
+  check_rank("language_model", "(B, N)", tokens_BN, 2);
+  const std::int64_t N = tokens_BN.size(1);
+  if (N == 0) throw Error("[language_model] expected at least one token; got none");
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = transformer_->prefill(input_.embed(tokens_BN, cache.position), cache);
+  return logits(x.select(1, N - 1));
+}
+
 at::Tensor LanguageModelImpl::step(const at::Tensor& tokens_B, DecoderCache& cache) {
   check_rank("language_model", "(B)", tokens_B, 1);
-  const at::NoGradGuard no_grad;
-  const at::Tensor x = input_.embed(tokens_B.unsqueeze(1), cache.position).squeeze(1);
-  return logits(transformer_->step(x, cache));
+  return prefill(tokens_B.unsqueeze(1), cache);
 }
 
 SequenceClassifierImpl::SequenceClassifierImpl(SequenceClassifierOptions options) {

@@ -17,16 +17,20 @@ namespace {
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
 
+at::Tensor rotate(const at::Tensor& x, const Rotation& rotation) {
+  const c10::DeviceGuard guard(x.device());
+  const at::Tensor rows = with_contiguous_rows(x), out = empty_rows(rows, x.size(3));
+  rotate_rows(view(rows), rotation, view(out), Scratch(0, x).workspace());
+  return out;
+}
+
 struct RotateFunction : ::torch::autograd::Function<RotateFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, std::int64_t first,
                             double base, bool inverse) {
     ctx->saved_data["first"] = first;
     ctx->saved_data["base"] = base;
     ctx->saved_data["inverse"] = inverse;
-    const c10::DeviceGuard guard(x.device());
-    const at::Tensor rows = with_contiguous_rows(x), out = empty_rows(rows, x.size(3));
-    rotate_rows(view(rows), {first, base, inverse}, view(out), Scratch(0, x).workspace());
-    return out;
+    return rotate(x, {first, base, inverse});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
@@ -41,6 +45,7 @@ struct RotateFunction : ::torch::autograd::Function<RotateFunction> {
 }  // namespace
 
 at::Tensor rotated(const at::Tensor& x_BHND, const PositionOptions& options) {
+  if (!at::GradMode::is_enabled()) return rotate(x_BHND, {options.first, options.base, false});
   return RotateFunction::apply(x_BHND, options.first, options.base, false);
 }
 

@@ -10,6 +10,7 @@
 #include "coterie/error.h"
 #include "decode.h"
 #include "head_group.h"
+#include "layer_norm.h"
 #include "recompute.h"
 
 namespace coterie::torch_api {
@@ -20,12 +21,12 @@ class BlockImpl : public ::torch::nn::Module {
   BlockImpl(const TransformerOptions& options, std::int64_t layer);
 
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context) {
-    const PassOutput attended = attention->forward(attention_norm_(x_BNE), context);
+    const PassOutput attended = attention->forward(layer_norm(attention_norm_, x_BNE), context);
     const at::Tensor x = x_BNE + drop(attended.out);
     return {x + drop(feed(x)), attended.commitment};
   }
-  at::Tensor step(const at::Tensor& x_BE, LayerCache& cache) {
-    const at::Tensor x = x_BE + attention->step(attention_norm_(x_BE), cache);
+  at::Tensor prefill(const at::Tensor& x_BNE, LayerCache& cache) {
+    const at::Tensor x = x_BNE + attention->prefill(layer_norm(attention_norm_, x_BNE), cache);
     return x + feed(x);
   }
 
@@ -33,7 +34,9 @@ class BlockImpl : public ::torch::nn::Module {
 
  private:
   at::Tensor drop(const at::Tensor& x) const { return at::dropout(x, dropout_, is_training()); }
-  at::Tensor feed(const at::Tensor& x) { return ffn_out_(at::gelu(ffn_in_(ffn_norm_(x)))); }
+  at::Tensor feed(const at::Tensor& x) {
+    return ffn_out_(at::gelu(ffn_in_(layer_norm(ffn_norm_, x))));
+  }
 
   double dropout_;
   ::torch::nn::LayerNorm attention_norm_{nullptr}, ffn_norm_{nullptr};
@@ -136,6 +139,15 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
   PassContext own = context;
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
     own.layer = static_cast<std::int64_t>(layer);
+    if (context.before_layer) {
+      context.before_layer();
+      if (output.out.requires_grad()) {
+        output.out.register_hook([call = context.before_layer](at::Tensor gradient) {
+          call();
+          return gradient;
+        });
+      }
+    }
     const bool random = is_training() && options_.dropout > 0;
     const PassOutput next = options_.recompute && at::GradMode::is_enabled()
                                 ? run_recomputed(blocks_[layer], output.out, own, random)
@@ -143,15 +155,19 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
     output.out = next.out;
     output.commitment = layer == 0 ? next.commitment : output.commitment + next.commitment;
   }
-  output.out = norm_(output.out);
+  output.out = layer_norm(norm_, output.out);
   return output;
 }
 
-void TransformerImpl::set_attention(const std::vector<AttentionSpec>& specs) {
+void TransformerImpl::check_attention(const std::vector<AttentionSpec>& specs) const {
   check_specs(specs, options_.layers);
   for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
     blocks_[static_cast<std::size_t>(layer)]->attention->check_spec(spec_of(specs, layer));
   }
+}
+
+void TransformerImpl::set_attention(const std::vector<AttentionSpec>& specs) {
+  check_attention(specs);
   for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
     blocks_[static_cast<std::size_t>(layer)]->attention->set_spec(spec_of(specs, layer));
   }
@@ -217,18 +233,18 @@ DecoderCache TransformerImpl::make_cache(std::int64_t batch) const {
   return cache;
 }
 
-at::Tensor TransformerImpl::step(const at::Tensor& x_BE, DecoderCache& cache) {
+at::Tensor TransformerImpl::prefill(const at::Tensor& x_BNE, DecoderCache& cache) {
   if (cache.layers.size() != blocks_.size()) {
     throw Error("[transformer] expected a cache of " + std::to_string(blocks_.size()) +
                 " layers; got one of " + std::to_string(cache.layers.size()));
   }
   const at::NoGradGuard no_grad;
-  at::Tensor x = x_BE;
+  at::Tensor x = x_BNE;
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
-    x = blocks_[layer]->step(x, *cache.layers[layer]);
+    x = blocks_[layer]->prefill(x, *cache.layers[layer]);
   }
-  ++cache.position;
-  return norm_(x);
+  cache.position += x.size(1);
+  return layer_norm(norm_, x);
 }
 
 }  // namespace coterie::torch_api

@@ -40,6 +40,7 @@ class CopyTask final : public RowTask {
   std::int64_t vocabulary() const override { return symbols_ + 2; }
   bool causal() const override { return false; }
   bool needs_positions() const override { return true; }
+  double embedding_std() const override { return 0.5; }
   Metric metric() const override { return Metric::accuracy; }
   std::vector<Baseline> baselines() const override {
     return {{"a guess", 1.0 / static_cast<double>(symbols_)}};
@@ -71,7 +72,7 @@ class CopyTask final : public RowTask {
 
 }  // namespace
 
-std::unique_ptr<Task> make_copy_task(const Config& config) {
+std::unique_ptr<Task> make_copy_task(const Config& config, const TaskFiles* /*stored*/) {
   return std::make_unique<CopyTask>(config);
 }
 

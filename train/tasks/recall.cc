@@ -53,6 +53,7 @@ class RecallTask final : public RowTask {
   std::int64_t vocabulary() const override { return query(config_.keys); }
   bool causal() const override { return config_.causal; }
   bool needs_positions() const override { return false; }
+  double embedding_std() const override { return 0.05; }
   Metric metric() const override { return Metric::accuracy; }
   std::vector<Baseline> baselines() const override {
     return {{"a guess", 1.0 / static_cast<double>(config_.values)}};
@@ -126,7 +127,7 @@ class RecallTask final : public RowTask {
 
 }  // namespace
 
-std::unique_ptr<Task> make_recall_task(const Config& config) {
+std::unique_ptr<Task> make_recall_task(const Config& config, const TaskFiles* /*stored*/) {
   return std::make_unique<RecallTask>(config);
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// All tasks; make_task in train/task.cc has their names. Each throws Error on an invalid config.
+// All tasks; make_task in train/task.cc has their names. Each throws Error on an invalid
+// config. `stored`: as in make_task; null for a new run.
 #pragma once
 
 #include <memory>
@@ -8,9 +9,10 @@
 
 namespace coterie::train {
 
-std::unique_ptr<Task> make_copy_task(const Config& config);
-std::unique_ptr<Task> make_recall_task(const Config& config);
-std::unique_ptr<Task> make_bytes_task(const Config& config);
-std::unique_ptr<Task> make_words_task(const Config& config);
+std::unique_ptr<Task> make_copy_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_recall_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_bytes_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_tokens_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_words_task(const Config& config, const TaskFiles* stored);
 
 }  // namespace coterie::train

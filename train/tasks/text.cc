@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "coterie/error.h"
+#include "formats/checksum.h"
 #include "train/corpus.h"
 
 namespace coterie::train {
@@ -77,15 +78,34 @@ TextParts read_text(const Config& config, CutAt cut) {
   return cut_by_shares(std::move(text), config.text, cut);
 }
 
+DataFacts facts_of(const TextParts& parts) {
+  std::string sums;
+  std::size_t bytes = 0;
+  for (const std::string* part : {&parts.train, &parts.valid, &parts.test}) {
+    sums += text_checksum(*part);
+    bytes += part->size();
+  }
+  return {text_checksum(sums), static_cast<std::int64_t>(bytes)};
+}
+
+std::vector<std::int64_t> EncodedText::counts(Split split, std::int64_t vocabulary) const {
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(vocabulary));
+  for (const std::int32_t token : (*this)[split]) ++counts[static_cast<std::size_t>(token)];
+  return counts;
+}
+
 void TextTask::check_parts() const {
   if (size(Split::train) <= length()) {
     throw Error(
-        fmt::format("[text] expected more than {} training tokens (the sequence length); got {}",
+        fmt::format("[text] expected more than {} training tokens (the sequence length); got {}: "
+                    "shorten --length or use more text",
                     length(), size(Split::train)));
   }
-  if (size(Split::valid) < 2) {
+  if (size(Split::valid) <= length()) {
     throw Error(
-        fmt::format("[text] expected at least 2 validation tokens; got {}", size(Split::valid)));
+        fmt::format("[text] expected more than {} validation tokens (the sequence length); got {}: "
+                    "shorten --length, raise --text.valid or use more text",
+                    length(), size(Split::valid)));
   }
 }
 
@@ -106,6 +126,7 @@ void TextTask::fill(Row& row) const {
     const auto place = static_cast<std::size_t>(i);
     row.tokens[place] = token(row.split, begin + i);
     row.targets[place] = token(row.split, begin + i + 1);
+    if (!row.strata.empty()) row.strata[place] = stratum(row.targets[place]);
   }
 }
 

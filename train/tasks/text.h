@@ -4,7 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "train/tasks/row_task.h"
@@ -24,6 +28,39 @@ enum class CutAt : std::uint8_t { byte, line };
 // split by the fractions in config.text. CutAt::line moves each cut to the next line.
 TextParts read_text(const Config& config, CutAt cut);
 
+DataFacts facts_of(const TextParts& parts);
+
+// A text as the ids of its tokens.
+struct EncodedText {
+  std::vector<std::int32_t> tokens[3];  // by Split
+  DataFacts facts;
+
+  const std::vector<std::int32_t>& operator[](Split split) const {
+    return tokens[static_cast<std::size_t>(split)];
+  }
+  // How often each token occurs.
+  std::vector<std::int64_t> counts(Split split, std::int64_t vocabulary) const;
+};
+
+// A value that is made when it is first needed.
+template <class T>
+class Lazy {
+ public:
+  explicit Lazy(std::function<T()> make) : make_(std::move(make)) {}
+  const T& get() const {
+    std::call_once(made_, [this] {
+      value_.emplace(make_());
+      make_ = nullptr;  // frees what it holds
+    });
+    return *value_;
+  }
+
+ private:
+  mutable std::function<T()> make_;
+  mutable std::once_flag made_;
+  mutable std::optional<T> value_;
+};
+
 // Rows of train start anywhere; those of valid and test are consecutive and cover the part.
 class TextTask : public RowTask {
  public:
@@ -33,13 +70,14 @@ class TextTask : public RowTask {
  protected:
   using RowTask::RowTask;
 
-  // Throws if train is too short for a row or valid for one target.
+  // Throws if train or valid is too short for a row.
   void check_parts() const;
   std::int64_t held_out_rows(Split split) const override;
   void fill(Row& row) const override;
 
   virtual std::int64_t size(Split split) const = 0;  // tokens of a part
   virtual std::int64_t token(Split split, std::int64_t index) const = 0;
+  virtual std::int64_t stratum(std::int64_t /*token*/) const { return 0; }  // of a target
 
  private:
   std::int64_t random_begin(const Row& row) const;

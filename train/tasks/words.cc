@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <sstream>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -30,10 +32,12 @@ void split_words(std::string_view text, const Use& use) {
   }
 }
 
+constexpr const char* kVocabularyFile = "vocabulary.txt";  // one word per line
+
 class Vocabulary {
  public:
   // The `limit` most frequent words of `text`, including <unk> and <eos>; 0: all.
-  Vocabulary(std::string_view text, std::int64_t limit) {
+  static std::vector<std::string> most_frequent(std::string_view text, std::int64_t limit) {
     std::unordered_map<std::string_view, std::int64_t> counts;
     split_words(text, [&](std::string_view word) { ++counts[word]; });
     counts.erase(kUnknown);
@@ -44,8 +48,30 @@ class Vocabulary {
     });
     if (limit != 0)
       words.resize(std::min(words.size(), static_cast<std::size_t>(limit - kReserved)));
-    words_ = {std::string(kUnknown), std::string(kEndOfLine)};
-    for (const auto& [word, count] : words) words_.emplace_back(word);
+    std::vector<std::string> kept = {std::string(kUnknown), std::string(kEndOfLine)};
+    for (const auto& [word, count] : words) kept.emplace_back(word);
+    return kept;
+  }
+
+  static std::vector<std::string> read(const TaskFiles& files) {
+    const auto file = files.find(kVocabularyFile);
+    std::vector<std::string> words;
+    if (file != files.end()) {
+      std::istringstream lines(file->second);
+      for (std::string line; std::getline(lines, line);) words.push_back(line);
+    }
+    if (words.size() < kReserved || words[kUnknownId] != kUnknown ||
+        words[kEndOfLineId] != kEndOfLine) {
+      throw Error(
+          fmt::format("[words] expected the checkpoint's {} to begin with {} and {}; got "
+                      "{} (train again with this version)",
+                      kVocabularyFile, kUnknown, kEndOfLine,
+                      file == files.end() ? "no such file" : "other words"));
+    }
+    return words;
+  }
+
+  explicit Vocabulary(std::vector<std::string> words) : words_(std::move(words)) {
     for (std::size_t id = 0; id < words_.size(); ++id) {
       ids_.emplace(words_[id], static_cast<std::int32_t>(id));
     }
@@ -65,17 +91,29 @@ class Vocabulary {
   std::unordered_map<std::string_view, std::int32_t> ids_;
 };
 
+EncodedText encoded(const TextParts& parts, const Vocabulary& vocabulary) {
+  EncodedText text;
+  text.facts = facts_of(parts);
+  for (const Split split : {Split::train, Split::valid, Split::test}) {
+    split_words(parts[split], [&](std::string_view word) {
+      text.tokens[static_cast<std::size_t>(split)].push_back(vocabulary.id(word));
+    });
+  }
+  return text;
+}
+
 class WordsTask final : public TextTask {
  public:
-  WordsTask(const Config& config, const TextParts& text)
-      : TextTask(config.seed, config.length), vocabulary_(text.train, config.text.vocabulary) {
-    for (const Split split : {Split::train, Split::valid, Split::test}) {
-      split_words(text[split], [&](std::string_view word) {
-        tokens_[index(split)].push_back(vocabulary_.id(word));
-      });
-    }
-    check_parts();
-  }
+  WordsTask(const Config& config, std::vector<std::string> words,
+            std::function<TextParts()> read_parts)
+      : TextTask(config.seed, config.length),
+        vocabulary_(std::move(words)),
+        text_([this, read_parts = std::move(read_parts)] {
+          return encoded(read_parts(), vocabulary_);
+        }) {}
+
+  // Reads the text, which must be long enough.
+  void load() const { check_parts(); }
 
   std::string name() const override { return "words"; }
   std::int64_t vocabulary() const override {
@@ -85,6 +123,19 @@ class WordsTask final : public TextTask {
   std::vector<Baseline> baselines() const override {
     return {{"words by frequency",
              std::exp(frequency_loss(counts(Split::train), counts(Split::valid)))}};
+  }
+  std::vector<std::string> strata() const override { return {"known words", "<unk>"}; }
+  std::vector<std::string> notes() const override {
+    const std::vector<std::int64_t> found = counts(Split::valid);
+    const double share = static_cast<double>(found[kUnknownId]) /
+                         static_cast<double>(std::max<std::int64_t>(size(Split::valid), 1));
+    return {fmt::format("{:.2g} % of the validation words are <unk>", 100 * share)};
+  }
+  DataFacts data() const override { return text_.get().facts; }
+  TaskFiles files() const override {
+    std::string text;
+    for (const std::string& word : vocabulary_.words()) text += word + "\n";
+    return {{kVocabularyFile, text}};
   }
 
   // A word cut off by the end of the text counts as a whole word.
@@ -108,38 +159,43 @@ class WordsTask final : public TextTask {
 
  protected:
   std::int64_t size(Split split) const override {
-    return static_cast<std::int64_t>(tokens_[index(split)].size());
+    return static_cast<std::int64_t>(text_.get()[split].size());
   }
   std::int64_t token(Split split, std::int64_t i) const override {
-    return tokens_[index(split)][static_cast<std::size_t>(i)];
+    return text_.get()[split][static_cast<std::size_t>(i)];
   }
+  std::int64_t stratum(std::int64_t token) const override { return token == kUnknownId ? 1 : 0; }
 
  private:
-  static std::size_t index(Split split) { return static_cast<std::size_t>(split); }
-
   std::vector<std::int64_t> counts(Split split) const {
-    std::vector<std::int64_t> counts(vocabulary_.words().size());
-    for (const std::int32_t token : tokens_[index(split)])
-      ++counts[static_cast<std::size_t>(token)];
-    return counts;
+    return text_.get().counts(split, vocabulary());
   }
 
   Vocabulary vocabulary_;
-  std::vector<std::int32_t> tokens_[3];  // by Split
+  Lazy<EncodedText> text_;
 };
 
 }  // namespace
 
-std::unique_ptr<Task> make_words_task(const Config& config) {
-  if (config.data.empty()) {
+std::unique_ptr<Task> make_words_task(const Config& config, const TaskFiles* stored) {
+  const auto read = [config] {
+    if (!config.data.empty()) return read_text(config, CutAt::line);
     throw Error("[words] expected text in --data (words separated by white space); got none");
+  };
+  if (stored != nullptr) {
+    return std::make_unique<WordsTask>(config, Vocabulary::read(*stored), read);
   }
   const std::int64_t limit = config.text.vocabulary;
   if (limit != 0 && limit <= kReserved) {
     throw Error(fmt::format(
         "[words] expected a vocabulary of 3 words or more, or 0 for all; got {}", limit));
   }
-  return std::make_unique<WordsTask>(config, read_text(config, CutAt::line));
+  TextParts parts = read();
+  std::vector<std::string> words = Vocabulary::most_frequent(parts.train, limit);
+  auto task = std::make_unique<WordsTask>(config, std::move(words),
+                                          [parts = std::move(parts)] { return parts; });
+  task->load();
+  return task;
 }
 
 }  // namespace coterie::train

@@ -34,7 +34,9 @@ struct Routing : AllKeys {
                                     {"balanced", Membership::balanced},
                                     {"nearest", Membership::nearest}},
                                    "automatic: nearest if strict, otherwise top"),
-            bool_key("share_qk", field_of(&Params::share_qk), "use the queries as keys"),
+            choice_key<SharedKeys>("share_qk", field_of(&Params::share_qk),
+                                   {{"true", SharedKeys::yes}, {"false", SharedKeys::no}},
+                                   "use the queries as keys; automatic: in causal layers"),
             choice_key<Causality>("causal", field_of(&Params::causal),
                                   {{"none", Causality::none},
                                    {"paper", Causality::leaking},
@@ -55,9 +57,9 @@ struct Routing : AllKeys {
             number_key("commitment", field_of(&Params::commitment), kUnbounded,
                        "weight of the commitment loss")};
   }
-  static bool keys_are_queries(const Params& params) { return params.share_qk; }
+  static bool keys_are_queries(const Params& params) { return params.shared(); }
   static bool self_attention(const Params& params) {
-    return params.share_qk || params.causal == Causality::strict;
+    return params.shared() || params.causal == Causality::strict;
   }
   static Causality causality(const Params& params, bool causal) {
     return chosen_form(kName, params.causal, causal);
@@ -85,18 +87,19 @@ struct Routing : AllKeys {
   }
   static void settle(Params& params, Causality form) {
     settle_membership(params, form);
+    if (params.share_qk == SharedKeys::automatic) params.share_qk = SharedKeys::no;
     const bool strict = form == Causality::strict;
     COTERIE_CHECK(strict || params.queries_in == 1, kName,
                   "queries_in above 1 needs causal=strict; got queries_in=", params.queries_in);
     COTERIE_CHECK(strict || !params.include_self, kName,
                   "include_self needs causal=strict; got include_self=true");
-    COTERIE_CHECK(!params.share_qk || !params.include_self, kName,
+    COTERIE_CHECK(!params.shared() || !params.include_self, kName,
                   "include_self needs share_qk=false, because with share_qk a query's own key is "
                   "in its cluster already; got both");
     COTERIE_CHECK(params.membership == Membership::top || params.count_eps == Params{}.count_eps,
                   kName, "count_eps needs membership=top; got count_eps=", params.count_eps);
     if (params.self == SelfAttention::automatic)
-      params.self = params.share_qk ? SelfAttention::demote : SelfAttention::keep;
+      params.self = params.shared() ? SelfAttention::demote : SelfAttention::keep;
     params.causal = form;
   }
   static Decoding decoding(const Params& params) {
@@ -121,7 +124,7 @@ struct Routing : AllKeys {
   static void add_facts(const Params& params, const CallSizes<Number>& s,
                         const std::vector<Number>& slots, bool ends, SavedTensors<Number>& all) {
     all.push_back({"q_statistics", SavedKind::value, {s.B, s.H, s.N, 2}});
-    if (!params.share_qk)
+    if (!params.shared())
       all.push_back({"k_statistics", SavedKind::value, {s.B, s.key_heads, s.S, 2}});
     if (ends) all.push_back({"ends", SavedKind::count, slots});
   }
@@ -131,13 +134,13 @@ struct Routing : AllKeys {
     const std::vector<Number> slots{s.B, s.H, s.N * Number(in)}, keys{s.B, s.key_heads, s.S};
     const Number runs = params.clusters + 1;
     SavedTensors<Number> all{{"q_labels", SavedKind::selection, {s.B, s.H, s.N}}};
-    if (!params.share_qk) all.push_back({"k_labels", SavedKind::selection, keys});
+    if (!params.shared()) all.push_back({"k_labels", SavedKind::selection, keys});
     all.push_back({"q_order", SavedKind::selection, slots});
     all.push_back({"q_offsets", SavedKind::selection, {s.items, s.H, runs}});
     all.push_back({"k_order", SavedKind::selection, keys});
     all.push_back({"k_offsets", SavedKind::selection, {s.items, s.key_heads, runs}});
     all.push_back(row_values("lse", s));
-    if (s.on_gpu) add_facts(params, s, slots, !params.share_qk || in > 1, all);
+    if (s.on_gpu) add_facts(params, s, slots, !params.shared() || in > 1, all);
     return all;
   }
   // On a GPU also the slots of every token in member lists, and its weight.
@@ -152,15 +155,15 @@ struct Routing : AllKeys {
     const std::vector<Number> q_slots{s.items, s.H, clusters, width(s.N)},
         k_slots{s.items, s.key_heads, clusters, width(s.S)};
     SavedTensors<Number> all{{"q_members", SavedKind::selection, q_slots}};
-    if (!params.share_qk) all.push_back({"k_members", SavedKind::selection, k_slots});
+    if (!params.shared()) all.push_back({"k_members", SavedKind::selection, k_slots});
     all.push_back({"member_lse", SavedKind::value, q_slots});
     if (!s.on_gpu) return all;
-    add_facts(params, s, q_slots, params.causal != Causality::none && !params.share_qk, all);
+    add_facts(params, s, q_slots, params.causal != Causality::none && !params.shared(), all);
     const std::vector<Number> queries{s.B, s.H, s.N}, keys{s.B, s.key_heads, s.S};
     all.push_back({"q_first", SavedKind::count, queries});
     all.push_back({"q_count", SavedKind::count, queries});
     all.push_back({"q_slots", SavedKind::count, q_slots});
-    if (!params.share_qk) {
+    if (!params.shared()) {
       all.push_back({"k_first", SavedKind::count, keys});
       all.push_back({"k_count", SavedKind::count, keys});
       all.push_back({"k_slots", SavedKind::count, k_slots});

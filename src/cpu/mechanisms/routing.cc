@@ -10,7 +10,7 @@ namespace coterie::cpu {
 template <class T>
 RoutingRows<T>::RoutingRows(Arena& arena, const RoutingParams& params, const AttentionCall& call)
     : tiles(make_tiles<T>(arena, call.Dk, call.Dv)), q(arena, call.inputs.q) {
-  if (!params.share_qk) k.emplace(arena, call.k);
+  if (!params.shared()) k.emplace(arena, call.k);
 }
 
 template <class T>
@@ -32,7 +32,7 @@ RoutingSide key_side(const AttentionCall& normalised) {
 }
 
 RoutingSaved saved_positions(const RoutingParams& params) {
-  const std::size_t keys = params.share_qk ? 0 : 1;
+  const std::size_t keys = params.shared() ? 0 : 1;
   RoutingSaved at{};
   if (params.membership == Membership::nearest) {
     at.k_labels = keys;

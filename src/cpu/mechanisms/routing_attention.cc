@@ -133,7 +133,7 @@ void fill_weights(const RoutingParams& params, const SlotIndex& index, T* weight
 // The gradients of normalised rows that the requested gradients need.
 WantedGradients wanted_gradients(const RoutingParams& params, const AttentionGradients& gradients) {
   return {gradients.dq.present() || gradients.dlogit_scale.present(),
-          gradients.dk.present() || (params.share_qk && gradients.dq.present()),
+          gradients.dk.present() || (params.shared() && gradients.dq.present()),
           gradients.dv.present()};
 }
 

@@ -132,7 +132,7 @@ void select_runs(const RoutingParams& params, const AttentionCall& call,
   const CentroidView centroids = centroids_of(call);
   const RoutingSide queries = query_side(call), keys = key_side(call);
   assign_nearest(queries.rows, queries.spans, centroids, saved[at.q_labels], tiles);
-  if (!params.share_qk) assign_nearest(keys.rows, keys.spans, centroids, saved[at.k_labels], tiles);
+  if (!params.shared()) assign_nearest(keys.rows, keys.spans, centroids, saved[at.k_labels], tiles);
   const std::int64_t m = clusters_per_query(params);
   if (m > 1) select_clusters(call, m, buffers, tiles);
   const auto* q_labels = static_cast<const std::int32_t*>(saved[at.q_labels].data);
@@ -168,7 +168,7 @@ void routing_select(const RoutingParams& params, const AttentionCall& normalised
   const auto select_members =
       params.membership == Membership::top ? select_best<T> : select_partition<T>;
   select_members(normalised, query_side(normalised), saved[at.q_members], buffers, tiles);
-  if (!params.share_qk)
+  if (!params.shared())
     select_members(normalised, key_side(normalised), saved[at.k_members], buffers, tiles);
 }
 

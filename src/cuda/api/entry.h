@@ -68,7 +68,7 @@ void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
                               const TensorView& dx, const Workspace& workspace);
 
-// Adds a token to the rings and attends; `selection` is that of the call.
+// Attends, then adds the tokens to the rings; `selection` is that of the call.
 void routing_step(const RoutingParams& params, const AttentionCall& call,
                   const std::vector<TensorView>& selection, const RoutingRings& rings,
                   const TensorView& out, const Workspace& workspace);

@@ -198,7 +198,7 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
   args.window = static_cast<int>(min(params.window, call.N + call.S));
   args.q = queries;
   args.k = keys;
-  args.same = params.share_qk && ends.per_row == 1;
+  args.same = params.shared() && ends.per_row == 1;
   args.demote = params.self == SelfAttention::demote;
   args.include_self = params.include_self;
   args.out = ends;

@@ -43,7 +43,7 @@ struct RoutingPlan {
   RoutingPlan(const RoutingParams& params, const AttentionCall& call) {
     const bool balanced = params.membership == Membership::balanced;
     strict = params.membership == Membership::nearest;
-    shared = params.share_qk;
+    shared = params.shared();
     per_row = static_cast<int>(strict ? std::min(params.queries_in, params.clusters) : 1);
     same_runs = strict && shared && per_row == 1;
     demotes = params.self == SelfAttention::demote;

@@ -18,6 +18,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
 #include <map>
 #include <memory>
@@ -63,6 +64,8 @@ struct PassContext {
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
   std::int64_t layer = 0;  // set by the transformer
   std::vector<AttentionRecord>* records = nullptr;  // appended to if not null
+  std::function<void()> before_layer{};  // called before each layer, also in the backward pass; may
+                                         // throw to leave the pass early
 };
 
 // Outputs of a layer, a stack or a model.
@@ -102,10 +105,10 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   // Sets the centroids by spherical k-means of the records.
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 
-  // Decoding: step returns the output (B, E) of the position after those in the cache. make_cache
-  // throws for a mechanism that is not exact and causal, and names it.
+  // Decoding: prefill returns the outputs (B, N, E) of the N positions after those in the cache,
+  // which they join. make_cache throws for a mechanism that is not exact and causal, and names it.
   std::shared_ptr<LayerCache> make_cache(std::int64_t batch) const;
-  at::Tensor step(const at::Tensor& x_BE, LayerCache& cache);
+  at::Tensor prefill(const at::Tensor& x_BNE, LayerCache& cache);
 
   void pretty_print(std::ostream& stream) const override;
 

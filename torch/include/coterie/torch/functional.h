@@ -70,4 +70,9 @@ AttentionDetails attention_details(const at::Tensor& q, const at::Tensor& k, con
                                    const Mechanism& mechanism,
                                    const AttentionOptions& options = {});
 
+// The weights (B, H, N, S), f64, of full attention over the mechanism's logits (coterie/quality.h);
+// for tensors on the CPU.
+at::Tensor full_attention_weights(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const Mechanism& mechanism, const AttentionOptions& options = {});
+
 }  // namespace coterie::torch_api

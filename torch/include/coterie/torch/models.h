@@ -47,10 +47,12 @@ class LanguageModelImpl : public ::torch::nn::Module {
   Transformer transformer() const;
   const LanguageModelOptions& options() const;
 
-  // Decoding: step takes the tokens of the next position and returns the logits (B, V) after them,
-  // equal to those of the parallel pass up to rounding. make_cache throws for models that are not
-  // causal and for mechanisms that look ahead.
+  // Decoding: prefill takes the tokens of the next positions (at least one), step those of the next
+  // one. Both return the logits (B, V) after the last, equal to those of the parallel pass up to
+  // rounding. Memory of prefill grows with N: cut long prompts into several calls. make_cache
+  // throws for models that are not causal and for mechanisms that look ahead.
   DecoderCache make_cache(std::int64_t batch) const;
+  at::Tensor prefill(const at::Tensor& tokens_BN, DecoderCache& cache);
   at::Tensor step(const at::Tensor& tokens_B, DecoderCache& cache);
 
  private:

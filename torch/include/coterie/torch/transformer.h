@@ -49,6 +49,7 @@ class TransformerImpl : public ::torch::nn::Module {
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context);
 
   void set_attention(const std::vector<AttentionSpec>& specs);  // see SelfAttention::set_spec
+  void check_attention(const std::vector<AttentionSpec>& specs) const;  // throws what that would
   const TransformerOptions& options() const;
   // Like those of SelfAttention, for all layers.
   void update_centroids(const std::vector<AttentionRecord>& records);
@@ -58,7 +59,7 @@ class TransformerImpl : public ::torch::nn::Module {
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
 
   DecoderCache make_cache(std::int64_t batch) const;
-  at::Tensor step(const at::Tensor& x_BE, DecoderCache& cache);
+  at::Tensor prefill(const at::Tensor& x_BNE, DecoderCache& cache);
 
  private:
   TransformerOptions options_;
