@@ -16,6 +16,18 @@ struct Pairs {
     return static_cast<double>(std::min(params.clusters, N) * N);
   }
 
+  // Near keys: of the own block of positions and the two beside it.
+  double of_near(std::int64_t near) const {
+    double pairs = 0;
+    for (std::int64_t first = 0; near > 0 && first < N; first += near) {
+      const std::int64_t rows = std::min(near, N - first);
+      const std::int64_t keys =
+          std::min(first + 2 * near, N) - std::max<std::int64_t>(first - near, 0);
+      pairs += static_cast<double>(rows) * static_cast<double>(keys);
+    }
+    return pairs;
+  }
+
   std::optional<double> operator()(const FullParams&) const {
     return triangle(static_cast<double>(N));
   }
@@ -36,11 +48,12 @@ struct Pairs {
            static_cast<double>(params.stride - longer) * triangle(tokens);
   }
   std::optional<double> operator()(const ClusteredParams& params) const {
-    return of_centroids(params.clustering);
+    return of_centroids(params.clustering) + of_near(params.near);
   }
   std::optional<double> operator()(const ImprovedClusteredParams& params) const {
     if (causal) return std::nullopt;
-    return of_centroids(params.clustering) + static_cast<double>(std::min(params.topk, N) * N);
+    return of_centroids(params.clustering) + of_near(params.near) +
+           static_cast<double>(std::min(params.topk, N) * N);
   }
   template <class Params>
   std::optional<double> operator()(const Params&) const {

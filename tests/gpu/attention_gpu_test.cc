@@ -35,7 +35,7 @@ bool on_gpu(const Case& c) {
     near = improved->near;
   }
   if (const auto* oracle = std::get_if<OracleTopParams>(&mechanism)) topk = oracle->topk;
-  return near == 0 && std::min(topk, c.S) <= 128 && c.Dk == c.Dv && c.Dk <= 128 &&
+  return std::min(topk, c.S) <= 128 && near % 16 == 0 && c.Dk == c.Dv && c.Dk <= 128 &&
          c.dtype != DType::f64;
 }
 

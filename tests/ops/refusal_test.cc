@@ -343,6 +343,18 @@ TEST(RefusalTest, CausalInputsForMechanismsWithoutACausalForm) {
       error_of([&] { attention_saved(problem.mechanism, inputs); }).starts_with("[i-clustered] "));
 }
 
+TEST(RefusalTest, NearKeysOfOtherSequences) {
+  for (const char* spec :
+       {"clustered(clusters=3,near=4)", "i-clustered(clusters=3,topk=2,near=4)"}) {
+    expect_refused(of(spec), {"as many keys as queries", "12", "9"}, [](Problem& p) {
+      p.inputs.k = other(p, DType::f32, {2, 2, 9, 8});
+      p.inputs.v = other(p, DType::f32, {2, 2, 9, 8});
+    });
+  }
+  expect_refused(of("clustered(clusters=3,near=4)"), {"causal"},
+                 [](Problem& p) { p.inputs.causal = true; });
+}
+
 TEST(RefusalTest, ParametersThatContradictEachOther) {
   const auto refused = [](const char* op, const Mechanism& mechanism) {
     Problem problem = cases::make_problem(of("full"), 1);
@@ -358,6 +370,17 @@ TEST(RefusalTest, ParametersThatContradictEachOther) {
   bits.clustering.method = Clustering::hamming;
   bits.clustering.bits = 64;
   refused("clustered", bits);
+  ImprovedClusteredParams near{};
+  near.clustering.clusters = 4;
+  near.near = 4;
+  near.mass_grad = false;  // there is no mass
+  refused("i-clustered", near);
+  near.mass_grad = true;
+  near.causal = Causality::leaking;
+  refused("i-clustered", near);
+  near.causal = Causality::none;
+  near.near = -1;
+  refused("i-clustered", near);
   refused("lsh", LshParams{.buckets = 5});
   refused("routing", RoutingParams{.clusters = 4});
   RoutingParams balanced{};

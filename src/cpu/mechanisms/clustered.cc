@@ -72,7 +72,7 @@ std::int64_t workspace_bytes(const ClusteredParams& params, const AttentionCall&
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ClusteredWorkspace<T>(arena, params, call);
-    if (params.near > 0) NearWorkspace<T>(near, call, params.clustering.clusters, params.near);
+    if (params.near > 0) NearWorkspace<T>(near, call, {params.near, params.clustering.clusters});
   });
   return std::max(arena.used(), near.used());
 }
@@ -99,7 +99,7 @@ void attend(const ClusteredParams& params, const AttentionCall& call, const Atte
   if (params.near > 0)
     return dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      NearWorkspace<T> ws(arena, call, params.clustering.clusters, params.near);
+      NearWorkspace<T> ws(arena, call, {params.near, params.clustering.clusters});
       near_forward(call, params.near, near_tensors(result.saved), result.out, ws);
     });
   const CentroidTensors tensors = centroid_tensors(result.saved);
@@ -121,11 +121,10 @@ void backward(const ClusteredParams& params, const AttentionCall& call,
   if (params.near > 0)
     return dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      NearWorkspace<T> ws(arena, call, params.clustering.clusters, params.near);
+      NearWorkspace<T> ws(arena, call, {params.near, params.clustering.clusters});
       near_backward<T>(
           call, params.near, near_tensors(result.saved),
-          {result.out, result.saved[kLse], grad_out, gradients.dq, gradients.dk, gradients.dv},
-          nullptr, ws);
+          {result.out, result.saved[kLse], grad_out, gradients.dq, gradients.dk, gradients.dv}, ws);
     });
   const CentroidTensors tensors = centroid_tensors(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {

@@ -47,17 +47,9 @@ NearTensors near_tensors(const std::vector<TensorView>& saved) {
   return {cluster_lists(saved), saved[kLabels], saved[kCentroids], saved[kNearLse]};
 }
 
-// Memory of the passes with near keys, after the selection.
-template <class T>
-struct NearImprovedWorkspace {
-  NearWorkspace<T> near;
-  KeySlots<T> slots;
-
-  NearImprovedWorkspace(Arena& arena, const ImprovedClusteredParams& params,
-                        const AttentionCall& call)
-      : near(arena, call, params.clustering.clusters, params.near),
-        slots(arena, call, params.clustering.clusters, std::min(params.topk, call.S)) {}
-};
+NearSizes near_sizes(const ImprovedClusteredParams& params, const AttentionCall& call) {
+  return {params.near, params.clustering.clusters, std::min(params.topk, call.S)};
+}
 
 template <class T>
 struct ImprovedWorkspace {
@@ -196,7 +188,7 @@ std::int64_t workspace_bytes(const ImprovedClusteredParams& params, const Attent
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ImprovedWorkspace<T>(arena, params, call);
-    if (params.near > 0) NearImprovedWorkspace<T>(near, params, call);
+    if (params.near > 0) NearWorkspace<T>(near, call, near_sizes(params, call));
   });
   return std::max(arena.used(), near.used());
 }
@@ -223,8 +215,8 @@ void attend(const ImprovedClusteredParams& params, const AttentionCall& call,
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (params.near > 0) {
-      NearImprovedWorkspace<T> ws(arena, params, call);
-      return near_forward(call, params.near, near_tensors(result.saved), result.out, ws.near);
+      NearWorkspace<T> ws(arena, call, near_sizes(params, call));
+      return near_forward(call, params.near, near_tensors(result.saved), result.out, ws);
     }
     ImprovedWorkspace<T> ws(arena, params, call);
     ListCall<T> plan = shared_plan<T>(call, lists);
@@ -250,9 +242,8 @@ void backward(const ImprovedClusteredParams& params, const AttentionCall& call,
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (params.near > 0) {
-      NearImprovedWorkspace<T> ws(arena, params, call);
-      return near_backward(call, params.near, near_tensors(result.saved), lists, &ws.slots,
-                           ws.near);
+      NearWorkspace<T> ws(arena, call, near_sizes(params, call));
+      return near_backward(call, params.near, near_tensors(result.saved), lists, ws);
     }
     ImprovedWorkspace<T> ws(arena, params, call);
     if (leaking(params))

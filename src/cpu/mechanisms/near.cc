@@ -10,11 +10,17 @@ namespace coterie::cpu {
 
 namespace {
 
-// Blocks of a chunk: the square root of their number, so that a row needs about as many sums of
-// chunks as of blocks.
+// Blocks of a chunk: few, whose sums stay in the cache, but as many as needed to limit the number
+// of chunks to four times the root of the number of blocks.
+constexpr std::int64_t kChunkBlocks = 8;
+std::int64_t root(std::int64_t number) {
+  return static_cast<std::int64_t>(std::ceil(std::sqrt(static_cast<double>(number))));
+}
 std::int64_t chunk_blocks(const Blocks& blocks) {
-  return std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(std::ceil(std::sqrt(static_cast<double>(blocks.count())))));
+  return std::max(kChunkBlocks, (root(blocks.count()) + 3) / 4);
+}
+std::int64_t most_chunks(const Blocks& blocks) {
+  return std::min((blocks.count() + kChunkBlocks - 1) / kChunkBlocks, 4 * root(blocks.count()));
 }
 
 template <class T>
@@ -60,6 +66,11 @@ void merge(const RowSums<T>& to, T max, T sum, const T* out, std::int64_t width)
 
 template <class T>
 void merge(const Sums<T>& to, const Sums<T>& from, std::int64_t rows, std::int64_t value_row) {
+  if (std::equal(to.max, to.max + rows, from.max)) {
+    kernels<T>().row_add(to.out, from.out, rows * value_row, T(1));
+    for (std::int64_t r = 0; r < rows; ++r) to.sum[r] += from.sum[r];
+    return;
+  }
   for (std::int64_t r = 0; r < rows; ++r)
     merge<T>({to.max[r], to.sum[r], to.out + r * value_row}, from.max[r], from.sum[r],
              from.out + r * value_row, value_row);
@@ -93,13 +104,18 @@ class FarForward {
     std::fill_n(far_.listed, rows, 0);
     for (std::int64_t r = 0; r < rows; ++r) far_.next[r] = members(r).begin;
     clear(far_.before, rows, width);
+    start_block(0);
     for (std::int64_t k = 0; k < chunks; ++k) {
       const std::int64_t first = k * per_chunk, end = std::min(count, first + per_chunk);
-      for (std::int64_t b = first; b < end; b += blocks_per_tile())
-        cells(b, std::min(end, b + blocks_per_tile()), first);
-      for (std::int64_t b = first; b < end; ++b) {
-        add_before(b + 1);
-        merge(far_.before, far_.cells[static_cast<std::size_t>(b - first)], rows, width);
+      for (std::int64_t b = first; b < end;) {
+        const std::int64_t next = std::min(end, b + blocks_per_tile());
+        // Maxima are those of all blocks so far, so that sums can be added as they are, unless this
+        // makes the weights of a block too small.
+        if (!cells(b, next, first, far_.before.max)) cells(b, next, first, nullptr);
+        for (; b < next; ++b) {
+          start_block(b + 1);
+          merge(far_.before, far_.cells[static_cast<std::size_t>(b - first)], rows, width);
+        }
       }
       after_in_chunk(first, end, far_.totals[static_cast<std::size_t>(k)],
                      far_.tails[static_cast<std::size_t>(k)]);
@@ -128,13 +144,16 @@ class FarForward {
     for (std::int64_t r = 0; r < tile_.count; ++r) {
       const std::int32_t* list = tensors_.lists.key_row(tile_.item, tile_.head, tile_.first + r);
       std::int64_t& at = far_.listed[r];
+      while (at > 0 && list[at - 1] >= begin) --at;  // a tile that is computed again
       for (; at < width && list[at] >= 0 && list[at] < begin + keys; ++at)
         tiles_.s[r * kKeyTile + list[at] - begin] = kNegInf<T>;
     }
   }
 
-  // The sums of blocks [first, end): one tile of keys, or the tiles of one block.
-  void cells(std::int64_t first, std::int64_t end, std::int64_t chunk) {
+  // The sums of blocks [first, end): one tile of keys, or the tiles of one block. `max`: the least
+  // maxima of their rows, or null. Returns whether no weights are too small.
+  bool cells(std::int64_t first, std::int64_t end, std::int64_t chunk, const T* max) {
+    constexpr T kLeast = T(1e-25);
     const Kernels<T>& kernel = pass_.kernel;
     const Range span = blocks_.span(first, end);
     for (std::int64_t begin = span.begin; begin < span.end; begin += kKeyTile) {
@@ -149,7 +168,7 @@ class FarForward {
         const std::int64_t low = end - first == 1 ? 0 : (b - first) * blocks_.width;
         const std::int64_t high = end - first == 1 ? keys : std::min(low + blocks_.width, keys);
         if (!more) {
-          std::fill_n(cell.max, tile_.count, kNegInf<T>);
+          for (std::int64_t r = 0; r < tile_.count; ++r) cell.max[r] = max ? max[r] : kNegInf<T>;
           std::fill_n(cell.sum, tile_.count, T(0));
         }
         kernel.softmax({tiles_.s + low, tile_.count, kKeyTile, padded(high - low), cell.max,
@@ -162,16 +181,26 @@ class FarForward {
                          tiles_.value_row, more});
       }
     }
+    for (std::int64_t b = first; max && b < end; ++b) {
+      const Sums<T>& cell = far_.cells[static_cast<std::size_t>(b - chunk)];
+      for (std::int64_t r = 0; r < tile_.count; ++r)
+        if (cell.sum[r] < kLeast && cell.max[r] != kNegInf<T>) return false;
+    }
+    return true;
   }
 
-  // Adds the sums of the blocks before block - 1 to the queries of a block.
-  void add_before(std::int64_t block) {
+  // The queries of a block start with the sums of the blocks before block - 1.
+  void start_block(std::int64_t block) {
     const std::int64_t end = blocks_.span(block, block + 1).end;
     for (std::int64_t r = 0; r < tile_.count; ++r) {
       const std::int64_t last = members(r).end;
       std::int64_t& at = far_.next[r];
-      for (; at < last && order_[at] < end; ++at)
-        if (blocks_.of(order_[at]) == block) add_to(order_[at], far_.before, r);
+      for (; at < last && order_[at] < end; ++at) {
+        const std::int64_t i = first_row_ + order_[at];
+        ws_.max[i] = far_.before.max[r];
+        ws_.sum[i] = far_.before.sum[r];
+        std::copy_n(far_.before.out + r * tiles_.value_row, call_.Dv, ws_.out + i * call_.Dv);
+      }
     }
   }
 
@@ -282,9 +311,10 @@ Segment<T> near_segment(const AttentionCall& call, const Blocks& blocks, std::in
 
 template <class T>
 FarTiles<T>::FarTiles(Arena& arena, const AttentionCall& call, std::int64_t near) {
-  const std::int64_t width = padded(call.Dv), most = chunk_blocks({near, call.S});
-  for (std::int64_t b = 0; b < most; ++b) {
-    cells.push_back(take_sums<T>(arena, width));
+  const std::int64_t width = padded(call.Dv);
+  const Blocks all{near, call.S};
+  for (std::int64_t b = 0; b < chunk_blocks(all); ++b) cells.push_back(take_sums<T>(arena, width));
+  for (std::int64_t c = 0; c < most_chunks(all); ++c) {
     totals.push_back(take_sums<T>(arena, width));
     tails.push_back(take_sums<T>(arena, width));
   }
@@ -320,10 +350,6 @@ ListCall<T> near_top_plan(const AttentionCall& call, std::int64_t near, const Cl
 template <class T>
 void near_rows(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
                NearWorkspace<T>& ws, const FinishRows<T>& finish) {
-  const std::int64_t rows = call.B * call.H * call.N;
-  std::fill_n(ws.max, rows, kNegInf<T>);
-  std::fill_n(ws.sum, rows, T(0));
-  std::fill_n(ws.out, rows * call.Dv, T(0));
   for_tiles(centroid_tiles(call, tensors.lists.clusters()), [&](const RowTile& tile, int worker) {
     FarForward<T>(call, near, tensors, tile, ws, worker).run();
   });

@@ -75,6 +75,10 @@ struct MemberSums {
   T *gradient, *delta, *shift;  // (items, H, chunks, C, Dv or 1)
 };
 
+struct NearSizes {
+  std::int64_t near, clusters, topk = 0;
+};
+
 template <class T>
 struct NearWorkspace {
   ListWorkspace<T> lists;
@@ -82,10 +86,11 @@ struct NearWorkspace {
   T *out, *max, *sum;  // (B, H, N, Dv or 1): sums of queries
   // Backward pass
   MemberSums<T> before, after;
-  T* dq;     // (B, H, N, Dk): of near keys
-  T* dmean;  // (items, H, C, Dk)
+  T* dq;              // (B, H, N, Dk): of near keys
+  T* dmean;           // (items, H, C, Dk)
+  KeySlots<T> slots;  // of top keys
 
-  NearWorkspace(Arena& arena, const AttentionCall& call, std::int64_t clusters, std::int64_t near);
+  NearWorkspace(Arena& arena, const AttentionCall& call, const NearSizes& sizes);
 };
 
 // Called with the finished rows of a tile of queries: tiles.o and tiles.lse of rows [tile.first,
@@ -103,10 +108,9 @@ template <class T>
 void near_forward(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
                   const TensorView& out, NearWorkspace<T>& workspace);
 
-// The backward pass. `slots` is for the top keys; null in plain clustered attention.
 template <class T>
 void near_backward(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
-                   const ListGradients& gradients, KeySlots<T>* slots, NearWorkspace<T>& workspace);
+                   const ListGradients& gradients, NearWorkspace<T>& workspace);
 
 // Queries of each cluster over its top keys that are not near.
 template <class T>

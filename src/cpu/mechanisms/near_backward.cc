@@ -25,16 +25,20 @@ struct GradientSums {
   T &shift, &delta;
   T* gradient;
 
+  // Makes a smaller lse the one that sums are relative to.
+  void lower(T lse, std::int64_t width) const {
+    if (!(lse < shift)) return;
+    const T factor = shift == -kNegInf<T> ? T(0) : std::exp(lse - shift);
+    if (shift != -kNegInf<T>) kernels<T>().row_scale(gradient, width, factor);
+    delta *= factor;
+    shift = lse;
+  }
   void add(T lse, T other_delta, const T* other, std::int64_t width) const {
     if (std::abs(lse) == -kNegInf<T>) return;  // no member, or one without weights
-    const Kernels<T>& kernel = kernels<T>();
-    const T least = std::min(shift, lse);
-    const T old_factor = shift == least ? T(1) : std::exp(least - shift);
-    const T new_factor = lse == least ? T(1) : std::exp(least - lse);
-    if (old_factor != T(1)) kernel.row_scale(gradient, width, old_factor);
-    kernel.row_add(gradient, other, width, new_factor);
-    delta = delta * old_factor + other_delta * new_factor;
-    shift = least;
+    lower(lse, width);
+    const T factor = lse == shift ? T(1) : std::exp(shift - lse);
+    kernels<T>().row_add(gradient, other, width, factor);
+    delta += other_delta * factor;
   }
 };
 
@@ -162,47 +166,85 @@ class NearBackward {
     const T* delta = ws_.lists.delta + row_of(item, head);
     const std::int64_t low = std::max<std::int64_t>(begin - 1, 0) * near_ / ws_.before.chunk,
                        high = std::min(blocks.count() - 1, end) * near_ / ws_.after.chunk;
+    const bool direct = dtype_bytes(g.dtype) == sizeof(T);
     const auto take = [&](const GradientSums<T>& sums, std::int64_t query) {
-      Rows row = g;
-      const auto number = static_cast<std::int32_t>(query);
-      row.index = &number;
-      kernels<T>().load(row, 0, 1, T(1), own.g, width);
-      sums.add(lse[query], delta[query], own.g, call_.Dv);
-    };
-    for (std::int64_t r = 0; r < count; ++r) {
-      const Range list = tensors_.lists.members(item, head, first + r);
-      const auto at = [&](std::int64_t block) {
-        const std::int64_t slot = (block - begin) * kQueryTile + r;
-        return GradientSums<T>{far.shift[slot], far.delta[slot], far.gradients + slot * width};
-      };
-      const auto slot_of = [&](const MemberSums<T>& sums, std::int64_t chunk) {
-        return (problem * sums.chunks + chunk) * clusters_ + first + r;
-      };
-      // Before: each block starts with the sums of the one before it.
-      const std::int64_t before = slot_of(ws_.before, low);
-      const std::int32_t* next =
-          std::lower_bound(order + list.begin, order + list.end, low * ws_.before.chunk);
-      for (std::int64_t b = begin; b < end; ++b) {
-        const GradientSums<T> sums = at(b);
-        const bool start = b == begin;
-        sums.shift = start ? ws_.before.shift[before] : at(b - 1).shift;
-        sums.delta = start ? ws_.before.delta[before] : at(b - 1).delta;
-        std::copy_n(start ? ws_.before.gradient + before * call_.Dv : at(b - 1).gradient, call_.Dv,
-                    sums.gradient);
-        std::fill(sums.gradient + call_.Dv, sums.gradient + width, T(0));
-        for (; next != order + list.end && *next < (b - 1) * near_; ++next) take(sums, *next);
+      const T* row = own.g;
+      if (direct) {
+        row = reinterpret_cast<const T*>(static_cast<const char*>(g.base) + query * g.stride_bytes);
+      } else {
+        Rows one = g;
+        const auto number = static_cast<std::int32_t>(query);
+        one.index = &number;
+        kernels<T>().load(one, 0, 1, T(1), own.g, width);
       }
-      // After: in own.o, from the last block down.
-      const std::int64_t after = slot_of(ws_.after, high);
-      T shift = ws_.after.shift[after], sum = ws_.after.delta[after];
-      std::copy_n(ws_.after.gradient + after * call_.Dv, call_.Dv, own.o);
-      const GradientSums<T> sums{shift, sum, own.o};
-      const std::int32_t* last =
-          std::lower_bound(order + list.begin, order + list.end, (high + 1) * ws_.after.chunk);
-      for (std::int64_t b = end - 1; b >= begin; --b) {
-        for (; last != order + list.begin && *(last - 1) >= (b + 2) * near_; --last)
-          take(sums, *(last - 1));
-        at(b).add(shift, sum, own.o, call_.Dv);
+      sums.add(lse[query], delta[query], row, call_.Dv);
+    };
+    const auto sums_at = [&](std::int64_t block, std::int64_t r) {
+      const std::int64_t slot = (block - begin) * kQueryTile + r;
+      return GradientSums<T>{far.shift[slot], far.delta[slot], far.gradients + slot * width};
+    };
+    // Sums of later members, for all rows.
+    T *after_shift = own.max, *after_delta = own.sum;
+    const auto after_at = [&](std::int64_t r) {
+      return GradientSums<T>{after_shift[r], after_delta[r], own.o + r * width};
+    };
+    // Sums from before and after are relative to the same lse, unless it is too far from one of
+    // them, so that they can be added as they are.
+    constexpr T kClose = 40;
+    for (std::int64_t r = 0; r < count; ++r) {
+      const std::int64_t before = ((problem * ws_.before.chunks + low) * clusters_ + first + r),
+                         after = ((problem * ws_.after.chunks + high) * clusters_ + first + r);
+      const auto start = [&](const GradientSums<T>& sums, const MemberSums<T>& from,
+                             std::int64_t slot) {
+        sums.shift = from.shift[slot];
+        sums.delta = from.delta[slot];
+        std::copy_n(from.gradient + slot * call_.Dv, call_.Dv, sums.gradient);
+        std::fill(sums.gradient + call_.Dv, sums.gradient + width, T(0));
+      };
+      start(sums_at(begin, r), ws_.before, before);
+      start(after_at(r), ws_.after, after);
+      const Range list = tensors_.lists.members(item, head, first + r);
+      far.next[r] =
+          std::lower_bound(order + list.begin, order + list.end, low * ws_.before.chunk) - order;
+      far.listed[r] =
+          std::lower_bound(order + list.begin, order + list.end, (high + 1) * ws_.after.chunk) -
+          order;
+      if (std::abs(ws_.before.shift[before] - ws_.after.shift[after]) >= kClose) continue;
+      sums_at(begin, r).lower(ws_.after.shift[after], call_.Dv);
+      after_at(r).lower(ws_.before.shift[before], call_.Dv);
+    }
+    for (std::int64_t b = begin; b < end; ++b) {
+      T* rows = far.gradients + (b - begin) * kQueryTile * width;
+      T* shift = far.shift + (b - begin) * kQueryTile;
+      T* sum = far.delta + (b - begin) * kQueryTile;
+      if (b > begin) {  // each block starts with the sums of the one before it
+        std::copy_n(rows - kQueryTile * width, count * width, rows);
+        std::copy_n(shift - kQueryTile, count, shift);
+        std::copy_n(sum - kQueryTile, count, sum);
+      }
+      for (std::int64_t r = 0; r < count; ++r) {
+        const std::int64_t last = tensors_.lists.members(item, head, first + r).end;
+        std::int64_t& next = far.next[r];
+        for (; next < last && order[next] < (b - 1) * near_; ++next)
+          take(sums_at(b, r), order[next]);
+      }
+    }
+    for (std::int64_t b = end - 1; b >= begin; --b) {
+      for (std::int64_t r = 0; r < count; ++r) {
+        const std::int64_t least = tensors_.lists.members(item, head, first + r).begin;
+        std::int64_t& last = far.listed[r];
+        for (; last > least && order[last - 1] >= (b + 2) * near_; --last)
+          take(after_at(r), order[last - 1]);
+      }
+      T* shift = far.shift + (b - begin) * kQueryTile;
+      if (std::equal(shift, shift + count, after_shift)) {
+        kernels<T>().row_add(far.gradients + (b - begin) * kQueryTile * width, own.o, count * width,
+                             T(1));
+        for (std::int64_t r = 0; r < count; ++r)
+          far.delta[(b - begin) * kQueryTile + r] += after_delta[r];
+      } else {
+        for (std::int64_t r = 0; r < count; ++r)
+          sums_at(b, r).add(after_shift[r], after_delta[r], own.o + r * width, call_.Dv);
       }
     }
   }
@@ -388,36 +430,34 @@ MemberSums<T> take_member_sums(Arena& arena, const AttentionCall& call, std::int
 }  // namespace
 
 template <class T>
-NearWorkspace<T>::NearWorkspace(Arena& arena, const AttentionCall& call, std::int64_t clusters,
-                                std::int64_t near)
+NearWorkspace<T>::NearWorkspace(Arena& arena, const AttentionCall& call, const NearSizes& sizes)
     : lists(arena, call),
       out(arena.take<T>(call.B * call.H * call.N * call.Dv)),
       max(arena.take<T>(call.B * call.H * call.N)),
       sum(arena.take<T>(call.B * call.H * call.N)),
-      before(take_member_sums<T>(arena, call, clusters, near)),
-      after(take_member_sums<T>(arena, call, clusters, near)),
+      before(take_member_sums<T>(arena, call, sizes.clusters, sizes.near)),
+      after(take_member_sums<T>(arena, call, sizes.clusters, sizes.near)),
       dq(arena.take<T>(call.B * call.H * call.N * call.Dk)),
-      dmean(arena.take<T>(call.num_items() * call.H * clusters * call.Dk)) {
-  for (int worker = 0; worker < call_threads(); ++worker) far.emplace_back(arena, call, near);
+      dmean(arena.take<T>(call.num_items() * call.H * sizes.clusters * call.Dk)),
+      slots(arena, call, sizes.clusters, sizes.topk) {
+  for (int worker = 0; worker < call_threads(); ++worker) far.emplace_back(arena, call, sizes.near);
 }
 
 template <class T>
 void near_backward(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
-                   const ListGradients& gradients, KeySlots<T>* slots, NearWorkspace<T>& ws) {
+                   const ListGradients& gradients, NearWorkspace<T>& ws) {
   NearBackward<T> pass(call, near, tensors, gradients, ws);
   pass.find_deltas();
   pass.sum_members();
+  const bool listed = tensors.listed(), keys = gradients.dk.present() || gradients.dv.present();
   ListCall<T> top;
-  if (slots) {
-    top = near_top_plan<T>(call, near, tensors.lists);
-    if (gradients.dk.present() || gradients.dv.present())
-      shared_backward_slots(call, top, tensors.lists, gradients, *slots, ws.lists);
-  }
-  const bool keys = gradients.dk.present() || gradients.dv.present();
-  pass.run(keys ? slots : nullptr);
+  if (listed) top = near_top_plan<T>(call, near, tensors.lists);
+  if (listed && keys)
+    shared_backward_slots(call, top, tensors.lists, gradients, ws.slots, ws.lists);
+  pass.run(listed && keys ? &ws.slots : nullptr);
   if (!gradients.dq.present()) return;
 
-  // dq = near part + top part + share of the mean's gradient, which near_part adds up in tiles.dq.
+  // Near keys' part and the share of the mean's gradient, which are added to that of top keys.
   const std::int64_t clusters = tensors.lists.clusters();
   const auto add_parts = [&](const RowTile& tile, std::int64_t r, std::int64_t query,
                              std::int64_t cluster, Tiles<T>& own) {
@@ -428,7 +468,7 @@ void near_backward(const AttentionCall& call, std::int64_t near, const NearTenso
     const std::int64_t mean = (tile.item * call.H + tile.head) * clusters + cluster;
     kernels<T>().row_add(to, ws.dmean + mean * call.Dk, call.Dk, T(1));
   };
-  if (slots) {
+  if (listed) {
     top.finish_backward = [&](const RowTile& tile, Tiles<T>& own) {
       const RowList queries = top.pair(tile.item, tile.head, tile.list).queries;
       for (std::int64_t r = 0; r < tile.count; ++r)
@@ -452,7 +492,7 @@ void near_backward(const AttentionCall& call, std::int64_t near, const NearTenso
 #define COTERIE_INSTANTIATE(T)                                                        \
   template struct NearWorkspace<T>;                                                   \
   template void near_backward(const AttentionCall&, std::int64_t, const NearTensors&, \
-                              const ListGradients&, KeySlots<T>*, NearWorkspace<T>&);
+                              const ListGradients&, NearWorkspace<T>&);
 COTERIE_INSTANTIATE(float)
 COTERIE_INSTANTIATE(double)
 #undef COTERIE_INSTANTIATE

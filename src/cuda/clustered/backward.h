@@ -124,7 +124,11 @@ struct BackwardShape {
   float weight_bits;  // log2(weight_scale)
   float unscale;      // 1 / (gradient_scale weight_scale)
   ItemSpans spans;
+  int near;  // block length of near keys (near.h); 0: none
 
+  // Whether clusters have rows of their own: all forms but the causal one and that with near keys,
+  // of which member_gradients computes the top keys only.
+  __host__ __device__ bool tail() const { return !causal && near == 0; }
   ItemChunks key_tiles(int size) const { return row_tiles(spans.k, items, size); }
 };
 
@@ -133,6 +137,7 @@ struct BackwardShape {
 struct BackwardLists {
   const std::int32_t *order, *labels, *offsets, *top_keys;
   const float *centroids, *centroid_lse, *mass, *out, *lse;
+  const float* delta;  // (B, H, N): output gradient . output; with near keys only
 };
 
 template <class T>

@@ -163,6 +163,28 @@ struct TopWalk {
   }
 };
 
+// How many keys of an ascending list that ends with -1 there are.
+__device__ __forceinline__ int listed_keys(const std::int32_t* list, int most) {
+  int low = 0;
+  while (low < most) {
+    const int middle = (low + most) / 2;
+    if (list[middle] >= 0)
+      low = middle + 1;
+    else
+      most = middle;
+  }
+  return low;
+}
+// Bit b: key begin + b is among the `count` listed ones.
+__device__ __forceinline__ unsigned long long listed_mask(const std::int32_t* list, int count,
+                                                          int begin) {
+  unsigned long long bits = 0;
+  for (int at = count_up_to(list, count, begin - 1); at < count && list[at] < begin + kAttendKeys;
+       ++at)
+    bits |= 1ull << (list[at] - begin);
+  return bits;
+}
+
 // Adds the chunks of one mean, in order; by a warp.
 template <class T>
 __device__ __forceinline__ void combine_row(const AttendArgs<T>& args, int item, int head,

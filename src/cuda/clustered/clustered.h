@@ -34,9 +34,10 @@ struct ClusteredTensors {
 inline std::int32_t* ints(const TensorView& view) { return static_cast<std::int32_t*>(view.data); }
 inline float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
 
-// The first `count` of them; `top`: improved clustered attention.
+// The first `count` of them; `top`: improved clustered attention. With near keys there are only
+// centroids and lse after the selection.
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
-                                   bool causal);
+                                   bool causal, bool near = false);
 
 constexpr int kCentroidRows = 128;  // of a block of the kernels for all architectures
 
@@ -80,6 +81,7 @@ struct ClusteredPlan {
   Teams attention;         // that add up their chunks; size 0: centroid_combine_kernel does
   bool selection_attends;  // both in one kernel, where a pass needs both
   BackwardShape backward;
+  int near;  // block length of near keys (near.h); 0: none
 
   std::int64_t num_means() const { return call.num_items() * call.H * clusters; }
   std::int64_t counters() const { return selection.teams.count + attention.count; }
@@ -93,7 +95,7 @@ struct ClusteredPlan {
 
 // Queries the limits of the current device.
 ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& clustering,
-                             std::int64_t topk, bool mass_grad);
+                             std::int64_t topk, bool mass_grad, std::int64_t near = 0);
 
 // Every stage launches on `stream` and takes its scratch memory from `arena`; if that only counts,
 // it launches nothing, so the same function computes how much it needs. Tensors may then be absent.

@@ -319,7 +319,7 @@ struct MemberBlock {
     int count = 0;
     for (int slot = lane; slot - lane < topk; slot += 32) {
       const int key = slot < topk ? list[slot] : -1;
-      if (args.shape.causal) keys()[slot] = key;
+      if (args.shape.causal || args.shape.near > 0) keys()[slot] = key;
       count += __popc(__ballot_sync(~0u, key >= 0));
     }
     return count;
@@ -328,6 +328,12 @@ struct MemberBlock {
   __device__ int visible(int member, int count) const {
     if (!args.shape.causal) return count;
     return count_up_to(keys(), count, member + k_span.length - unit.span.length);
+  }
+  // Ranks [first, end) of the top keys that are near a member.
+  __device__ void near_keys(int member, int count, int& first, int& end) const {
+    const int near = args.shape.near, at = max(member, 0) / near;
+    first = count_up_to(keys(), count, (at - 1) * near - 1);
+    end = count_up_to(keys(), count, (at + 2) * near - 1);
   }
   // Keys and values of all slots.
   __device__ void load_slots() const {
@@ -618,8 +624,9 @@ __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWar
 // multiprocessor; others have four.
 constexpr int kSmallCluster = 40;
 
-// One row tile in a warp: 16 of its rows.
-template <class T, int kWidth, int kWarps>
+// One row tile in a warp: 16 of its rows. kNear: rows do not see top keys that are near, and delta,
+// which belongs to all keys, is given.
+template <class T, int kWidth, int kWarps, bool kNear>
 struct MemberTile {
   const MemberBlock<T, kWidth, kWarps>& block;
   int first;  // of the tile's rows
@@ -631,7 +638,7 @@ struct MemberTile {
     const BackwardShape& shape = block.args.shape;
     const int tiles = (shape.topk + kSlotTile - 1) / kSlotTile;
     float inner[2] = {0.0f, 0.0f}, lse[2];
-    int seen[2];
+    int seen[2], hidden[2][2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int r = static_cast<int>(threadIdx.x) / 32 * 16 + 8 * side + threadIdx.x % 32 / 4;
@@ -640,16 +647,29 @@ struct MemberTile {
       lse[side] = block.lse(first)[r] * kLog2e;
       if (member < 0 || lse[side] == -INFINITY) lse[side] = INFINITY;
       seen[side] = block.visible(member, num_keys);
+      if constexpr (kNear) {
+        block.near_keys(member, num_keys, hidden[side][0], hidden[side][1]);
+        if (member >= 0) inner[side] = block.args.lists.delta[block.token + member];
+      }
     }
 #pragma unroll 1
-    for (int i = 0; i < 2 * tiles - 1; ++i) {
+    for (int i = kNear ? tiles - 1 : 0; i < 2 * tiles - 1; ++i) {
       const int tile = i < tiles ? i : 2 * tiles - 2 - i;
       const int left[2] = {seen[0] - tile * kSlotTile, seen[1] - tile * kSlotTile};
       Accumulator p[2], d[2];
       weights(p, d, block.rows(first, 0), block.rows(first, 1), block.slots(tile, 0),
               block.slots(tile, 1), static_cast<int>(threadIdx.x) / 32 * 16, 0, lse, left,
               shape.scale * kLog2e);
-      if (i < tiles) {
+      if constexpr (kNear) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          const int rank =
+              tile * kSlotTile + j / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + j % 2;
+          if (rank >= hidden[j / 2 % 2][0] && rank < hidden[j / 2 % 2][1])
+            p[j / 8][j / 4 % 2][j % 4] = 0.0f;
+        }
+      }
+      if (!kNear && i < tiles) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
           float sum[2] = {0.0f, 0.0f};
@@ -712,7 +732,7 @@ struct MemberTile {
 // Block (x, y, z) takes unit x of head y and writes the slots from z kSlotTile on; with z = 0 also
 // dq and the results of the sums. Without `units`, block x finishes a cluster of several units: the
 // one whose second unit is the x-th of the units that are not their cluster's first.
-template <class T, int kWidth, int kWarps>
+template <class T, int kWidth, int kWarps, bool kNear>
 __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
                                   MemberShape<T, kWidth, kWarps>::kMinBlocks)
     member_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, bool units) {
@@ -740,17 +760,18 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
     unit.place = shape.units.row(unit.item, head, unit.cluster);
   }
   const int count = unit.count, topk = shape.topk;
-  if (units && count == 0 && (!whole || shape.causal || own > 0)) return;
+  const bool tail = !kNear && !shape.causal;
+  if (units && count == 0 && (!whole || !tail || own > 0)) return;
   const MemberBlock<T, kWidth, kWarps> block(args, memory, head, unit);
   UnitRows<T, kWidth, kWarps> rows(block);
   rows.find(0);
   block.load_slots();
-  if (!shape.causal) block.load_cluster();
+  if (tail) block.load_cluster();
   rows.load(0);
   rows.find(S::kRowTile);
   const int num_keys = block.count_keys();
-  const float mass = shape.causal || topk == 0 ? 1.0f : args.lists.mass[block.row];
-  const float mean_lse = shape.causal ? 0.0f : args.lists.centroid_lse[block.row];
+  const float mass = !tail || topk == 0 ? 1.0f : args.lists.mass[block.row];
+  const float mean_lse = tail ? args.lists.centroid_lse[block.row] : 0.0f;
   SlotSums<T, kWidth, kWarps> slot_sums;
   slot_sums.clear();
   float dmass = 0.0f;
@@ -761,7 +782,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
     rows.load(first + S::kRowTile);
     rows.find(first + 2 * S::kRowTile);
     if (topk > 0 && block.active(first)) {
-      const MemberTile<T, kWidth, kWarps> tile{block, first};
+      const MemberTile<T, kWidth, kWarps, kNear> tile{block, first};
       dmass += tile.differentiate(num_keys, own, mass);
       if (args.dq.data && own == 0) tile.write_queries();
     }
@@ -769,7 +790,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
     slot_sums.add(block.derivatives(own), block.weights(), block.rows(first, 0),
                   block.rows(first, 1), min(S::kRowTile, count - first));
   }
-  if (!shape.causal) {
+  if (tail) {
     cp_async_wait<0>();  // where there was no row
     __syncthreads();
     if (units)
@@ -793,12 +814,14 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
     constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
     using S = MemberShape<T, kWidth, kWarps>;
     const auto blocks = [&](int count, bool units) {
-      launch_early("member_gradient", member_gradient_kernel<T, kWidth, kWarps>,
+      const auto kernel = shape.near > 0 ? member_gradient_kernel<T, kWidth, kWarps, true>
+                                         : member_gradient_kernel<T, kWidth, kWarps, false>;
+      launch_early("member_gradient", kernel,
                    dim3(static_cast<unsigned>(count), heads, static_cast<unsigned>(tiles)),
                    S::kThreads, static_cast<std::size_t>(S::bytes(tiles)), stream, args, units);
     };
     blocks(shape.units.blocks(), true);
-    if (shape.N > kUnitRows && !shape.causal) blocks(shape.units.more, false);
+    if (shape.N > kUnitRows && shape.tail()) blocks(shape.units.more, false);
   };
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;

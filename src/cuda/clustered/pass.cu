@@ -12,13 +12,14 @@
 #include "cuda/cluster/clustering.h"
 #include "cuda/cluster/means.h"
 #include "cuda/clustered/clustered.h"
+#include "cuda/clustered/near.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 
 namespace coterie::cuda {
 
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
-                                   bool causal) {
+                                   bool causal, bool near) {
   ClusteredTensors tensors;
   std::size_t next = 0;
   const auto take = [&](TensorView& to, bool kept) {
@@ -29,10 +30,10 @@ ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, b
   take(tensors.offsets, true);
   take(tensors.top_keys, top);
   take(tensors.centroids, !causal);
-  take(tensors.centroid_lse, !causal);
-  take(tensors.mass, top && !causal);
-  take(tensors.out, !causal);
-  take(tensors.lse, top);
+  take(tensors.centroid_lse, !causal && !near);
+  take(tensors.mass, top && !causal && !near);
+  take(tensors.out, !causal && !near);
+  take(tensors.lse, top || near);
   return tensors;
 }
 
@@ -86,10 +87,12 @@ class ClusteredPass : public Pass {
     const std::int64_t planes = items * params_.clustering.bits;
     std::int64_t topk = 0;
     if constexpr (kImproved) topk = params_.topk;
-    if (params_.near > 0) {
-      return "near has no CUDA kernels; use near=0 or the CPU; got near=" +
+    if (params_.near % 16 != 0)
+      return "the CUDA kernels need near to be a multiple of 16; got near=" +
              std::to_string(params_.near);
-    }
+    if (params_.near > 0 && call_.N != call_.S)
+      return "near needs as many keys as queries; got " + std::to_string(call_.S) + " and " +
+             std::to_string(call_.N);
     for (const std::string& reason :
          {refuse_more_than(kMaxTopKeys, "top keys", topk),
           refuse_more_than(kMaxClusters, "clusters", clusters), refuse_batches(call_.B),
@@ -133,16 +136,17 @@ class ClusteredPass : public Pass {
   const ClusteredPlan& plan() const {
     if (plan_) return *plan_;
     if constexpr (kImproved)
-      plan_.emplace(clustered_plan(call_, params_.clustering, params_.topk, params_.mass_grad));
+      plan_.emplace(
+          clustered_plan(call_, params_.clustering, params_.topk, params_.mass_grad, params_.near));
     else
-      plan_.emplace(clustered_plan(call_, params_.clustering, 0, true));
+      plan_.emplace(clustered_plan(call_, params_.clustering, 0, true, params_.near));
     return *plan_;
   }
 
   ClusteredTensors named(const std::vector<TensorView>& saved) const {
     bool causal = false;
     if constexpr (kImproved) causal = params_.causal == Causality::leaking;
-    return clustered_tensors(saved.data(), saved.size(), kImproved, causal);
+    return clustered_tensors(saved.data(), saved.size(), kImproved, causal, params_.near > 0);
   }
 
   void select_stages(Stages& stages, const std::vector<TensorView>& saved) const {
@@ -161,9 +165,12 @@ class ClusteredPass : public Pass {
     if (!call_.causal)
       stages([&](Arena& arena) {
         means(pass, arena);
-        attend_means(pass, arena);
+        if (params_.near > 0)
+          attend_near(pass, arena);
+        else
+          attend_means(pass, arena);
       });
-    outputs(stages, pass);
+    if (params_.near == 0) outputs(stages, pass);
   }
 
   // One computation of the means serves selection and outputs.
@@ -174,6 +181,7 @@ class ClusteredPass : public Pass {
     cluster_means(stages, pass, [](const ClusteredForward& own, Arena& arena) {
       if (kImproved) select_top_keys(own, arena);
     });
+    if (params_.near > 0) return stages([&](Arena& arena) { attend_near(pass, arena); });
     if (!pass.selection_attends) stages([&](Arena& arena) { attend_means(pass, arena); });
     outputs(stages, pass);
   }
@@ -181,6 +189,12 @@ class ClusteredPass : public Pass {
   // The stages of backward.h.
   void backward_stages(Stages& stages, const AttentionResult& result, const TensorView& grad_out,
                        const AttentionGradients& gradients) const {
+    if (params_.near > 0)
+      return stages([&](Arena& arena) {
+        near_gradients({plan(), named(result.saved), result.out, grad_out, gradients.dq,
+                        gradients.dk, gradients.dv, stages.stream},
+                       arena);
+      });
     stages([&](Arena& arena) {
       dispatch_element(call_.op, call_.inputs.q.dtype, [&](auto tag) {
         using T = typename decltype(tag)::type;
@@ -216,7 +230,8 @@ class ClusteredPass : public Pass {
     };
     args.lists = {ints(t.order),    ints(t.labels),      ints(t.offsets),
                   ints(t.top_keys), floats(t.centroids), floats(t.centroid_lse),
-                  floats(t.mass),   floats(t.out),       floats(t.lse)};
+                  floats(t.mass),   floats(t.out),       floats(t.lse),
+                  nullptr};
     args.q = tensor4<const T>(call_.inputs.q);
     args.k = tensor4<const T>(call_.k);
     args.v = tensor4<const T>(call_.inputs.v);

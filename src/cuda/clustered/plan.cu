@@ -5,6 +5,7 @@
 
 #include "cuda/cluster/clustering.h"
 #include "cuda/clustered/clustered.h"
+#include "cuda/clustered/near.h"
 #include "cuda/launch/device.h"
 #include "cuda/launch/dispatch.h"
 
@@ -98,7 +99,7 @@ BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, s
 }  // namespace
 
 ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& clustering,
-                             std::int64_t topk, bool mass_grad) {
+                             std::int64_t topk, bool mass_grad, std::int64_t near) {
   const std::int64_t clusters = clustering.clusters;
   topk = min(topk, call.S);
   ClusteredPlan plan{call,
@@ -112,7 +113,9 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
   plan.backward = backward_shape(call, clusters, topk, mass_grad, plan.sm90a);
   const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
   if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
-  if (call.causal) return plan;
+  plan.near = near_width(call, near);
+  plan.backward.near = plan.near;
+  if (call.causal || plan.near > 0) return plan;
   // With few problems, one kernel for both would leave multiprocessors idle.
   plan.selection_attends = 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
   // Teams, if the blocks of all chunks of all means are resident at once.

@@ -144,6 +144,11 @@ __device__ __forceinline__ FragmentB<T> key_fragment(const uint4& low, const uin
   return b;
 }
 
+// Top keys that are near the lane's two queries, by rank in the list.
+struct HiddenKeys {
+  int first[2], end[2];
+};
+
 // Attention of 16 queries of a warp over the cluster's top keys.
 template <class T, int kDim>
 struct TopKeyRows {
@@ -151,11 +156,20 @@ struct TopKeyRows {
   float shift[2], sum[2];
 
   // Turns the scores of kTopKeys keys, of which the lane's two rows see the first left[], into
-  // weights. kStart: they are the first keys.
-  template <bool kStart>
-  __device__ __forceinline__ void weigh(Accumulator (&s)[2], const int (&left)[2], float exponent) {
+  // weights. kStart: they are the first keys. kNear: keys hidden.first .. hidden.end - 1 are near.
+  template <bool kStart, bool kNear>
+  __device__ __forceinline__ void weigh(Accumulator (&s)[2], const int (&left)[2],
+                                        const HiddenKeys& hidden, float exponent) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) s[i / 8][i / 4 % 2][i % 4] *= exponent;
+    if constexpr (kNear) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int key = i / 8 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (key >= hidden.first[i / 2 % 2] && key < hidden.end[i / 2 % 2])
+          s[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+      }
+    }
     if (__any_sync(~0u, min(left[0], left[1]) < kTopKeys)) {
       __syncwarp();  // keeps the compiler from doing this where all are seen
 #pragma unroll
@@ -192,11 +206,11 @@ struct TopKeyRows {
     }
   }
 
-  template <bool kStart>
+  template <bool kStart, bool kNear>
   __device__ __forceinline__ void attend(const QueryRows<T, kDim>& queries,
                                          const TopKeyTile<T, kDim>& keys,
                                          const Tile<T, kDim>& values, const int (&left)[2],
-                                         float exponent) {
+                                         const HiddenKeys& hidden, float exponent) {
     constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
     const int lane = threadIdx.x % 32;
     Accumulator s[2];
@@ -215,7 +229,7 @@ struct TopKeyRows {
             multiply_add(s[b], queries.fragment(i, step), k);
         }
       }
-    weigh<kStart>(s, left, exponent);
+    weigh<kStart, kNear>(s, left, hidden, exponent);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       FragmentA<T> p;
@@ -248,6 +262,7 @@ struct TopkArgs {
   int H, group, N, topk, padded;  // padded: topk rounded up to a multiple of kTopKeys, not 0
   float exponent;                 // scale log2(e)
   bool causal;                    // keys after a query are not visible to it
+  int near;                       // block length of positions whose keys are left out; 0: none
   bool clusters_ready;            // even while the previous kernel still runs
 };
 
@@ -334,7 +349,7 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
 template <class T, int kDim>
 constexpr int kResidentWarps = sizeof(T) == 4 || kDim > 64 ? 8 : 16;
 
-template <class T, int kDim, int kWarps>
+template <class T, int kDim, int kWarps, bool kNear>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     topk_attend_kernel(const __grid_constant__ TopkArgs<T> args) {
   release_next();
@@ -403,12 +418,26 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         seen[half] = count_up_to(top, count, queries.rows[half] + span.length - tile.span.length);
-    rows.template attend<true>(queries, keys, values, seen, args.exponent);
+    HiddenKeys hidden{};
+    if constexpr (kNear)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int block = max(queries.rows[half], 0) / args.near;
+        hidden.first[half] = count_up_to(top, count, (block - 1) * args.near - 1);
+        hidden.end[half] = count_up_to(top, count, (block + 2) * args.near - 1);
+      }
+    rows.template attend<true, kNear>(queries, keys, values, seen, hidden, args.exponent);
 #pragma unroll 1
     for (int first = kTopKeys; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
-      rows.template attend<false>(queries, keys.below(first), values.below(first), left,
-                                  args.exponent);
+      if constexpr (kNear)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          hidden.first[half] -= kTopKeys;
+          hidden.end[half] -= kTopKeys;
+        }
+      rows.template attend<false, kNear>(queries, keys.below(first), values.below(first), left,
+                                         hidden, args.exponent);
     }
     write_rows(queries, rows, out, lse, mass, bottom);
     if (16 * (group + kWarps) >= tile.count) break;
@@ -421,11 +450,11 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   }
 }
 
-template <class T, int kDim, int kWarps>
+template <class T, int kDim, int kWarps, bool kNear>
 void launch_topk(const TopkArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
-  launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps>, grid, 32 * kWarps,
+  launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps, kNear>, grid, 32 * kWarps,
                static_cast<std::size_t>(bytes), stream, args);
 }
 
@@ -440,7 +469,8 @@ void attend_top_keys(const ClusteredForward& pass) {
   fill_padding(floats(tensors.lse), call.B, call.H, call.N, call.inputs.q_sequences,
                call.num_items(), -INFINITY, pass.stream);
   // One warp per block if clusters are small: it waits for no other.
-  const bool alone = call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
+  const bool alone =
+      plan.near == 0 && call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     TopkArgs<T> args;
@@ -463,11 +493,13 @@ void attend_top_keys(const ClusteredForward& pass) {
     args.padded = (max(args.topk, 1) + kTopKeys - 1) / kTopKeys * kTopKeys;
     args.exponent = static_cast<float>(call.scale * 1.4426950408889634);
     args.causal = call.causal;
+    args.near = plan.near;
     args.clusters_ready = pass.selection_attends;
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
-      alone ? launch_topk<T, kDim, 1>(args, pass.stream)
-            : launch_topk<T, kDim, 4>(args, pass.stream);
+      if (args.near > 0) return launch_topk<T, kDim, 4, true>(args, pass.stream);
+      alone ? launch_topk<T, kDim, 1, false>(args, pass.stream)
+            : launch_topk<T, kDim, 4, false>(args, pass.stream);
     });
   });
 }
