@@ -22,8 +22,8 @@ struct AttentionQuality {
   std::vector<double> norm;   // of full attention's row
 
   // The share of full attention's weight on keys that the mechanism attends to individually; NaN
-  // for rows without keys. Empty if it attends to no individual keys (clustered) or to the same key
-  // several times (lsh).
+  // for rows without keys. Empty if it attends to no individual keys (clustered without near) or to
+  // the same key several times (lsh).
   std::vector<double> mass;
   // An upper bound of the error, rounding included: from the distance of a query to its centroid
   // (clustered, i-clustered), or from the mass (full, local, strided, oracle-top, strict routing).

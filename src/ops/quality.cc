@@ -33,6 +33,7 @@ struct Pass {
   TensorView q_members, key_lists;  // queries and keys of each cluster
   TensorView centroids;             // of clusters of queries, whose logits replace the queries'
   TensorView kept_lse;              // log-sum-exp of the keys that are attended to exactly
+  Index near = 0;                   // width of the blocks of near keys, which are exact; 0: none
   double roundoff;                  // unit roundoff of products and sums
   double stored;                    // relative error of values rounded to the type of the inputs
 
@@ -58,6 +59,8 @@ struct Pass {
     key_lists = saved({"top_keys", "k_members", "q_members", "members"});
     centroids = saved({"centroids"});
     if (takes_mask(mechanism) || saved({"q_offsets"}).present()) kept_lse = saved({"lse"});
+    if (const auto* own = std::get_if<ClusteredParams>(&mechanism)) near = own->near;
+    if (const auto* own = std::get_if<ImprovedClusteredParams>(&mechanism)) near = own->near;
     const DType dtype = inputs.q.dtype;
     const bool wide = dtype == DType::f64;
     roundoff = wide ? std::ldexp(1, -53) : std::ldexp(1, from_gpu ? -20 : -24);  // parts of tf32
@@ -65,7 +68,7 @@ struct Pass {
     stored = rounded ? 4 * std::ldexp(1, dtype == DType::bf16 ? -7 : -10) : 0;
   }
 
-  bool has_mass() const { return kept_lse.present() || key_lists.present(); }
+  bool has_mass() const { return kept_lse.present() || key_lists.present() || near > 0; }
   bool has_bound() const { return kept_lse.present() || centroids.present(); }
 };
 
@@ -115,7 +118,7 @@ struct Head {
         radius(radius_of(full.v, true)),
         largest(radius_of(full.v, false)) {
     if (pass.centroids.present())
-      key_radius = radius_of(ref::read_matrix<double>(place.keys(pass.call.k)), true);
+      key_radius = radius_of(ref::read_matrix<double>(place.keys(pass.call.k)), pass.near == 0);
   }
 };
 
@@ -139,13 +142,22 @@ std::vector<Index> clusters_of(const Pass& pass, const Place& place, Index i) {
   return clusters;
 }
 
-// The weight on keys that are listed for a cluster of query i.
+// The weight on keys that are near query i or listed for its cluster.
 double listed_mass(const Head& head, const FullRows& rows, Index r, Index i) {
   const Place& place = head.full.place;
-  const std::int32_t* const keys = lists_of(head.pass.key_lists, place);
-  const Index width = head.pass.key_lists.size(3);
+  const Index near = head.pass.near;
   std::vector<bool> counted(place.k.length, false);
   double mass = 0;
+  if (near > 0) {  // the own block and the two beside it
+    const Index end = std::min(place.k.length, (i / near + 2) * near);
+    for (Index key = std::max<Index>(0, i / near - 1) * near; key < end; ++key) {
+      counted[key] = true;
+      mass += rows.weights(r, key);
+    }
+  }
+  if (!head.pass.key_lists.present()) return mass;
+  const std::int32_t* const keys = lists_of(head.pass.key_lists, place);
+  const Index width = head.pass.key_lists.size(3);
   for (const Index c : clusters_of(head.pass, place, i))
     for (const std::int32_t* key = keys + c * width; key < keys + (c + 1) * width; ++key) {
       if (*key < 0 || counted[*key]) continue;
@@ -166,7 +178,8 @@ double mass_of(const Head& head, const FullRows& rows, Index r, Index i) {
 
 // Bounds the L1 distance of the weights of a query from those of its centroid. Up to a constant
 // their logits differ by at most r = |scale| |q - centroid| max |key - mean key|, so the distance
-// is at most 2 tanh(r / 2), and less for i-clustered.
+// is at most 2 tanh(r / 2), and less for i-clustered. With near keys, whose logits are exact, there
+// is no constant: |key| takes the place of |key - mean key|.
 double centroid_distance(const Head& head, Index i) {
   const Place& place = head.full.place;
   const auto label = std::max<Index>(0, static_cast<Index>(value_at(head.pass.labels, place, i)));
