@@ -57,6 +57,7 @@ LoggedEvaluation read_evaluation(const Json& line) {
   LoggedEvaluation evaluation{.step = integer_at(line, "step"),
                               .split = text_at(line, "split"),
                               .metric = number_at(line, "metric"),
+                              .share = line.contains("share") ? number_at(line, "share") : 1.0,
                               .strata = {}};
   if (!line.contains("strata") || !line["strata"].is_object()) return evaluation;
   for (const auto& [name, value] : line["strata"].items()) {

@@ -26,6 +26,7 @@ struct LoggedEvaluation {
   std::int64_t step = 0;
   std::string split;
   double metric = kUnknown;
+  double share = 1;    // of the split's batches
   NamedValues strata;  // in the order of the first number in their names
 };
 

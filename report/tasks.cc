@@ -35,6 +35,12 @@ std::string attention_cell(const PanelRun& run) {
   return key_html(run.kind.colour, run.dash, run.log->attention, badge);
 }
 
+// The first digits of the checksum tell texts apart.
+std::string data_text(const RunLog& log) {
+  const std::string sum = log.data_checksum.substr(log.data_checksum.find(':') + 1);
+  return sum.empty() ? "–" : sum.substr(0, 6);
+}
+
 std::vector<std::string> table_row(const PanelRun& run, bool best) {
   const RunLog& log = *run.log;
   const double result = log.result();
@@ -46,6 +52,7 @@ std::vector<std::string> table_row(const PanelRun& run, bool best) {
           baseline ? metric_text(log.metric, baseline->second) : "–",
           grouped(log.last_step()),
           std::to_string(log.seed),
+          escape(data_text(log)),
           log.parameters > 0 ? grouped(log.parameters) : "–",
           or_dash(seconds, fmt::format("{:.1f}", seconds)),
           or_dash(rate, compact(rate)),
@@ -69,6 +76,7 @@ std::string results_table(const TaskGroup& group) {
                    {"without a model"},
                    {"steps"},
                    {"seed"},
+                   {"data", false},
                    {"parameters"},
                    {"time (s)"},
                    {"tokens/s"},
@@ -148,7 +156,7 @@ std::string metric_note(const TaskGroup& group) {
   for (const RunLog* run : group.logs()) {
     const LoggedEvaluation* const best = run->best_evaluation();
     tested = tested || (best && best->split == "test");
-    whole = whole && run->final_evaluation;
+    whole = whole && run->final_evaluation && run->final_evaluation->share == 1.0;
   }
   return fmt::format("Scores are {}; {} is better. Time is training time without evaluation.",
                      tested  ? "from the test data"
