@@ -21,7 +21,7 @@ namespace {
 Config config_without_defaults() {
   Config config;
   auto& [task, data, data_limit, length, attention, attention_at, out, init_from, device, threads,
-         seed, copy, recall, text, model, optimizer, schedule, train, checkpoint] = config;
+         seed, copy, recall, masked, text, model, optimizer, schedule, train, checkpoint] = config;
   task = "words";
   data = "a \"quoted\" folder # with a \\ and\ta tab\n";
   data_limit = 3 << 20;
@@ -38,6 +38,8 @@ Config config_without_defaults() {
   mask = 1.0 / 3.0;
   auto& [keys, values, pairs, queries, causal] = recall;
   keys = 5, values = 6, pairs = 9, queries = 2, causal = true;
+  auto& [share] = masked;
+  share = 0.4;
   auto& [valid, test, vocabulary, tokenizer] = text;
   valid = 0.1, test = 0.2, vocabulary = 1000, tokenizer = "gpt2/";
   auto& [dim, layers, heads, kv_heads, ffn, dropout, positions, embedding_std, position_base, bias,
