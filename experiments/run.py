@@ -16,6 +16,7 @@ import datetime
 import json
 import lzma
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -184,6 +185,7 @@ def main() -> None:
             sys.exit(f"run.py: expected one of {', '.join(plan['family'])}; got {family}")
     runs = plans.runs_of(plan)
     driver = Driver(arguments, plan)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # still packs the logs
     try:
         for run in runs:
             if arguments.pack_only or (arguments.family and run.family not in arguments.family):
