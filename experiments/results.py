@@ -102,7 +102,7 @@ def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
                      percent(mean, best), f"{step:.1f}", f"{step * ends[0]['step'] / 1000:.1f}",
                      f"`{spec}`"])
     metric = logs.of("score", family=name)[0]["metric_name"]
-    head = ["attention", metric, f"range of {len(family['seeds'])} seeds",
+    head = ["attention", metric, f"range of {len(family.get('seeds', [1]))} seeds",
             f"against {next(iter(scores))}", "ms per step", "seconds", "spec"]
     pictures = {f"results/{name}-steps.svg": curves(logs, name, "step", "steps", metric),
                 f"results/{name}-seconds.svg": curves(logs, name, "seconds", "seconds of training", metric)}

@@ -399,7 +399,7 @@ TEST(MaskedTask, HeldOutMasksDoNotDependOnTheSeed) {
   for (const Split split : {Split::valid, Split::test}) {
     expect_equal(task->batch(split, 0, 8), other->batch(split, 0, 8));
   }
-  const at::Tensor asked = task->batch(Split::valid, 0, 2).targets != kIgnore;
+  const at::Tensor asked = task->batch(Split::valid, 0, 2).targets.ne(kIgnore);
   EXPECT_FALSE(asked[0].equal(asked[1]));
 }
 
