@@ -23,7 +23,11 @@ struct RecallConfig {
   bool causal = false;
 };
 
-struct TextConfig {                  // bytes, words and tokens
+struct MaskedConfig {
+  double share = 0.15;  // of the bytes of a sequence that are masked
+};
+
+struct TextConfig {                  // bytes, masked, words and tokens
   double valid = 0.05, test = 0.05;  // fractions of the text, from its end
   std::int64_t vocabulary = 0;       // words: size, most frequent first; 0: all. tokens: 0: 4096
   std::string tokenizer;             // tokens: file, folder or archive; empty: learnt from the text
@@ -79,7 +83,7 @@ struct CheckpointConfig {
 
 struct Config {
   std::string task = "copy";
-  std::string data;  // bytes, words: file, folder or archive; empty: the built-in text (bytes)
+  std::string data;  // text tasks: file, folder or archive; empty: the built-in text (not words)
   std::uint64_t data_limit = kDataLimit;  // bytes of text, decompressed
   std::int64_t length = 128;              // tokens per sequence
   std::string attention = "full";
@@ -91,6 +95,7 @@ struct Config {
   std::uint64_t seed = 1;
   CopyConfig copy;
   RecallConfig recall;
+  MaskedConfig masked;
   TextConfig text;
   ModelConfig model;
   OptimizerConfig optimizer;

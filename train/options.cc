@@ -29,11 +29,11 @@ template <class Visitor>
 void visit_fields(Config& config, Visitor& visit) {
   visit.group("Run");
   visit.text("task", config.task, "NAME",
-             "What to learn: copy and recall (generated), bytes, words and tokens (text)");
-  visit.text(
-      "data", config.data, "PATH",
-      "Text for bytes, words and tokens: a file, folder or archive, or - for standard input; bytes "
-      "and tokens use built-in text if empty");
+             "What to learn: copy and recall (generated), bytes, masked, words and tokens (text)");
+  visit.text("data", config.data, "PATH",
+             "Text for bytes, masked, words and tokens: a file, folder or archive, or - for "
+             "standard input; "
+             "built-in text if empty, except for words");
   visit.size("data-limit", config.data_limit,
              "Limit on the text read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
@@ -63,6 +63,8 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.number("recall.queries", config.recall.queries, 1, 1 << 20, "recall: queries per sequence");
   visit.flag("recall.causal", config.recall.causal,
              "recall: causal attention, every query comes after its pair");
+  visit.number("masked.share", config.masked.share, 0.0, 1.0,
+               "masked: fraction of the bytes that are masked");
   visit.number("text.valid", config.text.valid, 0.0, 0.5,
                "Fraction of the text held out for validation");
   visit.number("text.test", config.text.test, 0.0, 0.5,
@@ -351,10 +353,11 @@ struct TaskOptions {
 };
 const TaskOptions kTaskOptions[] = {{"copy.", {"copy"}},
                                     {"recall.", {"recall"}},
+                                    {"masked.", {"masked"}},
                                     {"text.vocabulary", {"tokens", "words"}},
                                     {"text.tokenizer", {"tokens"}},
-                                    {"text.", {"bytes", "tokens", "words"}},
-                                    {"data", {"bytes", "tokens", "words"}}};
+                                    {"text.", {"bytes", "masked", "tokens", "words"}},
+                                    {"data", {"bytes", "masked", "tokens", "words"}}};
 
 // The keys that share the section of `key`, for a message.
 std::string known_keys(const CLI::App& app, const std::string& key) {

@@ -14,11 +14,9 @@ namespace coterie::train {
 namespace {
 
 using Make = std::unique_ptr<Task> (*)(const Config&, const TaskFiles* stored);
-constexpr std::pair<const char*, Make> kTasks[] = {{"copy", make_copy_task},
-                                                   {"recall", make_recall_task},
-                                                   {"bytes", make_bytes_task},
-                                                   {"words", make_words_task},
-                                                   {"tokens", make_tokens_task}};
+constexpr std::pair<const char*, Make> kTasks[] = {
+    {"copy", make_copy_task},     {"recall", make_recall_task}, {"bytes", make_bytes_task},
+    {"masked", make_masked_task}, {"words", make_words_task},   {"tokens", make_tokens_task}};
 
 }  // namespace
 
@@ -28,6 +26,8 @@ const char* metric_name(Metric metric) {
       return "accuracy";
     case Metric::bits_per_byte:
       return "bits per byte";
+    case Metric::bits_per_masked_byte:
+      return "bits per masked byte";
     case Metric::perplexity:
       return "perplexity";
   }
@@ -41,6 +41,7 @@ double metric_value(Metric metric, const Score& score) {
                  ? 0.0
                  : static_cast<double>(score.correct) / static_cast<double>(score.count);
     case Metric::bits_per_byte:
+    case Metric::bits_per_masked_byte:
       return score.loss() / std::log(2.0);
     case Metric::perplexity:
       return std::exp(score.loss());

@@ -38,8 +38,8 @@ struct Score {
   double loss() const { return count == 0 ? 0.0 : nats / static_cast<double>(count); }
 };
 
-enum class Metric : std::uint8_t { accuracy, bits_per_byte, perplexity };
-const char* metric_name(Metric metric);  // "accuracy", "bits per byte", "perplexity"
+enum class Metric : std::uint8_t { accuracy, bits_per_byte, bits_per_masked_byte, perplexity };
+const char* metric_name(Metric metric);  // "accuracy", "bits per byte", ...
 double metric_value(Metric metric, const Score& score);
 bool better(Metric metric, double a, double b);  // whether a is the better value
 

@@ -116,6 +116,7 @@ void print_json(const Row& row, const EvalOptions& options, const LoadedModel& l
       {"seconds", row.evaluation.seconds},
       {"strata", strata}};
   fmt::print("{}\n", line.dump());
+  std::fflush(stdout);  // readers see every score when it is known
 }
 
 Row evaluate_variant(LoadedModel& loaded, const train::Config& variant,

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "apps/commit.h"
 #include "bench/attention.h"
 #include "coterie/mechanism.h"
 #include "coterie/runtime.h"
@@ -60,6 +61,7 @@ void print_info() {
   std::vector<std::string> isas;
   for (const CpuIsa isa : supported_cpu_isas()) isas.push_back(cpu_isa_name(isa));
   print_row("coterie", build.version);
+  print_row("commit", kCommit[0] == '\0' ? "unknown" : kCommit);
   print_row("compiler", fmt::format("{}, {}{}", build.compiler, build.build_type,
                                     build.asserts ? ", asserts" : ""));
   print_row("cuda", build.cuda_toolkit);

@@ -13,6 +13,7 @@
 #include "loaded_model.h"
 #include "train/collapse.h"
 #include "train/option_values.h"
+#include "train/save_rows.h"
 #include "verbs.h"
 
 namespace coterie::cli {
@@ -25,6 +26,7 @@ struct InspectOptions {
   std::int64_t rows = 4;
   std::uint64_t seed = 1;
   bool json = false;
+  std::string save_rows;
 };
 
 // "27 18 9 ... 0 0": the largest and the smallest sizes.
@@ -113,8 +115,19 @@ Json to_json(const train::Inspection& inspection, const LoadedModel& loaded) {
           {"divergences", divergences}};
 }
 
+void save_rows(const InspectOptions& options, LoadedModel& loaded) {
+  const std::vector<std::string> paths =
+      train::save_rows(loaded.model, *loaded.task,
+                       {.folder = options.save_rows,
+                        .rows = options.rows,
+                        .seed = options.seed,
+                        .bf16 = loaded.config.train.dtype == "bf16"});
+  for (const std::string& path : paths) fmt::print("{}\n", path);
+}
+
 void run_inspect(const InspectOptions& options) {
   LoadedModel loaded = load_model(options.model, UsesData::yes);
+  if (!options.save_rows.empty()) return save_rows(options, loaded);
   const train::Inspection inspection =
       train::inspect(loaded.model, *loaded.task, options.rows, options.seed);
   if (options.json) {
@@ -136,9 +149,12 @@ const char* const kExamples =
     "per\n"
     "sequence. All are means over held-out sequences, cut to 512 tokens.\n"
     "\n"
+    "--save-rows writes q, k and v of each head group instead, for coterie bench --data FILE.\n"
+    "\n"
     "Examples:\n"
     "  coterie inspect runs/copy-clustered\n"
-    "  coterie inspect runs/bytes/checkpoints/step-00000200 --rows 8 --json\n";
+    "  coterie inspect runs/bytes/checkpoints/step-00000200 --rows 8 --json\n"
+    "  coterie inspect runs/bytes --rows 1 --save-rows rows\n";
 
 }  // namespace
 
@@ -152,6 +168,9 @@ void add_inspect(CLI::App& program) {
   train::add_number(*verb, "--seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "Random seed of clusters");
   verb->add_flag("--json", options.json, "Print JSON instead of tables");
+  verb->add_option("--save-rows", options.save_rows,
+                   "Write q, k and v of each head group, at full length, to files in this folder")
+      ->type_name("FOLDER");
   verb->footer(kExamples);
   verb->callback([shared] { run_inspect(*shared); });
 }

@@ -22,6 +22,7 @@ class Measured(NamedTuple):
 
     device: str
     causal: bool
+    near: bool  # keys near the query are exact
     tokens: int
     spec: str
     speed: float
@@ -39,7 +40,12 @@ def _beginning(measured: list[Measured]) -> int | None:
 
 
 def recommend(
-    n: int, *, causal: bool = False, device: str = "cpu", head_dim: int = 64
+    n: int,
+    *,
+    causal: bool = False,
+    device: str = "cpu",
+    head_dim: int = 64,
+    positions: bool = False,
 ) -> Recommendation:
     """The attention to start with for sequences of ``n`` tokens.
 
@@ -53,6 +59,8 @@ def recommend(
         causal: positions attend to no later ones.
         device: ``"cpu"`` or ``"cuda"``.
         head_dim: head dimension; measurements used 64.
+        positions: q and k contain positions (rotary or relative). Such heads attend to places near
+            the query, so only specs with ``near`` of 32 or more are recommended.
     """
     if n < 1:
         raise ValueError(f"n: expected at least 1 token; got {n}")
@@ -60,10 +68,12 @@ def recommend(
         raise ValueError(f'device: expected "cpu" or "cuda"; got {device!r}')
     if device == "cuda" and head_dim > _LARGEST_CUDA_HEAD:
         return Recommendation("full", f"CUDA kernels take head_dim up to {_LARGEST_CUDA_HEAD}")
-    measured = [Measured(*row) for row in MEASURED if row[:2] == (device, causal)]
+    measured = [Measured(*row) for row in MEASURED if row[:3] == (device, causal, positions)]
     begin = _beginning(measured)
     if begin is None:
-        return Recommendation("full", f"no spec was measured to be faster on {device}")
+        which = "spec with near keys" if positions else "spec"
+        kind = "causal " if causal else ""
+        return Recommendation("full", f"no {kind}{which} was measured to be faster on {device}")
     if n < begin:
         return Recommendation("full", f"the shortest length with a measured gain is {begin}")
     best = max((m for m in measured if m.tokens <= n), key=lambda m: m.tokens)

@@ -94,6 +94,27 @@ foreach(name routing lsh)
   endif()
 endforeach()
 
+# Masked bytes: a model with rotary positions in half of its heads, evaluated with another attention per head group.
+set(masked --task masked --length 64 --model.dim 32 --model.layers 1 --train.steps 3 --train.batch 4
+  --train.eval-batches 1 --train.final-batches 1 --threads 1)
+run(0 train ${masked} --masked.share 0.2 --attention "2*full+2*full(positions=none)" --out ${WORK}/masked)
+expect_out("bits per masked byte" "bytes by frequency")
+run(0 eval ${WORK}/masked --batches 1 --attention "2*local(window=16)+2*i-clustered(clusters=8,topk=4)"
+  "2*i-clustered(clusters=8,topk=4,near=8,positions=rotary)+2*i-clustered(clusters=8,topk=4)"
+  "2*clustered(clusters=8,near=8,positions=rotary)+2*full(positions=none)")
+expect_out("* 2*full" "near=8,positions=rotary)+2*i-clustered(clusters=8,topk=4) " "outside tables" "in tables")
+run(0 inspect ${WORK}/masked)
+expect_out("full")
+run(0 report ${WORK}/masked --out ${WORK}/masked.html)
+run(0 inspect ${WORK}/masked --rows 2 --save-rows ${WORK}/rows)
+expect_out("${WORK}/rows/layer-00-group-0.safetensors" "${WORK}/rows/layer-00-group-1.safetensors")
+run(0 bench --data ${WORK}/rows/layer-00-group-0.safetensors --alone --repeats 1
+  --attention full "i-clustered(clusters=8,topk=4,near=8)")
+expect_out("near=8")
+expect_mistake("masked.share above 0" train ${masked} --masked.share 0)
+expect_mistake("--masked.share is an option of masked" train --task bytes --masked.share 0.5)
+expect_mistake("expected a task with text" generate ${WORK}/masked --prompt "a")
+
 expect_mistake("--resume" train ${options} --out ${WORK}/run)
 expect_mistake("expected --out" train --resume)
 expect_mistake("no config.toml" train --resume --out ${WORK}/nothing)

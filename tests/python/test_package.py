@@ -66,17 +66,40 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_recommendations_are_specs_that_were_measured(causal: bool, device: str) -> None:
-    measured = {row[3] for row in MEASURED if row[:2] == (device, causal) and row[4] >= 1}
-    found = [coterie.recommend(2**i, causal=causal, device=device) for i in range(21)]
+@pytest.mark.parametrize("positions", [False, True])
+def test_recommendations_are_specs_that_were_measured(
+    positions: bool, causal: bool, device: str
+) -> None:
+    rows = [row for row in MEASURED if row[:3] == (device, causal, positions)]
+    measured = {row[4] for row in rows if row[5] >= 1}
+    found = [
+        coterie.recommend(2**i, causal=causal, device=device, positions=positions)
+        for i in range(21)
+    ]
     for advice in found:
         assert advice.reason
         coterie.head_groups(advice.spec, 8, causal)
         assert advice.spec == "full" or advice.spec in measured
+        assert advice.spec == "full" or ("near=" in advice.spec) == positions
     begins = [advice.spec != "full" for advice in found]
     assert begins == sorted(begins)  # full attention up to some length
     assert not begins[0]
     assert begins[-1] == bool(measured)
+
+
+def test_heads_with_positions_are_recommended_near_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        ("cpu", False, False, 4096, "i-clustered(clusters=256)", 4.0, "here"),
+        ("cpu", False, True, 4096, "i-clustered(clusters=256,near=32)", 3.0, "here"),
+    ]
+    monkeypatch.setattr("coterie.advice.MEASURED", rows)
+    assert coterie.recommend(8192).spec == "i-clustered(clusters=256)"
+    advice = coterie.recommend(8192, positions=True)
+    assert advice.spec == "i-clustered(clusters=256,near=32)"
+    assert "3.0 times as fast at 4096 tokens" in advice.reason
+    assert coterie.recommend(2048, positions=True).spec == "full"
+    causal = coterie.recommend(8192, positions=True, causal=True)
+    assert causal.reason == "no causal spec with near keys was measured to be faster on cpu"
 
 
 def test_recommendations_name_wrong_arguments() -> None:

@@ -57,7 +57,7 @@ std::vector<Config> all_configs(const TemporaryFolder& folder) {
     text += "w" + std::to_string(i * i % 17) + (i % 9 == 8 ? "\n" : " ");
   write_file(folder.path("words.txt"), text);
   std::vector<Config> configs;
-  for (const char* const name : {"copy", "recall", "bytes", "words", "tokens"}) {
+  for (const char* const name : {"copy", "recall", "bytes", "masked", "words", "tokens"}) {
     configs.push_back(config_for(name, 64));
     if (name[0] == 'w' || name[0] == 't') configs.back().data = folder.path("words.txt");
   }
@@ -67,12 +67,13 @@ std::vector<Config> all_configs(const TemporaryFolder& folder) {
 }
 
 TEST(Tasks, AreFoundByName) {
-  EXPECT_EQ(task_names(), (std::vector<std::string>{"copy", "recall", "bytes", "words", "tokens"}));
+  EXPECT_EQ(task_names(),
+            (std::vector<std::string>{"copy", "recall", "bytes", "masked", "words", "tokens"}));
   const TemporaryFolder folder;
   for (const Config& config : all_configs(folder))
     EXPECT_EQ(make_task(config)->name(), config.task);
   EXPECT_EQ(error_of(config_for("paste", 64)),
-            "[task] expected one of copy, recall, bytes, words, tokens; got \"paste\"");
+            "[task] expected one of copy, recall, bytes, masked, words, tokens; got \"paste\"");
 }
 
 TEST(Tasks, BatchesArePureFunctionsOfSeedSplitAndIndex) {
@@ -139,7 +140,7 @@ TEST(Tasks, OnlyTextHasText) {
 }
 
 TEST(Tasks, LengthsThatMakeNoSenseAreRefused) {
-  for (const char* const name : {"copy", "recall", "bytes"}) {
+  for (const char* const name : {"copy", "recall", "bytes", "masked"}) {
     for (const std::int64_t length : {std::int64_t{-5}, std::int64_t{0}, std::int64_t{1} << 40}) {
       EXPECT_NE(error_of(config_for(name, length)), "") << name << ' ' << length;
     }
@@ -150,6 +151,7 @@ TEST(Metrics, FollowFromSums) {
   const Score score{.nats = 4.0 * std::log(8.0), .count = 4, .correct = 3};
   EXPECT_DOUBLE_EQ(metric_value(Metric::accuracy, score), 0.75);
   EXPECT_DOUBLE_EQ(metric_value(Metric::bits_per_byte, score), 3.0);
+  EXPECT_DOUBLE_EQ(metric_value(Metric::bits_per_masked_byte, score), 3.0);
   EXPECT_DOUBLE_EQ(metric_value(Metric::perplexity, score), 8.0);
   EXPECT_DOUBLE_EQ(metric_value(Metric::accuracy, {}), 0.0);
   EXPECT_TRUE(better(Metric::accuracy, 0.9, 0.8));
@@ -336,6 +338,109 @@ Tokens part_of(const Task& task, Split split, std::int64_t rows) {
     }
   }
   return part;
+}
+
+// The text of the rows of a held-out part, with the masked bytes put back.
+std::string unmasked_part(const Task& task, Split split, std::int64_t rows) {
+  std::string part;
+  for (std::int64_t b = 0; b < task.batches(split, rows); ++b) {
+    const Batch batch = task.batch(split, b, rows);
+    for (std::int64_t r = 0; r < batch.tokens.size(0); ++r) {
+      const Tokens tokens = row(batch.tokens, r), targets = row(batch.targets, r);
+      const auto length = static_cast<std::size_t>(
+          batch.lengths.defined() ? batch.lengths[r].item<std::int64_t>() : batch.tokens.size(1));
+      for (std::size_t i = 0; i < length; ++i) {
+        EXPECT_EQ(tokens[i] == 256, targets[i] != kIgnore);  // 256: the mask
+        part += static_cast<char>(tokens[i] == 256 ? targets[i] : tokens[i]);
+      }
+    }
+  }
+  return part;
+}
+
+TEST(MaskedTask, HeldOutRowsCoverTheirPart) {
+  const TemporaryFolder folder;
+  std::string text;
+  for (int i = 0; i < 1000; ++i) text += static_cast<char>(i * i % 251);
+  write_file(folder.path("a"), text);
+  Config config = config_for("masked", 16);
+  config.data = folder.path("a");
+  config.text.valid = 0.1;
+  config.text.test = 0.2;
+  const auto task = make_task(config);
+  EXPECT_EQ(task->vocabulary(), 257);
+  EXPECT_FALSE(task->causal());
+  EXPECT_STREQ(metric_name(task->metric()), "bits per masked byte");
+  EXPECT_EQ(unmasked_part(*task, Split::valid, 3), text.substr(700, 100));
+  EXPECT_EQ(unmasked_part(*task, Split::test, 4), text.substr(800));
+  EXPECT_EQ(task->batches(Split::valid, 1), 7);
+}
+
+TEST(MaskedTask, MasksTheShareOfEveryRow) {
+  Config config = config_for("masked", 200);
+  for (const double share : {0.001, 0.15, 0.5, 1.0}) {
+    config.masked.share = share;
+    const Batch batch = make_task(config)->batch(Split::train, 0, 50);
+    const auto wanted = std::max<std::int64_t>(1, std::llround(share * 200));
+    for (std::int64_t r = 0; r < 50; ++r) {
+      const Tokens tokens = row(batch.tokens, r), targets = row(batch.targets, r);
+      EXPECT_EQ(std::count(tokens.begin(), tokens.end(), 256), wanted);
+      EXPECT_EQ(std::count(targets.begin(), targets.end(), kIgnore), 200 - wanted);
+    }
+  }
+}
+
+// Equal questions for all seeds; other masks in every row.
+TEST(MaskedTask, HeldOutMasksDoNotDependOnTheSeed) {
+  Config config = config_for("masked", 100);
+  const auto task = make_task(config);
+  config.seed = 2;
+  const auto other = make_task(config);
+  for (const Split split : {Split::valid, Split::test}) {
+    expect_equal(task->batch(split, 0, 8), other->batch(split, 0, 8));
+  }
+  const at::Tensor asked = task->batch(Split::valid, 0, 2).targets.ne(kIgnore);
+  EXPECT_FALSE(asked[0].equal(asked[1]));
+}
+
+TEST(MaskedTask, LinesOfTablesAreScoredSeparately) {
+  const TemporaryFolder folder;
+  std::string text;
+  while (text.size() < 4000) text += "prose | and +\n  | a | b |\n\n+---+\n   \n| cut";
+  write_file(folder.path("a"), text);
+  Config config = config_for("masked", 50);
+  config.data = folder.path("a");
+  config.text.valid = config.text.test = 0.1;
+  const auto task = make_task(config);
+  EXPECT_EQ(task->strata(), (std::vector<std::string>{"outside tables", "in tables"}));
+  const auto begin = static_cast<std::size_t>(0.8 * static_cast<double>(text.size()));
+  std::vector<std::int64_t> wanted;  // of every byte of the text
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t end = std::min(text.find('\n', at), text.size() - 1) + 1;
+    const std::string line = text.substr(at, end - at);
+    const std::size_t first = line.find_first_not_of(" \n");
+    const bool table = first != std::string::npos && (line[first] == '|' || line[first] == '+');
+    wanted.insert(wanted.end(), line.size(), table ? 1 : 0);
+    at = end;
+  }
+  const Batch batch = task->batch(Split::valid, 0, 3);  // rows that begin inside of lines
+  for (std::int64_t r = 0; r < 3; ++r) {
+    const Tokens strata = row(batch.strata, r);
+    for (std::size_t i = 0; i < 50; ++i) {
+      const std::size_t place = begin + static_cast<std::size_t>(r) * 50 + i;
+      // The part begins in the middle of a line, whose beginning is in the training part.
+      if (place < text.find('\n', begin)) continue;
+      EXPECT_EQ(strata[i], wanted[place]) << "row " << r << ", byte " << i;
+    }
+  }
+}
+
+TEST(MaskedTask, ImpossibleSharesAreRefused) {
+  Config config = config_for("masked", 64);
+  for (const double share : {0.0, -0.1, 1.1, std::nan("")}) {
+    config.masked.share = share;
+    EXPECT_NE(error_of(config).find("masked.share"), std::string::npos) << share;
+  }
 }
 
 TEST(BytesTask, HeldOutRowsCoverTheirPart) {

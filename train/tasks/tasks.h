@@ -12,6 +12,7 @@ namespace coterie::train {
 std::unique_ptr<Task> make_copy_task(const Config& config, const TaskFiles* stored);
 std::unique_ptr<Task> make_recall_task(const Config& config, const TaskFiles* stored);
 std::unique_ptr<Task> make_bytes_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_masked_task(const Config& config, const TaskFiles* stored);
 std::unique_ptr<Task> make_tokens_task(const Config& config, const TaskFiles* stored);
 std::unique_ptr<Task> make_words_task(const Config& config, const TaskFiles* stored);
 

@@ -114,13 +114,14 @@ std::int64_t TextTask::held_out_rows(Split split) const {
   return (targets + length() - 1) / length();
 }
 
-std::int64_t TextTask::random_begin(const Row& row) const {
+std::int64_t TextTask::begin_of(const Row& row) const {
+  if (row.split != Split::train) return row.index * length();
   const auto places = static_cast<std::uint64_t>(size(Split::train) - length());
   return static_cast<std::int64_t>(random_u64(random(row, 0), 0) % places);
 }
 
 void TextTask::fill(Row& row) const {
-  const std::int64_t begin = row.split == Split::train ? random_begin(row) : row.index * length();
+  const std::int64_t begin = begin_of(row);
   row.length = std::min(length(), size(row.split) - 1 - begin);
   for (std::int64_t i = 0; i < row.length; ++i) {
     const auto place = static_cast<std::size_t>(i);

@@ -79,8 +79,8 @@ class TextTask : public RowTask {
   virtual std::int64_t token(Split split, std::int64_t index) const = 0;
   virtual std::int64_t stratum(std::int64_t /*token*/) const { return 0; }  // of a target
 
- private:
-  std::int64_t random_begin(const Row& row) const;
+  // Where a row starts in its part.
+  std::int64_t begin_of(const Row& row) const;
 };
 
 // Cross entropy, in nats per token, of the add-one smoothed frequencies `counts` of one part on the

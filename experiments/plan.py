@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+"""Reads the description of an experiment (experiments/NAME.toml) and lists its runs.
+
+A description has options of ``coterie train`` for all runs and families of runs. A family has options
+and seeds, attentions by label (one run per label and seed), and attentions with which every trained
+model is evaluated in addition to its own.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+FAMILY_KEYS = {"seeds", "options", "attention", "evaluate"}
+KEYS = {"title", "data", "text", "options", "family", "section", "claim"}
+
+
+class Run(NamedTuple):
+    """One training run and what its model is evaluated with."""
+
+    name: str  # also its folder
+    family: str
+    label: str
+    seed: int
+    options: dict[str, str]  # of coterie train, without --data, --device and --out
+    evaluate: dict[str, str]  # spec by label
+
+
+class PlanError(Exception):
+    """A mistake in a description."""
+
+
+def slug(text: str) -> str:
+    """A folder name: "i-clustered, near 32" -> "i-clustered-near-32"."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _check_keys(where: str, found: dict[str, Any], known: set[str]) -> None:
+    for key in found:
+        if key not in known:
+            raise PlanError(f"{where}: expected one of {', '.join(sorted(known))}; got {key}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The description in a file, checked."""
+    try:
+        plan = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"{path.name}: {error}") from error
+    _check_keys(path.name, plan, KEYS)
+    for key in ("title", "family"):
+        if key not in plan:
+            raise PlanError(f"{path.name}: {key} is missing")
+    for name, family in plan["family"].items():
+        _check_keys(f"{path.name}: family.{name}", family, FAMILY_KEYS)
+        if not family.get("attention"):
+            raise PlanError(f"{path.name}: family.{name} has no attention")
+    for part in plan.get("section", []) + plan.get("claim", []):
+        if part.get("family") not in plan["family"]:
+            raise PlanError(f"{path.name}: expected a known family; got {part.get('family')}")
+    return plan
+
+
+def runs_of(plan: dict[str, Any]) -> list[Run]:
+    """All runs, in the order of the description."""
+    runs = []
+    for name, family in plan["family"].items():
+        options = {**plan.get("options", {}), **family.get("options", {})}
+        texts = {key: str(value).lower() if isinstance(value, bool) else str(value)
+                 for key, value in options.items()}
+        for seed in family.get("seeds", [1]):
+            for label, spec in family["attention"].items():
+                own = {**texts, "attention": spec, "seed": str(seed)}
+                runs.append(Run(f"{name}-{slug(label)}-{seed}", name, label, seed, own,
+                                dict(family.get("evaluate", {}))))
+    return runs

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""Line plots as SVG text."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+COLOURS = ["#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
+WIDTH, HEIGHT = 460, 300
+LEFT, RIGHT, TOP, BOTTOM = 56, 14, 30, 44
+
+
+class Curve(NamedTuple):
+    """Points of one line; curves with equal names have equal colours and one entry in the legend."""
+
+    name: str
+    points: list[tuple[float, float]]
+
+
+def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
+    """Round numbers from low to high."""
+    raw = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_plot(title: str, x_label: str, y_label: str, curves: list[Curve],
+              y_range: tuple[float, float] | None = None) -> str:
+    """An SVG picture. Points outside of y_range are cut off at its edge."""
+    xs = [x for curve in curves for x, _ in curve.points]
+    ys = [y for curve in curves for _, y in curve.points]
+    x_low, x_high = 0.0, max(xs)
+    y_low, y_high = y_range or (min(ys), max(ys))
+    margin = 0.03 * (y_high - y_low)
+    y_low, y_high = y_low - margin, y_high + margin
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+        down = TOP + (y_high - min(max(y, y_low), y_high)) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        return round(across, 1), round(down, 1)
+
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    legend = 16 * len(names) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + legend}" '
+        f'width="{WIDTH}" height="{HEIGHT + legend}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{HEIGHT + legend}" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
+    ]
+    for tick in ticks(x_low, x_high):
+        x, y = place(tick, y_low)
+        parts.append(f'<text x="{x}" y="{y + 15}" text-anchor="middle">{tick:g}</text>')
+    for tick in ticks(y_low, y_high):
+        x, y = place(x_low, tick)
+        parts.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>')
+    centre = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text transform="translate(14 {centre}) rotate(-90)" text-anchor="middle">'
+                 f"{escape(y_label)}</text>")
+    for curve in curves:
+        colour = COLOURS[names.index(curve.name) % len(COLOURS)]
+        path = "L".join(f"{x} {y}" for x, y in (place(*point) for point in curve.points))
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
+    for index, name in enumerate(names):
+        y = HEIGHT + 16 * index + 4
+        colour = COLOURS[index % len(COLOURS)]
+        parts.append(f'<path d="M{LEFT} {y}h22" stroke="{colour}" stroke-width="2.5"/>')
+        parts.append(f'<text x="{LEFT + 30}" y="{y + 4}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Writes docs/results.md and its plots from the packed logs of experiments.
+
+    experiments/results.py           writes the files
+    experiments/results.py --check   compares them with what is in the tree, and checks the claims
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import plan as plans
+import plot
+
+Line = dict[str, Any]
+Files = dict[str, str]  # text by path under docs/
+
+HEAD = """# Results
+
+Scores of trained models. `experiments/results.py` writes this page from the logs in `experiments/logs`; a test checks
+that it is up to date and that the claims hold. `experiments/run.py` runs an experiment again. Speeds and errors of
+single calls are in `docs/performance.md`.
+"""
+
+
+class Logs:
+    """The lines of one experiment."""
+
+    def __init__(self, path: Path) -> None:
+        text = lzma.decompress(path.read_bytes()).decode()
+        self.lines: list[Line] = [json.loads(line) for line in text.splitlines()]
+
+    def of(self, kind: str, **wanted: Any) -> list[Line]:
+        """Lines of a kind whose fields have the wanted values."""
+        return [line for line in self.lines if line["kind"] == kind
+                and all(line.get(key) == value for key, value in wanted.items())]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def provenance(logs: Logs, family: str) -> str:
+    """Machine, dates, commits and the command of the first run of a family."""
+    commands = logs.of("command", family=family)
+    machine = commands[0]["machine"]
+    dates = sorted({line["date"][:10] for line in commands})
+    commits = sorted({line["machine"]["commit"] for line in commands})
+    place = machine.get("device", machine["cpu"]).split(",")[0]
+    train = next(line for line in commands if line["command"][1] == "train")
+    words = [f'"{word}"' if any(c in word for c in "()* ") else word for word in train["command"]]
+    facts = logs.of("run", family=family)[0]
+    head = (f"{place}, torch {facts['machine']['torch']}, {' and '.join(dates)}, "
+            f"commit {', '.join(commits)}; {facts['parameters']:,} parameters. "
+            f"Seeds {', '.join(str(s) for s in sorted({r['seed'] for r in logs.of('run', family=family)}))}.")
+    return f"{head} The first run:\n\n```\n{' '.join(words)}\n```\n"
+
+
+def percent(value: float, reference: float) -> str:
+    """The relative difference: "+0.42 %"."""
+    return f"{100 * (value / reference - 1):+.2f} %"
+
+
+def evaluations(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """One row per attention that a trained model was evaluated with."""
+    family = plan["family"][section["family"]]
+    own = next(iter(family["attention"]))
+    found = {line["evaluation"]: line for line in logs.of("score", family=section["family"])}
+    strata = list(found[own]["strata"])
+    rows = []
+    for label, spec in {**family["attention"], **family["evaluate"]}.items():
+        line = found[label]
+        rows.append([label, f"{line['metric']:.4f}", percent(line["metric"], found[own]["metric"]),
+                     *[f"{line['strata'][name]:.4f}" for name in strata],
+                     f"{line['seconds']:.1f}", f"`{spec}`"])
+    head = ["attention", found[own]["metric_name"], f"against {own}", *strata, "seconds", "spec"]
+    return table(head, rows), {}
+
+
+def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """One row per attention that models were trained with, and plots over steps and time."""
+    name = section["family"]
+    family = plan["family"][name]
+    scores = {label: [line["metric"] for line in logs.of("score", family=name, evaluation=label)]
+              for label in family["attention"]}
+    best = statistics.mean(next(iter(scores.values())))
+    rows = []
+    for label, spec in family["attention"].items():
+        ends = logs.of("end", family=name, label=label)
+        step = statistics.median(1000 * line["seconds"] / line["step"] for line in ends)
+        mean = statistics.mean(scores[label])
+        rows.append([label, f"{mean:.4f}", f"{min(scores[label]):.4f} to {max(scores[label]):.4f}",
+                     percent(mean, best), f"{step:.1f}", f"{step * ends[0]['step'] / 1000:.1f}",
+                     f"`{spec}`"])
+    metric = logs.of("score", family=name)[0]["metric_name"]
+    head = ["attention", metric, f"range of {len(family.get('seeds', [1]))} seeds",
+            f"against {next(iter(scores))}", "ms per step", "seconds", "spec"]
+    pictures = {f"results/{name}-steps.svg": curves(logs, name, "step", "steps", metric),
+                f"results/{name}-seconds.svg": curves(logs, name, "seconds", "seconds of training", metric)}
+    links = "".join(f"![{Path(path).stem}]({path})\n" for path in pictures)
+    return table(head, rows) + "\n" + links, pictures
+
+
+def curves(logs: Logs, family: str, over: str, label: str, metric: str) -> str:
+    """Validation scores of every run of a family over steps or seconds."""
+    lines = []
+    for run in logs.of("run", family=family):
+        seconds = {line["step"]: line["seconds"] for line in logs.of("step", run=run["run"])}
+        points = [(line["step"] if over == "step" else seconds[line["step"]], line["metric"])
+                  for line in logs.of("eval", run=run["run"])]
+        lines.append(plot.Curve(run["label"], points))
+    ys = sorted(y for line in lines for _, y in line.points)
+    top = ys[int(0.9 * (len(ys) - 1))]  # the first validations are far above the others
+    return plot.line_plot(f"{metric} over {label}", label, metric, lines, (ys[0], top))
+
+
+KINDS = {"evaluations": evaluations, "training": training}
+
+
+def claims(plan: Line, logs: Logs) -> list[tuple[str, bool]]:
+    """Every claim of a description in words, and whether it holds."""
+    results = []
+    for claim in plan.get("claim", []):
+        own = next(iter(plan["family"][claim["family"]]["attention"]))
+        scores = {line["evaluation"]: line["metric"] for line in logs.of("score", family=claim["family"])}
+        loss = scores[claim["evaluation"]] / scores[own] - 1
+        text = (f"{claim['evaluation']} is within {100 * claim['at_most']:.1f} % of {own}: "
+                f"{100 * loss:+.2f} %")
+        results.append((text, loss <= claim["at_most"]))
+    return results
+
+
+def chapter(plan: Line, logs: Logs) -> tuple[str, Files]:
+    """The text and the plots of one experiment."""
+    text, pictures = f"\n## {plan['title']}\n\n{plan['text'].strip()}\n", {}
+    for section in plan["section"]:
+        body, more = KINDS[section["kind"]](plan, logs, section)
+        pictures |= more
+        text += f"\n### {section['title']}\n\n{section['text'].strip()}\n\n{body}\n"
+        text += provenance(logs, section["family"])
+    found = claims(plan, logs)
+    if found:
+        text += "\nClaims:\n\n" + "".join(
+            f"- {words} ({'holds' if holds else 'does not hold'})\n" for words, holds in found)
+    return text, pictures
+
+
+def results(logs: Path, plans_in: Path) -> tuple[Files, list[str]]:
+    """All files under docs/, and the claims that do not hold."""
+    page, files, wrong = HEAD, {}, []
+    for path in sorted(logs.glob("*.jsonl.xz")):
+        name = path.name.removesuffix(".jsonl.xz")
+        plan, lines = plans.load(plans_in / f"{name}.toml"), Logs(path)
+        text, pictures = chapter(plan, lines)
+        page += text
+        files |= pictures
+        wrong += [words for words, holds in claims(plan, lines) if not holds]
+    return {"results.md": page, **files}, wrong
+
+
+def main() -> None:
+    """Writes or checks the files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail if files differ")
+    parser.add_argument("--logs", type=Path, default=plans.HERE / "logs", help="Packed logs")
+    parser.add_argument("--plans", type=Path, default=plans.HERE, help="Folder with descriptions")
+    parser.add_argument("--docs", type=Path, default=plans.ROOT / "docs", help="Folder to write to")
+    arguments = parser.parse_args()
+    files, wrong = results(arguments.logs, arguments.plans)
+    for name, text in files.items():
+        path = arguments.docs / name
+        if not arguments.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            wrong.append(f"{name} is not what the logs say; run experiments/results.py")
+    if arguments.check and wrong:
+        sys.exit("results.py: " + "\nresults.py: ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
