@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/record_function.h>
 #include <fmt/core.h>
 
 #include <chrono>
@@ -113,19 +114,18 @@ class Run {
             config_.out.empty() ? "" : checkpoints().path(saved_step_)};
   }
 
-  // Three steps: the first one also allocates memory and initialises libraries.
-  DryRun try_steps() {
+  // The first steps also allocate memory and initialise libraries.
+  DryRun try_steps(int steps, bool profile) {
     DryRun result;
     for (const at::Tensor& parameter : model_->parameters()) {
       result.parameters += parameter.numel();
     }
     if (routing_ && config_.train.centroids == "data") initialise_centroids();
     result.batch_tokens = config_.train.batch * config_.length;
-    constexpr int kSteps = 2;
     run_step();
     const Clock::time_point start = Clock::now();
-    for (int i = 0; i < kSteps; ++i) run_step();
-    result.step_seconds = seconds_since(start) / kSteps;
+    for (int i = 0; i < steps; ++i) run_step();
+    result.step_seconds = seconds_since(start) / steps;
     const auto all = static_cast<double>(task_.batches(Split::valid, config_.train.batch));
     const auto used = [&](std::int64_t batches) {
       return batches > 0 ? std::min(static_cast<double>(batches), all) : all;
@@ -136,6 +136,8 @@ class Run {
     result.evaluation_seconds =
         one * (times * used(config_.train.eval_batches) + used(config_.train.final_batches));
     result.peak_bytes = memory_.peak_bytes();
+    constexpr int kProfiled = 3;
+    if (profile) result.profile = profile_steps(kProfiled, device_, [this] { run_step(); });
     return result;
   }
 
@@ -305,14 +307,19 @@ class Run {
     last_.loss = loss.loss;
     last_.commitment = loss.commitment;
     check_finite("loss", loss.loss + loss.commitment);
-    last_.gradient_norm = clip_gradients(*model_, config_.optimizer.clip);
-    check_finite("gradient norm", last_.gradient_norm);
-    optimizer_->step();
+    update_parameters();
     state_.step = step;
     const double seconds = seconds_since(start);
     state_.seconds += seconds;
     logged_seconds_ += seconds;
     logged_tokens_ += batch.tokens.numel();
+  }
+
+  void update_parameters() {
+    RECORD_USER_SCOPE("optimizer");
+    last_.gradient_norm = clip_gradients(*model_, config_.optimizer.clip);
+    check_finite("gradient norm", last_.gradient_norm);
+    optimizer_->step();
   }
 
   bool is_due(std::int64_t every) const { return every > 0 && state_.step % every == 0; }
@@ -499,12 +506,12 @@ TrainResult train(const Config& config, const Task& task, bool resume, const Tra
   });
 }
 
-DryRun dry_run(const Config& config, const Task& task) {
+DryRun dry_run(const Config& config, const Task& task, int steps, bool profile) {
   use_threads(config.threads);
   return with_memory_advice(config, [&] {
     const TrainHooks hooks;
     Run run(config, task, hooks);
-    return run.try_steps();
+    return run.try_steps(steps, profile);
   });
 }
 
