@@ -25,7 +25,7 @@ struct Pattern {
 
 // The first that occurs in a name counts.
 constexpr Pattern kPatterns[] = {
-    {"rotate", "rotary positions"},
+    {"rotate_", "rotary positions"},
     {"coterie::", "attention"},
     {"AttentionFunction", "attention"},
     {"flash", "attention"},

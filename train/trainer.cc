@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
@@ -24,6 +25,7 @@
 #include "train/memory.h"
 #include "train/optimizer.h"
 #include "train/options.h"
+#include "train/readback.h"
 #include "train/run_lines.h"
 #include "train/run_lock.h"
 #include "train/schedule.h"
@@ -123,8 +125,10 @@ class Run {
     if (routing_ && config_.train.centroids == "data") initialise_centroids();
     result.batch_tokens = config_.train.batch * config_.length;
     run_step();
+    read_launched();
     const Clock::time_point start = Clock::now();
     for (int i = 0; i < steps; ++i) run_step();
+    read_launched();
     result.step_seconds = seconds_since(start) / steps;
     const auto all = static_cast<double>(task_.batches(Split::valid, config_.train.batch));
     const auto used = [&](std::int64_t batches) {
@@ -138,6 +142,7 @@ class Run {
     result.peak_bytes = memory_.peak_bytes();
     constexpr int kProfiled = 3;
     if (profile) result.profile = profile_steps(kProfiled, device_, [this] { run_step(); });
+    read_launched();
     return result;
   }
 
@@ -290,12 +295,13 @@ class Run {
     return "";
   }
 
+  // On a GPU the host launches a step and reads the numbers of the one before.
   void run_step() {
     const Clock::time_point start = Clock::now();
     const std::int64_t step = state_.step + 1;
-    last_ = {.step = step};
-    last_.rate = config_.optimizer.lr * rate_factor(config_.schedule, step, config_.train.steps);
-    set_learning_rate(*optimizer_, last_.rate);
+    StepFacts facts{.step = step};
+    facts.rate = config_.optimizer.lr * rate_factor(config_.schedule, step, config_.train.steps);
+    set_learning_rate(*optimizer_, facts.rate);
     const Batch batch = step_batch(step);
     optimizer_->zero_grad();
     const StepLoss loss = add_gradients(model_, batch,
@@ -304,22 +310,33 @@ class Run {
                                          .bf16 = config_.train.dtype == "bf16",
                                          .update_centroids = routing_,
                                          .before_layer = [this] { leave_if_late(); }});
-    last_.loss = loss.loss;
-    last_.commitment = loss.commitment;
-    check_finite("loss", loss.loss + loss.commitment);
-    update_parameters();
+    RECORD_USER_SCOPE("optimizer");
+    const at::Tensor norm = gradient_norm(*model_);
+    Launched launched{facts, Readback({loss.loss, loss.commitment, norm})};
+    read_launched();
+    launched_ = std::move(launched);
+    if (!skips_bad_gradients(*optimizer_)) read_launched();
+    clip_gradients(*model_, norm, config_.optimizer.clip);
+    step_optimizer(*optimizer_, norm);
     state_.step = step;
+    if (needs_facts()) read_launched();
     const double seconds = seconds_since(start);
     state_.seconds += seconds;
     logged_seconds_ += seconds;
     logged_tokens_ += batch.tokens.numel();
   }
 
-  void update_parameters() {
-    RECORD_USER_SCOPE("optimizer");
-    last_.gradient_norm = clip_gradients(*model_, config_.optimizer.clip);
+  // Waits for the numbers of the last step that was launched, and checks them.
+  void read_launched() {
+    if (!launched_) return;
+    const Launched step = *std::exchange(launched_, std::nullopt);
+    const std::vector<double> values = step.numbers.read();
+    last_ = step.facts;
+    last_.loss = values[0];
+    last_.commitment = values[1];
+    last_.gradient_norm = values[2];
+    check_finite("loss", last_.loss + last_.commitment);
     check_finite("gradient norm", last_.gradient_norm);
-    optimizer_->step();
   }
 
   bool is_due(std::int64_t every) const { return every > 0 && state_.step % every == 0; }
@@ -330,11 +347,20 @@ class Run {
     return state_.evaluated_step < state_.step && (last || is_due(config_.train.eval_every));
   }
 
+  bool log_is_due() const {
+    return evaluation_is_due() || is_due(config_.train.log_every) || state_.step == 1;
+  }
+
+  // Whether the last step is logged or saved, or a user waits for the end.
+  bool needs_facts() const {
+    const bool last = state_.step == config_.train.steps;
+    return log_is_due() || last || is_due(config_.checkpoint.every) || interrupted();
+  }
+
   void finish_step() {
     const bool last = state_.step == config_.train.steps, evaluates = evaluation_is_due();
     const bool resumed = state_.step == resumed_step_;  // the step is in the log
-    const bool logs = evaluates || is_due(config_.train.log_every) || state_.step == 1;
-    if (logs && !resumed) log_step();
+    if (log_is_due() && !resumed) log_step();
     const bool improved = evaluates && evaluate_now();
     if (improved || last || is_due(config_.checkpoint.every)) save(improved);
   }
@@ -390,6 +416,7 @@ class Run {
   }
 
   void save(bool best) {
+    read_launched();
     if (config_.out.empty()) return;
     for (const auto& item : model_->named_parameters()) {
       if (!at::isfinite(item.value()).all().item<bool>()) check_finite(item.key(), NAN);
@@ -453,7 +480,12 @@ class Run {
   std::optional<Log> log_;
   TrainState state_;
   std::int64_t resumed_step_ = Log::kNew, saved_step_ = 0;
-  StepFacts last_;
+  struct Launched {
+    StepFacts facts;
+    Readback numbers;  // loss, commitment, norm of the gradients
+  };
+  std::optional<Launched> launched_;  // whose numbers have not been read
+  StepFacts last_;                    // of the last step whose numbers have been
   std::optional<Evaluation> evaluation_;
   std::optional<Clock::time_point> noticed_;  // when an interrupt was first seen
   bool finished_ = false;                     // before it was resumed
