@@ -6,6 +6,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <string>
+
 #include "coterie/torch/models.h"
 
 namespace coterie::torch_api {
@@ -124,43 +127,57 @@ std::vector<at::Tensor> values_of(LanguageModel& model, bool fused, const at::Te
   return values;
 }
 
-// A model of every kind of head group, with and without biases, lengths and recomputation.
+LanguageModel make_model(const char* spec, bool bias, bool recompute) {
+  LanguageModelOptions options;
+  options.tied = false;
+  options.transformer.dim = 32;
+  options.transformer.heads = 4;
+  options.transformer.attention = {AttentionSpec::parse(spec)};
+  options.transformer.causal = std::string(spec).find("cast") == std::string::npos;
+  options.transformer.bias = bias;
+  options.transformer.recompute = recompute;
+  ::torch::manual_seed(3);
+  return LanguageModel(options);
+}
+
+// A model of every kind of head group, with and without biases, lengths and recomputation. One
+// cluster: with several, rows that are rounded differently may choose another one.
 TEST(BlockOps, FusedModelsEqualOthersUpToRounding) {
   for (const char* spec : {"full", "local(window=8)", "2*local(window=8)+2*full(positions=none)",
-                           "2*local(window=8)+2*routing(clusters=4,window=8)",
-                           "2*full+2*routing(clusters=4,window=8,share_qk=false)",
-                           "cast(clusters=4,size=8)", "full(positions=relative)"}) {
+                           "2*local(window=8)+2*routing(clusters=1,window=8)",
+                           "2*full+2*routing(clusters=1,window=8,share_qk=false)",
+                           "cast(clusters=1,size=40)", "full(positions=relative)"}) {
     for (const bool bias : {true, false}) {
       for (const bool recompute : {false, true}) {
-        LanguageModelOptions options;
-        options.tied = false;
-        options.transformer.dim = 32;
-        options.transformer.heads = 4;
-        options.transformer.attention = {AttentionSpec::parse(spec)};
-        options.transformer.causal = std::string(spec).find("cast") == std::string::npos;
-        options.transformer.bias = bias;
-        options.transformer.recompute = recompute;
-        ::torch::manual_seed(3);
-        LanguageModel model(options);
+        LanguageModel model = make_model(spec, bias, recompute);
         const at::Tensor tokens = ::torch::randint(0, 256, {3, 40});
         PassContext context;
         if (recompute) context.lengths = ::torch::tensor({40L, 17L, 33L});
         const auto fused = values_of(model, true, tokens, context);
         const auto plain = values_of(model, false, tokens, context);
-        for (std::size_t i = 0; i < plain.size(); ++i) {
-          // bf16 has 8 bits; its rounding at different places grows through two layers. Clusters
-          // of rows that are rounded differently may differ: their heads' gradients move more.
-          const bool routing = std::string(spec).find("routing") != std::string::npos;
-          EXPECT_LE(error_of(fused[i], plain[i]), routing ? 0.3 : 0.06)
-              << spec << " bias " << bias << " recompute " << recompute << " value " << i;
+        double largest = 0;  // gradient
+        for (std::size_t i = 2; i < plain.size(); ++i) {
+          largest = std::max(largest, plain[i].abs().max().item<double>());
         }
-        // The same again has the same bits.
-        const auto again = values_of(model, true, tokens, context);
-        for (std::size_t i = 0; i < fused.size(); ++i) {
-          EXPECT_TRUE(::torch::equal(fused[i], again[i])) << spec << " value " << i;
+        for (std::size_t i = 0; i < plain.size(); ++i) {
+          // bf16 has 8 bits; its rounding at different places grows through two layers. Gradients
+          // of the keys' biases are 0 but for rounding.
+          const double size = plain[i].abs().max().item<double>();
+          EXPECT_LE((fused[i] - plain[i]).abs().max().item<double>(), 0.06 * size + 0.003 * largest)
+              << spec << " bias " << bias << " recompute " << recompute << " value " << i;
         }
       }
     }
+  }
+}
+
+TEST(BlockOps, FusedModelsRepeatTheirBits) {
+  LanguageModel model =
+      make_model("2*local(window=8)+2*routing(clusters=4,window=8)", true, /*recompute=*/false);
+  const at::Tensor tokens = ::torch::randint(0, 256, {3, 40});
+  const auto first = values_of(model, true, tokens, {}), again = values_of(model, true, tokens, {});
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    EXPECT_TRUE(::torch::equal(first[i], again[i])) << "value " << i;
   }
 }
 

@@ -50,6 +50,19 @@ AttentionOptions detached(AttentionOptions options) {
   return options;
 }
 
+// Outputs of the groups (B, h, N, D) side by side, (B, N, H D).
+at::Tensor merged(const std::vector<at::Tensor>& parts_BHND) {
+  std::vector<at::Tensor> parts_BNHD;
+  for (const at::Tensor& part : parts_BHND) parts_BNHD.push_back(part.transpose(1, 2));
+  const at::Tensor all = parts_BNHD.size() == 1 ? parts_BNHD[0] : at::cat(parts_BNHD, 2);
+  return all.flatten(2);
+}
+
+at::Tensor or_zero(const at::Tensor& commitment, const at::Tensor& like) {
+  if (commitment.defined()) return commitment;
+  return at::zeros({}, like.options().dtype(at::kFloat));
+}
+
 }  // namespace
 
 SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
@@ -100,18 +113,6 @@ std::vector<HeadRows> SelfAttentionImpl::project(const at::Tensor& x_BNE) {
   return rows;
 }
 
-namespace {
-
-// Outputs of the groups (B, h, N, D) side by side, (B, N, H D).
-at::Tensor merged(const std::vector<at::Tensor>& parts_BHND) {
-  std::vector<at::Tensor> parts_BNHD;
-  for (const at::Tensor& part : parts_BHND) parts_BNHD.push_back(part.transpose(1, 2));
-  const at::Tensor all = parts_BNHD.size() == 1 ? parts_BNHD[0] : at::cat(parts_BNHD, 2);
-  return all.flatten(2);
-}
-
-}  // namespace
-
 void SelfAttentionImpl::record(const PassContext& context, std::int64_t group,
                                const HeadRows& placed, const AttentionOptions& options) const {
   if (!context.records) return;
@@ -142,15 +143,6 @@ PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContex
   }
   return {merged(parts), commitment};
 }
-
-namespace {
-
-at::Tensor or_zero(const at::Tensor& commitment, const at::Tensor& like) {
-  if (commitment.defined()) return commitment;
-  return at::zeros({}, like.options().dtype(at::kFloat));
-}
-
-}  // namespace
 
 PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
   const PassOutput heads = attended(x_BNE, context);
