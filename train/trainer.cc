@@ -17,6 +17,7 @@
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
+#include "coterie/torch/fast.h"
 #include "formats/files.h"
 #include "report/data.h"
 #include "train/collapse.h"
@@ -531,6 +532,7 @@ auto with_memory_advice(const Config& config, const Work& work) {
 TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks) {
   if (!resume) refuse_used_folder(config.out);
   use_threads(config.threads);
+  torch_api::set_fast(config.train.fast);
   return with_memory_advice(config, [&] {
     Run run(config, task, hooks);
     run.begin(resume);
@@ -540,6 +542,7 @@ TrainResult train(const Config& config, const Task& task, bool resume, const Tra
 
 DryRun dry_run(const Config& config, const Task& task, int steps, bool profile) {
   use_threads(config.threads);
+  torch_api::set_fast(config.train.fast);
   return with_memory_advice(config, [&] {
     const TrainHooks hooks;
     Run run(config, task, hooks);

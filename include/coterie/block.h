@@ -56,4 +56,8 @@ void bias_gelu_backward(const ConstTensorView& x, const ConstTensorView& bias,
                         const TensorView& dbias, const Workspace& workspace);
 std::int64_t bias_gelu_workspace_bytes(const ConstTensorView& x);
 
+// sums (F) f32 of the rows of x (R, F) of type T, contiguous, F a multiple of 4: the gradient of a
+// bias. The workspace is that of bias_gelu_backward.
+void sum_rows(const ConstTensorView& x, const TensorView& sums, const Workspace& workspace);
+
 }  // namespace coterie

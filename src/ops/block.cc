@@ -136,4 +136,16 @@ void bias_gelu_backward(const ConstTensorView& x, const ConstTensorView& bias,
   cpu::bias_gelu_backward(x, bias, grad_out, dx, dbias, static_cast<float*>(workspace.data));
 }
 
+void sum_rows(const ConstTensorView& x, const TensorView& sums, const Workspace& workspace) {
+  const char* op = "sum_rows";
+  COTERIE_CHECK(is_narrow(x.dtype), op, "expected x of type f32, bf16 or f16; got ", describe(x));
+  check_matrix(op, "x", x, x.dtype);
+  ops::check_dense(op, "sums", sums, DType::f32, {x.size(1)}, x.device);
+  check_workspace(op, workspace, bias_gelu_workspace_bytes(x));
+  COTERIE_CHECK(x.count() > 0, op, "expected at least one row; got none");
+  if (x.device == Device::cuda) return cuda::sum_rows(x, sums, workspace);
+  const CallThreads threads;
+  cpu::sum_rows(x, sums, static_cast<float*>(workspace.data));
+}
+
 }  // namespace coterie

@@ -100,9 +100,11 @@ TEST(BlockGpuTest, GeluEqualsTheCpus) {
         const Pair x(numbers(dtype, {R, F}, 1)), bias(numbers(DType::f32, {F}, 2));
         const Pair grad_out(numbers(dtype, {R, F}, 3)), out(HostTensor(dtype, {R, F}));
         const Pair dx(HostTensor(dtype, {R, F})), dbias(HostTensor(DType::f32, {F}));
+        const Pair sums(HostTensor(DType::f32, {F}));
         const auto run = [&](auto at, const Workspace& workspace) {
           bias_gelu(at(x), at(bias), at(out), workspace);
           bias_gelu_backward(at(x), at(bias), at(grad_out), at(dx), at(dbias), workspace);
+          sum_rows(at(grad_out), at(sums), workspace);
         };
         const std::int64_t bytes = bias_gelu_workspace_bytes(x.host.view());
         std::vector<char> memory(static_cast<std::size_t>(bytes));
@@ -114,6 +116,7 @@ TEST(BlockGpuTest, GeluEqualsTheCpus) {
         out.expect_equal("out");
         dx.expect_equal("dx");
         dbias.expect_equal("dbias");
+        sums.expect_equal("sums");
       }
 }
 

@@ -13,7 +13,10 @@
 namespace coterie::torch_api {
 
 bool SelfAttentionImpl::packs(const at::Tensor& x_BNE) const {
-  if (!is_fused_type(x_BNE)) return false;
+  const std::int64_t heads =
+      options_.heads + slices_.back().first_key + slices_.back().key_count + kv_heads_;
+  const bool fours = heads * (options_.dim / options_.heads) % 4 == 0;  // for sum_rows
+  if (!is_fused_type(x_BNE) || !fours) return false;
   return std::all_of(groups_.begin(), groups_.end(),
                      [](const auto& group) { return group->can_be_packed(); });
 }
@@ -26,9 +29,11 @@ PassOutput SelfAttentionImpl::attended_packed(const at::Tensor& x_BNE, const Pas
     if (options_.bias) biases.push_back(linear->bias);
   }
   const at::ScalarType type = x_BNE.scalar_type();
-  const at::Tensor bias = options_.bias ? at::cat(biases).to(type) : at::Tensor();
+  const at::Tensor bias = options_.bias ? at::cat(biases) : at::Tensor();
   const std::int64_t D = options_.dim / options_.heads;
-  const at::Tensor rows = at::linear(x_BNE, at::cat(weights).to(type), bias).unflatten(2, {-1, D});
+  const at::Tensor constant = bias.defined() ? bias.detach().to(type) : bias;
+  const at::Tensor rows =
+      at::linear(x_BNE, at::cat(weights).to(type), constant).unflatten(2, {-1, D});
   const std::int64_t keys = slices_.back().first_key + slices_.back().key_count;
   std::vector<PackedGroup> packed;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
@@ -38,7 +43,8 @@ PassOutput SelfAttentionImpl::attended_packed(const at::Tensor& x_BNE, const Pas
     options.seed = group_seed(context.seed, context.layer, static_cast<std::int64_t>(g));
     packed.push_back({group.mechanism(), options, slices_[g], group.rotary(), group.rotary_base()});
   }
-  const PackedOutput found = packed_attention(rows, {options_.heads, keys, kv_heads_}, packed);
+  const PackedOutput found =
+      packed_attention(rows, bias, {options_.heads, keys, kv_heads_}, packed);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     record(context, static_cast<std::int64_t>(g), found.rows[g], packed[g].options);
   }

@@ -11,11 +11,13 @@
 
 #include "bridge.h"
 #include "coterie/attention.h"
+#include "coterie/block.h"
 #include "coterie/error.h"
 #include "coterie/input_list.h"
 #include "coterie/positions.h"
 #include "coterie/routing.h"
 #include "coterie/torch/centroids.h"
+#include "coterie/torch/fast.h"
 #include "platform.h"
 
 namespace coterie::torch_api {
@@ -29,6 +31,7 @@ constexpr auto kView = [](const at::Tensor& tensor) { return view(tensor); };
 // A CustomClassHolder: autograd stores it. Tensors are in save_for_backward.
 struct Layer : ::torch::CustomClassHolder {
   PackedHeads heads;
+  bool bias = false;
   std::vector<PackedGroup> groups;  // after the forward pass without tensors
 };
 using LayerPointer = c10::intrusive_ptr<Layer>;
@@ -131,7 +134,8 @@ void add_commitment(const PackedGroup& group, const HeadRows& rows, const SavedL
   pass.commitment = (of_queries + of_keys) * routing.commitment;
 }
 
-// The output of cuDNN goes to `out`, which is replaced if this is the layer's only group.
+// The output of cuDNN goes to `out`, which is replaced if this is the layer's only group. The
+// backward pass is the core's, unless speed comes before equal bits: then there are no constants.
 GroupPass run_platform(const PackedGroup& group, const HeadRows& rows, bool only, at::Tensor& out) {
   const PlatformPass found = platform_forward(rows, group.options.causal, group.options.scale);
   const at::Tensor found_BNHD = found.out.transpose(1, 2);
@@ -140,7 +144,9 @@ GroupPass run_platform(const PackedGroup& group, const HeadRows& rows, bool only
   } else {
     out_slice(out, group).copy_(found.out);
   }
-  return {{}, found.saved, {}, {}};
+  if (fast()) return {{}, {found.lse, found.philox_seed, found.philox_offset}, {}, {}};
+  const variable_list tensors = inputs_of(rows, group);
+  return {{tensors.begin() + kCentroids, tensors.end()}, {found.lse}, {}, {}};
 }
 
 GroupPass run_group(const PackedGroup& group, const HeadRows& rows, const at::Tensor& out) {
@@ -154,6 +160,14 @@ GroupPass run_group(const PackedGroup& group, const HeadRows& rows, const at::Te
   pass.constants.assign(tensors.begin() + kCentroids, tensors.end());
   if (routing_of(group)) add_commitment(group, rows, layout, pass);
   return pass;
+}
+
+at::Tensor bias_gradient(const at::Tensor& drows) {
+  const at::Tensor rows = drows.view({drows.size(0) * drows.size(1), -1});
+  const at::Tensor sums = at::empty({rows.size(1)}, rows.options().dtype(at::kFloat));
+  const Scratch scratch(bias_gelu_workspace_bytes(view(rows)), rows);
+  sum_rows(view(rows), view(sums), scratch.workspace());
+  return sums;
 }
 
 struct Forward {
@@ -220,8 +234,8 @@ void run_platform_backward(const PackedGroup& group, const HeadRows& rows, const
   }
 }
 
-// Inputs are the rows, then the logit scales of routing groups; returns the output and, with
-// routing groups, the commitment.
+// Inputs are the rows, the bias, if there is one, then the logit scales of routing groups; returns
+// the output and, with routing groups, the commitment.
 struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs,
                                const LayerPointer& layer) {
@@ -273,7 +287,7 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
       const HeadRows own = slices(rows, layer->heads, group);
       const HeadRows down = slices(drows, layer->heads, group);
       if (constants.empty()) {
-        run_platform_backward(group, own, {out_slice(out, group), saved},
+        run_platform_backward(group, own, {out_slice(out, group), saved[0], saved[1], saved[2]},
                               out_slice(grad_out, group), down);
         continue;
       }
@@ -301,6 +315,7 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
       }
       rotate(drows, layer->heads, group, /*inverse=*/true);
     }
+    if (layer->bias) gradients.insert(gradients.begin() + 1, bias_gradient(drows));
     gradients.emplace_back();  // of the layer
     return gradients;
   }
@@ -308,10 +323,11 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
 
 }  // namespace
 
-PackedOutput packed_attention(const at::Tensor& rows, const PackedHeads& heads,
-                              const std::vector<PackedGroup>& groups) {
+PackedOutput packed_attention(const at::Tensor& rows, const at::Tensor& bias,
+                              const PackedHeads& heads, const std::vector<PackedGroup>& groups) {
   auto layer = c10::make_intrusive<Layer>();
   layer->heads = heads;
+  layer->bias = bias.defined();
   layer->groups = groups;
   PackedOutput result;
   for (const PackedGroup& group : groups) {
@@ -324,6 +340,7 @@ PackedOutput packed_attention(const at::Tensor& rows, const PackedHeads& heads,
     return result;
   }
   variable_list inputs = {rows};
+  if (bias.defined()) inputs.push_back(bias);
   for (const PackedGroup& group : groups) {
     if (routing_of(group)) inputs.push_back(group.options.logit_scale);
   }

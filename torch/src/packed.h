@@ -34,8 +34,9 @@ struct PackedOutput {
 };
 
 // Positions are added to `rows` in place: nothing but its producer's backward pass, which must not
-// need its values, may use it afterwards.
-PackedOutput packed_attention(const at::Tensor& rows, const PackedHeads& heads,
-                              const std::vector<PackedGroup>& groups);
+// need its values, may use it afterwards. `bias` (f32, of all heads together, or undefined) is part
+// of the rows already, as a constant; its gradient is computed here, with theirs.
+PackedOutput packed_attention(const at::Tensor& rows, const at::Tensor& bias,
+                              const PackedHeads& heads, const std::vector<PackedGroup>& groups);
 
 }  // namespace coterie::torch_api

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Full attention by cuDNN through torch, where it is faster than the core's and its backward pass
-// has equal bits for equal inputs.
+// Full attention by cuDNN through torch, which is faster than the core's. Its forward pass has
+// equal bits for equal inputs; its backward pass has not, and runs only if coterie/torch/fast.h
+// allows it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <tuple>
-#include <vector>
 
 #include "coterie/mechanism.h"
 #include "coterie/torch/functional.h"
@@ -19,8 +19,9 @@ bool platform_attends(const Mechanism& mechanism, const HeadRows& rows,
                       const AttentionOptions& options);
 
 struct PlatformPass {
-  at::Tensor out;                 // (B, h, N, D), tokens before heads in memory if q's are
-  std::vector<at::Tensor> saved;  // for the backward pass
+  at::Tensor out;                         // (B, h, N, D), tokens before heads in memory if q's are
+  at::Tensor lse;                         // (B, h, N) f32, as the core saves it
+  at::Tensor philox_seed, philox_offset;  // of dropout, which is not used; the backward pass asks
 };
 PlatformPass platform_forward(const HeadRows& rows, bool causal, double scale);
 // dq, dk, dv.

@@ -152,4 +152,14 @@ void bias_gelu_backward(const TensorView& x, const TensorView& bias, const Tenso
   add_slices(partial, slices, F, dbias);
 }
 
+void sum_rows(const TensorView& x, const TensorView& sums, float* partial) {
+  const std::int64_t R = x.size(0), F = x.size(1), slices = gelu_slices(R, F);
+  for_slices(R, slices, F, partial, [&](std::int64_t row, float* own) {
+    std::vector<float> values(static_cast<std::size_t>(F));
+    load(x, row, values.data());
+    for (std::int64_t d = 0; d < F; ++d) own[d] += values[static_cast<std::size_t>(d)];
+  });
+  add_slices(partial, slices, F, sums);
+}
+
 }  // namespace coterie::cpu

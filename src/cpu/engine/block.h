@@ -12,5 +12,6 @@ void add_norm_backward(const AddNormBackward& inputs, const AddNormGradients& gr
 void bias_gelu(const TensorView& x, const TensorView& bias, const TensorView& out);
 void bias_gelu_backward(const TensorView& x, const TensorView& bias, const TensorView& grad_out,
                         const TensorView& dx, const TensorView& dbias, float* partial);
+void sum_rows(const TensorView& x, const TensorView& sums, float* partial);
 
 }  // namespace coterie::cpu

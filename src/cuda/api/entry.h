@@ -59,6 +59,7 @@ void bias_gelu(const TensorView& x, const TensorView& bias, const TensorView& ou
                const Workspace& workspace);
 void bias_gelu_backward(const TensorView& x, const TensorView& bias, const TensorView& grad_out,
                         const TensorView& dx, const TensorView& dbias, const Workspace& workspace);
+void sum_rows(const TensorView& x, const TensorView& sums, const Workspace& workspace);
 
 // Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
 std::string refuse_tokens(const TensorView& x);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // GELU after a bias (coterie/block.h), forward and backward, v = x + bias:
 //   out = v Phi(v),  dx = grad_out (Phi(v) + v phi(v)),  dbias = column sums of dx
+// The same walk over rows gives column sums alone (sum_rows).
 // Phi by Abramowitz and Stegun 7.1.26 (error below 1e-7): it shares the exponential with the
 // density phi, and costs a third of erff.
 //
@@ -53,8 +54,11 @@ struct GeluArguments {
   std::int64_t rows, columns;
 };
 
-template <class T, bool kBackward>
+enum class Walk { forward, backward, sums };
+
+template <class T, Walk kWalk>
 __global__ void __launch_bounds__(32 * kWarps) gelu_rows(GeluArguments<T> a) {
+  constexpr bool kBackward = kWalk == Walk::backward;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.y) * kWarps;
   float sums[2][4] = {};
@@ -79,15 +83,20 @@ __global__ void __launch_bounds__(32 * kWarps) gelu_rows(GeluArguments<T> a) {
       for (int r = 0; r < kRows; ++r) {
         const std::int64_t row = first + r * step;
         if (row >= a.rows) continue;
-        float out[4];
+        if constexpr (kWalk == Walk::sums) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float v = x[r][i] + bias[i];
-          const Normal at = normal(v);
-          out[i] = kBackward ? grad[r][i] * fmaf(v, at.density, at.below) : v * at.below;
-          if (kBackward) sums[half][i] += out[i];
+          for (int i = 0; i < 4; ++i) sums[half][i] += x[r][i];
+        } else {
+          float out[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float v = x[r][i] + bias[i];
+            const Normal at = normal(v);
+            out[i] = kBackward ? grad[r][i] * fmaf(v, at.density, at.below) : v * at.below;
+            if (kBackward) sums[half][i] += out[i];
+          }
+          store4(a.out + row * a.columns + column, out);
         }
-        store4(a.out + row * a.columns + column, out);
       }
     }
   }
@@ -110,12 +119,20 @@ __global__ void __launch_bounds__(32 * kWarps) gelu_rows(GeluArguments<T> a) {
   if (column < a.columns) a.partial[blockIdx.y * a.columns + column] = shared[threadIdx.x];
 }
 
-template <class T, bool kBackward>
+template <class T, Walk kWalk>
 void launch_gelu(const GeluArguments<T>& a, const Workspace& workspace) {
   const dim3 grid(static_cast<unsigned>((a.columns + kColumns - 1) / kColumns),
                   static_cast<unsigned>(gelu_slices(a.rows, a.columns)));
-  gelu_rows<T, kBackward><<<grid, 32 * kWarps, 0, stream_of(workspace)>>>(a);
+  gelu_rows<T, kWalk><<<grid, 32 * kWarps, 0, stream_of(workspace)>>>(a);
   COTERIE_LAUNCH("gelu_rows");
+}
+
+void add_all_slices(const float* partial, std::int64_t rows, std::int64_t columns,
+                    const TensorView& sums, const Workspace& workspace) {
+  add_slices<<<static_cast<unsigned>((columns + 31) / 32), 256, 0, stream_of(workspace)>>>(
+      partial, static_cast<int>(gelu_slices(rows, columns)), static_cast<int>(columns),
+      static_cast<int>(columns), static_cast<float*>(sums.data));
+  COTERIE_LAUNCH("add_slices");
 }
 
 const float* floats(const TensorView& view) {
@@ -130,9 +147,9 @@ void bias_gelu(const TensorView& x, const TensorView& bias, const TensorView& ou
   const DeviceGuard guard(op, x.device);
   dispatch_element(op, x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_gelu<T, false>({static_cast<const T*>(x.data), floats(bias), nullptr,
-                           static_cast<T*>(out.data), nullptr, x.size(0), x.size(1)},
-                          workspace);
+    launch_gelu<T, Walk::forward>({static_cast<const T*>(x.data), floats(bias), nullptr,
+                                   static_cast<T*>(out.data), nullptr, x.size(0), x.size(1)},
+                                  workspace);
   });
 }
 
@@ -144,16 +161,26 @@ void bias_gelu_backward(const TensorView& x, const TensorView& bias, const Tenso
   float* const partial = dbias.present() ? static_cast<float*>(workspace.data) : nullptr;
   dispatch_element(op, x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_gelu<T, true>(
+    launch_gelu<T, Walk::backward>(
         {static_cast<const T*>(x.data), floats(bias), static_cast<const T*>(grad_out.data),
          static_cast<T*>(dx.data), partial, rows, columns},
         workspace);
   });
-  if (partial == nullptr) return;
-  add_slices<<<static_cast<unsigned>((columns + 31) / 32), 256, 0, stream_of(workspace)>>>(
-      partial, static_cast<int>(gelu_slices(rows, columns)), static_cast<int>(columns),
-      static_cast<int>(columns), static_cast<float*>(dbias.data));
-  COTERIE_LAUNCH("add_slices");
+  if (partial != nullptr) add_all_slices(partial, rows, columns, dbias, workspace);
+}
+
+void sum_rows(const TensorView& x, const TensorView& sums, const Workspace& workspace) {
+  const char* op = "sum_rows";
+  const DeviceGuard guard(op, x.device);
+  const std::int64_t rows = x.size(0), columns = x.size(1);
+  auto* const partial = static_cast<float*>(workspace.data);
+  dispatch_element(op, x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_gelu<T, Walk::sums>(
+        {static_cast<const T*>(x.data), nullptr, nullptr, nullptr, partial, rows, columns},
+        workspace);
+  });
+  add_all_slices(partial, rows, columns, sums, workspace);
 }
 
 }  // namespace coterie::cuda
