@@ -26,6 +26,13 @@ struct Pattern {
 // The first that occurs in a name counts.
 constexpr Pattern kPatterns[] = {
     {"rotate_", "rotary positions"},
+    {"add_norm", "layer norm"},
+    {"gelu_rows", "GELU"},
+    {"add_slices", "sums"},
+    {"add_statistics", "centroids"},
+    {"move_", "centroids"},
+    {"add_differences", "centroids"},
+    {"add_gradients", "centroids"},
     {"coterie::", "attention"},
     {"AttentionFunction", "attention"},
     {"flash", "attention"},
