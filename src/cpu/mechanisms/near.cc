@@ -259,11 +259,14 @@ void add_top(const AttentionCall& call, std::int64_t near, const NearTensors& te
   const ListCall<T> plan = near_top_plan<T>(call, near, tensors.lists);
   for_tiles(list_query_tiles(call, plan), ws.lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
-    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count, own);
     const Span& span = call.item(tile.item).q;
     const std::int64_t first = (span.batch * call.H + tile.head) * call.N + span.begin;
+    const auto number = [&](std::int64_t r) { return first + pair.queries.row(tile.first + r); };
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      prefetch_row(ws.out + number(r) * call.Dv, call.Dv);
+    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count, own);
     for (std::int64_t r = 0; r < tile.count; ++r) {
-      const std::int64_t i = first + pair.queries.row(tile.first + r);
+      const std::int64_t i = number(r);
       merge<T>({ws.max[i], ws.sum[i], ws.out + i * call.Dv}, own.lse[r],
                own.lse[r] == kNegInf<T> ? T(0) : T(1), own.o + r * own.value_row, call.Dv);
     }

@@ -92,6 +92,13 @@ struct MemberSums {
   T *gradient, *delta, *shift;  // (items, H, chunks, C, Dv or 1)
 };
 
+// Starts to fetch a row that is needed soon: those of a cluster's members are far apart in memory.
+template <class T>
+void prefetch_row(const T* row, std::int64_t width) {
+  for (std::int64_t d = 0; d < width; d += 64 / static_cast<std::int64_t>(sizeof(T)))
+    __builtin_prefetch(row + d);
+}
+
 struct NearSizes {
   std::int64_t near, clusters, topk = 0;
 };

@@ -502,6 +502,10 @@ void near_backward(const AttentionCall& call, std::int64_t near, const NearTenso
   if (listed) {
     top.finish_backward = [&](const RowTile& tile, Tiles<T>& own) {
       const RowList queries = top.pair(tile.item, tile.head, tile.list).queries;
+      const Span& span = call.item(tile.item).q;
+      const T* dq = ws.dq + ((span.batch * call.H + tile.head) * call.N + span.begin) * call.Dk;
+      for (std::int64_t r = 0; r < tile.count; ++r)
+        prefetch_row(dq + queries.row(tile.first + r) * call.Dk, call.Dk);
       for (std::int64_t r = 0; r < tile.count; ++r)
         add_parts(tile, r, queries.row(tile.first + r), tile.list, own);
     };
