@@ -49,7 +49,7 @@ void add_model_options(CLI::App& verb, ModelOptions& options, UsesData data) {
         ->type_name("PATH");
   }
   verb.add_option("--device", options.device,
-                  "Device: cpu, cuda or cuda:1; as in training if not given")
+                  std::string(train::device_help()) + "; as in training if not given")
       ->check(CLI::Validator(train::check_device, ""))
       ->type_name("DEVICE");
   train::add_number(verb, "--threads", options.threads, 0, kMaxThreads,
