@@ -8,6 +8,7 @@
 #include "coterie/error.h"
 #include "coterie/runtime.h"
 #include "train/checkpoint.h"
+#include "train/corpus.h"
 #include "train/option_values.h"
 #include "train/options.h"
 #include "train/trainer.h"
@@ -19,6 +20,11 @@ void warn(const std::string& text) { fmt::print(stderr, "coterie: warning: {}\n"
 
 // Names other data than that of the run, and says how to give its data.
 void check_data(const LoadedModel& loaded, const train::Checkpoint& checkpoint, bool given) {
+  if (!given && loaded.config.data == train::kStandardInput) {
+    throw Error(
+        "[data] expected --data FILE: the run read its text from standard input and did "
+        "not keep it");
+  }
   train::DataFacts now;
   try {
     now = loaded.task->data();
