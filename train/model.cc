@@ -9,6 +9,7 @@
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
+#include "train/options.h"
 #include "train/trainer.h"
 
 namespace coterie::train {
@@ -104,6 +105,12 @@ std::string attention_text(const Config& config) {
 
 c10::Device config_device(const Config& config) {
   const c10::Device device(config.device);
+  if (device.is_cuda() && !built_with_cuda()) {
+    throw Error(
+        fmt::format("[train] expected a CUDA device for --device {}; got a program built "
+                    "without CUDA (use --device cpu)",
+                    config.device));
+  }
   const int devices = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   if (device.is_cuda() && std::max<int>(device.index(), 0) >= devices) {
     throw Error(

@@ -46,7 +46,7 @@ void visit_fields(Config& config, Visitor& visit) {
              "Output folder of the run; a new one under runs/ if empty");
   visit.text("init-from", config.init_from, "FOLDER",
              "Start from the parameters of this checkpoint or run (its best), in a new run");
-  visit.device("device", config.device, "Device: cpu, cuda or cuda:1");
+  visit.device("device", config.device, device_help());
   visit.number("threads", config.threads, 0, kMaxThreads, "Number of CPU threads; all cores if 0");
   visit.number("seed", config.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                "Random seed of parameters, data and clusters; equal seeds give equal runs");
@@ -427,6 +427,13 @@ void check_task_options(const Config& config) {
                             change.name, fmt::join(own->tasks, " and "), change.after,
                             config.task));
   }
+}
+
+bool built_with_cuda() { return build_info().cuda_toolkit != "none"; }
+
+const char* device_help() {
+  return built_with_cuda() ? "Device: cpu, cuda or cuda:1"
+                           : "Device: cpu (this program was built without CUDA)";
 }
 
 std::string check_device(const std::string& text) {

@@ -34,6 +34,8 @@ void check_task_options(const Config& config);
 
 // The error message for a text that is not a device (cpu, cuda, cuda:1); "" if it is one.
 std::string check_device(const std::string& text);
+bool built_with_cuda();
+const char* device_help();  // names the devices that this build can use
 
 // All fields, in the format of formats/config_text.h; parse_config reads them back unchanged.
 std::string config_text(const Config& config);

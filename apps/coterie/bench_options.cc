@@ -11,17 +11,21 @@
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
 #include "train/option_values.h"
+#include "train/options.h"
 
 namespace coterie::cli {
 namespace {
 
-// "512", "4k" (4096), "1m" (1048576).
+// "512", "4k" (4096), "1M" (1048576).
 std::int64_t parse_length(const std::string& text) {
   std::int64_t value = 0;
   const char* const end = text.data() + text.size();
   const auto result = std::from_chars(text.data(), end, value);
   const std::string suffix(result.ptr, end);
-  const std::int64_t factor = suffix == "" ? 1 : suffix == "k" ? 1024 : suffix == "m" ? 1 << 20 : 0;
+  const std::int64_t factor = suffix == ""                     ? 1
+                              : suffix == "k"                  ? 1024
+                              : suffix == "m" || suffix == "M" ? 1 << 20
+                                                               : 0;
   constexpr std::int64_t kLongest = 1 << 30;
   if (result.ec != std::errc() || factor == 0 || value < 1 || value > kLongest / factor) {
     refuse_option("--lengths", "expected lengths like 512, 4k or 1k:8k; got \"" + text + "\"");
@@ -62,7 +66,8 @@ void add_problem_options(CLI::App& verb, BenchOptions& options) {
   train::add_number(verb, "--dim", options.dim, 1, 1024, "Head dimension");
   train::add_number(verb, "--batch", options.batch, 1, 4096, "Batch size");
   verb.add_flag("--causal", options.causal, "Causal attention");
-  train::add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Device to run on");
+  train::add_choice(verb, "--device", options.device, {"cpu", "cuda"}, "Device to run on")
+      ->type_name(train::built_with_cuda() ? "cpu|cuda" : "cpu");
   train::add_choice(verb, "--pass", options.pass, {"forward", "backward", "both"}, "Pass to time");
   verb.add_option("--data", options.data,
                   "Input data: a mixture of Gaussians with Zipf-distributed weights (mixture), "
@@ -112,11 +117,11 @@ Examples:
   coterie bench --attention "i-clustered(clusters=256)" --lengths 1k:16k
   coterie bench --causal --attention "local(window=256)" "routing(clusters=32,window=256)"
   coterie bench --pass forward --dtype bf16 --lengths 512,3000 --json bench.jsonl
-  coterie bench --device cuda --dtype bf16 --heads 16 --lengths 4k,64k
   coterie bench --threads 1,2 --data model.safetensors
   coterie bench --report bench.jsonl > report.md
-
 )help";
+const char* const kCudaExample =
+    "  coterie bench --device cuda --dtype bf16 --heads 16 --lengths 4k,64k\n";
 
 }  // namespace
 
@@ -127,7 +132,7 @@ void refuse_option(const std::string& option, const std::string& message) {
 void add_bench_options(CLI::App& verb, BenchOptions& options) {
   add_problem_options(verb, options);
   add_timing_options(verb, options);
-  verb.footer(kExamples);
+  verb.footer(std::string(kExamples) + (train::built_with_cuda() ? kCudaExample : "") + "\n");
 }
 
 void check_conflicts(const CLI::App& verb, const BenchOptions& options) {

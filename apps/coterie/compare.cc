@@ -136,8 +136,8 @@ const char* const kExamples =
     "\n"
     "Examples:\n"
     "  coterie compare\n"
-    "  coterie compare --sections bytes --out /tmp/compare\n"
-    "  coterie compare --device cuda --out /tmp/compare-gpu\n";
+    "  coterie compare --sections bytes --out /tmp/compare\n";
+const char* const kCudaExample = "  coterie compare --device cuda --out /tmp/compare-gpu\n";
 
 }  // namespace
 
@@ -154,13 +154,13 @@ void add_compare(CLI::App& program) {
       ->type_name("FILE");
   verb->add_option("--sections", options.sections, "Sections to run; all if not given")
       ->type_name("NAME");
-  verb->add_option("--device", options.device, "Device: cpu, cuda or cuda:1")
+  verb->add_option("--device", options.device, train::device_help())
       ->check(CLI::Validator(train::check_device, ""))
       ->type_name("DEVICE")
       ->capture_default_str();
   train::add_number(*verb, "--threads", options.threads, 0, kMaxThreads,
                     "Number of CPU threads; all cores if 0");
-  verb->footer(kExamples);
+  verb->footer(std::string(kExamples) + (train::built_with_cuda() ? kCudaExample : ""));
   verb->callback([shared] { run_compare(*shared); });
 }
 

@@ -108,14 +108,17 @@ void add_export(CLI::App& program) {
                  : "expected one of csv, tensorboard, huggingface; got \"" + text + "\"";
   };
   verb->add_option("--to", options.format, "Format")
-      ->type_name("csv|tensorboard|huggingface")
+      ->type_name(kExportsHuggingFace ? "csv|tensorboard|huggingface" : "csv|tensorboard")
       ->check(CLI::Validator("").operation(check))
       ->required();
   verb->add_option("--out", options.out, "Output file (csv) or folder")->type_name("PATH");
   verb->add_option("--attention", options.attention,
                    "huggingface: attention to export with, instead of the trained one")
       ->type_name("SPEC");
-  verb->footer(kExamples);
+  verb->footer(std::string(kExportsHuggingFace
+                               ? ""
+                               : "huggingface is not in this build: it needs torch.\n\n") +
+               kExamples);
   verb->callback([shared] { run_export(*shared); });
 }
 

@@ -10,5 +10,6 @@ namespace coterie::cli {
 // empty.
 void export_huggingface(const std::string& run, const std::string& attention,
                         const std::string& out);
+extern const bool kExportsHuggingFace;  // false in a program built without torch
 
 }  // namespace coterie::cli

@@ -7,6 +7,8 @@
 
 namespace coterie::cli {
 
+const bool kExportsHuggingFace = true;
+
 void export_huggingface(const std::string& run, const std::string& attention,
                         const std::string& out) {
   ModelOptions options;

@@ -8,6 +8,7 @@
 #include "coterie/error.h"
 #include "coterie/runtime.h"
 #include "train/checkpoint.h"
+#include "train/corpus.h"
 #include "train/option_values.h"
 #include "train/options.h"
 #include "train/trainer.h"
@@ -19,6 +20,11 @@ void warn(const std::string& text) { fmt::print(stderr, "coterie: warning: {}\n"
 
 // Names other data than that of the run, and says how to give its data.
 void check_data(const LoadedModel& loaded, const train::Checkpoint& checkpoint, bool given) {
+  if (!given && loaded.config.data == train::kStandardInput) {
+    throw Error(
+        "[data] expected --data FILE: the run read its text from standard input and did "
+        "not keep it");
+  }
   train::DataFacts now;
   try {
     now = loaded.task->data();
@@ -49,7 +55,7 @@ void add_model_options(CLI::App& verb, ModelOptions& options, UsesData data) {
         ->type_name("PATH");
   }
   verb.add_option("--device", options.device,
-                  "Device: cpu, cuda or cuda:1; as in training if not given")
+                  std::string(train::device_help()) + "; as in training if not given")
       ->check(CLI::Validator(train::check_device, ""))
       ->type_name("DEVICE");
   train::add_number(verb, "--threads", options.threads, 0, kMaxThreads,

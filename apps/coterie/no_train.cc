@@ -28,6 +28,7 @@ void add_generate(CLI::App& program) { add_missing(program, "generate", "Generat
 void add_inspect(CLI::App& program) { add_missing(program, "inspect", "Inspect attention"); }
 void add_compare(CLI::App& program) { add_missing(program, "compare", "Compare attentions"); }
 
+const bool kExportsHuggingFace = false;
 void export_huggingface(const std::string& /*run*/, const std::string& /*attention*/,
                         const std::string& /*out*/) {
   throw Error(std::string("[export] ") + kWithoutTorch);

@@ -15,6 +15,7 @@
 #include "coterie/spec.h"
 #include "formats/files.h"
 #include "train/checkpoint.h"
+#include "train/corpus.h"
 #include "train/options.h"
 #include "train/trainer.h"
 #include "verbs.h"
@@ -56,6 +57,7 @@ void read_resumed_config(CLI::App& verb, train::Config& config) {
                                "no run to resume in " + config.out + ": there is no config.toml");
   }
   const std::string text = train::read_file(path, train::kConfigFile);
+  const bool data_given = verb.count("--data") > 0;
   train::apply_config(verb, text, path);
   for (const train::OptionChange& change :
        train::option_changes(train::parse_config(text, path), config)) {
@@ -65,6 +67,11 @@ void read_resumed_config(CLI::App& verb, train::Config& config) {
         fmt::format("a resumed run keeps its {}: expected {}; got {}. For a new run with its "
                     "parameters: coterie train --init-from {} --out FOLDER --{} ...",
                     change.name, change.before, change.after, config.out, change.name));
+  }
+  if (config.data == train::kStandardInput && !data_given) {
+    throw CLI::ValidationError("--data",
+                               "expected the text of the run, which it read from "
+                               "standard input and did not keep: give it with --data FILE");
   }
 }
 
@@ -113,7 +120,9 @@ void print_result(const train::Config& config, const train::Task& task,
   print_scores(config, task, result);
   fmt::print("checkpoint {}\n", result.checkpoint);
   if (result.reason == "interrupted") {
-    fmt::print("interrupted; continue with: coterie train --out {} --resume\n", config.out);
+    const bool piped = config.data == train::kStandardInput;
+    fmt::print("interrupted; continue with: coterie train --out {} --resume{}\n", config.out,
+               piped ? " --data FILE, which has the text of standard input" : "");
     std::fflush(stdout);
     throw Interrupted();
   }
@@ -153,7 +162,7 @@ void print_dry_run(const train::Config& config, const train::Task& task, bool pr
 
 // Relative paths would depend on where later commands are run.
 void make_absolute(std::string& path) {
-  if (path.empty() || path == "-") return;
+  if (path.empty() || path == train::kStandardInput) return;
   path = std::filesystem::absolute(path).lexically_normal().string();
 }
 

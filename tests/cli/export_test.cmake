@@ -95,6 +95,26 @@ endforeach()
 if(NOT losses_run STREQUAL losses_piped OR NOT losses_run STREQUAL losses_packed)
   complain("losses ${losses_run}, piped ${losses_piped}, packed ${losses_packed}")
 endif()
+# Standard input is not read again unless it is asked for: the run needs a file with the same text.
+foreach(verb "eval;${WORK}/piped" "inspect;${WORK}/piped" "train;--resume;--train.steps;8;--out;${WORK}/piped")
+  set(arguments ${verb})
+  execute_process(COMMAND ${PROGRAM} ${verb} INPUT_FILE ${WORK}/text.txt RESULT_VARIABLE status
+    OUTPUT_VARIABLE out ERROR_VARIABLE err)
+  if(NOT status EQUAL 2 OR NOT err MATCHES "^coterie: [^\n]*standard input[^\n]*\n$" OR NOT err MATCHES "--data FILE")
+    complain("a run of standard input: exit status ${status}")
+  endif()
+  run(0 ${verb} --data ${WORK}/text.txt)
+endforeach()
+file(WRITE ${WORK}/other.txt "${text}another text")
+expect_mistake("was trained on other data" train --resume --train.steps 9 --out ${WORK}/piped --data ${WORK}/other.txt)
+set(arguments eval ${WORK}/packed --data -)
+execute_process(COMMAND ${PROGRAM} ${arguments} INPUT_FILE ${WORK}/text.tar.xz RESULT_VARIABLE status
+  OUTPUT_VARIABLE out ERROR_VARIABLE err)
+if(NOT status EQUAL 0 OR NOT err STREQUAL "")
+  complain("eval of standard input: exit status ${status}")
+endif()
+run(0 generate ${WORK}/packed --tokens 3)  # needs no data
+
 set(arguments train --task bytes --data - ${small} --out ${WORK}/empty)
 execute_process(COMMAND ${PROGRAM} ${arguments} INPUT_FILE /dev/null RESULT_VARIABLE status
   OUTPUT_VARIABLE out ERROR_VARIABLE err)

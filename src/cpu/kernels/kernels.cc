@@ -164,6 +164,19 @@ void softmax(const ScoreTile<T>& tile) {
 }
 
 template <class T>
+void softmax_grad(const GradientTile<T>& tile) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    T *row = tile.scores + r * tile.row, *dp = tile.dp + r * tile.row;
+    const T lse = tile.lse[r], delta = tile.delta[r];
+    for (int64_t i = 0; i < tile.columns; i += kLanes<T>) {
+      const Vec<T> p = exp_vec(load_vec(row + i) - lse);
+      store_vec(row + i, p);
+      store_vec(dp + i, p * (load_vec(dp + i) - delta));
+    }
+  }
+}
+
+template <class T>
 void row_scale(T* row, int64_t n, T factor) {
   for (int64_t i = 0; i < n; ++i) row[i] *= factor;
 }
@@ -211,9 +224,10 @@ int64_t row_above(const T* row, int64_t n, T threshold, int32_t* indices) {
 
 template <class T>
 constexpr Kernels<T> make_kernels() {
-  return {multiply<T>,         load<T>,       load_transposed<T>, store<T>,     row_max<T>,
-          row_exp<T>,          row_dot<T>,    softmax<T>,         row_scale<T>, row_add<T>,
-          row_softmax_grad<T>, row_argmax<T>, row_above<T>};
+  return {multiply<T>,     load<T>,      load_transposed<T>, store<T>,
+          row_max<T>,      row_exp<T>,   row_dot<T>,         softmax<T>,
+          softmax_grad<T>, row_scale<T>, row_add<T>,         row_softmax_grad<T>,
+          row_argmax<T>,   row_above<T>};
 }
 
 #if defined(__AVX512BF16__)

@@ -51,6 +51,15 @@ struct ScoreTile {
   T* rescale;    // factor for earlier sums of a row
 };
 
+// Scores and gradient . value of `rows` queries over `columns` keys, a multiple of kColumnPad; rows
+// of both are `row` apart.
+template <class T>
+struct GradientTile {
+  T *scores, *dp;
+  std::int64_t rows, row, columns;
+  const T *lse, *delta;  // of each row
+};
+
 template <class T>
 struct Kernels {
   void (*multiply)(const Product<T>& product);
@@ -73,6 +82,8 @@ struct Kernels {
   // Updates max, sum and rescale, and sets score = exp(score - max) with the new maximum; 0 while
   // all scores of a row are -inf.
   void (*softmax)(const ScoreTile<T>& tile);
+  // row_exp and row_softmax_grad for all rows: score = exp(score - lse), dp = score (dp - delta).
+  void (*softmax_grad)(const GradientTile<T>& tile);
 
   void (*row_scale)(T* row, std::int64_t n, T factor);
   void (*row_add)(T* row, const T* other, std::int64_t n, T factor);  // row += factor * other

@@ -92,7 +92,7 @@ class FarForward {
         segment_(centroid_segment<T>(call, tensors.lists, tensors.centroids, tile.item, tile.head)),
         pass_{segment_, tiles_} {
     const Span& span = call.item(tile.item).q;
-    order_ = span_at<std::int32_t>(tensors.lists.order, span, tile.head);
+    labels_ = span_at<std::int32_t>(tensors.labels, span, tile.head);
     first_row_ = (span.batch * call.H + tile.head) * call.N + span.begin;
   }
 
@@ -102,7 +102,6 @@ class FarForward {
                        chunks = (count + per_chunk - 1) / per_chunk;
     pass_.load_queries(tile_.first, tile_.count);
     std::fill_n(far_.listed, rows, 0);
-    for (std::int64_t r = 0; r < rows; ++r) far_.next[r] = members(r).begin;
     clear(far_.before, rows, width);
     start_block(0);
     for (std::int64_t k = 0; k < chunks; ++k) {
@@ -124,8 +123,13 @@ class FarForward {
   }
 
  private:
-  Range members(std::int64_t row) const {
-    return tensors_.lists.members(tile_.item, tile_.head, tile_.first + row);
+  // Calls visit(query, row) for the queries of a range whose cluster is one of the tile.
+  template <class Visit>
+  void for_members(const Range& queries, Visit visit) const {
+    for (std::int64_t i = queries.begin; i < queries.end; ++i) {
+      const std::int64_t row = labels_[i] - tile_.first;
+      if (row >= 0 && row < tile_.count) visit(i, row);
+    }
   }
   std::int64_t blocks_per_tile() const {
     return blocks_.width % kColumnPad == 0 ? std::max<std::int64_t>(1, kKeyTile / blocks_.width)
@@ -191,17 +195,12 @@ class FarForward {
 
   // The queries of a block start with the sums of the blocks before block - 1.
   void start_block(std::int64_t block) {
-    const std::int64_t end = blocks_.span(block, block + 1).end;
-    for (std::int64_t r = 0; r < tile_.count; ++r) {
-      const std::int64_t last = members(r).end;
-      std::int64_t& at = far_.next[r];
-      for (; at < last && order_[at] < end; ++at) {
-        const std::int64_t i = first_row_ + order_[at];
-        ws_.max[i] = far_.before.max[r];
-        ws_.sum[i] = far_.before.sum[r];
-        std::copy_n(far_.before.out + r * tiles_.value_row, call_.Dv, ws_.out + i * call_.Dv);
-      }
-    }
+    for_members(blocks_.span(block, block + 1), [&](std::int64_t query, std::int64_t r) {
+      const std::int64_t i = first_row_ + query;
+      ws_.max[i] = far_.before.max[r];
+      ws_.sum[i] = far_.before.sum[r];
+      std::copy_n(far_.before.out + r * tiles_.value_row, call_.Dv, ws_.out + i * call_.Dv);
+    });
   }
 
   // Adds to the queries of blocks [first, end) the sums of the blocks of the chunk after their near
@@ -219,13 +218,8 @@ class FarForward {
   }
 
   void add_after(std::int64_t block, const Sums<T>& sums) {
-    const Range span = blocks_.span(block, block + 1);
-    for (std::int64_t r = 0; r < tile_.count; ++r) {
-      if (sums.max[r] == kNegInf<T> && sums.sum[r] == T(0)) continue;
-      const Range list = members(r);
-      const std::int32_t* at = std::lower_bound(order_ + list.begin, order_ + list.end, span.begin);
-      for (; at != order_ + list.end && *at < span.end; ++at) add_to(*at, sums, r);
-    }
+    for_members(blocks_.span(block, block + 1),
+                [&](std::int64_t query, std::int64_t r) { add_to(query, sums, r); });
   }
 
   // Adds the sums of later chunks. The last block of a chunk is near the first of the next one.
@@ -233,17 +227,12 @@ class FarForward {
     const std::int64_t rows = tile_.count, width = tiles_.value_row;
     clear(far_.beyond, rows, width);
     clear(far_.beyond_next, rows, width);
-    for (std::int64_t r = 0; r < rows; ++r) far_.next[r] = members(r).end;
     for (std::int64_t k = chunks - 1; k >= 0; --k) {
       const std::int64_t last = std::min(blocks_.count(), (k + 1) * per_chunk) - 1;
-      const std::int64_t begin = blocks_.span(k * per_chunk, last + 1).begin;
-      for (std::int64_t r = 0; r < rows; ++r) {
-        std::int64_t& at = far_.next[r];
-        for (; at > members(r).begin && order_[at - 1] >= begin; --at) {
-          const std::int64_t query = order_[at - 1];
-          add_to(query, blocks_.of(query) == last ? far_.beyond_next : far_.beyond, r);
-        }
-      }
+      for_members(blocks_.span(k * per_chunk, last),
+                  [&](std::int64_t query, std::int64_t r) { add_to(query, far_.beyond, r); });
+      for_members(blocks_.span(last, last + 1),
+                  [&](std::int64_t query, std::int64_t r) { add_to(query, far_.beyond_next, r); });
       copy(far_.beyond, far_.beyond_next, rows, width);
       merge(far_.beyond_next, far_.tails[static_cast<std::size_t>(k)], rows, width);
       merge(far_.beyond, far_.totals[static_cast<std::size_t>(k)], rows, width);
@@ -259,7 +248,7 @@ class FarForward {
   Blocks blocks_;
   Segment<T> segment_;
   Pass<T> pass_;
-  const std::int32_t* order_ = nullptr;
+  const std::int32_t* labels_ = nullptr;
   std::int64_t first_row_ = 0;
 };
 
@@ -270,42 +259,116 @@ void add_top(const AttentionCall& call, std::int64_t near, const NearTensors& te
   const ListCall<T> plan = near_top_plan<T>(call, near, tensors.lists);
   for_tiles(list_query_tiles(call, plan), ws.lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
     const ListPair<T> pair = plan.pair(tile.item, tile.head, tile.list);
-    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count, own);
     const Span& span = call.item(tile.item).q;
     const std::int64_t first = (span.batch * call.H + tile.head) * call.N + span.begin;
+    const auto number = [&](std::int64_t r) { return first + pair.queries.row(tile.first + r); };
+    for (std::int64_t r = 0; r < tile.count; ++r)
+      prefetch_row(ws.out + number(r) * call.Dv, call.Dv);
+    forward_tile(make_segment(call, plan, tile.item, tile.head, pair), tile.first, tile.count, own);
     for (std::int64_t r = 0; r < tile.count; ++r) {
-      const std::int64_t i = first + pair.queries.row(tile.first + r);
+      const std::int64_t i = number(r);
       merge<T>({ws.max[i], ws.sum[i], ws.out + i * call.Dv}, own.lse[r],
                own.lse[r] == kNegInf<T> ? T(0) : T(1), own.o + r * own.value_row, call.Dv);
     }
   });
 }
 
-// Queries of consecutive blocks over their near keys: rows and keys are contiguous.
+// Adds the sums of the other keys to tiles.o and tiles.lse of `rows`.
 template <class T>
-Segment<T> near_segment(const AttentionCall& call, const Blocks& blocks, std::int64_t number,
-                        std::int64_t head, const Range& rows) {
-  const Item& item = call.item(number);
-  const Range keys = blocks.near(rows);
-  const RowList row_list{rows.end - rows.begin, nullptr, rows.begin},
-      key_list{keys.end - keys.begin, nullptr, keys.begin};
-  Segment<T> segment;
-  segment.q = list_rows(call.inputs.q, item.q, head, row_list);
-  segment.k = list_rows(call.k, item.k, call.key_head(head), key_list);
-  segment.v = list_rows(call.inputs.v, item.k, call.value_head(head), key_list);
-  segment.num_queries = row_list.count;
-  segment.num_keys = key_list.count;
-  segment.scale = static_cast<T>(call.scale);
-  segment.rule.ranges = [blocks, rows, keys](std::int64_t first, std::int64_t count,
-                                             Range* ranges) {
-    for (std::int64_t r = 0; r < count; ++r) {
-      const std::int64_t row = rows.begin + first + r;
-      const Range own = blocks.near({row, row + 1});
-      ranges[r] = {own.begin - keys.begin, own.end - keys.begin};
-    }
-  };
-  return segment;
+void add_far(const AttentionCall& call, const RowTile& tile, const Range& rows,
+             const NearWorkspace<T>& ws, Tiles<T>& own) {
+  const Kernels<T>& kernel = kernels<T>();
+  const Span& span = call.item(tile.item).q;
+  const std::int64_t first = (span.batch * call.H + tile.head) * call.N + span.begin + rows.begin;
+  for (std::int64_t r = 0; r < rows.end - rows.begin; ++r) {
+    const std::int64_t i = first + r;
+    T* row = own.o + r * own.value_row;
+    T max = own.lse[r], sum = own.lse[r] == kNegInf<T> ? T(0) : T(1);
+    merge<T>({max, sum, row}, ws.max[i], ws.sum[i], ws.out + i * call.Dv, call.Dv);
+    const bool empty = max == kNegInf<T> && sum == T(0);
+    own.lse[r] = empty ? kNegInf<T> : max + std::log(sum);
+    kernel.row_scale(row, own.value_row, empty ? T(0) : T(1) / sum);
+  }
 }
+
+// Near keys of the queries of one head of an item. Columns and values of up to kNearRows keys stay
+// loaded, so that consecutive blocks share them.
+template <class T>
+class NearForward {
+ public:
+  NearForward(const AttentionCall& call, const Blocks& blocks, std::int64_t number,
+              std::int64_t head, Tiles<T>& tiles, NearTiles<T>& near)
+      : blocks_(blocks),
+        scale_(static_cast<T>(call.scale)),
+        q_(span_rows(call.inputs.q, call.item(number).q, head)),
+        k_(span_rows(call.k, call.item(number).k, call.key_head(head))),
+        v_(span_rows(call.inputs.v, call.item(number).k, call.value_head(head))),
+        tiles_(tiles),
+        near_(near) {}
+
+  // Attention of `rows`, at most kQueryTile queries of one group of blocks, over their near keys:
+  // tiles.o and tiles.lse. `unit` are the near keys of these and the next calls.
+  void run(const Range& rows, const Range& unit) {
+    const std::int64_t count = rows.end - rows.begin;
+    kernel_.load(q_, rows.begin, count, scale_, tiles_.q, tiles_.key_row);
+    std::fill_n(tiles_.o, count * tiles_.value_row, T(0));
+    std::fill_n(tiles_.max, count, kNegInf<T>);
+    std::fill_n(tiles_.sum, count, T(0));
+    const Range keys = blocks_.near(rows);
+    for (std::int64_t begin = keys.begin; begin < keys.end;) {
+      const std::int64_t piece = unit.begin + (begin - unit.begin) / kNearRows * kNearRows;
+      load({piece, std::min(piece + kNearRows, unit.end)});
+      const Range part{begin, std::min({begin + kKeyTile, loaded_.end, keys.end})};
+      add(rows, part);
+      begin = part.end;
+    }
+    for (std::int64_t r = 0; r < count; ++r) {
+      const bool empty = tiles_.max[r] == kNegInf<T> && tiles_.sum[r] == T(0);
+      tiles_.lse[r] = empty ? kNegInf<T> : tiles_.max[r] + std::log(tiles_.sum[r]);
+      kernel_.row_scale(tiles_.o + r * tiles_.value_row, tiles_.value_row,
+                        empty ? T(0) : T(1) / tiles_.sum[r]);
+    }
+  }
+
+ private:
+  void load(const Range& keys) {
+    if (keys.begin == loaded_.begin && keys.end == loaded_.end) return;
+    loaded_ = keys;
+    const std::int64_t count = keys.end - keys.begin;
+    stride_ = padded(count) + kColumnPad;  // products may read columns beyond the last key
+    kernel_.load_transposed(k_, keys.begin, count, T(1), near_.q, stride_);
+    kernel_.load(v_, keys.begin, count, T(1), near_.g, tiles_.value_row);
+  }
+
+  void add(const Range& rows, const Range& keys) {
+    const std::int64_t count = rows.end - rows.begin, num = keys.end - keys.begin,
+                       columns = padded(num), first = keys.begin - loaded_.begin;
+    kernel_.multiply({count, columns, k_.width, tiles_.q, tiles_.key_row, 1, near_.q + first,
+                      stride_, tiles_.s, kKeyTile, false});
+    for (std::int64_t r = 0; r < count; ++r) {
+      const Range seen = blocks_.near_columns(rows.begin + r, keys);
+      T* scores = tiles_.s + r * kKeyTile;
+      std::fill(scores, scores + seen.begin, kNegInf<T>);
+      std::fill(scores + seen.end, scores + columns, kNegInf<T>);
+    }
+    kernel_.softmax({tiles_.s, count, kKeyTile, columns, tiles_.max, tiles_.sum, tiles_.rescale});
+    for (std::int64_t r = 0; r < count; ++r)
+      if (tiles_.rescale[r] != T(1))
+        kernel_.row_scale(tiles_.o + r * tiles_.value_row, tiles_.value_row, tiles_.rescale[r]);
+    kernel_.multiply({count, tiles_.value_row, num, tiles_.s, kKeyTile, 1,
+                      near_.g + first * tiles_.value_row, tiles_.value_row, tiles_.o,
+                      tiles_.value_row, true});
+  }
+
+  const Blocks blocks_;
+  const T scale_;
+  const Rows q_, k_, v_;
+  Tiles<T>& tiles_;
+  NearTiles<T>& near_;
+  const Kernels<T>& kernel_ = kernels<T>();
+  Range loaded_;
+  std::int64_t stride_ = 0;
+};
 
 }  // namespace
 
@@ -319,7 +382,6 @@ FarTiles<T>::FarTiles(Arena& arena, const AttentionCall& call, std::int64_t near
     tails.push_back(take_sums<T>(arena, width));
   }
   for (Sums<T>* sums : {&before, &after, &beyond, &beyond_next}) *sums = take_sums<T>(arena, width);
-  next = arena.take<std::int64_t>(kQueryTile);
   listed = arena.take<std::int64_t>(kQueryTile);
   const std::int64_t blocks = std::min(kKeyTile, kKeyTile / near + 2);
   gradients = arena.take<T>(blocks * kQueryTile * width);
@@ -355,34 +417,25 @@ void near_rows(const AttentionCall& call, std::int64_t near, const NearTensors& 
   });
   if (tensors.listed()) add_top(call, near, tensors, ws);
 
-  // A list is one group of blocks, so that all its tiles of queries have the same keys.
-  const std::int64_t group = near * Blocks{near, 0}.together();
-  const std::int64_t lists = (call.N + group - 1) / group;
-  const auto length = [&](std::int64_t item, std::int64_t, std::int64_t list) {
-    return std::clamp<std::int64_t>(call.item(item).q.length - list * group, 0, group);
-  };
-  const std::vector<RowTile> row_list =
-      list_tiles({call.num_items(), call.H, lists}, kQueryTile, length);
-  for_tiles(row_list, ws.lists.tiles, [&](const RowTile& tile, Tiles<T>& own) {
-    const Span& span = call.item(tile.item).q;
+  // A task is a unit of blocks with about kKeyTile rows.
+  const std::int64_t group = near * Blocks{near, 0}.together(),
+                     unit = std::max<std::int64_t>(1, kKeyTile / group) * group;
+  const std::vector<RowTile> units = list_tiles(
+      {call.num_items(), call.H}, unit,
+      [&](std::int64_t item, std::int64_t, std::int64_t) { return call.item(item).q.length; });
+  for_tiles(units, [&](const RowTile& tile, int worker) {
+    Tiles<T>& own = ws.lists.tiles[static_cast<std::size_t>(worker)];
     const Blocks blocks{near, call.item(tile.item).k.length};
-    const Range group_rows{tile.list * group, std::min(tile.list * group + group, span.length)};
-    forward_tile(near_segment<T>(call, blocks, tile.item, tile.head, group_rows), tile.first,
-                 tile.count, own);
-    RowTile finished = tile;
-    finished.first += group_rows.begin;
-    const std::int64_t first =
-        (span.batch * call.H + tile.head) * call.N + span.begin + finished.first;
-    for (std::int64_t r = 0; r < tile.count; ++r) {
-      const std::int64_t i = first + r;
-      T* row = own.o + r * own.value_row;
-      T max = own.lse[r], sum = own.lse[r] == kNegInf<T> ? T(0) : T(1);
-      merge<T>({max, sum, row}, ws.max[i], ws.sum[i], ws.out + i * call.Dv, call.Dv);
-      const bool empty = max == kNegInf<T> && sum == T(0);
-      own.lse[r] = empty ? kNegInf<T> : max + std::log(sum);
-      kernels<T>().row_scale(row, own.value_row, empty ? T(0) : T(1) / sum);
+    NearForward<T> pass(call, blocks, tile.item, tile.head, own,
+                        ws.near[static_cast<std::size_t>(worker)]);
+    const std::int64_t end = tile.first + tile.count;
+    for (std::int64_t first = tile.first; first < end;) {
+      const Range rows{first, std::min({first + kQueryTile, (first / group + 1) * group, end})};
+      pass.run(rows, blocks.near({tile.first, end}));
+      add_far(call, tile, rows, ws, own);
+      finish({tile.item, tile.head, 0, rows.begin, rows.end - rows.begin}, own);
+      first = rows.end;
     }
-    finish(finished, own);
   });
 }
 

@@ -42,6 +42,12 @@ struct Blocks {
   Range near(const Range& of_rows) const {
     return span(of(of_rows.begin) - 1, of(of_rows.end - 1) + 2);
   }
+  // Which of the keys are near a row, counted from the first of them.
+  Range near_columns(std::int64_t row, const Range& keys) const {
+    const Range seen = near({row, row + 1});
+    return {std::clamp(seen.begin, keys.begin, keys.end) - keys.begin,
+            std::clamp(seen.end, keys.begin, keys.end) - keys.begin};
+  }
   // Blocks whose queries are computed together: at least 32 rows.
   std::int64_t together() const { return std::max<std::int64_t>(1, 32 / width); }
 };
@@ -59,11 +65,22 @@ struct FarTiles {
   std::vector<Sums<T>> cells;          // of the blocks of a chunk
   std::vector<Sums<T>> totals, tails;  // of chunks: all of their blocks; all but the first
   Sums<T> before, after, beyond, beyond_next;
-  std::int64_t *next = nullptr, *listed = nullptr;  // kQueryTile positions in lists
-  T* gradients = nullptr;                           // blocks of a key tile x kQueryTile x value_row
-  T *shift = nullptr, *delta = nullptr;             // blocks of a key tile x kQueryTile
+  std::int64_t* listed = nullptr;        // kQueryTile positions in lists of top keys
+  T* gradients = nullptr;                // blocks of a key tile x kQueryTile x value_row
+  T *shift = nullptr, *delta = nullptr;  // blocks of a key tile x kQueryTile
 
   FarTiles(Arena& arena, const AttentionCall& call, std::int64_t near);
+};
+
+// Per-thread memory of near rows. Backward pass: up to kNearRows queries around a tile of keys.
+// Forward pass: columns of up to kNearRows keys in q, their values in g.
+constexpr std::int64_t kNearRows = 384;
+template <class T>
+struct NearTiles {
+  T *q, *g, *dq;   // kNearRows rows
+  T *lse, *delta;  // kNearRows
+
+  NearTiles(Arena& arena, const AttentionCall& call);
 };
 
 // Sums over the members of a cluster in the chunks before, or after, one chunk of rows: of
@@ -75,6 +92,13 @@ struct MemberSums {
   T *gradient, *delta, *shift;  // (items, H, chunks, C, Dv or 1)
 };
 
+// Starts to fetch a row that is needed soon: those of a cluster's members are far apart in memory.
+template <class T>
+void prefetch_row(const T* row, std::int64_t width) {
+  for (std::int64_t d = 0; d < width; d += 64 / static_cast<std::int64_t>(sizeof(T)))
+    __builtin_prefetch(row + d);
+}
+
 struct NearSizes {
   std::int64_t near, clusters, topk = 0;
 };
@@ -83,6 +107,7 @@ template <class T>
 struct NearWorkspace {
   ListWorkspace<T> lists;
   std::vector<FarTiles<T>> far;
+  std::vector<NearTiles<T>> near;
   T *out, *max, *sum;  // (B, H, N, Dv or 1): sums of queries
   // Backward pass
   MemberSums<T> before, after;

@@ -19,6 +19,8 @@ namespace coterie::cpu {
 
 namespace {
 
+constexpr std::int64_t kTurnRows = 32;  // rows of dq that are added at a time
+
 // Sums over members, relative to the smallest lse so far; infinity if there is none.
 template <class T>
 struct GradientSums {
@@ -54,9 +56,9 @@ class NearBackward {
         ws_(workspace),
         clusters_(tensors.lists.clusters()),
         cluster_tiles_((clusters_ + kQueryTile - 1) / kQueryTile),
-        query_tiles_((call.N + kQueryTile - 1) / kQueryTile),
+        query_groups_((call.N + kTurnRows - 1) / kTurnRows),
         mean_turns_(call.num_items() * call.H * cluster_tiles_),
-        query_turns_(call.num_items() * call.H * query_tiles_) {}
+        query_turns_(call.num_items() * call.H * query_groups_) {}
 
   // delta = g . out of every query. A stored output of 16 bits is not accurate enough.
   void find_deltas() {
@@ -75,11 +77,12 @@ class NearBackward {
 
   // ws.before and ws.after.
   void sum_members() {
-    parallel_for(call_.num_items() * call_.H * clusters_, [&](std::int64_t task, int worker) {
-      const std::int64_t problem = task / clusters_, cluster = task % clusters_;
+    const std::int64_t problems = call_.num_items() * call_.H;
+    parallel_for(problems * cluster_tiles_ * 2, [&](std::int64_t task, int worker) {
       T* scratch = ws_.lists.tiles[static_cast<std::size_t>(worker)].g;
-      sum_chunks(problem, cluster, false, ws_.before, scratch);
-      sum_chunks(problem, cluster, true, ws_.after, scratch);
+      const bool after = task % 2 == 1;
+      sum_chunks(task / 2 / cluster_tiles_, task / 2 % cluster_tiles_ * kQueryTile, after,
+                 after ? ws_.after : ws_.before, scratch);
     });
   }
 
@@ -92,10 +95,10 @@ class NearBackward {
       start_turns();
     }
     const auto add = [&](const RowTile& tile, std::int64_t head, Tiles<T>& own) {
-      FarTiles<T>& far = ws_.far[static_cast<std::size_t>(&own - ws_.lists.tiles.data())];
+      const auto worker = static_cast<std::size_t>(&own - ws_.lists.tiles.data());
       const auto task = [&] {
-        add_far(tile, head, own, far);
-        add_near(tile, head, own);
+        add_far(tile, head, own, ws_.far[worker]);
+        add_near(tile, head, own, ws_.near[worker]);
       };
       mean_turns_.run([&] { query_turns_.run(task); });
       if (slots)
@@ -115,41 +118,53 @@ class NearBackward {
     return static_cast<const T*>(tensors_.lse.data) + row_of(item, head);
   }
 
-  // Sums over the members of one cluster in the chunks before each chunk, or after it.
-  void sum_chunks(std::int64_t problem, std::int64_t cluster, bool after, MemberSums<T>& sums,
+  // Row `query` of the output gradients, in memory of its own if it has another type.
+  const T* gradient_row(const Rows& g, std::int64_t query, T* scratch) const {
+    if (dtype_bytes(g.dtype) == sizeof(T))
+      return reinterpret_cast<const T*>(static_cast<const char*>(g.base) + query * g.stride_bytes);
+    Rows one = g;
+    const auto number = static_cast<std::int32_t>(query);
+    one.index = &number;
+    kernels<T>().load(one, 0, 1, T(1), scratch, padded(call_.Dv));
+    return scratch;
+  }
+
+  // Sums over the members of a tile of clusters, from `first` on, in the chunks before each chunk,
+  // or after it: those of the neighbouring chunk and its own members.
+  void sum_chunks(std::int64_t problem, std::int64_t first, bool after, MemberSums<T>& sums,
                   T* scratch) {
     const std::int64_t item = problem / call_.H, head = problem % call_.H;
     const Span& span = call_.item(item).q;
-    const std::int64_t chunks = (span.length + sums.chunk - 1) / sums.chunk;
-    const std::int32_t* order = span_at<std::int32_t>(tensors_.lists.order, span, head);
-    const Range members = tensors_.lists.members(item, head, cluster);
+    const std::int64_t chunks = (span.length + sums.chunk - 1) / sums.chunk,
+                       count = std::min(kQueryTile, clusters_ - first);
+    const std::int32_t* labels = span_at<std::int32_t>(tensors_.labels, span, head);
     const Rows g = span_rows(gradients_.grad_out, span, head);
     const T* lse = lse_of(item, head);
     const T* delta = ws_.lists.delta + row_of(item, head);
-    std::int64_t at = after ? members.end : members.begin;
-    std::int64_t previous = -1;
     for (std::int64_t step = 0; step < chunks; ++step) {
-      const std::int64_t chunk = after ? chunks - 1 - step : step;
-      const std::int64_t slot = (problem * sums.chunks + chunk) * clusters_ + cluster;
-      T* to = sums.gradient + slot * call_.Dv;
-      const GradientSums<T> total{sums.shift[slot], sums.delta[slot], to};
-      total.shift = previous < 0 ? -kNegInf<T> : sums.shift[previous];
-      total.delta = previous < 0 ? T(0) : sums.delta[previous];
-      if (previous < 0)
-        std::fill_n(to, call_.Dv, T(0));
-      else
-        std::copy_n(sums.gradient + previous * call_.Dv, call_.Dv, to);
-      const auto take = [&](std::int64_t member) {
-        Rows row = g;
-        row.index = order + member;
-        kernels<T>().load(row, 0, 1, T(1), scratch, padded(call_.Dv));
-        total.add(lse[order[member]], delta[order[member]], scratch, call_.Dv);
-      };
-      if (after)
-        for (; at > members.begin && order[at - 1] >= (chunk + 1) * sums.chunk; --at) take(at - 1);
-      else
-        for (; at < members.end && order[at] < chunk * sums.chunk; ++at) take(at);
-      previous = slot;
+      const std::int64_t chunk = after ? chunks - 1 - step : step,
+                         slot = (problem * sums.chunks + chunk) * clusters_ + first;
+      if (step == 0) {
+        std::fill_n(sums.shift + slot, count, -kNegInf<T>);
+        std::fill_n(sums.delta + slot, count, T(0));
+        std::fill_n(sums.gradient + slot * call_.Dv, count * call_.Dv, T(0));
+        continue;
+      }
+      const std::int64_t other = after ? chunk + 1 : chunk - 1,
+                         from = (problem * sums.chunks + other) * clusters_ + first;
+      std::copy_n(sums.shift + from, count, sums.shift + slot);
+      std::copy_n(sums.delta + from, count, sums.delta + slot);
+      std::copy_n(sums.gradient + from * call_.Dv, count * call_.Dv,
+                  sums.gradient + slot * call_.Dv);
+      const Range rows{other * sums.chunk, std::min((other + 1) * sums.chunk, span.length)};
+      for (std::int64_t i = 0; i < rows.end - rows.begin; ++i) {
+        const std::int64_t query = after ? rows.end - 1 - i : rows.begin + i,
+                           row = labels[query] - first;
+        if (row < 0 || row >= count) continue;
+        const GradientSums<T> total{sums.shift[slot + row], sums.delta[slot + row],
+                                    sums.gradient + (slot + row) * call_.Dv};
+        total.add(lse[query], delta[query], gradient_row(g, query, scratch), call_.Dv);
+      }
     }
   }
 
@@ -160,24 +175,19 @@ class NearBackward {
     const Span& span = call_.item(item).q;
     const Blocks blocks = blocks_of(item);
     const std::int64_t width = own.value_row, problem = item * call_.H + head;
-    const std::int32_t* order = span_at<std::int32_t>(tensors_.lists.order, span, head);
+    const std::int32_t* labels = span_at<std::int32_t>(tensors_.labels, span, head);
     const Rows g = span_rows(gradients_.grad_out, span, head);
     const T* lse = lse_of(item, head);
     const T* delta = ws_.lists.delta + row_of(item, head);
     const std::int64_t low = std::max<std::int64_t>(begin - 1, 0) * near_ / ws_.before.chunk,
                        high = std::min(blocks.count() - 1, end) * near_ / ws_.after.chunk;
-    const bool direct = dtype_bytes(g.dtype) == sizeof(T);
+    // The row of the query's cluster, or -1.
+    const auto row_in_tile = [&](std::int64_t query) {
+      const std::int64_t row = labels[query] - first;
+      return row < count ? std::max<std::int64_t>(row, -1) : -1;
+    };
     const auto take = [&](const GradientSums<T>& sums, std::int64_t query) {
-      const T* row = own.g;
-      if (direct) {
-        row = reinterpret_cast<const T*>(static_cast<const char*>(g.base) + query * g.stride_bytes);
-      } else {
-        Rows one = g;
-        const auto number = static_cast<std::int32_t>(query);
-        one.index = &number;
-        kernels<T>().load(one, 0, 1, T(1), own.g, width);
-      }
-      sums.add(lse[query], delta[query], row, call_.Dv);
+      sums.add(lse[query], delta[query], gradient_row(g, query, own.g), call_.Dv);
     };
     const auto sums_at = [&](std::int64_t block, std::int64_t r) {
       const std::int64_t slot = (block - begin) * kQueryTile + r;
@@ -203,16 +213,11 @@ class NearBackward {
       };
       start(sums_at(begin, r), ws_.before, before);
       start(after_at(r), ws_.after, after);
-      const Range list = tensors_.lists.members(item, head, first + r);
-      far.next[r] =
-          std::lower_bound(order + list.begin, order + list.end, low * ws_.before.chunk) - order;
-      far.listed[r] =
-          std::lower_bound(order + list.begin, order + list.end, (high + 1) * ws_.after.chunk) -
-          order;
       if (std::abs(ws_.before.shift[before] - ws_.after.shift[after]) >= kClose) continue;
       sums_at(begin, r).lower(ws_.after.shift[after], call_.Dv);
       after_at(r).lower(ws_.before.shift[before], call_.Dv);
     }
+    std::int64_t next = low * ws_.before.chunk;
     for (std::int64_t b = begin; b < end; ++b) {
       T* rows = far.gradients + (b - begin) * kQueryTile * width;
       T* shift = far.shift + (b - begin) * kQueryTile;
@@ -222,20 +227,13 @@ class NearBackward {
         std::copy_n(shift - kQueryTile, count, shift);
         std::copy_n(sum - kQueryTile, count, sum);
       }
-      for (std::int64_t r = 0; r < count; ++r) {
-        const std::int64_t last = tensors_.lists.members(item, head, first + r).end;
-        std::int64_t& next = far.next[r];
-        for (; next < last && order[next] < (b - 1) * near_; ++next)
-          take(sums_at(b, r), order[next]);
-      }
+      for (; next < (b - 1) * near_; ++next)
+        if (const std::int64_t r = row_in_tile(next); r >= 0) take(sums_at(b, r), next);
     }
+    std::int64_t last = std::min((high + 1) * ws_.after.chunk, blocks.rows);
     for (std::int64_t b = end - 1; b >= begin; --b) {
-      for (std::int64_t r = 0; r < count; ++r) {
-        const std::int64_t least = tensors_.lists.members(item, head, first + r).begin;
-        std::int64_t& last = far.listed[r];
-        for (; last > least && order[last - 1] >= (b + 2) * near_; --last)
-          take(after_at(r), order[last - 1]);
-      }
+      for (; last > (b + 2) * near_; --last)
+        if (const std::int64_t r = row_in_tile(last - 1); r >= 0) take(after_at(r), last - 1);
       T* shift = far.shift + (b - begin) * kQueryTile;
       if (std::equal(shift, shift + count, after_shift)) {
         kernels<T>().row_add(far.gradients + (b - begin) * kQueryTile * width, own.o, count * width,
@@ -259,7 +257,7 @@ class NearBackward {
     const std::int64_t problem = tile.item * call_.H + head;
     const bool queries = gradients_.dq.present();
     // The tile as a whole if blocks are aligned with its columns, else block by block.
-    const bool whole = near_ % kColumnPad == 0;
+    const bool whole = aligned();
     const std::int64_t tile_end = tile.first + tile.count;
     for (std::int64_t q = 0; q < clusters_; q += kQueryTile) {
       const std::int64_t num = std::min(kQueryTile, clusters_ - q);
@@ -286,12 +284,8 @@ class NearBackward {
           const T* gradient = far.gradients + slot * own.value_row;
           kernel.multiply({num, padded(high - low), segment.v.width, gradient, own.value_row, 1,
                            own.v_columns + low, padded(keys), own.dp + low, kKeyTile, false});
-          for (std::int64_t r = 0; r < num; ++r) {
-            T* p = own.s + r * kKeyTile + low;
-            kernel.row_exp(p, padded(high - low), far.shift[slot + r]);
-            kernel.row_softmax_grad(p, own.dp + r * kKeyTile + low, padded(high - low),
-                                    far.delta[slot + r]);
-          }
+          kernel.softmax_grad({own.s + low, own.dp + low, num, kKeyTile, padded(high - low),
+                               far.shift + slot, far.delta + slot});
           kernel.multiply({high - low, own.value_row, num, own.s + low, 1, kKeyTile, gradient,
                            own.value_row, own.dv + (row + low) * own.value_row, own.value_row,
                            true});
@@ -306,8 +300,14 @@ class NearBackward {
       if (!queries) continue;
       const Turns::Turn turn(mean_turns_, problem * cluster_tiles_ + q / kQueryTile,
                              tile.first / kKeyTile);
-      add_rows(ws_.dmean + (problem * clusters_ + q) * call_.Dk, num, own);
+      add_rows(ws_.dmean + (problem * clusters_ + q) * call_.Dk, num, own.dq, own.key_row);
     }
+    if (whole) return;
+    // add_near needs the columns of the whole tile.
+    pass.load_key_columns(tile.first, tile.count);
+    kernel.load_transposed(segment.v, tile.first, tile.count, T(1), own.v_columns,
+                           padded(tile.count));
+    if (queries) kernel.load(segment.k, tile.first, tile.count, segment.scale, own.k, own.key_row);
   }
 
   void remove_listed(std::int64_t item, std::int64_t head, std::int64_t first, std::int64_t count,
@@ -322,86 +322,106 @@ class NearBackward {
     }
   }
 
-  // Adds own.dq to `rows`, (count, Dk) in memory.
-  void add_rows(T* rows, std::int64_t count, Tiles<T>& own) const {
+  // Adds rows of dq, `width` apart, to `rows`, (count, Dk) in memory.
+  void add_rows(T* rows, std::int64_t count, const T* dq, std::int64_t width) const {
     for (std::int64_t r = 0; r < count; ++r)
-      kernels<T>().row_add(rows + r * call_.Dk, own.dq + r * own.key_row, call_.Dk, T(1));
+      kernels<T>().row_add(rows + r * call_.Dk, dq + r * width, call_.Dk, T(1));
   }
 
-  // A tile of kQueryTile queries gets its sums from the tiles of its near keys, in their order.
+  // A group of kTurnRows queries gets its sums from the tiles of its near keys, in their order.
   void start_turns() {
     for (std::int64_t item = 0; item < call_.num_items(); ++item) {
       const Blocks blocks = blocks_of(item);
-      for (std::int64_t q = 0; q < blocks.rows; q += kQueryTile) {
-        const Range keys = blocks.near({q, std::min(q + kQueryTile, blocks.rows)});
+      for (std::int64_t q = 0; q < blocks.rows; q += kTurnRows) {
+        const Range keys = blocks.near({q, std::min(q + kTurnRows, blocks.rows)});
         for (std::int64_t head = 0; head < call_.H; ++head)
-          query_turns_.start((item * call_.H + head) * query_tiles_ + q / kQueryTile,
+          query_turns_.start((item * call_.H + head) * query_groups_ + q / kTurnRows,
                              keys.begin / kKeyTile);
       }
     }
   }
 
-  // Near queries over a tile of keys: adds to own.dk, own.dv and ws.dq.
-  void add_near(const RowTile& tile, std::int64_t head, Tiles<T>& own) {
+  // Whether blocks begin and end where the padding of columns does.
+  bool aligned() const { return near_ % kColumnPad == 0; }
+
+  // Near queries over a tile of keys: adds to own.dk, own.dv and ws.dq. Needs the tile's columns.
+  void add_near(const RowTile& tile, std::int64_t head, Tiles<T>& own, NearTiles<T>& near) {
     const Blocks blocks = blocks_of(tile.item);
-    const Range all = blocks.near({tile.first, tile.first + tile.count});
-    for (std::int64_t q = all.begin / kQueryTile * kQueryTile; q < all.end; q += kQueryTile) {
-      const Range unit{q, std::min(q + kQueryTile, blocks.rows)};
-      std::fill_n(own.dq, (unit.end - unit.begin) * own.key_row, T(0));
-      add_pieces(tile, head, blocks, unit, own);
-      if (!gradients_.dq.present()) continue;
-      const Turns::Turn turn(query_turns_,
-                             (tile.item * call_.H + head) * query_tiles_ + q / kQueryTile,
-                             tile.first / kKeyTile);
-      add_rows(ws_.dq + (row_of(tile.item, head) + q) * call_.Dk, unit.end - unit.begin, own);
+    const Range tile_keys{tile.first, tile.first + tile.count}, all = blocks.near(tile_keys);
+    const std::int64_t step = aligned() ? near_ : kColumnPad;
+    for (std::int64_t q = all.begin / kTurnRows * kTurnRows; q < all.end; q += kNearRows) {
+      const Range rows{q, std::min(q + kNearRows, blocks.rows)};
+      load_rows(tile.item, head, rows, near);
+      for (std::int64_t begin = tile.first; begin < tile_keys.end;) {
+        const Range keys{begin, std::min((begin / step + 1) * step, tile_keys.end)};
+        const Range seeing = blocks.near(keys);
+        begin = keys.end;
+        for (std::int64_t first = std::max(seeing.begin, rows.begin);
+             first < std::min(seeing.end, rows.end); first += kQueryTile)
+          add_piece(tile, blocks, keys,
+                    {first, std::min({first + kQueryTile, seeing.end, rows.end})}, rows.begin, own,
+                    near);
+      }
+      if (gradients_.dq.present())
+        add_queries(tile, head, {rows.begin, std::min(rows.end, all.end)}, own.key_row, near);
     }
   }
 
-  // Pieces of the tile of keys, each of one block or of a group of small ones, with their near
-  // queries among `unit`.
-  void add_pieces(const RowTile& tile, std::int64_t head, const Blocks& blocks, const Range& unit,
-                  Tiles<T>& own) {
+  // Queries `rows` and their gradients.
+  void load_rows(std::int64_t item, std::int64_t head, const Range& rows, NearTiles<T>& near) {
     const Kernels<T>& kernel = kernels<T>();
-    const Item& item = call_.item(tile.item);
-    const std::int64_t tile_end = tile.first + tile.count, group = near_ * blocks.together();
-    for (std::int64_t begin = tile.first; begin < tile_end;) {
-      const Range keys{begin, std::min(tile_end, (begin / group + 1) * group)};
-      begin = keys.end;
-      Range rows = blocks.near(keys);
-      rows = {std::max(rows.begin, unit.begin), std::min(rows.end, unit.end)};
-      if (rows.begin >= rows.end) continue;
-      const RowList row_list{rows.end - rows.begin, nullptr, rows.begin},
-          key_list{keys.end - keys.begin, nullptr, keys.begin};
-      Segment<T> segment;
-      segment.q = list_rows(call_.inputs.q, item.q, head, row_list);
-      segment.k = list_rows(call_.k, item.k, call_.key_head(head), key_list);
-      segment.v = list_rows(call_.inputs.v, item.k, call_.value_head(head), key_list);
-      segment.num_queries = row_list.count;
-      segment.num_keys = key_list.count;
-      segment.scale = static_cast<T>(call_.scale);
-      segment.rule.ranges = [&](std::int64_t first, std::int64_t count, Range* ranges) {
-        for (std::int64_t r = 0; r < count; ++r) {
-          const std::int64_t row = rows.begin + first + r;
-          const Range seen = blocks.near({row, row + 1});
-          const auto rank = [&](std::int64_t key) {
-            return std::clamp(key, keys.begin, keys.end) - keys.begin;
-          };
-          ranges[r] = {rank(seen.begin), rank(seen.end)};
-        }
-      };
-      Tiles<T> part = own;
-      part.dk += (keys.begin - tile.first) * own.key_row;
-      part.dv += (keys.begin - tile.first) * own.value_row;
-      const QuerySums sums = [&](std::int64_t first, std::int64_t count) {
-        kernel.multiply({count, own.key_row, key_list.count, own.dp, kKeyTile, 1, own.k,
-                         own.key_row, own.dq + (rows.begin - unit.begin + first) * own.key_row,
-                         own.key_row, true});
-      };
-      backward_key_tile(segment,
-                        list_row_gradients(call_, ListCall<T>{}, gradients_, ws_.lists.delta,
-                                           tile.item, head, row_list),
-                        0, key_list.count, part, static_cast<const TileHook<T>*>(nullptr),
-                        gradients_.dq.present() ? &sums : nullptr);
+    const Span& span = call_.item(item).q;
+    const std::int64_t count = rows.end - rows.begin;
+    kernel.load(span_rows(call_.inputs.q, span, head), rows.begin, count,
+                static_cast<T>(call_.scale), near.q, padded(call_.Dk));
+    kernel.load(span_rows(gradients_.grad_out, span, head), rows.begin, count, T(1), near.g,
+                padded(call_.Dv));
+    std::copy_n(ws_.lists.delta + row_of(item, head) + rows.begin, count, near.delta);
+    // A row without keys has lse -inf; +inf makes all its weights exp(-inf) = 0.
+    const T* lse = lse_of(item, head) + rows.begin;
+    for (std::int64_t r = 0; r < count; ++r)
+      near.lse[r] = lse[r] == kNegInf<T> ? -kNegInf<T> : lse[r];
+    std::fill_n(near.dq, count * padded(call_.Dk), T(0));
+  }
+
+  // Queries `rows`, all of which are near one of `keys`; the first loaded row is number `loaded`.
+  void add_piece(const RowTile& tile, const Blocks& blocks, const Range& keys, const Range& rows,
+                 std::int64_t loaded, Tiles<T>& own, NearTiles<T>& near) {
+    const Kernels<T>& kernel = kernels<T>();
+    const std::int64_t num = rows.end - rows.begin, count = keys.end - keys.begin,
+                       columns = padded(count), column = keys.begin - tile.first,
+                       first = rows.begin - loaded, stride = padded(tile.count);
+    const T *q = near.q + first * own.key_row, *g = near.g + first * own.value_row;
+    kernel.multiply({num, columns, call_.Dk, q, own.key_row, 1, own.k_columns + column, stride,
+                     own.s, kKeyTile, false});
+    kernel.multiply({num, columns, call_.Dv, g, own.value_row, 1, own.v_columns + column, stride,
+                     own.dp, kKeyTile, false});
+    for (std::int64_t r = 0; r < num; ++r) {
+      T* p = own.s + r * kKeyTile;
+      const Range seen = aligned() ? Range{0, count} : blocks.near_columns(rows.begin + r, keys);
+      std::fill(p, p + seen.begin, kNegInf<T>);
+      std::fill(p + seen.end, p + columns, kNegInf<T>);
+    }
+    kernel.softmax_grad(
+        {own.s, own.dp, num, kKeyTile, columns, near.lse + first, near.delta + first});
+    kernel.multiply({count, own.value_row, num, own.s, 1, kKeyTile, g, own.value_row,
+                     own.dv + column * own.value_row, own.value_row, true});
+    kernel.multiply({count, own.key_row, num, own.dp, 1, kKeyTile, q, own.key_row,
+                     own.dk + column * own.key_row, own.key_row, true});
+    if (gradients_.dq.present())
+      kernel.multiply({num, own.key_row, count, own.dp, kKeyTile, 1, own.k + column * own.key_row,
+                       own.key_row, near.dq + first * own.key_row, own.key_row, true});
+  }
+
+  // Adds near.dq to ws.dq, a group of rows at a time. rows.begin is that of a group.
+  void add_queries(const RowTile& tile, std::int64_t head, const Range& rows, std::int64_t width,
+                   const NearTiles<T>& near) {
+    for (std::int64_t q = rows.begin; q < rows.end; q += kTurnRows) {
+      const Turns::Turn turn(query_turns_,
+                             (tile.item * call_.H + head) * query_groups_ + q / kTurnRows,
+                             tile.first / kKeyTile);
+      add_rows(ws_.dq + (row_of(tile.item, head) + q) * call_.Dk, std::min(kTurnRows, rows.end - q),
+               near.dq + (q - rows.begin) * width, width);
     }
   }
 
@@ -410,7 +430,7 @@ class NearBackward {
   const NearTensors& tensors_;
   const ListGradients& gradients_;
   NearWorkspace<T>& ws_;
-  std::int64_t clusters_, cluster_tiles_, query_tiles_;
+  std::int64_t clusters_, cluster_tiles_, query_groups_;
   Turns mean_turns_, query_turns_;
 };
 
@@ -440,8 +460,19 @@ NearWorkspace<T>::NearWorkspace(Arena& arena, const AttentionCall& call, const N
       dq(arena.take<T>(call.B * call.H * call.N * call.Dk)),
       dmean(arena.take<T>(call.num_items() * call.H * sizes.clusters * call.Dk)),
       slots(arena, call, sizes.clusters, sizes.topk) {
-  for (int worker = 0; worker < call_threads(); ++worker) far.emplace_back(arena, call, sizes.near);
+  for (int worker = 0; worker < call_threads(); ++worker) {
+    far.emplace_back(arena, call, sizes.near);
+    near.emplace_back(arena, call);
+  }
 }
+
+template <class T>
+NearTiles<T>::NearTiles(Arena& arena, const AttentionCall& call)
+    : q(arena.take<T>((kNearRows + kColumnPad) * padded(call.Dk))),
+      g(arena.take<T>(kNearRows * padded(call.Dv))),
+      dq(arena.take<T>(kNearRows * padded(call.Dk))),
+      lse(arena.take<T>(kNearRows)),
+      delta(arena.take<T>(kNearRows)) {}
 
 template <class T>
 void near_backward(const AttentionCall& call, std::int64_t near, const NearTensors& tensors,
@@ -471,6 +502,10 @@ void near_backward(const AttentionCall& call, std::int64_t near, const NearTenso
   if (listed) {
     top.finish_backward = [&](const RowTile& tile, Tiles<T>& own) {
       const RowList queries = top.pair(tile.item, tile.head, tile.list).queries;
+      const Span& span = call.item(tile.item).q;
+      const T* dq = ws.dq + ((span.batch * call.H + tile.head) * call.N + span.begin) * call.Dk;
+      for (std::int64_t r = 0; r < tile.count; ++r)
+        prefetch_row(dq + queries.row(tile.first + r) * call.Dk, call.Dk);
       for (std::int64_t r = 0; r < tile.count; ++r)
         add_parts(tile, r, queries.row(tile.first + r), tile.list, own);
     };
@@ -490,6 +525,7 @@ void near_backward(const AttentionCall& call, std::int64_t near, const NearTenso
 }
 
 #define COTERIE_INSTANTIATE(T)                                                        \
+  template struct NearTiles<T>;                                                       \
   template struct NearWorkspace<T>;                                                   \
   template void near_backward(const AttentionCall&, std::int64_t, const NearTensors&, \
                               const ListGradients&, NearWorkspace<T>&);
