@@ -74,6 +74,7 @@ struct TrainConfig {
   double truncate = 0.0;           // probability of cutting a step's rows to a random length
   std::string centroids = "data";  // of routing: initialised from the first batch, or random
   std::string dtype = "f32";       // f32, bf16 (autocast)
+  bool fast = false;               // kernels whose bits differ from run to run are allowed
 };
 
 struct CheckpointConfig {

@@ -32,8 +32,10 @@ void add(Score& sum, const Score& part) {
 }  // namespace
 
 Batch to_device(const Batch& batch, c10::Device device) {
+  // From pinned memory, so that the host does not wait for earlier work on the device.
   const auto move = [device](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.to(device) : tensor;
+    if (!tensor.defined() || device.is_cpu()) return tensor;
+    return tensor.pin_memory().to(device, /*non_blocking=*/true);
   };
   return {move(batch.tokens), move(batch.targets), move(batch.strata), move(batch.lengths)};
 }

@@ -2,6 +2,7 @@
 #include "train/gradients.h"
 
 #include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <vector>
@@ -22,8 +23,15 @@ Batch rows_of(const Batch& batch, std::int64_t first, std::int64_t count) {
   return {narrow(batch.tokens), narrow(batch.targets), narrow(batch.strata), narrow(batch.lengths)};
 }
 
-std::int64_t valid_tokens(const Batch& batch) {
-  return batch.lengths.defined() ? batch.lengths.sum().item<std::int64_t>() : batch.tokens.numel();
+double valid_tokens(const Batch& batch) {
+  const auto tokens =
+      batch.lengths.defined() ? batch.lengths.sum().item<std::int64_t>() : batch.tokens.numel();
+  return static_cast<double>(tokens);
+}
+
+// 1 / the number of positions with a target, in the type of losses.
+at::Tensor mean_factor(const at::Tensor& targets, at::ScalarType wide) {
+  return (targets != kIgnore).sum().clamp_min(1).to(at::kDouble).reciprocal().to(wide);
 }
 
 // Sum of the cross entropies over the positions with a target.
@@ -39,11 +47,9 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
                        const GradientOptions& options) {
   const std::int64_t rows = batch.tokens.size(0);
   const std::int64_t pass_rows = options.micro_batch > 0 ? options.micro_batch : rows;
-  const auto asked = (batch.targets != kIgnore).sum().item<std::int64_t>();
-  const double scale = 1.0 / static_cast<double>(std::max<std::int64_t>(asked, 1));
-  const double tokens = static_cast<double>(std::max<std::int64_t>(valid_tokens(batch), 1));
   torch_api::StepStatistics statistics;
-  StepLoss result;
+  const at::Tensor zero = at::zeros({}, batch.tokens.options().dtype(at::kDouble));
+  StepLoss result{zero, zero};
   for (std::int64_t first = 0; first < rows; first += pass_rows) {
     const Batch part = rows_of(batch, first, std::min(pass_rows, rows - first));
     std::vector<torch_api::AttentionRecord> records;
@@ -61,13 +67,14 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
     }
     if (options.update_centroids) model->transformer()->add_statistics(records, statistics);
     records.clear();
-    loss = total_nats(output.out, part.targets) * scale;
-    result.loss += loss.item<double>();
+    loss = total_nats(output.out, part.targets);
+    loss = loss * mean_factor(batch.targets, loss.scalar_type());
+    result.loss = result.loss + loss.detach();
     if (output.commitment.requires_grad()) {  // there are routing heads
       // A mean over the valid tokens of the pass.
-      const double share = static_cast<double>(valid_tokens(part)) / tokens;
+      const double share = valid_tokens(part) / std::max(valid_tokens(batch), 1.0);
       const at::Tensor commitment = output.commitment * share;
-      result.commitment += commitment.item<double>();
+      result.commitment = result.commitment + commitment.detach();
       loss = loss + commitment;
     }
     loss.backward();

@@ -18,9 +18,10 @@ struct GradientOptions {
   std::function<void()> before_layer{};  // see PassContext; gradients are incomplete if it throws
 };
 
+// Numbers on the model's device, in double: the host does not wait for them.
 struct StepLoss {
-  double loss = 0;        // mean cross entropy over the batch's positions with a target
-  double commitment = 0;  // weighted sum over the routing heads, mean over the batch's valid tokens
+  at::Tensor loss;        // mean cross entropy over the batch's positions with a target
+  at::Tensor commitment;  // weighted sum over the routing heads, mean over the batch's valid tokens
 };
 
 // Adds the gradients of loss + commitment to those of the model's parameters. Losses are means over

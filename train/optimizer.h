@@ -22,8 +22,16 @@ bool decays(const std::string& name, const at::Tensor& parameter);
 
 void set_learning_rate(::torch::optim::Optimizer& optimizer, double rate);
 
-// Returns the norm of all gradients together; scales them to `limit` if it is larger (0: never).
-double clip_gradients(const ::torch::nn::Module& model, double limit);
+// The norm of all gradients together, 0-dimensional, on their device.
+at::Tensor gradient_norm(const ::torch::nn::Module& model);
+// Scales gradients of that norm to `limit` if it is larger (0: never). On a GPU the host does not
+// wait for the norm.
+void clip_gradients(const ::torch::nn::Module& model, const at::Tensor& norm, double limit);
+
+// Whether steps of the optimiser change nothing if the gradients' norm is not finite.
+bool skips_bad_gradients(const ::torch::optim::Optimizer& optimizer);
+// One step. The norm is for optimisers that skip bad gradients.
+void step_optimizer(::torch::optim::Optimizer& optimizer, const at::Tensor& norm);
 
 // PARAMETER.step, and PARAMETER.exp_avg and PARAMETER.exp_avg_sq (AdamW), or PARAMETER.row and
 // PARAMETER.column or PARAMETER.second (Adafactor), for parameters that have taken a step. Copies.

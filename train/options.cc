@@ -146,6 +146,9 @@ void visit_fields(Config& config, Visitor& visit) {
                "routing: initialise centroids from the first batch or at random");
   visit.choice("train.dtype", config.train.dtype, {"f32", "bf16"},
                "Element type of matrix products; parameters are always f32");
+  visit.flag("train.fast", config.train.fast,
+             "Allow kernels whose results differ in their last bits from run to run: with bf16, "
+             "cuDNN's backward pass of full attention on Hopper GPUs");
   visit.number("checkpoint.every", config.checkpoint.every, 0, kMany,
                "Steps between checkpoints; only the best and the last if 0");
   visit.number("checkpoint.keep", config.checkpoint.keep, 1, kMany,
@@ -336,6 +339,7 @@ constexpr std::string_view kMayChange[] = {"out",
                                            "device",
                                            "threads",
                                            "train.steps",
+                                           "train.fast",
                                            "train.micro-batch",
                                            "train.log-every",
                                            "train.patience",

@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/record_function.h>
 #include <fmt/core.h>
 
 #include <chrono>
@@ -12,9 +13,11 @@
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "coterie/error.h"
 #include "coterie/runtime.h"
+#include "coterie/torch/fast.h"
 #include "formats/files.h"
 #include "report/data.h"
 #include "train/collapse.h"
@@ -23,6 +26,7 @@
 #include "train/memory.h"
 #include "train/optimizer.h"
 #include "train/options.h"
+#include "train/readback.h"
 #include "train/run_lines.h"
 #include "train/run_lock.h"
 #include "train/schedule.h"
@@ -113,19 +117,20 @@ class Run {
             config_.out.empty() ? "" : checkpoints().path(saved_step_)};
   }
 
-  // Three steps: the first one also allocates memory and initialises libraries.
-  DryRun try_steps() {
+  // The first steps also allocate memory and initialise libraries.
+  DryRun try_steps(int steps, bool profile) {
     DryRun result;
     for (const at::Tensor& parameter : model_->parameters()) {
       result.parameters += parameter.numel();
     }
     if (routing_ && config_.train.centroids == "data") initialise_centroids();
     result.batch_tokens = config_.train.batch * config_.length;
-    constexpr int kSteps = 2;
     run_step();
+    read_launched();
     const Clock::time_point start = Clock::now();
-    for (int i = 0; i < kSteps; ++i) run_step();
-    result.step_seconds = seconds_since(start) / kSteps;
+    for (int i = 0; i < steps; ++i) run_step();
+    read_launched();
+    result.step_seconds = seconds_since(start) / steps;
     const auto all = static_cast<double>(task_.batches(Split::valid, config_.train.batch));
     const auto used = [&](std::int64_t batches) {
       return batches > 0 ? std::min(static_cast<double>(batches), all) : all;
@@ -136,6 +141,9 @@ class Run {
     result.evaluation_seconds =
         one * (times * used(config_.train.eval_batches) + used(config_.train.final_batches));
     result.peak_bytes = memory_.peak_bytes();
+    constexpr int kProfiled = 3;
+    if (profile) result.profile = profile_steps(kProfiled, device_, [this] { run_step(); });
+    read_launched();
     return result;
   }
 
@@ -288,12 +296,13 @@ class Run {
     return "";
   }
 
+  // On a GPU the host launches a step and reads the numbers of the one before.
   void run_step() {
     const Clock::time_point start = Clock::now();
     const std::int64_t step = state_.step + 1;
-    last_ = {.step = step};
-    last_.rate = config_.optimizer.lr * rate_factor(config_.schedule, step, config_.train.steps);
-    set_learning_rate(*optimizer_, last_.rate);
+    StepFacts facts{.step = step};
+    facts.rate = config_.optimizer.lr * rate_factor(config_.schedule, step, config_.train.steps);
+    set_learning_rate(*optimizer_, facts.rate);
     const Batch batch = step_batch(step);
     optimizer_->zero_grad();
     const StepLoss loss = add_gradients(model_, batch,
@@ -302,17 +311,33 @@ class Run {
                                          .bf16 = config_.train.dtype == "bf16",
                                          .update_centroids = routing_,
                                          .before_layer = [this] { leave_if_late(); }});
-    last_.loss = loss.loss;
-    last_.commitment = loss.commitment;
-    check_finite("loss", loss.loss + loss.commitment);
-    last_.gradient_norm = clip_gradients(*model_, config_.optimizer.clip);
-    check_finite("gradient norm", last_.gradient_norm);
-    optimizer_->step();
+    RECORD_USER_SCOPE("optimizer");
+    const at::Tensor norm = gradient_norm(*model_);
+    Launched launched{facts, Readback({loss.loss, loss.commitment, norm})};
+    read_launched();
+    launched_ = std::move(launched);
+    if (!skips_bad_gradients(*optimizer_)) read_launched();
+    clip_gradients(*model_, norm, config_.optimizer.clip);
+    step_optimizer(*optimizer_, norm);
     state_.step = step;
+    if (needs_facts()) read_launched();
     const double seconds = seconds_since(start);
     state_.seconds += seconds;
     logged_seconds_ += seconds;
     logged_tokens_ += batch.tokens.numel();
+  }
+
+  // Waits for the numbers of the last step that was launched, and checks them.
+  void read_launched() {
+    if (!launched_) return;
+    const Launched step = *std::exchange(launched_, std::nullopt);
+    const std::vector<double> values = step.numbers.read();
+    last_ = step.facts;
+    last_.loss = values[0];
+    last_.commitment = values[1];
+    last_.gradient_norm = values[2];
+    check_finite("loss", last_.loss + last_.commitment);
+    check_finite("gradient norm", last_.gradient_norm);
   }
 
   bool is_due(std::int64_t every) const { return every > 0 && state_.step % every == 0; }
@@ -323,11 +348,20 @@ class Run {
     return state_.evaluated_step < state_.step && (last || is_due(config_.train.eval_every));
   }
 
+  bool log_is_due() const {
+    return evaluation_is_due() || is_due(config_.train.log_every) || state_.step == 1;
+  }
+
+  // Whether the last step is logged or saved, or a user waits for the end.
+  bool needs_facts() const {
+    const bool last = state_.step == config_.train.steps;
+    return log_is_due() || last || is_due(config_.checkpoint.every) || interrupted();
+  }
+
   void finish_step() {
     const bool last = state_.step == config_.train.steps, evaluates = evaluation_is_due();
     const bool resumed = state_.step == resumed_step_;  // the step is in the log
-    const bool logs = evaluates || is_due(config_.train.log_every) || state_.step == 1;
-    if (logs && !resumed) log_step();
+    if (log_is_due() && !resumed) log_step();
     const bool improved = evaluates && evaluate_now();
     if (improved || last || is_due(config_.checkpoint.every)) save(improved);
   }
@@ -383,6 +417,7 @@ class Run {
   }
 
   void save(bool best) {
+    read_launched();
     if (config_.out.empty()) return;
     for (const auto& item : model_->named_parameters()) {
       if (!at::isfinite(item.value()).all().item<bool>()) check_finite(item.key(), NAN);
@@ -446,7 +481,12 @@ class Run {
   std::optional<Log> log_;
   TrainState state_;
   std::int64_t resumed_step_ = Log::kNew, saved_step_ = 0;
-  StepFacts last_;
+  struct Launched {
+    StepFacts facts;
+    Readback numbers;  // loss, commitment, norm of the gradients
+  };
+  std::optional<Launched> launched_;  // whose numbers have not been read
+  StepFacts last_;                    // of the last step whose numbers have been
   std::optional<Evaluation> evaluation_;
   std::optional<Clock::time_point> noticed_;  // when an interrupt was first seen
   bool finished_ = false;                     // before it was resumed
@@ -492,6 +532,7 @@ auto with_memory_advice(const Config& config, const Work& work) {
 TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks) {
   if (!resume) refuse_used_folder(config.out);
   use_threads(config.threads);
+  torch_api::set_fast(config.train.fast);
   return with_memory_advice(config, [&] {
     Run run(config, task, hooks);
     run.begin(resume);
@@ -499,12 +540,13 @@ TrainResult train(const Config& config, const Task& task, bool resume, const Tra
   });
 }
 
-DryRun dry_run(const Config& config, const Task& task) {
+DryRun dry_run(const Config& config, const Task& task, int steps, bool profile) {
   use_threads(config.threads);
+  torch_api::set_fast(config.train.fast);
   return with_memory_advice(config, [&] {
     const TrainHooks hooks;
     Run run(config, task, hooks);
-    return run.try_steps();
+    return run.try_steps(steps, profile);
   });
 }
 

@@ -14,6 +14,7 @@
 #include "train/config.h"
 #include "train/evaluate.h"
 #include "train/log.h"
+#include "train/profile.h"
 #include "train/task.h"
 
 namespace coterie::train {
@@ -65,9 +66,11 @@ struct DryRun {
   double step_seconds = 0;        // of a step
   double evaluation_seconds = 0;  // of all validations
   std::int64_t batch_tokens = 0;
+  StepProfile profile{};  // empty unless it was asked for
 };
 
-// Trains a few steps and writes nothing.
-DryRun dry_run(const Config& config, const Task& task);
+// Trains a few steps, `steps` of them timed, and writes nothing. With `profile` a few more steps
+// are profiled.
+DryRun dry_run(const Config& config, const Task& task, int steps = 2, bool profile = false);
 
 }  // namespace coterie::train

@@ -24,7 +24,7 @@ namespace {
 
 struct TrainVerb {
   train::Config config;
-  bool resume = false, dry_run = false;
+  bool resume = false, dry_run = false, profile = false;
 };
 
 // "runs/copy-full-1": task, names of the mechanisms, and the first free number.
@@ -119,19 +119,35 @@ void print_result(const train::Config& config, const train::Task& task,
   }
 }
 
-void print_dry_run(const train::Config& config, const train::Task& task) {
-  const train::DryRun found = train::dry_run(config, task);
+void print_profile(const train::StepProfile& profile) {
+  const auto print = [](const train::ProfileRow& row) {
+    fmt::print("{:>10.3f} ms{:>8.0f}  {}\n", row.milliseconds, row.calls, row.name);
+  };
+  fmt::print("\n{:>10.3f} ms of a step while profiled, by part, with the number of kernels\n",
+             profile.milliseconds);
+  std::for_each(profile.parts.begin(), profile.parts.end(), print);
+  constexpr std::size_t kMost = 40;
+  fmt::print("by kernel\n");
+  for (std::size_t i = 0; i < std::min(kMost, profile.kernels.size()); ++i) {
+    print(profile.kernels[i]);
+  }
+}
+
+void print_dry_run(const train::Config& config, const train::Task& task, bool profile) {
+  const int timed = profile ? 20 : 2;
+  const train::DryRun found = train::dry_run(config, task, timed, profile);
   const auto steps = static_cast<double>(config.train.steps);
   const double seconds = steps * found.step_seconds + found.evaluation_seconds;
   fmt::print("{} with {}\n", config.task, train::attention_text(config));
   fmt::print("  parameters  {}\n", found.parameters);
-  fmt::print("  memory      {:.0f} MiB at the peak, measured over three steps on {}\n",
-             static_cast<double>(found.peak_bytes) / (1 << 20), config.device);
+  fmt::print("  memory      {:.0f} MiB at the peak, measured over {} steps on {}\n",
+             static_cast<double>(found.peak_bytes) / (1 << 20), timed + 1, config.device);
   fmt::print("  speed       {} tokens/s, {:.3g} s per step of {} tokens\n",
              count_text(static_cast<double>(found.batch_tokens) / found.step_seconds),
              found.step_seconds, found.batch_tokens);
   fmt::print("  time        {} for {} steps, {} of it for validation\n", duration_text(seconds),
              config.train.steps, duration_text(found.evaluation_seconds));
+  if (profile) print_profile(found.profile);
   fmt::print("nothing was written\n");
 }
 
@@ -160,9 +176,9 @@ void run_train(CLI::App& verb, TrainVerb& options) {
   make_absolute(config.text.tokenizer);
   train::check_task_options(config);
   const std::unique_ptr<train::Task> task = task_of(config, options.resume);
-  if (options.dry_run) {
+  if (options.dry_run || options.profile) {
     config.out.clear();
-    print_dry_run(config, *task);
+    print_dry_run(config, *task, options.profile);
     return;
   }
   if (config.out.empty()) config.out = free_folder(config);
@@ -202,6 +218,10 @@ void add_train(CLI::App& program) {
       ->configurable(false);
   verb->add_flag("--dry-run", shared->dry_run,
                  "Train three steps, print parameters, memory, speed and time, write nothing")
+      ->group("Run")
+      ->configurable(false);
+  verb->add_flag("--profile", shared->profile,
+                 "Like --dry-run with 20 steps, then print where the time of a step goes")
       ->group("Run")
       ->configurable(false);
   verb->footer(kExamples);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "coterie/attention.h"
+#include "coterie/block.h"
 #include "coterie/error.h"
 #include "coterie/input_list.h"
 #include "coterie/inputs.h"

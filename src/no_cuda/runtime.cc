@@ -51,6 +51,23 @@ void rotate_rows(const TensorView&, const Rotation&, const TensorView&, const Wo
   refuse("rotate_rows");
 }
 
+void add_norm(const AddNorm&, const AddNormResult&, const Workspace&) { refuse("add_norm"); }
+
+void add_norm_backward(const AddNormBackward&, const AddNormGradients&, const Workspace&) {
+  refuse("add_norm_backward");
+}
+
+void bias_gelu(const TensorView&, const TensorView&, const TensorView&, const Workspace&) {
+  refuse("bias_gelu");
+}
+
+void bias_gelu_backward(const TensorView&, const TensorView&, const TensorView&, const TensorView&,
+                        const TensorView&, const Workspace&) {
+  refuse("bias_gelu_backward");
+}
+
+void sum_rows(const TensorView&, const TensorView&, const Workspace&) { refuse("sum_rows"); }
+
 std::string refuse_tokens(const TensorView&) { return "this library was built without CUDA"; }
 
 void normalise_rows(const TensorView&, const TensorView&, const Workspace&) {

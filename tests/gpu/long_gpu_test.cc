@@ -87,6 +87,14 @@ std::vector<Case> long_cases() {
   add("clustered_many", "i-clustered(clusters=1100)", "B1 H2 N6000 D64 bf16 mixture");
   add("clustered_few_padded", "i-clustered(clusters=2)", "B3 H2 N4500 D64 padded bf16 mixture");
   add("clustered_few_packed", "clustered(clusters=1)", "B1 H2 N5000 D64 packed bf16");
+  add("near", "i-clustered(clusters=100,near=32)", "B1 H4 N3000 D64 bf16 mixture");
+  add("near_128", "i-clustered(clusters=256,near=128)", "B1 H3 N4000 D64 bf16 mixture");
+  add("near_wide_groups", "i-clustered(clusters=60,near=64)", "B1 H4:2 N3000 D128 padded bf16");
+  add("near_plain_packed", "clustered(clusters=40,near=16)", "B1 H3 N5000 D64 packed f16");
+  add("near_few", "i-clustered(clusters=2,near=48)", "B1 H2 N4500 D64 bf16 mixture");
+  add("near_many_top", "i-clustered(clusters=50,topk=70,near=16)", "B2 H2 N1700 D40 padded bf16");
+  add("near_f32", "i-clustered(clusters=50,near=16)", "B1 H4:2 N1700 D64 padded gaps");
+  add("near_f32_wide", "clustered(clusters=50,near=32)", "B1 H2 N1500 D128");
   return all;
 }
 

@@ -91,8 +91,10 @@ TEST(Gradients, DoNotDependOnTheSplitIntoMicroBatches) {
     for (const std::int64_t rows : {1, 3, 8, 100}) {
       SCOPED_TRACE(attention + ", " + std::to_string(rows) + " rows at once");
       const Step parts = step_of(config, batch, rows);
-      EXPECT_NEAR(parts.loss.loss, whole.loss.loss, 1e-12 * whole.loss.loss);
-      EXPECT_NEAR(parts.loss.commitment, whole.loss.commitment, 1e-12 * whole.loss.commitment);
+      EXPECT_NEAR(parts.loss.loss.item<double>(), whole.loss.loss.item<double>(),
+                  1e-12 * whole.loss.loss.item<double>());
+      EXPECT_NEAR(parts.loss.commitment.item<double>(), whole.loss.commitment.item<double>(),
+                  1e-12 * whole.loss.commitment.item<double>());
       expect_near(parts.gradients, whole.gradients);
       if (!whole.buffers.empty()) expect_near(parts.buffers, whole.buffers);
     }
@@ -106,7 +108,8 @@ TEST(Gradients, LossIsTheMeanOverAskedPositions) {
   const Batch batch = task->batch(Split::train, 0, 8);
   const Score score = score_of(model->forward(batch.tokens).out.detach(), batch);
   EXPECT_GT(score.count, 0);
-  EXPECT_NEAR(add_gradients(model, batch, {}).loss, score.loss(), 1e-5 * score.loss());
+  EXPECT_NEAR(add_gradients(model, batch, {}).loss.item<double>(), score.loss(),
+              1e-5 * score.loss());
 }
 
 TEST(Gradients, ABatchThatAsksNothingHasLossZero) {
@@ -115,7 +118,7 @@ TEST(Gradients, ABatchThatAsksNothingHasLossZero) {
   torch_api::LanguageModel model = make_model(config, *task);
   Batch batch = task->batch(Split::train, 0, 2);
   batch.targets.fill_(kIgnore);
-  EXPECT_EQ(add_gradients(model, batch, {}).loss, 0.0);
+  EXPECT_EQ(add_gradients(model, batch, {}).loss.item<double>(), 0.0);
 }
 
 TEST(Truncation, CutsTokensTargetsAndLengths) {

@@ -2,6 +2,7 @@
 #include "coterie/torch/attention.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 
 #include <ostream>
@@ -47,6 +48,19 @@ AttentionOptions detached(AttentionOptions options) {
     *tensor = detached(*tensor);
   }
   return options;
+}
+
+// Outputs of the groups (B, h, N, D) side by side, (B, N, H D).
+at::Tensor merged(const std::vector<at::Tensor>& parts_BHND) {
+  std::vector<at::Tensor> parts_BNHD;
+  for (const at::Tensor& part : parts_BHND) parts_BNHD.push_back(part.transpose(1, 2));
+  const at::Tensor all = parts_BNHD.size() == 1 ? parts_BNHD[0] : at::cat(parts_BNHD, 2);
+  return all.flatten(2);
+}
+
+at::Tensor or_zero(const at::Tensor& commitment, const at::Tensor& like) {
+  if (commitment.defined()) return commitment;
+  return at::zeros({}, like.options().dtype(at::kFloat));
 }
 
 }  // namespace
@@ -99,15 +113,18 @@ std::vector<HeadRows> SelfAttentionImpl::project(const at::Tensor& x_BNE) {
   return rows;
 }
 
-at::Tensor SelfAttentionImpl::merge(const std::vector<at::Tensor>& parts_BHND) {
-  std::vector<at::Tensor> parts_BNHD;
-  for (const at::Tensor& part : parts_BHND) parts_BNHD.push_back(part.transpose(1, 2));
-  const at::Tensor all = parts_BNHD.size() == 1 ? parts_BNHD[0] : at::cat(parts_BNHD, 2);
-  return out_(all.flatten(2));
+void SelfAttentionImpl::record(const PassContext& context, std::int64_t group,
+                               const HeadRows& placed, const AttentionOptions& options) const {
+  if (!context.records) return;
+  context.records->push_back(
+      {context.layer, group, groups_[static_cast<std::size_t>(group)]->mechanism(),
+       detached(placed.q), detached(placed.k), detached(placed.v), detached(options)});
 }
 
-PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
+// Outputs of all heads (B, N, H D), before the output layer.
+PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContext& context) {
   check_input(x_BNE, options_.dim);
+  if (packs(x_BNE)) return attended_packed(x_BNE, context);
   const std::vector<HeadRows> rows = project(x_BNE);
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
@@ -118,18 +135,27 @@ PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext
     AttentionOptions options = group.attention_options(x_BNE);
     options.q_lengths = options.k_lengths = context.lengths;
     options.seed = group_seed(context.seed, context.layer, number);
-    if (context.records) {
-      context.records->push_back({context.layer, number, group.mechanism(), detached(placed.q),
-                                  detached(placed.k), detached(placed.v), detached(options)});
-    }
+    record(context, number, placed, options);
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);
     if (!part.commitment.defined()) continue;
     commitment = commitment.defined() ? commitment + part.commitment : part.commitment;
   }
-  if (!commitment.defined()) commitment = at::zeros({}, x_BNE.options().dtype(at::kFloat));
-  return {merge(parts), commitment};
+  return {merged(parts), commitment};
 }
+
+PassOutput SelfAttentionImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
+  const PassOutput heads = attended(x_BNE, context);
+  return {out_(heads.out), or_zero(heads.commitment, x_BNE)};
+}
+
+PassOutput SelfAttentionImpl::forward_without_bias(const at::Tensor& x_BNE,
+                                                   const PassContext& context) {
+  const PassOutput heads = attended(x_BNE, context);
+  return {at::linear(heads.out, out_->weight), or_zero(heads.commitment, x_BNE)};
+}
+
+at::Tensor SelfAttentionImpl::output_bias() const { return out_->bias; }
 
 void SelfAttentionImpl::check_spec(const AttentionSpec& given) const {
   const AttentionSpec spec = layer_spec(given, options_.causal);
@@ -149,38 +175,6 @@ void SelfAttentionImpl::set_spec(const AttentionSpec& given) {
 }
 
 const AttentionSpec& SelfAttentionImpl::spec() const { return options_.spec; }
-
-void SelfAttentionImpl::add_statistics(const std::vector<AttentionRecord>& records,
-                                       StepStatistics& statistics) const {
-  for (const AttentionRecord& record : records) {
-    const HeadGroupImpl& group = *groups_.at(static_cast<std::size_t>(record.group));
-    if (!std::holds_alternative<RoutingParams>(group.mechanism())) continue;
-    group.add_statistics(record, statistics[{record.layer, record.group}]);
-  }
-}
-
-void SelfAttentionImpl::update_centroids(const StepStatistics& statistics) {
-  for (const auto& [place, own] : statistics) {
-    groups_.at(static_cast<std::size_t>(place.second))->update_centroids(own);
-  }
-}
-
-void SelfAttentionImpl::update_centroids(const std::vector<AttentionRecord>& records) {
-  StepStatistics statistics;
-  add_statistics(records, statistics);
-  update_centroids(statistics);
-}
-
-void SelfAttentionImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
-                                             std::uint64_t seed) {
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
-    std::vector<AttentionRecord> own;
-    for (const AttentionRecord& record : records) {
-      if (record.group == static_cast<std::int64_t>(g)) own.push_back(record);
-    }
-    groups_[g]->initialise_centroids(own, group_seed(seed, 0, static_cast<std::int64_t>(g)));
-  }
-}
 
 std::shared_ptr<LayerCache> SelfAttentionImpl::make_cache(std::int64_t batch) const {
   auto cache = std::make_shared<LayerCache>();
@@ -207,7 +201,7 @@ at::Tensor SelfAttentionImpl::prefill(const at::Tensor& x_BNE, LayerCache& cache
     parts.push_back(decode(step, cache.groups[g]));
   }
   cache.position += x_BNE.size(1);
-  return merge(parts);
+  return out_(merged(parts));
 }
 
 void SelfAttentionImpl::pretty_print(std::ostream& stream) const {

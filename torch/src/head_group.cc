@@ -138,6 +138,10 @@ void HeadGroupImpl::set_spec(const HeadGroup& spec) {
   positions_ = settled(spec, trained_positions_);
 }
 
+bool HeadGroupImpl::can_be_packed() const {
+  return positions_ != Positions::relative && !std::holds_alternative<CastParams>(mechanism_);
+}
+
 HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
   HeadRows own = rows;
   for (at::Tensor* tensor : {&own.q, &own.k, &own.v}) {

@@ -39,6 +39,10 @@ class HeadGroupImpl : public ::torch::nn::Module {
   void set_spec(const HeadGroup& spec);
 
   const Mechanism& mechanism() const { return mechanism_; }  // resolved
+  // Whether packed_attention (packed.h) can run the group, and its positions.
+  bool can_be_packed() const;
+  bool rotary() const { return positions_ == Positions::rotary; }
+  double rotary_base() const { return options_.rotary_base; }
 
   // Rows with positions from `first` on, in the layout of attention(): (B, h, N, D).
   HeadRows placed(const HeadRows& rows, std::int64_t first) const;

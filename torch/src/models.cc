@@ -6,18 +6,43 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/ctc_loss.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/randn.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 #include <string>
 
 #include "coterie/error.h"
+#include "deterministic.h"
 #include "positions.h"
 
 namespace coterie::torch_api {
 namespace {
+
+using ::torch::autograd::AutogradContext;
+using ::torch::autograd::variable_list;
+
+// Rows of a table. On a GPU torch adds up their gradients by atomics unless it is told otherwise.
+struct EmbedFunction : ::torch::autograd::Function<EmbedFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& table,
+                            const at::Tensor& tokens) {
+    ctx->save_for_backward({tokens});
+    ctx->saved_data["rows"] = table.size(0);
+    return at::embedding(table, tokens);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    const Deterministic deterministic;
+    return {at::embedding_dense_backward(grad_outputs[0], ctx->get_saved_variables()[0],
+                                         ctx->saved_data["rows"].toInt(), /*padding_idx=*/-1,
+                                         /*scale_grad_by_freq=*/false),
+            {}};
+  }
+};
 
 ::torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t dim, double deviation) {
   return ::torch::nn::Embedding(
@@ -64,7 +89,8 @@ at::Tensor valid_positions(const at::Tensor& lengths, std::int64_t N, const at::
 
 at::Tensor TokenInput::embed(const at::Tensor& tokens_BN, std::int64_t first) {
   const std::int64_t N = tokens_BN.size(1);
-  const at::Tensor x = embedding(tokens_BN);
+  const at::Tensor x = tokens_BN.is_cuda() ? EmbedFunction::apply(embedding->weight, tokens_BN)
+                                           : embedding(tokens_BN);
   if (options.positions == EmbeddingPositions::none) return x;
   if (options.positions == EmbeddingPositions::sinusoidal) {
     return x + position_waves(first, options.position_base, x);
@@ -129,6 +155,7 @@ PassOutput SequenceClassifierImpl::forward(const at::Tensor& tokens_BN,
                                            const PassContext& context) {
   check_rank("sequence_classifier", "(B, N)", tokens_BN, 2);
   PassOutput output = transformer_->forward(input_.embed(tokens_BN, 0), context);
+  output.out = output.out.to(c10::promoteTypes(output.out.scalar_type(), at::kFloat));
   if (context.lengths.defined()) {
     const at::Tensor valid = valid_positions(context.lengths, tokens_BN.size(1), output.out);
     output.out = (output.out * valid).sum(1) / valid.sum(1).clamp_min(1);

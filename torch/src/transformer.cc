@@ -3,10 +3,12 @@
 
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/linear.h>
 
 #include <algorithm>
 #include <string>
 
+#include "block_ops.h"
 #include "coterie/error.h"
 #include "decode.h"
 #include "head_group.h"
@@ -15,15 +17,31 @@
 
 namespace coterie::torch_api {
 
+namespace {
+
+at::Tensor sum_of(const Residual& stream) {
+  if (!stream.branch.defined()) return stream.x;
+  const at::Tensor sum = stream.x + stream.branch;
+  return stream.branch_bias.defined() ? sum + stream.branch_bias : sum;
+}
+
+}  // namespace
+
 // x + attention(norm(x)), then x + ffn(norm(x)).
 class BlockImpl : public ::torch::nn::Module {
  public:
   BlockImpl(const TransformerOptions& options, std::int64_t layer);
 
-  PassOutput forward(const at::Tensor& x_BNE, const PassContext& context) {
-    const PassOutput attended = attention->forward(layer_norm(attention_norm_, x_BNE), context);
-    const at::Tensor x = x_BNE + drop(attended.out);
-    return {x + drop(feed(x)), attended.commitment};
+  struct Output {
+    Residual stream;
+    at::Tensor commitment;
+  };
+  Output forward(const Residual& stream, const PassContext& context) {
+    if (const auto type = fused_type(stream.x)) return forward_fused(stream, context, *type);
+    const at::Tensor in = sum_of(stream);
+    const PassOutput attended = attention->forward(layer_norm(attention_norm_, in), context);
+    const at::Tensor x = in + drop(attended.out);
+    return {{x + drop(feed(x)), {}, {}}, attended.commitment};
   }
   at::Tensor prefill(const at::Tensor& x_BNE, LayerCache& cache) {
     const at::Tensor x = x_BNE + attention->prefill(layer_norm(attention_norm_, x_BNE), cache);
@@ -33,6 +51,23 @@ class BlockImpl : public ::torch::nn::Module {
   SelfAttention attention{nullptr};
 
  private:
+  // The same with the sums, norms and biases of block_ops.h.
+  Output forward_fused(const Residual& stream, const PassContext& context, at::ScalarType type) {
+    const NormedSum in = add_norm(attention_norm_, stream, type);
+    const PassOutput attended = attention->forward_without_bias(in.normed, context);
+    const NormedSum x =
+        add_norm(ffn_norm_, branch(in.sum, attended.out, attention->output_bias()), type);
+    const at::Tensor hidden = bias_gelu(at::linear(x.normed, ffn_in_->weight), ffn_in_->bias);
+    return {branch(x.sum, at::linear(hidden, ffn_out_->weight), ffn_out_->bias),
+            attended.commitment};
+  }
+
+  // Dropout comes after the bias.
+  Residual branch(const at::Tensor& x, const at::Tensor& out, const at::Tensor& bias) const {
+    if (dropout_ == 0 || !is_training()) return {x, out, bias};
+    return {x, drop(bias.defined() ? out + bias.to(out.scalar_type()) : out), {}};
+  }
+
   at::Tensor drop(const at::Tensor& x) const { return at::dropout(x, dropout_, is_training()); }
   at::Tensor feed(const at::Tensor& x) {
     return ffn_out_(at::gelu(ffn_in_(layer_norm(ffn_norm_, x))));
@@ -114,8 +149,12 @@ PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Ten
   RecomputedPart part;
   part.state = block->parameters();
   for (const at::Tensor& buffer : block->buffers()) part.state.push_back(buffer);
-  part.first = [&](const at::Tensor& input) { return block->forward(input, context); };
-  part.again = [block, again, training = block->is_training(),
+  const auto run = [block](const at::Tensor& input, const PassContext& own) {
+    const BlockImpl::Output output = block->forward({input, {}, {}}, own);
+    return PassOutput{sum_of(output.stream), output.commitment};
+  };
+  part.first = [&](const at::Tensor& input) { return run(input, context); };
+  part.again = [block, run, again, training = block->is_training(),
                 spec = block->attention->spec()](const at::Tensor& input) {
     if (block->is_training() != training ||
         block->attention->spec().to_string() != spec.to_string()) {
@@ -123,7 +162,7 @@ PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Ten
           "[recompute] mode or attention changed after the forward pass; call train, eval and "
           "set_attention after backward");
     }
-    return block->forward(input, again);
+    return run(input, again);
   };
   part.random = random;
   for (const at::Tensor& parameter : block->parameters()) {
@@ -135,28 +174,36 @@ PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Ten
 }  // namespace
 
 PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
-  PassOutput output{at::dropout(x_BNE, options_.dropout, is_training()), {}};
+  Residual stream{at::dropout(x_BNE, options_.dropout, is_training()), {}, {}};
+  at::Tensor commitment;
   PassContext own = context;
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
     own.layer = static_cast<std::int64_t>(layer);
     if (context.before_layer) {
       context.before_layer();
-      if (output.out.requires_grad()) {
-        output.out.register_hook([call = context.before_layer](at::Tensor gradient) {
+      if (stream.x.requires_grad()) {
+        stream.x.register_hook([call = context.before_layer](at::Tensor gradient) {
           call();
           return gradient;
         });
       }
     }
     const bool random = is_training() && options_.dropout > 0;
-    const PassOutput next = options_.recompute && at::GradMode::is_enabled()
-                                ? run_recomputed(blocks_[layer], output.out, own, random)
-                                : blocks_[layer]->forward(output.out, own);
-    output.out = next.out;
-    output.commitment = layer == 0 ? next.commitment : output.commitment + next.commitment;
+    at::Tensor loss;
+    if (options_.recompute && at::GradMode::is_enabled()) {
+      const PassOutput next = run_recomputed(blocks_[layer], sum_of(stream), own, random);
+      stream = {next.out, {}, {}};
+      loss = next.commitment;
+    } else {
+      const BlockImpl::Output next = blocks_[layer]->forward(stream, own);
+      stream = next.stream;
+      loss = next.commitment;
+    }
+    commitment = layer == 0 ? loss : commitment + loss;
   }
-  output.out = layer_norm(norm_, output.out);
-  return output;
+  const auto type = fused_type(stream.x);
+  return {type ? add_norm(norm_, stream, *type).normed : layer_norm(norm_, sum_of(stream)),
+          commitment};
 }
 
 void TransformerImpl::check_attention(const std::vector<AttentionSpec>& specs) const {

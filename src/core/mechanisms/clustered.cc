@@ -83,13 +83,16 @@ struct QueryClusters : AllKeys {
             {"order", SavedKind::selection, {s.B, s.H, s.N}},
             {"offsets", SavedKind::selection, {s.items, s.H, params.clusters + 1}}};
   }
-  // With near keys, rows have one normaliser each.
+  // With near keys, rows have one normaliser each; CUDA kernels also save the means' normalisers
+  // and which heads are computed without them (src/cuda/clustered/near.h).
   template <class Number>
   static void add_centroids(const ClusteringParams& params, const CallSizes<Number>& s, bool near,
                             SavedTensors<Number>& saved) {
     saved.push_back({"centroids", SavedKind::value, {s.items, s.H, params.clusters, s.Dk}});
-    if (near) return saved.push_back(row_values("lse", s));
+    if (near) saved.push_back(row_values("lse", s));
+    if (near && !s.on_gpu) return;
     saved.push_back({"centroid_lse", SavedKind::value, {s.items, s.H, params.clusters}});
+    if (near) saved.push_back({"cancels", SavedKind::count, {s.items, s.value_heads}});
   }
 };
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "coterie/block.h"
 #include "coterie/inputs.h"
 #include "coterie/mechanism.h"
 #include "coterie/positions.h"
@@ -49,6 +50,16 @@ void fill(const TensorView& tensor, double value, const Workspace& workspace);
 // coterie/positions.h, for tensors that are not empty.
 void rotate_rows(const TensorView& x, const Rotation& rotation, const TensorView& out,
                  const Workspace& workspace);
+
+// coterie/block.h, for tensors that are not empty.
+void add_norm(const AddNorm& inputs, const AddNormResult& result, const Workspace& workspace);
+void add_norm_backward(const AddNormBackward& inputs, const AddNormGradients& gradients,
+                       const Workspace& workspace);
+void bias_gelu(const TensorView& x, const TensorView& bias, const TensorView& out,
+               const Workspace& workspace);
+void bias_gelu_backward(const TensorView& x, const TensorView& bias, const TensorView& grad_out,
+                        const TensorView& dx, const TensorView& dbias, const Workspace& workspace);
+void sum_rows(const TensorView& x, const TensorView& sums, const Workspace& workspace);
 
 // Why the functions below cannot take tokens x (B, H, N, D); "" when they can.
 std::string refuse_tokens(const TensorView& x);

@@ -14,6 +14,17 @@
 // The causal form has only the top keys, of which a query sees those not after it, and mass 1:
 // ds_ij, dq_i and the sums over i of dk_j and dv_j remain.
 // No float atomics: every sum has one writer and a fixed order.
+//
+// With near keys (near.h), one normaliser Z_i, lse_i = log Z_i, delta_i = g_i . out_i, and
+// w_i = exp(lse_c - lse_i) the mean's sum over all keys in units of Z_i:
+//   p_ij = exp(s_ij - lse_i), r_ij = exp(z_cj - lse_i)   for near keys, r_ij = 0 if j is in T_c
+//   ds_ij = p_ij (g_i . v_j - delta_i)   for near keys and keys of T_c
+//   dr_ij = r_ij (g_i . v_j - delta_i)   what the mean's row must not contribute to near keys
+//   G_c = sum w_i g_i, D_c = sum w_i delta_i, dS_cj = A_cj (G_c . v_j - D_c) outside T_c
+//   dmean_c = scale (sum_j dS_cj k_j - sum_i sum_j dr_ij k_j) / n_c
+//   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i - sum_i dr_ij mean_c)
+//   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i (p_ij - r_ij) g_i
+// Heads that add have r_ij = 0, and far_backward.cu instead of the centroid kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -124,11 +135,11 @@ struct BackwardShape {
   float weight_bits;  // log2(weight_scale)
   float unscale;      // 1 / (gradient_scale weight_scale)
   ItemSpans spans;
-  int near;  // block length of near keys (near.h); 0: none
+  int near;        // block length of near keys (near.h); 0: none
+  bool subtracts;  // far keys of heads whose sums do not cancel
 
-  // Whether clusters have rows of their own: all forms but the causal one and that with near keys,
-  // of which member_gradients computes the top keys only.
-  __host__ __device__ bool tail() const { return !causal && near == 0; }
+  // Whether clusters have rows of their own: otherwise member_gradients computes the top keys only.
+  __host__ __device__ bool tail() const { return !causal && (near == 0 || subtracts); }
   ItemChunks key_tiles(int size) const { return row_tiles(spans.k, items, size); }
 };
 
@@ -137,7 +148,7 @@ struct BackwardShape {
 struct BackwardLists {
   const std::int32_t *order, *labels, *offsets, *top_keys;
   const float *centroids, *centroid_lse, *mass, *out, *lse;
-  const float* delta;  // (B, H, N): output gradient . output; with near keys only
+  const std::int32_t* cancels;  // (items, key heads): heads that add far keys; with near keys only
 };
 
 template <class T>
@@ -150,6 +161,10 @@ struct BackwardScratch {
   float* mean_slices;  // (splits, rows, pitch)
   float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
   T* slots;            // (units, topk, 2, pitch): dk and dv of the top keys of a unit
+  // With near keys:
+  float* delta;       // (B, H, N): output gradient . output
+  T* near_dmean;      // (B, H, N, pitch): what the near keys of a query add to dmean
+  float* unit_dmean;  // (units, pitch): its partial sums
 };
 
 template <class T>
@@ -159,6 +174,13 @@ struct BackwardArgs {
   BackwardScratch<T> scratch;
   Tensor4<const T> q, k, v, g;
   Tensor4<T> dq, dk, dv;  // data is null when absent
+  Tensor4<const T> out;   // with near keys only
+
+  // Whether far keys of a head are added and not subtracted.
+  __device__ bool adds(int item, int head) const {
+    return shape.near > 0 &&
+           (!shape.subtracts || lists.cancels[item * (shape.H / shape.group) + head / shape.group]);
+  }
 };
 
 // The centroids of all query heads of a key head, one after the other, against a chunk of its keys.
@@ -192,9 +214,10 @@ struct StackedCentroids {
   }
 };
 
-// The stages, in order. Each is instantiated for float, Bf16 and F16. The first one waits for all
-// earlier launches, then lets the next one start: the later ones may read inputs and saved tensors
-// before they wait (prim/dependent.cuh).
+// The stages, in order; with near keys those of near.h come first and before the last two. Each is
+// instantiated for float, Bf16 and F16. The first one waits for all earlier launches, then lets the
+// next one start: the later ones may read inputs and saved tensors before they wait
+// (prim/dependent.cuh).
 
 // slots, the top keys' part of dq, mean, dout, row_lse, row_delta and top_dmean. member_backward.cu
 template <class T>

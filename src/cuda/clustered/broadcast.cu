@@ -8,7 +8,7 @@
 //
 // broadcast_gradient_kernel, what a cluster's mean adds to dq of its members (backward.h):
 //   dq_i += dmean_c / n_c, dmean_c = sum of mean_slices over the chunks of keys + top_dmean
-// or dq_i = dmean_c / n_c where there are no top keys.
+// or dq_i = dmean_c / n_c where there are no top keys and no near keys.
 //
 // Grid (units / units of a block, H), 128 threads. Four warps take one unit of a cluster
 // (ClusterUnits); where clusters have up to 48 members a warp takes one unit. 4 to 32 lanes hold a
@@ -96,8 +96,8 @@ __device__ __forceinline__ void mean_gradient(float (&mean)[16 / sizeof(T)],
     const float* slices = args.scratch.mean_slices + (first * rows + row) * shape.pitch;
 #pragma unroll 4
     for (int i = at.group; i < count; i += 32 / at.lanes) add(slices + i * rows * shape.pitch);
-    if (shape.topk > 0 && at.group == 0)
-      add(args.scratch.top_dmean + (unit.item * rows + row) * shape.pitch);
+    const bool more = shape.near > 0 ? !args.adds(unit.item, head) : shape.topk > 0;
+    if (more && at.group == 0) add(args.scratch.top_dmean + (unit.item * rows + row) * shape.pitch);
   }
   const float share = 1.0f / static_cast<float>(unit.size);
 #pragma unroll
@@ -105,7 +105,7 @@ __device__ __forceinline__ void mean_gradient(float (&mean)[16 / sizeof(T)],
 }
 
 // Adds the contribution of the cluster's mean to dq of a unit's members, or writes it if there are
-// no top keys. Called by `warps` warps.
+// no top keys and no near keys. Called by `warps` warps.
 template <class T>
 __device__ __forceinline__ void add_mean(const BackwardArgs<T>& args, int head,
                                          const ClusterUnit& unit, int warps) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void add_mean(const BackwardArgs<T>& args, int head,
       to[b] = fast ? row_address(dq.data, order[r], pitch_bytes(dq)) : dq.row(order[r]);
       to[b] += at.column();
     }
-    if (shape.topk > 0)
+    if (shape.topk > 0 || shape.near > 0)
 #pragma unroll
       for (int b = 0; b < kBatch; ++b)
         words[b] = fast ? *reinterpret_cast<const uint4*>(to[b]) : load_slowly(to[b], there);

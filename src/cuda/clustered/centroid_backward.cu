@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   const BackwardShape& shape = args.shape;
   const StackedCentroids stack(shape, chunks, static_cast<int>(blockIdx.x) / tiles);
   const ItemChunk& keys = stack.keys;
-  if (keys.begin >= keys.end) return;
+  if (keys.begin >= keys.end || args.adds(keys.item, stack.key_head * shape.group)) return;
   const int owned = kKeys ? keys.begin : static_cast<int>(blockIdx.x) % tiles * S::kOwned;
   const int count = (kKeys ? keys.end : stack.total) - owned;  // of owned rows
   const int begin = kKeys ? 0 : keys.begin, end = kKeys ? stack.total : keys.end;
@@ -163,8 +163,11 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
       for (int j = 0; j < 16; ++j)
         pair[j / 8][j / 4 % 2][j % 4] = sum[number][m][d + j / 8][j / 4 % 2][j % 4] * times;
 #pragma unroll
-      for (int side = 0; side < 2; ++side)
-        store_columns(out, row_of(m, side), row_of(m, side) < count, 16 * d, pair, side);
+      for (int side = 0; side < 2; ++side) {
+        const bool there = row_of(m, side) < count;
+        if (shape.near > 0) add_columns(out, row_of(m, side), there, 16 * d, pair, side);
+        store_columns(out, row_of(m, side), there, 16 * d, pair, side);
+      }
     }
   };
   const float unscale = 1.0f / (shape.weight_scale * shape.gradient_scale);

@@ -27,6 +27,7 @@
 // tensor cores have work while a warpgroup computes weights. Shared memory: mean and dout of the
 // centroids, and the stages of KeyPipeline.
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/clustered/backward.h"
 #include "cuda/clustered/means_sm90a.cuh"
@@ -131,12 +132,13 @@ struct KeyTile {
     }
   }
 
-  // Writes the rows of keys from `first` on, `count` of which exist.
+  // Writes the rows of keys from `first` on, `count` of which exist; kAdd: adds to them.
+  template <bool kAdd>
   __device__ void store(const BackwardShape& shape, const Rows<T>& to_dk, const Rows<T>& to_dv,
                         int first, int count) const {
     const float factor = 1.0f / (shape.weight_scale * shape.gradient_scale);
-    if (to_dk.data) store(to_dk, dk, shape.scale * factor, first, count);
-    if (to_dv.data) store(to_dv, dv, factor, first, count);
+    if (to_dk.data) store<kAdd>(to_dk, dk, shape.scale * factor, first, count);
+    if (to_dv.data) store<kAdd>(to_dv, dv, factor, first, count);
   }
 
  private:
@@ -161,6 +163,7 @@ struct KeyTile {
   __device__ static void differentiate(float (&ds)[32], const float (&s)[32], const float* delta) {
     for_centroids(delta, [&](int i, float e) { ds[i] = s[i] * (ds[i] - e); });
   }
+  template <bool kAdd>
   __device__ static void store(const Rows<T>& rows, const float (&sum)[kBands][32], float factor,
                                int first, int count) {
 #pragma unroll
@@ -170,9 +173,12 @@ struct KeyTile {
       for (int i = 0; i < 16; ++i)
         pair[i / 8][i / 4 % 2][i % 4] = sum[part / 2][part % 2 * 16 + i] * factor;
 #pragma unroll
-      for (int side = 0; side < 2; ++side)
-        store_columns(rows, first + group_row(side), group_row(side) < count, 32 * part, pair,
-                      side);
+      for (int side = 0; side < 2; ++side) {
+        const bool there = group_row(side) < count;
+        if constexpr (kAdd)
+          add_columns(rows, first + group_row(side), there, 32 * part, pair, side);
+        store_columns(rows, first + group_row(side), there, 32 * part, pair, side);
+      }
     }
   }
 };
@@ -321,7 +327,7 @@ struct GradientBlock {
 };
 
 // Warpgroups 0 and 1.
-template <class T>
+template <bool kAdd, class T>
 __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
@@ -345,8 +351,8 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
       mbarrier_arrive_warp(block.full(group, number % 2));
     }
     keys.finish();
-    keys.store(block.args.shape, block.task().dk, block.task().dv, first,
-               block.task().keys.end - first);
+    keys.template store<kAdd>(block.args.shape, block.task().dk, block.task().dv, first,
+                              block.task().keys.end - first);
   }
 }
 
@@ -394,7 +400,7 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   block.store_means(sum);
 }
 
-template <class T>
+template <class T, bool kNear>
 __global__ void __launch_bounds__(kThreads, 1)
     centroid_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -405,6 +411,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32 * kWarpArrivals);
   __syncthreads();
   if (block.task().keys.begin >= block.task().keys.end) return await_writes();
+  if (kNear && args.adds(block.task().keys.item, block.task().key_head * args.shape.group))
+    return await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (group == 2) block.load_keys(0);
   await_writes();
@@ -416,7 +424,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (group < 2)
-    walk_fused_keys(block);
+    walk_fused_keys<kNear>(block);
   else
     sum_means(block);
 }
@@ -509,7 +517,7 @@ struct KeyBlock : StackedCentroids {
 };
 
 // A computing warpgroup.
-template <class T, int kWidth>
+template <bool kAdd, class T, int kWidth>
 __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   using S = KeyShape<T, kWidth>;
   const BackwardArgs<T>& args = block.args;
@@ -555,12 +563,12 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
     }
     keys.finish();
     if (there) mbarrier_arrive_warp(block.free(number));
-    if (there) keys.store(args.shape, dk, dv, first, count);
+    if (there) keys.template store<kAdd>(args.shape, dk, dv, first, count);
   }
   cp_async_wait<0>();
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, bool kNear>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -574,9 +582,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   await_writes();
   if (block.keys.begin >= block.keys.end) return;
+  if (kNear && args.adds(block.keys.item, block.key_head * args.shape.group)) return;
   if (threadIdx.x < kKeyThreads) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    walk_keys(block);
+    walk_keys<kNear>(block);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     block.stream_keys();
@@ -666,7 +675,7 @@ __global__ void __launch_bounds__(kMeanThreads, 1)
   const int tiles = mean_tiles(args.shape), number = static_cast<int>(blockIdx.x);
   const StackedCentroids block(args.shape, args.shape.chunks, number / tiles);
   const ItemChunk& keys = block.keys;
-  if (keys.begin >= keys.end) return;
+  if (keys.begin >= keys.end || args.adds(keys.item, block.key_head * args.shape.group)) return;
   const std::uint32_t base = shared_address(memory);
   MeanTile<T, kWidth> tile;
   tile.load(args, block, number % tiles * kMeanRows, base);
@@ -739,19 +748,24 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
   const auto chunks = static_cast<unsigned>(shape.chunks.slots * key_heads),
              ranges = static_cast<unsigned>(shape.key_ranges.slots * key_heads);
   if (chunks == 0 || ranges == 0) return;
-  if (shape.fused)
-    return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T>, chunks,
-                        kThreads, CentroidLayout<T>::kBytes, stream, args);
-  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    if (args.dq.data)
-      launch_early("mean_gradient_sm90a", mean_gradient_sm90a_kernel<T, kWidth>,
-                   chunks * mean_tiles(shape), kMeanThreads,
-                   2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream, args);
-    if (args.dk.data || args.dv.data)
-      launch_early("key_gradient_sm90a", key_gradient_sm90a_kernel<T, kWidth>, ranges, kThreads,
-                   KeyShape<T, kWidth>::kSharedBytes, stream, args);
-  });
+  const auto launch = [&](auto near) {
+    constexpr bool kNear = decltype(near)::value;
+    if (shape.fused)
+      return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T, kNear>,
+                          chunks, kThreads, CentroidLayout<T>::kBytes, stream, args);
+    dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      if (args.dq.data)
+        launch_early("mean_gradient_sm90a", mean_gradient_sm90a_kernel<T, kWidth>,
+                     chunks * mean_tiles(shape), kMeanThreads,
+                     2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream,
+                     args);
+      if (args.dk.data || args.dv.data)
+        launch_early("key_gradient_sm90a", key_gradient_sm90a_kernel<T, kWidth, kNear>, ranges,
+                     kThreads, KeyShape<T, kWidth>::kSharedBytes, stream, args);
+    });
+  };
+  shape.near > 0 ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
 template void centroid_gradients_sm90a(const BackwardArgs<Bf16>&, cudaStream_t);

@@ -30,12 +30,13 @@ struct ClusteredTensors {
   TensorView mass;          // f32 (items, H, C)
   TensorView out;           // f32 (items, H, C, Dv): centroid_out, or bottom
   TensorView lse;           // f32 (B, H, N)
+  TensorView cancels;       // int32 (items, key heads): which heads add far keys (near.h)
 };
 inline std::int32_t* ints(const TensorView& view) { return static_cast<std::int32_t*>(view.data); }
 inline float* floats(const TensorView& view) { return static_cast<float*>(view.data); }
 
 // The first `count` of them; `top`: improved clustered attention. With near keys there are only
-// centroids and lse after the selection.
+// centroids, lse, centroid_lse and cancels after the selection.
 ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, bool top,
                                    bool causal, bool near = false);
 
@@ -81,7 +82,8 @@ struct ClusteredPlan {
   Teams attention;         // that add up their chunks; size 0: centroid_combine_kernel does
   bool selection_attends;  // both in one kernel, where a pass needs both
   BackwardShape backward;
-  int near;  // block length of near keys (near.h); 0: none
+  int near;        // block length of near keys (near.h); 0: none
+  bool subtracts;  // their far keys are subtracted, unless they cancel
 
   std::int64_t num_means() const { return call.num_items() * call.H * clusters; }
   std::int64_t counters() const { return selection.teams.count + attention.count; }

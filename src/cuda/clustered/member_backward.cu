@@ -99,20 +99,26 @@ __device__ __forceinline__ void store_weights(const Tile<T, kSlotTile>& tile,
   store_fragment(tile, row, 16, acc[1]);
 }
 
-template <class T>
-__device__ __forceinline__ FragmentA<T> all_ones() {
-  FragmentA<T> ones;
+// The weights of 16 rows as a left factor whose rows are all the same.
+template <class T, class Weight>
+__device__ __forceinline__ FragmentA<T> row_weights(const Weight& weight) {
+  FragmentA<T> a;
+  const int depth = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
-  for (std::uint32_t& word : ones.r)
-    if constexpr (sizeof(T) == 2)
-      word = pack2<T>(1.0f, 1.0f);
-    else
-      word = __float_as_uint(1.0f);
-  return ones;
+  for (int group = 0; group < 2; ++group) {
+    const float low = weight(8 * group + depth), high = weight(8 * group + depth + 1);
+    if constexpr (sizeof(T) == 2) {
+      a.r[2 * group] = a.r[2 * group + 1] = pack2<T>(low, high);
+    } else {
+      a.r[4 * group] = a.r[4 * group + 1] = __float_as_uint(low);
+      a.r[4 * group + 2] = a.r[4 * group + 3] = __float_as_uint(high);
+    }
+  }
+  return a;
 }
 
-// dk and dv of kSlotTile slots and the sum of the rows of G (as a product with ones); each warp
-// takes a share of the columns.
+// dk and dv of kSlotTile slots and the sum of the rows of G, weighted by a product with
+// row_weights; each warp takes a share of the columns.
 template <class T, int kWidth, int kWarps>
 struct SlotSums {
   static constexpr int kColumns = kWidth / kWarps / 16;  // in units of 16
@@ -127,26 +133,31 @@ struct SlotSums {
         dk[d][0][i / 4][i % 4] = dk[d][1][i / 4][i % 4] = dv[d][0][i / 4][i % 4] =
             dv[d][1][i / 4][i % 4] = rows_sum[d][i / 4][i % 4] = 0.0f;
   }
-  // Adds dSᵀ Q, Pᵀ G and the sum of G's rows over the first `rows` rows of the tiles.
+  // Adds dSᵀ Q, Pᵀ G and the sum of G's rows, times weight(row), over the first `rows` rows of the
+  // tiles.
+  template <class Weight>
   __device__ void add(const Tile<T, kSlotTile>& sD, const Tile<T, kSlotTile>& sP,
-                      const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG, int rows) {
+                      const Tile<T, kWidth>& sQ, const Tile<T, kWidth>& sG, int rows,
+                      const Weight& weight) {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int r = 0; r < 16 * kWarps; r += 16) {
         if (r >= rows) break;
-        add_rows(sD, sP, sQ, sG, r);
+        add_rows(sD, sP, sQ, sG, r, weight);
       }
     } else {  // see for_depths
 #pragma unroll 1
-      for (int r = 0; r < rows; r += 16) add_rows(sD, sP, sQ, sG, r);
+      for (int r = 0; r < rows; r += 16) add_rows(sD, sP, sQ, sG, r, weight);
     }
   }
   // The same for 16 rows from r on.
+  template <class Weight>
   __device__ __forceinline__ void add_rows(const Tile<T, kSlotTile>& sD,
                                            const Tile<T, kSlotTile>& sP, const Tile<T, kWidth>& sQ,
-                                           const Tile<T, kWidth>& sG, int r) {
+                                           const Tile<T, kWidth>& sG, int r, const Weight& weight) {
+    const FragmentA<T> own_weights = row_weights<T>([&](int i) { return weight(r + i); });
     const auto add_to = [&](Accumulator(&to)[kColumns][2], const Tile<T, kSlotTile>& left,
-                            const Tile<T, kWidth>& right, bool ones) {
+                            const Tile<T, kWidth>& right, bool sum_rows) {
       FragmentA<T> a[2];
       FragmentB<T> b;
       load_a_transposed(a[0], left, 0, r);
@@ -156,7 +167,7 @@ struct SlotSums {
         load_b_transposed(b, right, 16 * (first() + d), r);
         multiply_add(to[d][0], a[0], b);
         multiply_add(to[d][1], a[1], b);
-        if (ones) multiply_add(rows_sum[d], all_ones<T>(), b);
+        if (sum_rows) multiply_add(rows_sum[d], own_weights, b);
       }
     };
     add_to(dk, sD, sQ, false);
@@ -253,6 +264,45 @@ struct MemberSums {
   float dout[kWidth];
   float dmass[kWarps];
   float delta;
+  float dmean[kWarps][kWidth];  // of near keys, by warp
+};
+
+// The sum of near_dmean over the rows of a unit, 16 bytes of a row in each thread.
+template <class T, int kWidth, int kWarps>
+struct NearSums {
+  static constexpr int kVector = Tile<T, kWidth>::kVector, kChunks = Tile<T, kWidth>::kChunks;
+  static constexpr int kStep = 32 * kWarps / kChunks;  // rows at a time
+  float sum[kVector] = {};
+
+  // Adds the rows of a tile. rows: of the item's queries; numbers: of the tile's rows, -1 for none.
+  __device__ __forceinline__ void add(const T* rows, const std::int32_t* numbers) {
+    const int r = static_cast<int>(threadIdx.x) / kChunks,
+              column = static_cast<int>(threadIdx.x) % kChunks * kVector;
+    constexpr int kCount = 16 * kWarps / kStep;
+    uint4 words[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = numbers[r + i * kStep];
+      words[i] = make_uint4(0, 0, 0, 0);
+      if (row >= 0)
+        words[i] = *reinterpret_cast<const uint4*>(rows + static_cast<std::int64_t>(row) * kWidth +
+                                                   column);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) add_chunk<T>(sum, words[i]);
+  }
+  // The sums of a warp's threads.
+  __device__ void write(MemberSums<kWidth, kWarps>& to) const {
+    static_assert(kChunks <= 32, "a warp has all columns");
+    const int column = static_cast<int>(threadIdx.x) % kChunks * kVector;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      float total = sum[i];
+#pragma unroll
+      for (int step = kChunks; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+      to.dmean[threadIdx.x / 32][column + i] = total;
+    }
+  }
 };
 
 // What a block works on: members [unit.first, unit.first + unit.count) in sorted order.
@@ -350,7 +400,9 @@ struct MemberBlock {
   // Mean and output of the cluster.
   __device__ void load_cluster() const {
     const float* mean_row = args.lists.centroids + static_cast<std::int64_t>(row) * args.k.width;
-    const float* out_row = args.lists.out + static_cast<std::int64_t>(row) * args.v.width;
+    const bool rows_have_delta = args.shape.near > 0;  // and the cluster's output is not needed
+    const float* out_row =
+        rows_have_delta ? mean_row : args.lists.out + static_cast<std::int64_t>(row) * args.v.width;
 #pragma unroll
     for (int i = 0; i < kWidth; i += S::kThreads) {
       const int column = i + static_cast<int>(threadIdx.x);
@@ -363,10 +415,13 @@ struct MemberBlock {
   }
 
   // Stores the sums over a unit's members where finish_cluster (`whole`) or add_units reads them.
+  template <bool kNear>
   __device__ __forceinline__ void store_sums(const SlotSums<T, kWidth, kWarps>& slot_sums,
-                                             float dmass, bool whole) const {
+                                             const NearSums<T, kWidth, kWarps>& near, float dmass,
+                                             bool whole) const {
     const std::int64_t place = unit.place;
     slot_sums.write_rows_sum(whole ? sums().dout : args.scratch.unit_dout + place * kWidth);
+    if constexpr (kNear) near.write(sums());
     dmass = warp_sum(dmass);
     if (threadIdx.x % 32 == 0) sums().dmass[threadIdx.x / 32] = dmass;
     if (whole) return;
@@ -374,8 +429,18 @@ struct MemberBlock {
     float sum = 0.0f;
     for (const float part : sums().dmass) sum += part;
     if (threadIdx.x == 0) args.scratch.unit_dmass[place] = sum;
+    if constexpr (kNear)
+      for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += S::kThreads)
+        args.scratch.unit_dmean[place * kWidth + column] = near_dmean(column);
+  }
+  // The sum of near_dmean over the members.
+  __device__ float near_dmean(int column) const {
+    float sum = 0.0f;
+    for (int warp = 0; warp < kWarps; ++warp) sum += sums().dmean[warp][column];
+    return sum;
   }
   // The sums of all units of the cluster, in their order.
+  template <bool kNear>
   __device__ __forceinline__ void add_units() const {
     const BackwardScratch<T>& scratch = args.scratch;
     const int more = (unit.size - 1) / kUnitRows;
@@ -384,6 +449,12 @@ struct MemberBlock {
       float sum = scratch.unit_dout[static_cast<std::int64_t>(row) * kWidth + column];
       for (int i = 0; i < more; ++i) sum += scratch.unit_dout[(second + i) * kWidth + column];
       sums().dout[column] = sum;
+      if constexpr (kNear) {
+        sum = scratch.unit_dmean[static_cast<std::int64_t>(row) * kWidth + column];
+        for (int i = 0; i < more; ++i) sum += scratch.unit_dmean[(second + i) * kWidth + column];
+        for (int warp = 0; warp < kWarps; ++warp)
+          sums().dmean[warp][column] = warp == 0 ? sum : 0.0f;
+      }
     }
     if (threadIdx.x >= S::kWarps) return;
     float sum = scratch.unit_dmass[row];
@@ -476,7 +547,7 @@ struct UnitRows {
     gather.load(block.rows(first, 1), g);
     if (threadIdx.x < S::kRowTile) {
       block.numbers(first)[threadIdx.x] = own;
-      if (top)
+      if (top || block.args.shape.near > 0)
         cp_async4(shared_address(block.lse(first) + threadIdx.x),
                   block.args.lists.lse + block.token + max(own, 0), own >= 0);
     }
@@ -488,7 +559,8 @@ struct UnitRows {
 // correction of those kernels for its top keys. dS should be A (dm - delta) and the weight 0, but
 // they use A (dout . v - delta) and A. The difference is that of one more member, row 0 of the
 // first stage, with the mean as query and dout as output gradient. The first two warps share the
-// work.
+// work. With near keys, top keys have no weight in the mean's row at all, and delta is the sum over
+// the members that is elsewhere dmass.
 template <class T, int kWidth, int kWarps>
 struct ClusterRow {
   static constexpr int kColumns = kWidth / 32;  // of a lane
@@ -500,7 +572,7 @@ struct ClusterRow {
   __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps>& b, float mean_lse)
       : block(b), sums(b.sums()) {
     lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2e - block.args.shape.weight_bits;
-    if (block.args.shape.mass_grad)
+    if (block.args.shape.mass_grad || block.args.shape.near > 0)
       for (const float part : sums.dmass) dmass += part;
     dmass *= block.args.shape.gradient_scale;
   }
@@ -529,7 +601,7 @@ struct ClusterRow {
       delta = fmaf(to_float(value), block.out()[first + i], delta);
     }
     if (tensor == 0) return;
-    delta = warp_sum(delta) + mass * dmass;
+    delta = block.args.shape.near > 0 ? dmass : warp_sum(delta) + mass * dmass;
     if (lane > 0) return;
     sums.delta = delta;
     if (!write) return;
@@ -554,14 +626,16 @@ struct ClusterRow {
       for (int j = 0; j < 8; ++j) {
         float& a = p[0][j / 4][j % 4];
         float& x = d[0][j / 4][j % 4];
-        x = (a * (dmass - delta) - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
+        const float exact = shape.near > 0 ? 0.0f : a * (dmass - delta);
+        x = (exact - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
         a = -to_float(from_float<T>(a)) * power;
       }
       if (tile == own) store_fragment(block.weights(), 0, slot, p[0]);
       store_fragment(block.derivatives(tile), 0, slot, d[0]);
     }
   }
-  // Writes what top keys add to the gradient of the mean. Called by all warps.
+  // Writes what top keys and near keys add to the gradient of the mean. Called by all warps.
+  template <bool kNear>
   __device__ void write_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     const float scale = block.args.shape.scale;
@@ -573,10 +647,18 @@ struct ClusterRow {
       block.multiply_keys(dq, 0, column);
       if (lane >= 4) continue;  // the first row
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        store2(to + column + 8 * n + 2 * lane, dq[n / 2][n % 2][0] * scale,
-               dq[n / 2][n % 2][1] * scale);
+      for (int n = 0; n < 4; ++n) {
+        const int at = column + 8 * n + 2 * lane;
+        store2(to + at, dq[n / 2][n % 2][0] * scale + (kNear ? block.near_dmean(at) : 0.0f),
+               dq[n / 2][n % 2][1] * scale + (kNear ? block.near_dmean(at + 1) : 0.0f));
+      }
     }
+  }
+  // The same without top keys.
+  __device__ void write_near_mean() const {
+    float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
+    for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 32 * kWarps)
+      to[column] = block.near_dmean(column);
   }
   // The product of dout and weights must be unscaled. The missing power of two goes to the weights
   // up to kMost, so that they fit fp16, and the rest to dout.
@@ -601,7 +683,7 @@ struct ClusterRow {
 
 // Computes all that depends on the sums over the members, which are in shared memory; adds to the
 // sums of the slots. Blocks with own > 0 write nothing else. Called by all threads.
-template <class T, int kWidth, int kWarps>
+template <bool kNear, class T, int kWidth, int kWarps>
 __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
                                                SlotSums<T, kWidth, kWarps>& slot_sums, int num_keys,
                                                int own, float mass, float mean_lse) {
@@ -611,13 +693,17 @@ __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWar
   __syncthreads();
   const ClusterRow<T, kWidth, kWarps> row(block, empty ? -INFINITY : mean_lse);
   if (first_warps) row.write_operands(top ? mass : 0.0f, own == 0);
-  if (!top) return;
+  if (!top) {
+    if (kNear && own == 0 && block.args.dq.data) row.write_near_mean();
+    return;
+  }
   __syncthreads();
   if (first_warps) row.differentiate(num_keys, own);
   __syncthreads();
-  if (own == 0 && block.args.dq.data) row.write_mean();
+  if (own == 0 && block.args.dq.data) row.template write_mean<kNear>();
   row.unscale_dout();
-  slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1);
+  slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1,
+                [](int) { return 1.0f; });
 }
 
 // Mean size of clusters up to which blocks have two warps, and twice as many fit on a
@@ -649,7 +735,7 @@ struct MemberTile {
       seen[side] = block.visible(member, num_keys);
       if constexpr (kNear) {
         block.near_keys(member, num_keys, hidden[side][0], hidden[side][1]);
-        if (member >= 0) inner[side] = block.args.lists.delta[block.token + member];
+        if (member >= 0) inner[side] = block.args.scratch.delta[block.token + member];
       }
     }
 #pragma unroll 1
@@ -692,6 +778,7 @@ struct MemberTile {
       store_weights(block.derivatives(tile), d);
     }
     __syncwarp();
+    if (kNear) return 0.0f;  // delta is summed for all rows, also without top keys
     return threadIdx.x % 4 == 0 ? inner[0] + inner[1] : 0.0f;
   }
 
@@ -717,12 +804,20 @@ struct MemberTile {
 #pragma unroll
       for (int i = 0; i < 16; i += kStep) {
         const int member = block.numbers(first)[r + i];
-        const uint4 words = load_shared16(block.staging().chunk(r + i, chunk));
+        uint4 words = load_shared16(block.staging().chunk(r + i, chunk));
         if (member < 0 || at >= dq.width) continue;
+        T* to = fast ? row_address(dq.data + at, member, pitch) : dq.row(member) + at;
+        if constexpr (kNear) {  // near keys have written their part
+          float sum[16 / sizeof(T)] = {};
+          add_chunk<T>(sum, words);
+          add_chunk<T>(sum,
+                       fast ? *reinterpret_cast<const uint4*>(to) : load_slowly(to, dq.width - at));
+          words = pack_chunk<T>(sum);
+        }
         if (fast)
-          *reinterpret_cast<uint4*>(row_address(dq.data + at, member, pitch)) = words;
+          *reinterpret_cast<uint4*>(to) = words;
         else
-          store_slowly(dq.row(member) + at, words, dq.width - at);
+          store_slowly(to, words, dq.width - at);
       }
       __syncwarp();
     });
@@ -760,7 +855,8 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
     unit.place = shape.units.row(unit.item, head, unit.cluster);
   }
   const int count = unit.count, topk = shape.topk;
-  const bool tail = !kNear && !shape.causal;
+  const bool tail = shape.tail() && !(kNear && args.adds(unit.item, head));
+  if (!units && !tail) return;
   if (units && count == 0 && (!whole || !tail || own > 0)) return;
   const MemberBlock<T, kWidth, kWarps> block(args, memory, head, unit);
   UnitRows<T, kWidth, kWarps> rows(block);
@@ -770,11 +866,19 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   rows.load(0);
   rows.find(S::kRowTile);
   const int num_keys = block.count_keys();
-  const float mass = !tail || topk == 0 ? 1.0f : args.lists.mass[block.row];
+  const float mass = kNear || !tail || topk == 0 ? 1.0f : args.lists.mass[block.row];
   const float mean_lse = tail ? args.lists.centroid_lse[block.row] : 0.0f;
   SlotSums<T, kWidth, kWarps> slot_sums;
   slot_sums.clear();
+  NearSums<T, kWidth, kWarps> near_sums;
   float dmass = 0.0f;
+  // Rows of a tile in the sum of G: the mean's sum over all keys in units of the row's.
+  const auto weight = [&](int first, int r) {
+    if (!kNear) return 1.0f;
+    const float lse = block.lse(first)[r];
+    if (block.numbers(first)[r] < 0 || lse == -INFINITY) return 0.0f;
+    return exp2_approximate((mean_lse - lse) * kLog2e);
+  };
 #pragma unroll 1
   for (int first = 0; first < count; first += S::kRowTile) {
     cp_async_wait<0>();
@@ -786,18 +890,26 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
       dmass += tile.differentiate(num_keys, own, mass);
       if (args.dq.data && own == 0) tile.write_queries();
     }
+    if constexpr (kNear)
+      if (tail) {
+        const std::int32_t* numbers = block.numbers(first);
+        if (args.dq.data) near_sums.add(args.scratch.near_dmean + block.token * kWidth, numbers);
+        if (const int r = static_cast<int>(threadIdx.x); r < S::kRowTile && numbers[r] >= 0)
+          dmass += weight(first, r) * args.scratch.delta[block.token + numbers[r]];
+      }
     __syncthreads();
     slot_sums.add(block.derivatives(own), block.weights(), block.rows(first, 0),
-                  block.rows(first, 1), min(S::kRowTile, count - first));
+                  block.rows(first, 1), min(S::kRowTile, count - first),
+                  [&](int r) { return weight(first, r); });
   }
   if (tail) {
     cp_async_wait<0>();  // where there was no row
     __syncthreads();
     if (units)
-      block.store_sums(slot_sums, dmass, whole);
+      block.template store_sums<kNear>(slot_sums, near_sums, dmass, whole);
     else
-      block.add_units();
-    if (whole || !units) finish_cluster(block, slot_sums, num_keys, own, mass, mean_lse);
+      block.template add_units<kNear>();
+    if (whole || !units) finish_cluster<kNear>(block, slot_sums, num_keys, own, mass, mean_lse);
   }
   if (topk > 0 && unit.size > 0 && (args.dk.data || args.dv.data))
     block.write_slots(slot_sums, own, !units);

@@ -3,9 +3,14 @@
 // of `near` positions and the two blocks beside it. With c its cluster, T_c the cluster's top keys,
 // s the query's logits and z those of the mean,
 //   w_j = exp(s_j) if j is near or in T_c, else exp(z_cj)      out = sum w_j v_j / sum w_j
-// Near keys are attention over lists, top keys that are not near that of topk.cu. The sum over far
-// keys is that of the blocks before the near ones plus that of the blocks after them, and so are
-// the sums over the members of a cluster that are far from a block of keys: nothing is subtracted.
+//
+// Far keys are summed in one of two ways. Subtracting: the attention of the mean over all keys
+// (centroid.cu), as without near keys, minus the mean's weights of the near keys. That is precise
+// as long as the mean's sum over all keys is not much larger than the query's sum of weights; the
+// forward pass checks it for every query. Adding: the blocks before the near ones plus the blocks
+// after them (far_forward.cu, far_backward.cu); slower, and precise for all data. Heads of an item
+// in which one query fails the check are computed again by adding, and so are short sequences, of
+// which near keys are a large part.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,19 +19,32 @@
 
 namespace coterie::cuda {
 
+// Sequences shorter than this many blocks of positions are computed by adding.
+constexpr std::int64_t kLeastBlocks = 16;
+
 // Outputs and lse after the selection, from the centroids. near_forward.cu
 void attend_near(const ClusteredForward& pass, Arena& arena);
 
-// What the backward pass needs besides the tensors of the call.
-struct NearBackward {
-  const ClusteredPlan& plan;
-  ClusteredTensors tensors;
-  TensorView out, grad_out;
-  TensorView dq, dk, dv;  // absent ones are not computed
-  cudaStream_t stream = nullptr;
+// Scratch memory of far_key_gradients: running sums over the members of clusters that are before or
+// after a member, in the sorted order (B, H, N).
+struct MemberRuns {
+  float2* rows;      // shift (base 2) and the sum of exp2(shift - lse_i) delta_i
+  float* gradients;  // (.., pitch): the sum of exp2(shift - lse_i) g_i
 };
-// near_backward.cu
-void near_gradients(const NearBackward& pass, Arena& arena);
+struct FarMembers {
+  MemberRuns before, after;
+};
+
+// The first stage of the backward pass: delta, near_dmean and the near keys' parts of dq, dk and
+// dv, to which the later stages add. near_backward.cu
+template <class T>
+void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                        cudaStream_t stream);
+// Before broadcast_gradients: far keys of heads that add. Adds to dk and dv, writes mean_slices.
+// far_backward.cu
+template <class T>
+void far_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                       const FarMembers& sums, cudaStream_t stream);
 
 // Blocks of positions of a call: longer ones than the sequences change nothing.
 inline int near_width(const AttentionCall& call, std::int64_t near) {

@@ -1,477 +1,466 @@
 // SPDX-License-Identifier: MIT
 // Forward pass with near keys (near.h).
 //
-// far_kernel: the means over a chunk of keys, without their top keys, once upwards and once
-// downwards. After each block of keys the sums so far are written for those members of the clusters
-// whose near keys begin after the next block (upwards), or end before it (downwards). Block number
-// = (slot of a chunk * H + head) * row tiles + tile; 4 warps of 32 means each, 16 keys at a time.
-// Shared memory as in centroid.cu. f32 and 16-bit types, all devices.
-// chunk_scan_kernel: the sums of all chunks before each chunk and after it, a warp per mean.
-// merge_kernel: a warp per query adds near, top and far keys. All sums have a fixed order.
+// near_attend_kernel: a query's near keys, plus its top keys that are not near (computed before, by
+// topk.cu), plus its far keys. Grid (tiles of 64 queries, H); 4 warps of 16 queries, which have the
+// same near keys, 16 of these at a time. Subtracting (kSubtract): the mean of a query's cluster is
+// a second row of scores, whose weights are taken from the sums of the mean over all keys. They are
+// rounded as there, under a shift that is a whole number as well, so that only the rounding of sums
+// is left of a near key. Adding: the far keys' sums come from far_forward.cu.
+// Shared memory: queries, their means, 64 or 128 keys and values: 48 KiB for 16-bit rows of 64
+// elements, 128 KiB for f32 rows of 128. Launch bounds: 4 blocks per multiprocessor for 16-bit rows
+// of 64. All types and devices; every sum has a fixed order.
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/api/entry.h"
 #include "cuda/api/padding.h"
-#include "cuda/clustered/centroid.cuh"
+#include "cuda/clustered/near.cuh"
 #include "cuda/clustered/near.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
-#include "cuda/lists/lists.h"
+#include "cuda/prim/dependent.cuh"
 #include "cuda/prim/fragments.cuh"
+#include "cuda/prim/row_chunk.cuh"
+#include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 namespace {
 
-constexpr int kThreads = 128;  // 4 warps
-constexpr int kChunkRows = 1024;
-// Below all others, but finite: scores of -inf have weight 0 from the start.
-constexpr float kLowest = -3e38f;
-
-// Sums relative to a shift in base 2, for rows of floats.
-struct RowSums {
-  float2* rows;  // shift, sum
-  float* outs;   // (.., pitch)
-};
+// The mean's sum over all keys may be this many times the query's sum of weights.
+constexpr float kMostCancelled = 8.0f;
+constexpr int kChunkRows = 1024;  // keys of a chunk of far_kernel
 
 template <class T>
-struct FarArgs {
+struct NearArgs {
   CentroidQueries queries;
-  Tensor4<const T> k, v;
-  const std::int32_t *top_keys, *order;
+  ItemChunks tiles;  // of queries
+  Tensor4<const T> q, k, v;
+  const std::int32_t *labels, *top_keys;
   int topk, N, near, pitch;
-  RowSums totals;         // (slots, H, C): of a chunk
-  RowSums before, after;  // (B, H, N): of the chunk that the query's near keys begin or end in
+  const T* top;  // outputs of top keys that are not near (B, H, N, Dv), and their lse; or null
+  const float* top_lse;
+  const T* means;                       // subtracting: (items, H, C, pitch)
+  const float *mean_lse, *mass, *rest;  // and the means' attention over all keys
+  FarSums<T> far;                       // adding
+  FarHeads heads;                       // those that add
+  std::int32_t* cancels;                // subtracting: set for heads that must add
+  Tensor4<T> out;
+  float* lse;
 };
 
-// The members of one cluster, in ascending order.
-struct MemberWalk {
-  const std::int32_t* list = nullptr;
-  int count = 0, at = 0;
-
-  __device__ int next() const { return at < count ? list[at] : INT_MAX; }
-  __device__ int previous() const { return at > 0 ? list[at - 1] : -1; }
+template <class T, int kDim, bool kSubtract>
+struct NearShape {
+  static constexpr int kRowBytes = Tile<T, kDim>::kRowBytes, kWalked = kNearWalked<T, kDim>;
+  static constexpr int kMeans = kNearOwned * kRowBytes;
+  static constexpr int kKeys = (kSubtract ? 2 : 1) * kNearOwned * kRowBytes;
+  static constexpr int kValues = kKeys + kWalked * kRowBytes;
+  static constexpr int kBytes = kValues + kWalked * kRowBytes;
+  static constexpr bool kResident = sizeof(T) == 2 && kDim <= 64;
+  static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kDim <= 64 ? 4 : 2;
 };
 
-// A warp's 32 means: 2 x 16, of which a lane holds [m][half].
-template <class T, int kDim>
-struct FarRows {
-  QueryFragments<T, kDim, kDim * sizeof(T) <= 128> queries;
-  RowSoftmax softmax[2][2];
-  Accumulator out[2][kDim / 16];
-  MemberWalk members[2][2];
+// Two neighbouring elements of a row; `left` of them exist. Even rows are read in pairs.
+template <class T>
+__device__ __forceinline__ float2 load_pair(const T* from, int left, bool even) {
+  if (left <= 0) return make_float2(0.0f, 0.0f);
+  if (!even) return make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
+  if constexpr (sizeof(T) == 4)
+    return *reinterpret_cast<const float2*>(from);
+  else
+    return unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from));
+}
 
-  __device__ static int row(int m, int half) {
-    return static_cast<int>(threadIdx.x) / 32 * 32 + 16 * m + 8 * half +
-           static_cast<int>(threadIdx.x) % 32 / 4;
-  }
-  __device__ void clear_sums() {
+// 16 queries of a warp, of which a lane holds two rows.
+template <class T, int kDim, bool kSubtract>
+struct NearRows {
+  using S = NearShape<T, kDim, kSubtract>;
+  QueryFragments<T, kDim, S::kResident, 1> queries, means;
+  Accumulator out[kDim / 16];
+  float shift[2];                    // whole numbers, base 2
+  float sum[2] = {}, taken[2] = {};  // this lane's weights of near keys, and those of their means
+
+  __device__ void start(const float (&largest)[2]) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int half = 0; half < 2; ++half)
+      shift[half] = largest[half] > kLowestFar ? ceilf(largest[half]) : kLowestFar;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) softmax[m][half] = {kLowest, 0.0f};
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) clear(out[m][d]);
+    for (int d = 0; d < kDim / 16; ++d) clear(out[d]);
   }
 
-  // Keys column .. column + 15 of a tile, of which `left` exist. masks: top keys of the warp's
-  // rows.
-  __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
-                         int left, const unsigned long long* masks, float exponent) {
+  // Keys column .. column + 15 of a tile, of which `left` exist. top: bits of the lane's two rows
+  // for these keys.
+  __device__ __forceinline__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values,
+                                         int column, int left, const unsigned (&top)[2],
+                                         const CentroidQueries& scale) {
     const int lane = threadIdx.x % 32;
-    Accumulator s[2];
+    Accumulator s[1], z[1];
     queries.scores(s, keys, column);
+    if constexpr (kSubtract) means.scores(z, keys, column);
+    const float exponent = scale.sign * scale.exponent;
+    float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int m = i / 8, n = i / 4 % 2, half = i / 2 % 2;
-      const int key = 8 * n + lane % 4 * 2 + i % 2;
-      const bool listed = masks && (masks[16 * m + 8 * half + lane / 4] >> (column + key) & 1);
-      if (key >= left || listed) s[m][n][i % 4] = -INFINITY;
+    for (int i = 0; i < 8; ++i) {
+      float& score = s[0][i / 4][i % 4];
+      score = __fmul_rn(score, exponent);
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) score = -INFINITY;
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score);
     }
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
+    const bool above =
+        largest[0] > shift[0] + RowSoftmax::kSlack || largest[1] > shift[1] + RowSoftmax::kSlack;
+    if (__any_sync(~0u, above)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = -INFINITY;
+        const float old = shift[half];
+        shift[half] = fmaxf(old, ceilf(quad_max(largest[half])));
+        const float factor = exp2_approximate(old - shift[half]);
+        sum[half] *= factor;
+        taken[half] *= factor;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) top = fmaxf(top, s[m][i / 2][2 * half + i % 2]);
-        top = quad_max(top);
-        if (!(top > softmax[m][half].limit(1.0f / exponent))) continue;
-        const float factor = softmax[m][half].raise(top, exponent);
-#pragma unroll
-        for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
+        for (int i = 0; i < kDim / 4; ++i) out[i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
       }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& score = s[i / 8][i / 4 % 2][i % 4];
-      score = softmax[i / 8][i / 2 % 2].weight(score, exponent);
     }
-    add_values(out, s, values, column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float& score = s[0][i / 4][i % 4];
+      score = exp2_approximate(score - shift[i / 2 % 2]);
+      sum[i / 2 % 2] += score;
+      if constexpr (kSubtract) {
+        float& mean = z[0][i / 4][i % 4];
+        const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        mean = shifted_weight(mean, exponent, shift[i / 2 % 2]);
+        if (key >= left || (top[i / 2 % 2] >> key & 1)) mean = 0.0f;
+        taken[i / 2 % 2] += mean;
+        mean = -mean;
+      }
+    }
+    FragmentA<T> p, minus;
+    to_fragment(p, s[0]);
+    if constexpr (kSubtract) to_fragment(minus, z[0]);
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      FragmentB<T> v;
+      load_b_transposed(v, values, 16 * d, column);
+      multiply_add(out[d], p, v);
+      if constexpr (kSubtract) multiply_add(out[d], minus, v);
+    }
   }
 
-  // The sum over the four lanes of a row.
-  __device__ void write(const RowSums& to, std::int64_t place, int pitch, int m, int half,
-                        float sum) const {
-    const int lane = threadIdx.x % 4;
-    if (lane == 0) to.rows[place] = make_float2(softmax[m][half].shift, sum);
-    float* values = to.outs + place * pitch + lane * 2;
+  // Adds a row of `width` elements times a weight.
+  template <class From>
+  __device__ __forceinline__ void add_row(int half, const From* row, float weight, int width) {
+    const int first = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n)
-      store2(values + 8 * n, out[m][n / 2][n % 2][2 * half], out[m][n / 2][n % 2][2 * half + 1]);
-  }
-
-  // Writes the sums for members at positions below `bound` (upwards), or not below it.
-  template <bool kUp>
-  __device__ void emit(const RowSums& to, std::int64_t first, int pitch, int bound) {
-    bool any = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const MemberWalk& walk = members[i / 2][i % 2];
-      any |= kUp ? walk.next() < bound : walk.previous() >= bound;
-    }
-    if (!__any_sync(~0u, any)) return;
-    float sum[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = quad_sum(softmax[i / 2][i % 2].sum);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      MemberWalk& walk = members[i / 2][i % 2];
-      if (kUp)
-        for (; walk.next() < bound; ++walk.at)
-          write(to, first + walk.next(), pitch, i / 2, i % 2, sum[i]);
-      else
-        for (; walk.previous() >= bound; --walk.at)
-          write(to, first + walk.previous(), pitch, i / 2, i % 2, sum[i]);
+    for (int n = 0; n < kDim / 8; ++n) {
+      const int column = 8 * n + first;
+      const float2 two = load_pair(row + column, width - column, width % 2 == 0);
+      float* to = out[n / 2][n % 2] + 2 * half;
+      to[0] = fmaf(weight, two.x, to[0]);
+      to[1] = fmaf(weight, two.y, to[1]);
     }
   }
 };
 
-template <class T, int kDim>
-struct FarTiles : AttendTiles<T, kDim, kCentroidRows, kAttendKeys> {
-  using AttendTiles<T, kDim, kCentroidRows, kAttendKeys>::AttendTiles;
+// Sums of far keys of one query: at most two of its own, two of its cluster.
+template <class T>
+struct FarParts {
+  const T* own[2];
+  const float* cluster[2];
+  float lse[2], shift[2], sum[2];  // base 2
 
-  __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v, int begin,
-                       int end) const {
-    load_tile<kAttendKeys, kThreads>(this->keys(stage), k, begin, end - begin);
-    load_tile<kAttendKeys, kThreads>(this->values(stage), v, begin, end - begin);
+  __device__ FarParts(const NearArgs<T>& args, int item, int head, int cluster_number, int position,
+                      int length, std::int64_t place) {
+    const FarSums<T>& far = args.far;
+    const int block = position / args.near;
+    const int slot = far.chunks.first_slot(args.queries.spans.k, item);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int other = side == 0 ? block - 2 : block + 2;  // the nearest block of far keys
+      const bool there = other >= 0 && other * args.near < length;
+      const MemberRows<T>& rows = side == 0 ? far.before : far.after;
+      const RowSums& chunks = side == 0 ? far.chunks_before : far.chunks_after;
+      const std::int64_t at = there ? args.queries.row(slot + other * args.near / far.chunks.chunk,
+                                                       head, cluster_number)
+                                    : 0;
+      own[side] = rows.outs + (there ? place * args.pitch : 0);
+      lse[side] = there ? rows.lse[place] : kLowestFar;
+      const float2 facts = there ? chunks.rows[at] : make_float2(kLowestFar, 0.0f);
+      cluster[side] = chunks.outs + at * args.pitch;
+      shift[side] = facts.x;
+      sum[side] = facts.y;
+    }
+  }
+  __device__ float largest() const {
+    return fmaxf(fmaxf(lse[0], lse[1]), fmaxf(shift[0], shift[1]));
+  }
+};
+
+template <class T, int kDim, bool kSubtract>
+__global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
+    near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
+  await_previous();
+  using S = NearShape<T, kDim, kSubtract>;
+  constexpr int kWalked = S::kWalked, kWords = kWalked / 32;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ std::int32_t clusters[kNearOwned];
+  __shared__ std::uint32_t top_words[kNearOwned * kWords];
+  const CentroidQueries& queries = args.queries;
+  const int head = static_cast<int>(blockIdx.y), kv_head = head / queries.group;
+  const ItemChunk rows = args.tiles.find(queries.spans.q, static_cast<int>(blockIdx.x));
+  if (rows.begin >= rows.end) return;
+  if (!kSubtract && !args.heads.add(rows.item, head)) return;
+  const int count = rows.end - rows.begin, thread = static_cast<int>(threadIdx.x);
+  const std::int64_t line =
+      (static_cast<std::int64_t>(rows.span.batch) * queries.H + head) * args.N + rows.span.begin +
+      rows.begin;
+  const ItemSpan keys_span = queries.spans.k.span(rows.item);
+  const int length = keys_span.length;
+  const int first = NearRange(rows.begin, args.near, length).begin,
+            end = NearRange(rows.end - 1, args.near, length).end;
+  const Tile<T, kDim> query_tile{shared_address(memory)}, mean_tile{query_tile.base + S::kMeans},
+      keys{query_tile.base + S::kKeys}, values{query_tile.base + S::kValues};
+  const Rows<const T> q = args.q.rows(rows.span.batch, head, rows.span.begin);
+  const Rows<const T> k = args.k.rows(keys_span.batch, kv_head, keys_span.begin);
+  const Rows<const T> v = args.v.rows(keys_span.batch, kv_head, keys_span.begin);
+  const auto load_keys = [&](int begin) {
+    load_tile<kWalked, kNearThreads>(keys, k, begin, end - begin);
+    load_tile<kWalked, kNearThreads>(values, v, begin, end - begin);
+    cp_async_commit();
+  };
+  load_tile<kNearOwned, kNearThreads>(query_tile, q, rows.begin, count);
+  load_keys(first);
+  if (thread < kNearOwned) clusters[thread] = thread < count ? args.labels[line + thread] : -1;
+  const std::int64_t problem = queries.row(rows.item, head, 0);  // its first mean
+  const bool top = kSubtract && args.top_keys;  // near keys that the mean's sums do not have
+  const auto find_top = [&](int begin) {
+    if constexpr (kSubtract) {
+      if (!top) return;
+      for (int i = thread; i < kNearOwned * kWords; i += kNearThreads) top_words[i] = 0;
+      __syncthreads();
+      mark_top_keys<kNearOwned, kWords>(top_words, clusters, args.top_keys + problem * args.topk,
+                                        args.topk, begin);
+    }
+  };
+  __syncthreads();
+  if (kSubtract) {
+    load_tile<kNearOwned, kNearThreads>(
+        mean_tile, {args.means + problem * args.pitch, args.pitch, args.pitch, true}, 0, kNearOwned,
+        clusters);
     cp_async_commit();
   }
-};
+  find_top(first);
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ FarArgs<T> args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ unsigned long long masks[2][kCentroidRows];
-  const FarTiles<T, kDim> tiles(memory);
-  const CentroidQueries& queries = args.queries;
-  const CentroidBlock block(queries, blockIdx.x);
-  const ItemChunk chunk = queries.chunks.find(queries.spans.k, block.slot);
-  if (chunk.begin >= chunk.end) return;
-
-  const int kv_head = block.head / queries.group, near = args.near;
-  const Rows<const T> k = args.k.rows(chunk.span.batch, kv_head, chunk.span.begin);
-  const Rows<const T> v = args.v.rows(chunk.span.batch, kv_head, chunk.span.begin);
-  tiles.load(0, k, v, chunk.begin, chunk.end);
-  load_centroids<kCentroidRows, kThreads>(tiles.queries, queries, chunk.item, block.head,
-                                          block.first);
-  const int thread = threadIdx.x, warp = thread / 32, cluster = block.first + thread;
-  const std::int32_t* listed = nullptr;
-  int num_listed = 0;
-  if (args.top_keys && cluster < queries.clusters) {
-    listed = args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk;
-    num_listed = listed_keys(listed, args.topk);
-  }
-  const ItemSpan q_span = queries.spans.q.span(chunk.item);
-  const std::int64_t first_row =
-      (static_cast<std::int64_t>(q_span.batch) * queries.H + block.head) * args.N + q_span.begin;
-  __syncthreads();
-  FarRows<T, kDim> rows;
-  rows.queries.load(tiles.queries, warp * 32);
-  rows.clear_sums();
-  const std::int32_t* offsets =
-      queries.offsets +
-      (static_cast<std::int64_t>(chunk.item) * queries.H + block.head) * (queries.clusters + 1);
-  const int first_block = chunk.begin / near, last_block = (chunk.end - 1) / near;
+  const int lane = thread % 32, warp_row = thread / 32 * 16;
+  const NearRange range(rows.begin + warp_row, args.near, length);
+  const bool active = warp_row < count;
+  NearRows<T, kDim, kSubtract> own;
+  float mean_lse[2], top_lse[2], largest[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int own = block.first + rows.row(i / 2, i % 2);
-    if (own >= queries.clusters) continue;
-    MemberWalk& walk = rows.members[i / 2][i % 2];
-    walk.list = args.order + first_row + offsets[own];
-    walk.count = offsets[own + 1] - offsets[own];
-    walk.at = count_up_to(walk.list, walk.count, (first_block + 2) * near - 1);
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp_row + 8 * half + lane / 4, cluster = max(clusters[row], 0);
+    const bool there = row < count;
+    mean_lse[half] = kSubtract && there ? args.mean_lse[problem + cluster] * kLog2e : kLowestFar;
+    top_lse[half] = args.top && there ? args.top_lse[line + row] * kLog2e : -INFINITY;
+    largest[half] = fmaxf(mean_lse[half], top_lse[half]);
+    if (!kSubtract && there)
+      largest[half] = fmaxf(largest[half], FarParts<T>(args, rows.item, head, cluster,
+                                                       rows.begin + row, length, line + row)
+                                               .largest());
   }
-  const unsigned long long* own_masks[2] = {args.top_keys ? masks[0] + warp * 32 : nullptr,
-                                            args.top_keys ? masks[1] + warp * 32 : nullptr};
-
-  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kAttendKeys, stage ^= 1) {
+  own.start(largest);
+  for (int begin = first; begin < end; begin += kWalked) {
     cp_async_wait<0>();
-    if (args.top_keys) masks[stage][thread] = listed_mask(listed, num_listed, begin);
     __syncthreads();
-    if (begin + kAttendKeys < chunk.end)
-      tiles.load(stage ^ 1, k, v, begin + kAttendKeys, chunk.end);
-#pragma unroll 1
-    for (int column = 0; column < kAttendKeys && begin + column < chunk.end; column += 16) {
-      rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
-                  own_masks[stage], queries.exponent);
-      const int end = begin + column + 16;
-      if (end % near == 0)
-        rows.template emit<true>(args.before, first_row, args.pitch, end + 2 * near);
+    if (begin == first) {
+      own.queries.load(query_tile, warp_row);
+      if (kSubtract) own.means.load(mean_tile, warp_row);
     }
-  }
-  const std::int64_t total = queries.row(block.slot, block.head, block.first);
+    if (active) {
+      const int last = min(range.end - begin, kWalked);
+#pragma unroll 1
+      for (int column = max(range.begin - begin, 0); column < last; column += 16) {
+        unsigned bits[2] = {0, 0};
+        if (top)
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float sum = quad_sum(rows.softmax[i / 2][i % 2].sum);
-    const int own = rows.row(i / 2, i % 2);
-    if (block.first + own < queries.clusters)
-      rows.write(args.totals, total + own, args.pitch, i / 2, i % 2, sum);
-  }
-
-  rows.clear_sums();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    MemberWalk& walk = rows.members[i / 2][i % 2];
-    walk.at = count_up_to(walk.list, walk.count, (last_block - 1) * near - 1);
-  }
-  const int last_tile = chunk.begin + (chunk.end - 1 - chunk.begin) / kAttendKeys * kAttendKeys;
-  __syncthreads();
-  tiles.load(0, k, v, last_tile, chunk.end);
-  for (int begin = last_tile, stage = 0; begin >= chunk.begin; begin -= kAttendKeys, stage ^= 1) {
-    cp_async_wait<0>();
-    if (args.top_keys) masks[stage][thread] = listed_mask(listed, num_listed, begin);
+          for (int half = 0; half < 2; ++half)
+            bits[half] =
+                top_words[(warp_row + 8 * half + lane / 4) * kWords + column / 32] >> (column % 32);
+        own.attend(keys, values, column, length - begin - column, bits, queries);
+      }
+    }
+    if (begin + kWalked >= end) break;
     __syncthreads();
-    if (begin - kAttendKeys >= chunk.begin)
-      tiles.load(stage ^ 1, k, v, begin - kAttendKeys, chunk.end);
-#pragma unroll 1
-    for (int column = kAttendKeys - 16; column >= 0; column -= 16) {
-      const int key = begin + column;
-      if (key >= chunk.end) continue;
-      rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - key, own_masks[stage],
-                  queries.exponent);
-      if (key % near == 0 && key >= 2 * near)
-        rows.template emit<false>(args.after, first_row, args.pitch, key - 2 * near);
-    }
+    load_keys(begin + kWalked);
+    find_top(begin + kWalked);
   }
-}
+  if (!active) return;
 
-// Sums of a row in the lanes of a warp: columns lane, lane + 32, ...
-struct LaneSums {
-  float shift = kLowest, sum = 0.0f;
-  float out[kMaxHeadDim / 32] = {};
-
-  __device__ void add(const float2& row, const float* values, int width) {
-    const float largest = fmaxf(shift, row.x);
-    const float old_factor = exp2_approximate(shift - largest),
-                new_factor = exp2_approximate(row.x - largest);
-    sum = sum * old_factor + row.y * new_factor;
-    shift = largest;
+  const int width = args.out.width;
+  bool cancels = false;
 #pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; ++i) {
-      const int column = static_cast<int>(threadIdx.x) % 32 + 32 * i;
-      if (column < width) out[i] = out[i] * old_factor + values[column] * new_factor;
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp_row + 8 * half + lane / 4, cluster = max(clusters[row], 0);
+    const bool there = row < count;
+    const float shift = own.shift[half];
+    float total = quad_sum(own.sum[half]);
+    if (args.top && there && top_lse[half] != -INFINITY) {
+      const float weight = exp2_approximate(top_lse[half] - shift);
+      total += weight;
+      own.add_row(half, args.top + (line + row) * width, weight, width);
     }
-  }
-  __device__ void write(const RowSums& to, std::int64_t place, int pitch) const {
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) to.rows[place] = make_float2(shift, sum);
+    if (kSubtract) {
+      const float taken = quad_sum(own.taken[half]);
+      const float weight = exp2_approximate(mean_lse[half] - shift);
+      const float mass = args.mass ? args.mass[problem + cluster] : 0.0f;
+      total += fmaxf(fmaf(-weight, mass, weight) - taken, 0.0f);
+      if (there) own.add_row(half, args.rest + (problem + cluster) * width, weight, width);
+      cancels |= there && !(total * kMostCancelled >= weight);  // also if one is not a number
+    } else if (there) {
+      const FarParts<T> far(args, rows.item, head, cluster, rows.begin + row, length, line + row);
 #pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; ++i)
-      if (lane + 32 * i < pitch) to.outs[place * pitch + lane + 32 * i] = out[i];
-  }
-};
-
-struct ScanArgs {
-  CentroidQueries queries;
-  RowSums totals, before, after;  // (slots, H, C)
-  int pitch;
-};
-
-__global__ void __launch_bounds__(kThreads)
-    chunk_scan_kernel(const __grid_constant__ ScanArgs args) {
-  const CentroidQueries& queries = args.queries;
-  const std::int64_t mean =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  const std::int64_t problem = mean / queries.clusters;
-  if (problem >= static_cast<std::int64_t>(queries.chunks.items) * queries.H) return;
-  const int item = static_cast<int>(problem / queries.H),
-            head = static_cast<int>(problem % queries.H);
-  const int count = queries.chunks.count(queries.spans.k.span(item).length);
-  const int first = queries.chunks.first_slot(queries.spans.k, item);
-  const auto place = [&](int chunk) {
-    return queries.row(first + chunk, head, static_cast<int>(mean % queries.clusters));
-  };
-#pragma unroll 1
-  for (int up = 0; up < 2; ++up) {
-    LaneSums sums;
-#pragma unroll 1
-    for (int step = 0; step < count; ++step) {
-      const std::int64_t at = place(up ? step : count - 1 - step);
-      sums.write(up ? args.before : args.after, at, args.pitch);
-      sums.add(args.totals.rows[at], args.totals.outs + at * args.pitch, args.pitch);
+      for (int side = 0; side < 2; ++side) {
+        const float one = exp2_approximate(far.lse[side] - shift),
+                    all = exp2_approximate(far.shift[side] - shift);
+        total += one + far.sum[side] * all;
+        // Rows without keys were not written.
+        if (one != 0.0f) own.add_row(half, far.own[side], one, width);
+        if (all != 0.0f) own.add_row(half, far.cluster[side], all, width);
+      }
     }
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+    for (int i = 0; i < kDim / 4; ++i) own.out[i / 4][i / 2 % 2][2 * half + i % 2] *= inverse;
+    if (there && lane % 4 == 0) args.lse[line + row] = row_lse(shift, total);
   }
+  if (kSubtract && cancels)
+    args.cancels[rows.item * (queries.H / queries.group) + kv_head] = 1;  // all write the same
+  const Rows<T> out = args.out.rows(rows.span.batch, head, rows.span.begin);
+#pragma unroll
+  for (int d = 0; d < kDim / 16; d += 2)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + 8 * half + lane / 4;
+      store_columns(out, rows.begin + row, row < count, 16 * d, own.out + d, half);
+    }
 }
 
 template <class T>
-struct MergeArgs {
-  CentroidQueries queries;
-  int items, B, N, near, pitch;
-  const std::int32_t* labels;
-  RowSums before, after;                // (B, H, N)
-  RowSums chunks_before, chunks_after;  // (slots, H, C)
-  Tensor4<T> out;                       // near keys, then the result
-  float* lse;
-  Tensor4<T> top;  // null: no top keys
-  const float* top_lse;
-};
+__global__ void __launch_bounds__(kNearThreads)
+    round_means_kernel(const float* means, T* to, std::int64_t count, int width, int pitch) {
+  await_previous();
+  const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kNearThreads + threadIdx.x;
+  const int column = static_cast<int>(at % pitch);
+  if (at < count)
+    to[at] = from_float<T>(column < width ? means[at / pitch * width + column] : 0.0f);
+}
 
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    merge_kernel(const __grid_constant__ MergeArgs<T> args) {
-  const CentroidQueries& queries = args.queries;
-  const int row = static_cast<int>(blockIdx.x * (kThreads / 32) + threadIdx.x / 32);
-  const int head = blockIdx.y, batch = blockIdx.z, lane = threadIdx.x % 32;
-  if (row >= args.N) return;
-  const int item = queries.spans.q.item_of(batch, row, args.items);
-  if (item < 0) return;
-  const std::int64_t place = (static_cast<std::int64_t>(batch) * queries.H + head) * args.N + row;
-  const int position = row - queries.spans.q.span(item).begin, width = args.out.width;
-  const int length = queries.spans.k.span(item).length, block = position / args.near;
-  const int cluster = args.labels[place];
-  const int slot = queries.chunks.first_slot(queries.spans.k, item), chunk = queries.chunks.chunk;
-  LaneSums sums;
-  const auto add = [&](const RowSums& from, std::int64_t at) {
-    sums.add(from.rows[at], from.outs + at * args.pitch, width);
-  };
-  if (block >= 2 && (block - 2) * args.near < length) {
-    add(args.before, place);
-    add(args.chunks_before, queries.row(slot + (block - 2) * args.near / chunk, head, cluster));
-  }
-  if ((block + 2) * args.near < length) {
-    add(args.after, place);
-    add(args.chunks_after, queries.row(slot + (block + 2) * args.near / chunk, head, cluster));
-  }
-  const auto add_rounded = [&](const Tensor4<T>& from, float lse) {
-    float values[kMaxHeadDim / 32];
-    const T* own = from.rows(batch, head, row).data;
-    const float largest = fmaxf(sums.shift, lse * kLog2e);
-    const float old_factor = exp2_approximate(sums.shift - largest),
-                factor = exp2_approximate(lse * kLog2e - largest);
-    sums.sum = sums.sum * old_factor + factor;
-    sums.shift = largest;
-#pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; ++i) {
-      values[i] = lane + 32 * i < width ? to_float(own[lane + 32 * i]) : 0.0f;
-      sums.out[i] = sums.out[i] * old_factor + values[i] * factor;
-    }
-  };
-  if (args.top.data && args.top_lse[place] != -INFINITY) add_rounded(args.top, args.top_lse[place]);
-  const float near_lse = args.lse[place];
-  if (near_lse != -INFINITY) add_rounded(args.out, near_lse);
-  const float inverse = sums.sum == 0.0f ? 0.0f : 1.0f / sums.sum;
-  T* to = args.out.rows(batch, head, row).data;
-#pragma unroll
-  for (int i = 0; i < kMaxHeadDim / 32; ++i)
-    if (lane + 32 * i < width) to[lane + 32 * i] = from_float<T>(sums.out[i] * inverse);
-  __syncwarp();
-  if (lane == 0) args.lse[place] = row_lse(sums.shift, sums.sum);
+template <class T, bool kSubtract>
+void launch_near(const NearArgs<T>& args, cudaStream_t stream) {
+  dispatch_head_dim("clustered", args.queries.width, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value;
+    launch_early(
+        "near_attend", near_attend_kernel<T, kDim, kSubtract>,
+        dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(args.queries.H)),
+        kNearThreads, NearShape<T, kDim, kSubtract>::kBytes, stream, args);
+  });
 }
 
 RowSums take_sums(Arena& arena, std::int64_t rows, int pitch) {
   return {arena.take<float2>(rows + 1), arena.take<float>(rows * pitch + 1)};
 }
+template <class T>
+MemberRows<T> take_member_rows(Arena& arena, std::int64_t rows, int pitch) {
+  return {arena.take<float>(rows + 1), arena.take<T>(rows * pitch + 1)};
+}
 
 }  // namespace
+
+template <class T>
+void round_means(const CentroidQueries& queries, int items, T* to, int pitch, cudaStream_t stream) {
+  const std::int64_t count =
+      static_cast<std::int64_t>(items) * queries.H * queries.clusters * pitch;
+  launch_early("round_means", round_means_kernel<T>,
+               static_cast<unsigned>((count + kNearThreads - 1) / kNearThreads), kNearThreads, 0,
+               stream, queries.centroids, to, count, queries.width, pitch);
+}
+template void round_means(const CentroidQueries&, int, float*, int, cudaStream_t);
+template void round_means(const CentroidQueries&, int, Bf16*, int, cudaStream_t);
+template void round_means(const CentroidQueries&, int, F16*, int, cudaStream_t);
 
 void attend_near(const ClusteredForward& pass, Arena& arena) {
   const ClusteredPlan& plan = pass.plan;
   const AttentionCall& call = plan.call;
   const std::int64_t rows = call.B * call.H * call.N;
-  CentroidQueries queries = plan.means;
-  queries.block_rows = kCentroidRows;
-  queries.row_tiles = (plan.clusters + kCentroidRows - 1) / kCentroidRows;
-  queries.chunks = near_chunks(call, plan.near, kChunkRows);
-  const std::int64_t slots =
-      static_cast<std::int64_t>(queries.chunks.slots) * call.H * plan.clusters;
   const int pitch = static_cast<int>(call.Dk + 63) / 64 * 64;
-  const RowSums totals = take_sums(arena, slots, pitch),
-                chunks_before = take_sums(arena, slots, pitch),
-                chunks_after = take_sums(arena, slots, pitch),
-                before = take_sums(arena, rows, pitch), after = take_sums(arena, rows, pitch);
   const bool top = plan.topk > 0;
   const DType dtype = call.inputs.q.dtype;
   void* top_rows = arena.take<std::byte>(top ? rows * call.Dv * dtype_bytes(dtype) : 0);
   float* top_lse = arena.take<float>(top ? rows : 0);
-  if (arena.counting()) return;
-
-  ListCall lists;
-  lists.ranges.rule = ListRule::blocked;
-  lists.ranges.window = plan.near;
-  lists.ranges.before = lists.ranges.after = 1;
-  lists.scale = static_cast<float>(call.scale);
-  ListOutputs outputs;
-  outputs.out = pass.out;
-  outputs.lse = floats(pass.tensors.lse);
-  lists_forward(call, lists, outputs, pass.stream);
-  if (rows == 0 || plan.num_means() == 0 || call.S == 0) return;
-  ClusteredForward alone = pass;
-  if (top) {
-    alone.out =
-        TensorView::contiguous(top_rows, dtype, {call.B, call.H, call.N, call.Dv}, Device::cuda);
-    alone.tensors.lse =
-        TensorView::contiguous(top_lse, DType::f32, {call.B, call.H, call.N}, Device::cuda);
-    alone.tensors.mass = alone.tensors.out = {};
-    attend_top_keys(alone);
-  }
-  queries.centroids = floats(pass.tensors.centroids);
-  queries.offsets = ints(pass.tensors.offsets);
   dispatch_element(call.op, dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const FarArgs<T> far{queries,
-                         tensor4<const T>(call.k),
-                         tensor4<const T>(call.inputs.v),
-                         top ? ints(pass.tensors.top_keys) : nullptr,
-                         ints(pass.tensors.order),
-                         plan.topk,
-                         static_cast<int>(call.N),
-                         plan.near,
-                         pitch,
-                         totals,
-                         before,
-                         after};
-    dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
-      constexpr int kDim = decltype(dim)::value, kBytes = FarTiles<T, kDim>::kBytes;
-      const auto kernel = far_kernel<T, kDim>;
-      allow_shared_memory(kernel, kBytes);
-      const auto blocks = static_cast<unsigned>(queries.chunks.slots * call.H * queries.row_tiles);
-      kernel<<<blocks, kThreads, kBytes, pass.stream>>>(far);
-      COTERIE_LAUNCH("far");
-    });
-    const std::int64_t scans = (plan.num_means() + kThreads / 32 - 1) / (kThreads / 32);
-    const ScanArgs scan{queries, totals, chunks_before, chunks_after, pitch};
-    chunk_scan_kernel<<<static_cast<unsigned>(scans), kThreads, 0, pass.stream>>>(scan);
-    COTERIE_LAUNCH("chunk_scan");
-    const MergeArgs<T> merge{queries,
-                             static_cast<int>(call.num_items()),
-                             static_cast<int>(call.B),
-                             static_cast<int>(call.N),
-                             plan.near,
-                             pitch,
-                             ints(pass.tensors.labels),
-                             before,
-                             after,
-                             chunks_before,
-                             chunks_after,
-                             tensor4<T>(pass.out),
-                             floats(pass.tensors.lse),
-                             top ? tensor4<T>(alone.out) : Tensor4<T>{},
-                             top_lse};
-    const dim3 grid(static_cast<unsigned>((call.N + kThreads / 32 - 1) / (kThreads / 32)),
-                    static_cast<unsigned>(call.H), static_cast<unsigned>(call.B));
-    merge_kernel<T><<<grid, kThreads, 0, pass.stream>>>(merge);
-    COTERIE_LAUNCH("merge");
+    NearArgs<T> args{};
+    FarSums<T>& far = args.far;
+    far.chunks = near_chunks(call, plan.near, kChunkRows);
+    const std::int64_t slots = static_cast<std::int64_t>(far.chunks.slots) * call.H * plan.clusters;
+    far.before = take_member_rows<T>(arena, rows, pitch);
+    far.after = take_member_rows<T>(arena, rows, pitch);
+    far.totals = take_sums(arena, slots, pitch);
+    far.chunks_before = take_sums(arena, slots, pitch);
+    far.chunks_after = take_sums(arena, slots, pitch);
+    T* means_rounded = arena.take<T>(plan.subtracts ? plan.num_means() * pitch : 0);
+    if (arena.counting()) return;
+    const ClusteredTensors& tensors = pass.tensors;
+    zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
+    fill_padding(floats(tensors.lse), call.B, call.H, call.N, call.inputs.q_sequences,
+                 call.num_items(), -INFINITY, pass.stream);
+    // Heads subtract until one of their queries fails the check.
+    const Workspace on_stream{nullptr, 0, pass.stream};
+    fill(tensors.cancels, plan.subtracts ? 0.0 : 1.0, on_stream);
+    if (!plan.subtracts) fill(tensors.centroid_lse, 0.0, on_stream);
+    if (rows == 0 || plan.num_means() == 0 || call.S == 0) return;
+    if (top) {
+      ClusteredForward alone = pass;
+      alone.out =
+          TensorView::contiguous(top_rows, dtype, {call.B, call.H, call.N, call.Dv}, Device::cuda);
+      alone.tensors.lse =
+          TensorView::contiguous(top_lse, DType::f32, {call.B, call.H, call.N}, Device::cuda);
+      alone.tensors.mass = alone.tensors.out = {};
+      attend_top_keys(alone);
+    }
+    args.queries = plan.queries(tensors);
+    args.tiles = row_tiles(args.queries.spans.q, static_cast<int>(call.num_items()), kNearOwned);
+    args.q = tensor4<const T>(call.inputs.q);
+    args.k = tensor4<const T>(call.k);
+    args.v = tensor4<const T>(call.inputs.v);
+    args.labels = ints(tensors.labels);
+    args.top_keys = top ? ints(tensors.top_keys) : nullptr;
+    args.topk = plan.topk;
+    args.N = static_cast<int>(call.N);
+    args.near = plan.near;
+    args.pitch = pitch;
+    args.top = top ? static_cast<const T*>(top_rows) : nullptr;
+    args.top_lse = top_lse;
+    args.out = tensor4<T>(pass.out);
+    args.lse = floats(tensors.lse);
+    args.heads = {nullptr, static_cast<int>(call.value_heads), args.queries.group};
+    if (plan.subtracts) {
+      round_means(args.queries, static_cast<int>(call.num_items()), means_rounded, pitch,
+                  pass.stream);
+      args.means = means_rounded;
+      args.mean_lse = floats(tensors.centroid_lse);
+      args.mass = floats(tensors.mass);
+      args.rest = floats(tensors.out);
+      args.cancels = ints(tensors.cancels);
+      args.heads.cancels = args.cancels;
+      launch_near<T, true>(args, pass.stream);
+    }
+    CentroidQueries means = args.queries;
+    means.block_rows = kCentroidRows;
+    means.row_tiles = (plan.clusters + kCentroidRows - 1) / kCentroidRows;
+    sum_far_keys<T>({means, args.k, args.v, args.top_keys, ints(tensors.order), plan.topk, args.N,
+                     args.near, pitch, args.heads, far},
+                    pass.stream);
+    launch_near<T, false>(args, pass.stream);
   });
 }
 

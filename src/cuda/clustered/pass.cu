@@ -30,10 +30,16 @@ ClusteredTensors clustered_tensors(const TensorView* saved, std::size_t count, b
   take(tensors.offsets, true);
   take(tensors.top_keys, top);
   take(tensors.centroids, !causal);
-  take(tensors.centroid_lse, !causal && !near);
-  take(tensors.mass, top && !causal && !near);
-  take(tensors.out, !causal && !near);
-  take(tensors.lse, top || near);
+  if (near) {
+    take(tensors.lse, true);
+    take(tensors.centroid_lse, true);
+    take(tensors.cancels, true);
+    return tensors;
+  }
+  take(tensors.centroid_lse, !causal);
+  take(tensors.mass, top && !causal);
+  take(tensors.out, !causal);
+  take(tensors.lse, top);
   return tensors;
 }
 
@@ -68,9 +74,13 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   scratch.row_lse = arena.take<float>(rows);
   scratch.row_delta = arena.take<float>(rows);
   scratch.mean_slices = arena.take<float>(slices * pitch);
-  const bool top = shape.topk > 0;
-  scratch.top_dmean = arena.take<float>(top ? rows * pitch : 0);
+  scratch.top_dmean = arena.take<float>(shape.topk > 0 || shape.subtracts ? rows * pitch : 0);
   scratch.slots = arena.take<T>(units * shape.topk * 2 * pitch);
+  const std::int64_t queries =
+      shape.near > 0 ? static_cast<std::int64_t>(shape.B) * shape.H * shape.N : 0;
+  scratch.delta = arena.take<float>(queries);
+  scratch.near_dmean = arena.take<T>(shape.subtracts ? queries * pitch : 0);
+  scratch.unit_dmean = arena.take<float>(shape.subtracts ? units * pitch : 0);
   return scratch;
 }
 
@@ -162,15 +172,13 @@ class ClusteredPass : public Pass {
   void attend_stages(Stages& stages, const AttentionResult& result) const {
     ClusteredForward pass = begin(stages, result.saved);
     pass.out = result.out;
+    take_mean_rows(stages, pass);
     if (!call_.causal)
       stages([&](Arena& arena) {
         means(pass, arena);
-        if (params_.near > 0)
-          attend_near(pass, arena);
-        else
-          attend_means(pass, arena);
+        if (plan().near == 0 || plan().subtracts) attend_means(pass, arena);
       });
-    if (params_.near == 0) outputs(stages, pass);
+    outputs(stages, pass);
   }
 
   // One computation of the means serves selection and outputs.
@@ -178,28 +186,25 @@ class ClusteredPass : public Pass {
     ClusteredForward pass = begin(stages, result.saved);
     pass.out = result.out;
     pass.selection_attends = plan().selection_attends;
+    take_mean_rows(stages, pass);
     cluster_means(stages, pass, [](const ClusteredForward& own, Arena& arena) {
       if (kImproved) select_top_keys(own, arena);
     });
-    if (params_.near > 0) return stages([&](Arena& arena) { attend_near(pass, arena); });
-    if (!pass.selection_attends) stages([&](Arena& arena) { attend_means(pass, arena); });
+    if (!pass.selection_attends && (plan().near == 0 || plan().subtracts))
+      stages([&](Arena& arena) { attend_means(pass, arena); });
     outputs(stages, pass);
   }
 
   // The stages of backward.h.
   void backward_stages(Stages& stages, const AttentionResult& result, const TensorView& grad_out,
                        const AttentionGradients& gradients) const {
-    if (params_.near > 0)
-      return stages([&](Arena& arena) {
-        near_gradients({plan(), named(result.saved), result.out, grad_out, gradients.dq,
-                        gradients.dk, gradients.dv, stages.stream},
-                       arena);
-      });
     stages([&](Arena& arena) {
       dispatch_element(call_.op, call_.inputs.q.dtype, [&](auto tag) {
         using T = typename decltype(tag)::type;
         BackwardArgs<T> args{plan().backward};
         args.scratch = take_scratch<T>(arena, args.shape);
+        FarMembers far{};
+        if (plan().near > 0) far = {take_runs(arena), take_runs(arena)};
         if (arena.counting()) return;
         const bool nothing = call_.causal && plan().topk == 0;  // to attend to
         clear(gradients.dq, call_.inputs.q_sequences, nothing, stages.stream);
@@ -207,17 +212,26 @@ class ClusteredPass : public Pass {
         clear(gradients.dv, call_.inputs.k_sequences, call_.causal, stages.stream);
         if (plan().num_means() == 0 || nothing) return;
         name_tensors(args, named(result.saved), grad_out, gradients);
-        differentiate(args, stages.stream);
+        if (plan().near > 0) args.out = tensor4<const T>(result.out);
+        differentiate(args, plan().queries(named(result.saved)), far, stages.stream);
       });
     });
   }
+  // Far keys, of heads that add (near.h).
+  MemberRuns take_runs(Arena& arena) const {
+    const std::int64_t queries = call_.B * call_.H * call_.N;
+    return {arena.take<float2>(queries), arena.take<float>(queries * plan().backward.pitch)};
+  }
   template <class T>
-  void differentiate(const BackwardArgs<T>& args, cudaStream_t stream) const {
-    const bool means = !call_.causal, broadcast = means && args.dq.data;
+  void differentiate(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                     const FarMembers& far, cudaStream_t stream) const {
+    const bool means = args.shape.tail(), broadcast = !call_.causal && args.dq.data;
+    if (plan().near > 0) near_key_gradients(args, queries, stream);
     member_gradients(args, stream);
     if constexpr (sizeof(T) == 2)
       if (means && plan().sm90a) centroid_gradients_sm90a(args, stream);
     if (means && !plan().sm90a) centroid_gradients(args, stream);
+    if (plan().near > 0) far_key_gradients(args, queries, far, stream);
     if (broadcast) broadcast_gradients(args, stream);
     if (plan().topk > 0 && (args.dk.data || args.dv.data))
       sum_top_key_gradients(args, broadcast, stream);
@@ -228,10 +242,9 @@ class ClusteredPass : public Pass {
     const auto gradient = [](const TensorView& view) {
       return view.present() ? tensor4<T>(view) : Tensor4<T>{};
     };
-    args.lists = {ints(t.order),    ints(t.labels),      ints(t.offsets),
-                  ints(t.top_keys), floats(t.centroids), floats(t.centroid_lse),
-                  floats(t.mass),   floats(t.out),       floats(t.lse),
-                  nullptr};
+    args.lists = {ints(t.order),       ints(t.labels),         ints(t.offsets), ints(t.top_keys),
+                  floats(t.centroids), floats(t.centroid_lse), floats(t.mass),  floats(t.out),
+                  floats(t.lse),       ints(t.cancels)};
     args.q = tensor4<const T>(call_.inputs.q);
     args.k = tensor4<const T>(call_.k);
     args.v = tensor4<const T>(call_.inputs.v);
@@ -286,9 +299,21 @@ class ClusteredPass : public Pass {
   static ZeroedWords zeroed(const ClusteredForward& pass) {
     return {pass.counters, pass.plan.counters()};
   }
-  void outputs(const Stages& stages, const ClusteredForward& pass) const {
+  void outputs(Stages& stages, const ClusteredForward& pass) const {
+    if (plan().near > 0) return stages([&](Arena& arena) { attend_near(pass, arena); });
     if (stages.shared.counting()) return;
     kImproved ? attend_top_keys(pass) : broadcast_means(pass);
+  }
+  // With near keys the results of attend_means that are not saved.
+  void take_mean_rows(Stages& stages, ClusteredForward& pass) const {
+    if (!plan().subtracts) return;
+    const std::int64_t items = call_.num_items(), clusters = plan().clusters;
+    const auto take = [&](std::int64_t width) {
+      return TensorView::contiguous(stages.shared.template take<float>(plan().num_means() * width),
+                                    DType::f32, {items, call_.H, clusters, width}, Device::cuda);
+    };
+    if (plan().topk > 0) pass.tensors.mass = take(1);
+    pass.tensors.out = take(call_.Dv);
   }
 
   const Params& params_;

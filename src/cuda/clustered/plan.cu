@@ -114,8 +114,10 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
   const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
   if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
   plan.near = near_width(call, near);
+  plan.subtracts = plan.near > 0 && call.N >= kLeastBlocks * plan.near;
   plan.backward.near = plan.near;
-  if (call.causal || plan.near > 0) return plan;
+  plan.backward.subtracts = plan.subtracts;
+  if (call.causal || (plan.near > 0 && !plan.subtracts)) return plan;
   // With few problems, one kernel for both would leave multiprocessors idle.
   plan.selection_attends = 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
   // Teams, if the blocks of all chunks of all means are resident at once.

@@ -84,4 +84,19 @@ __device__ __forceinline__ void store_columns(const Rows<T>& rows, std::int64_t 
   }
 }
 
+// Adds the values that are there to those that store_columns would write.
+template <class T>
+__device__ __forceinline__ void add_columns(const Rows<T>& rows, std::int64_t row, bool there,
+                                            int column, Accumulator* acc, int side) {
+  if (!there) return;
+  const T* from = rows.row(row);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int first = column + 8 * n + 2 * (static_cast<int>(threadIdx.x) % 4);
+    float* to = acc[n / 2][n % 2] + 2 * side;
+    if (first < rows.width) to[0] += to_float(from[first]);
+    if (first + 1 < rows.width) to[1] += to_float(from[first + 1]);
+  }
+}
+
 }  // namespace coterie::cuda

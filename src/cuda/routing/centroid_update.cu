@@ -10,8 +10,8 @@
 // Grid and block: 256 threads. normalise_row: a warp per row. add_statistics and move_sums: a block
 // per cluster and head of the centroids; the former looks at all labels. move_counts: a thread per
 // cluster. The others: up to 1024 blocks, a group of 16 or 32 lanes per token. Shared memory: up to
-// 34 KB of double sums in add_statistics. Sums run in an order that is given by the rows alone.
-// Preconditions: refuse_tokens; normalise_row takes any width, and f64. Any alignment.
+// 37 KB of double sums and rows in add_statistics. Sums run in an order that is given by the rows
+// alone. Preconditions: refuse_tokens; normalise_row takes any width, and f64. Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
 #include "cuda/api/entry.h"
@@ -73,18 +73,28 @@ Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const Tenso
           static_cast<int>(centroids.size(1))};
 }
 
-// Visits the rows of one cluster, 256 tokens at a time: this thread's token of a chunk, or -1.
+// Tokens that a thread looks at before the block gathers the members among them: a label is read
+// while others are on their way.
+constexpr int kLabels = 4;
+
+// Visits the tokens of a head, 1024 at a time: this thread's first one, and which of kLabels from
+// there on are in the cluster, as bits.
 template <class T, class Visit>
 __device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Visit visit) {
   const int sharing = tokens.heads / tokens.owners;
   for (int item = 0; item < tokens.items; ++item) {
     const ItemSpan span = tokens.spans.span(item);
     for (int head = owner * sharing; head < (owner + 1) * sharing; ++head)
-      for (int first = 0; first < span.length; first += kThreads) {
-        const int row = first + static_cast<int>(threadIdx.x);
-        const bool member =
-            row < span.length && tokens.label(span.batch, head, span.begin + row) == cluster;
-        visit(span.batch, head, member ? span.begin + row : -1);
+      for (int first = 0; first < span.length; first += kThreads * kLabels) {
+        const int own = first + static_cast<int>(threadIdx.x) * kLabels;
+        unsigned members = 0;
+#pragma unroll
+        for (int i = 0; i < kLabels; ++i) {
+          const bool member = own + i < span.length &&
+                              tokens.label(span.batch, head, span.begin + own + i) == cluster;
+          members |= member ? 1u << i : 0u;
+        }
+        visit(span.batch, head, span.begin + own, members);
       }
   }
 }
@@ -94,21 +104,19 @@ __device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Vis
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     add_statistics(Tokens<T> tokens, double* members_of_clusters, double* sums) {
-  __shared__ int listed[kThreads];
-  __shared__ int ahead[kWarps];  // members of the chunk in earlier warps
+  __shared__ int listed[kThreads * kLabels];
   __shared__ double partial[kGroups<T>][kMaxHeadDim];
   const int cluster = blockIdx.x, owner = blockIdx.y;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = tokens.x.width;
+  const int width = tokens.x.width;
   double sum[Lanes<T>::kVector] = {};
   int members = 0;
-  for_members(tokens, owner, cluster, [&](int batch, int head, int row) {
-    const unsigned found = __ballot_sync(~0u, row >= 0);
-    if (lane == 0) ahead[warp] = __popc(found);
-    const int total = __syncthreads_count(row >= 0);
-    if (total == 0) return;
-    int place = __popc(found & ((1u << lane) - 1));
-    for (int w = 0; w < warp; ++w) place += ahead[w];
-    if (row >= 0) listed[place] = row;
+  for_members(tokens, owner, cluster, [&](int batch, int head, int row, unsigned found) {
+    int total = 0;
+    int place = block_exclusive_scan(__popc(found), total);
+#pragma unroll
+    for (int i = 0; i < kLabels; ++i) {
+      if (found >> i & 1u) listed[place++] = row + i;
+    }
     __syncthreads();
     const Rows<const T> rows = tokens.x.rows(batch, head, 0);
     for (int first = 0; first < total; first += kGroups<T>) {

@@ -86,6 +86,9 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   explicit SelfAttentionImpl(SelfAttentionOptions options);
 
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context);
+  // The same without the bias of the output layer, which the caller adds.
+  PassOutput forward_without_bias(const at::Tensor& x_BNE, const PassContext& context);
+  at::Tensor output_bias() const;  // undefined without biases
 
   // Replaces the attention over the same projections, for evaluation. The groups must have the same
   // numbers of heads in the same order, and the same kind of keys (separate, or the queries).
@@ -113,8 +116,12 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   void pretty_print(std::ostream& stream) const override;
 
  private:
+  PassOutput attended(const at::Tensor& x_BNE, const PassContext& context);
+  PassOutput attended_packed(const at::Tensor& x_BNE, const PassContext& context);
+  bool packs(const at::Tensor& x_BNE) const;
+  void record(const PassContext& context, std::int64_t group, const HeadRows& placed,
+              const AttentionOptions& options) const;
   std::vector<HeadRows> project(const at::Tensor& x_BNE);
-  at::Tensor merge(const std::vector<at::Tensor>& parts_BHND);
 
   SelfAttentionOptions options_;
   std::int64_t kv_heads_ = 0;
