@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FAMILY_KEYS = {"seeds", "options", "attention", "evaluate"}
-KEYS = {"title", "data", "text", "options", "family", "section", "claim"}
+KEYS = {"title", "data", "text", "options", "family", "section", "target"}
 
 
 class Run(NamedTuple):
@@ -59,7 +59,7 @@ def load(path: Path) -> dict[str, Any]:
         _check_keys(f"{path.name}: family.{name}", family, FAMILY_KEYS)
         if not family.get("attention"):
             raise PlanError(f"{path.name}: family.{name} has no attention")
-    for part in plan.get("section", []) + plan.get("claim", []):
+    for part in plan.get("section", []) + plan.get("target", []):
         if part.get("family") not in plan["family"]:
             raise PlanError(f"{path.name}: expected a known family; got {part.get('family')}")
     return plan

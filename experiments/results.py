@@ -3,7 +3,7 @@
 """Writes docs/results.md and its plots from the packed logs of experiments.
 
     experiments/results.py           writes the files
-    experiments/results.py --check   compares them with what is in the tree, and checks the claims
+    experiments/results.py --check   compares them with what is in the tree
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Files = dict[str, str]  # text by path under docs/
 
 HEAD = """# Results
 
-Scores of trained models. `experiments/results.py` writes this page from the logs in `experiments/logs`; a test checks
-that it is up to date and that the claims hold. `experiments/run.py` runs an experiment again. Speeds and errors of
-single calls are in `docs/performance.md`.
+Scores of trained models. `experiments/results.py` writes this page from the logs in `experiments/logs`, and a test checks
+that it is up to date. `experiments/run.py` runs an experiment again. Speeds and errors of single calls are in
+`docs/performance.md`.
 """
 
 
@@ -126,17 +126,18 @@ def curves(logs: Logs, family: str, over: str, label: str, metric: str) -> str:
 KINDS = {"evaluations": evaluations, "training": training}
 
 
-def claims(plan: Line, logs: Logs) -> list[tuple[str, bool]]:
-    """Every claim of a description in words, and whether it holds."""
-    results = []
-    for claim in plan.get("claim", []):
-        own = next(iter(plan["family"][claim["family"]]["attention"]))
-        scores = {line["evaluation"]: line["metric"] for line in logs.of("score", family=claim["family"])}
-        loss = scores[claim["evaluation"]] / scores[own] - 1
-        text = (f"{claim['evaluation']} is within {100 * claim['at_most']:.1f} % of {own}: "
-                f"{100 * loss:+.2f} %")
-        results.append((text, loss <= claim["at_most"]))
-    return results
+def targets(plan: Line, logs: Logs) -> str:
+    """The targets of a description, what was measured, and whether they were reached."""
+    rows = []
+    for target in plan.get("target", []):
+        family = target["family"]
+        own = next(iter(plan["family"][family]["attention"]))
+        scores = {line["evaluation"]: line["metric"] for line in logs.of("score", family=family)}
+        found = scores[target["evaluation"]]
+        reached = found / scores[own] - 1 <= target["at_most"]
+        rows.append([target["evaluation"], f"within {100 * target['at_most']:g} % of {own}",
+                     percent(found, scores[own]), "yes" if reached else "**no**"])
+    return "\n" + table(["attention", "target", "measured", "reached"], rows) if rows else ""
 
 
 def chapter(plan: Line, logs: Logs) -> tuple[str, Files]:
@@ -147,24 +148,19 @@ def chapter(plan: Line, logs: Logs) -> tuple[str, Files]:
         pictures |= more
         text += f"\n### {section['title']}\n\n{section['text'].strip()}\n\n{body}\n"
         text += provenance(logs, section["family"])
-    found = claims(plan, logs)
-    if found:
-        text += "\nClaims:\n\n" + "".join(
-            f"- {words} ({'holds' if holds else 'does not hold'})\n" for words, holds in found)
+    text += targets(plan, logs)
     return text, pictures
 
 
-def results(logs: Path, plans_in: Path) -> tuple[Files, list[str]]:
-    """All files under docs/, and the claims that do not hold."""
-    page, files, wrong = HEAD, {}, []
+def results(logs: Path, descriptions: Path) -> Files:
+    """All files under docs/."""
+    page, files = HEAD, {}
     for path in sorted(logs.glob("*.jsonl.xz")):
-        name = path.name.removesuffix(".jsonl.xz")
-        plan, lines = plans.load(plans_in / f"{name}.toml"), Logs(path)
-        text, pictures = chapter(plan, lines)
+        plan = plans.load(descriptions / path.name.replace(".jsonl.xz", ".toml"))
+        text, pictures = chapter(plan, Logs(path))
         page += text
         files |= pictures
-        wrong += [words for words, holds in claims(plan, lines) if not holds]
-    return {"results.md": page, **files}, wrong
+    return {"results.md": page, **files}
 
 
 def main() -> None:
@@ -175,15 +171,15 @@ def main() -> None:
     parser.add_argument("--plans", type=Path, default=plans.HERE, help="Folder with descriptions")
     parser.add_argument("--docs", type=Path, default=plans.ROOT / "docs", help="Folder to write to")
     arguments = parser.parse_args()
-    files, wrong = results(arguments.logs, arguments.plans)
-    for name, text in files.items():
+    wrong = []
+    for name, text in results(arguments.logs, arguments.plans).items():
         path = arguments.docs / name
         if not arguments.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             wrong.append(f"{name} is not what the logs say; run experiments/results.py")
-    if arguments.check and wrong:
+    if wrong:
         sys.exit("results.py: " + "\nresults.py: ".join(wrong))
 
 

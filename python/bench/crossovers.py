@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MECHANISMS = {False: "i-clustered", True: "routing"}  # by causal
 HEAD_DIM = 64
-LEAST_NEAR = 32  # smaller neighbourhoods cost more than a percent of a model's score (docs/results.md)
+LEAST_NEAR = 32  # smaller neighbourhoods lose more of a model's score (docs/results.md)
 Key = tuple[str, bool, bool, int]  # device, causal, near keys, tokens
 
 

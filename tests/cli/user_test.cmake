@@ -124,7 +124,7 @@ expect_err("bytes  local(window=4)")
 # Options of other tasks, and too little text.
 expect_mistake("--copy.symbols is an option of copy" train --task bytes --copy.symbols 3)
 expect_mistake("--text.vocabulary is an option of tokens and words" train --task bytes --text.vocabulary 9)
-expect_mistake("--data is an option of bytes and tokens and words" train --task copy --data ${WORK}/second.txt)
+expect_mistake("--data is an option of bytes and masked and tokens and words" train --task copy --data ${WORK}/second.txt)
 file(WRITE ${WORK}/short.txt "0123456789012345678901234567890123456789")
 expect_mistake("validation tokens" train --task bytes --data ${WORK}/short.txt ${small})
 
