@@ -9,6 +9,8 @@
 #include <set>
 #include <unordered_map>
 
+#include "train/readback.h"
+
 namespace coterie::train {
 namespace {
 
@@ -203,6 +205,7 @@ StepProfile profile_steps(int steps, c10::Device device, const std::function<voi
   ::torch::autograd::profiler::enableProfiler(config, activities);
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < steps; ++i) step();
+  synchronise(device);  // kernels of the last step would be missing
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   const auto result = ::torch::autograd::profiler::disableProfiler();
   const Totals totals =

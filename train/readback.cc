@@ -7,6 +7,12 @@
 
 namespace coterie::train {
 
+void synchronise(c10::Device device) {
+  if (device.is_cpu()) return;
+  const c10::DeviceIndex index = device.has_index() ? device.index() : c10::DeviceIndex{0};
+  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(index);
+}
+
 Readback::Readback(const std::vector<at::Tensor>& values) {
   std::vector<at::Tensor> wide;
   for (const at::Tensor& value : values) wide.push_back(value.detach().to(at::kDouble));

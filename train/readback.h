@@ -10,6 +10,9 @@
 
 namespace coterie::train {
 
+// Waits for all work on a device.
+void synchronise(c10::Device device);
+
 class Readback {
  public:
   // `values` are 0-dimensional. On a GPU the copy runs after the work in the current stream.

@@ -130,6 +130,7 @@ class Run {
     const Clock::time_point start = Clock::now();
     for (int i = 0; i < steps; ++i) run_step();
     read_launched();
+    synchronise(device_);
     result.step_seconds = seconds_since(start) / steps;
     const auto all = static_cast<double>(task_.batches(Split::valid, config_.train.batch));
     const auto used = [&](std::int64_t batches) {
