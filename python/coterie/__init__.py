@@ -12,19 +12,23 @@ write specs.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from . import hf, nn
+from . import nn
 from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
 from .functional import CallOptions, Options, run_spec
 from .library import build_facts, set_threads
 from .spec import Group, head_groups
 from .state import State, init_state
+
+if TYPE_CHECKING:
+    from . import hf as hf
 
 __version__ = build_facts()["version"]
 __all__ = [
@@ -36,13 +40,19 @@ __all__ = [
     "attention",
     "error",
     "head_groups",
-    "hf",
     "init_state",
     "nn",
     "recommend",
     "set_threads",
     "stats",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Modules that need more than torch, imported on first use."""
+    if name == "hf":
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @overload
@@ -119,9 +129,7 @@ def attention(
     Raises ValueError or TypeError that names the argument, or RuntimeError from the core.
     """
     if dropout_p != 0.0:
-        raise ValueError(
-            f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0"
-        )
+        raise ValueError(f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0")
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
     options = Options(causal, scale, seed, *lengths, mask)
     calls, results = run_spec(q, k, v, spec, state, options, return_stats)

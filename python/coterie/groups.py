@@ -60,7 +60,8 @@ class HeadGroup(nn.Module):
 
     def placed(self, rows: Rows, base: float) -> Rows:
         """Rows (B, h, N, D) with their positions, from rows (B, N, h, D)."""
-        q, k, v = (None if x is None else x.transpose(1, 2) for x in rows)
+        q, v = rows.q.transpose(1, 2), rows.v.transpose(1, 2)
+        k = None if rows.k is None else rows.k.transpose(1, 2)
         if self.group.positions == "rotary":
             q, k = rotated(q, base), None if k is None else rotated(k, base)
         elif self.group.positions == "relative" and k is not None:
@@ -149,7 +150,7 @@ class HeadGroups(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.causal = spec, causal
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, head_dim
         groups = head_groups(spec, num_heads, causal, kv_heads)
         self.num_groups = len(groups)
         for number, group in enumerate(groups):

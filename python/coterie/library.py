@@ -64,7 +64,8 @@ def _group_seed(seed: int, layer: int, group: int) -> int:
 def group_seed(seed: int, layer: int, group: int) -> int:
     """The seed of one group of one layer (include/coterie/layer.h), signed."""
     # operator.index makes torch.compile specialise on the seed.
-    return _group_seed(operator.index(seed), layer, group)
+    own: int = _group_seed(operator.index(seed), layer, group)
+    return own
 
 
 def build_facts() -> dict[str, str]:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: MIT
+"""Coterie in Hugging Face models.
+
+>>> import coterie.hf
+>>> coterie.hf.use(model, "i-clustered(clusters=25,topk=32)", layers=range(2, 12))
+
+or with the spec in the config, for mechanisms without parameters::
+
+    coterie.hf.register()
+    config.coterie_spec = "..."
+    model = AutoModel.from_pretrained(name, config=config, attn_implementation="coterie")
+
+Any model whose attention goes through transformers' AttentionInterface: encoders with padding
+anywhere; decoders with strictly causal specs, whose decoding with a cache gives the logits of one
+parallel pass. The model applies its own positions to queries and keys. Layers without a spec, cross
+attention and, unless named, layers with a window of their own keep the model's attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..groups import HeadGroups
+from .attention import NAME, OWN, attention_forward, check_group
+from .files import from_pretrained
+from .layers import (
+    LayerChoice,
+    attention_layers,
+    attention_modules,
+    chosen_layers,
+    layer_sizes,
+)
+from .masks import make_mask
+from .rings import RingCache
+from .training import Callback
+
+__all__ = ["Callback", "RingCache", "attention_layers", "from_pretrained", "register", "use"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def register() -> None:
+    """Registers ``attn_implementation="coterie"``: the attention and the mask function."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def use(model: _Model, spec: str, layers: LayerChoice = None, seed: int = 0) -> _Model:
+    """Sets the attention of layers of a model to ``spec``; the others keep theirs.
+
+    Args:
+        model: a transformers model; its attention implementation becomes ``"coterie"``.
+        spec: attention spec for the model's number of heads.
+        layers: self-attention layers by their index in their stack (in a model with several stacks
+            those of all), or by the name of their module or of one that contains them, such as
+            ``"encoder"``; or a dict from names of stacks to indices, such as
+            ``{"encoder": range(2, 6)}``. By default all that have no window of their own.
+        seed: seed of the initial centroids of routing heads.
+    """
+    found = attention_layers(model)
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} does not compute its attention by transformers' "
+            "AttentionInterface; if it calls scaled_dot_product_attention, use coterie.apply"
+        )
+    wanted = chosen_layers(found, layers)
+    made = {
+        name: make_groups(name, found[name], spec, seed + i)
+        for i, name in enumerate(found)
+        if name in wanted
+    }
+    adopt(model)
+    for name, groups in made.items():
+        setattr(found[name], NAME, groups)
+    config: Any = model.config
+    config.coterie_layers = {
+        **(getattr(config, "coterie_layers", None) or {}),
+        **dict.fromkeys(made, spec),
+    }
+    return model
+
+
+def adopt(model: nn.Module) -> None:
+    """Makes ``"coterie"`` the attention implementation; layers remember the one they had."""
+    register()
+    for module in attention_modules(model).values():
+        before = module.config._attn_implementation
+        if before != NAME:
+            setattr(module, OWN, before)
+    transformers_model: Any = model
+    transformers_model.set_attn_implementation(NAME)
+
+
+def make_groups(name: str, layer: Any, spec: str, seed: int) -> HeadGroups:
+    """The head groups of a layer."""
+    heads, kv_heads, head_dim = layer_sizes(name, layer)
+    causal = bool(getattr(layer, "is_causal", False))
+    groups = HeadGroups(spec, heads, head_dim, kv_heads, heads * head_dim, causal, seed)
+    for group in groups.groups():
+        check_group(group.group)
+    weight = next(layer.parameters())
+    return groups.to(weight.device).train(layer.training)
