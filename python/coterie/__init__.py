@@ -24,10 +24,12 @@ from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
 from .functional import CallOptions, Options, run_spec
 from .library import build_facts, set_threads
+from .sdpa import apply, bool_mask, check_alignment
 from .spec import Group, head_groups
 from .state import State, init_state
 
 if TYPE_CHECKING:
+    from . import diffusers as diffusers
     from . import hf as hf
 
 __version__ = build_facts()["version"]
@@ -37,6 +39,7 @@ __all__ = [
     "Recommendation",
     "State",
     "Stats",
+    "apply",
     "attention",
     "error",
     "head_groups",
@@ -50,7 +53,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Modules that need more than torch, imported on first use."""
-    if name == "hf":
+    if name in ("diffusers", "hf"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -63,6 +66,9 @@ def attention(
     spec: str,
     *,
     state: State | Sequence[State] | None = None,
+    is_causal: bool | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool | None = None,
     dropout_p: float = 0.0,
     return_stats: Literal[False] = False,
     **options: Unpack[CallOptions],
@@ -77,6 +83,9 @@ def attention(
     spec: str,
     *,
     state: State | Sequence[State] | None = None,
+    is_causal: bool | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool | None = None,
     dropout_p: float = 0.0,
     return_stats: Literal[True],
     **options: Unpack[CallOptions],
@@ -90,7 +99,7 @@ def attention(
     spec: str,
     *,
     state: State | Sequence[State] | None = None,
-    causal: bool = False,
+    causal: bool | None = None,
     scale: float | None = None,
     seed: int = 0,
     q_lengths: Tensor | None = None,
@@ -98,6 +107,9 @@ def attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     mask: Tensor | None = None,
+    is_causal: bool | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool | None = None,
     dropout_p: float = 0.0,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, list[Stats]]:
@@ -118,6 +130,9 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: (items + 1) integers, B = 1: packed sequences.
         mask: bool, broadcast to (B, H, N, S), True where a query may attend; full, local, strided
             and oracle-top only.
+        is_causal: torch's name of ``causal``, for as many queries as keys.
+        attn_mask: torch's name of ``mask``; also a float mask of 0 and -inf.
+        enable_gqa: torch's permission for H other than Hkv; not needed, False forbids it.
         dropout_p: must be 0.0; attention dropout is not supported.
         return_stats: also return what :func:`stats` returns.
 
@@ -130,10 +145,33 @@ def attention(
     """
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0")
+    if is_causal is not None or attn_mask is not None or enable_gqa is False:
+        causal, mask = _torch_names(q, v, (causal, is_causal), (mask, attn_mask), enable_gqa)
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
-    options = Options(causal, scale, seed, *lengths, mask)
+    options = Options(bool(causal), scale, seed, *lengths, mask)
     calls, results = run_spec(q, k, v, spec, state, options, return_stats)
     out = results[0].out
     if len(results) > 1:
         out = torch.cat([result.out for result in results], 1)
     return (out, collect_stats(calls, results)) if return_stats else out
+
+
+def _torch_names(
+    q: Tensor,
+    v: Tensor,
+    causal: tuple[bool | None, bool | None],
+    mask: tuple[Tensor | None, Tensor | None],
+    enable_gqa: bool | None,
+) -> tuple[bool | None, Tensor | None]:
+    """``causal`` and ``mask`` by our names or by torch's, each by one of them."""
+    for ours, torchs, values in (("causal", "is_causal", causal), ("mask", "attn_mask", mask)):
+        if None not in values:
+            raise ValueError(f"{torchs}: another name of {ours}; expected one of them, got both")
+    if enable_gqa is False and q.shape[1] != v.shape[1]:
+        raise ValueError(
+            f"enable_gqa: False needs as many heads of v as of q; got {v.shape[1]} and {q.shape[1]}"
+        )
+    if causal[1]:
+        check_alignment(q, v)
+    own = mask[0] if mask[1] is None else bool_mask("attn_mask", mask[1])
+    return causal[0] if causal[1] is None else causal[1], own

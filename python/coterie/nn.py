@@ -18,6 +18,7 @@ Training with routing heads::
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,15 @@ from .functional import Options, Rows, options_of
 from .groups import HeadGroup, HeadGroups
 from .library import group_seed, layer_spec
 from .padding import Padding, make_padding
+from .spec import Group, head_groups
 
-__all__ = ["Attention", "commitment_loss", "initialise_centroids", "update_centroids"]
+__all__ = [
+    "Attention",
+    "commitment_loss",
+    "initialise_centroids",
+    "swap_attention",
+    "update_centroids",
+]
 
 
 class Attention(HeadGroups):
@@ -184,6 +192,86 @@ class Attention(HeadGroups):
     def extra_repr(self) -> str:
         causal = ", causal" if self.causal else ""
         return f"embed_dim={self.embed_dim}, heads={self.num_heads}, spec={self.spec}{causal}"
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def swap_attention(
+    module: _Module, spec: str, causal: bool = False, seed: int = 0
+) -> _Module | Attention:
+    """Replaces the self-attention of torch.nn by :class:`Attention` with the same weights.
+
+    Args:
+        module: ``nn.TransformerEncoder`` or any module that contains ``nn.MultiheadAttention``,
+            changed in place; or one ``nn.MultiheadAttention``, for which the new layer is returned.
+            ``nn.TransformerDecoderLayer.multihead_attn``, cross attention, stays.
+        spec: attention spec. The model has its own positions: none are added.
+        causal: makes causal layers; pass ``is_causal=True`` with torch's causal mask to them.
+        seed: seed of the initial centroids of routing heads.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return _swapped(module, spec, causal, seed)
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.MultiheadAttention) and name != "multihead_attn"
+    ]
+    if not found:
+        raise ValueError(f"module: no nn.MultiheadAttention in {type(module).__name__}")
+    layers = [_swapped(own, spec, causal, seed + i) for i, (_, _, own) in enumerate(found)]
+    for (parent, name, _), layer in zip(found, layers, strict=True):
+        setattr(parent, name, layer)
+    return module
+
+
+def _swapped(own: nn.MultiheadAttention, spec: str, causal: bool, seed: int) -> Attention:
+    for name, wrong in (
+        ("add_bias_kv", own.bias_k is not None),
+        ("add_zero_attn", own.add_zero_attn),
+        ("kdim, vdim", not own._qkv_same_embed_dim),
+    ):
+        if wrong:
+            raise ValueError(f"{name}: not supported by coterie.nn.Attention")
+    if own.dropout:
+        raise ValueError(
+            f"dropout: attention dropout is not supported; got {own.dropout}. Set dropout = 0.0 in "
+            "the nn.MultiheadAttention; that of the layer around it is separate"
+        )
+    groups = head_groups(spec, own.num_heads, causal)
+    for group in groups:
+        if group.keys_are_queries:
+            raise ValueError(f"spec: {group.text} has no keys, but the module has weights for them")
+    bias = own.in_proj_bias is not None
+    layer = Attention(
+        own.embed_dim,
+        own.num_heads,
+        "+".join(f"{group.heads}*{_without_positions(group)}" for group in groups),
+        causal=causal,
+        bias=bias,
+        seed=seed,
+        batch_first=own.batch_first,
+    )
+    weight = own.in_proj_weight
+    layer.to(weight.device, weight.dtype).train(own.training)
+    with torch.no_grad():
+        for name, part in zip("qkv", weight.chunk(3), strict=True):
+            getattr(layer, name).weight.copy_(part)
+        layer.out.weight.copy_(own.out_proj.weight)
+        if bias:
+            for name, part in zip("qkv", own.in_proj_bias.chunk(3), strict=True):
+                getattr(layer, name).bias.copy_(part)
+            layer.out.bias.copy_(own.out_proj.bias)
+    return layer
+
+
+def _without_positions(group: Group) -> str:
+    if group.positions_named:
+        return group.text
+    if group.text.endswith(")"):
+        return f"{group.text[:-1]},positions=none)"
+    return f"{group.text}(positions=none)"
 
 
 def _blocked(name: str, mask: Tensor) -> Tensor:
