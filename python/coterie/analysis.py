@@ -19,6 +19,7 @@ from .functional import (
     run_spec,
 )
 from .layout import accumulator
+from .library import operators
 from .state import State
 
 
@@ -128,7 +129,7 @@ def _quality(call: GroupCall, result: GroupResult, rows: int) -> _Quality:
     inputs, rest = arguments_of(call)
     given = (x.cpu() if isinstance(x, Tensor) else x for x in (*inputs, *rest, result.out))
     saved = [x.cpu() for x in result.saved]
-    found = torch.ops.coterie.attention_quality(*given, saved, rows, call.q.is_cuda)
+    found = operators.attention_quality(*given, saved, rows, call.q.is_cuda)
     wide = accumulator(call.q.dtype)
     error, norm, *others = (x.to(call.q.device, wide) for x in found)
     return _Quality(error, norm, *(x if x.dim() == 3 else None for x in others))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import accumulator
+from .library import operators
 
 
 class Centroids(NamedTuple):
@@ -51,7 +52,7 @@ def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
     -1 in padding. Strict routing selects the same clusters.
     """
     wide = centroids.to(accumulator(x.dtype)).contiguous()
-    found: Tensor = torch.ops.coterie.routing_labels(x, wide, lengths, None)
+    found: Tensor = operators.routing_labels(x, wide, lengths, None)
     return found
 
 
@@ -59,7 +60,7 @@ def nearest(x: Tensor, centroids: Tensor, lengths: Tensor | None) -> Tensor:
 def add_statistics(before: Statistics, tokens: Tokens) -> Statistics:
     """The sum of ``before`` and the statistics of a pass."""
     sum_of_all = Statistics(*(total.clone() for total in before))
-    torch.ops.coterie.add_centroid_statistics(*sum_of_all, *tokens, None)
+    operators.add_centroid_statistics(*sum_of_all, *tokens, None)
     return sum_of_all
 
 
@@ -81,7 +82,7 @@ def move(
     if statistics is None:
         return
     wide = [buffer.to(accumulator(buffer.dtype)) for buffer in state]
-    torch.ops.coterie.move_centroids(*wide, *statistics, decay)
+    operators.move_centroids(*wide, *statistics, decay)
     for buffer, moved in zip(state, wide, strict=True):
         buffer.copy_(moved)  # casts back for low precision; and autograd sees the change
 
@@ -109,7 +110,7 @@ def initialise(
     """
     rows, lengths = zip(*(_fold_heads(t, state.centroids.shape[0]) for t in tokens), strict=True)
     # On the CPU, the only device for which the core has it; it runs once per training.
-    found = torch.ops.coterie.spherical_kmeans(
+    found = operators.spherical_kmeans(
         torch.cat(rows).cpu(), torch.cat(lengths).cpu(), None, state.centroids.shape[1], 10, seed
     ).to(state.centroids.device)
     if _distributed(process_group):
@@ -122,5 +123,5 @@ def initialise(
 def commitment(tokens: Tokens, centroids: Tensor) -> Tensor:
     """Mean square distance of normalised tokens from their centroids, differentiable; a scalar."""
     wide = centroids.to(accumulator(tokens.x.dtype))
-    loss: Tensor = torch.ops.coterie.commitment_loss(tokens.x, wide, *tokens[1:], None)
+    loss: Tensor = operators.commitment_loss(tokens.x, wide, *tokens[1:], None)
     return loss.squeeze(0)

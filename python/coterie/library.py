@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The native library: the operators ``torch.ops.coterie.*``, and facts about specs and builds."""
+"""The native library: the operators ``torch.ops.coterie.*``, and facts about specs and builds.
+
+The namespace of the operators is the build's: several builds can be loaded into one process.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,10 @@ def build_facts() -> dict[str, str]:
 def spec_help() -> str:
     """Names, keys, defaults and meanings of all mechanisms."""
     return _text(_LIBRARY.coterie_spec_help())
+
+
+NAMESPACE = build_facts()["operators"]
+operators = getattr(torch.ops, NAMESPACE)
 
 
 def set_threads(count: int) -> None:

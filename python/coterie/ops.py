@@ -41,8 +41,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library  # noqa: F401  registers the operators
 from .layout import accumulator, saved_layout, sizes_of
+from .library import NAMESPACE, operators
 from .spec import single_group
 
 _DIFFERENTIABLE = 6  # the first arguments of attention
@@ -106,7 +106,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "routing_step": lambda ring_k, ring_v, counts, q, *_: empty_rows(q, ring_v.shape[3]),
 }
 for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"coterie::{_name}", _fake)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake)
 
 
 def _gradients(ctx: Any, grad_out: Tensor | None) -> list[Tensor | None]:
@@ -117,7 +117,7 @@ def _gradients(ctx: Any, grad_out: Tensor | None) -> list[Tensor | None]:
     _check_first_order("attention")
     tensors = ctx.saved_tensors
     needed = [i for i in range(_DIFFERENTIABLE) if ctx.needs_input_grad[i]]
-    found = torch.ops.coterie.attention_backward.default(
+    found = operators.attention_backward.default(
         grad_out,
         *tensors[:_TENSORS],
         *ctx.settings,
@@ -146,8 +146,8 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | 
     return (*_gradients(ctx, grad_out), *[None] * (_ARGUMENTS - _DIFFERENTIABLE))
 
 
-torch.library.register_autograd("coterie::attention", _differentiate, setup_context=_keep)
-_forward = torch.ops.coterie.attention_forward.default
+torch.library.register_autograd(f"{NAMESPACE}::attention", _differentiate, setup_context=_keep)
+_forward = operators.attention_forward.default
 
 
 class _Attention(torch.autograd.Function):
@@ -182,7 +182,7 @@ def attention(
     """coterie::attention by the quickest way to call it: differentiable arguments, the others."""
     result: tuple[Tensor, Sequence[Tensor]]
     if torch.compiler.is_compiling():
-        result = torch.ops.coterie.attention.default(*rows, *rest)
+        result = operators.attention.default(*rows, *rest)
         return result
     if torch.is_grad_enabled():
         for tensor in rows:
@@ -199,11 +199,11 @@ def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     first, base, inverse = ctx.rotation
-    return torch.ops.coterie.rotate_rows(grad, first, base, not inverse), None, None, None
+    return operators.rotate_rows(grad, first, base, not inverse), None, None, None
 
 
 torch.library.register_autograd(
-    "coterie::rotate_rows", _differentiate_rotation, setup_context=_keep_rotation
+    f"{NAMESPACE}::rotate_rows", _differentiate_rotation, setup_context=_keep_rotation
 )
 
 
@@ -215,10 +215,10 @@ def _differentiate_commitment(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     _check_first_order("commitment_loss")
     x, *rest = ctx.saved_tensors
     # In the accumulator's type until it is scaled: with a weight of 1 it underflows in float16.
-    dx = torch.ops.coterie.commitment_loss_backward(x.to(accumulator(x.dtype)), *rest)
+    dx = operators.commitment_loss_backward(x.to(accumulator(x.dtype)), *rest)
     return (dx * grad).to(x.dtype), None, None, None, None
 
 
 torch.library.register_autograd(
-    "coterie::commitment_loss", _differentiate_commitment, setup_context=_save_commitment
+    f"{NAMESPACE}::commitment_loss", _differentiate_commitment, setup_context=_save_commitment
 )

@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .library import operators
+
 
 def rotated(rows: Tensor, base: float) -> Tensor:
     """Elements d and d + D/2 of each row turned by the angle of its position."""
-    turned: Tensor = torch.ops.coterie.rotate_rows(rows, 0, base, False)
+    turned: Tensor = operators.rotate_rows(rows, 0, base, False)
     return turned
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .library import group_seed
+from .library import group_seed, operators
 from .spec import Group, head_groups
 
 
@@ -37,7 +37,7 @@ def group_state(group: Group, head_dim: int, seed: int) -> State:
     if group.name == "routing":
         clusters = group.whole("clusters")
         drawn = torch.randn(group.kv_heads, clusters, head_dim, generator=generator)
-        centroids = torch.ops.coterie.normalise_rows(drawn[None])[0]
+        centroids = operators.normalise_rows(drawn[None])[0]
         counts = torch.ones(group.kv_heads, clusters)
         logit_scale = torch.full((group.heads,), scale)
         return State(centroids, counts, centroids.clone(), logit_scale)

@@ -13,6 +13,9 @@
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
 
+#define COTERIE_TEXT_OF(name) #name
+#define COTERIE_TEXT(name) COTERIE_TEXT_OF(name)
+
 namespace coterie::stable_api {
 namespace {
 
@@ -58,6 +61,7 @@ std::string build_facts() {
   const BuildInfo info = build_info();
   Lines lines;
   lines.add("version", info.version);
+  lines.add("operators", COTERIE_TEXT(COTERIE_OPERATORS));
   lines.add("compiler", info.compiler);
   lines.add("build_type", info.build_type);
   lines.add("cuda_toolkit", info.cuda_toolkit);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Registers the operators coterie::*. Shapes and meanings: python/coterie/ops.py, which adds fake
-// kernels and derivatives.
+// Registers the operators coterie::*, or those of another namespace that the build names
+// (COTERIE_OPERATORS). Shapes and meanings: python/coterie/ops.py, which adds fake kernels and
+// derivatives.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -64,15 +65,19 @@ const Operator kOperators[] = {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(coterie, m) {
+// Macros of torch make text of their arguments; these expand COTERIE_OPERATORS first.
+#define COTERIE_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define COTERIE_LIBRARY_IMPL(name, device, m) STABLE_TORCH_LIBRARY_IMPL(name, device, m)
+
+COTERIE_LIBRARY(COTERIE_OPERATORS, m) {
   for (const Operator& op : kOperators) m.def((op.name + op.schema).c_str());
 }
 
 // The core knows what it can do on which device, and says so.
-STABLE_TORCH_LIBRARY_IMPL(coterie, CPU, m) {
+COTERIE_LIBRARY_IMPL(COTERIE_OPERATORS, CPU, m) {
   for (const Operator& op : kOperators) m.impl(op.name, op.kernel);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(coterie, CUDA, m) {
+COTERIE_LIBRARY_IMPL(COTERIE_OPERATORS, CUDA, m) {
   for (const Operator& op : kOperators) m.impl(op.name, op.kernel);
 }

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 from ..functional import Options, Rows
 from ..groups import HeadGroup, HeadGroups
 from ..layout import accumulator
+from ..library import operators
 from .attention import NAME, RINGS, run_group
 from .layers import attention_layers
 from .masks import Mask
@@ -73,7 +74,7 @@ class _Rings:
 
     def _step(self, group: HeadGroup, rows: Rows, batch: slice) -> Tensor:
         wide = accumulator(rows.q.dtype)
-        out: Tensor = torch.ops.coterie.routing_step(
+        out: Tensor = operators.routing_step(
             self.keys[batch],
             self.values[batch],
             self.counts[batch],
