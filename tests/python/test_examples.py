@@ -15,8 +15,9 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs(example: Path) -> None:
-    if "transformers" in example.read_text() and not importlib.util.find_spec("transformers"):
-        pytest.skip("transformers is not installed")
+    for host in ("transformers", "diffusers"):
+        if f"from {host} import" in example.read_text() and not importlib.util.find_spec(host):
+            pytest.skip(f"{host} is not installed")
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -56,7 +56,7 @@ def test_a_model_of_windows_only_asks_for_names() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
     config = transformers.MistralConfig(**sizes, intermediate_size=48, sliding_window=8)
     model = transformers.MistralModel(config)
-    with pytest.raises(ValueError, match="windows of their own"):
+    with pytest.raises(ValueError, match="gives a window to each"):
         coterie.hf.use(model, "full")
     coterie.hf.use(model, "full", layers=range(2))
     assert len(_specs(model)) == 2

@@ -81,7 +81,7 @@ def chosen_layers(found: dict[str, Any], layers: LayerChoice) -> set[str]:
         own = {name for name, module in found.items() if not has_window(module)}
         if not own:
             raise ValueError(
-                "layers: all attention layers of the model have windows of their own; name the "
+                "layers: the model gives a window to each of its attention layers; name the "
                 f"ones to replace, such as layers=range({len(found)})"
             )
         return own
