@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers")
 
@@ -199,3 +200,37 @@ def test_windows_of_a_model_cost_no_full_attention(monkeypatch: pytest.MonkeyPat
     coterie.hf.use(model, "full")
     monkeypatch.delattr("coterie.hf.attention._own")
     assert difference(own, result(model, inputs), counted) < 2e-5
+
+
+@torch.no_grad()
+def test_a_static_cache_works_compiled() -> None:
+    """Masks come from generate, outside of the graph; steps share one graph."""
+    torch.compiler.reset()
+    model, inputs, _ = _build("Llama")
+    coterie.hf.use(model, "full")
+    settings = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+    settings["cache_implementation"] = "static"
+    plain = model.generate(**inputs, **settings)
+    counter = CompileCounterWithBackend("eager")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=counter)
+    assert torch.equal(model.generate(**inputs, **settings), plain)
+    assert counter.frame_count <= 3
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    model, inputs, counted = _build("ModernBERT")
+    coterie.hf.use(model.train(), "i-clustered(clusters=4,topk=4)")
+
+    def gradients() -> list[Tensor]:
+        loss = model(**inputs).last_hidden_state[counted].square().sum()
+        return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.dim() == 2]))
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(map(torch.equal, gradients(), plain))
+
+
+def test_old_versions_of_transformers_are_refused() -> None:
+    coterie.hf.check_version("6.0.0.dev0")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.17 or newer; this is 5\.2\.0"):
+        coterie.hf.check_version("5.2.0")

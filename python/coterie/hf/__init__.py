@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import transformers
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..groups import HeadGroups
 from .attention import NAME, OWN, attention_forward, check_group
@@ -40,6 +41,16 @@ from .training import Callback
 __all__ = ["Callback", "RingCache", "attention_layers", "from_pretrained", "register", "use"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_OLDEST = (5, 17)  # of transformers; earlier ones ask for masks in another way
+
+
+def check_version(version: str) -> None:
+    """Refuses a transformers that is too old."""
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"coterie.hf needs transformers 5.17 or newer; this is {version}")
+
+
+check_version(transformers.__version__)
 
 
 def register() -> None:
@@ -86,12 +97,18 @@ def use(model: _Model, spec: str, layers: LayerChoice = None, seed: int = 0) -> 
 def adopt(model: nn.Module) -> None:
     """Makes ``"coterie"`` the attention implementation; layers remember the one they had."""
     register()
-    for module in attention_modules(model).values():
+    modules = attention_modules(model).values()
+    for module in modules:
         before = module.config._attn_implementation
         if before != NAME:
             setattr(module, OWN, before)
     transformers_model: Any = model
     transformers_model.set_attn_implementation(NAME)
+    # Stacks with copies of the config (T5 in transformers 5.17) are not told.
+    stacks = (m for m in model.modules() if isinstance(m, PreTrainedModel) and attention_modules(m))
+    for part in (*stacks, *modules):
+        if part.config._attn_implementation != NAME:
+            part.config._attn_implementation = NAME
 
 
 def make_groups(name: str, layer: Any, spec: str, seed: int) -> HeadGroups:

@@ -105,6 +105,8 @@ def _window(
     """Local attention by the model's own window, None where only the model's code is exact."""
     if not isinstance(mask, Mask) or mask.pattern is None or mask.pattern.window is None:
         return None
+    if torch.compiler.is_compiling():  # where padding is must be asked of the device
+        return None
     if dropout or terms.named() or (rows.q.is_cuda and rows.q.shape[3] > _GPU_HEAD_DIM):
         return None
     if not mask.padding_is_outside():  # local counts positions without padding

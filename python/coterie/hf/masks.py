@@ -34,6 +34,8 @@ class Mask:
         self._own: dict[str, Any] = {}
         self._valid: Tensor | None = None
         self._paddings: tuple[Padding, Padding] | None = None
+        self._pairs: Tensor | None = None
+        self._outside: bool | None = None
         self._windowless: Mask | None = None
         self.new_tokens: tuple[Tensor | None] | None = None  # of RingCache
 
@@ -62,9 +64,10 @@ class Mask:
 
     def pairs(self) -> Tensor:
         """The bool mask of pairs (B, 1, N, S)."""
-        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        found: Tensor = known.sdpa_mask(**{**self.arguments, **skips})
-        return found
+        if self._pairs is None:
+            skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            self._pairs = known.sdpa_mask(**{**self.arguments, **skips})
+        return self._pairs
 
     def windowless(self) -> Mask:
         """The same without the model's window; only for plain patterns."""
@@ -132,11 +135,13 @@ class Mask:
 
     def padding_is_outside(self) -> bool:
         """Whether padding is only at the start and the end of rows; asks the device once."""
-        valid = self.valid()
-        if valid is None:
-            return True
-        begins = valid & ~torch.nn.functional.pad(valid[:, :-1], (1, 0))
-        return bool((begins.sum(1) <= 1).all())
+        if self._outside is None:
+            valid = self.valid()
+            if valid is None:
+                return True
+            begins = valid & ~torch.nn.functional.pad(valid[:, :-1], (1, 0))
+            self._outside = bool((begins.sum(1) <= 1).all())
+        return self._outside
 
 
 def make_mask(
