@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .functional import Rows
+from .layout import accumulator
 from .spec import Group
 
 
@@ -73,7 +74,7 @@ def dense_attention(
         raise ValueError(f"k: {group.text} needs keys; got None")
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-    logits = torch.matmul(q, k.transpose(2, 3)).float() * scale
+    logits = torch.matmul(q, k.transpose(2, 3)).to(accumulator(q.dtype)) * scale
     if terms.softcap is not None:
         logits = torch.tanh(logits / terms.softcap) * terms.softcap
     if terms.position_bias is not None:
@@ -109,7 +110,7 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax whose rows are 0 where no key is allowed."""
     highest = logits.amax(-1, keepdim=True)
     if sinks is not None:
-        sinks = sinks.float()[None, :, None, None]
+        sinks = sinks.to(logits.dtype)[None, :, None, None]
         highest = torch.maximum(highest, sinks)
     highest = highest.masked_fill(highest == -torch.inf, 0)
     weights = torch.exp(logits - highest)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .sdpa import Replacement, Replacing
+from .sdpa import Replacement, Replacing, chosen_names
 
 __all__ = ["make_processor", "use"]
 
@@ -64,15 +64,9 @@ def use(model: _Model, spec: str, layers: Iterable[str] | None = None, seed: int
         for name, module in model.named_modules()
         if hasattr(module, "set_processor") and not getattr(module, "is_cross_attention", False)
     }
-    wanted = set(found) if layers is None else set()
-    for layer in layers or ():
-        own = {name for name in found if f".{layer}." in f".{name}."}
-        if not own:
-            raise ValueError(f"layers: expected some of {sorted(found)}; got {layer!r}")
-        wanted |= own
-    if not wanted:
+    if not found:
         raise ValueError(f"model: {type(model).__name__} has no layers with attention processors")
-    for name in sorted(wanted):
+    for name in chosen_names(found, layers):
         module: Any = found[name]
         module.set_processor(make_processor(module.processor, spec, seed))
     return model

@@ -186,25 +186,30 @@ def apply(model: _Model, spec: str, layers: Iterable[str] | None = None, seed: i
         seed: seed of the clusterings.
     """
     found = {name: m for name, m in model.named_modules() if _calls_attention(type(m))}
-    if layers is not None:
-        chosen: dict[str, nn.Module] = {}
-        for layer in layers:
-            own = {n: m for n, m in found.items() if f"{n}.".startswith(f"{layer}.")}
-            if not own:
-                raise ValueError(f"layers: expected some of {sorted(found)}; got {layer!r}")
-            chosen |= own
-        found = chosen
     if not found:
         raise ValueError(
             f"model: no module of {type(model).__name__} calls {_NAME}; for transformers use "
             "coterie.hf.use, for torch.nn.TransformerEncoder coterie.nn.swap_attention"
         )
-    for module in found.values():
+    for module in (found[name] for name in chosen_names(found, layers)):
         own_class: type = type(module)
         if not issubclass(own_class, _Replaced):
             module.__class__ = _class_of(own_class)
         module.coterie_replacement = Replacement(spec, seed)
     return model
+
+
+def chosen_names(found: Iterable[str], layers: Iterable[str] | None) -> list[str]:
+    """The names in or below ``layers``, names of modules; all by default."""
+    if layers is None:
+        return list(found)
+    chosen: list[str] = []
+    for layer in [layers] if isinstance(layers, str) else layers:
+        own = [name for name in found if f".{layer}." in f".{name}."]
+        if not own:
+            raise ValueError(f"layers: expected some of {sorted(found)}; got {layer!r}")
+        chosen += own
+    return chosen
 
 
 _CLASSES: dict[type, type] = {}

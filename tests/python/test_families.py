@@ -123,7 +123,9 @@ def test_full_generates_the_tokens_of_the_model(name: str, way: str) -> None:
     assert _generates(name, way)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen 2", "Qwen 3", "OLMo 2", "Phi 3", "GPT-2", "GPT-NeoX"]
+)
 @torch.no_grad()
 def test_a_quantised_cache_of_plain_tensors_works(name: str) -> None:
     model = _family(name).build()

@@ -122,9 +122,13 @@ def test_a_cache_that_drops_keys_is_refused_where_they_are_needed() -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize(("name", "layer"), [("Llama", 0), ("GPT-2", 0), ("Gemma 3", 1)])
 @torch.no_grad()
-def test_rings_decode_the_tokens_of_the_parallel_pass(side: str, beams: int) -> None:
-    model, inputs, _ = _build("Llama")
+def test_rings_decode_the_tokens_of_the_parallel_pass(
+    name: str, layer: int, side: str, beams: int
+) -> None:
+    """Gemma's layers with windows keep their sliding caches."""
+    model, inputs, _ = _build(name)
     if side == "none":
         inputs["attention_mask"][:] = 1
     coterie.hf.use(model, ROUTING)
@@ -142,7 +146,7 @@ def test_rings_decode_the_tokens_of_the_parallel_pass(side: str, beams: int) -> 
     torch.testing.assert_close(
         torch.stack(ours.logits), torch.stack(plain.logits), atol=2e-5, rtol=1e-5
     )
-    windows, rings = cache.layers[0].parts
+    windows, rings = cache.layers[layer].parts
     assert windows.keys.shape[2] < 6  # of 43 tokens
     assert rings.keys.shape[2] == 3 * 5
 
@@ -234,3 +238,14 @@ def test_old_versions_of_transformers_are_refused() -> None:
     coterie.hf.check_version("6.0.0.dev0")
     with pytest.raises(ImportError, match=r"needs transformers 5\.17 or newer; this is 5\.2\.0"):
         coterie.hf.check_version("5.2.0")
+
+
+def test_what_layers_cannot_honour_is_refused() -> None:
+    """Attention weights, and paged caches of continuous batching."""
+    model, *_ = _build("Llama")
+    coterie.hf.use(model, "full", layers="model")
+    layer, rows = model.model.layers[0].self_attn, torch.randn(2, 4, N, 8)
+    attend = transformers.AttentionInterface()["coterie"]
+    for refused in ({"output_attentions": True}, {"cache": object()}, {"head_mask": rows}):
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            attend(layer, rows, rows[:, :2], rows[:, :2], None, **refused)

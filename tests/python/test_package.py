@@ -119,3 +119,20 @@ def test_state_arguments_are_checked() -> None:
     assert state.surrogates.shape == (4, 3, 8)
     groups = coterie.init_state("2*full+2*routing(clusters=3,window=4)", 4, 8, num_kv_heads=2)
     assert groups[1].centroids.shape == (1, 3, 8)
+
+
+def test_the_package_needs_no_hosts() -> None:
+    """Only torch is installed with it: coterie.hf says what it needs when it is used."""
+    script = """
+import sys
+sys.modules["transformers"] = sys.modules["diffusers"] = None
+import coterie, coterie.diffusers
+try:
+    coterie.hf
+except ImportError as error:
+    assert "transformers" in str(error), error
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from .masks import Mask
 NAME = "coterie"  # of the implementation, and of the submodule of a layer that has a spec
 OWN = "coterie_own"  # attribute of a layer: the implementation it had before
 RINGS = "_coterie_rings"  # attribute of keys that a RingCache returns
-_REFUSED = ("head_mask", "indices", "block_indices", "sinks")
+_REFUSED = ("head_mask", "indices", "block_indices", "sinks", "cache")  # cache: paged
 _GPU_HEAD_DIM = 128
 
 
@@ -56,6 +56,8 @@ def attention_forward(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: not supported; expected None")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: attention weights are not kept; expected False")
     if isinstance(attention_mask, Mask):
         _check_dropped(groups, attention_mask)
     rings = None if torch.compiler.is_compiling() else getattr(key, RINGS, None)
@@ -89,7 +91,12 @@ def _own(
     if name is None:  # loaded with attn_implementation="coterie"
         name = "sdpa" if terms.softcap is None and terms.s_aux is None else "eager"
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    if attend is None:
+        raise ValueError(
+            f"model: {type(module).__name__} has no eager attention; load the model with "
+            'attn_implementation="sdpa" before coterie.hf.use'
+        )
     given = mask.own(name) if isinstance(mask, Mask) else mask
     if kwargs["is_causal"] is None:
         del kwargs["is_causal"]

@@ -85,6 +85,8 @@ def chosen_layers(found: dict[str, Any], layers: LayerChoice) -> set[str]:
                 f"ones to replace, such as layers=range({len(found)})"
             )
         return own
+    if isinstance(layers, str):
+        layers = [layers]
     if isinstance(layers, Mapping):
         return set().union(*(_of_stack(found, *item) for item in layers.items()))
     return set().union(*(_selected(found, layer) for layer in layers))
