@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/clustered/clustered.h"
+#include "cuda/launch/device.h"
 
 namespace coterie::cuda {
 
@@ -36,15 +37,19 @@ struct FarMembers {
 };
 
 // The first stage of the backward pass: delta, near_dmean and the near keys' parts of dq, dk and
-// dv, to which the later stages add. near_backward.cu
+// dv, to which the later stages add. near_backward.cu, or near_backward_sm90a.cu
 template <class T>
-void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
+void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
                         cudaStream_t stream);
 // Before broadcast_gradients: far keys of heads that add. Adds to dk and dv, writes mean_slices.
 // far_backward.cu
 template <class T>
 void far_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
                        const FarMembers& sums, cudaStream_t stream);
+
+// Blocks, in each of `rows` rows of a grid, of kernels of the heads that add: these walk their
+// work, because there usually is none, and blocks that find nothing to do take time as well.
+inline int few_blocks(int rows) { return max(8 * multiprocessors() / rows, 1); }
 
 // Blocks of positions of a call: longer ones than the sequences change nothing.
 inline int near_width(const AttentionCall& call, std::int64_t near) {

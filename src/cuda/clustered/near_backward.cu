@@ -20,7 +20,6 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/fragments.cuh"
-#include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
@@ -417,12 +416,14 @@ __global__ void __launch_bounds__(kNearThreads, (PairShape<T, kWidth>::kMinBlock
 }  // namespace
 
 template <class T>
-void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
+void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
                         cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   const ItemChunks tiles = row_tiles(shape.spans.q, shape.items, kNearOwned);
   if (tiles.slots == 0 || shape.H == 0) return;
   if (shape.subtracts) round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
+  if constexpr (sizeof(T) == 2)
+    if (sm90a) return near_gradients_sm90a(args, queries, stream);
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     launch_early("near_gradient", near_gradient_kernel<T, kWidth>,
@@ -431,8 +432,11 @@ void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& quer
   });
 }
 
-template void near_key_gradients(const BackwardArgs<float>&, const CentroidQueries&, cudaStream_t);
-template void near_key_gradients(const BackwardArgs<Bf16>&, const CentroidQueries&, cudaStream_t);
-template void near_key_gradients(const BackwardArgs<F16>&, const CentroidQueries&, cudaStream_t);
+template void near_key_gradients(const BackwardArgs<float>&, const CentroidQueries&, bool,
+                                 cudaStream_t);
+template void near_key_gradients(const BackwardArgs<Bf16>&, const CentroidQueries&, bool,
+                                 cudaStream_t);
+template void near_key_gradients(const BackwardArgs<F16>&, const CentroidQueries&, bool,
+                                 cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -21,33 +21,12 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/fragments.cuh"
-#include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 namespace {
 
-// The mean's sum over all keys may be this many times the query's sum of weights.
-constexpr float kMostCancelled = 8.0f;
 constexpr int kChunkRows = 1024;  // keys of a chunk of far_kernel
-
-template <class T>
-struct NearArgs {
-  CentroidQueries queries;
-  ItemChunks tiles;  // of queries
-  Tensor4<const T> q, k, v;
-  const std::int32_t *labels, *top_keys;
-  int topk, N, near, pitch;
-  const T* top;  // outputs of top keys that are not near (B, H, N, Dv), and their lse; or null
-  const float* top_lse;
-  const T* means;                       // subtracting: (items, H, C, pitch)
-  const float *mean_lse, *mass, *rest;  // and the means' attention over all keys
-  FarSums<T> far;                       // adding
-  FarHeads heads;                       // those that add
-  std::int32_t* cancels;                // subtracting: set for heads that must add
-  Tensor4<T> out;
-  float* lse;
-};
 
 template <class T, int kDim, bool kSubtract>
 struct NearShape {
@@ -59,17 +38,6 @@ struct NearShape {
   static constexpr bool kResident = sizeof(T) == 2 && kDim <= 64;
   static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kDim <= 64 ? 4 : 2;
 };
-
-// Two neighbouring elements of a row; `left` of them exist. Even rows are read in pairs.
-template <class T>
-__device__ __forceinline__ float2 load_pair(const T* from, int left, bool even) {
-  if (left <= 0) return make_float2(0.0f, 0.0f);
-  if (!even) return make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
-  if constexpr (sizeof(T) == 4)
-    return *reinterpret_cast<const float2*>(from);
-  else
-    return unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from));
-}
 
 // 16 queries of a warp, of which a lane holds two rows.
 template <class T, int kDim, bool kSubtract>
@@ -195,10 +163,9 @@ struct FarParts {
   }
 };
 
+// The queries of tile `number`.
 template <class T, int kDim, bool kSubtract>
-__global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
-    near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
-  await_previous();
+__device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number) {
   using S = NearShape<T, kDim, kSubtract>;
   constexpr int kWalked = S::kWalked, kWords = kWalked / 32;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -206,7 +173,7 @@ __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::
   __shared__ std::uint32_t top_words[kNearOwned * kWords];
   const CentroidQueries& queries = args.queries;
   const int head = static_cast<int>(blockIdx.y), kv_head = head / queries.group;
-  const ItemChunk rows = args.tiles.find(queries.spans.q, static_cast<int>(blockIdx.x));
+  const ItemChunk rows = args.tiles.find(queries.spans.q, number);
   if (rows.begin >= rows.end) return;
   if (!kSubtract && !args.heads.add(rows.item, head)) return;
   const int count = rows.end - rows.begin, thread = static_cast<int>(threadIdx.x);
@@ -344,6 +311,17 @@ __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::
     }
 }
 
+template <class T, int kDim, bool kSubtract>
+__global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
+    near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
+  await_previous();
+  for (int number = static_cast<int>(blockIdx.x); number < args.tiles.slots;
+       number += static_cast<int>(gridDim.x)) {
+    attend_tile<T, kDim, kSubtract>(args, number);
+    __syncthreads();
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kNearThreads)
     round_means_kernel(const float* means, T* to, std::int64_t count, int width, int pitch) {
@@ -358,11 +336,20 @@ template <class T, bool kSubtract>
 void launch_near(const NearArgs<T>& args, cudaStream_t stream) {
   dispatch_head_dim("clustered", args.queries.width, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
-    launch_early(
-        "near_attend", near_attend_kernel<T, kDim, kSubtract>,
-        dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(args.queries.H)),
-        kNearThreads, NearShape<T, kDim, kSubtract>::kBytes, stream, args);
+    // Few blocks where most heads have nothing to add.
+    const int blocks =
+        kSubtract ? args.tiles.slots : min(args.tiles.slots, few_blocks(args.queries.H));
+    launch_early("near_attend", near_attend_kernel<T, kDim, kSubtract>,
+                 dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.queries.H)),
+                 kNearThreads, NearShape<T, kDim, kSubtract>::kBytes, stream, args);
   });
+}
+
+template <class T>
+void launch_subtracting(const NearArgs<T>& args, bool sm90a, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (sm90a) return attend_near_sm90a(args, stream);
+  launch_near<T, true>(args, stream);
 }
 
 RowSums take_sums(Arena& arena, std::int64_t rows, int pitch) {
@@ -452,7 +439,7 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
       args.rest = floats(tensors.out);
       args.cancels = ints(tensors.cancels);
       args.heads.cancels = args.cancels;
-      launch_near<T, true>(args, pass.stream);
+      launch_subtracting(args, plan.sm90a, pass.stream);
     }
     CentroidQueries means = args.queries;
     means.block_rows = kCentroidRows;

@@ -226,7 +226,7 @@ class ClusteredPass : public Pass {
   void differentiate(const BackwardArgs<T>& args, const CentroidQueries& queries,
                      const FarMembers& far, cudaStream_t stream) const {
     const bool means = args.shape.tail(), broadcast = !call_.causal && args.dq.data;
-    if (plan().near > 0) near_key_gradients(args, queries, stream);
+    if (plan().near > 0) near_key_gradients(args, queries, plan().sm90a, stream);
     member_gradients(args, stream);
     if constexpr (sizeof(T) == 2)
       if (means && plan().sm90a) centroid_gradients_sm90a(args, stream);

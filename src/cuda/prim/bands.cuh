@@ -20,13 +20,14 @@ struct Bands {
 
   // As load_tile, into rows from `row` on.
   template <int kLoaded, int kThreads>
-  __device__ void load(int row, const Rows<const T>& rows, std::int64_t first, int count) const {
+  __device__ void load(int row, const Rows<const T>& rows, std::int64_t first, int count,
+                       const std::int32_t* index = nullptr) const {
 #pragma unroll
     for (int band = 0; band < kCount; ++band)
       load_tile<kLoaded, kThreads>(
           Tile<T, 64>{base + band * kBandBytes + row * 128},
           Rows<const T>{rows.data + 64 * band, rows.pitch, rows.width - 64 * band, rows.aligned},
-          first, count);
+          first, count, index);
   }
   __device__ std::uint64_t descriptor(int offset) const {
     return descriptor_behind(matrix_descriptor(base), offset);
