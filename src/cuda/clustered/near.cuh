@@ -63,6 +63,42 @@ struct FarHeads {
   }
 };
 
+// Which of its cluster's top keys are near a query: ranks [first, first + count) of the list.
+struct NearTopKeys {
+  std::uint32_t bits;
+
+  __device__ static NearTopKeys of(int first, int count) {
+    return {static_cast<std::uint32_t>(first) | static_cast<std::uint32_t>(count) << 16};
+  }
+  // Calls body(key) for them.
+  template <class Body>
+  __device__ __forceinline__ void for_each(const std::int32_t* list, const Body& body) const {
+    const int first = static_cast<int>(bits & 0xffffu), count = static_cast<int>(bits >> 16);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) body(list[first + i]);
+  }
+};
+// Finds them for all queries, (B, H, N). near_forward.cu
+void find_near_top_keys(const CentroidQueries& queries, const std::int32_t* labels,
+                        const std::int32_t* top_keys, int items, int topk, int N, int near,
+                        NearTopKeys* to, cudaStream_t stream);
+
+// Sets the bits of those near top keys of kRows rows that are keys begin .. begin + 32 kWords - 1;
+// the words must be 0. clusters: of the rows, -1 for none; lists: of the item's head; own: of the
+// first row. By all threads of the block, one for each row.
+template <int kRows, int kWords>
+__device__ __forceinline__ void mark_top_keys(std::uint32_t* words, const std::int32_t* clusters,
+                                              const std::int32_t* lists, int topk,
+                                              const NearTopKeys* own, int begin) {
+  static_assert(kRows <= kNearThreads, "a thread for each row");
+  const int row = static_cast<int>(threadIdx.x);
+  if (row >= kRows || clusters[row] < 0) return;
+  own[row].for_each(lists + static_cast<std::int64_t>(clusters[row]) * topk, [&](int key) {
+    const auto at = static_cast<unsigned>(key - begin);
+    if (at < 32u * kWords) words[row * kWords + at / 32] |= 1u << at % 32;
+  });
+}
+
 // The forward pass. Subtracting: for all heads; sets `cancels` for those that must add.
 template <class T>
 struct NearArgs {
@@ -70,6 +106,7 @@ struct NearArgs {
   ItemChunks tiles;  // of queries
   Tensor4<const T> q, k, v;
   const std::int32_t *labels, *top_keys;
+  const NearTopKeys* near_top;  // (B, H, N), with top keys
   int topk, N, near, pitch;
   const T* top;  // outputs of top keys that are not near (B, H, N, Dv), and their lse; or null
   const float* top_lse;
@@ -113,47 +150,15 @@ void sum_far_keys(const FarForward<T>& args, cudaStream_t stream);
 template <class T>
 void round_means(const CentroidQueries& queries, int items, T* to, int pitch, cudaStream_t stream);
 
-// Calls body(row, key) for the top keys of kRows rows. clusters: of the rows, -1 for none; lists:
-// of the item's head. By all threads of the block.
-template <int kRows, class Body>
-__device__ __forceinline__ void for_top_keys(const std::int32_t* clusters,
-                                             const std::int32_t* lists, int topk,
-                                             const Body& body) {
-  if (topk % 4 == 0 && reinterpret_cast<std::uintptr_t>(lists) % 16 == 0) {
-    const int fours = topk / 4;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kRows * fours; i += kNearThreads) {
-      const int row = i / fours;
-      if (clusters[row] < 0) continue;
-      const int4 keys = *reinterpret_cast<const int4*>(
-          lists + static_cast<std::int64_t>(clusters[row]) * topk + i % fours * 4);
-      body(row, keys.x), body(row, keys.y), body(row, keys.z), body(row, keys.w);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kRows * topk; i += kNearThreads)
-    if (const int row = i / topk; clusters[row] >= 0)
-      body(row, lists[static_cast<std::int64_t>(clusters[row]) * topk + i % topk]);
-}
-
-// Sets the bits of those keys begin .. begin + 32 kWords - 1 that are top keys of a row's cluster;
-// the words must be 0.
-template <int kRows, int kWords>
-__device__ __forceinline__ void mark_top_keys(std::uint32_t* words, const std::int32_t* clusters,
-                                              const std::int32_t* lists, int topk, int begin) {
-  for_top_keys<kRows>(clusters, lists, topk, [&](int row, int key) {
-    const auto at = static_cast<unsigned>(key - begin);  // lists end with -1
-    if (key >= 0 && at < 32u * kWords) atomicOr(words + row * kWords + at / 32, 1u << at % 32);
-  });
-}
-
 // The kernels of near_forward_sm90a.cu and near_backward_sm90a.cu, for 16-bit types: the near keys
 // of all heads, and their gradients.
 template <class T>
 void attend_near_sm90a(const NearArgs<T>& args, cudaStream_t stream);
 template <class T>
-void near_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
-                          cudaStream_t stream);
+void near_query_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                                cudaStream_t stream);
+template <class T>
+void near_key_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                              cudaStream_t stream);
 
 }  // namespace coterie::cuda

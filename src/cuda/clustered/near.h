@@ -36,8 +36,13 @@ struct FarMembers {
   MemberRuns before, after;
 };
 
-// The first stage of the backward pass: delta, near_dmean and the near keys' parts of dq, dk and
-// dv, to which the later stages add. near_backward.cu, or near_backward_sm90a.cu
+// The first stage of the backward pass: delta, near_dmean and the near keys' part of dq, to which
+// the later stages add. near_backward.cu, or near_backward_sm90a.cu
+template <class T>
+void near_query_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
+                          cudaStream_t stream);
+// After the gradients of the centroids: adds to dk and dv, or writes them for heads that add their
+// far keys. Same files.
 template <class T>
 void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
                         cudaStream_t stream);

@@ -26,32 +26,6 @@ namespace {
 
 constexpr int kRows = 64;  // of a block
 
-// s = a bᵀ.
-template <class T, int kWidth, int kColumns>
-__device__ __forceinline__ void start_scores(float (&s)[kColumns / 2],
-                                             const Bands<T, kWidth, kRows>& a,
-                                             const Bands<T, kWidth, kColumns>& b) {
-#pragma unroll
-  for (int depth = 0; depth < kWidth / 16; ++depth)
-    wgmma_step<T, 0>(depth, s, a.by_columns(0, depth), b.by_columns(0, depth));
-}
-// sum += x b, with x rounded to T.
-template <class T, int kWidth, int kColumns>
-__device__ __forceinline__ void start_sums(float (&sum)[kWidth / 64][32],
-                                           const std::uint32_t (&x)[kColumns / 16][4],
-                                           const Bands<T, kWidth, kColumns>& b) {
-#pragma unroll
-  for (int k = 0; k < kColumns / 16; ++k)
-#pragma unroll
-    for (int band = 0; band < kWidth / 64; ++band)
-      wgmma<T, 1, 1>(sum[band], x[k], b.by_rows(16 * k, band));
-}
-template <class T, int kColumns>
-__device__ __forceinline__ void round_factor(std::uint32_t (&x)[kColumns / 16][4],
-                                             const float (&s)[kColumns / 2]) {
-#pragma unroll
-  for (int i = 0; i < kColumns / 4; ++i) x[i / 4][i % 4] = pack2<T>(s[2 * i], s[2 * i + 1]);
-}
 template <int kBands>
 __device__ __forceinline__ void settle(float (&sum)[kBands][32]) {
 #pragma unroll
@@ -64,16 +38,36 @@ __device__ __forceinline__ void clear(float (&sum)[kBands][32]) {
   settle(sum);
 }
 
-// Writes the block's rows times a factor; `count` of them exist.
+// Writes the block's rows times a factor; `count` of them exist. add: adds to what is there.
 template <class T, int kBands>
-__device__ __forceinline__ void store_rows(const Rows<T>& to, const float (&sum)[kBands][32],
-                                           float factor, int count) {
+__device__ __forceinline__ void store_rows(const Rows<T>& to, float (&sum)[kBands][32],
+                                           float factor, int count, bool add = false) {
+#pragma unroll
+  for (int i = 0; i < kBands * 32; ++i) sum[i / 32][i % 32] *= factor;
+  if (add) {
+    constexpr int kPairs = kBands * 8;
+    const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+    float2 old[2][kPairs];  // all loads are in flight together
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      const int column = i / 2 * 8 + first, left = to.width - column;
+      const T* from = to.row(min(group_row(i % 2), count - 1)) + (left > 0 ? column : 0);
+      old[i % 2][i / 2] = to.aligned
+                              ? unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from))
+                              : make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      float* pair = sum[i / 16] + i / 2 % 8 * 4 + 2 * (i % 2);
+      pair[0] += old[i % 2][i / 2].x;
+      pair[1] += old[i % 2][i / 2].y;
+    }
+  }
 #pragma unroll
   for (int part = 0; part < 2 * kBands; ++part) {
     Accumulator pair[2];
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      pair[i / 8][i / 4 % 2][i % 4] = sum[part / 2][part % 2 * 16 + i] * factor;
+    for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = sum[part / 2][part % 2 * 16 + i];
 #pragma unroll
     for (int side = 0; side < 2; ++side)
       store_columns(to, group_row(side), group_row(side) < count, 32 * part, pair, side);
@@ -94,11 +88,12 @@ __device__ __forceinline__ std::int64_t first_query(const BackwardArgs<T>& args,
 // Shared memory of query_kernel.
 template <class T, int kWidth>
 struct QueryShape {
-  static constexpr int kKeys = kWidth == 64 ? 64 : 32;    // of a tile
+  static constexpr int kKeys = 32;                        // of a tile
   static constexpr int kSpan = 512, kWords = kSpan / 32;  // keys whose bits of top keys are kept
   using Owned = Bands<T, kWidth, kRows>;
   using Walked = Bands<T, kWidth, kKeys>;
-  static constexpr int kBytes = 3 * Owned::kBytes + 4 * Walked::kBytes;
+  static constexpr int kRing = kWidth == 64 ? 4 : 2;
+  static constexpr int kBytes = 3 * Owned::kBytes + 2 * kRing * Walked::kBytes;
 };
 
 template <class T, int kWidth>
@@ -108,7 +103,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
   await_writes();  // first: later kernels read what earlier ones wrote before they wait
   release_next();
   using S = QueryShape<T, kWidth>;
-  constexpr int kKeys = S::kKeys, kWords = S::kWords;
+  constexpr int kKeys = S::kKeys, kWords = S::kWords, kRing = S::kRing;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ std::int32_t clusters[kRows];
   __shared__ float lses[kRows], deltas[kRows];
@@ -133,7 +128,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
       g{q.base + 2 * S::Owned::kBytes};
   const auto tile = [&](int number, int tensor) {
     return typename S::Walked{q.base + 3 * S::Owned::kBytes +
-                              (number % 2 * 2 + tensor) * S::Walked::kBytes};
+                              (number % kRing * 2 + tensor) * S::Walked::kBytes};
   };
   q.template load<kRows, kNearThreads>(0, args.q.rows(own.span.batch, head, own.span.begin),
                                        own.begin, count);
@@ -168,21 +163,26 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
   }
   const std::int64_t problem = queries.row(own.item, head, 0);  // its first mean
   const bool top = subtract && topk > 0;
+  // Which keys from `begin` on are top keys; the caller synchronises the threads.
   const auto find_top = [&](int begin) {
-    if (!top) return;
-    for (int i = thread; i < kRows * kWords; i += kNearThreads) top_words[i] = 0;
-    __syncthreads();
-    mark_top_keys<kRows, kWords>(top_words, clusters, args.lists.top_keys + problem * topk, topk,
-                                 begin);
+    if (!top || thread >= kRows) return;
+#pragma unroll 1
+    for (int w = 0; w < kWords && 32 * w < end - begin; ++w) top_words[w * kRows + thread] = 0;
+    if (thread >= count) return;
+    args.scratch.near_top[line + thread].for_each(
+        args.lists.top_keys + (problem + clusters[thread]) * topk, [&](int key) {
+          const auto at = static_cast<unsigned>(key - begin);
+          if (at < S::kSpan) top_words[at / 32 * kRows + thread] |= 1u << at % 32;
+        });
   };
   __syncthreads();
   means.template load<kRows, kNearThreads>(
       0, {args.scratch.mean + problem * kWidth, kWidth, kWidth, true}, 0, subtract ? kRows : 0,
       clusters);
-  load_keys(0);
-  load_keys(1);
+#pragma unroll
+  for (int number = 0; number < kRing; ++number) load_keys(number);
   find_top(first);
-  cp_async_wait<2>();
+  cp_async_wait<kRing>();
   __syncthreads();
   {
     float sum = 0.0f;
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
 #pragma unroll 1
   for (int number = 0, begin = first; begin < end; ++number, begin += kKeys) {
     if (number > 0 && number % (S::kSpan / kKeys) == 0) find_top(begin);
-    cp_async_wait<1>();
+    cp_async_wait<kRing - 1>();
     fence_async_proxy();
     __syncthreads();
     const typename S::Walked keys = tile(number, 0), values = tile(number, 1);
@@ -227,21 +227,23 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
 #pragma unroll
       for (int group = 0; group < kKeys / 16; ++group) {
         const int key = begin + 16 * group;
-        const bool inside = key >= range.begin && key < range.end;
+        if (key < range.begin || key >= range.end) {
 #pragma unroll
-        for (int i = 8 * group; i < 8 * group + 8; ++i) {
-          const int half = i / 2 % 2;
-          s[i] = inside ? exp2_approximate(fmaf(s[i], exponent, -lse[half])) * d[i] : 0.0f;
+          for (int i = 8 * group; i < 8 * group + 8; ++i) s[i] = 0.0f;
+          continue;
         }
-        if (!inside || key + 16 <= range.end) continue;
 #pragma unroll
         for (int i = 8 * group; i < 8 * group + 8; ++i)
-          if (begin + i / 4 * 8 + lane % 4 * 2 + i % 2 >= range.end) s[i] = 0.0f;
+          s[i] = exp2_approximate(fmaf(s[i], exponent, -lse[i / 2 % 2])) * d[i];
       }
+      if (range.end >= begin + kKeys) return;
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i)
+        if (begin + i / 4 * 8 + lane % 4 * 2 + i % 2 >= range.end) s[i] = 0.0f;
     };
     wgmma_fence();
-    start_scores(s, q, keys);
-    start_scores(d, g, values);
+    start_products(s, q, keys);
+    start_products(d, g, values);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(s);
@@ -249,10 +251,10 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) d[i] -= delta[i / 2 % 2];
     differentiate();
-    round_factor<T, kKeys>(ds, s);
+    round_factor<T>(ds, s);
     wgmma_fence();
     start_sums(dq, ds, keys);
-    start_scores(s, means, keys);
+    start_products(s, means, keys);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(s);
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
             s[part / 2 * 16 + i / 2 * 4 + 2 * half + i % 2] = 0.0f;
       }
     }
-    round_factor<T, kKeys>(dr, s);
+    round_factor<T>(dr, s);
     wgmma_fence();
     start_sums(dmean, dr, keys);
     wgmma_commit();
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     settle(dmean);
     if (begin + kKeys >= end) break;
     __syncthreads();
-    load_keys(number + 2);
+    load_keys(number + kRing);
   }
 
   if (!args.dq.data) return;
@@ -298,9 +300,9 @@ constexpr int kAhead = 4, kPlaces = 8;
 struct QueryRows {
   std::int32_t clusters[kQueries];
   float lse[kQueries], delta[kQueries];
-  // Of a warp's 16 keys, those that are top keys of a query: 16 bits, those of two queries in a
-  // word.
-  std::uint32_t top[4][kQueries / 2];
+  NearTopKeys near_top[kQueries];
+  // Of a warp's 16 keys, those that are top keys of a query.
+  alignas(4) std::uint16_t top[4][kQueries];
 };
 template <class T, int kWidth>
 struct KeyShape {
@@ -346,14 +348,16 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
   struct Facts {
     int cluster;
     float lse, delta;
+    NearTopKeys near_top;
   };
   const auto fetch = [&](int number, int r) {
-    Facts facts{-1, INFINITY, 0.0f};
+    Facts facts{-1, INFINITY, 0.0f, {0}};
     if (number >= total || begin_of(number) + r >= end) return facts;
     const std::int64_t at = first_query(args, q_span, head_of(number)) + begin_of(number) + r;
     facts.cluster = args.lists.labels[at];
     facts.lse = base2_lse(args.lists.lse[at]);
     facts.delta = args.scratch.delta[at];
+    if (top) facts.near_top = args.scratch.near_top[at];
     return facts;
   };
   const auto put = [&](int number, int r, const Facts& facts) {
@@ -361,11 +365,9 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     to.clusters[r] = facts.cluster;
     to.lse[r] = facts.lse;
     to.delta[r] = facts.delta;
+    to.near_top[r] = facts.near_top;
   };
-  const auto clear_top = [&](int number) {
-    if (thread < 2 * kQueries) (&rows[number % kPlaces].top[0][0])[thread] = 0;
-  };
-  // After a barrier behind put and clear_top.
+  // After a barrier behind put.
   const auto load = [&](int number) {
     if (number < total) {
       const int head = head_of(number), begin = begin_of(number);
@@ -378,13 +380,17 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
       tile(number, 1).template load<kQueries, kNearThreads>(
           0, {args.scratch.mean + problem * kWidth, kWidth, kWidth, true}, 0,
           subtract ? kQueries : 0, place.clusters);
-      if (top)
-        for_top_keys<kQueries>(place.clusters, args.lists.top_keys + problem * topk, topk,
-                               [&](int r, int key) {
-                                 const auto at = static_cast<unsigned>(key - own.begin);
-                                 if (key < 0 || at >= static_cast<unsigned>(kRows)) return;
-                                 atomicOr(&place.top[at / 16][r / 2], 1u << (at % 16 + r % 2 * 16));
-                               });
+      if (top && thread < kQueries) {
+        std::uint64_t bits = 0;
+        place.near_top[thread].for_each(
+            args.lists.top_keys + (problem + max(place.clusters[thread], 0)) * topk, [&](int key) {
+              const auto at = static_cast<unsigned>(key - own.begin);
+              if (at < static_cast<unsigned>(kRows)) bits |= 1ull << at;
+            });
+#pragma unroll
+        for (int warp = 0; warp < 4; ++warp)
+          place.top[warp][thread] = static_cast<std::uint16_t>(bits >> (16 * warp));
+      }
     }
     cp_async_commit();
   };
@@ -394,8 +400,6 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
                                        own.begin, count);
   static_assert(kAhead * kQueries == kNearThreads, "a row for each thread");
   put(thread / kQueries, thread % kQueries, fetch(thread / kQueries, thread % kQueries));
-#pragma unroll
-  for (int number = 0; number < kPlaces; ++number) clear_top(number);
   __syncthreads();
 #pragma unroll
   for (int number = 0; number < kRing - 1; ++number) load(number);
@@ -408,10 +412,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
   clear(dv);
 #pragma unroll 1
   for (int number = 0; number < total; ++number) {
-    if (number > 0) {
-      __syncthreads();  // all have read the tile before: its place in the ring is free
-      clear_top(number - 1);
-    }
+    if (number > 0) __syncthreads();  // all have read the tile before: its place is free
     load(number + kRing - 1);
     Facts later{};
     if (thread < kQueries) later = fetch(number + kAhead, thread);
@@ -422,9 +423,9 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     const int begin = begin_of(number);
     float s[16], d[16], z[16];
     wgmma_fence();
-    start_scores(s, k, tile(number, 0));
-    start_scores(d, v, tile(number, 2));
-    start_scores(z, k, tile(number, 1));
+    start_products(s, k, tile(number, 0));
+    start_products(d, v, tile(number, 2));
+    start_products(z, k, tile(number, 1));
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(s);
@@ -439,28 +440,37 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
       const int at = column + lane % 4 * 2;
       const float2 lse = *reinterpret_cast<const float2*>(place.lse + at),
                    delta = *reinterpret_cast<const float2*>(place.delta + at);
-      const std::uint32_t bits = top ? place.top[warp_row / 16][at / 2] >> (lane / 4) : 0;
+      if (!inside) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = column / 2 + e;
-        if (!inside) {
-          s[i] = d[i] = z[i] = 0.0f;
-          continue;
-        }
-        const float shift = e % 2 ? lse.y : lse.x;
-        const float p = exp2_approximate(fmaf(s[i], exponent, -shift));
-        float r = subtract ? exp2_approximate(fmaf(z[i], exponent, -shift)) : 0.0f;
-        if (bits >> (e / 2 * 8 + e % 2 * 16) & 1) r = 0.0f;
-        const float x = d[i] - (e % 2 ? delta.y : delta.x);
-        s[i] = p - r;
-        d[i] = p * x;
-        z[i] = -r * x;
+        for (int i = column / 2; i < column / 2 + 4; ++i) s[i] = d[i] = z[i] = 0.0f;
+        continue;
+      }
+#pragma unroll
+      for (int i = column / 2; i < column / 2 + 4; ++i) {
+        const float shift = i % 2 ? lse.y : lse.x;
+        s[i] = exp2_approximate(fmaf(s[i], exponent, -shift));
+        z[i] = subtract ? exp2_approximate(fmaf(z[i], exponent, -shift)) : 0.0f;
+      }
+      const std::uint32_t bits =
+          top ? *reinterpret_cast<const std::uint32_t*>(&place.top[warp_row / 16][at]) >> (lane / 4)
+              : 0;
+      if (bits & 0x01010101u) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (bits >> (e / 2 * 8 + e % 2 * 16) & 1) z[column / 2 + e] = 0.0f;
+      }
+#pragma unroll
+      for (int i = column / 2; i < column / 2 + 4; ++i) {
+        const float x = d[i] - (i % 2 ? delta.y : delta.x);
+        d[i] = s[i] * x;
+        s[i] -= z[i];
+        z[i] *= -x;
       }
     }
     std::uint32_t w[2][4], ds[2][4], dr[2][4];
-    round_factor<T, kQueries>(w, s);
-    round_factor<T, kQueries>(ds, d);
-    round_factor<T, kQueries>(dr, z);
+    round_factor<T>(w, s);
+    round_factor<T>(ds, d);
+    round_factor<T>(dr, z);
     wgmma_fence();
     start_sums(dv, w, tile(number, 2));
     start_sums(dk, ds, tile(number, 0));
@@ -470,11 +480,11 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     settle(dk);
     settle(dv);
   }
-  const auto store = [&](const Tensor4<T>& tensor, const float(&sum)[kWidth / 64][32],
-                         float factor) {
+  // Heads that add their far keys have no gradients of centroids.
+  const auto store = [&](const Tensor4<T>& tensor, float(&sum)[kWidth / 64][32], float factor) {
     if (tensor.data)
       store_rows(tensor.rows(own.span.batch, kv_head, own.span.begin + own.begin), sum, factor,
-                 count);
+                 count, subtract);
   };
   store(args.dk, dk, args.shape.scale);
   store(args.dv, dv, 1.0f);
@@ -483,25 +493,39 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
 }  // namespace
 
 template <class T>
-void near_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
-                          cudaStream_t stream) {
+void near_query_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                                cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
+  const ItemChunks tiles = row_tiles(shape.spans.q, shape.items, kRows);
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const ItemChunks tiles = row_tiles(shape.spans.q, shape.items, kRows);
     launch_early("near_query_gradient", query_kernel<T, kWidth>,
                  dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H)),
                  kNearThreads, QueryShape<T, kWidth>::kBytes, stream, args, queries, tiles);
-    if (!args.dk.data && !args.dv.data) return;
-    const ItemChunks keys = row_tiles(shape.spans.k, shape.items, kRows);
-    launch_early(
-        "near_key_gradient", key_kernel<T, kWidth>,
-        dim3(static_cast<unsigned>(keys.slots), static_cast<unsigned>(shape.H / shape.group)),
-        kNearThreads, KeyShape<T, kWidth>::kBytes, stream, args, queries, keys);
   });
 }
 
-template void near_gradients_sm90a(const BackwardArgs<Bf16>&, const CentroidQueries&, cudaStream_t);
-template void near_gradients_sm90a(const BackwardArgs<F16>&, const CentroidQueries&, cudaStream_t);
+template <class T>
+void near_key_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                              cudaStream_t stream) {
+  const BackwardShape& shape = args.shape;
+  const ItemChunks tiles = row_tiles(shape.spans.k, shape.items, kRows);
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    launch_early(
+        "near_key_gradient", key_kernel<T, kWidth>,
+        dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(shape.H / shape.group)),
+        kNearThreads, KeyShape<T, kWidth>::kBytes, stream, args, queries, tiles);
+  });
+}
+
+template void near_query_gradients_sm90a(const BackwardArgs<Bf16>&, const CentroidQueries&,
+                                         cudaStream_t);
+template void near_query_gradients_sm90a(const BackwardArgs<F16>&, const CentroidQueries&,
+                                         cudaStream_t);
+template void near_key_gradients_sm90a(const BackwardArgs<Bf16>&, const CentroidQueries&,
+                                       cudaStream_t);
+template void near_key_gradients_sm90a(const BackwardArgs<F16>&, const CentroidQueries&,
+                                       cudaStream_t);
 
 }  // namespace coterie::cuda

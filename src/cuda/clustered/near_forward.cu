@@ -205,7 +205,7 @@ __device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number)
       for (int i = thread; i < kNearOwned * kWords; i += kNearThreads) top_words[i] = 0;
       __syncthreads();
       mark_top_keys<kNearOwned, kWords>(top_words, clusters, args.top_keys + problem * args.topk,
-                                        args.topk, begin);
+                                        args.topk, args.near_top + line, begin);
     }
   };
   __syncthreads();
@@ -322,6 +322,41 @@ __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::
   }
 }
 
+// Grid (tiles of 64 queries, H); 8 lanes per query.
+__global__ void __launch_bounds__(kNearThreads)
+    near_top_kernel(const __grid_constant__ CentroidQueries queries, ItemChunks tiles,
+                    const std::int32_t* labels, const std::int32_t* top_keys, int topk, int N,
+                    int near, NearTopKeys* to) {
+  await_previous();
+  const ItemChunk rows = tiles.find(queries.spans.q, static_cast<int>(blockIdx.x));
+  const int head = static_cast<int>(blockIdx.y), lane = threadIdx.x % 8;
+  const std::int64_t line =
+      (static_cast<std::int64_t>(rows.span.batch) * queries.H + head) * N + rows.span.begin;
+  for (int first = rows.begin; first < rows.end; first += kNearThreads / 8) {
+    const int row = min(first + static_cast<int>(threadIdx.x) / 8, rows.end - 1);
+    const std::int32_t* list = top_keys + queries.row(rows.item, head, labels[line + row]) * topk;
+    const NearRange range(row, near, INT_MAX);
+    int counts = 0;  // of keys before the near ones, and of those before their end
+    const auto count = [&](int key) {  // -1 behind the last one
+      const auto at = static_cast<unsigned>(key);
+      counts += (at < static_cast<unsigned>(range.begin) ? 1 : 0) +
+                (at < static_cast<unsigned>(range.end) ? 1 << 16 : 0);
+    };
+    if (topk % 4 == 0) {
+      for (int i = 4 * lane; i < topk; i += 32) {
+        const int4 keys = *reinterpret_cast<const int4*>(list + i);
+        count(keys.x), count(keys.y), count(keys.z), count(keys.w);
+      }
+    } else {
+      for (int i = lane; i < topk; i += 8) count(list[i]);
+    }
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) counts += __shfl_xor_sync(~0u, counts, step);
+    const int before = counts & 0xffff;
+    if (lane == 0) to[line + row] = NearTopKeys::of(before, (counts >> 16) - before);
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kNearThreads)
     round_means_kernel(const float* means, T* to, std::int64_t count, int width, int pitch) {
@@ -374,6 +409,15 @@ template void round_means(const CentroidQueries&, int, float*, int, cudaStream_t
 template void round_means(const CentroidQueries&, int, Bf16*, int, cudaStream_t);
 template void round_means(const CentroidQueries&, int, F16*, int, cudaStream_t);
 
+void find_near_top_keys(const CentroidQueries& queries, const std::int32_t* labels,
+                        const std::int32_t* top_keys, int items, int topk, int N, int near,
+                        NearTopKeys* to, cudaStream_t stream) {
+  const ItemChunks tiles = row_tiles(queries.spans.q, items, kNearOwned);
+  launch_early("near_top", near_top_kernel,
+               dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(queries.H)),
+               kNearThreads, 0, stream, queries, tiles, labels, top_keys, topk, N, near, to);
+}
+
 void attend_near(const ClusteredForward& pass, Arena& arena) {
   const ClusteredPlan& plan = pass.plan;
   const AttentionCall& call = plan.call;
@@ -395,6 +439,7 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
     far.chunks_before = take_sums(arena, slots, pitch);
     far.chunks_after = take_sums(arena, slots, pitch);
     T* means_rounded = arena.take<T>(plan.subtracts ? plan.num_means() * pitch : 0);
+    auto* near_top = arena.take<NearTopKeys>(top && plan.subtracts ? rows : 0);
     if (arena.counting()) return;
     const ClusteredTensors& tensors = pass.tensors;
     zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
@@ -433,6 +478,11 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
     if (plan.subtracts) {
       round_means(args.queries, static_cast<int>(call.num_items()), means_rounded, pitch,
                   pass.stream);
+      if (top)
+        find_near_top_keys(args.queries, args.labels, args.top_keys,
+                           static_cast<int>(call.num_items()), plan.topk, args.N, plan.near,
+                           near_top, pass.stream);
+      args.near_top = near_top;
       args.means = means_rounded;
       args.mean_lse = floats(tensors.centroid_lse);
       args.mass = floats(tensors.mass);

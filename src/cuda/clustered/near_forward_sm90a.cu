@@ -24,35 +24,55 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kRows = 64;   // queries of a block, and keys of a tile
+constexpr int kRows = 64;   // queries of a block
+constexpr int kKeys = 32;   // of a tile
+constexpr int kRing = 4;    // tiles in shared memory
 constexpr int kSpan = 512;  // keys whose bits of top keys are kept
 constexpr int kWords = kSpan / 32;
+
+template <class T>
+__device__ __forceinline__ float2 load2(const T* from) {
+  if constexpr (sizeof(T) == 4)
+    return *reinterpret_cast<const float2*>(from);
+  else
+    return unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from));
+}
 
 // Two rows of a lane, of 64 queries of the block.
 template <class T, int kDim>
 struct NearSums {
-  float out[kDim / 64][32];
+  float out[kDim / 64][32] = {};
   float shift[2];                    // whole numbers, base 2
   float sum[2] = {}, taken[2] = {};  // this lane's weights of near keys, and those of their means
 
+  // Adds a row of `width` elements times a weight, or nothing. All loads of a lane are in flight
+  // together.
   template <class From>
-  __device__ __forceinline__ void start(int half, const From* row, float weight, int width,
-                                        bool add) {
+  __device__ __forceinline__ void add_row(int half, const From* row, float weight, int width,
+                                          bool there) {
     const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+    float2 two[kDim / 8];
+    if (width == kDim) {
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) two[n] = load2(row + first + 8 * n);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        const int left = width - 8 * n - first;
+        two[n].x = left > 0 ? to_float(row[first + 8 * n]) : 0.0f;
+        two[n].y = left > 1 ? to_float(row[first + 8 * n + 1]) : 0.0f;
+      }
+    }
+    if (!there) return;  // not before: the loads of all lanes are one instruction
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      const int column = 8 * n + first;
-      const float2 two = load_pair(row + column, width - column, width % 2 == 0);
       float* to = out[n / 8] + n % 8 * 4 + 2 * half;
-      to[0] = weight * two.x + (add ? to[0] : 0.0f);
-      to[1] = weight * two.y + (add ? to[1] : 0.0f);
+      to[0] = fmaf(weight, two[n].x, to[0]);
+      to[1] = fmaf(weight, two[n].y, to[1]);
     }
   }
-  // s: scores in base 2, -inf for keys that are not there. Raises a shift that is far below.
-  __device__ __forceinline__ void follow(const float (&s)[32]) {
-    float largest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
+  // Raises a shift that is far below the largest score of its row.
+  __device__ __forceinline__ void follow(const float (&largest)[2]) {
     const bool above =
         largest[0] > shift[0] + RowSoftmax::kSlack || largest[1] > shift[1] + RowSoftmax::kSlack;
     if (!__any_sync(~0u, above)) return;
@@ -74,13 +94,14 @@ struct NearSums {
 };
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 4 : 2)
     near_attend_sm90a_kernel(const __grid_constant__ NearArgs<T> args) {
   await_previous();
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ std::int32_t clusters[kRows];
   __shared__ std::uint32_t top_words[kRows * kWords];
   using Matrix = Bands<T, kDim, kRows>;
+  using Keys = Bands<T, kDim, kKeys>;
   const CentroidQueries& queries = args.queries;
   const int head = static_cast<int>(blockIdx.y), kv_head = head / queries.group;
   const ItemChunk rows = args.tiles.find(queries.spans.q, static_cast<int>(blockIdx.x));
@@ -96,33 +117,40 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 3 : 2)
             end = NearRange(rows.end - 1, args.near, length).end;
   const Matrix q{shared_address(memory)}, means{q.base + Matrix::kBytes};
   const auto tile = [&](int number, int tensor) {
-    return Matrix{q.base + (2 + number % 2 * 2 + tensor) * Matrix::kBytes};
+    return Keys{q.base + 2 * Matrix::kBytes + (number % kRing * 2 + tensor) * Keys::kBytes};
   };
   const Rows<const T> k = args.k.rows(keys_span.batch, kv_head, keys_span.begin);
   const Rows<const T> v = args.v.rows(keys_span.batch, kv_head, keys_span.begin);
   const auto load_keys = [&](int number) {
-    const int begin = first + number * kRows;
+    const int begin = first + number * kKeys;
     if (begin < end) {
-      tile(number, 0).template load<kRows, kNearThreads>(0, k, begin, end - begin);
-      tile(number, 1).template load<kRows, kNearThreads>(0, v, begin, end - begin);
+      tile(number, 0).template load<kKeys, kNearThreads>(0, k, begin, end - begin);
+      tile(number, 1).template load<kKeys, kNearThreads>(0, v, begin, end - begin);
     }
     cp_async_commit();
   };
   q.template load<kRows, kNearThreads>(0, args.q.rows(rows.span.batch, head, rows.span.begin),
                                        rows.begin, count);
   const std::int64_t problem = queries.row(rows.item, head, 0);  // its first mean
+  NearTopKeys near_top;                                          // of row `thread`
+  if (args.near_top && thread < count) near_top = args.near_top[line + thread];
+  // Which keys from `begin` on are top keys; the caller synchronises the threads.
   const auto find_top = [&](int begin) {
-    if (!args.top_keys) return;
-    for (int i = thread; i < kRows * kWords; i += kNearThreads) top_words[i] = 0;
-    __syncthreads();
-    mark_top_keys<kRows, kWords>(top_words, clusters, args.top_keys + problem * args.topk,
-                                 args.topk, begin);
+    if (!args.top_keys || thread >= kRows) return;
+#pragma unroll 1
+    for (int w = 0; w < kWords && 32 * w < end - begin; ++w) top_words[w * kRows + thread] = 0;
+    if (thread >= count) return;
+    args.near_top[line + thread].for_each(
+        args.top_keys + (problem + max(clusters[thread], 0)) * args.topk, [&](int key) {
+          const auto at = static_cast<unsigned>(key - begin);
+          if (at < kSpan) top_words[at / 32 * kRows + thread] |= 1u << at % 32;
+        });
   };
   __syncthreads();
   means.template load<kRows, kNearThreads>(
       0, {args.means + problem * args.pitch, args.pitch, args.pitch, true}, 0, kRows, clusters);
-  load_keys(0);
-  load_keys(1);
+#pragma unroll
+  for (int number = 0; number < kRing; ++number) load_keys(number);
 
   const int lane = thread % 32, warp_row = thread / 32 * 16, width = args.out.width;
   const NearRange range(rows.begin + warp_row, args.near, length);
@@ -131,56 +159,52 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 3 : 2)
   float mean_lse[2], top_lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = warp_row + 8 * half + lane / 4, cluster = max(clusters[row], 0);
+    const int row = group_row(half), cluster = max(clusters[row], 0);
     const bool there = row < count;
     mean_lse[half] = there ? args.mean_lse[problem + cluster] * kLog2e : kLowestFar;
     top_lse[half] = args.top && there ? args.top_lse[line + row] * kLog2e : -INFINITY;
     const float largest = fmaxf(mean_lse[half], top_lse[half]);
     own.shift[half] = largest > kLowestFar ? ceilf(largest) : kLowestFar;
-    own.start(half, args.rest + (problem + cluster) * width,
-              exp2_approximate(mean_lse[half] - own.shift[half]), there ? width : 0, false);
+    own.add_row(half, args.rest + (problem + cluster) * width,
+                exp2_approximate(mean_lse[half] - own.shift[half]), width, there);
     if (args.top)
-      own.start(half, args.top + (line + row) * width,
-                exp2_approximate(top_lse[half] - own.shift[half]),
-                top_lse[half] != -INFINITY ? width : 0, true);
+      own.add_row(half, args.top + (line + min(row, count - 1)) * width,
+                  exp2_approximate(top_lse[half] - own.shift[half]), width,
+                  top_lse[half] != -INFINITY);
   }
   find_top(first);
 #pragma unroll 1
-  for (int number = 0, begin = first; begin < end; ++number, begin += kRows) {
-    if (number > 0 && number % (kSpan / kRows) == 0) find_top(begin);
-    cp_async_wait<1>();
+  for (int number = 0, begin = first; begin < end; ++number, begin += kKeys) {
+    if (number > 0 && number % (kSpan / kKeys) == 0) find_top(begin);
+    cp_async_wait<kRing - 1>();
     fence_async_proxy();
     __syncthreads();
-    float s[32], z[32];
+    float s[kKeys / 2], z[kKeys / 2];
     wgmma_fence();
-    row_products(s, q, 0, tile(number, 0), 0);
-    row_products(z, means, 0, tile(number, 0), 0);
+    start_products(s, q, tile(number, 0));
+    start_products(z, means, tile(number, 0));
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_settle(s);
     wgmma_settle(z);
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < kKeys / 2; ++i) {
       s[i] = __fmul_rn(s[i], exponent);
       z[i] = __fmul_rn(z[i], exponent);
     }
     // Groups of 16 keys are near all 16 queries of the warp or none, but the sequence may end.
+    if (range.end < begin + kKeys) {
 #pragma unroll
-    for (int group = 0; group < 4; ++group) {
-      const int key = begin + 16 * group;
-      if (key >= range.begin && key + 16 <= range.end) continue;
-#pragma unroll
-      for (int i = 8 * group; i < 8 * group + 8; ++i)
-        if (key < range.begin || begin + i / 4 * 8 + lane % 4 * 2 + i % 2 >= range.end)
-          s[i] = z[i] = -INFINITY;
+      for (int i = 0; i < kKeys / 2; ++i)
+        if (begin + i / 4 * 8 + lane % 4 * 2 + i % 2 >= range.end) s[i] = z[i] = -INFINITY;
     }
     if (args.top_keys) {
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
+      for (int part = 0; part < kKeys / 16; ++part) {
         const int half = part % 2;
-        const std::uint32_t bits = top_words[(warp_row + 8 * half + lane / 4) * kWords +
-                                             (begin - first) % kSpan / 32 + part / 2] >>
-                                   (lane % 4 * 2);
+        const std::uint32_t bits =
+            top_words[((begin - first) % kSpan / 32 + part / 2) * kRows + group_row(half)] >>
+            (lane % 4 * 2);
         if ((bits & 0x03030303u) == 0) continue;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
@@ -188,17 +212,28 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 3 : 2)
             z[part / 2 * 16 + i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
       }
     }
-    own.follow(s);
-#pragma unroll
-    for (int group = 0; group < 4; ++group) {
+    const auto near = [&](int group) {
       const int key = begin + 16 * group;
-      const bool near = key >= range.begin && key < range.end;
+      return key >= range.begin && key < range.end;
+    };
+    float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int group = 0; group < kKeys / 16; ++group) {
+      if (!near(group)) continue;
+#pragma unroll
+      for (int i = 8 * group; i < 8 * group + 8; ++i)
+        largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
+    }
+    own.follow(largest);
+#pragma unroll
+    for (int group = 0; group < kKeys / 16; ++group) {
+      if (!near(group)) {
+#pragma unroll
+        for (int i = 8 * group; i < 8 * group + 8; ++i) s[i] = z[i] = 0.0f;
+        continue;
+      }
 #pragma unroll
       for (int i = 8 * group; i < 8 * group + 8; ++i) {
-        if (!near) {
-          s[i] = z[i] = 0.0f;
-          continue;
-        }
         const int half = i / 2 % 2;
         s[i] = exp2_approximate(s[i] - own.shift[half]);
         z[i] = exp2_approximate(z[i] - own.shift[half]);
@@ -207,24 +242,24 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 3 : 2)
         z[i] = -z[i];
       }
     }
-    std::uint32_t p[4][4], r[4][4];
-    pack_factor<T>(p, s);
-    pack_factor<T>(r, z);
+    std::uint32_t p[kKeys / 16][4], r[kKeys / 16][4];
+    round_factor<T>(p, s);
+    round_factor<T>(r, z);
     wgmma_fence();
-    add_products(own.out, p, tile(number, 1), 0);
-    add_products(own.out, r, tile(number, 1), 0);
+    start_sums(own.out, p, tile(number, 1));
+    start_sums(own.out, r, tile(number, 1));
     wgmma_commit();
     wgmma_wait<0>();
     own.settle();
-    if (begin + kRows >= end) break;
+    if (begin + kKeys >= end) break;
     __syncthreads();
-    load_keys(number + 2);
+    load_keys(number + kRing);
   }
 
   bool cancels = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = warp_row + 8 * half + lane / 4;
+    const int row = group_row(half);
     const bool there = row < count;
     const float shift = own.shift[half];
     const float weight = exp2_approximate(mean_lse[half] - shift);
@@ -249,7 +284,7 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 3 : 2)
       pair[i / 8][i / 4 % 2][i % 4] = own.out[part / 2][part % 2 * 16 + i];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = warp_row + 8 * half + lane / 4;
+      const int row = group_row(half);
       store_columns(out, rows.begin + row, row < count, 32 * part, pair, half);
     }
   }
@@ -264,7 +299,8 @@ void attend_near_sm90a(const NearArgs<T>& args, cudaStream_t stream) {
     launch_early(
         "near_attend_sm90a", near_attend_sm90a_kernel<T, kDim>,
         dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(args.queries.H)),
-        kNearThreads, 6 * Bands<T, kDim, kRows>::kBytes, stream, args);
+        kNearThreads, 2 * Bands<T, kDim, kRows>::kBytes + 2 * kRing * Bands<T, kDim, kKeys>::kBytes,
+        stream, args);
   });
 }
 
