@@ -18,7 +18,7 @@ Training with routing heads::
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -197,9 +197,21 @@ class Attention(HeadGroups):
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
+@overload
+def swap_attention(
+    module: nn.MultiheadAttention, spec: str, causal: bool = False, seed: int = 0
+) -> Attention: ...
+
+
+@overload
 def swap_attention(
     module: _Module, spec: str, causal: bool = False, seed: int = 0
-) -> _Module | Attention:
+) -> _Module: ...
+
+
+def swap_attention(
+    module: nn.Module, spec: str, causal: bool = False, seed: int = 0
+) -> nn.Module:
     """Replaces the self-attention of torch.nn by :class:`Attention` with the same weights.
 
     Args:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import coterie
+import coterie.diffusers
 import coterie.hf
 import coterie.nn
 
@@ -32,6 +33,21 @@ def layer() -> nn.TransformerEncoderLayer:
     block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     block.add_module("self_attn", coterie.nn.Attention(32, 4, "i-clustered(clusters=4)"))
     return block
+
+
+def swapped(encoder: nn.TransformerEncoder) -> tuple[nn.TransformerEncoder, coterie.nn.Attention]:
+    one = coterie.nn.swap_attention(nn.MultiheadAttention(32, 4), "full")
+    return coterie.nn.swap_attention(encoder, "i-clustered(clusters=4)", causal=False), one
+
+
+def hosts(model: nn.Sequential) -> nn.Sequential:
+    coterie.diffusers.use(model, "full", layers=["attn1"])
+    coterie.hf.use(model, "full", layers={"encoder": range(2), "decoder": None})
+    return coterie.apply(model, "i-clustered(clusters=4)", layers=["blocks"])
+
+
+def by_names_of_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return coterie.attention(q, k, v, "full", attn_mask=mask, is_causal=False, enable_gqa=True)
 
 
 def train(model: nn.Module, x: Tensor) -> None:
