@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 transformers = pytest.importorskip("transformers")
 
 from families import FAMILIES, N, difference, inputs_of, result  # noqa: E402
+from transformers import masking_utils as known  # noqa: E402
 
 import coterie.hf  # noqa: E402
 
@@ -249,3 +250,30 @@ def test_what_layers_cannot_honour_is_refused() -> None:
     for refused in ({"output_attentions": True}, {"cache": object()}, {"head_mask": rows}):
         with pytest.raises(ValueError, match=next(iter(refused))):
             attend(layer, rows, rows[:, :2], rows[:, :2], None, **refused)
+
+
+@torch.no_grad()
+def test_layers_without_a_spec_return_their_weights() -> None:
+    """The windows of ModernBERT run as local attention only where nobody asks for weights."""
+    model, inputs, _ = _build("ModernBERT")
+    own = model(**inputs, output_attentions=True).attentions
+    coterie.hf.use(model, "local(window=9)", layers=[1])
+    layer, rows = model.layers[3].attn, torch.randn(2, 4, N, 8)
+    mask = coterie.hf.masks.make_mask(
+        2, N, N, mask_function=known.sliding_window_bidirectional_mask_function(4), local_size=4
+    )
+    attend = transformers.AttentionInterface()["coterie"]
+    settings = {"scaling": 0.3, "sliding_window": 5}
+    out, weights = attend(layer, rows, rows, rows, mask, output_attentions=True, **settings)
+    assert weights.shape == own[0].shape
+    torch.testing.assert_close(attend(layer, rows, rows, rows, mask, **settings)[0], out)
+
+
+@torch.no_grad()
+def test_soft_caps_are_refused_with_rings_too() -> None:
+    model, inputs, _ = _build("Gemma 2")
+    coterie.hf.use(model, ROUTING)
+    cache = coterie.hf.RingCache(model)
+    for settings in ({}, {"past_key_values": cache}):
+        with pytest.raises(ValueError, match="softcap: "):
+            model(**inputs, **settings)

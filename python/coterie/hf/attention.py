@@ -42,8 +42,8 @@ def attention_forward(
     terms = Terms(kwargs.get("position_bias"), kwargs.get("softcap"), kwargs.get("s_aux"))
     rows = Rows(query, key, value)
     groups = _groups_of(module, rows, causal)
-    if groups is None:
-        groups = _window(attention_mask, rows, causal, dropout, terms)
+    if groups is None and not (dropout or terms.named() or _refused(kwargs)):
+        groups = _window(attention_mask, rows, causal)
     if groups is None:
         return _own(
             module, rows, attention_mask, terms, scaling, dropout, is_causal=is_causal, **kwargs
@@ -53,21 +53,26 @@ def attention_forward(
             f"dropout: attention dropout is not supported; got {dropout}, set the config's "
             "attention dropout to 0"
         )
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: not supported; expected None")
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions: attention weights are not kept; expected False")
+    if _refused(kwargs):
+        raise ValueError(f"{_refused(kwargs)}: not supported in layers with a spec")
     if isinstance(attention_mask, Mask):
         _check_dropped(groups, attention_mask)
+    options = Options(causal, scaling or 0.0)
     rings = None if torch.compiler.is_compiling() else getattr(key, RINGS, None)
-    if rings is not None:
-        out = rings.attend(groups, rows, attention_mask, Options(causal, scaling or 0.0))
-    elif terms.named():
+    if terms.named():
         out = _dense(groups, rows, attention_mask, scaling, causal, terms)
+    elif rings is not None:
+        out = rings.attend(groups, rows, attention_mask, options)
     else:
-        out = _run_masked(groups, rows, attention_mask, Options(causal, scaling or 0.0))
+        out = _run_masked(groups, rows, attention_mask, options)
     return out.transpose(1, 2), None
+
+
+def _refused(kwargs: dict[str, Any]) -> str | None:
+    """The name of an argument that mechanisms do not support, None without one."""
+    if kwargs.get("output_attentions"):  # weights are not kept
+        return "output_attentions"
+    return next((name for name in _REFUSED if kwargs.get(name) is not None), None)
 
 
 def _causal(module: nn.Module, mask: Mask | Tensor | None, given: bool | None) -> bool:
@@ -106,15 +111,13 @@ def _own(
     return found
 
 
-def _window(
-    mask: Mask | Tensor | None, rows: Rows, causal: bool, dropout: float, terms: Terms
-) -> HeadGroups | None:
+def _window(mask: Mask | Tensor | None, rows: Rows, causal: bool) -> HeadGroups | None:
     """Local attention by the model's own window, None where only the model's code is exact."""
     if not isinstance(mask, Mask) or mask.pattern is None or mask.pattern.window is None:
         return None
     if torch.compiler.is_compiling():  # where padding is must be asked of the device
         return None
-    if dropout or terms.named() or (rows.q.is_cuda and rows.q.shape[3] > _GPU_HEAD_DIM):
+    if rows.q.is_cuda and rows.q.shape[3] > _GPU_HEAD_DIM:
         return None
     if not mask.padding_is_outside():  # local counts positions without padding
         return None
