@@ -5,9 +5,10 @@
 >>> q, k, v = torch.randn(3, 1, 8, 1024, 64)
 >>> out = coterie.attention(q, k, v, "i-clustered(clusters=64,topk=32)")
 
-:func:`attention` is the functional form, :mod:`coterie.nn` has the module, and :mod:`coterie.hf`
-integrates with Hugging Face models. ``python -m coterie.info`` prints what is installed and how to
-write specs.
+:func:`attention` is the functional form, :mod:`coterie.nn` has the module. Models of others get
+specs by :mod:`coterie.hf` (transformers), :mod:`coterie.diffusers`,
+:func:`coterie.nn.swap_attention` (torch.nn) and :func:`apply` (all that call torch's attention).
+``python -m coterie.info`` prints what is installed and how to write specs.
 """
 
 from __future__ import annotations
