@@ -35,5 +35,7 @@ settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_
 with torch.no_grad():
     cached = decoder.generate(tokens, use_cache=True, **settings)
     plain = decoder.generate(tokens, use_cache=False, **settings)
-print(f"decoder: {cached.shape[1] - 24} tokens, the same with and without a cache")
+    rings = decoder.generate(tokens, past_key_values=coterie.hf.RingCache(decoder), **settings)
+print(f"decoder: {cached.shape[1] - 24} tokens, the same with a cache, with rings and without")
 assert torch.equal(cached, plain)
+assert torch.equal(rings, plain)
