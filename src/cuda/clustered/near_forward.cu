@@ -315,6 +315,15 @@ template <class T, int kDim, bool kSubtract>
 __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
     near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
   await_previous();
+  if (!kSubtract) {
+    const FarHeads& heads = args.heads;
+    const int own = static_cast<int>(blockIdx.y);
+    bool any = false;
+    for (int item = static_cast<int>(threadIdx.x); item < args.tiles.items && !any;
+         item += kNearThreads)
+      any = heads.add(item, own);
+    if (!__syncthreads_or(any)) return;
+  }
   for (int number = static_cast<int>(blockIdx.x); number < args.tiles.slots;
        number += static_cast<int>(gridDim.x)) {
     attend_tile<T, kDim, kSubtract>(args, number);
@@ -342,7 +351,7 @@ __global__ void __launch_bounds__(kNearThreads)
       counts += (at < static_cast<unsigned>(range.begin) ? 1 : 0) +
                 (at < static_cast<unsigned>(range.end) ? 1 << 16 : 0);
     };
-    if (topk % 4 == 0) {
+    if (topk % 4 == 0 && reinterpret_cast<std::uintptr_t>(top_keys) % 16 == 0) {
       for (int i = 4 * lane; i < topk; i += 32) {
         const int4 keys = *reinterpret_cast<const int4*>(list + i);
         count(keys.x), count(keys.y), count(keys.z), count(keys.w);
