@@ -47,17 +47,6 @@ __device__ __forceinline__ std::int64_t first_query(const FarArgs<T>& args, cons
          span.begin;
 }
 
-// Whether there is a head that adds; by all threads of the block.
-template <class T>
-__device__ __forceinline__ bool any_adds(const FarArgs<T>& args) {
-  const int key_heads = args.queries.H / args.queries.group,
-            heads = args.pass.shape.items * key_heads;
-  bool any = false;
-  for (int i = static_cast<int>(threadIdx.x); i < heads && !any; i += kThreads)
-    any = args.pass.adds(i / key_heads, i % key_heads * args.queries.group);
-  return __syncthreads_or(any);
-}
-
 // A warp walks the members of a cluster up (blockIdx.y 0) or down.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -306,7 +295,6 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     far_keys_kernel(const __grid_constant__ FarArgs<T> args, int parts, int total) {
   await_previous();
-  if (!any_adds(args)) return;
   for (int number = static_cast<int>(blockIdx.x); number < total;
        number += static_cast<int>(gridDim.x)) {
     far_keys<T, kWidth>(args, parts, number);

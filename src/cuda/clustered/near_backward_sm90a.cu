@@ -38,34 +38,39 @@ __device__ __forceinline__ void clear(float (&sum)[kBands][32]) {
   settle(sum);
 }
 
-// Writes the block's rows times a factor; `count` of them exist.
+// Writes the block's rows times a factor; `count` of them exist. add: adds to what is there.
 template <class T, int kBands>
-__device__ __forceinline__ void store_rows(const Rows<T>& to, const float (&sum)[kBands][32],
-                                           float factor, int count) {
+__device__ __forceinline__ void store_rows(const Rows<T>& to, float (&sum)[kBands][32],
+                                           float factor, int count, bool add = false) {
+#pragma unroll
+  for (int i = 0; i < kBands * 32; ++i) sum[i / 32][i % 32] *= factor;
+  if (add) {
+    constexpr int kPairs = kBands * 8;
+    const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+    float2 old[2][kPairs];  // all loads are in flight together
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      const int column = i / 2 * 8 + first, left = to.width - column;
+      const T* from = to.row(min(group_row(i % 2), count - 1)) + (left > 0 ? column : 0);
+      old[i % 2][i / 2] = to.aligned
+                              ? unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from))
+                              : make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      float* pair = sum[i / 16] + i / 2 % 8 * 4 + 2 * (i % 2);
+      pair[0] += old[i % 2][i / 2].x;
+      pair[1] += old[i % 2][i / 2].y;
+    }
+  }
 #pragma unroll
   for (int part = 0; part < 2 * kBands; ++part) {
     Accumulator pair[2];
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      pair[i / 8][i / 4 % 2][i % 4] = sum[part / 2][part % 2 * 16 + i] * factor;
+    for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = sum[part / 2][part % 2 * 16 + i];
 #pragma unroll
     for (int side = 0; side < 2; ++side)
       store_columns(to, group_row(side), group_row(side) < count, 32 * part, pair, side);
-  }
-}
-// sum = factor sum + the block's rows in shared memory.
-template <class T, int kWidth>
-__device__ __forceinline__ void add_rows(float (&sum)[kWidth / 64][32], float factor,
-                                         const Bands<T, kWidth, kRows>& rows) {
-#pragma unroll
-  for (int i = 0; i < kWidth / 4; ++i) {
-    const int side = i % 2, chunk = i / 2 % 8, band = i / 16;
-    const float2 two = unpack2<T>(load_shared32(
-        Tile<T, 64>{rows.base + band * rows.kBandBytes}.chunk(group_row(side), chunk) +
-        threadIdx.x % 4 * 4));
-    float* pair = sum[band] + chunk * 4 + 2 * side;
-    pair[0] = fmaf(factor, pair[0], two.x);
-    pair[1] = fmaf(factor, pair[1], two.y);
   }
 }
 
@@ -109,14 +114,12 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
   if (own.begin >= own.end) return;
   const int count = own.end - own.begin, near = args.shape.near, topk = args.shape.topk;
   const std::int64_t line = first_query(args, own.span, head) + own.begin;
-  const bool subtract = !args.adds(own.item, head), top = subtract && topk > 0;
-  NearTopKeys near_top{0};  // of row `thread`
-  if (top && thread < count) near_top = args.scratch.near_top[line + thread];
   if (thread < kRows) {
     const bool there = thread < count;
     clusters[thread] = there ? args.lists.labels[line + thread] : -1;
     lses[thread] = there ? base2_lse(args.lists.lse[line + thread]) : INFINITY;
   }
+  const bool subtract = !args.adds(own.item, head);
   const ItemSpan k_span = queries.spans.k.span(own.item);
   const int length = k_span.length;
   const int first = NearRange(own.begin, near, length).begin,
@@ -159,16 +162,18 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     }
   }
   const std::int64_t problem = queries.row(own.item, head, 0);  // its first mean
+  const bool top = subtract && topk > 0;
   // Which keys from `begin` on are top keys; the caller synchronises the threads.
   const auto find_top = [&](int begin) {
     if (!top || thread >= kRows) return;
 #pragma unroll 1
     for (int w = 0; w < kWords && 32 * w < end - begin; ++w) top_words[w * kRows + thread] = 0;
-    near_top.for_each(args.lists.top_keys + (problem + max(clusters[thread], 0)) * topk,
-                      [&](int key) {
-                        const auto at = static_cast<unsigned>(key - begin);
-                        if (at < S::kSpan) top_words[at / 32 * kRows + thread] |= 1u << at % 32;
-                      });
+    if (thread >= count) return;
+    args.scratch.near_top[line + thread].for_each(
+        args.lists.top_keys + (problem + clusters[thread]) * topk, [&](int key) {
+          const auto at = static_cast<unsigned>(key - begin);
+          if (at < S::kSpan) top_words[at / 32 * kRows + thread] |= 1u << at % 32;
+        });
   };
   __syncthreads();
   means.template load<kRows, kNearThreads>(
@@ -328,7 +333,6 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
             end = NearRange(own.end - 1, near, length).end;
   const int per_head = (end - first + kQueries - 1) / kQueries, total = group * per_head;
   const bool subtract = !args.adds(own.item, kv_head * group), top = subtract && topk > 0;
-  if (subtract && total <= 0) return;  // nothing to add
   const typename S::Owned k{shared_address(memory)}, v{k.base + S::Owned::kBytes};
   const auto tile = [&](int number, int tensor) {
     return typename S::Walked{k.base + 2 * S::Owned::kBytes +
@@ -400,12 +404,6 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
 #pragma unroll
   for (int number = 0; number < kRing - 1; ++number) load(number);
 
-  const auto load_gradients = [&](const typename S::Owned& place, const Tensor4<T>& tensor) {
-    if (!tensor.data) return;
-    const Rows<T> from = tensor.rows(own.span.batch, kv_head, own.span.begin);
-    place.template load<kRows, kNearThreads>(0, {from.data, from.pitch, from.width, from.aligned},
-                                             own.begin, count);
-  };
   const int lane = thread % 32, warp_row = thread / 32 * 16;
   const NearRange range(own.begin + warp_row, near, length);
   const float exponent = args.shape.scale * kLog2e;
@@ -434,14 +432,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     wgmma_settle(d);
     wgmma_settle(z);
     if (thread < kQueries) put(number + kAhead, thread, later);
-    if (number == total - 1 &&
-        subtract) {  // k and v are read: what is in dk and dv takes their place
-      __syncthreads();
-      load_gradients(k, args.dk);
-      load_gradients(v, args.dv);
-      cp_async_commit();
-    }
-    // Pairs of queries in columns: s becomes P - R, d and z become dS and -dR.
+      // Pairs of queries in columns: s becomes P - R, d and z become dS and -dR.
 #pragma unroll
     for (int column = 0; column < kQueries; column += 8) {
       const int query = begin + column / 16 * 16;
@@ -490,19 +481,13 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     settle(dv);
   }
   // Heads that add their far keys have no gradients of centroids.
-  if (subtract) {
-    cp_async_wait<0>();
-    __syncthreads();
-  }
-  const auto store = [&](const Tensor4<T>& tensor, const typename S::Owned& there,
-                         float(&sum)[kWidth / 64][32], float factor) {
-    if (!tensor.data) return;
-    if (subtract) add_rows(sum, factor, there);
-    store_rows(tensor.rows(own.span.batch, kv_head, own.span.begin + own.begin), sum,
-               subtract ? 1.0f : factor, count);
+  const auto store = [&](const Tensor4<T>& tensor, float(&sum)[kWidth / 64][32], float factor) {
+    if (tensor.data)
+      store_rows(tensor.rows(own.span.batch, kv_head, own.span.begin + own.begin), sum, factor,
+                 count, subtract);
   };
-  store(args.dk, k, dk, args.shape.scale);
-  store(args.dv, v, dv, 1.0f);
+  store(args.dk, dk, args.shape.scale);
+  store(args.dv, dv, 1.0f);
 }
 
 }  // namespace

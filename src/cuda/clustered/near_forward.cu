@@ -315,15 +315,6 @@ template <class T, int kDim, bool kSubtract>
 __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
     near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
   await_previous();
-  if (!kSubtract) {
-    const FarHeads& heads = args.heads;
-    const int own = static_cast<int>(blockIdx.y);
-    bool any = false;
-    for (int item = static_cast<int>(threadIdx.x); item < args.tiles.items && !any;
-         item += kNearThreads)
-      any = heads.add(item, own);
-    if (!__syncthreads_or(any)) return;
-  }
   for (int number = static_cast<int>(blockIdx.x); number < args.tiles.slots;
        number += static_cast<int>(gridDim.x)) {
     attend_tile<T, kDim, kSubtract>(args, number);

@@ -110,8 +110,6 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 4 : 2)
   const std::int64_t line =
       (static_cast<std::int64_t>(rows.span.batch) * queries.H + head) * args.N + rows.span.begin +
       rows.begin;
-  NearTopKeys near_top{0};  // of row `thread`
-  if (args.top_keys && thread < count) near_top = args.near_top[line + thread];
   if (thread < kRows) clusters[thread] = thread < count ? args.labels[line + thread] : -1;
   const ItemSpan keys_span = queries.spans.k.span(rows.item);
   const int length = keys_span.length;
@@ -134,16 +132,19 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 4 : 2)
   q.template load<kRows, kNearThreads>(0, args.q.rows(rows.span.batch, head, rows.span.begin),
                                        rows.begin, count);
   const std::int64_t problem = queries.row(rows.item, head, 0);  // its first mean
+  NearTopKeys near_top;                                          // of row `thread`
+  if (args.near_top && thread < count) near_top = args.near_top[line + thread];
   // Which keys from `begin` on are top keys; the caller synchronises the threads.
   const auto find_top = [&](int begin) {
     if (!args.top_keys || thread >= kRows) return;
 #pragma unroll 1
     for (int w = 0; w < kWords && 32 * w < end - begin; ++w) top_words[w * kRows + thread] = 0;
-    near_top.for_each(args.top_keys + (problem + max(clusters[thread], 0)) * args.topk,
-                      [&](int key) {
-                        const auto at = static_cast<unsigned>(key - begin);
-                        if (at < kSpan) top_words[at / 32 * kRows + thread] |= 1u << at % 32;
-                      });
+    if (thread >= count) return;
+    args.near_top[line + thread].for_each(
+        args.top_keys + (problem + max(clusters[thread], 0)) * args.topk, [&](int key) {
+          const auto at = static_cast<unsigned>(key - begin);
+          if (at < kSpan) top_words[at / 32 * kRows + thread] |= 1u << at % 32;
+        });
   };
   __syncthreads();
   means.template load<kRows, kNearThreads>(
