@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
       for (int part = 0; part < kKeys / 16; ++part) {
         const int half = part % 2;
         const std::uint32_t bits =
-            top_words[group_row(half) * kWords + (begin - first) % S::kSpan / 32 + part / 2] >>
+            top_words[((begin - first) % S::kSpan / 32 + part / 2) * kRows + group_row(half)] >>
             (lane % 4 * 2);
         if ((bits & 0x03030303u) == 0) continue;
 #pragma unroll

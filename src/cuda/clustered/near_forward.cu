@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kNearThreads)
       counts += (at < static_cast<unsigned>(range.begin) ? 1 : 0) +
                 (at < static_cast<unsigned>(range.end) ? 1 << 16 : 0);
     };
-    if (topk % 4 == 0) {
+    if (topk % 4 == 0 && reinterpret_cast<std::uintptr_t>(top_keys) % 16 == 0) {
       for (int i = 4 * lane; i < topk; i += 32) {
         const int4 keys = *reinterpret_cast<const int4*>(list + i);
         count(keys.x), count(keys.y), count(keys.z), count(keys.w);
