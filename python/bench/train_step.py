@@ -110,8 +110,16 @@ def optimizer_of(model: Model, device: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=device == "cuda")
 
 
-def speed(name: str, length: int, rows: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Tokens per second, and the peak memory in MiB (0 on the CPU)."""
+class Speed(NamedTuple):
+    """Of training steps."""
+
+    tokens: float  # per second
+    cpu: float  # seconds of processor time of a step, all threads
+    peak: float  # MiB; 0 on the CPU
+
+
+def speed(name: str, length: int, rows: int, options: argparse.Namespace) -> Speed:
+    """Measures training steps."""
     device = options.device
     cuda = device == "cuda"
     torch.manual_seed(0)
@@ -142,13 +150,14 @@ def speed(name: str, length: int, rows: int, options: argparse.Namespace) -> tup
         step().item()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     for _ in range(options.steps):
         loss = step()
     loss.item()
     seconds = (time.perf_counter() - begin) / options.steps
+    cpu = (time.process_time() - used) / options.steps
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
-    return rows * length / seconds, peak
+    return Speed(rows * length / seconds, cpu, peak)
 
 
 def _options() -> argparse.Namespace:
@@ -173,7 +182,7 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     """Prints the table."""
     options = _options()
-    print(f"{'attention':24}{'shape':>12}{'tokens/s':>12}{'peak MiB':>10}")
+    print(f"{'attention':24}{'shape':>12}{'tokens/s':>12}{'CPU s/step':>12}{'peak MiB':>10}")
     for name in options.attention:
         several = options.device == "cuda" and name != "window"
         choices = {label: BACKENDS[label] for label in options.backend} if several else {"": None}
@@ -181,8 +190,9 @@ def main() -> None:
             length, rows = map(int, shape.split("x"))
             for label, backend in choices.items():
                 with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
-                    tokens, peak = speed(name, length, rows, options)
-                print(f"{f'{name} {label}':24}{shape:>12}{tokens:12.0f}{peak:10.0f}", flush=True)
+                    found = speed(name, length, rows, options)
+                print(f"{f'{name} {label}':24}{shape:>12}{found.tokens:12.0f}{found.cpu:12.4f}"
+                      f"{found.peak:10.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: MIT
 // The centroids of routing on the GPU, with y normalised rows and c their clusters:
 //   y              (x - mean) / sqrt(variance + 1e-6) (normalise_row)
-//   statistics     += members of a cluster, sum of their y (add_statistics)
+//   statistics     += members of a cluster, sum of their y (add_statistics, add_parts)
 //   counts, sums   <- decay * old + (1 - decay) * statistics (move_counts, move_sums); a centroid
 //                  is sums over smoothed counts
 //   loss           mean of (y - mu_c)^2 (add_differences, take_mean), and its gradient
 //                  (add_gradients)
 //
-// Grid and block: 256 threads. normalise_row: a warp per row. add_statistics and move_sums: a block
-// per cluster and head of the centroids; the former looks at all labels. move_counts: a thread per
-// cluster. The others: up to 1024 blocks, a group of 16 or 32 lanes per token. Shared memory: up to
-// 37 KB of double sums and rows in add_statistics. Sums run in an order that is given by the rows
-// alone. Preconditions: refuse_tokens; normalise_row takes any width, and f64. Any alignment.
+// Grid and block: 256 threads. normalise_row: a warp per row. add_statistics: a block per cluster,
+// head of the centroids and part of its tokens, all of whose labels it looks at: a large cluster is
+// summed by many blocks. add_parts and move_sums: a block per cluster and head. move_counts: a
+// thread per cluster. The others: up to 1024 blocks, a group of 16 or 32 lanes per token. Shared
+// memory: up to 24 KB of double sums and tokens in add_statistics. Sums run in an order that is
+// given by the shapes alone. Preconditions: refuse_tokens; normalise_row takes any width, and f64.
+// Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
 #include "cuda/api/entry.h"
@@ -75,73 +77,110 @@ Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const Tenso
 
 // Tokens that a thread looks at before the block gathers the members among them: a label is read
 // while others are on their way.
-constexpr int kLabels = 4;
+constexpr int kLabels = 4, kListed = kThreads * kLabels;
+constexpr int kInFlight = 4;      // rows that a group of lanes loads at once
+constexpr int kPartCells = 2048;  // most sums of parts for each head of the centroids
 
-// Visits the tokens of a head, 1024 at a time: this thread's first one, and which of kLabels from
-// there on are in the cluster, as bits.
-template <class T, class Visit>
-__device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Visit visit) {
-  const int sharing = tokens.heads / tokens.owners;
-  for (int item = 0; item < tokens.items; ++item) {
-    const ItemSpan span = tokens.spans.span(item);
-    for (int head = owner * sharing; head < (owner + 1) * sharing; ++head)
-      for (int first = 0; first < span.length; first += kThreads * kLabels) {
-        const int own = first + static_cast<int>(threadIdx.x) * kLabels;
-        unsigned members = 0;
-#pragma unroll
-        for (int i = 0; i < kLabels; ++i) {
-          const bool member = own + i < span.length &&
-                              tokens.label(span.batch, head, span.begin + own + i) == cluster;
-          members |= member ? 1u << i : 0u;
-        }
-        visit(span.batch, head, span.begin + own, members);
-      }
+// The rows of a head of the centroids, in pieces of kListed rows of a batch entry and head. Parts
+// of as many pieces each are summed at the same time. The cut depends on the shapes alone.
+struct StatisticParts {
+  int of_rows, pieces, length, count;  // pieces of a batch entry and head, in all, of a part; parts
+
+  StatisticParts(const TensorView& x, const TensorView& members)
+      : of_rows(static_cast<int>((x.size(2) + kListed - 1) / kListed)),
+        pieces(static_cast<int>(x.size(0) * (x.size(1) / members.size(0)) * of_rows)) {
+    const int most = static_cast<int>(max(kPartCells / members.size(1), std::int64_t{1}));
+    length = (pieces + most - 1) / most;
+    count = length > 0 ? (pieces + length - 1) / length : 1;
   }
-}
+};
 
-// Adds the numbers and sums of the members. One block per cluster; groups of lanes share the
-// members.
+// Number of members and sum of their rows, (owners, parts, C) and (owners, parts, C, D).
+struct PartSums {
+  int* members;
+  double* sums;
+
+  PartSums(Arena& arena, const StatisticParts& parts, const TensorView& total)
+      : members(arena.take<int>(parts.count * total.size(0) * total.size(1))),
+        sums(arena.take<double>(parts.count * total.count())) {}
+};
+
+// One block per cluster, head and part; groups of lanes share the members.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    add_statistics(Tokens<T> tokens, double* members_of_clusters, double* sums) {
-  __shared__ int listed[kThreads * kLabels];
+    add_statistics(Tokens<T> tokens, StatisticParts parts, PartSums to) {
+  __shared__ int listed[kListed];
   __shared__ double partial[kGroups<T>][kMaxHeadDim];
-  const int cluster = blockIdx.x, owner = blockIdx.y;
-  const int width = tokens.x.width;
+  const int cluster = blockIdx.x, owner = blockIdx.y, part = blockIdx.z;
+  const int width = tokens.x.width, sharing = tokens.heads / tokens.owners;
   double sum[Lanes<T>::kVector] = {};
   int members = 0;
-  for_members(tokens, owner, cluster, [&](int batch, int head, int row, unsigned found) {
+  const int end = min((part + 1) * parts.length, parts.pieces);
+  for (int piece = part * parts.length; piece < end; ++piece) {
+    const int slice = piece / parts.of_rows, first = piece % parts.of_rows * kListed;
+    const int batch = slice / sharing, head = owner * sharing + slice % sharing;
+    const int own = first + static_cast<int>(threadIdx.x) * kLabels;
+    unsigned found = 0;
+#pragma unroll
+    for (int i = 0; i < kLabels; ++i)
+      if (own + i < tokens.rows && tokens.label(batch, head, own + i) == cluster) found |= 1u << i;
+    for (int i = 0; i < kLabels; ++i)
+      if (found >> i & 1u && tokens.spans.item_of(batch, own + i, tokens.items) < 0)
+        found ^= 1u << i;  // padding
     int total = 0;
     int place = block_exclusive_scan(__popc(found), total);
 #pragma unroll
-    for (int i = 0; i < kLabels; ++i) {
-      if (found >> i & 1u) listed[place++] = row + i;
-    }
+    for (int i = 0; i < kLabels; ++i)
+      if (found >> i & 1u) listed[place++] = own + i;
     __syncthreads();
     const Rows<const T> rows = tokens.x.rows(batch, head, 0);
-    for (int first = 0; first < total; first += kGroups<T>) {
-      const int m = first + group_number<T>();
-      typename Lanes<T>::Values y;
-      Lanes<T>::load(rows, m < total ? listed[m] : 0, m < total, y);
-      Lanes<T>::normalise(width, y);
+    for (int next = 0; next < total; next += kGroups<T> * kInFlight) {
+      typename Lanes<T>::Values y[kInFlight];
 #pragma unroll
-      for (int i = 0; i < Lanes<T>::kVector; ++i) sum[i] += y[i];
+      for (int i = 0; i < kInFlight; ++i) {
+        const int m = next + i * kGroups<T> + group_number<T>();
+        Lanes<T>::load(rows, listed[min(m, total - 1)], m < total, y[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        Lanes<T>::normalise(width, y[i]);
+#pragma unroll
+        for (int d = 0; d < Lanes<T>::kVector; ++d) sum[d] += y[i][d];
+      }
     }
     members += total;
     __syncthreads();
-  });
-  if (members == 0) return;
+  }
 #pragma unroll
   for (int i = 0; i < Lanes<T>::kVector; ++i)
     partial[group_number<T>()][Lanes<T>::column() + i] = sum[i];
   __syncthreads();
-  const std::int64_t cell = static_cast<std::int64_t>(owner) * tokens.clusters + cluster;
-  if (threadIdx.x == 0) members_of_clusters[cell] += members;
+  const std::int64_t cell =
+      (static_cast<std::int64_t>(owner) * parts.count + part) * tokens.clusters + cluster;
+  if (threadIdx.x == 0) to.members[cell] = members;
   for (int column = threadIdx.x; column < width; column += kThreads) {
-    double batch = 0;
-    for (int group = 0; group < kGroups<T>; ++group) batch += partial[group][column];
-    sums[cell * width + column] += batch;
+    double all = 0;
+    for (int group = 0; group < kGroups<T>; ++group) all += partial[group][column];
+    to.sums[cell * width + column] = all;
   }
+}
+
+// Adds the parts. One block per cluster and head.
+__global__ void __launch_bounds__(kMaxHeadDim)
+    add_parts(PartSums from, int parts, int width, double* members, double* sums) {
+  const int cluster = blockIdx.x, owner = blockIdx.y, clusters = gridDim.x, column = threadIdx.x;
+  const std::int64_t first = static_cast<std::int64_t>(owner) * parts * clusters + cluster;
+  const std::int64_t cell = static_cast<std::int64_t>(owner) * clusters + cluster;
+  double sum = 0;
+  std::int64_t count = 0;
+#pragma unroll 8
+  for (int part = 0; part < parts; ++part) {
+    const std::int64_t place = first + static_cast<std::int64_t>(part) * clusters;
+    if (column < width) sum += from.sums[place * width + column];
+    if (column == 0) count += from.members[place];
+  }
+  if (column < width) sums[cell * width + column] += sum;
+  if (column == 0) members[cell] += static_cast<double>(count);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -261,10 +300,11 @@ __global__ void __launch_bounds__(32)
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    add_gradients(Tokens<T> tokens, const float* centroids, double weight, Tensor4<T> dx) {
+    add_gradients(Tokens<T> tokens, const float* centroids, double weight, const float* scale,
+                  Tensor4<T> dx) {
   const int width = tokens.x.width;
   const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
-  const float factor = static_cast<float>(2 * weight / elements);
+  const float factor = static_cast<float>(2 * weight * (scale ? *scale : 1.0f) / elements);
   for_tokens(tokens, [&](int batch, int head, int row, bool there) {
     Difference<T> token(tokens, centroids, batch, head, row, there);
     const float mean = Lanes<T>::total(token.difference) / static_cast<float>(width);
@@ -312,20 +352,36 @@ void normalise_rows(const TensorView& x, const TensorView& out, const Workspace&
   dispatch_element(op, x.dtype, [&](auto tag) { launch(tag, TypeTag<float>{}); });
 }
 
+std::int64_t centroid_statistics_workspace_bytes(const TensorView& x,
+                                                 const CentroidStatistics& statistics) {
+  Arena arena;
+  PartSums(arena, StatisticParts(x, statistics.members), statistics.sums);
+  return arena.used();
+}
+
 void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
                              const TensorView& labels, const CentroidStatistics& statistics,
                              const Workspace& workspace) {
   const char* op = "add_centroid_statistics";
   const DeviceGuard guard(op, x.device);
+  const cudaStream_t stream = stream_of(workspace);
   const TensorView &members = statistics.members, &sums = statistics.sums;
-  const dim3 grid(static_cast<unsigned>(members.size(1)), static_cast<unsigned>(members.size(0)));
+  const StatisticParts parts(x, members);
+  Arena arena(op, workspace, cuda::centroid_statistics_workspace_bytes(x, statistics));
+  const PartSums found(arena, parts, sums);
+  const auto owners = static_cast<unsigned>(members.size(0));
+  const auto clusters = static_cast<unsigned>(members.size(1));
+  const dim3 grid(clusters, owners, static_cast<unsigned>(parts.count));
   dispatch_element(op, x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    add_statistics<<<grid, kThreads, 0, stream_of(workspace)>>>(
-        tokens_of<T>(x, sequences, labels, members), static_cast<double*>(members.data),
-        static_cast<double*>(sums.data));
+    add_statistics<<<grid, kThreads, 0, stream>>>(tokens_of<T>(x, sequences, labels, members),
+                                                  parts, found);
     COTERIE_LAUNCH("add_statistics");
   });
+  add_parts<<<dim3(clusters, owners), kMaxHeadDim, 0, stream>>>(
+      found, parts.count, static_cast<int>(x.size(3)), static_cast<double*>(members.data),
+      static_cast<double*>(sums.data));
+  COTERIE_LAUNCH("add_parts");
 }
 
 void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state,
@@ -375,13 +431,14 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
 
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
-                              const TensorView& dx, const Workspace& workspace) {
+                              const TensorView& scale, const TensorView& dx,
+                              const Workspace& workspace) {
   const DeviceGuard guard("commitment_loss_backward", x.device);
   dispatch_element("commitment_loss_backward", x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     add_gradients<<<token_blocks(x), kThreads, 0, stream_of(workspace)>>>(
         tokens_of<T>(x, sequences, labels, centroids), static_cast<const float*>(centroids.data),
-        weight, tensor4<T>(dx));
+        weight, static_cast<const float*>(scale.data), tensor4<T>(dx));
     COTERIE_LAUNCH("add_gradients");
   });
 }
