@@ -32,7 +32,8 @@ constexpr auto kView = [](const at::Tensor& tensor) { return view(tensor); };
 struct Layer : ::torch::CustomClassHolder {
   PackedHeads heads;
   bool bias = false;
-  std::vector<PackedGroup> groups;  // after the forward pass without tensors
+  std::vector<PackedGroup> groups;    // after the forward pass without tensors
+  std::vector<variable_list> labels;  // of the forward pass, for the caller
 };
 using LayerPointer = c10::intrusive_ptr<Layer>;
 
@@ -200,6 +201,12 @@ Forward run_forward(const at::Tensor& rows, const Layer& layer) {
   return result;
 }
 
+std::vector<variable_list> labels_of(const Forward& found) {
+  std::vector<variable_list> labels;
+  for (const GroupPass& pass : found.passes) labels.push_back(pass.labels);
+  return labels;
+}
+
 // Adds weight * scale * the gradient of the commitment loss of x to dx.
 void add_commitment_gradient(const at::Tensor& x, const at::Tensor& labels,
                              const variable_list& constants, double weight, const at::Tensor& scale,
@@ -244,6 +251,7 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
                                const LayerPointer& layer) {
     const at::Tensor& rows = inputs[0];
     const Forward result = run_forward(rows, *layer);
+    layer->labels = labels_of(result);
     variable_list kept = {rows, result.out};
     std::vector<std::int64_t> counts;
     for (std::size_t g = 0; g < layer->groups.size(); ++g) {
@@ -338,6 +346,7 @@ PackedOutput packed_attention(const at::Tensor& rows, const at::Tensor& bias,
     const Forward found = run_forward(rows, *layer);
     result.out = found.out;
     result.commitment = found.commitment;
+    result.labels = labels_of(found);
     return result;
   }
   variable_list inputs = {rows};
@@ -347,6 +356,7 @@ PackedOutput packed_attention(const at::Tensor& rows, const at::Tensor& bias,
   }
   const variable_list found = PackedFunction::apply(at::TensorList(inputs), layer);
   result.out = found[0];
+  result.labels = std::exchange(layer->labels, {});
   if (found.size() > 1) result.commitment = found[1];
   return result;
 }
