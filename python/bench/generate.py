@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 r"""Milliseconds per generated token of `coterie generate` and of `transformers`.
 
-    python python/bench/generate.py --program build/release/bin/coterie >> experiments/logs/generate.jsonl
-    python experiments/generation.py
+    python python/bench/generate.py --program build/release/bin/coterie > generate.jsonl
 
 The model is that of `coterie train --task bytes`, untrained; `transformers` runs a GPT-NeoX of the
-same size. Both take the likeliest token and have one text at a time. One JSON line per attention and
-length of the prompt. The time per token is that of the tokens after the prompt: a mean for coterie, a
-median for transformers.
+same size. Both take the likeliest token and have one text at a time. One JSON line per attention
+and length of the prompt. The time per token is that of the tokens after the prompt: a mean for
+coterie, which includes what is initialised with the first ones, a median for transformers.
+experiments/generation.py draws experiments/logs/generate.jsonl.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def show(program: str, attention: str, context: int, milliseconds: float, prompt
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--program", help="path of the program coterie; without it, transformers only")
-    parser.add_argument("--attention", nargs="*", default=list(ATTENTIONS), choices=list(ATTENTIONS))
+    parser.add_argument("--program", help="path of coterie; without it, transformers only")
+    names = list(ATTENTIONS)
+    parser.add_argument("--attention", nargs="*", default=names, choices=names)
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 16384, 131072])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
