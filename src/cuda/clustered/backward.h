@@ -151,6 +151,7 @@ struct BackwardLists {
   const std::int32_t* cancels;  // (items, key heads): heads that add far keys; with near keys only
 };
 
+struct NearTopKeys;  // near.cuh
 template <class T>
 struct BackwardScratch {
   float* unit_dout;    // (units, pitch): partial sums of g
@@ -162,9 +163,10 @@ struct BackwardScratch {
   float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
   T* slots;            // (units, topk, 2, pitch): dk and dv of the top keys of a unit
   // With near keys:
-  float* delta;       // (B, H, N): output gradient . output
-  T* near_dmean;      // (B, H, N, pitch): what the near keys of a query add to dmean
-  float* unit_dmean;  // (units, pitch): its partial sums
+  NearTopKeys* near_top;  // (B, H, N), with top keys
+  float* delta;           // (B, H, N): output gradient . output
+  T* near_dmean;          // (B, H, N, pitch): what the near keys of a query add to dmean
+  float* unit_dmean;      // (units, pitch): its partial sums
 };
 
 template <class T>

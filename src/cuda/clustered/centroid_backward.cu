@@ -165,7 +165,6 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const bool there = row_of(m, side) < count;
-        if (shape.near > 0) add_columns(out, row_of(m, side), there, 16 * d, pair, side);
         store_columns(out, row_of(m, side), there, 16 * d, pair, side);
       }
     }

@@ -132,13 +132,12 @@ struct KeyTile {
     }
   }
 
-  // Writes the rows of keys from `first` on, `count` of which exist; kAdd: adds to them.
-  template <bool kAdd>
+  // Writes the rows of keys from `first` on, `count` of which exist.
   __device__ void store(const BackwardShape& shape, const Rows<T>& to_dk, const Rows<T>& to_dv,
                         int first, int count) const {
     const float factor = 1.0f / (shape.weight_scale * shape.gradient_scale);
-    if (to_dk.data) store<kAdd>(to_dk, dk, shape.scale * factor, first, count);
-    if (to_dv.data) store<kAdd>(to_dv, dv, factor, first, count);
+    if (to_dk.data) store(to_dk, dk, shape.scale * factor, first, count);
+    if (to_dv.data) store(to_dv, dv, factor, first, count);
   }
 
  private:
@@ -163,7 +162,6 @@ struct KeyTile {
   __device__ static void differentiate(float (&ds)[32], const float (&s)[32], const float* delta) {
     for_centroids(delta, [&](int i, float e) { ds[i] = s[i] * (ds[i] - e); });
   }
-  template <bool kAdd>
   __device__ static void store(const Rows<T>& rows, const float (&sum)[kBands][32], float factor,
                                int first, int count) {
 #pragma unroll
@@ -175,8 +173,6 @@ struct KeyTile {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const bool there = group_row(side) < count;
-        if constexpr (kAdd)
-          add_columns(rows, first + group_row(side), there, 32 * part, pair, side);
         store_columns(rows, first + group_row(side), there, 32 * part, pair, side);
       }
     }
@@ -327,7 +323,7 @@ struct GradientBlock {
 };
 
 // Warpgroups 0 and 1.
-template <bool kAdd, class T>
+template <class T>
 __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
@@ -351,8 +347,8 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
       mbarrier_arrive_warp(block.full(group, number % 2));
     }
     keys.finish();
-    keys.template store<kAdd>(block.args.shape, block.task().dk, block.task().dv, first,
-                              block.task().keys.end - first);
+    keys.store(block.args.shape, block.task().dk, block.task().dv, first,
+               block.task().keys.end - first);
   }
 }
 
@@ -400,7 +396,7 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   block.store_means(sum);
 }
 
-template <class T, bool kNear>
+template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     centroid_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -411,7 +407,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init(block.full(0, static_cast<int>(threadIdx.x)), kWarpgroup / 32 * kWarpArrivals);
   __syncthreads();
   if (block.task().keys.begin >= block.task().keys.end) return await_writes();
-  if (kNear && args.adds(block.task().keys.item, block.task().key_head * args.shape.group))
+  if (args.adds(block.task().keys.item, block.task().key_head * args.shape.group))
     return await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (group == 2) block.load_keys(0);
@@ -424,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (group < 2)
-    walk_fused_keys<kNear>(block);
+    walk_fused_keys(block);
   else
     sum_means(block);
 }
@@ -517,7 +513,7 @@ struct KeyBlock : StackedCentroids {
 };
 
 // A computing warpgroup.
-template <bool kAdd, class T, int kWidth>
+template <class T, int kWidth>
 __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   using S = KeyShape<T, kWidth>;
   const BackwardArgs<T>& args = block.args;
@@ -563,12 +559,12 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
     }
     keys.finish();
     if (there) mbarrier_arrive_warp(block.free(number));
-    if (there) keys.template store<kAdd>(args.shape, dk, dv, first, count);
+    if (there) keys.store(args.shape, dk, dv, first, count);
   }
   cp_async_wait<0>();
 }
 
-template <class T, int kWidth, bool kNear>
+template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -582,10 +578,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   await_writes();
   if (block.keys.begin >= block.keys.end) return;
-  if (kNear && args.adds(block.keys.item, block.key_head * args.shape.group)) return;
+  if (args.adds(block.keys.item, block.key_head * args.shape.group)) return;
   if (threadIdx.x < kKeyThreads) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    walk_keys<kNear>(block);
+    walk_keys(block);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     block.stream_keys();
@@ -748,24 +744,19 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
   const auto chunks = static_cast<unsigned>(shape.chunks.slots * key_heads),
              ranges = static_cast<unsigned>(shape.key_ranges.slots * key_heads);
   if (chunks == 0 || ranges == 0) return;
-  const auto launch = [&](auto near) {
-    constexpr bool kNear = decltype(near)::value;
-    if (shape.fused)
-      return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T, kNear>,
-                          chunks, kThreads, CentroidLayout<T>::kBytes, stream, args);
-    dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      if (args.dq.data)
-        launch_early("mean_gradient_sm90a", mean_gradient_sm90a_kernel<T, kWidth>,
-                     chunks * mean_tiles(shape), kMeanThreads,
-                     2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream,
-                     args);
-      if (args.dk.data || args.dv.data)
-        launch_early("key_gradient_sm90a", key_gradient_sm90a_kernel<T, kWidth, kNear>, ranges,
-                     kThreads, KeyShape<T, kWidth>::kSharedBytes, stream, args);
-    });
-  };
-  shape.near > 0 ? launch(std::true_type{}) : launch(std::false_type{});
+  if (shape.fused)
+    return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T>, chunks,
+                        kThreads, CentroidLayout<T>::kBytes, stream, args);
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    if (args.dq.data)
+      launch_early("mean_gradient_sm90a", mean_gradient_sm90a_kernel<T, kWidth>,
+                   chunks * mean_tiles(shape), kMeanThreads,
+                   2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream, args);
+    if (args.dk.data || args.dv.data)
+      launch_early("key_gradient_sm90a", key_gradient_sm90a_kernel<T, kWidth>, ranges, kThreads,
+                   KeyShape<T, kWidth>::kSharedBytes, stream, args);
+  });
 }
 
 template void centroid_gradients_sm90a(const BackwardArgs<Bf16>&, cudaStream_t);

@@ -208,19 +208,16 @@ __device__ __forceinline__ void add_pair(const Rows<T>& rows, int row, int colum
   if (column + 1 < rows.width) to[1] = from_float<T>(to_float(to[1]) + high);
 }
 
-// Block number = (slot of a block of positions * parts + part of kKeys keys) * key heads + key
+// Work `number` = (slot of a block of positions * parts + part of kKeys keys) * key heads + key
 // head.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    far_keys_kernel(const __grid_constant__ FarArgs<T> args, int parts) {
-  await_previous();
+__device__ __forceinline__ void far_keys(const FarArgs<T>& args, int parts, int number) {
   using S = FarShape<T, kWidth>;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ ClusterFacts facts;
   const CentroidQueries& queries = args.queries;
   const int key_heads = queries.H / queries.group;
-  const int key_head = static_cast<int>(blockIdx.x) % key_heads,
-            place = static_cast<int>(blockIdx.x) / key_heads;
+  const int key_head = number % key_heads, place = number / key_heads;
   const ItemChunk block = args.blocks.find(queries.spans.k, place / parts);
   const int begin = block.begin + place % parts * kKeys;
   const int count = min(block.end - begin, kKeys);
@@ -291,6 +288,17 @@ __global__ void __launch_bounds__(kThreads)
     };
     add(args.pass.dk, dk, dk_factor);
     add(args.pass.dv, dv, dv_factor);
+  }
+}
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    far_keys_kernel(const __grid_constant__ FarArgs<T> args, int parts, int total) {
+  await_previous();
+  for (int number = static_cast<int>(blockIdx.x); number < total;
+       number += static_cast<int>(gridDim.x)) {
+    far_keys<T, kWidth>(args, parts, number);
+    __syncthreads();
   }
 }
 
@@ -388,9 +396,11 @@ void launch_far(const FarArgs<T>& args, cudaStream_t stream) {
     constexpr int kWidth = decltype(width)::value, kBytes = FarShape<T, kWidth>::kBytes;
     if (pass.dk.data || pass.dv.data) {
       const int parts = (pass.shape.near + kKeys - 1) / kKeys;
+      const int key_heads = queries.H / queries.group,
+                total = args.blocks.slots * parts * key_heads;
       launch_early("far_keys", far_keys_kernel<T, kWidth>,
-                   static_cast<unsigned>(args.blocks.slots * parts * (queries.H / queries.group)),
-                   kThreads, kBytes, stream, args, parts);
+                   static_cast<unsigned>(min(total, few_blocks(1))), kThreads, kBytes, stream, args,
+                   parts, total);
     }
     if (pass.dq.data) {
       const int tiles = (queries.clusters + kClusters - 1) / kClusters;

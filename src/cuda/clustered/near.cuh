@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/clustered/centroid.cuh"
+#include "cuda/prim/row_chunk.cuh"
 
 namespace coterie::cuda {
 
@@ -62,6 +63,76 @@ struct FarHeads {
   }
 };
 
+// Which of its cluster's top keys are near a query: ranks [first, first + count) of the list.
+struct NearTopKeys {
+  std::uint32_t bits;
+
+  __device__ static NearTopKeys of(int first, int count) {
+    return {static_cast<std::uint32_t>(first) | static_cast<std::uint32_t>(count) << 16};
+  }
+  // Calls body(key) for them.
+  template <class Body>
+  __device__ __forceinline__ void for_each(const std::int32_t* list, const Body& body) const {
+    const int first = static_cast<int>(bits & 0xffffu), count = static_cast<int>(bits >> 16);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) body(list[first + i]);
+  }
+};
+// Finds them for all queries, (B, H, N). near_forward.cu
+void find_near_top_keys(const CentroidQueries& queries, const std::int32_t* labels,
+                        const std::int32_t* top_keys, int items, int topk, int N, int near,
+                        NearTopKeys* to, cudaStream_t stream);
+
+// Sets the bits of those near top keys of kRows rows that are keys begin .. begin + 32 kWords - 1;
+// the words must be 0. clusters: of the rows, -1 for none; lists: of the item's head; own: of the
+// first row. By all threads of the block, one for each row.
+template <int kRows, int kWords>
+__device__ __forceinline__ void mark_top_keys(std::uint32_t* words, const std::int32_t* clusters,
+                                              const std::int32_t* lists, int topk,
+                                              const NearTopKeys* own, int begin) {
+  static_assert(kRows <= kNearThreads, "a thread for each row");
+  const int row = static_cast<int>(threadIdx.x);
+  if (row >= kRows || clusters[row] < 0) return;
+  own[row].for_each(lists + static_cast<std::int64_t>(clusters[row]) * topk, [&](int key) {
+    const auto at = static_cast<unsigned>(key - begin);
+    if (at < 32u * kWords) words[row * kWords + at / 32] |= 1u << at % 32;
+  });
+}
+
+// The forward pass. Subtracting: for all heads; sets `cancels` for those that must add.
+template <class T>
+struct NearArgs {
+  CentroidQueries queries;
+  ItemChunks tiles;  // of queries
+  Tensor4<const T> q, k, v;
+  const std::int32_t *labels, *top_keys;
+  const NearTopKeys* near_top;  // (B, H, N), with top keys
+  int topk, N, near, pitch;
+  const T* top;  // outputs of top keys that are not near (B, H, N, Dv), and their lse; or null
+  const float* top_lse;
+  const T* means;                       // subtracting: (items, H, C, pitch)
+  const float *mean_lse, *mass, *rest;  // and the means' attention over all keys
+  FarSums<T> far;                       // adding
+  FarHeads heads;                       // those that add
+  std::int32_t* cancels;                // subtracting: set for heads that must add
+  Tensor4<T> out;
+  float* lse;
+};
+
+// The mean's sum over all keys may be this many times the query's sum of weights.
+constexpr float kMostCancelled = 8.0f;
+
+// Two neighbouring elements of a row; `left` of them exist. Even rows are read in pairs.
+template <class T>
+__device__ __forceinline__ float2 load_pair(const T* from, int left, bool even) {
+  if (left <= 0) return make_float2(0.0f, 0.0f);
+  if (!even) return make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
+  if constexpr (sizeof(T) == 4)
+    return *reinterpret_cast<const float2*>(from);
+  else
+    return unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from));
+}
+
 // far_forward.cu
 template <class T>
 struct FarForward {
@@ -79,32 +150,15 @@ void sum_far_keys(const FarForward<T>& args, cudaStream_t stream);
 template <class T>
 void round_means(const CentroidQueries& queries, int items, T* to, int pitch, cudaStream_t stream);
 
-// Sets the bits of those keys begin .. begin + 32 kWords - 1 that are top keys of a row's cluster;
-// the words must be 0. clusters: of kRows rows, -1 for none; lists: of the item's head. By all
-// threads of the block.
-template <int kRows, int kWords>
-__device__ __forceinline__ void mark_top_keys(std::uint32_t* words, const std::int32_t* clusters,
-                                              const std::int32_t* lists, int topk, int begin) {
-  const auto mark = [&](int row, int key) {
-    const auto at = static_cast<unsigned>(key - begin);
-    if (key >= 0 && at < 32u * kWords) atomicOr(words + row * kWords + at / 32, 1u << at % 32);
-  };
-  if (topk % 4 == 0 && reinterpret_cast<std::uintptr_t>(lists) % 16 == 0) {
-    const int fours = topk / 4;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kRows * fours; i += kNearThreads) {
-      const int row = i / fours;
-      if (clusters[row] < 0) continue;
-      const int4 keys = *reinterpret_cast<const int4*>(
-          lists + static_cast<std::int64_t>(clusters[row]) * topk + i % fours * 4);
-      mark(row, keys.x), mark(row, keys.y), mark(row, keys.z), mark(row, keys.w);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kRows * topk; i += kNearThreads)
-    if (const int row = i / topk; clusters[row] >= 0)
-      mark(row, lists[static_cast<std::int64_t>(clusters[row]) * topk + i % topk]);
-}
+// The kernels of near_forward_sm90a.cu and near_backward_sm90a.cu, for 16-bit types: the near keys
+// of all heads, and their gradients.
+template <class T>
+void attend_near_sm90a(const NearArgs<T>& args, cudaStream_t stream);
+template <class T>
+void near_query_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                                cudaStream_t stream);
+template <class T>
+void near_key_gradients_sm90a(const BackwardArgs<T>& args, const CentroidQueries& queries,
+                              cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/clustered/clustered.h"
+#include "cuda/launch/device.h"
 
 namespace coterie::cuda {
 
@@ -35,16 +36,25 @@ struct FarMembers {
   MemberRuns before, after;
 };
 
-// The first stage of the backward pass: delta, near_dmean and the near keys' parts of dq, dk and
-// dv, to which the later stages add. near_backward.cu
+// The first stage of the backward pass: delta, near_dmean and the near keys' part of dq, to which
+// the later stages add. near_backward.cu, or near_backward_sm90a.cu
 template <class T>
-void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
+void near_query_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
+                          cudaStream_t stream);
+// After the gradients of the centroids: adds to dk and dv, or writes them for heads that add their
+// far keys. Same files.
+template <class T>
+void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
                         cudaStream_t stream);
 // Before broadcast_gradients: far keys of heads that add. Adds to dk and dv, writes mean_slices.
 // far_backward.cu
 template <class T>
 void far_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
                        const FarMembers& sums, cudaStream_t stream);
+
+// Blocks, in each of `rows` rows of a grid, of kernels of the heads that add: these walk their
+// work, because there usually is none, and blocks that find nothing to do take time as well.
+inline int few_blocks(int rows) { return max(8 * multiprocessors() / rows, 1); }
 
 // Blocks of positions of a call: longer ones than the sequences change nothing.
 inline int near_width(const AttentionCall& call, std::int64_t near) {

@@ -3,10 +3,10 @@
 // of dq, dk, dv and dmean. Where far keys are subtracted, every pair also takes back what the mean
 // of the query's cluster contributes to it.
 //
-// Grid (2 x tiles of 64 positions, heads), 4 warps. Even blocks own queries and walk their near
-// keys, odd blocks own keys and walk the queries that are near them; both read the same rows at
-// about the same time. A warp owns 16 rows, which have the same near rows, and multiplies 16 of
-// these at a time. Scores are computed twice, and no block waits for another one.
+// A kernel for each side; grid (tiles of 64 positions, heads), 4 warps. Blocks own queries and walk
+// their near keys, or own keys and walk the queries that are near them. A warp owns 16 rows, which
+// have the same near rows, and multiplies 16 of these at a time. Scores are computed twice, and no
+// block waits for another one.
 //   queries: S = Q Kᵀ, Z = M Kᵀ, dP = G Vᵀ      dq += dS K, dmean -= dR K
 //   keys:    Sᵀ = K Qᵀ, Zᵀ = K Mᵀ, dPᵀ = V Gᵀ   dk += dSᵀ Q - dRᵀ M, dv += (P - R)ᵀ G
 // Shared memory (PairShape): 64 KiB for 16-bit rows of 64 elements, 160 KiB for f32 rows of 128.
@@ -20,7 +20,6 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/fragments.cuh"
-#include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
@@ -83,9 +82,9 @@ struct PairBlock {
     facts.lse[r] = lse == -INFINITY ? INFINITY : lse;
     facts.clusters[r] = there ? args.lists.labels[at] : -1;
   }
-  // The means of the queries, and which of the keys from `key` on are their top keys.
+  // The means of queries from `first` on, and which of the keys from `key` on are their top keys.
   template <int kRows, int kWords>
-  __device__ void load_means(const Tile<T, kWidth>& tile, int head, int key) const {
+  __device__ void load_means(const Tile<T, kWidth>& tile, int head, int first, int key) const {
     if (!subtract) return;
     const std::int64_t problem = queries.row(own.item, head, 0);  // its first mean
     load_tile<kRows, kNearThreads>(tile,
@@ -95,7 +94,7 @@ struct PairBlock {
     const int topk = args.shape.topk;
     if (topk > 0)
       mark_top_keys<kRows, kWords>(words, facts.clusters, args.lists.top_keys + problem * topk,
-                                   topk, key);
+                                   topk, args.scratch.near_top + line(head) + first, key);
   }
   __device__ void clear_words() const {
     for (int i = threadIdx.x; i < kNearOwned * kWalked / 32; i += kNearThreads) words[i] = 0;
@@ -157,10 +156,11 @@ struct Pairs {
   }
 };
 
-// Writes the sums of a warp's 16 rows times a factor; `count` rows of the block exist.
+// Writes the sums of a warp's 16 rows times a factor; `count` rows of the block exist. add: adds to
+// what is there.
 template <class T, int kDepths>
 __device__ __forceinline__ void store_rows(const Rows<T>& to, const Accumulator (&sum)[kDepths],
-                                           float factor, int count) {
+                                           float factor, int count, bool add = false) {
 #pragma unroll
   for (int d = 0; d < kDepths; d += 2) {
     Accumulator pair[2];
@@ -171,6 +171,7 @@ __device__ __forceinline__ void store_rows(const Rows<T>& to, const Accumulator 
     for (int half = 0; half < 2; ++half) {
       const int row = static_cast<int>(threadIdx.x) / 32 * 16 + 8 * half +
                       static_cast<int>(threadIdx.x) % 32 / 4;
+      if (add) add_columns(to, row, row < count, 16 * d, pair, half);
       store_columns(to, row, row < count, 16 * d, pair, half);
     }
   }
@@ -203,7 +204,7 @@ __device__ __forceinline__ void own_queries(const PairBlock<T, kWidth>& block, i
   block.template load_facts<kNearOwned>(head, own.begin, count);
   block.clear_words();
   __syncthreads();
-  block.template load_means<kNearOwned, kWords>(block.owned(1), head, first);
+  block.template load_means<kNearOwned, kWords>(block.owned(1), head, own.begin, first);
   cp_async_wait<0>();
   __syncthreads();
   block.template find_deltas<kNearOwned>(block.owned(2), head, own.begin, count);
@@ -269,7 +270,7 @@ __device__ __forceinline__ void own_queries(const PairBlock<T, kWidth>& block, i
       mark_top_keys<kNearOwned, kWords>(
           block.words, block.facts.clusters,
           args.lists.top_keys + block.queries.row(own.item, head, 0) * args.shape.topk,
-          args.shape.topk, begin + kWalked);
+          args.shape.topk, args.scratch.near_top + block.line(head) + own.begin, begin + kWalked);
     }
     cp_async_wait<0>();
     __syncthreads();
@@ -318,7 +319,7 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
       block.template load_facts<kWalked>(head, begin, walked);
       block.clear_words();
       __syncthreads();
-      block.template load_means<kWalked, kWords>(means, head, own.begin);
+      block.template load_means<kWalked, kWords>(means, head, begin, own.begin);
       cp_async_wait<0>();
       __syncthreads();
       block.template find_deltas<kWalked>(gradients, head, begin, walked);
@@ -371,16 +372,18 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
       }
     }
 
+  // Heads that add their far keys have no gradients of centroids.
   const auto store = [&](const Tensor4<T>& tensor, Accumulator(&sum)[kWidth / 16], float factor) {
     if (tensor.data)
       store_rows(tensor.rows(block.k_span.batch, kv_head, block.k_span.begin + own.begin), sum,
-                 factor, count);
+                 factor, count, block.subtract);
   };
   store(args.dk, dk, args.shape.scale);
   store(args.dv, dv, 1.0f);
 }
 
-template <class T, int kWidth>
+// kKeys: the block owns keys, otherwise queries.
+template <class T, int kWidth, bool kKeys>
 __global__ void __launch_bounds__(kNearThreads, (PairShape<T, kWidth>::kMinBlocks))
     near_gradient_kernel(const __grid_constant__ BackwardArgs<T> args,
                          const __grid_constant__ CentroidQueries queries, ItemChunks tiles) {
@@ -390,49 +393,76 @@ __global__ void __launch_bounds__(kNearThreads, (PairShape<T, kWidth>::kMinBlock
   constexpr int kWalked = PairShape<T, kWidth>::kWalked;
   __shared__ QueryFacts<kWalked> facts;
   __shared__ std::uint32_t words[kNearOwned * kWalked / 32];
-  const int tile = static_cast<int>(blockIdx.x) / 2, head = static_cast<int>(blockIdx.y);
-  // Each side makes its block itself, which saves registers.
-  const auto block = [&](const ItemChunk& own, int query_head) {
-    return PairBlock<T, kWidth>{args,
-                                queries,
-                                shared_address(memory),
-                                facts,
-                                words,
-                                own,
-                                queries.spans.q.span(own.item),
-                                queries.spans.k.span(own.item),
-                                !args.adds(own.item, query_head)};
-  };
-  if (blockIdx.x % 2 == 0) {
-    const ItemChunk own = tiles.find(queries.spans.q, tile);
-    if (own.begin < own.end) own_queries(block(own, head), head);
-  } else {
-    const int group = args.shape.group;
-    if (head >= args.shape.H / group || !(args.dk.data || args.dv.data)) return;
-    const ItemChunk own = tiles.find(queries.spans.k, tile);
-    if (own.begin < own.end) own_keys(block(own, head * group), head);
-  }
+  const int head = static_cast<int>(blockIdx.y);
+  const ItemChunk own =
+      tiles.find(kKeys ? queries.spans.k : queries.spans.q, static_cast<int>(blockIdx.x));
+  if (own.begin >= own.end) return;
+  const PairBlock<T, kWidth> block{args,
+                                   queries,
+                                   shared_address(memory),
+                                   facts,
+                                   words,
+                                   own,
+                                   queries.spans.q.span(own.item),
+                                   queries.spans.k.span(own.item),
+                                   !args.adds(own.item, kKeys ? head * args.shape.group : head)};
+  if constexpr (kKeys)
+    own_keys(block, head);
+  else
+    own_queries(block, head);
+}
+
+template <bool kKeys, class T>
+void launch(const BackwardArgs<T>& args, const CentroidQueries& queries, cudaStream_t stream) {
+  const BackwardShape& shape = args.shape;
+  const ItemChunks tiles =
+      row_tiles(kKeys ? shape.spans.k : shape.spans.q, shape.items, kNearOwned);
+  const int heads = kKeys ? shape.H / shape.group : shape.H;
+  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    launch_early("near_gradient", near_gradient_kernel<T, kWidth, kKeys>,
+                 dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(heads)),
+                 kNearThreads, PairShape<T, kWidth>::kBytes, stream, args, queries, tiles);
+  });
 }
 
 }  // namespace
 
 template <class T>
-void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries,
-                        cudaStream_t stream) {
+void near_query_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
+                          cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
-  const ItemChunks tiles = row_tiles(shape.spans.q, shape.items, kNearOwned);
-  if (tiles.slots == 0 || shape.H == 0) return;
-  if (shape.subtracts) round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
-  dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    launch_early("near_gradient", near_gradient_kernel<T, kWidth>,
-                 dim3(static_cast<unsigned>(2 * tiles.slots), static_cast<unsigned>(shape.H)),
-                 kNearThreads, PairShape<T, kWidth>::kBytes, stream, args, queries, tiles);
-  });
+  if (shape.subtracts) {
+    round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
+    if (shape.topk > 0)
+      find_near_top_keys(queries, args.lists.labels, args.lists.top_keys, shape.items, shape.topk,
+                         shape.N, shape.near, args.scratch.near_top, stream);
+  }
+  if constexpr (sizeof(T) == 2)
+    if (sm90a) return near_query_gradients_sm90a(args, queries, stream);
+  launch<false>(args, queries, stream);
 }
 
-template void near_key_gradients(const BackwardArgs<float>&, const CentroidQueries&, cudaStream_t);
-template void near_key_gradients(const BackwardArgs<Bf16>&, const CentroidQueries&, cudaStream_t);
-template void near_key_gradients(const BackwardArgs<F16>&, const CentroidQueries&, cudaStream_t);
+template <class T>
+void near_key_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
+                        cudaStream_t stream) {
+  if (!args.dk.data && !args.dv.data) return;
+  if constexpr (sizeof(T) == 2)
+    if (sm90a) return near_key_gradients_sm90a(args, queries, stream);
+  launch<true>(args, queries, stream);
+}
+
+template void near_query_gradients(const BackwardArgs<float>&, const CentroidQueries&, bool,
+                                   cudaStream_t);
+template void near_query_gradients(const BackwardArgs<Bf16>&, const CentroidQueries&, bool,
+                                   cudaStream_t);
+template void near_query_gradients(const BackwardArgs<F16>&, const CentroidQueries&, bool,
+                                   cudaStream_t);
+template void near_key_gradients(const BackwardArgs<float>&, const CentroidQueries&, bool,
+                                 cudaStream_t);
+template void near_key_gradients(const BackwardArgs<Bf16>&, const CentroidQueries&, bool,
+                                 cudaStream_t);
+template void near_key_gradients(const BackwardArgs<F16>&, const CentroidQueries&, bool,
+                                 cudaStream_t);
 
 }  // namespace coterie::cuda

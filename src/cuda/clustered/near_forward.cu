@@ -21,33 +21,12 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/fragments.cuh"
-#include "cuda/prim/row_chunk.cuh"
 #include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 namespace {
 
-// The mean's sum over all keys may be this many times the query's sum of weights.
-constexpr float kMostCancelled = 8.0f;
 constexpr int kChunkRows = 1024;  // keys of a chunk of far_kernel
-
-template <class T>
-struct NearArgs {
-  CentroidQueries queries;
-  ItemChunks tiles;  // of queries
-  Tensor4<const T> q, k, v;
-  const std::int32_t *labels, *top_keys;
-  int topk, N, near, pitch;
-  const T* top;  // outputs of top keys that are not near (B, H, N, Dv), and their lse; or null
-  const float* top_lse;
-  const T* means;                       // subtracting: (items, H, C, pitch)
-  const float *mean_lse, *mass, *rest;  // and the means' attention over all keys
-  FarSums<T> far;                       // adding
-  FarHeads heads;                       // those that add
-  std::int32_t* cancels;                // subtracting: set for heads that must add
-  Tensor4<T> out;
-  float* lse;
-};
 
 template <class T, int kDim, bool kSubtract>
 struct NearShape {
@@ -59,17 +38,6 @@ struct NearShape {
   static constexpr bool kResident = sizeof(T) == 2 && kDim <= 64;
   static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kDim <= 64 ? 4 : 2;
 };
-
-// Two neighbouring elements of a row; `left` of them exist. Even rows are read in pairs.
-template <class T>
-__device__ __forceinline__ float2 load_pair(const T* from, int left, bool even) {
-  if (left <= 0) return make_float2(0.0f, 0.0f);
-  if (!even) return make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
-  if constexpr (sizeof(T) == 4)
-    return *reinterpret_cast<const float2*>(from);
-  else
-    return unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from));
-}
 
 // 16 queries of a warp, of which a lane holds two rows.
 template <class T, int kDim, bool kSubtract>
@@ -195,10 +163,9 @@ struct FarParts {
   }
 };
 
+// The queries of tile `number`.
 template <class T, int kDim, bool kSubtract>
-__global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
-    near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
-  await_previous();
+__device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number) {
   using S = NearShape<T, kDim, kSubtract>;
   constexpr int kWalked = S::kWalked, kWords = kWalked / 32;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -206,7 +173,7 @@ __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::
   __shared__ std::uint32_t top_words[kNearOwned * kWords];
   const CentroidQueries& queries = args.queries;
   const int head = static_cast<int>(blockIdx.y), kv_head = head / queries.group;
-  const ItemChunk rows = args.tiles.find(queries.spans.q, static_cast<int>(blockIdx.x));
+  const ItemChunk rows = args.tiles.find(queries.spans.q, number);
   if (rows.begin >= rows.end) return;
   if (!kSubtract && !args.heads.add(rows.item, head)) return;
   const int count = rows.end - rows.begin, thread = static_cast<int>(threadIdx.x);
@@ -238,7 +205,7 @@ __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::
       for (int i = thread; i < kNearOwned * kWords; i += kNearThreads) top_words[i] = 0;
       __syncthreads();
       mark_top_keys<kNearOwned, kWords>(top_words, clusters, args.top_keys + problem * args.topk,
-                                        args.topk, begin);
+                                        args.topk, args.near_top + line, begin);
     }
   };
   __syncthreads();
@@ -344,6 +311,52 @@ __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::
     }
 }
 
+template <class T, int kDim, bool kSubtract>
+__global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
+    near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
+  await_previous();
+  for (int number = static_cast<int>(blockIdx.x); number < args.tiles.slots;
+       number += static_cast<int>(gridDim.x)) {
+    attend_tile<T, kDim, kSubtract>(args, number);
+    __syncthreads();
+  }
+}
+
+// Grid (tiles of 64 queries, H); 8 lanes per query.
+__global__ void __launch_bounds__(kNearThreads)
+    near_top_kernel(const __grid_constant__ CentroidQueries queries, ItemChunks tiles,
+                    const std::int32_t* labels, const std::int32_t* top_keys, int topk, int N,
+                    int near, NearTopKeys* to) {
+  await_previous();
+  const ItemChunk rows = tiles.find(queries.spans.q, static_cast<int>(blockIdx.x));
+  const int head = static_cast<int>(blockIdx.y), lane = threadIdx.x % 8;
+  const std::int64_t line =
+      (static_cast<std::int64_t>(rows.span.batch) * queries.H + head) * N + rows.span.begin;
+  for (int first = rows.begin; first < rows.end; first += kNearThreads / 8) {
+    const int row = min(first + static_cast<int>(threadIdx.x) / 8, rows.end - 1);
+    const std::int32_t* list = top_keys + queries.row(rows.item, head, labels[line + row]) * topk;
+    const NearRange range(row, near, INT_MAX);
+    int counts = 0;  // of keys before the near ones, and of those before their end
+    const auto count = [&](int key) {  // -1 behind the last one
+      const auto at = static_cast<unsigned>(key);
+      counts += (at < static_cast<unsigned>(range.begin) ? 1 : 0) +
+                (at < static_cast<unsigned>(range.end) ? 1 << 16 : 0);
+    };
+    if (topk % 4 == 0 && reinterpret_cast<std::uintptr_t>(top_keys) % 16 == 0) {
+      for (int i = 4 * lane; i < topk; i += 32) {
+        const int4 keys = *reinterpret_cast<const int4*>(list + i);
+        count(keys.x), count(keys.y), count(keys.z), count(keys.w);
+      }
+    } else {
+      for (int i = lane; i < topk; i += 8) count(list[i]);
+    }
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) counts += __shfl_xor_sync(~0u, counts, step);
+    const int before = counts & 0xffff;
+    if (lane == 0) to[line + row] = NearTopKeys::of(before, (counts >> 16) - before);
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kNearThreads)
     round_means_kernel(const float* means, T* to, std::int64_t count, int width, int pitch) {
@@ -358,11 +371,20 @@ template <class T, bool kSubtract>
 void launch_near(const NearArgs<T>& args, cudaStream_t stream) {
   dispatch_head_dim("clustered", args.queries.width, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
-    launch_early(
-        "near_attend", near_attend_kernel<T, kDim, kSubtract>,
-        dim3(static_cast<unsigned>(args.tiles.slots), static_cast<unsigned>(args.queries.H)),
-        kNearThreads, NearShape<T, kDim, kSubtract>::kBytes, stream, args);
+    // Few blocks where most heads have nothing to add.
+    const int blocks =
+        kSubtract ? args.tiles.slots : min(args.tiles.slots, few_blocks(args.queries.H));
+    launch_early("near_attend", near_attend_kernel<T, kDim, kSubtract>,
+                 dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.queries.H)),
+                 kNearThreads, NearShape<T, kDim, kSubtract>::kBytes, stream, args);
   });
+}
+
+template <class T>
+void launch_subtracting(const NearArgs<T>& args, bool sm90a, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (sm90a) return attend_near_sm90a(args, stream);
+  launch_near<T, true>(args, stream);
 }
 
 RowSums take_sums(Arena& arena, std::int64_t rows, int pitch) {
@@ -387,6 +409,15 @@ template void round_means(const CentroidQueries&, int, float*, int, cudaStream_t
 template void round_means(const CentroidQueries&, int, Bf16*, int, cudaStream_t);
 template void round_means(const CentroidQueries&, int, F16*, int, cudaStream_t);
 
+void find_near_top_keys(const CentroidQueries& queries, const std::int32_t* labels,
+                        const std::int32_t* top_keys, int items, int topk, int N, int near,
+                        NearTopKeys* to, cudaStream_t stream) {
+  const ItemChunks tiles = row_tiles(queries.spans.q, items, kNearOwned);
+  launch_early("near_top", near_top_kernel,
+               dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(queries.H)),
+               kNearThreads, 0, stream, queries, tiles, labels, top_keys, topk, N, near, to);
+}
+
 void attend_near(const ClusteredForward& pass, Arena& arena) {
   const ClusteredPlan& plan = pass.plan;
   const AttentionCall& call = plan.call;
@@ -408,6 +439,7 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
     far.chunks_before = take_sums(arena, slots, pitch);
     far.chunks_after = take_sums(arena, slots, pitch);
     T* means_rounded = arena.take<T>(plan.subtracts ? plan.num_means() * pitch : 0);
+    auto* near_top = arena.take<NearTopKeys>(top && plan.subtracts ? rows : 0);
     if (arena.counting()) return;
     const ClusteredTensors& tensors = pass.tensors;
     zero_padding(pass.out, call.inputs.q_sequences, call.num_items(), pass.stream);
@@ -446,13 +478,18 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
     if (plan.subtracts) {
       round_means(args.queries, static_cast<int>(call.num_items()), means_rounded, pitch,
                   pass.stream);
+      if (top)
+        find_near_top_keys(args.queries, args.labels, args.top_keys,
+                           static_cast<int>(call.num_items()), plan.topk, args.N, plan.near,
+                           near_top, pass.stream);
+      args.near_top = near_top;
       args.means = means_rounded;
       args.mean_lse = floats(tensors.centroid_lse);
       args.mass = floats(tensors.mass);
       args.rest = floats(tensors.out);
       args.cancels = ints(tensors.cancels);
       args.heads.cancels = args.cancels;
-      launch_near<T, true>(args, pass.stream);
+      launch_subtracting(args, plan.sm90a, pass.stream);
     }
     CentroidQueries means = args.queries;
     means.block_rows = kCentroidRows;

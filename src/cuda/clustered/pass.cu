@@ -12,6 +12,7 @@
 #include "cuda/cluster/clustering.h"
 #include "cuda/cluster/means.h"
 #include "cuda/clustered/clustered.h"
+#include "cuda/clustered/near.cuh"
 #include "cuda/clustered/near.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
@@ -78,6 +79,7 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   scratch.slots = arena.take<T>(units * shape.topk * 2 * pitch);
   const std::int64_t queries =
       shape.near > 0 ? static_cast<std::int64_t>(shape.B) * shape.H * shape.N : 0;
+  scratch.near_top = arena.take<NearTopKeys>(shape.subtracts && shape.topk > 0 ? queries : 0);
   scratch.delta = arena.take<float>(queries);
   scratch.near_dmean = arena.take<T>(shape.subtracts ? queries * pitch : 0);
   scratch.unit_dmean = arena.take<float>(shape.subtracts ? units * pitch : 0);
@@ -226,12 +228,15 @@ class ClusteredPass : public Pass {
   void differentiate(const BackwardArgs<T>& args, const CentroidQueries& queries,
                      const FarMembers& far, cudaStream_t stream) const {
     const bool means = args.shape.tail(), broadcast = !call_.causal && args.dq.data;
-    if (plan().near > 0) near_key_gradients(args, queries, stream);
+    if (plan().near > 0) near_query_gradients(args, queries, plan().sm90a, stream);
     member_gradients(args, stream);
     if constexpr (sizeof(T) == 2)
       if (means && plan().sm90a) centroid_gradients_sm90a(args, stream);
     if (means && !plan().sm90a) centroid_gradients(args, stream);
-    if (plan().near > 0) far_key_gradients(args, queries, far, stream);
+    if (plan().near > 0) {
+      near_key_gradients(args, queries, plan().sm90a, stream);
+      far_key_gradients(args, queries, far, stream);
+    }
     if (broadcast) broadcast_gradients(args, stream);
     if (plan().topk > 0 && (args.dk.data || args.dv.data))
       sum_top_key_gradients(args, broadcast, stream);

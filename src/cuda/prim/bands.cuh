@@ -20,13 +20,14 @@ struct Bands {
 
   // As load_tile, into rows from `row` on.
   template <int kLoaded, int kThreads>
-  __device__ void load(int row, const Rows<const T>& rows, std::int64_t first, int count) const {
+  __device__ void load(int row, const Rows<const T>& rows, std::int64_t first, int count,
+                       const std::int32_t* index = nullptr) const {
 #pragma unroll
     for (int band = 0; band < kCount; ++band)
       load_tile<kLoaded, kThreads>(
           Tile<T, 64>{base + band * kBandBytes + row * 128},
           Rows<const T>{rows.data + 64 * band, rows.pitch, rows.width - 64 * band, rows.aligned},
-          first, count);
+          first, count, index);
   }
   __device__ std::uint64_t descriptor(int offset) const {
     return descriptor_behind(matrix_descriptor(base), offset);
@@ -80,6 +81,32 @@ template <class T>
 __device__ __forceinline__ void pack_factor(std::uint32_t (&a)[4][4], const float (&d)[32]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = pack2<T>(d[2 * i], d[2 * i + 1]);
+}
+
+// The same for any number of columns, all rows of b: d = a bᵀ, and sum += x b with x rounded to T.
+template <class T, int kWidth, int kColumns>
+__device__ __forceinline__ void start_products(float (&d)[kColumns / 2],
+                                               const Bands<T, kWidth, 64>& a,
+                                               const Bands<T, kWidth, kColumns>& b) {
+#pragma unroll
+  for (int depth = 0; depth < kWidth / 16; ++depth)
+    wgmma_step<T, 0>(depth, d, a.by_columns(0, depth), b.by_columns(0, depth));
+}
+template <class T, int kWidth, int kColumns>
+__device__ __forceinline__ void start_sums(float (&sum)[kWidth / 64][32],
+                                           const std::uint32_t (&x)[kColumns / 16][4],
+                                           const Bands<T, kWidth, kColumns>& b) {
+#pragma unroll
+  for (int k = 0; k < kColumns / 16; ++k)
+#pragma unroll
+    for (int band = 0; band < kWidth / 64; ++band)
+      wgmma<T, 1, 1>(sum[band], x[k], b.by_rows(16 * k, band));
+}
+template <class T, int kCount>
+__device__ __forceinline__ void round_factor(std::uint32_t (&x)[kCount / 8][4],
+                                             const float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) x[i / 4][i % 4] = pack2<T>(d[2 * i], d[2 * i + 1]);
 }
 
 // Row of a warpgroup's 64 that this lane holds: upper (side 0) or lower (side 1).
