@@ -122,7 +122,9 @@ std::vector<std::string> names_in(const std::string& folder) {
        !error && entry != fs::directory_iterator(); entry.increment(error)) {
     names.push_back(entry->path().filename().string());
   }
-  if (error && error != std::errc::no_such_file_or_directory) {
+  const bool missing =
+      error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
+  if (error && !missing) {
     throw Error(fmt::format("[files] cannot list {}: {}", folder, error.message()));
   }
   return names;

@@ -96,7 +96,7 @@ std::vector<CorpusFile> read_folder(const std::string& path, Budget& budget) {
       }
     }
   } catch (const fs::filesystem_error& error) {
-    fail(path, error.code().message());
+    fail(error.path1().empty() ? path : error.path1().string(), error.code().message());
   }
   return files;
 }

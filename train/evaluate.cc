@@ -71,6 +71,7 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
   if (batches < 1) throw Error("[evaluate] expected at least one batch of held-out data; got none");
 
   Evaluation result;
+  if (options.progress) options.progress(0, batches);
   for (std::int64_t index = 0; index < batches; ++index) {
     const Batch batch = to_device(task.batch(options.split, index, options.rows), device);
     torch_api::PassContext context;
@@ -78,6 +79,7 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
     context.seed = options.seed + static_cast<std::uint64_t>(index);
     context.before_layer = options.before_layer;
     add(result.score, score_of(model->forward(batch.tokens, context).out, batch, &strata));
+    if (options.progress) options.progress(index + 1, batches);
   }
   for (std::size_t i = 0; i < names.size(); ++i) result.strata[names[i]] = strata[i];
   result.metric = metric_value(task.metric(), result.score);

@@ -12,6 +12,9 @@
 
 namespace coterie::train {
 
+// Called before the first and after every part of some work, with the number of parts.
+using ShowParts = std::function<void(std::int64_t done, std::int64_t all)>;
+
 struct Evaluation {
   Score score;
   double metric = 0;
@@ -27,6 +30,7 @@ struct EvaluateOptions {
   std::uint64_t seed = 0;                // of clusterings
   bool bf16 = false;                     // matrix products
   std::function<void()> before_layer{};  // see PassContext
+  ShowParts progress{};                  // may be empty; parts are batches
 };
 // Without gradients and dropout, on the model's device.
 Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,

@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -100,8 +101,12 @@ void load_module(::torch::nn::Module& module, const NamedTensors& tensors,
     if (!own.contains(name)) wrong.push_back(name + " is not in the model");
   }
   if (!wrong.empty()) {
-    throw Error(fmt::format("[checkpoint] the tensors in {} do not match this model: {}", source,
-                            fmt::join(wrong, "; ")));
+    constexpr std::size_t kShown = 3;
+    const std::size_t more = wrong.size() - std::min(kShown, wrong.size());
+    wrong.resize(wrong.size() - more);
+    throw Error(fmt::format("[checkpoint] the tensors in {} do not match this model: {}{}", source,
+                            fmt::join(wrong, "; "),
+                            more == 0 ? "" : fmt::format("; and {} more", more)));
   }
   const c10::NoGradGuard no_grad;
   for (const auto& [name, tensor] : own) tensor.copy_(tensors.at(name));

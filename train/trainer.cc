@@ -114,8 +114,7 @@ class Run {
     if (reason == "interrupted" && saved_step_ != state_.step) save(/*best=*/false);
     if (reason != "interrupted") log_clusters();
     write(end_line({reason, state_, memory_.peak_bytes()}));
-    return {state_, reason, evaluation_,
-            config_.out.empty() ? "" : checkpoints().path(saved_step_)};
+    return {state_, reason, evaluation_, saved_step_ == 0 ? "" : checkpoints().path(saved_step_)};
   }
 
   // The first steps also allocate memory and initialise libraries.
@@ -391,7 +390,8 @@ class Run {
                     {.rows = config_.train.batch,
                      .batches = batches,
                      .bf16 = config_.train.dtype == "bf16",
-                     .before_layer = [this] { leave_if_late(); }});
+                     .before_layer = [this] { leave_if_late(); },
+                     .progress = hooks_.validation});
   }
 
   // Whether the model is the best so far.

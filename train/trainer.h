@@ -43,11 +43,12 @@ struct TrainResult {
   // "steps", "patience", "interrupted"; "finished": nothing was left to do
   std::string reason;
   std::optional<Evaluation> evaluation;  // the one at the end, on valid
-  std::string checkpoint;                // folder of the last one; empty without config.out
+  std::string checkpoint;                // folder of the last one; empty if there is none
 };
 
 struct TrainHooks {
   ShowProgress progress{};                         // may be empty; called after every step
+  ShowParts validation{};                          // may be empty; parts are batches
   std::function<void(const std::string&)> warn{};  // may be empty; one line
   // Finish the step, save and return; leave a step or an evaluation that takes seconds longer.
   const std::atomic<bool>* interrupted = nullptr;

@@ -82,9 +82,15 @@ void add_problem_options(CLI::App& verb, BenchOptions& options) {
 }
 
 void add_timing_options(CLI::App& verb, BenchOptions& options) {
-  verb.add_option("--threads", options.threads,
-                  "CPU thread counts to measure, as a list (1,2). Default: all cores")
-      ->check(CLI::Range(1, kMaxThreads).description(""))
+  const auto set_threads = [&options](const std::vector<std::string>& counts) {
+    options.threads.clear();
+    for (const std::string& count : counts) {
+      options.threads.push_back(train::parse_number<int>("--threads", count, 1, kMaxThreads));
+    }
+  };
+  verb.add_option_function<std::vector<std::string>>(
+          "--threads", set_threads,
+          "CPU thread counts to measure, as a list (1,2). Default: all cores")
       ->delimiter(',')
       ->type_name("LIST");
   train::add_number(
@@ -105,18 +111,20 @@ void add_timing_options(CLI::App& verb, BenchOptions& options) {
 }
 
 const char* const kExamples =
-    R"help(Without --attention, a default set with every mechanism is measured; on a GPU, those that have
-kernels there. Errors are relative to full attention on the same data, over all queries or, for
-long sequences, a sample. The reference is causal for causal attentions, and uses the queries as
-keys for attentions with shared queries and keys. Speeds are relative to torch's full attention if
-this program is built with torch (timed in turn with ours), otherwise to our own. Learned centroids
-are replaced by k-means of the data; positions are not applied.
+    R"help(Without --attention, a default set with every mechanism is measured; on a GPU,
+those that have kernels there. Errors are relative to full attention on the same
+data, over all queries or, for long sequences, a sample. The reference is causal
+for causal attentions, and uses the queries as keys for attentions with shared
+queries and keys. Speeds are relative to torch's full attention if this program
+is built with torch (timed in turn with ours), otherwise to our own. Learned
+centroids are replaced by k-means of the data; positions are not applied.
 
 Examples:
   coterie bench
   coterie bench --attention "i-clustered(clusters=256)" --lengths 1k:16k
-  coterie bench --causal --attention "local(window=256)" "routing(clusters=32,window=256)"
-  coterie bench --pass forward --dtype bf16 --lengths 512,3000 --json bench.jsonl
+  coterie bench --causal --attention "local(window=256)" \
+    "routing(clusters=32,window=256)"
+  coterie bench --pass forward --dtype bf16 --lengths 512,3k --json bench.jsonl
   coterie bench --threads 1,2 --data model.safetensors
   coterie bench --report bench.jsonl > report.md
 )help";

@@ -114,6 +114,9 @@ void run_compare(const CompareOptions& options) {
     line.label = fmt::format("{}/{} {}", finished + 1, plan.size(), line.label);
     progress.show(line);
   };
+  hooks.validation = [&](std::int64_t done, std::int64_t all) {
+    progress.show_parts("validation", done, all, "batches");
+  };
   hooks.warn = [&](const std::string& line) { progress.warn(line); };
   hooks.interrupted = &catch_interrupts();
   const std::vector<train::ComparedRun> runs =
@@ -130,13 +133,13 @@ void run_compare(const CompareOptions& options) {
 }
 
 const char* const kExamples =
-    "Finished runs with the same options are not trained again; interrupted ones are resumed. Runs "
-    "in\n"
-    "--out with other options are replaced.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie compare\n"
-    "  coterie compare --sections bytes --out /tmp/compare\n";
+    R"help(Finished runs with the same options are not trained again; interrupted ones are
+resumed. Runs in --out with other options are replaced.
+
+Examples:
+  coterie compare
+  coterie compare --sections bytes --out /tmp/compare
+)help";
 const char* const kCudaExample = "  coterie compare --device cuda --out /tmp/compare-gpu\n";
 
 }  // namespace

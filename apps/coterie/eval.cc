@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "apps/coterie/loaded_model.h"
+#include "apps/coterie/progress.h"
 #include "coterie/error.h"
 #include "train/evaluate.h"
 #include "train/option_values.h"
@@ -63,10 +64,25 @@ void check_variants(const LoadedModel& loaded, const std::vector<train::Config>&
   }
 }
 
+train::EvaluateOptions evaluate_options(const EvalOptions& options, const train::Config& config) {
+  train::EvaluateOptions wanted;
+  wanted.split = options.split == "test" ? train::Split::test : train::Split::valid;
+  wanted.rows = options.rows > 0 ? options.rows : config.train.batch;
+  wanted.batches = options.batches;
+  wanted.seed = options.seed;
+  wanted.bf16 = config.train.dtype == "bf16";
+  return wanted;
+}
+
 void print_header(const EvalOptions& options, const LoadedModel& loaded, std::size_t width) {
-  fmt::print("{}, {} on {}, trained for {} steps\n\n  {:<{}} {:>13} {:>9} {:>8}", loaded.checkpoint,
-             loaded.task->name(), options.split, loaded.step, "attention", width,
-             train::metric_name(loaded.task->metric()), "loss", "seconds");
+  const train::EvaluateOptions wanted = evaluate_options(options, loaded.config);
+  const std::int64_t all = loaded.task->batches(wanted.split, wanted.rows);
+  const bool part = wanted.batches > 0 && wanted.batches < all;
+  fmt::print("{}, {} on {}{}, trained for {} steps\n\n  {:<{}} {:>13} {:>9} {:>8}",
+             loaded.checkpoint, loaded.task->name(), options.split,
+             part ? fmt::format(" (the first {} of {} batches)", wanted.batches, all) : "",
+             loaded.step, "attention", width, train::metric_name(loaded.task->metric()), "loss",
+             "seconds");
   for (const std::string& stratum : loaded.task->strata()) {
     fmt::print("  {:>8}", stratum);
   }
@@ -86,10 +102,11 @@ void print_row(const Row& row, const train::Task& task, std::size_t width) {
   std::fflush(stdout);
 }
 
-void print_footer(const train::Task& task) {
+void print_footer(const train::Task& task, const EvalOptions& options) {
   fmt::print("\n* trained with this attention");
+  const char* const whose = options.split == "valid" ? "" : " (of the validation data)";
   for (const train::Baseline& baseline : task.baselines()) {
-    fmt::print("; {} {:.4g}", baseline.name, baseline.value);
+    fmt::print("; {} {:.4g}{}", baseline.name, baseline.value, whose);
   }
   for (const std::string& note : task.notes()) fmt::print("; {}", note);
   fmt::print("\n");
@@ -107,6 +124,7 @@ void print_json(const Row& row, const EvalOptions& options, const LoadedModel& l
       {"step", loaded.step},
       {"task", task.name()},
       {"split", options.split},
+      {"share", row.evaluation.share},
       {"attention", row.attention},
       {"trained", row.trained},
       {"metric_name", train::metric_name(task.metric())},
@@ -125,12 +143,11 @@ Row evaluate_variant(LoadedModel& loaded, const train::Config& variant,
   const std::string warning = train::leak_warning(specs, loaded.task->causal());
   if (!warning.empty()) fmt::print(stderr, "coterie: warning: {}\n", warning);
   loaded.model->transformer()->set_attention(specs);
-  train::EvaluateOptions wanted;
-  wanted.split = options.split == "test" ? train::Split::test : train::Split::valid;
-  wanted.rows = options.rows > 0 ? options.rows : loaded.config.train.batch;
-  wanted.batches = options.batches;
-  wanted.seed = options.seed;
-  wanted.bf16 = loaded.config.train.dtype == "bf16";
+  train::EvaluateOptions wanted = evaluate_options(options, loaded.config);
+  Progress progress;
+  wanted.progress = [&](std::int64_t done, std::int64_t all) {
+    progress.show_parts("evaluation", done, all, "batches");
+  };
   return {train::attention_text(variant), false, evaluate(loaded.model, *loaded.task, wanted)};
 }
 
@@ -148,20 +165,22 @@ void run_eval(const EvalOptions& options) {
     row.trained = i == 0;
     options.json ? print_json(row, options, loaded) : print_row(row, *loaded.task, width);
   }
-  if (!options.json) print_footer(*loaded.task);
+  if (!options.json) print_footer(*loaded.task, options);
 }
 
 const char* const kExamples =
-    "The table shows the attention the model was trained with, marked *, and one line for each\n"
-    "--attention, which replaces it in all layers without further training. Both must have the\n"
-    "same parameters: full, local, clustered and i-clustered can replace each other, for\n"
-    "example.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie eval runs/copy-full-1\n"
-    "  coterie eval runs/copy-full-1 --attention \"i-clustered(clusters=16)\" "
-    "\"clustered(clusters=16)\"\n"
-    "  coterie eval runs/copy-full-1/checkpoints/step-00000200 --split test --json\n\n";
+    R"help(The table shows the attention the model was trained with, marked *, and one line
+for each --attention, which replaces it in all layers without further training.
+Both must have the same parameters: full, local, clustered and i-clustered can
+replace each other, for example.
+
+Examples:
+  coterie eval runs/copy-full-1
+  coterie eval runs/copy-full-1 --attention "i-clustered(clusters=16)" \
+    "clustered(clusters=16)"
+  coterie eval runs/copy-full-1/checkpoints/step-00000200 --split test --json
+
+)help";
 
 }  // namespace
 

@@ -70,27 +70,30 @@ void run_export(ExportOptions options) {
 }
 
 const char* const kExamples =
-    "csv: one row for every step and eval line of the log, to the file --out or standard output.\n"
-    "  kind          step (training) or eval (validation)\n"
-    "  step, split   optimiser steps done; split: of eval rows\n"
-    "  loss          in nats; metric: the score in the unit of the task (eval)\n"
-    "  accuracy      fraction of correct answers (eval)\n"
-    "  lr, grad_norm, commitment, tokens_per_s, memory_bytes   as in log.jsonl (step)\n"
-    "  seconds       of training so far (step), of the evaluation (eval)\n"
-    "  strata.NAME   score of a part of the data (eval)\n"
-    "tensorboard: an events file in the folder --out, with the same numbers as scalars "
-    "train/loss,\n"
-    "  train/lr, valid/perplexity and so on, and kept mass and empty clusters of head groups.\n"
-    "huggingface: a folder that transformers loads as GPTNeoXForCausalLM, with the tokenizer of\n"
-    "  tokens and bytes. All heads must have full attention and rotary positions; --attention "
-    "full\n"
-    "  exports weights trained with another attention for full attention.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie export runs/tokens-full-1 --to csv --out curves.csv\n"
-    "  coterie export runs/tokens-full-1 --to tensorboard --out logs/full\n"
-    "  coterie export runs/tokens-full-1 --to huggingface --out hf/\n"
-    "  coterie export runs/tokens-local-1 --to huggingface --attention full --out hf-local/\n";
+    R"help(csv: one row for every step and eval line of the log, to the file --out or
+standard output.
+  kind          step (training) or eval (validation)
+  step, split   optimiser steps done; split: of eval rows
+  loss          in nats; metric: the score in the unit of the task (eval)
+  accuracy      fraction of correct answers (eval)
+  lr, grad_norm, commitment, tokens_per_s, memory_bytes   as in log.jsonl (step)
+  seconds       of training so far (step), of the evaluation (eval)
+  strata.NAME   score of a part of the data (eval)
+  share         part of the validation data that was used (eval)
+tensorboard: an events file in the folder --out, with the same numbers as
+scalars train/loss, train/lr, valid/perplexity and so on, and kept mass and
+empty clusters of head groups.
+huggingface: a folder that transformers loads as GPTNeoXForCausalLM, with the
+tokenizer of tokens and bytes. All heads must have full attention and rotary
+positions; --attention full exports weights trained with another attention for
+full attention.
+
+Examples:
+  coterie export runs/tokens-full-1 --to csv --out curves.csv
+  coterie export runs/tokens-full-1 --to tensorboard --out logs/full
+  coterie export runs/tokens-full-1 --to huggingface --out hf/
+  coterie export runs/local --to huggingface --attention full --out hf-local/
+)help";
 
 }  // namespace
 

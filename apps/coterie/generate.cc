@@ -67,35 +67,15 @@ std::string speed_text(std::int64_t tokens, double seconds) {
                      count_text(static_cast<double>(tokens) / std::max(seconds, 1e-9)));
 }
 
-// Progress of reading a long prompt on stderr: a line that is replaced on a terminal, a line every
-// ten seconds elsewhere.
-class PromptProgress {
- public:
-  explicit PromptProgress(std::size_t tokens) : tokens_(static_cast<std::int64_t>(tokens)) {}
-  ~PromptProgress() {
-    if (terminal_ && shown_) fmt::print(stderr, "\r\x1b[K");
-    std::fflush(stderr);
-  }
-  PromptProgress(const PromptProgress&) = delete;
-  PromptProgress& operator=(const PromptProgress&) = delete;
-
-  void show(std::int64_t read) {
-    if (seconds_since(last_) < (terminal_ ? 0.2 : 10.0) || read == tokens_) return;
-    const double speed = static_cast<double>(read) / seconds_since(start_);
-    const std::string text =
-        fmt::format("reading the prompt  {} {}/{} tokens  {} tokens/s",
-                    progress_bar(read, tokens_, 20), read, tokens_, count_text(speed));
-    fmt::print(stderr, "{}{}{}", terminal_ ? "\r\x1b[K" : "", text, terminal_ ? "" : "\n");
-    std::fflush(stderr);
-    last_ = Clock::now();
-    shown_ = true;
-  }
-
- private:
-  std::int64_t tokens_;
-  bool terminal_ = ::isatty(STDERR_FILENO) != 0, shown_ = false;
-  Clock::time_point start_ = Clock::now(), last_ = start_;
-};
+train::ReadPrompt read_prompt(LoadedModel& loaded, const std::vector<std::int64_t>& prompt) {
+  Progress progress;
+  const auto show = [&](std::int64_t done) {
+    progress.show_parts("reading the prompt", done, static_cast<std::int64_t>(prompt.size()),
+                        "tokens");
+  };
+  show(0);
+  return train::read_prompt(loaded.model, prompt, show);
+}
 
 void write_text(const std::string& text) {
   std::fwrite(text.data(), 1, text.size(), stdout);
@@ -128,10 +108,7 @@ void run_generate(const GenerateOptions& options) {
   const std::vector<std::int64_t> prompt = loaded.task->encode(text);
   if (prompt.empty()) throw Error("[generate] the prompt is empty; give at least one character");
   const Clock::time_point start = Clock::now();
-  const train::ReadPrompt read = [&] {
-    PromptProgress progress(prompt.size());
-    return train::read_prompt(loaded.model, prompt, [&](std::int64_t n) { progress.show(n); });
-  }();
+  const train::ReadPrompt read = read_prompt(loaded, prompt);
   const double reading = seconds_since(start);
   const Clock::time_point begin = Clock::now();
   std::int64_t tokens = 0;
@@ -148,17 +125,19 @@ void run_generate(const GenerateOptions& options) {
 }
 
 const char* const kExamples =
-    "The model must be causal, with full, local, strided, oracle-top or strict routing attention.\n"
-    "Attentions whose selection sees future tokens cannot generate.\n"
-    "\n"
-    "Text goes to standard output, progress and speed to standard error.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie generate runs/bytes-full --prompt \"namespace \"\n"
-    "  coterie generate runs/bytes-full/checkpoints/step-00000200 --temperature 0.7 --top-p 0.9\n"
-    "  coterie generate runs/bytes-full --temperature 0 --tokens 80\n"
-    "  coterie generate runs/bytes-full --prompt-file chapter.txt --samples 3 --seed 7\n"
-    "  git log -1 | coterie generate runs/bytes-full --prompt-file - --stop \"commit \"\n";
+    R"help(The model must be causal, with full, local, strided, oracle-top or strict
+routing attention. Attentions whose selection sees future tokens cannot
+generate.
+
+Text goes to standard output, progress and speed to standard error.
+
+Examples:
+  coterie generate runs/bytes-full --prompt "namespace "
+  coterie generate runs/bytes-full --temperature 0.7 --top-p 0.9
+  coterie generate runs/bytes-full/checkpoints/step-00000200 --tokens 80
+  coterie generate runs/bytes-full --prompt-file chapter.txt --samples 3
+  git log -1 | coterie generate runs/bytes-full --prompt-file - --stop "commit "
+)help";
 
 }  // namespace
 

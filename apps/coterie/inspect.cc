@@ -143,18 +143,19 @@ void run_inspect(const InspectOptions& options) {
 }
 
 const char* const kExamples =
-    "kept: overlap of the head's weights with those of full attention over the same queries and "
-    "keys;\n"
-    "100% is full attention. entropy: of a head's weights, in nats. empty: clusters without tokens "
-    "per\n"
-    "sequence. All are means over held-out sequences, cut to 512 tokens.\n"
-    "\n"
-    "--save-rows writes q, k and v of each head group instead, for coterie bench --data FILE.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie inspect runs/copy-clustered\n"
-    "  coterie inspect runs/bytes/checkpoints/step-00000200 --rows 8 --json\n"
-    "  coterie inspect runs/bytes --rows 1 --save-rows rows\n";
+    R"help(kept: overlap of the head's weights with those of full attention over the same
+queries and keys; 100% is full attention. entropy: of a head's weights, in nats.
+empty: clusters without tokens per sequence. All are means over held-out
+sequences, cut to 512 tokens.
+
+--save-rows writes q, k and v of each head group instead, for coterie bench
+--data FILE.
+
+Examples:
+  coterie inspect runs/copy-clustered
+  coterie inspect runs/bytes/checkpoints/step-00000200 --rows 8 --json
+  coterie inspect runs/bytes --rows 1 --save-rows rows
+)help";
 
 }  // namespace
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "coterie/error.h"
 #include "coterie/near_miss.h"
 #include "coterie/runtime.h"
+#include "coterie/wrap.h"
 #include "verbs.h"
 
 namespace {
@@ -43,8 +45,9 @@ int status_of(const coterie::Error& error) {
   return failure ? kFailure : kMistake;
 }
 
-// "; did you mean --train.steps?" for an unknown option or verb.
-std::string suggestion(const CLI::App& program, int argc, char** argv) {
+// "unknown option --train.stepz; did you mean "--train.steps"?": the first word that is not
+// expected, an option rather than a value.
+std::string unknown_word(const CLI::App& program) {
   const auto verbs = program.get_subcommands();
   const CLI::App* const app = verbs.empty() ? &program : verbs[0];
   std::vector<std::string> names;
@@ -53,22 +56,46 @@ std::string suggestion(const CLI::App& program, int argc, char** argv) {
     for (const CLI::App* verb : program.get_subcommands([](const CLI::App*) { return true; }))
       names.push_back(verb->get_name());
   }
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = std::string(argv[i]).substr(0, std::string(argv[i]).find('='));
-    if (std::find(names.begin(), names.end(), word) != names.end()) continue;
-    if (!verbs.empty() && !word.starts_with("-")) continue;
-    const std::string near = coterie::near_miss(word, names);
-    if (!near.empty()) return near;
-  }
-  return "";
+  const std::vector<std::string> words = program.remaining(/*recurse=*/true);
+  const auto is_option = [](const std::string& word) { return word.starts_with("-"); };
+  auto found = std::find_if(words.begin(), words.end(), is_option);
+  if (verbs.empty() || found == words.end()) found = words.begin();
+  const std::string word = found->substr(0, found->find('='));
+  return fmt::format("unknown {} {}{}",
+                     is_option(word) ? "option"
+                     : verbs.empty() ? "verb"
+                                     : "argument",
+                     word, coterie::near_miss(word, names));
 }
+
+// Help for terminals of 80 columns.
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_option(const CLI::Option* option, bool positional) const override {
+    return line(make_option_name(option, positional) + make_option_opts(option),
+                option->get_description());
+  }
+  std::string make_subcommand(const CLI::App* verb) const override {
+    return line(verb->get_name(), verb->get_description());
+  }
+
+ private:
+  static std::string line(const std::string& name, const std::string& description) {
+    constexpr std::size_t kDescription = 30;  // column
+    std::string text = "  " + name;
+    coterie::append_wrapped(text, description, kDescription);
+    return text;
+  }
+};
 
 int run(int argc, char** argv) {
   CLI::App program("Content-clustered attention: correct, fast, measured.", "coterie");
+  program.formatter(std::make_shared<HelpFormatter>());
   program.set_version_flag("--version", "coterie " + coterie::build_info().version);
   program.require_subcommand(0, 1);
   program.footer(
-      "Run coterie VERB --help for options and examples, coterie help spec for the attentions.");
+      "Run coterie VERB --help for options and examples, coterie help spec for the\n"
+      "attentions.");
   coterie::cli::add_train(program);
   coterie::cli::add_eval(program);
   coterie::cli::add_generate(program);
@@ -85,10 +112,8 @@ int run(int argc, char** argv) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help, --version
     const auto verbs = program.get_subcommands();
     const std::string verb = verbs.empty() ? "" : verbs[0]->get_name() + " ";
-    std::string message = error.what();
-    if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) {
-      message += suggestion(program, argc, argv);
-    }
+    const bool unknown = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr;
+    const std::string message = unknown ? unknown_word(program) : error.what();
     return report(fmt::format("{} (see coterie {}--help)", message, verb), kMistake);
   }
   if (program.get_subcommands().empty()) fmt::print("{}", program.help());

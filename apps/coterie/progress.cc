@@ -20,6 +20,10 @@ int terminal_columns() {
   return ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 // "loss 0.512  accuracy 0.913  12.3k tokens/s  0:42 left"
 std::string numbers_text(const train::ProgressLine& line) {
   std::string text = fmt::format("{}  {} tokens/s", line.score, count_text(line.tokens_per_s));
@@ -54,8 +58,7 @@ void Progress::show(const train::ProgressLine& line) {
 }
 
 void Progress::show_bar(const train::ProgressLine& line) {
-  const bool due = std::chrono::duration<double>(Clock::now() - shown_).count() >= kBarEvery;
-  if (!due && line.step < line.steps) return;
+  if (seconds_since(shown_) < kBarEvery && line.step < line.steps) return;
   shown_ = Clock::now();
   const std::string rest = fmt::format("{}/{}  {}", line.step, line.steps, numbers_text(line));
   // The numbers first: a narrow terminal shortens the label.
@@ -77,11 +80,27 @@ void Progress::show_line(const train::ProgressLine& line) {
     return kLines * step / std::max<std::int64_t>(line.steps, 1);
   };
   const bool starts = line.label != label_;
-  const bool late = std::chrono::duration<double>(Clock::now() - shown_).count() >= kLineEvery;
-  if (!starts && !late && part(line.step) == part(line.step - 1)) return;
+  if (!starts && seconds_since(shown_) < kLineEvery && part(line.step) == part(line.step - 1))
+    return;
   shown_ = Clock::now();
   if (starts) fmt::print(stderr, "{}\n", line.label);
   fmt::print(stderr, "  step {}/{}  {}\n", line.step, line.steps, numbers_text(line));
+}
+
+// Work that takes less than a second shows nothing.
+void Progress::show_parts(const std::string& work, std::int64_t done, std::int64_t all,
+                          const char* unit) {
+  if (done == 0) parts_start_ = Clock::now();
+  const double seconds = seconds_since(parts_start_);
+  const double since = std::min(seconds, seconds_since(shown_));
+  if (done == 0 || seconds < 1 || since < (terminal_ ? kBarEvery : kLineEvery)) return;
+  shown_ = Clock::now();
+  const double left = seconds * static_cast<double>(all - done) / static_cast<double>(done);
+  fmt::print(stderr, "{}{} {} {}/{} {}  {} left{}", terminal_ ? "\r\x1b[K" : "  ", work,
+             progress_bar(done, all, 20), done, all, unit, duration_text(left),
+             terminal_ ? "" : "\n");
+  std::fflush(stderr);
+  bar_shown_ = terminal_;
 }
 
 void Progress::warn(const std::string& text) {

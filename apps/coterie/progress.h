@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Progress of a training run: a bar on a terminal, a few lines elsewhere.
+// Progress of long work on stderr: a bar on a terminal, a few lines elsewhere.
 #pragma once
 
 #include <chrono>
@@ -12,12 +12,14 @@ namespace coterie::cli {
 
 class Progress {
  public:
-  Progress();  // on stderr
+  Progress();
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  void show(const train::ProgressLine& line);
+  void show(const train::ProgressLine& line);  // of a training run
+  // Of work with `all` parts, called first with none done: "reading the prompt", ..., "tokens".
+  void show_parts(const std::string& work, std::int64_t done, std::int64_t all, const char* unit);
   void warn(const std::string& text);  // a separate line
   void clear();                        // removes the bar
 
@@ -29,6 +31,7 @@ class Progress {
   bool terminal_;
   bool bar_shown_ = false;
   Clock::time_point shown_{};
+  Clock::time_point parts_start_{};
   std::string label_;  // of the last line; a new label means a new run
 };
 

@@ -20,14 +20,14 @@ struct ReportOptions {
 };
 
 const char* const kExamples =
-    "RUN is a folder written by coterie train, or a folder that contains some. Runs of the same "
-    "task\n"
-    "are compared.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie report runs/\n"
-    "  coterie report runs/copy-full runs/copy-clustered --title \"Copy\" --out copy.html\n"
-    "  coterie bench --json bench.jsonl && coterie report runs/ --bench bench.jsonl\n";
+    R"help(RUN is a folder written by coterie train, or a folder that contains some. Runs
+of the same task are compared.
+
+Examples:
+  coterie report runs/
+  coterie report runs/copy-full runs/copy-clustered --title Copy --out copy.html
+  coterie bench --json bench.jsonl && coterie report runs/ --bench bench.jsonl
+)help";
 
 }  // namespace
 

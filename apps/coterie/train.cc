@@ -62,11 +62,15 @@ void read_resumed_config(CLI::App& verb, train::Config& config) {
   for (const train::OptionChange& change :
        train::option_changes(train::parse_config(text, path), config)) {
     if (change.may_change || change.name == "out") continue;
+    // Parameters of another model or vocabulary do not fit.
+    const bool fits = !change.name.starts_with("model.") && !change.name.starts_with("text.") &&
+                      change.name != "task";
     throw CLI::ValidationError(
         "--" + change.name,
-        fmt::format("a resumed run keeps its {}: expected {}; got {}. For a new run with its "
-                    "parameters: coterie train --init-from {} --out FOLDER --{} ...",
-                    change.name, change.before, change.after, config.out, change.name));
+        fmt::format("a resumed run keeps its {}: expected {}; got {}. For a new run{}: coterie "
+                    "train{} --out FOLDER --{} ...",
+                    change.name, change.before, change.after, fits ? " with its parameters" : "",
+                    fits ? " --init-from " + config.out : "", change.name));
   }
   if (config.data == train::kStandardInput && !data_given) {
     throw CLI::ValidationError("--data",
@@ -118,7 +122,7 @@ void print_result(const train::Config& config, const train::Task& task,
   }
   fmt::print("\n");
   print_scores(config, task, result);
-  fmt::print("checkpoint {}\n", result.checkpoint);
+  if (!result.checkpoint.empty()) fmt::print("checkpoint {}\n", result.checkpoint);
   if (result.reason == "interrupted") {
     const bool piped = config.data == train::kStandardInput;
     fmt::print("interrupted; continue with: coterie train --out {} --resume{}\n", config.out,
@@ -199,6 +203,9 @@ void run_train(CLI::App& verb, TrainVerb& options) {
   Progress progress;
   train::TrainHooks hooks;
   hooks.progress = [&](const train::ProgressLine& line) { progress.show(line); };
+  hooks.validation = [&](std::int64_t done, std::int64_t all) {
+    progress.show_parts("validation", done, all, "batches");
+  };
   hooks.warn = [&](const std::string& line) { progress.warn(line); };
   hooks.interrupted = &catch_interrupts();
   const train::TrainResult result = train::train(config, *task, options.resume, hooks);
@@ -207,18 +214,19 @@ void run_train(CLI::App& verb, TrainVerb& options) {
 }
 
 const char* const kExamples =
-    "The folder of a run contains config.toml (all options, for --config), log.jsonl (one JSON "
-    "object\n"
-    "per line) and checkpoints/. Ctrl-C finishes the step, saves a checkpoint and exits; --resume\n"
-    "continues exactly from the last checkpoint.\n"
-    "\n"
-    "Examples:\n"
-    "  coterie train --task copy\n"
-    "  coterie train --task copy --attention \"i-clustered(clusters=16)\" --train.steps 500\n"
-    "  coterie train --task bytes --data corpus/ --length 512 --out runs/mine \\\n"
-    "    --attention \"2*local(window=64)+2*routing(clusters=8,window=64)\"\n"
-    "  coterie train --out runs/mine --resume\n"
-    "  coterie train --config runs/mine/config.toml --out runs/other --seed 2\n\n";
+    R"help(The folder of a run contains config.toml (all options, for --config), log.jsonl
+(one JSON object per line) and checkpoints/. Ctrl-C finishes the step, saves a
+checkpoint and exits; --resume continues exactly from the last checkpoint.
+
+Examples:
+  coterie train --task copy
+  coterie train --task copy --attention "i-clustered(clusters=16)" --seed 2
+  coterie train --task bytes --data corpus/ --length 512 --out runs/mine \
+    --attention "2*local(window=64)+2*routing(clusters=8,window=64)"
+  coterie train --out runs/mine --resume
+  coterie train --config runs/mine/config.toml --out runs/other --seed 2
+
+)help";
 
 }  // namespace
 

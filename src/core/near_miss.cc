@@ -4,22 +4,24 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace coterie {
 namespace {
 
-// Edits (insert, delete, replace a character) that turn a into b.
+// Edits (insert, delete, replace a character, swap two neighbours) that turn a into b.
 std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
+  // Of the first i and i - 1 characters of a to the first j of b, then of the first i + 1.
+  std::vector<std::size_t> row(b.size() + 1), before, next;
   std::iota(row.begin(), row.end(), std::size_t{0});
   for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i + 1;
+    next.assign(1, i + 1);
     for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({row[j] + 1, row[j + 1] + 1, replaced});
+      next.push_back(std::min({next[j] + 1, row[j + 1] + 1, row[j] + (a[i] == b[j] ? 0 : 1)}));
+      const bool swapped = i > 0 && j > 0 && a[i] == b[j - 1] && a[i - 1] == b[j];
+      if (swapped) next.back() = std::min(next.back(), before[j - 1] + 1);
     }
+    before = std::exchange(row, std::move(next));
   }
   return row[b.size()];
 }

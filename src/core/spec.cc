@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/descriptor.h"
 #include "coterie/near_miss.h"
+#include "coterie/wrap.h"
 
 namespace coterie {
 namespace {
@@ -135,10 +136,6 @@ std::string group_text(const HeadGroup& group) {
   return count + entry.name + (keys.empty() ? "" : "(" + join(keys, ",") + ")");
 }
 
-void append_padded(std::string& line, const std::string& text, std::size_t width) {
-  line += text + std::string(text.size() < width ? width - text.size() : 1, ' ');
-}
-
 }  // namespace
 
 bool HeadGroup::rotary() const {
@@ -187,18 +184,17 @@ std::string to_string(const Mechanism& mechanism) { return group_text({.mechanis
 std::string spec_help() {
   std::string text =
       "An attention spec describes the attention of a layer as a sum of head groups:\n"
-      "  [heads*]name[(key=value,...)] + ...      one group without a count takes all heads\n"
+      "  [heads*]name[(key=value,...)] + ...\n"
+      "One group without a count takes all heads.\n"
       "Examples:\n"
       "  full\n"
       "  i-clustered(clusters=100,topk=32)\n"
       "  4*local(window=256)+4*routing(clusters=16,window=256,causal=strict)\n";
   for (const Descriptor& entry : descriptors()) {
-    text += std::string("\n") + entry.name + ": " + entry.summary + "\n";
+    append_wrapped(text += '\n', std::string(entry.name) + ": " + entry.summary, 0);
     for (const SpecKey& key : entry.keys) {
-      std::string line = "  ";
-      append_padded(line, key_and_default(entry, key), 24);
-      append_padded(line, key.allowed, 38);
-      text += line + key.help + "\n";
+      text += "  " + key_and_default(entry, key);
+      append_wrapped(text, key.help + " (" + key.allowed + ")", 26);
     }
   }
   return text;

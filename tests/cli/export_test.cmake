@@ -20,6 +20,10 @@ if(NOT out MATCHES "^kind,step,split,loss,metric,accuracy,lr,grad_norm,.*\nstep,
   complain("not the table")
 endif()
 set(table "${out}")
+string(REGEX MATCH "^[^\n]*" columns "${out}")
+string(REPLACE "," ";" columns "${columns}")
+run(0 export --help)
+expect_out(${columns})  # the help explains every column
 run(0 export ${WORK}/run --to csv --out ${WORK}/new/curves.csv)
 expect_out("${WORK}/new/curves.csv")
 file(READ ${WORK}/new/curves.csv written)

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <sstream>
 
 #include "coterie/error.h"
+#include "coterie/wrap.h"
 
 namespace coterie {
 namespace {
@@ -283,6 +285,16 @@ TEST(Spec, MessagesStayOnOneShortLine) {
   const std::string error = error_of("full\n\x01" + std::string(1000, 'x'));
   EXPECT_EQ(error.find('\n'), std::string::npos);
   EXPECT_LT(error.size(), 250u);
+}
+
+TEST(Spec, HelpHas80Columns) {
+  std::istringstream lines(spec_help());
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 80u) << line;
+  std::string text = "  name";
+  append_wrapped(text, "of an option", 8);
+  append_wrapped(text, std::string(79, 'a') + " b", 0);
+  append_wrapped(text += "long name", "c", 4);
+  EXPECT_EQ(text, "  name  of an option\n" + std::string(79, 'a') + "\nb\nlong name\n    c\n");
 }
 
 TEST(Spec, HelpListsEveryNameAndKey) {
