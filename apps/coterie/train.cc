@@ -155,10 +155,10 @@ void print_dry_run(const train::Config& config, const train::Task& task, bool pr
   fmt::print("  parameters  {}\n", found.parameters);
   fmt::print("  memory      {:.0f} MiB at the peak, measured over {} steps on {}\n",
              static_cast<double>(found.peak_bytes) / (1 << 20), timed + 1, config.device);
-  fmt::print(
-      "  speed       {} tokens/s, {:.3g} s per step of {} tokens, {:.3g} s of processor time\n",
-      count_text(static_cast<double>(found.batch_tokens) / found.step_seconds), found.step_seconds,
-      found.batch_tokens, found.step_cpu_seconds);
+  fmt::print("  speed       {} tokens/s, {:.3g} s per step of {} tokens\n",
+             count_text(static_cast<double>(found.batch_tokens) / found.step_seconds),
+             found.step_seconds, found.batch_tokens);
+  fmt::print("  processor   {:.3g} s per step, all threads together\n", found.step_cpu_seconds);
   if (found.centroid_seconds > 0) {
     fmt::print("  centroids   {:.3g} s to initialise them from the first batch\n",
                found.centroid_seconds);

@@ -48,6 +48,15 @@ TEST(ProfileTest, AStepHasItsParts) {
   for (const char* part : {"matrix products", "optimiser", "layer norm", "GELU", "loss"}) {
     EXPECT_NE(std::find(names.begin(), names.end(), part), names.end()) << part;
   }
+  EXPECT_GT(run.step_cpu_seconds, 0);
+  EXPECT_EQ(run.centroid_seconds, 0);
+}
+
+TEST(ProfileTest, TheStartOfRoutingIsTimed) {
+  Config config = tiny_config("recall");
+  config.attention = "routing(clusters=2,window=16)";
+  config.train.centroids = "data";
+  EXPECT_GT(dry_run(config, *make_task(config), 1, /*profile=*/false).centroid_seconds, 0);
 }
 
 }  // namespace
