@@ -18,6 +18,8 @@ TEST(ProfileTest, KernelsHaveParts) {
   EXPECT_EQ(profile_part("void coterie::cuda::forward_lists<64>"), "attention");
   EXPECT_EQ(profile_part("void coterie::cuda::(anonymous namespace)::add_norm_rows<Bf16, 4>"),
             "layer norm");
+  EXPECT_EQ(profile_part("coterie::cuda::(anonymous namespace)::add_parts(PartSums, int)"),
+            "centroids");
   EXPECT_EQ(profile_part("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_bias_TNT"), "matrix products");
   EXPECT_EQ(profile_part("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>"),
             "GELU");
