@@ -18,6 +18,9 @@ struct Line {
 constexpr Line kFull[] = {
     {"full_one_token", "full", "N1 D1"},
     {"full_one_key", "full", "N65 S1 D8"},
+    {"full_one_query", "full", "N1 S700 D33:8"},
+    {"full_one_query_padded_bf16", "full", "B3 H4:2 N1 S900 D64 causal padded bf16"},
+    {"full_one_query_f16", "full", "N1 S65 D96 bnhd f16"},
     {"full_two_queries", "full", "N2 S65 D8"},
     {"full_f64", "full", "N63 D32 f64"},
     {"full_causal_bf16", "full", "D64 causal bnhd bf16"},
@@ -41,6 +44,7 @@ constexpr Line kFull[] = {
 
 constexpr Line kLocal[] = {
     {"local_even_window", "local(window=8)", "N65 D8"},
+    {"local_one_query", "local(window=300)", "H4:1 N1 S700 D8 causal"},
     {"local_odd_window", "local(window=5)", "N63 f64"},
     {"local_window_one", "local(window=1)", "N2 D8"},
     {"local_window_beyond_length", "local(window=1000)", "N113 D8"},
@@ -212,6 +216,12 @@ constexpr Line kRouting[] = {
     {"routing_strict", "routing(clusters=4,window=16)", "N113 D16 causal"},
     {"routing_strict_shared", "routing(clusters=5,window=8,share_qk=true)",
      "N129 causal logit_scale bnhd scale=0.2"},
+    {"routing_strict_shared_bf16", "routing(clusters=3,window=70,share_qk=true)",
+     "B2 H2 N300 D64 causal logit_scale padded bf16 scale=0.2"},
+    {"routing_strict_shared_packed_f16", "routing(clusters=4,window=2,share_qk=true)",
+     "B1 H2 N129 D64 causal packed f16 scale=0.2"},
+    {"routing_strict_shared_own_key_alone", "routing(clusters=4,window=1,share_qk=true)",
+     "N65 D8 causal"},
     {"routing_strict_many_clusters_padded", "routing(clusters=6,window=8,queries_in=3)",
      "B3 H4:2 N65 D8 causal padded gaps"},
     {"routing_strict_own_key_packed", "routing(clusters=6,window=4,include_self=true)",

@@ -52,12 +52,11 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
   StepLoss result{zero, zero};
   for (std::int64_t first = 0; first < rows; first += pass_rows) {
     const Batch part = rows_of(batch, first, std::min(pass_rows, rows - first));
-    std::vector<torch_api::AttentionRecord> records;
     torch_api::PassContext context;
     context.lengths = part.lengths;
     context.seed = options.seed;
     context.before_layer = options.before_layer;
-    if (options.update_centroids) context.records = &records;
+    if (options.update_centroids) context.statistics = &statistics;
 
     at::Tensor loss;
     torch_api::PassOutput output;
@@ -65,8 +64,6 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
       const AutocastGuard autocast(batch.tokens.device(), options.bf16);
       output = model->forward(part.tokens, context);
     }
-    if (options.update_centroids) model->transformer()->add_statistics(records, statistics);
-    records.clear();
     loss = total_nats(output.out, part.targets);
     loss = loss * mean_factor(batch.targets, loss.scalar_type());
     result.loss = result.loss + loss.detach();

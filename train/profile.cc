@@ -32,6 +32,8 @@ constexpr Pattern kPatterns[] = {
     {"gelu_rows", "GELU"},
     {"add_slices", "sums"},
     {"add_statistics", "centroids"},
+    {"add_parts", "centroids"},
+    {"take_mean", "centroids"},
     {"move_", "centroids"},
     {"add_differences", "centroids"},
     {"add_gradients", "centroids"},

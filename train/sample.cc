@@ -38,8 +38,7 @@ struct Candidate {
 };
 
 // The tokens that may be chosen, most likely first; ties by lower token.
-std::vector<Candidate> candidates(const at::Tensor& logits, const SampleOptions& options) {
-  const at::Tensor values = logits.to(at::kCPU, at::kDouble).contiguous();
+std::vector<Candidate> candidates(const at::Tensor& values, const SampleOptions& options) {
   const double* const logit = values.const_data_ptr<double>();
   std::vector<std::int64_t> order(static_cast<std::size_t>(values.numel()));
   std::iota(order.begin(), order.end(), 0);
@@ -75,11 +74,13 @@ void keep_nucleus(std::vector<Candidate>& kept, double top_p) {
 }  // namespace
 
 std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std::uint64_t index) {
-  if (!logits.isfinite().all().item<bool>()) {
+  const at::Tensor values = logits.to(at::kCPU, at::kDouble).contiguous();  // waits for a GPU once
+  const double *first = values.const_data_ptr<double>(), *last = first + values.numel();
+  if (!std::all_of(first, last, [](double value) { return std::isfinite(value); })) {
     throw Error("[sample] expected finite logits; got NaN or infinity: the model is damaged");
   }
-  if (options.temperature == 0.0) return logits.argmax().item<std::int64_t>();
-  std::vector<Candidate> kept = candidates(logits, options);
+  if (options.temperature == 0.0) return std::max_element(first, last) - first;
+  std::vector<Candidate> kept = candidates(values, options);
   keep_nucleus(kept, options.top_p);
   double total = 0;
   for (const Candidate& candidate : kept) total += candidate.weight;

@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <ctime>
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -122,15 +123,23 @@ class Run {
     for (const at::Tensor& parameter : model_->parameters()) {
       result.parameters += parameter.numel();
     }
-    if (routing_ && config_.train.centroids == "data") initialise_centroids();
+    if (routing_ && config_.train.centroids == "data") {
+      const Clock::time_point start = Clock::now();
+      initialise_centroids();
+      synchronise(device_);
+      result.centroid_seconds = seconds_since(start);
+    }
     result.batch_tokens = config_.train.batch * config_.length;
     run_step();
     read_launched();
     const Clock::time_point start = Clock::now();
+    const std::clock_t used_before = std::clock();
     for (int i = 0; i < steps; ++i) run_step();
     read_launched();
     synchronise(device_);
     result.step_seconds = seconds_since(start) / steps;
+    result.step_cpu_seconds =
+        static_cast<double>(std::clock() - used_before) / CLOCKS_PER_SEC / steps;
     const auto all = static_cast<double>(task_.batches(Split::valid, config_.train.batch));
     const auto used = [&](std::int64_t batches) {
       return batches > 0 ? std::min(static_cast<double>(batches), all) : all;

@@ -64,7 +64,9 @@ TrainResult train(const Config& config, const Task& task, bool resume, const Tra
 struct DryRun {
   std::int64_t parameters = 0;
   std::int64_t peak_bytes = 0;
+  double centroid_seconds = 0;    // until routing's centroids are initialised from data
   double step_seconds = 0;        // of a step
+  double step_cpu_seconds = 0;    // processor time of all threads in a step
   double evaluation_seconds = 0;  // of all validations
   std::int64_t batch_tokens = 0;
   StepProfile profile{};  // empty unless it was asked for

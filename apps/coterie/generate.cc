@@ -63,7 +63,7 @@ std::string prompt_text(const GenerateOptions& options) {
 
 // "8000 tokens in 0.4 s, 20.1k tokens/s"
 std::string speed_text(std::int64_t tokens, double seconds) {
-  return fmt::format("{} token{} in {:.2f} s, {} tokens/s", tokens, tokens == 1 ? "" : "s", seconds,
+  return fmt::format("{} token{} in {:.3f} s, {} tokens/s", tokens, tokens == 1 ? "" : "s", seconds,
                      count_text(static_cast<double>(tokens) / std::max(seconds, 1e-9)));
 }
 

@@ -158,6 +158,11 @@ void print_dry_run(const train::Config& config, const train::Task& task, bool pr
   fmt::print("  speed       {} tokens/s, {:.3g} s per step of {} tokens\n",
              count_text(static_cast<double>(found.batch_tokens) / found.step_seconds),
              found.step_seconds, found.batch_tokens);
+  fmt::print("  processor   {:.3g} s per step, all threads together\n", found.step_cpu_seconds);
+  if (found.centroid_seconds > 0) {
+    fmt::print("  centroids   {:.3g} s to initialise them from the first batch\n",
+               found.centroid_seconds);
+  }
   fmt::print("  time        {} for {} steps, {} of it for validation\n", duration_text(seconds),
              config.train.steps, duration_text(found.evaluation_seconds));
   if (profile) print_profile(found.profile);

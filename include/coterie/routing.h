@@ -42,7 +42,9 @@ struct CentroidStatistics {
   TensorView members;  // (Hc, C): rows of each cluster
   TensorView sums;     // (Hc, C, D): of their normalised rows
 };
-// Adds the rows of x, whose nearest clusters are `labels`.
+// Adds the rows of x, whose nearest clusters are `labels`. Only a GPU needs a workspace.
+std::int64_t centroid_statistics_workspace_bytes(const TensorView& x,
+                                                 const CentroidStatistics& statistics);
 void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
                              const TensorView& labels, const CentroidStatistics& statistics,
                              const Workspace& workspace = {});
@@ -58,15 +60,17 @@ void move_centroids(double decay, const CentroidStatistics& statistics, const Ce
                     const Workspace& workspace = {});
 
 // Mean over valid elements of (normalised x - centroid of its label)^2, the commitment loss of q or
-// k; `loss` is one element of x's accumulator type. The backward adds weight * d loss / d x to dx
-// (B, H, N, D). Only the loss on a GPU needs a workspace.
+// k; `loss` is one element of x's accumulator type. The backward adds weight * scale * d loss / d x
+// to dx (B, H, N, D); `scale` is one element like the loss, 1 if absent. Only the loss on a GPU
+// needs a workspace.
 std::int64_t commitment_workspace_bytes(const TensorView& x);
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                      const TensorView& labels, const TensorView& loss,
                      const Workspace& workspace = {});
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
-                              const TensorView& dx, const Workspace& workspace = {});
+                              const TensorView& dx, const Workspace& workspace = {},
+                              const TensorView& scale = {});
 
 // Strict routing of sequences in pieces, such as one token at a time. Ring c has the `window`
 // latest keys of cluster c, number i of them in slot i mod window: normalised keys k (B, key heads,

@@ -4,10 +4,11 @@ r"""Tokens per second of training steps in plain PyTorch, to compare `coterie tr
     python python/bench/train_step.py --attention full window
     python python/bench/train_step.py --attention bidirectional --shapes 32768x1
     python python/bench/train_step.py --device cpu --eager --shapes 1024x4 --layers 2 --width 128
+    python python/bench/train_step.py --saved --attention full --shapes 704x1
 
-The model is that of `coterie train --task bytes`: pre-norm blocks, rotary positions, exact GELU in a
-hidden layer four times as wide, biases, an output layer that is not tied. bf16 autocast, compiled,
-fused AdamW, gradients clipped. `full` and `bidirectional` take the fastest back end of
+The model is that of `coterie train --task bytes`: pre-norm blocks, rotary positions, exact GELU in
+a hidden layer four times as wide, biases, an output layer that is not tied. bf16 autocast,
+compiled, fused AdamW, gradients clipped. `full` and `bidirectional` take the fastest back end of
 scaled_dot_product_attention, `window` is FlexAttention with a causal sliding window. Batches are
 copied from pinned memory; the loss is read once, at the end. Peak memory is what the allocator gave
 out at most.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -110,8 +112,16 @@ def optimizer_of(model: Model, device: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=device == "cuda")
 
 
-def speed(name: str, length: int, rows: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Tokens per second, and the peak memory in MiB (0 on the CPU)."""
+class Speed(NamedTuple):
+    """Of training steps."""
+
+    tokens: float  # per second
+    cpu: float  # seconds of processor time of a step, all threads
+    peak: float  # MiB; 0 on the CPU
+
+
+def speed(name: str, length: int, rows: int, options: argparse.Namespace) -> Speed:
+    """Measures training steps."""
     device = options.device
     cuda = device == "cuda"
     torch.manual_seed(0)
@@ -142,13 +152,47 @@ def speed(name: str, length: int, rows: int, options: argparse.Namespace) -> tup
         step().item()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     for _ in range(options.steps):
         loss = step()
     loss.item()
     seconds = (time.perf_counter() - begin) / options.steps
+    cpu = (time.process_time() - used) / options.steps
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
-    return rows * length / seconds, peak
+    return Speed(rows * length / seconds, cpu, peak)
+
+
+def print_saved(name: str, length: int, options: argparse.Namespace) -> None:
+    """Prints the tensors that a layer keeps for the backward pass, in bytes per token.
+
+    Counts those of two layers that one layer does not have; the length must differ from all widths.
+    On the CPU the graph is partitioned as for a GPU but not compiled.
+    """
+    device = options.device
+    backend = "inductor" if device == "cuda" else "aot_eager_decomp_partition"
+    found: list[Counter[tuple[int, str]]] = []
+    for layers in (1, 2):
+        torch._dynamo.reset()
+        sizes = Sizes(layers, options.width, options.heads)
+        model = Model(sizes, attention_of(name, length, options.window, device), length).to(device)
+        constants = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        tokens = torch.randint(sizes.vocabulary, (1, length), device=device)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run = torch.compile(model, dynamic=False, backend=backend)
+            with torch.autocast(device, torch.bfloat16, enabled=options.dtype == "bf16"):
+                run(tokens)
+        rows = [t for at, t in kept.items() if at not in constants and length in t.shape]
+        found.append(Counter((t.untyped_storage().nbytes() // length, str(t.dtype)) for t in rows))
+    for (size, dtype), count in sorted((found[1] - found[0]).items(), reverse=True):
+        print(f"{count:4} x {size:6} bytes per token  {dtype}")
+    total = sum(size * count for (size, _), count in (found[1] - found[0]).items())
+    print(f"       {total:6} bytes per token and layer, {name}")
 
 
 def _options() -> argparse.Namespace:
@@ -164,6 +208,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--saved", action="store_true", help="list what a layer keeps for backward")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
@@ -173,16 +218,20 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     """Prints the table."""
     options = _options()
-    print(f"{'attention':24}{'shape':>12}{'tokens/s':>12}{'peak MiB':>10}")
+    print(f"{'attention':24}{'shape':>12}{'tokens/s':>12}{'CPU s/step':>12}{'peak MiB':>10}")
     for name in options.attention:
         several = options.device == "cuda" and name != "window"
         choices = {label: BACKENDS[label] for label in options.backend} if several else {"": None}
         for shape in options.shapes:
             length, rows = map(int, shape.split("x"))
+            if options.saved:
+                print_saved(name, length, options)
+                continue
             for label, backend in choices.items():
                 with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
-                    tokens, peak = speed(name, length, rows, options)
-                print(f"{f'{name} {label}':24}{shape:>12}{tokens:12.0f}{peak:10.0f}", flush=True)
+                    found = speed(name, length, rows, options)
+                print(f"{f'{name} {label}':24}{shape:>12}{found.tokens:12.0f}{found.cpu:12.4f}"
+                      f"{found.peak:10.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -96,10 +96,12 @@ void add_centroid_statistics(StableIValue* stack, std::uint64_t, std::uint64_t) 
   const Tensor members = arguments.tensor(), sums = arguments.tensor();
   const Tensor given = arguments.tensor(), labels = arguments.tensor();
   const Spans spans(arguments);
-  const Scratch scratch(given);
+  Scratch scratch(given);
   const Tensor x = with_contiguous_rows(given);
-  coterie::add_centroid_statistics(view(x), spans.sequences(), view(labels),
-                                   {view(members), view(sums)}, scratch.workspace());
+  const CentroidStatistics to{view(members), view(sums)};
+  coterie::add_centroid_statistics(
+      view(x), spans.sequences(), view(labels), to,
+      scratch.allocate(centroid_statistics_workspace_bytes(view(x), to)));
 }
 
 void move_centroids(StableIValue* stack, std::uint64_t, std::uint64_t) {

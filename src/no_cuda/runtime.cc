@@ -74,6 +74,10 @@ void normalise_rows(const TensorView&, const TensorView&, const Workspace&) {
   refuse("normalise_rows");
 }
 
+std::int64_t centroid_statistics_workspace_bytes(const TensorView&, const CentroidStatistics&) {
+  refuse("add_centroid_statistics");
+}
+
 void add_centroid_statistics(const TensorView&, const Sequences&, const TensorView&,
                              const CentroidStatistics&, const Workspace&) {
   refuse("add_centroid_statistics");
@@ -91,7 +95,8 @@ void commitment_loss(const TensorView&, const Sequences&, const TensorView&, con
 }
 
 void commitment_loss_backward(const TensorView&, const Sequences&, const TensorView&,
-                              const TensorView&, double, const TensorView&, const Workspace&) {
+                              const TensorView&, double, const TensorView&, const TensorView&,
+                              const Workspace&) {
   refuse("commitment_loss_backward");
 }
 

@@ -229,6 +229,16 @@ void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,
   });
 }
 
+std::int64_t centroid_statistics_workspace_bytes(const TensorView& x,
+                                                 const CentroidStatistics& statistics) {
+  if (x.device != Device::cuda) return 0;
+  const char* op = "add_centroid_statistics";
+  ops::check_rows(op, "x", x, 4, x.device);
+  check_statistics(op, statistics, x.size(3), x.device);
+  ops::check_head_count(op, x, statistics.members.size(0));
+  return cuda::centroid_statistics_workspace_bytes(x, statistics);
+}
+
 void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
                              const TensorView& labels, const CentroidStatistics& statistics,
                              const Workspace& workspace) {
@@ -299,21 +309,29 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
 
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
-                              const TensorView& dx, const Workspace& workspace) {
+                              const TensorView& dx, const Workspace& workspace,
+                              const TensorView& scale) {
   const char* op = "commitment_loss_backward";
   const cpu::CommitmentProblem problem = check_commitment(op, x, sequences, centroids, labels);
   COTERIE_CHECK(std::isfinite(weight), op, "expected a finite weight; got ", weight);
   ops::check_rows(op, "dx", dx, 4, x.device);
   ops::check_dtype(op, "dx", dx, x.dtype);
   ops::check_shape(op, "dx", dx, {x.size(0), x.size(1), x.size(2), x.size(3)});
+  if (scale.present()) {
+    COTERIE_CHECK(scale.count() == 1, op, "expected a scale of one element; got ", describe(scale));
+    ops::check_rows(op, "scale", scale, scale.rank, x.device);
+    ops::check_dtype(op, "scale", scale, accumulator_dtype(x.dtype));
+  }
   if (x.device == Device::cuda)
-    return cuda::commitment_loss_backward(x, sequences, centroids, labels, weight, dx, workspace);
+    return cuda::commitment_loss_backward(x, sequences, centroids, labels, weight, scale, dx,
+                                          workspace);
   dispatch_accumulator(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ops::Scratch memory;
     auto tiles = ops::take_scratch(
         memory, [&](Arena& arena) { return cpu::make_tiles<T>(arena, x.size(3), 1); });
-    cpu::commitment_backward<T>(problem, weight, dx, tiles);
+    const double factor = scale.present() ? *static_cast<const T*>(scale.data) : 1.0;
+    cpu::commitment_backward<T>(problem, weight * factor, dx, tiles);
   });
 }
 

@@ -76,9 +76,11 @@ TEST_P(CentroidsGpuTest, MoveAsOnTheCpu) {
   const HostTensor members(DType::f64, {kOwners, kClusters});
   const HostTensor added(DType::f64, {kOwners, kClusters, GetParam().dim});
   const DeviceTensor gpu_members(members.view()), gpu_added(added.view());
+  const CentroidStatistics statistics{gpu_members.view(), gpu_added.view()};
+  const DeviceMemory memory(centroid_statistics_workspace_bytes(x.view(), statistics));
   for (int pass = 0; pass < 2; ++pass) {  // statistics of several passes add up
-    add_centroid_statistics(x.view(), {lengths.view(), {}}, labels.view(),
-                            {gpu_members.view(), gpu_added.view()});
+    add_centroid_statistics(x.view(), {lengths.view(), {}}, labels.view(), statistics,
+                            {memory.data(), memory.bytes(), nullptr});
     add_centroid_statistics(problem.x, problem.sequences(), problem.labels, {members, added});
   }
   move_centroids(0.9, {gpu_members.view(), gpu_added.view()},
@@ -90,6 +92,27 @@ TEST_P(CentroidsGpuTest, MoveAsOnTheCpu) {
   expect_near(counts.download(), problem.counts, 1e-6);
   expect_near(sums.download(), problem.sums, 1e-5);
   expect_near(centroids.download(), problem.centroids, 1e-5);
+}
+
+// Several parts of more than one piece, most tokens in one cluster, packed sequences.
+TEST_P(CentroidsGpuTest, HaveTheStatisticsOfManyTokens) {
+  constexpr std::int64_t kMany = 9000, kFew = 600;  // clusters of which a head has few parts
+  const HostTensor x = numbers(GetParam().dtype, {1, kHeads, kMany, GetParam().dim}, 6);
+  HostTensor labels(DType::i32, {1, kHeads, kMany}), starts(DType::i32, {4});
+  fill(labels, [](std::int64_t i) { return static_cast<double>(i % 7 == 0 ? i % kFew : 2); });
+  write_values(starts, {0, 1, 5000, 8000});  // the rest is in no sequence
+  const DeviceTensor gpu_x(x.view()), gpu_labels(labels.view()), gpu_starts(starts.view());
+  const HostTensor members(DType::f64, {kOwners, kFew});
+  const HostTensor sums(DType::f64, {kOwners, kFew, GetParam().dim});
+  const DeviceTensor gpu_members(members.view()), gpu_sums(sums.view());
+  const CentroidStatistics statistics{gpu_members.view(), gpu_sums.view()};
+  const DeviceMemory memory(centroid_statistics_workspace_bytes(gpu_x.view(), statistics));
+  add_centroid_statistics(gpu_x.view(), {{}, gpu_starts.view()}, gpu_labels.view(), statistics,
+                          {memory.data(), memory.bytes(), nullptr});
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  add_centroid_statistics(x, {{}, starts}, labels, {members, sums});
+  EXPECT_EQ(read_values(gpu_members.download()), read_values(members));
+  expect_near(gpu_sums.download(), sums, 1e-4);
 }
 
 TEST_P(CentroidsGpuTest, RowsAreNormalisedAsOnTheCpu) {
@@ -142,11 +165,13 @@ TEST_P(CentroidsGpuTest, HaveTheCommitmentGradientOfTheCpu) {
   const HostTensor before = numbers(GetParam().dtype, {kBatch, kHeads, kTokens, GetParam().dim}, 5);
   const DeviceTensor x(problem.x.view()), labels(problem.labels.view()),
       lengths(problem.lengths.view()), centroids(problem.centroids.view()), dx(before.view());
+  const HostTensor scale = numbers(DType::f32, {1}, 6);
+  const DeviceTensor gpu_scale(scale.view());
   commitment_loss_backward(x.view(), {lengths.view(), {}}, centroids.view(), labels.view(), 1e3,
-                           dx.view());
+                           dx.view(), {}, gpu_scale.view());
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   commitment_loss_backward(problem.x, problem.sequences(), problem.centroids, problem.labels, 1e3,
-                           before);
+                           before, {}, scale);
   // Values close to the midpoint of two adjacent 16-bit numbers may round either way.
   const double ulp = GetParam().dtype == DType::bf16 ? 1.0 / 128 : 1.0 / 1024;
   expect_near(dx.download(), before, narrow ? ulp : 1e-5);

@@ -205,7 +205,8 @@ TEST_P(CentroidsTest, CommitmentLossAndItsGradientFollowTheSpecification) {
     HostTensor exact_dx(DType::f64, {2, 4, 25, 8}), naive_dx(DType::f32, {2, 4, 25, 8});
     write_values(exact_dx, read_values(dx));
     write_values(naive_dx, read_values(dx));
-    commitment_loss_backward(x, padded(lengths), centroids, labels, 300.0, dx);
+    const HostTensor scale = test::tensor_of(accumulator, {1}, {1.5});
+    commitment_loss_backward(x, padded(lengths), centroids, labels, 200.0, dx, {}, scale);
     ref::commitment_loss_backward<double>(x, padded(lengths), centroids, labels, 300.0, exact_dx);
     ref::commitment_loss_backward<float>(x, padded(lengths), centroids, labels, 300.0, naive_dx);
     EXPECT_TRUE(follows_rule(

@@ -364,7 +364,8 @@ TEST(UpdateCentroids, TakesRecordsOfSeveralPassesForOneBatch) {
                                (shared ? "true)" : "false)");
       const at::Tensor x = at::randn({5, 15, 32}, at::kDouble);
       const at::Tensor lengths = at::tensor({15, 4, 1, 12, 9}, at::kInt);
-      const auto moved = [&](std::vector<std::int64_t> cuts, bool by_statistics) {
+      enum class By { records, statistics, context };
+      const auto moved = [&](std::vector<std::int64_t> cuts, By by) {
         SelfAttention layer = make_layer({.kv_heads = 2, .causal = causal}, spec);
         layer->to(at::kDouble);
         std::vector<AttentionRecord> records;
@@ -373,17 +374,19 @@ TEST(UpdateCentroids, TakesRecordsOfSeveralPassesForOneBatch) {
           const auto part = [&](const at::Tensor& all) {
             return all.narrow(0, cuts[i], cuts[i + 1] - cuts[i]);
           };
-          layer->forward(part(x), {.lengths = part(lengths), .records = &records});
-          if (!by_statistics) continue;
+          PassContext context{.lengths = part(lengths), .records = &records};
+          if (by == By::context) context.statistics = &statistics;
+          layer->forward(part(x), context);
+          if (by != By::statistics) continue;
           layer->add_statistics(records, statistics);
           records.clear();
         }
-        by_statistics ? layer->update_centroids(statistics) : layer->update_centroids(records);
+        by == By::records ? layer->update_centroids(records) : layer->update_centroids(statistics);
         return named_tensors(*layer);
       };
-      auto whole = moved({0, 5}, false);
-      for (const bool by_statistics : {false, true}) {
-        auto parts = moved({0, 1, 3, 5}, by_statistics);
+      auto whole = moved({0, 5}, By::records);
+      for (const By by : {By::records, By::statistics, By::context}) {
+        auto parts = moved({0, 1, 3, 5}, by);
         for (const char* name : {"group_0.centroids", "group_0.counts", "group_0.sums"}) {
           // Sums of fewer than 100 numbers of order one, in double: 1e-13.
           EXPECT_LT((whole[name] - parts[name]).abs().max().item<double>(), 1e-13) << name;

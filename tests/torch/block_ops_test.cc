@@ -171,6 +171,51 @@ TEST(BlockOps, FusedModelsEqualOthersUpToRounding) {
   }
 }
 
+// Recomputed layers exchange sums and branches like others.
+TEST(BlockOps, FusedModelsHaveTheSameBitsWhenRecomputed) {
+  for (const char* spec : {"full", "2*local(window=8)+2*routing(clusters=4,window=8)"}) {
+    const at::Tensor tokens = ::torch::randint(0, 256, {3, 40});
+    LanguageModel kept = make_model(spec, true, false), recomputed = make_model(spec, true, true);
+    const auto a = values_of(kept, true, tokens, {}), b = values_of(recomputed, true, tokens, {});
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      EXPECT_TRUE(::torch::equal(a[i], b[i])) << spec << " value " << i;
+    }
+  }
+}
+
+// The clusters that a pass found serve its statistics.
+TEST(BlockOps, FusedModelsHaveTheStatisticsOfTheirRecords) {
+  const FusedOnCpu fused(true);
+  for (const char* spec : {"2*local(window=8)+2*routing(clusters=4,window=8)",
+                           "2*full+2*routing(clusters=4,window=8,share_qk=false)",
+                           "4*routing(clusters=4,window=8,causal=paper)"}) {
+    for (const bool recompute : {false, true}) {
+      LanguageModel model = make_model(spec, true, recompute);
+      std::vector<AttentionRecord> records;
+      StepStatistics found, expected;
+      PassContext context;
+      context.records = &records;
+      context.statistics = &found;
+      PassOutput output;
+      {
+        const Autocast autocast;
+        output = model->forward(::torch::randint(0, 256, {3, 40}), context);
+      }
+      output.out.sum().backward();
+      model->transformer()->add_statistics(records, expected);
+      ASSERT_EQ(found.size(), 2u);
+      for (const auto& [place, own] : expected) {
+        EXPECT_TRUE(::torch::equal(found[place].queries.members, own.queries.members)) << spec;
+        EXPECT_TRUE(::torch::equal(found[place].queries.sums, own.queries.sums)) << spec;
+        ASSERT_EQ(found[place].keys.sums.defined(), own.keys.sums.defined());
+        if (own.keys.sums.defined()) {
+          EXPECT_TRUE(::torch::equal(found[place].keys.sums, own.keys.sums)) << spec;
+        }
+      }
+    }
+  }
+}
+
 TEST(BlockOps, FusedModelsRepeatTheirBits) {
   LanguageModel model =
       make_model("2*local(window=8)+2*routing(clusters=4,window=8)", true, /*recompute=*/false);

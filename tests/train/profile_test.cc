@@ -18,6 +18,8 @@ TEST(ProfileTest, KernelsHaveParts) {
   EXPECT_EQ(profile_part("void coterie::cuda::forward_lists<64>"), "attention");
   EXPECT_EQ(profile_part("void coterie::cuda::(anonymous namespace)::add_norm_rows<Bf16, 4>"),
             "layer norm");
+  EXPECT_EQ(profile_part("coterie::cuda::(anonymous namespace)::add_parts(PartSums, int)"),
+            "centroids");
   EXPECT_EQ(profile_part("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_bias_TNT"), "matrix products");
   EXPECT_EQ(profile_part("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>"),
             "GELU");
@@ -48,6 +50,15 @@ TEST(ProfileTest, AStepHasItsParts) {
   for (const char* part : {"matrix products", "optimiser", "layer norm", "GELU", "loss"}) {
     EXPECT_NE(std::find(names.begin(), names.end(), part), names.end()) << part;
   }
+  EXPECT_GT(run.step_cpu_seconds, 0);
+  EXPECT_EQ(run.centroid_seconds, 0);
+}
+
+TEST(ProfileTest, TheStartOfRoutingIsTimed) {
+  Config config = tiny_config("recall");
+  config.attention = "routing(clusters=2,window=16)";
+  config.train.centroids = "data";
+  EXPECT_GT(dry_run(config, *make_task(config), 1, /*profile=*/false).centroid_seconds, 0);
 }
 
 }  // namespace

@@ -114,11 +114,16 @@ std::vector<HeadRows> SelfAttentionImpl::project(const at::Tensor& x_BNE) {
 }
 
 void SelfAttentionImpl::record(const PassContext& context, std::int64_t group,
-                               const HeadRows& placed, const AttentionOptions& options) const {
+                               const HeadRows& placed, const AttentionOptions& options,
+                               const std::vector<at::Tensor>& labels) const {
+  const HeadGroupImpl& own = *groups_[static_cast<std::size_t>(group)];
+  if (context.statistics && std::holds_alternative<RoutingParams>(own.mechanism())) {
+    own.add_statistics(placed, options.q_lengths, labels,
+                       (*context.statistics)[{context.layer, group}]);
+  }
   if (!context.records) return;
-  context.records->push_back(
-      {context.layer, group, groups_[static_cast<std::size_t>(group)]->mechanism(),
-       detached(placed.q), detached(placed.k), detached(placed.v), detached(options)});
+  context.records->push_back({context.layer, group, own.mechanism(), detached(placed.q),
+                              detached(placed.k), detached(placed.v), detached(options)});
 }
 
 // Outputs of all heads (B, N, H D), before the output layer.
@@ -135,7 +140,7 @@ PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContex
     AttentionOptions options = group.attention_options(x_BNE);
     options.q_lengths = options.k_lengths = context.lengths;
     options.seed = group_seed(context.seed, context.layer, number);
-    record(context, number, placed, options);
+    record(context, number, placed, options, /*labels=*/{});
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);
     if (!part.commitment.defined()) continue;

@@ -10,7 +10,8 @@ void SelfAttentionImpl::add_statistics(const std::vector<AttentionRecord>& recor
   for (const AttentionRecord& record : records) {
     const HeadGroupImpl& group = *groups_.at(static_cast<std::size_t>(record.group));
     if (!std::holds_alternative<RoutingParams>(group.mechanism())) continue;
-    group.add_statistics(record, statistics[{record.layer, record.group}]);
+    group.add_statistics({record.q, record.k, {}}, record.options.q_lengths, {},
+                         statistics[{record.layer, record.group}]);
   }
 }
 

@@ -46,7 +46,8 @@ PassOutput SelfAttentionImpl::attended_packed(const at::Tensor& x_BNE, const Pas
   const PackedOutput found =
       packed_attention(rows, bias, {options_.heads, keys, kv_heads_}, packed);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    record(context, static_cast<std::int64_t>(g), found.rows[g], packed[g].options);
+    record(context, static_cast<std::int64_t>(g), found.rows[g], packed[g].options,
+           found.labels[g]);
   }
   return {found.out.flatten(2), found.commitment};
 }

@@ -52,12 +52,13 @@ struct CommitmentFunction : ::torch::autograd::Function<CommitmentFunction> {
       throw Error("[commitment_loss] double backward is not supported; got create_graph");
     }
     const variable_list saved = ctx->get_saved_variables();
-    // In the accumulator's type until it is scaled: with a weight of 1 it underflows in f16.
-    const Tokens tokens(saved[0].to(accumulator_of(saved[0])), saved[3]);
+    const Tokens tokens(saved[0], saved[3]);
     const at::Tensor dx = at::zeros_like(tokens.x);
+    // Scaled before it is rounded: with a weight of 1 it underflows in f16.
     coterie::commitment_loss_backward(view(tokens.x), tokens.sequences(), view(saved[1]),
-                                      view(saved[2]), 1.0, view(dx), tokens.scratch(0).workspace());
-    return {dx.mul(grad_outputs[0]).to(saved[0].scalar_type()), {}, {}, {}};
+                                      view(saved[2]), 1.0, view(dx), tokens.scratch(0).workspace(),
+                                      view(with_own_values(grad_outputs[0]).reshape({1})));
+    return {dx, {}, {}, {}};
   }
 };
 
@@ -116,9 +117,10 @@ void add_statistics(const at::Tensor& x, const at::Tensor& labels, const at::Ten
     statistics = {at::zeros_like(state.counts, at::kDouble),
                   at::zeros_like(state.sums, at::kDouble)};
   }
-  add_centroid_statistics(view(tokens.x), tokens.sequences(), view(labels),
-                          {view(statistics.members), view(statistics.sums)},
-                          tokens.scratch(0).workspace());
+  const coterie::CentroidStatistics to{view(statistics.members), view(statistics.sums)};
+  const std::int64_t bytes = centroid_statistics_workspace_bytes(view(tokens.x), to);
+  add_centroid_statistics(view(tokens.x), tokens.sequences(), view(labels), to,
+                          tokens.scratch(bytes).workspace());
 }
 
 void move_centroids(double decay, const CentroidStatistics& statistics,

@@ -188,15 +188,16 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
   return {details.out, (of_queries + of_keys) * routing->commitment};
 }
 
-void HeadGroupImpl::add_statistics(const AttentionRecord& record,
+void HeadGroupImpl::add_statistics(const HeadRows& placed, const at::Tensor& lengths,
+                                   const std::vector<at::Tensor>& labels,
                                    GroupStatistics& statistics) const {
-  const at::Tensor& lengths = record.options.q_lengths;
-  const auto add = [&](const at::Tensor& x, CentroidStatistics& own) {
-    const at::Tensor labels = nearest_centroids(x, state_.centroids, lengths);
-    torch_api::add_statistics(x, labels, lengths, state_, own);
+  const auto add = [&](const at::Tensor& x, std::size_t side, CentroidStatistics& own) {
+    const at::Tensor nearest =
+        labels.empty() ? nearest_centroids(x, state_.centroids, lengths) : labels[side];
+    torch_api::add_statistics(x, nearest, lengths, state_, own);
   };
-  add(record.q, statistics.queries);
-  if (record.k.defined()) add(record.k, statistics.keys);
+  add(placed.q, 0, statistics.queries);
+  if (placed.k.defined()) add(placed.k, 1, statistics.keys);
 }
 
 void HeadGroupImpl::update_centroids(const GroupStatistics& statistics) const {

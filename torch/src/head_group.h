@@ -52,8 +52,10 @@ class HeadGroupImpl : public ::torch::nn::Module {
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
 
-  // Routing only: adds a record's rows to the statistics; moves or initialises the centroids.
-  void add_statistics(const AttentionRecord& record, GroupStatistics& statistics) const;
+  // Routing only: adds placed rows to the statistics; moves or initialises the centroids. Labels
+  // are those of queries and keys if the pass has them, else empty.
+  void add_statistics(const HeadRows& placed, const at::Tensor& lengths,
+                      const std::vector<at::Tensor>& labels, GroupStatistics& statistics) const;
   void update_centroids(const GroupStatistics& statistics) const;
   void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed) const;
 

@@ -32,7 +32,8 @@ constexpr auto kView = [](const at::Tensor& tensor) { return view(tensor); };
 struct Layer : ::torch::CustomClassHolder {
   PackedHeads heads;
   bool bias = false;
-  std::vector<PackedGroup> groups;  // after the forward pass without tensors
+  std::vector<PackedGroup> groups;    // after the forward pass without tensors
+  std::vector<variable_list> labels;  // of the forward pass, for the caller
 };
 using LayerPointer = c10::intrusive_ptr<Layer>;
 
@@ -121,6 +122,11 @@ at::Tensor labels_of(const PackedGroup& group, const at::Tensor& x, const char* 
   return nearest_centroids(x, group.options.centroids, group.options.q_lengths);
 }
 
+// The loss of shared queries and keys counts twice.
+double commitment_weight(const RoutingParams& routing) {
+  return routing.shared() ? 2 * routing.commitment : routing.commitment;
+}
+
 // Without gradients: the backward pass has its own.
 void add_commitment(const PackedGroup& group, const HeadRows& rows, const SavedLayout& layout,
                     GroupPass& pass) {
@@ -129,9 +135,9 @@ void add_commitment(const PackedGroup& group, const HeadRows& rows, const SavedL
     pass.labels.push_back(labels_of(group, x, name, layout, pass.saved));
     return commitment_loss(x, group.options.centroids, pass.labels.back(), group.options.q_lengths);
   };
-  const at::Tensor of_queries = loss(rows.q, "q_labels");
-  const at::Tensor of_keys = routing.shared() ? of_queries : loss(rows.k, "k_labels");
-  pass.commitment = (of_queries + of_keys) * routing.commitment;
+  pass.commitment = loss(rows.q, "q_labels");
+  if (!routing.shared()) pass.commitment = pass.commitment + loss(rows.k, "k_labels");
+  pass.commitment = pass.commitment * commitment_weight(routing);
 }
 
 // The output of cuDNN goes to `out`, which is replaced if this is the layer's only group. The
@@ -195,16 +201,20 @@ Forward run_forward(const at::Tensor& rows, const Layer& layer) {
   return result;
 }
 
-// Adds weight * the gradient of the commitment loss of x to dx.
+std::vector<variable_list> labels_of(const Forward& found) {
+  std::vector<variable_list> labels;
+  for (const GroupPass& pass : found.passes) labels.push_back(pass.labels);
+  return labels;
+}
+
+// Adds weight * scale * the gradient of the commitment loss of x to dx.
 void add_commitment_gradient(const at::Tensor& x, const at::Tensor& labels,
-                             const variable_list& constants, const at::Tensor& weight,
+                             const variable_list& constants, double weight, const at::Tensor& scale,
                              const at::Tensor& dx) {
-  // In the accumulator's type until it is scaled: with a weight of 1 it underflows in f16.
-  const at::Tensor wide = x.to(accumulator_of(x)), own = at::zeros_like(wide);
   const at::Tensor& lengths = constants[kQLengths - kCentroids];
-  commitment_loss_backward(view(wide), {view(lengths), {}}, view(constants[0]), view(labels), 1.0,
-                           view(own), Scratch(0, x).workspace());
-  dx.add_(own.mul_(weight));
+  commitment_loss_backward(view(x), {view(lengths), {}}, view(constants[0]), view(labels), weight,
+                           view(dx), Scratch(0, x).workspace(),
+                           view(with_own_values(scale).reshape({1})));
 }
 
 // Reads the saved tensors one after the other.
@@ -241,6 +251,7 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
                                const LayerPointer& layer) {
     const at::Tensor& rows = inputs[0];
     const Forward result = run_forward(rows, *layer);
+    layer->labels = labels_of(result);
     variable_list kept = {rows, result.out};
     std::vector<std::int64_t> counts;
     for (std::size_t g = 0; g < layer->groups.size(); ++g) {
@@ -304,12 +315,10 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
       if (const RoutingParams* routing = routing_of(group)) {
         gradients.push_back(dscale);
         if (grad_outputs.size() > 1 && grad_outputs[1].defined()) {
-          // The loss of shared queries and keys counts twice.
-          const at::Tensor weight =
-              grad_outputs[1] * (routing->shared() ? 2 * routing->commitment : routing->commitment);
-          add_commitment_gradient(own.q, labels[0], constants, weight, down.q);
+          const double weight = commitment_weight(*routing);
+          add_commitment_gradient(own.q, labels[0], constants, weight, grad_outputs[1], down.q);
           if (!routing->shared()) {
-            add_commitment_gradient(own.k, labels[1], constants, weight, down.k);
+            add_commitment_gradient(own.k, labels[1], constants, weight, grad_outputs[1], down.k);
           }
         }
       }
@@ -337,6 +346,7 @@ PackedOutput packed_attention(const at::Tensor& rows, const at::Tensor& bias,
     const Forward found = run_forward(rows, *layer);
     result.out = found.out;
     result.commitment = found.commitment;
+    result.labels = labels_of(found);
     return result;
   }
   variable_list inputs = {rows};
@@ -346,6 +356,7 @@ PackedOutput packed_attention(const at::Tensor& rows, const at::Tensor& bias,
   }
   const variable_list found = PackedFunction::apply(at::TensorList(inputs), layer);
   result.out = found[0];
+  result.labels = std::exchange(layer->labels, {});
   if (found.size() > 1) result.commitment = found[1];
   return result;
 }

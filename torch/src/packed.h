@@ -31,6 +31,7 @@ struct PackedOutput {
   at::Tensor out;              // (B, N, queries, D)
   at::Tensor commitment;       // weighted sum over routing groups; undefined without any
   std::vector<HeadRows> rows;  // of the groups, (B, h, N, D), with positions, without gradients
+  std::vector<std::vector<at::Tensor>> labels;  // of the groups: routing's for queries and keys
 };
 
 // Positions are added to `rows` in place: nothing but its producer's backward pass, which must not

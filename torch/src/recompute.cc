@@ -101,20 +101,21 @@ std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& tensors) {
 }
 
 struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
-  // Inputs are x, then the parameters.
-  static variable_list forward(AutogradContext* ctx, at::TensorList inputs,
+  // Tensors are the inputs, then the parameters.
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors,
                                const HeldPointer& held) {
-    const at::Tensor& x = inputs[0];
-    held->autocast = Autocast::current(x.device().type());
-    if (held->part.random) held->generator = generator_state(x.device());
+    const variable_list inputs(tensors.begin(), tensors.end() - held->part.parameters.size());
+    const c10::Device device = inputs[0].device();
+    held->autocast = Autocast::current(device.type());
+    if (held->part.random) held->generator = generator_state(device);
     held->versions = versions_of(held->part.state);
     const Autocasting autocasting(held->autocast);
-    const PassOutput output = held->part.first(x);
+    const variable_list outputs = held->part.first(inputs);
     held->part.first = nullptr;  // it refers to locals of the caller
-    ctx->save_for_backward({x});
+    ctx->save_for_backward(inputs);
     ctx->set_materialize_grads(false);
     ctx->saved_data["held"] = c10::IValue::make_capsule(held);
-    return {output.out, output.commitment};
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
@@ -127,37 +128,38 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
           "[recompute] parameters or centroids changed after the forward pass; call "
           "update_centroids and the optimiser after backward");
     }
-    const at::Tensor x = ctx->get_saved_variables()[0].detach();
-    variable_list inputs = {x};
-    inputs.insert(inputs.end(), held->part.parameters.begin(), held->part.parameters.end());
+    variable_list inputs;
+    for (const at::Tensor& saved : ctx->get_saved_variables()) inputs.push_back(saved.detach());
+    variable_list tensors = inputs;
+    tensors.insert(tensors.end(), held->part.parameters.begin(), held->part.parameters.end());
     variable_list wanted;
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      if (ctx->needs_input_grad(i)) wanted.push_back(inputs[i]);
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (!ctx->needs_input_grad(i)) continue;
+      if (i < inputs.size()) tensors[i].requires_grad_();
+      wanted.push_back(tensors[i]);
     }
-    const variable_list found =
-        gradients(*held, x.requires_grad_(ctx->needs_input_grad(0)), wanted, grad_outputs);
-    variable_list result(inputs.size() + 1);
+    const variable_list found = gradients(*held, inputs, wanted, grad_outputs);
+    variable_list result(tensors.size() + 1);
     std::size_t next = 0;
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (ctx->needs_input_grad(i)) result[i] = found[next++];
     }
     return result;
   }
 
  private:
-  static variable_list gradients(const Held& held, const at::Tensor& x, const variable_list& wanted,
-                                 const variable_list& grad_outputs) {
+  static variable_list gradients(const Held& held, const variable_list& inputs,
+                                 const variable_list& wanted, const variable_list& grad_outputs) {
     const at::AutoGradMode with_graph(true);
-    const Rewound rewound(x.device(), held.generator);
-    PassOutput output;
+    const Rewound rewound(inputs[0].device(), held.generator);
+    variable_list outputs;
     {
       const Autocasting autocasting(held.autocast);
-      output = held.part.again(x);
+      outputs = held.part.again(inputs);
     }
-    const at::Tensor outputs[] = {output.out, output.commitment};
     variable_list reached, weights;
-    for (std::size_t i = 0; i < 2; ++i) {
-      // Without routing heads the commitment is a constant.
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      // Some outputs may be constants, such as the commitment without routing heads.
       if (!grad_outputs[i].defined() || !outputs[i].requires_grad()) continue;
       reached.push_back(outputs[i]);
       weights.push_back(grad_outputs[i]);
@@ -169,13 +171,12 @@ struct RecomputeFunction : ::torch::autograd::Function<RecomputeFunction> {
 
 }  // namespace
 
-PassOutput recompute(const RecomputedPart& part, const at::Tensor& x) {
+variable_list recompute(const RecomputedPart& part, const variable_list& inputs) {
   auto held = c10::make_intrusive<Held>();
   held->part = part;
-  variable_list inputs = {x};
-  inputs.insert(inputs.end(), part.parameters.begin(), part.parameters.end());
-  const variable_list outputs = RecomputeFunction::apply(at::TensorList(inputs), held);
-  return {outputs[0], outputs[1]};
+  variable_list tensors = inputs;
+  tensors.insert(tensors.end(), part.parameters.begin(), part.parameters.end());
+  return RecomputeFunction::apply(at::TensorList(tensors), held);
 }
 
 }  // namespace coterie::torch_api

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Activation checkpointing: a part of a model runs without a graph in the forward pass, and again
-// with one in the backward pass. Only its input is kept.
+// with one in the backward pass. Only its inputs are kept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,18 +8,19 @@
 #include <functional>
 #include <vector>
 
-#include "coterie/torch/attention.h"
-
 namespace coterie::torch_api {
 
 struct RecomputedPart {
-  std::function<PassOutput(const at::Tensor& x)> first;  // run in forward
-  std::function<PassOutput(const at::Tensor& x)> again;  // must compute the same; run in backward
-  std::vector<at::Tensor> parameters;                    // of the part, if they need gradients
-  std::vector<at::Tensor> state;  // parameters and buffers it reads, which others may write
+  using Tensors = std::vector<at::Tensor>;
+  std::function<Tensors(const Tensors& inputs)> first;  // run in forward
+  std::function<Tensors(const Tensors& inputs)> again;  // must compute the same; run in backward
+  Tensors parameters;                                   // of the part, if they need gradients
+  Tensors state;        // parameters and buffers it reads, which others may write
   bool random = false;  // whether it draws from torch's default generator, which is then rewound
 };
-// The backward pass throws if the state was written to after the first run.
-PassOutput recompute(const RecomputedPart& part, const at::Tensor& x);
+// Its outputs for defined inputs. The backward pass throws if the state was written to after the
+// first run.
+std::vector<at::Tensor> recompute(const RecomputedPart& part,
+                                  const std::vector<at::Tensor>& inputs);
 
 }  // namespace coterie::torch_api

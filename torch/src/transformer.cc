@@ -142,33 +142,56 @@ TransformerImpl::TransformerImpl(TransformerOptions options) : options_(std::mov
 
 namespace {
 
-PassOutput run_recomputed(const std::shared_ptr<BlockImpl>& block, const at::Tensor& x,
-                          const PassContext& context, bool random) {
+// The tensors of a stream that are defined: x, then the branch and its bias.
+std::vector<at::Tensor> tensors_of(const Residual& stream) {
+  std::vector<at::Tensor> tensors = {stream.x};
+  if (stream.branch.defined()) tensors.push_back(stream.branch);
+  if (stream.branch_bias.defined()) tensors.push_back(stream.branch_bias);
+  return tensors;
+}
+
+Residual stream_of(const std::vector<at::Tensor>& tensors) {
+  return {tensors[0], tensors.size() > 1 ? tensors[1] : at::Tensor(),
+          tensors.size() > 2 ? tensors[2] : at::Tensor()};
+}
+
+BlockImpl::Output run_recomputed(const std::shared_ptr<BlockImpl>& block, const Residual& stream,
+                                 const PassContext& context, bool random) {
+  using Tensors = RecomputedPart::Tensors;
   PassContext again = context;
-  again.records = nullptr;  // they were collected in the first run
+  again.records = nullptr;  // collected in the first run
+  again.statistics = nullptr;
   RecomputedPart part;
   part.state = block->parameters();
   for (const at::Tensor& buffer : block->buffers()) part.state.push_back(buffer);
-  const auto run = [block](const at::Tensor& input, const PassContext& own) {
-    const BlockImpl::Output output = block->forward({input, {}, {}}, own);
-    return PassOutput{sum_of(output.stream), output.commitment};
+  // The commitment, x and the branch; the bias of the branch is a parameter, not a result.
+  const auto results = [](const BlockImpl::Output& output) {
+    Tensors all = {output.commitment, output.stream.x};
+    if (output.stream.branch.defined()) all.push_back(output.stream.branch);
+    return all;
   };
-  part.first = [&](const at::Tensor& input) { return run(input, context); };
-  part.again = [block, run, again, training = block->is_training(),
-                spec = block->attention->spec()](const at::Tensor& input) {
+  at::Tensor bias;
+  part.first = [&](const Tensors& inputs) {
+    const BlockImpl::Output output = block->forward(stream_of(inputs), context);
+    bias = output.stream.branch_bias;
+    return results(output);
+  };
+  part.again = [block, results, again, training = block->is_training(),
+                spec = block->attention->spec()](const Tensors& inputs) {
     if (block->is_training() != training ||
         block->attention->spec().to_string() != spec.to_string()) {
       throw Error(
           "[recompute] mode or attention changed after the forward pass; call train, eval and "
           "set_attention after backward");
     }
-    return run(input, again);
+    return results(block->forward(stream_of(inputs), again));
   };
   part.random = random;
   for (const at::Tensor& parameter : block->parameters()) {
     if (parameter.requires_grad()) part.parameters.push_back(parameter);
   }
-  return recompute(part, x);
+  const Tensors found = recompute(part, tensors_of(stream));
+  return {{found[1], found.size() > 2 ? found[2] : at::Tensor(), bias}, found[0]};
 }
 
 }  // namespace
@@ -189,17 +212,11 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
       }
     }
     const bool random = is_training() && options_.dropout > 0;
-    at::Tensor loss;
-    if (options_.recompute && at::GradMode::is_enabled()) {
-      const PassOutput next = run_recomputed(blocks_[layer], sum_of(stream), own, random);
-      stream = {next.out, {}, {}};
-      loss = next.commitment;
-    } else {
-      const BlockImpl::Output next = blocks_[layer]->forward(stream, own);
-      stream = next.stream;
-      loss = next.commitment;
-    }
-    commitment = layer == 0 ? loss : commitment + loss;
+    const bool again = options_.recompute && at::GradMode::is_enabled();
+    const BlockImpl::Output next = again ? run_recomputed(blocks_[layer], stream, own, random)
+                                         : blocks_[layer]->forward(stream, own);
+    stream = next.stream;
+    commitment = layer == 0 ? next.commitment : commitment + next.commitment;
   }
   const auto type = fused_type(stream.x);
   return {type ? add_norm(norm_, stream, *type).normed : layer_norm(norm_, sum_of(stream)),

@@ -67,6 +67,8 @@ std::string refuse_tokens(const TensorView& x);
 // The centroids of routing (coterie/routing.h). All tensors are on the device and all work runs on
 // workspace.stream. Labels are not checked: labels out of range give wrong results.
 void normalise_rows(const TensorView& x, const TensorView& out, const Workspace& workspace);
+std::int64_t centroid_statistics_workspace_bytes(const TensorView& x,
+                                                 const CentroidStatistics& statistics);
 void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
                              const TensorView& labels, const CentroidStatistics& statistics,
                              const Workspace& workspace);
@@ -77,7 +79,8 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
                      const TensorView& labels, const TensorView& loss, const Workspace& workspace);
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
-                              const TensorView& dx, const Workspace& workspace);
+                              const TensorView& scale, const TensorView& dx,
+                              const Workspace& workspace);
 
 // Attends, then adds the tokens to the rings; `selection` is that of the call.
 void routing_step(const RoutingParams& params, const AttentionCall& call,

@@ -6,9 +6,9 @@
 // density phi, and costs a third of erff.
 //
 // Grid and block: blocks of 8 warps; a block has 256 columns (x) and a slice of the rows (y). A
-// lane has two vectors of four columns, its warp takes rows of the slice in turn, four at a time to
-// keep loads in flight. The backward pass adds columns in registers, over the warps in shared
-// memory, in order, and over slices by add_slices. About 1056 blocks. Shared memory: 1 KiB.
+// lane has eight columns, its warp takes rows of the slice in turn, four at a time to keep loads in
+// flight. The backward pass adds columns in registers, over the warps in shared memory, in order,
+// and over slices by add_slices. About 1056 blocks. Shared memory: 1 KiB.
 // Preconditions: contiguous tensors, columns a multiple of 4. out may be x, dx may be grad_out.
 #include <cstdint>
 
@@ -18,24 +18,36 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/guard.h"
 #include "cuda/launch/launch.h"
-#include "cuda/prim/vector4.cuh"
+#include "cuda/prim/element.cuh"
 
 namespace coterie::cuda {
 
 namespace {
 
 constexpr int kWarps = kWarpsOfSlice;
-constexpr int kColumns = kGeluColumns;  // of a block: 32 lanes, two vectors of four
+constexpr int kColumns = kGeluColumns;  // of a block: 32 lanes with eight each
 constexpr int kRows = 4;                // in flight
 
 struct Normal {
   float below, density;  // Phi(v), phi(v)
 };
 
+// One instruction each; results below 2^-126 are 0.
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
+
 __device__ __forceinline__ Normal normal(float v) {
   constexpr float kHalfLog2 = -0.72134752f;  // -log2(e) / 2
-  const float power = exp2f(v * v * kHalfLog2);
-  const float t = __fdividef(1.0f, fmaf(0.23164189f, fabsf(v), 1.0f));  // 0.3275911 / sqrt(2)
+  const float power = power_of_two(v * v * kHalfLog2);
+  const float t = reciprocal(fmaf(0.23164189f, fabsf(v), 1.0f));  // 0.3275911 / sqrt(2)
   float sum = fmaf(t, 1.061405429f, -1.453152027f);
   sum = fmaf(t, sum, 1.421413741f);
   sum = fmaf(t, sum, -0.284496736f);
@@ -56,74 +68,112 @@ struct GeluArguments {
 
 enum class Walk { forward, backward, sums };
 
-template <class T, Walk kWalk>
+// Eight neighbouring elements, in one load or store of 16-bit types.
+template <class T>
+struct alignas(16) Eight {
+  T at[8];
+};
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+  T at[4];
+};
+
+// kWhole: rows are a multiple of eight elements; else the last eight of a row may be four.
+template <bool kWhole, class T>
+__device__ __forceinline__ Eight<T> load8(const T* from, bool both) {
+  if constexpr (kWhole) {
+    return *reinterpret_cast<const Eight<T>*>(from);
+  } else {
+    Eight<T> all{};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half > 0 && !both) break;
+      const Four<T> part = *reinterpret_cast<const Four<T>*>(from + 4 * half);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all.at[4 * half + i] = part.at[i];
+    }
+    return all;
+  }
+}
+template <bool kWhole, class T>
+__device__ __forceinline__ void store8(T* to, const Eight<T>& all, bool both) {
+  if constexpr (kWhole) {
+    *reinterpret_cast<Eight<T>*>(to) = all;
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half > 0 && !both) break;
+      Four<T> part;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part.at[i] = all.at[4 * half + i];
+      *reinterpret_cast<Four<T>*>(to + 4 * half) = part;
+    }
+  }
+}
+
+template <class T, Walk kWalk, bool kWhole>
 __global__ void __launch_bounds__(32 * kWarps) gelu_rows(GeluArguments<T> a) {
   constexpr bool kBackward = kWalk == Walk::backward;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.y) * kWarps;
-  float sums[2][4] = {};
+  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kColumns + lane * 8;
+  const bool there = column < a.columns, both = column + 4 < a.columns;
+  float sums[8] = {};
+  Eight<float> bias{};
+  if (there && a.bias != nullptr) bias = load8<kWhole>(a.bias + column, both);
+  const auto weigh = [&](Eight<T>& x, const Eight<T>& grad, std::int64_t row) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const std::int64_t column =
-        static_cast<std::int64_t>(blockIdx.x) * kColumns + half * 128 + lane * 4;
-    if (column >= a.columns) continue;
-    float bias[4] = {};
-    if (a.bias != nullptr) load4(a.bias + column, bias);
-    for (std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kWarps + warp; first < a.rows;
-         first += kRows * step) {
-      float x[kRows][4], grad[kRows][4];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const std::int64_t row = first + r * step;
-        if (row >= a.rows) continue;
-        load4(a.x + row * a.columns + column, x[r]);
-        if (kBackward) load4(a.grad_out + row * a.columns + column, grad[r]);
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kWalk == Walk::sums) {
+        sums[i] += to_float(x.at[i]);
+        continue;
       }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const std::int64_t row = first + r * step;
-        if (row >= a.rows) continue;
-        if constexpr (kWalk == Walk::sums) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[half][i] += x[r][i];
-        } else {
-          float out[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float v = x[r][i] + bias[i];
-            const Normal at = normal(v);
-            out[i] = kBackward ? grad[r][i] * fmaf(v, at.density, at.below) : v * at.below;
-            if (kBackward) sums[half][i] += out[i];
-          }
-          store4(a.out + row * a.columns + column, out);
-        }
+      const float v = to_float(x.at[i]) + bias.at[i];
+      const Normal at = normal(v);
+      float out = v * at.below;
+      if constexpr (kBackward) {
+        out = to_float(grad.at[i]) * fmaf(v, at.density, at.below);
+        sums[i] += out;
       }
+      x.at[i] = from_float<T>(out);
     }
+    if constexpr (kWalk != Walk::sums) store8<kWhole>(a.out + row * a.columns + column, x, both);
+  };
+  for (std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kWarps + warp;
+       there && first < a.rows; first += kRows * step) {
+    Eight<T> x[kRows], grad[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const std::int64_t place = min(first + r * step, a.rows - 1) * a.columns + column;
+      x[r] = load8<kWhole>(a.x + place, both);
+      if constexpr (kBackward) grad[r] = load8<kWhole>(a.grad_out + place, both);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (first + r * step < a.rows) weigh(x[r], grad[r], first + r * step);
   }
   if (a.partial == nullptr) return;  // also in the forward pass
   __shared__ float shared[kColumns];
   for (int turn = 0; turn < kWarps; ++turn) {
     if (turn == warp) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& sum = shared[half * 128 + lane * 4 + i];
-          sum = turn == 0 ? sums[half][i] : sum + sums[half][i];
-        }
+      for (int i = 0; i < 8; ++i) {
+        float& sum = shared[lane * 8 + i];
+        sum = turn == 0 ? sums[i] : sum + sums[i];
       }
     }
     __syncthreads();
   }
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kColumns + threadIdx.x;
-  if (column < a.columns) a.partial[blockIdx.y * a.columns + column] = shared[threadIdx.x];
+  const std::int64_t own = static_cast<std::int64_t>(blockIdx.x) * kColumns + threadIdx.x;
+  if (own < a.columns) a.partial[blockIdx.y * a.columns + own] = shared[threadIdx.x];
 }
 
 template <class T, Walk kWalk>
 void launch_gelu(const GeluArguments<T>& a, const Workspace& workspace) {
   const dim3 grid(static_cast<unsigned>((a.columns + kColumns - 1) / kColumns),
                   static_cast<unsigned>(gelu_slices(a.rows, a.columns)));
-  gelu_rows<T, kWalk><<<grid, 32 * kWarps, 0, stream_of(workspace)>>>(a);
+  const auto kernel = a.columns % 8 == 0 ? gelu_rows<T, kWalk, true> : gelu_rows<T, kWalk, false>;
+  kernel<<<grid, 32 * kWarps, 0, stream_of(workspace)>>>(a);
   COTERIE_LAUNCH("gelu_rows");
 }
 

@@ -110,15 +110,21 @@ __global__ void __launch_bounds__(32 * kWarps) add_norm_rows_backward(BackwardAr
        row += step) {
     const std::int64_t begin = row * a.width;
     const float mean = a.mean[row], scale = a.scale[row];
-    float h[kVectors][4] = {}, g[kVectors][4] = {};
+    float h[kVectors][4] = {}, g[kVectors][4] = {}, dx[kVectors][4] = {};
     float sum = 0, product = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {  // all loads are in flight before the first use
+      const int d = (v * 32 + lane) * 4;
+      if (d >= a.width) continue;
+      load4(a.y + begin + d, h[v]);
+      load4(a.grad_out + begin + d, g[v]);
+      if (a.grad_y != nullptr) load4(a.grad_y + begin + d, dx[v]);
+    }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int d = (v * 32 + lane) * 4;
       if (d >= a.width) continue;
       float gain[4];
-      load4(a.y + begin + d, h[v]);
-      load4(a.grad_out + begin + d, g[v]);
       load4(a.gain + d, gain);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -136,15 +142,13 @@ __global__ void __launch_bounds__(32 * kWarps) add_norm_rows_backward(BackwardAr
     for (int v = 0; v < kVectors; ++v) {
       const int d = (v * 32 + lane) * 4;
       if (d >= a.width) continue;
-      float dx[4] = {};
-      if (a.grad_y != nullptr) load4(a.grad_y + begin + d, dx);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        dx[i] += scale * (g[v][i] - sum - h[v][i] * product);
-        of_branch[v][i] += dx[i];
+        dx[v][i] += scale * (g[v][i] - sum - h[v][i] * product);
+        of_branch[v][i] += dx[v][i];
       }
-      store4(a.dx + begin + d, dx);
-      if (a.dbranch != nullptr) store4(a.dbranch + begin + d, dx);
+      store4(a.dx + begin + d, dx[v]);
+      if (a.dbranch != nullptr) store4(a.dbranch + begin + d, dx[v]);
     }
   }
   float* const to = a.partial + static_cast<std::int64_t>(blockIdx.x) * 3 * a.width;

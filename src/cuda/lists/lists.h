@@ -52,6 +52,7 @@ enum class ListRule : std::uint8_t {
   causal,   // up to and including r
   sliding,  // causal: [r - window + 1, r]; else [r - window / 2, r + (window + 1) / 2)
   blocked,  // blocks of `window` ranks: from `before` blocks before that of r to `after` after it
+  earlier,  // [r - window + 1, r); rank 0 sees itself
   ends,     // [ends - window, ends) by query slot; ends never decrease along a list
 };
 
@@ -112,6 +113,12 @@ struct ListOutputs {
 // Reads call.inputs.q, call.k and call.inputs.v. lists.cu
 void lists_forward(const AttentionCall& call, const ListCall& lists, const ListOutputs& outputs,
                    cudaStream_t stream);
+
+// The same for one query per head over all the rows that a rule of positions lets it see, as in
+// decoding: many blocks share the keys of a head. one_query.cu
+bool takes_one_query(const AttentionCall& call, const ListCall& lists);
+void attend_one_query(const AttentionCall& call, const ListCall& lists, const ListOutputs& outputs,
+                      Arena& arena, cudaStream_t stream);
 
 // One float per query row (B, H, N), or per query slot.
 struct ListValues {

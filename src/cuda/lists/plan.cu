@@ -136,7 +136,8 @@ int span_tiles(const ListProblem& problem, const SlotSide& other) {
   if (other.layout == ListLayout::residues) ranks = split(ranks, other.lists);
   if (other.layout == ListLayout::members) ranks = other.width;
   const std::int64_t window = problem.window;
-  if (problem.rule == ListRule::sliding || problem.rule == ListRule::ends)
+  if (problem.rule == ListRule::sliding || problem.rule == ListRule::earlier ||
+      problem.rule == ListRule::ends)
     ranks = std::min(ranks, kStreamRows + window);
   if (problem.rule == ListRule::blocked)
     ranks = std::min(ranks, kStreamRows + window * (1 + problem.before + problem.after));

@@ -236,6 +236,10 @@ struct ListProblem {
         low = std::int64_t{r} - (causal ? window - 1 : window / 2);
         high = causal ? r + 1 : std::int64_t{r} + (window + 1) / 2;
         break;
+      case ListRule::earlier:
+        low = std::int64_t{r} - (window - 1);
+        high = max(r, 1);
+        break;
       case ListRule::blocked: {
         const std::int64_t block = r < 0 ? -1 - (-1 - r) / window : r / window;
         low = (block - before) * window;
@@ -279,6 +283,10 @@ struct ListProblem {
       case ListRule::sliding:
         low = causal ? first : first - (wide + 1) / 2 + 1;
         high = causal ? end + wide - 1 : end + wide / 2;
+        break;
+      case ListRule::earlier:
+        low = first;
+        high = end + wide - 1;
         break;
       case ListRule::blocked:
         low = causal ? first : (first / wide - after) * wide;

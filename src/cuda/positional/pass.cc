@@ -52,9 +52,10 @@ class PositionalPass : public Pass {
   }
 
   std::int64_t workspace_bytes() const override {
-    Arena arena;
-    lists_backward(call_, lists_, {}, arena, nullptr);
-    return arena.used();
+    Arena attending, going_back;
+    if (takes_one_query(call_, lists_)) attend_one_query(call_, lists_, {}, attending, nullptr);
+    lists_backward(call_, lists_, {}, going_back, nullptr);
+    return std::max(attending.used(), going_back.used());
   }
 
   void select(const std::vector<TensorView>&, const Workspace&) const override {}
@@ -63,6 +64,10 @@ class PositionalPass : public Pass {
     ListOutputs outputs;
     outputs.out = result.out;
     outputs.lse = static_cast<float*>(result.saved[0].data);
+    if (takes_one_query(call_, lists_)) {
+      Arena arena = take_workspace(workspace);
+      return attend_one_query(call_, lists_, outputs, arena, stream_of(workspace));
+    }
     lists_forward(call_, lists_, outputs, stream_of(workspace));
   }
 

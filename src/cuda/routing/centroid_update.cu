@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: MIT
 // The centroids of routing on the GPU, with y normalised rows and c their clusters:
 //   y              (x - mean) / sqrt(variance + 1e-6) (normalise_row)
-//   statistics     += members of a cluster, sum of their y (add_statistics)
+//   statistics     += members of a cluster, sum of their y (add_statistics, add_parts)
 //   counts, sums   <- decay * old + (1 - decay) * statistics (move_counts, move_sums); a centroid
 //                  is sums over smoothed counts
 //   loss           mean of (y - mu_c)^2 (add_differences, take_mean), and its gradient
 //                  (add_gradients)
 //
-// Grid and block: 256 threads. normalise_row: a warp per row. add_statistics and move_sums: a block
-// per cluster and head of the centroids; the former looks at all labels. move_counts: a thread per
-// cluster. The others: up to 1024 blocks, a group of 16 or 32 lanes per token. Shared memory: up to
-// 37 KB of double sums and rows in add_statistics. Sums run in an order that is given by the rows
-// alone. Preconditions: refuse_tokens; normalise_row takes any width, and f64. Any alignment.
+// Grid and block: 256 threads. normalise_row: a warp per row. add_statistics: a block per cluster,
+// head of the centroids and part of its tokens, all of whose labels it looks at: a large cluster is
+// summed by many blocks. add_parts and move_sums: a block per cluster and head. move_counts: a
+// thread per cluster. The others: up to 1024 blocks, a group of 8 to 32 lanes per token, four
+// tokens of a group in flight. Shared memory: up to 21 KB of double sums and tokens in
+// add_statistics. Sums run in an order that is given by the shapes alone. Preconditions:
+// refuse_tokens; normalise_row takes any width, and f64. Any alignment.
 #include "core/arena.h"
 #include "core/item.h"
 #include "cuda/api/entry.h"
@@ -30,14 +32,14 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr double kSmoothing = 1e-5;  // src/cpu/cluster/centroid_update.cc
 constexpr int kPartials = 1024;      // of the loss
 
-template <class T>
-using Lanes = RowLanes<T, kMaxHeadDim>;
-template <class T>
-constexpr int kGroups = kThreads / Lanes<T>::kLanes;  // groups of lanes: rows of a block at a time
+constexpr int kInFlight = 4;  // rows that a group of lanes loads at once
 
-template <class T>
+template <class Lanes>
+constexpr int kGroups = kThreads / Lanes::kLanes;  // groups of lanes of a block
+
+template <class Lanes>
 __device__ __forceinline__ int group_number() {
-  return static_cast<int>(threadIdx.x) / Lanes<T>::kLanes;
+  return static_cast<int>(threadIdx.x) / Lanes::kLanes;
 }
 
 // Tokens (B, H, N, D), their clusters (B, H, N) and centroids (Hc, C, D).
@@ -75,73 +77,110 @@ Tokens<T> tokens_of(const TensorView& x, const Sequences& sequences, const Tenso
 
 // Tokens that a thread looks at before the block gathers the members among them: a label is read
 // while others are on their way.
-constexpr int kLabels = 4;
+constexpr int kLabels = 4, kListed = kThreads * kLabels;
+constexpr int kPartCells = 2048;  // most sums of parts for each head of the centroids
 
-// Visits the tokens of a head, 1024 at a time: this thread's first one, and which of kLabels from
-// there on are in the cluster, as bits.
-template <class T, class Visit>
-__device__ void for_members(const Tokens<T>& tokens, int owner, int cluster, Visit visit) {
-  const int sharing = tokens.heads / tokens.owners;
-  for (int item = 0; item < tokens.items; ++item) {
-    const ItemSpan span = tokens.spans.span(item);
-    for (int head = owner * sharing; head < (owner + 1) * sharing; ++head)
-      for (int first = 0; first < span.length; first += kThreads * kLabels) {
-        const int own = first + static_cast<int>(threadIdx.x) * kLabels;
-        unsigned members = 0;
-#pragma unroll
-        for (int i = 0; i < kLabels; ++i) {
-          const bool member = own + i < span.length &&
-                              tokens.label(span.batch, head, span.begin + own + i) == cluster;
-          members |= member ? 1u << i : 0u;
-        }
-        visit(span.batch, head, span.begin + own, members);
-      }
+// The rows of a head of the centroids, in pieces of kListed rows of a batch entry and head. Parts
+// of as many pieces each are summed at the same time. The cut depends on the shapes alone.
+struct StatisticParts {
+  int of_rows, pieces, length, count;  // pieces of a batch entry and head, in all, of a part; parts
+
+  StatisticParts(const TensorView& x, const TensorView& members)
+      : of_rows(static_cast<int>((x.size(2) + kListed - 1) / kListed)),
+        pieces(static_cast<int>(x.size(0) * (x.size(1) / members.size(0)) * of_rows)) {
+    const int most = static_cast<int>(max(kPartCells / members.size(1), std::int64_t{1}));
+    length = (pieces + most - 1) / most;
+    count = length > 0 ? (pieces + length - 1) / length : 1;
   }
-}
+};
 
-// Adds the numbers and sums of the members. One block per cluster; groups of lanes share the
-// members.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    add_statistics(Tokens<T> tokens, double* members_of_clusters, double* sums) {
-  __shared__ int listed[kThreads * kLabels];
-  __shared__ double partial[kGroups<T>][kMaxHeadDim];
-  const int cluster = blockIdx.x, owner = blockIdx.y;
-  const int width = tokens.x.width;
-  double sum[Lanes<T>::kVector] = {};
+// Number of members and sum of their rows, (owners, parts, C) and (owners, parts, C, D).
+struct PartSums {
+  int* members;
+  double* sums;
+
+  PartSums(Arena& arena, const StatisticParts& parts, const TensorView& total)
+      : members(arena.take<int>(parts.count * total.size(0) * total.size(1))),
+        sums(arena.take<double>(parts.count * total.count())) {}
+};
+
+// One block per cluster, head and part; groups of lanes share the members.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 3)
+    add_statistics(Tokens<T> tokens, StatisticParts parts, PartSums to) {
+  using Lanes = RowLanes<T, kWidth>;
+  __shared__ int listed[kListed];
+  __shared__ double partial[kGroups<Lanes>][kWidth];
+  const int cluster = blockIdx.x, owner = blockIdx.y, part = blockIdx.z;
+  const int width = tokens.x.width, sharing = tokens.heads / tokens.owners;
+  double sum[Lanes::kVector] = {};
   int members = 0;
-  for_members(tokens, owner, cluster, [&](int batch, int head, int row, unsigned found) {
+  const int end = min((part + 1) * parts.length, parts.pieces);
+  for (int piece = part * parts.length; piece < end; ++piece) {
+    const int slice = piece / parts.of_rows, first = piece % parts.of_rows * kListed;
+    const int batch = slice / sharing, head = owner * sharing + slice % sharing;
+    const int own = first + static_cast<int>(threadIdx.x) * kLabels;
+    unsigned found = 0;
+#pragma unroll
+    for (int i = 0; i < kLabels; ++i)
+      if (own + i < tokens.rows && tokens.label(batch, head, own + i) == cluster) found |= 1u << i;
+    for (int i = 0; i < kLabels; ++i)
+      if (found >> i & 1u && tokens.spans.item_of(batch, own + i, tokens.items) < 0)
+        found ^= 1u << i;  // padding
     int total = 0;
     int place = block_exclusive_scan(__popc(found), total);
 #pragma unroll
-    for (int i = 0; i < kLabels; ++i) {
-      if (found >> i & 1u) listed[place++] = row + i;
-    }
+    for (int i = 0; i < kLabels; ++i)
+      if (found >> i & 1u) listed[place++] = own + i;
     __syncthreads();
     const Rows<const T> rows = tokens.x.rows(batch, head, 0);
-    for (int first = 0; first < total; first += kGroups<T>) {
-      const int m = first + group_number<T>();
-      typename Lanes<T>::Values y;
-      Lanes<T>::load(rows, m < total ? listed[m] : 0, m < total, y);
-      Lanes<T>::normalise(width, y);
+    for (int next = 0; next < total; next += kGroups<Lanes> * kInFlight) {
+      typename Lanes::Values y[kInFlight];
 #pragma unroll
-      for (int i = 0; i < Lanes<T>::kVector; ++i) sum[i] += y[i];
+      for (int i = 0; i < kInFlight; ++i) {
+        const int m = next + i * kGroups<Lanes> + group_number<Lanes>();
+        Lanes::load(rows, listed[min(m, total - 1)], m < total, y[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        Lanes::normalise(width, y[i]);
+#pragma unroll
+        for (int d = 0; d < Lanes::kVector; ++d) sum[d] += y[i][d];
+      }
     }
     members += total;
     __syncthreads();
-  });
-  if (members == 0) return;
-#pragma unroll
-  for (int i = 0; i < Lanes<T>::kVector; ++i)
-    partial[group_number<T>()][Lanes<T>::column() + i] = sum[i];
-  __syncthreads();
-  const std::int64_t cell = static_cast<std::int64_t>(owner) * tokens.clusters + cluster;
-  if (threadIdx.x == 0) members_of_clusters[cell] += members;
-  for (int column = threadIdx.x; column < width; column += kThreads) {
-    double batch = 0;
-    for (int group = 0; group < kGroups<T>; ++group) batch += partial[group][column];
-    sums[cell * width + column] += batch;
   }
+#pragma unroll
+  for (int i = 0; i < Lanes::kVector; ++i)
+    if (Lanes::column() < kWidth) partial[group_number<Lanes>()][Lanes::column() + i] = sum[i];
+  __syncthreads();
+  const std::int64_t cell =
+      (static_cast<std::int64_t>(owner) * parts.count + part) * tokens.clusters + cluster;
+  if (threadIdx.x == 0) to.members[cell] = members;
+  for (int column = threadIdx.x; column < width; column += kThreads) {
+    double all = 0;
+    for (int group = 0; group < kGroups<Lanes>; ++group) all += partial[group][column];
+    to.sums[cell * width + column] = all;
+  }
+}
+
+// Adds the parts. One block per cluster and head.
+__global__ void __launch_bounds__(kMaxHeadDim)
+    add_parts(PartSums from, int parts, int width, double* members, double* sums) {
+  const int cluster = blockIdx.x, owner = blockIdx.y, clusters = gridDim.x, column = threadIdx.x;
+  const std::int64_t first = static_cast<std::int64_t>(owner) * parts * clusters + cluster;
+  const std::int64_t cell = static_cast<std::int64_t>(owner) * clusters + cluster;
+  double sum = 0;
+  std::int64_t count = 0;
+#pragma unroll 8
+  for (int part = 0; part < parts; ++part) {
+    const std::int64_t place = first + static_cast<std::int64_t>(part) * clusters;
+    if (column < width) sum += from.sums[place * width + column];
+    if (column == 0) count += from.members[place];
+  }
+  if (column < width) sums[cell * width + column] += sum;
+  if (column == 0) members[cell] += static_cast<double>(count);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -197,55 +236,86 @@ __global__ void __launch_bounds__(kThreads)
   for (int d = lane; d < width; d += 32) out[number * width + d] = (to_wide(row[d]) - mean) / sigma;
 }
 
-// Calls visit(batch, head, row of the batch entry, there) for every token, one per group of lanes;
-// `there` is false for padding. All lanes of a warp make the call together.
-template <class T, class Visit>
-__device__ void for_tokens(const Tokens<T>& tokens, Visit visit) {
-  const std::int64_t total = static_cast<std::int64_t>(tokens.batches) * tokens.heads * tokens.rows;
-  for (std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups<T>; first < total;
-       first += static_cast<std::int64_t>(gridDim.x) * kGroups<T>) {
-    const std::int64_t token = first + group_number<T>();
-    const int row = static_cast<int>(token % tokens.rows);
-    const int head = static_cast<int>(token / tokens.rows % tokens.heads);
-    const int batch = static_cast<int>(token / tokens.rows / tokens.heads);
-    visit(batch, head, row, token < total && tokens.spans.item_of(batch, row, tokens.items) >= 0);
-  }
+// Rows of a batch entry and head that a block takes at a time.
+template <class Lanes>
+constexpr int kChunk = kGroups<Lanes>* kInFlight;
+
+// Chunks of the rows of x.
+template <class Lanes>
+std::int64_t chunks_of(const TensorView& x) {
+  return x.size(0) * x.size(1) * ((x.size(2) + kChunk<Lanes> - 1) / kChunk<Lanes>);
 }
+
+// A token of a group of lanes; `there` is false for padding and beyond the last row.
+struct Place {
+  int batch, head, row;
+  bool there;
+};
 
 // A normalised token, and its difference from its centroid. Labels on the device are not checked
 // but clamped.
-template <class T>
+template <class Lanes>
 struct Difference {
-  typename Lanes<T>::Values y, difference;
+  typename Lanes::Values y, difference;
   float inverse;
 
-  __device__ Difference(const Tokens<T>& tokens, const float* centroids, int batch, int head,
-                        int row, bool there) {
+  template <class T>
+  __device__ void take(const Tokens<T>& tokens, const float* centroids, const Place& at,
+                       int label) {
     const int width = tokens.x.width;
-    const int label = there ? min(max(tokens.label(batch, head, row), 0), tokens.clusters - 1) : 0;
-    Lanes<T>::load(tokens.x.rows(there ? batch : 0, there ? head : 0, 0), row, there, y);
-    inverse = Lanes<T>::normalise(width, y);
-    const std::int64_t owner = there ? tokens.owner(head) : 0;
-    Lanes<T>::load_floats(centroids + (owner * tokens.clusters + label) * width, width, difference);
+    inverse = Lanes::normalise(width, y);
+    const std::int64_t owner = at.there ? tokens.owner(at.head) : 0;
+    const std::int64_t cluster = min(max(label, 0), tokens.clusters - 1);
+    Lanes::load_floats(centroids + (owner * tokens.clusters + cluster) * width, width, difference);
 #pragma unroll
-    for (int i = 0; i < Lanes<T>::kVector; ++i) difference[i] = y[i] - difference[i];
+    for (int i = 0; i < Lanes::kVector; ++i) difference[i] = y[i] - difference[i];
   }
 };
 
-template <class T>
+// Calls visit(place, difference) for every token. All lanes of a warp make the call together.
+template <class Lanes, class T, class Visit>
+__device__ void for_tokens(const Tokens<T>& tokens, const float* centroids, Visit visit) {
+  const int of_rows = (tokens.rows + kChunk<Lanes> - 1) / kChunk<Lanes>;
+  const std::int64_t chunks = static_cast<std::int64_t>(tokens.batches) * tokens.heads * of_rows;
+  for (std::int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const std::int64_t slice = chunk / of_rows;
+    const int first = static_cast<int>(chunk - slice * of_rows) * kChunk<Lanes>;
+    const int batch = static_cast<int>(slice / tokens.heads);
+    const int head = static_cast<int>(slice % tokens.heads);
+    const Rows<const T> rows = tokens.x.rows(batch, head, 0);
+    Place place[kInFlight];
+    Difference<Lanes> token[kInFlight];
+    int label[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int row = first + i * kGroups<Lanes> + group_number<Lanes>();
+      const bool there = row < tokens.rows && tokens.spans.item_of(batch, row, tokens.items) >= 0;
+      place[i] = {batch, head, row, there};
+      label[i] = there ? tokens.label(batch, head, row) : 0;
+      Lanes::load(rows, row, there, token[i].y);
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      token[i].take(tokens, centroids, place[i], label[i]);
+      visit(place[i], token[i]);
+    }
+  }
+}
+
+template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     add_differences(Tokens<T> tokens, const float* centroids, double* partials) {
-  __shared__ double parts[kGroups<T>];
+  using Lanes = RowLanes<T, kWidth>;
+  __shared__ double parts[kGroups<Lanes>];
   double sum = 0;
-  for_tokens(tokens, [&](int batch, int head, int row, bool there) {
-    const Difference<T> token(tokens, centroids, batch, head, row, there);
-    const float squares = Lanes<T>::dot(token.difference, token.difference);
-    if (there) sum += squares;
+  for_tokens<Lanes>(tokens, centroids, [&](const Place& at, const Difference<Lanes>& token) {
+    const float squares = Lanes::dot(token.difference, token.difference);
+    if (at.there) sum += squares;
   });
-  if (Lanes<T>::column() == 0) parts[group_number<T>()] = sum;
+  if (Lanes::column() == 0) parts[group_number<Lanes>()] = sum;
   __syncthreads();
   if (threadIdx.x > 0) return;
-  for (int group = 1; group < kGroups<T>; ++group) sum += parts[group];
+  for (int group = 1; group < kGroups<Lanes>; ++group) sum += parts[group];
   partials[blockIdx.x] = sum;
 }
 
@@ -253,37 +323,46 @@ template <class T>
 __global__ void __launch_bounds__(32)
     take_mean(Tokens<T> tokens, const double* partials, int count, float* loss) {
   double sum = 0;
+#pragma unroll 8
   for (int i = threadIdx.x; i < count; i += 32) sum += partials[i];
   sum = warp_sum(sum);
   const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
   if (threadIdx.x == 0) *loss = elements > 0 ? static_cast<float>(sum / elements) : 0.0f;
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    add_gradients(Tokens<T> tokens, const float* centroids, double weight, Tensor4<T> dx) {
-  const int width = tokens.x.width;
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 3)
+    add_gradients(Tokens<T> tokens, const float* centroids, double weight, const float* scale,
+                  Tensor4<T> dx) {
+  using Lanes = RowLanes<T, kWidth>;
+  const auto width = static_cast<float>(tokens.x.width);
   const double elements = static_cast<double>(tokens.valid_rows()) * tokens.heads * tokens.x.width;
-  const float factor = static_cast<float>(2 * weight / elements);
-  for_tokens(tokens, [&](int batch, int head, int row, bool there) {
-    Difference<T> token(tokens, centroids, batch, head, row, there);
-    const float mean = Lanes<T>::total(token.difference) / static_cast<float>(width);
-    const float along = Lanes<T>::dot(token.difference, token.y) / static_cast<float>(width);
-    if (!there) return;
-    typename Lanes<T>::Values sum;
-    const Rows<T> to = dx.rows(batch, head, 0);
-    Lanes<T>::load({to.data, to.pitch, to.width, to.aligned}, row, true, sum);
+  const float factor = static_cast<float>(2 * weight * (scale ? *scale : 1.0f) / elements);
+  for_tokens<Lanes>(tokens, centroids, [&](const Place& at, const Difference<Lanes>& token) {
+    const float mean = Lanes::total(token.difference) / width;
+    const float along = Lanes::dot(token.difference, token.y) / width;
+    if (!at.there) return;
+    typename Lanes::Values sum;
+    const Rows<T> to = dx.rows(at.batch, at.head, 0);
+    Lanes::load({to.data, to.pitch, to.width, to.aligned}, at.row, true, sum);
 #pragma unroll
-    for (int i = 0; i < Lanes<T>::kVector; ++i)
+    for (int i = 0; i < Lanes::kVector; ++i)
       sum[i] += factor * (token.difference[i] - mean - token.y[i] * along) * token.inverse;
-    Lanes<T>::store(to, row, sum);
+    Lanes::store(to, at.row, sum);
   });
 }
 
+// Calls body(TypeTag<T>, std::integral_constant<int, width>).
+template <class Body>
+void dispatch_tokens(const char* op, const TensorView& x, Body&& body) {
+  dispatch_element(op, x.dtype, [&](auto tag) {
+    dispatch_head_dim(op, x.size(3), [&](auto width) { body(tag, width); });
+  });
+}
+
+template <class Lanes>
 int token_blocks(const TensorView& x) {
-  const std::int64_t rows = x.size(0) * x.size(1) * x.size(2);
-  return static_cast<int>(
-      min(max((rows + kWarps - 1) / kWarps, std::int64_t{1}), std::int64_t{kPartials}));
+  return static_cast<int>(min(max(chunks_of<Lanes>(x), std::int64_t{1}), std::int64_t{kPartials}));
 }
 
 }  // namespace
@@ -312,20 +391,36 @@ void normalise_rows(const TensorView& x, const TensorView& out, const Workspace&
   dispatch_element(op, x.dtype, [&](auto tag) { launch(tag, TypeTag<float>{}); });
 }
 
+std::int64_t centroid_statistics_workspace_bytes(const TensorView& x,
+                                                 const CentroidStatistics& statistics) {
+  Arena arena;
+  PartSums(arena, StatisticParts(x, statistics.members), statistics.sums);
+  return arena.used();
+}
+
 void add_centroid_statistics(const TensorView& x, const Sequences& sequences,
                              const TensorView& labels, const CentroidStatistics& statistics,
                              const Workspace& workspace) {
   const char* op = "add_centroid_statistics";
   const DeviceGuard guard(op, x.device);
+  const cudaStream_t stream = stream_of(workspace);
   const TensorView &members = statistics.members, &sums = statistics.sums;
-  const dim3 grid(static_cast<unsigned>(members.size(1)), static_cast<unsigned>(members.size(0)));
-  dispatch_element(op, x.dtype, [&](auto tag) {
+  const StatisticParts parts(x, members);
+  Arena arena(op, workspace, cuda::centroid_statistics_workspace_bytes(x, statistics));
+  const PartSums found(arena, parts, sums);
+  const auto owners = static_cast<unsigned>(members.size(0));
+  const auto clusters = static_cast<unsigned>(members.size(1));
+  const dim3 grid(clusters, owners, static_cast<unsigned>(parts.count));
+  dispatch_tokens(op, x, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
-    add_statistics<<<grid, kThreads, 0, stream_of(workspace)>>>(
-        tokens_of<T>(x, sequences, labels, members), static_cast<double*>(members.data),
-        static_cast<double*>(sums.data));
+    add_statistics<T, decltype(width)::value>
+        <<<grid, kThreads, 0, stream>>>(tokens_of<T>(x, sequences, labels, members), parts, found);
     COTERIE_LAUNCH("add_statistics");
   });
+  add_parts<<<dim3(clusters, owners), kMaxHeadDim, 0, stream>>>(
+      found, parts.count, static_cast<int>(x.size(3)), static_cast<double*>(members.data),
+      static_cast<double*>(sums.data));
+  COTERIE_LAUNCH("add_parts");
 }
 
 void move_centroids(double decay, const CentroidStatistics& statistics, const CentroidState& state,
@@ -349,23 +444,25 @@ void move_centroids(double decay, const CentroidStatistics& statistics, const Ce
   COTERIE_LAUNCH("move_sums");
 }
 
-std::int64_t commitment_workspace_bytes(const TensorView& x) {
+std::int64_t commitment_workspace_bytes(const TensorView&) {
   Arena arena;
-  arena.take<double>(token_blocks(x));
+  arena.take<double>(kPartials);
   return arena.used();
 }
 
 void commitment_loss(const TensorView& x, const Sequences& sequences, const TensorView& centroids,
                      const TensorView& labels, const TensorView& loss, const Workspace& workspace) {
-  const DeviceGuard guard("commitment_loss", x.device);
+  const char* op = "commitment_loss";
+  const DeviceGuard guard(op, x.device);
   const cudaStream_t stream = stream_of(workspace);
-  const int blocks = token_blocks(x);
-  Arena arena("commitment_loss", workspace, cuda::commitment_workspace_bytes(x));
-  double* partials = arena.take<double>(blocks);
-  dispatch_element("commitment_loss", x.dtype, [&](auto tag) {
+  Arena arena(op, workspace, cuda::commitment_workspace_bytes(x));
+  double* partials = arena.take<double>(kPartials);
+  dispatch_tokens(op, x, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
+    constexpr int kWidth = decltype(width)::value;
+    const int blocks = token_blocks<RowLanes<T, kWidth>>(x);
     const Tokens<T> tokens = tokens_of<T>(x, sequences, labels, centroids);
-    add_differences<<<blocks, kThreads, 0, stream>>>(
+    add_differences<T, kWidth><<<blocks, kThreads, 0, stream>>>(
         tokens, static_cast<const float*>(centroids.data), partials);
     COTERIE_LAUNCH("add_differences");
     take_mean<<<1, 32, 0, stream>>>(tokens, partials, blocks, static_cast<float*>(loss.data));
@@ -375,13 +472,17 @@ void commitment_loss(const TensorView& x, const Sequences& sequences, const Tens
 
 void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
-                              const TensorView& dx, const Workspace& workspace) {
-  const DeviceGuard guard("commitment_loss_backward", x.device);
-  dispatch_element("commitment_loss_backward", x.dtype, [&](auto tag) {
+                              const TensorView& scale, const TensorView& dx,
+                              const Workspace& workspace) {
+  const char* op = "commitment_loss_backward";
+  const DeviceGuard guard(op, x.device);
+  dispatch_tokens(op, x, [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
-    add_gradients<<<token_blocks(x), kThreads, 0, stream_of(workspace)>>>(
+    constexpr int kWidth = decltype(width)::value;
+    const int blocks = token_blocks<RowLanes<T, kWidth>>(x);
+    add_gradients<T, kWidth><<<blocks, kThreads, 0, stream_of(workspace)>>>(
         tokens_of<T>(x, sequences, labels, centroids), static_cast<const float*>(centroids.data),
-        weight, tensor4<T>(dx));
+        weight, static_cast<const float*>(scale.data), tensor4<T>(dx));
     COTERIE_LAUNCH("add_gradients");
   });
 }

@@ -26,7 +26,6 @@ struct EndArgs {
   ItemChunks tiles;  // of kFewRows or kManyRows queries
   int items, heads, group, clusters, window;
   SortedRuns q, k;
-  bool same;  // the runs of queries are those of keys
   bool demote, include_self;
   RunEnds out;
 };
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(kEndThreads)
           keys.begin,
       0};
   starts.stage(q_starts, kStagedStarts, 0, clusters + 1);
-  if (!args.same) key_starts.stage(k_starts, kStagedStarts, 0, clusters + 1);
+  key_starts.stage(k_starts, kStagedStarts, 0, clusters + 1);
   __syncthreads();
   const int first = tile.begin * m, end = tile.end * m;
   // The clusters of the tile's first and last slot, found by one thread each.
@@ -86,22 +85,16 @@ __global__ void __launch_bounds__(kEndThreads)
         upper_bound(starts.data, clusters + 1, threadIdx.x == 0 ? first : end - 1) - 1;
   __syncthreads();
   const int low = ends[0], high = ends[1];
-  if (!args.same) {
-    rows.stage(k_rows, kStagedKeys, key_starts.data[low], key_starts.data[high + 1]);
-    __syncthreads();
-  }
+  rows.stage(k_rows, kStagedKeys, key_starts.data[low], key_starts.data[high + 1]);
+  __syncthreads();
   const std::int64_t block = static_cast<std::int64_t>(span.batch) * args.heads + head;
   const std::int64_t slots = (block * args.spans.q.rows + span.begin) * m;
   for (int slot = first + static_cast<int>(threadIdx.x); slot < end; slot += kEndThreads) {
     const int row = args.q.order[slots + slot];
     const int cluster = low + upper_bound(starts.data + low + 1, high - low, slot);
-    int sight = slot - starts.data[cluster] + 1;
-    bool own = true;
-    if (!args.same) {
-      const int position = row + keys.length - span.length, run = key_starts.data[cluster];
-      sight = upper_bound(rows.from(run), key_starts.data[cluster + 1] - run, position);
-      own = sight > 0 && rows.from(run)[sight - 1] == position;
-    }
+    const int position = row + keys.length - span.length, run = key_starts.data[cluster];
+    const int sight = upper_bound(rows.from(run), key_starts.data[cluster + 1] - run, position);
+    const bool own = sight > 0 && rows.from(run)[sight - 1] == position;
     if (args.out.ends) args.out.ends[slots + slot] = sight;
     if (!args.out.own_row) continue;
     const int seen = min(sight, args.window);
@@ -198,7 +191,6 @@ void find_run_ends(const RoutingParams& params, const AttentionCall& call,
   args.window = static_cast<int>(min(params.window, call.N + call.S));
   args.q = queries;
   args.k = keys;
-  args.same = params.shared() && ends.per_row == 1;
   args.demote = params.self == SelfAttention::demote;
   args.include_self = params.include_self;
   args.out = ends;

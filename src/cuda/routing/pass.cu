@@ -222,8 +222,13 @@ class RoutingPass : public Pass {
   RunEnds see_runs(const RoutingSaved& at, const Sides& sides, const TokenSlots& tokens,
                    bool ends_there, Arena& arena, cudaStream_t stream, ListCall& lists) const {
     lists.ranges.window = std::min(params_.window, call_.N + call_.S);
-    lists.ranges.rule = plan_.same_runs ? ListRule::sliding : ListRule::ends;
     lists.ranges.causal = true;
+    if (plan_.same_runs) {  // the own key is the last of a window
+      const bool others = plan_.demotes && lists.ranges.window > 1;
+      lists.ranges.rule = others ? ListRule::earlier : ListRule::sliding;
+      return {};
+    }
+    lists.ranges.rule = ListRule::ends;
     lists.ranges.ends = ints(at.ends);
     RunEnds ends(arena, params_, call_);
     if (plan_.demotes) lists.filters.drop_own = ends.own_row;

@@ -26,7 +26,7 @@ struct RoutingPlan {
   bool fits_scan;    // shapes and types are supported by the scan
   bool strict;       // lists are runs of rows sorted by cluster; else members of clusters
   bool shared;       // keys are the queries
-  bool same_runs;    // strict: and so are their runs; ends are then ranks + 1
+  bool same_runs;    // strict: and so are their runs
   bool saves_ends;   // the ends of queries are saved
   bool joint_scan;   // the scan would sort both sides together and find the ends
   bool demotes;      // a query sees its own key only if it sees no other

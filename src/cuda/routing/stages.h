@@ -75,11 +75,11 @@ void nearest_scan(const AttentionCall& call, const CentredCentroids& centroids,
                   const RoutingSide& queries, const RoutingSide* keys, std::int32_t* ends,
                   unsigned* arrivals, Arena& arena, cudaStream_t stream);
 
-// What the runs of queries and keys imply (strict form).
+// What the runs of queries and keys imply (strict form), if they are not the same.
 struct RunEnds {
   int per_row = 1;                   // slots per query
   std::int32_t* ends = nullptr;      // optional, by query slot: keys of its cluster that are not
-                                     // after it; with shared runs these are the ranks + 1
+                                     // after it
   std::uint8_t* own_row = nullptr;   // optional (B, H, N): kDropOwnKey, kAddOwnKey
   std::uint8_t* own_slot = nullptr;  // with several slots per query: the inputs of own_row
 

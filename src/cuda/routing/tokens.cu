@@ -17,6 +17,7 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/row_lanes.cuh"
+#include "cuda/prim/warp.cuh"
 #include "cuda/routing/stages.h"
 
 namespace coterie::cuda {
@@ -204,24 +205,30 @@ __global__ void __launch_bounds__(kTokenThreads)
     args.own.dlogit[row] = dlogit;
   });
 }
+constexpr int kSumThreads = 1024;
+
 // A block per head.
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kSumThreads)
     logit_scale_kernel(const float* products, SequenceSpans spans, int items, int batches,
                        int heads, const float* head_scale, float* gradient) {
   await_previous();
-  __shared__ double parts[kTokenThreads];
+  __shared__ double parts[kSumThreads / 32];
   double sum = 0.0;
-  for (int b = 0; b < batches; ++b)
-    for (int row = threadIdx.x; row < spans.rows; row += kTokenThreads)
-      if (spans.item_of(b, row, items) >= 0)
-        sum += static_cast<double>(
-            products[(static_cast<std::int64_t>(b) * heads + blockIdx.x) * spans.rows + row]);
-  parts[threadIdx.x] = sum;
+  for (int b = 0; b < batches; ++b) {
+    const float* own = products + (static_cast<std::int64_t>(b) * heads + blockIdx.x) * spans.rows;
+#pragma unroll 8
+    for (int row = threadIdx.x; row < spans.rows; row += kSumThreads) {
+      const float product = own[row];  // loaded before it is known to count
+      sum += spans.item_of(b, row, items) >= 0 ? static_cast<double>(product) : 0.0;
+    }
+  }
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  double total = 0.0;
-  for (int i = 0; i < kTokenThreads; ++i) total += parts[i];
-  gradient[blockIdx.x] = static_cast<float>(total / static_cast<double>(head_scale[blockIdx.x]));
+  if (threadIdx.x >= 32) return;
+  const double total = warp_sum(parts[threadIdx.x]);
+  if (threadIdx.x == 0)
+    gradient[blockIdx.x] = static_cast<float>(total / static_cast<double>(head_scale[blockIdx.x]));
 }
 
 __global__ void nonzero_scale_kernel(const float* from, float* to, int heads) {
@@ -479,7 +486,7 @@ void merge_deltas(const AttentionCall& call, const TokenSlots& slots, const floa
 void logit_scale_gradient(const AttentionCall& call, const float* products, const float* head_scale,
                           const TensorView& dlogit_scale, cudaStream_t stream) {
   launch_early("logit_scale_gradient", logit_scale_kernel, dim3(static_cast<unsigned>(call.H)),
-               kTokenThreads, 0, stream, products, item_spans(call.inputs).q,
+               kSumThreads, 0, stream, products, item_spans(call.inputs).q,
                static_cast<int>(call.num_items()), static_cast<int>(call.B),
                static_cast<int>(call.H), head_scale, static_cast<float*>(dlogit_scale.data));
 }

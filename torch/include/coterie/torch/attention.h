@@ -64,6 +64,7 @@ struct PassContext {
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
   std::int64_t layer = 0;  // set by the transformer
   std::vector<AttentionRecord>* records = nullptr;  // appended to if not null
+  StepStatistics* statistics = nullptr;             // routing's are added to it if not null
   std::function<void()> before_layer{};  // called before each layer, also in the backward pass; may
                                          // throw to leave the pass early
 };
@@ -99,8 +100,9 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   const AttentionSpec& spec() const;
 
   // Moves the routing centroids by one step of their moving average, outside autograd. `records`
-  // are those of this layer from all passes that make up the step's batch. If they are too large to
-  // keep, call add_statistics after each pass, then update_centroids once for all statistics.
+  // are those of this layer from all passes that make up the step's batch. Records keep the rows of
+  // their passes; PassContext::statistics has what is needed of them, for update_centroids after
+  // the last pass. add_statistics is the same for records.
   void update_centroids(const std::vector<AttentionRecord>& records);
   void update_centroids(const StepStatistics& statistics);
   void add_statistics(const std::vector<AttentionRecord>& records,
@@ -120,7 +122,7 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   PassOutput attended_packed(const at::Tensor& x_BNE, const PassContext& context);
   bool packs(const at::Tensor& x_BNE) const;
   void record(const PassContext& context, std::int64_t group, const HeadRows& placed,
-              const AttentionOptions& options) const;
+              const AttentionOptions& options, const std::vector<at::Tensor>& labels) const;
   std::vector<HeadRows> project(const at::Tensor& x_BNE);
 
   SelfAttentionOptions options_;
