@@ -13,7 +13,7 @@ namespace coterie::train {
 namespace {
 
 constexpr double kHeight = 260, kRadius = 5;
-constexpr std::size_t kLongestName = 24;
+constexpr std::size_t kLongestScatterName = 24;
 constexpr int kMostSteps = 12;  // lines between a dot and its name
 
 struct Box {
@@ -75,7 +75,7 @@ std::string dot(const PlotSeries& series, double x, double y) {
 }
 
 std::string name_beside(const PlotSeries& series, double x, double y, Names& names) {
-  const std::string text = shortened(series.name, kLongestName);
+  const std::string text = shortened(series.name, kLongestScatterName);
   const Box box = names.place(x, y, text_width(text));
   const double middle = (box.top + box.bottom) / 2;
   const bool right = box.left > x;

@@ -110,7 +110,7 @@ void add_timing_options(CLI::App& verb, BenchOptions& options) {
       ->type_name("FILE");
 }
 
-const char* const kExamples =
+const char* const kBenchExamples =
     R"help(Without --attention, a default set with every mechanism is measured; on a GPU,
 those that have kernels there. Errors are relative to full attention on the same
 data, over all queries or, for long sequences, a sample. The reference is causal
@@ -128,7 +128,7 @@ Examples:
   coterie bench --threads 1,2 --data model.safetensors
   coterie bench --report bench.jsonl > report.md
 )help";
-const char* const kCudaExample =
+const char* const kBenchCudaExample =
     "  coterie bench --device cuda --dtype bf16 --heads 16 --lengths 4k,64k\n";
 
 }  // namespace
@@ -140,7 +140,8 @@ void refuse_option(const std::string& option, const std::string& message) {
 void add_bench_options(CLI::App& verb, BenchOptions& options) {
   add_problem_options(verb, options);
   add_timing_options(verb, options);
-  verb.footer(std::string(kExamples) + (train::built_with_cuda() ? kCudaExample : "") + "\n");
+  verb.footer(std::string(kBenchExamples) + (train::built_with_cuda() ? kBenchCudaExample : "") +
+              "\n");
 }
 
 void check_conflicts(const CLI::App& verb, const BenchOptions& options) {

@@ -132,7 +132,7 @@ void run_compare(const CompareOptions& options) {
   fmt::print("\nReport: {}\n", write_report(options, runs));
 }
 
-const char* const kExamples =
+const char* const kCompareExamples =
     R"help(Finished runs with the same options are not trained again; interrupted ones are
 resumed. Runs in --out with other options are replaced.
 
@@ -140,7 +140,7 @@ Examples:
   coterie compare
   coterie compare --sections bytes --out /tmp/compare
 )help";
-const char* const kCudaExample = "  coterie compare --device cuda --out /tmp/compare-gpu\n";
+const char* const kCompareCudaExample = "  coterie compare --device cuda --out /tmp/compare-gpu\n";
 
 }  // namespace
 
@@ -163,7 +163,8 @@ void add_compare(CLI::App& program) {
       ->capture_default_str();
   train::add_number(*verb, "--threads", options.threads, 0, kMaxThreads,
                     "Number of CPU threads; all cores if 0");
-  verb->footer(std::string(kExamples) + (train::built_with_cuda() ? kCudaExample : ""));
+  verb->footer(std::string(kCompareExamples) +
+               (train::built_with_cuda() ? kCompareCudaExample : ""));
   verb->callback([shared] { run_compare(*shared); });
 }
 

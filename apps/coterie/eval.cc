@@ -168,7 +168,7 @@ void run_eval(const EvalOptions& options) {
   if (!options.json) print_footer(*loaded.task, options);
 }
 
-const char* const kExamples =
+const char* const kEvalExamples =
     R"help(The table shows the attention the model was trained with, marked *, and one line
 for each --attention, which replaces it in all layers without further training.
 Both must have the same parameters: full, local, clustered and i-clustered can
@@ -199,7 +199,7 @@ void add_eval(CLI::App& program) {
   train::add_number(*verb, "--seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "Random seed of clusters");
   verb->add_flag("--json", options.json, "Print JSON lines instead of the table");
-  verb->footer(kExamples);
+  verb->footer(kEvalExamples);
   verb->callback([shared] { run_eval(*shared); });
 }
 

@@ -69,7 +69,7 @@ void run_export(ExportOptions options) {
   export_huggingface(options.run, options.attention, options.out);
 }
 
-const char* const kExamples =
+const char* const kExportExamples =
     R"help(csv: one row for every step and eval line of the log, to the file --out or
 standard output.
   kind          step (training) or eval (validation)
@@ -121,7 +121,7 @@ void add_export(CLI::App& program) {
   verb->footer(std::string(kExportsHuggingFace
                                ? ""
                                : "huggingface is not in this build: it needs torch.\n\n") +
-               kExamples);
+               kExportExamples);
   verb->callback([shared] { run_export(*shared); });
 }
 

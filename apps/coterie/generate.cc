@@ -34,7 +34,7 @@ struct GenerateOptions {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) {
+double seconds_from(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
@@ -109,7 +109,7 @@ void run_generate(const GenerateOptions& options) {
   if (prompt.empty()) throw Error("[generate] the prompt is empty; give at least one character");
   const Clock::time_point start = Clock::now();
   const train::ReadPrompt read = read_prompt(loaded, prompt);
-  const double reading = seconds_since(start);
+  const double reading = seconds_from(start);
   const Clock::time_point begin = Clock::now();
   std::int64_t tokens = 0;
   for (std::uint32_t i = 0; i < options.samples; ++i) {
@@ -121,10 +121,10 @@ void run_generate(const GenerateOptions& options) {
   if (!options.stats && ::isatty(STDERR_FILENO) == 0) return;
   fmt::print(stderr, "prompt: {}\ngenerated: {}\n",
              speed_text(static_cast<std::int64_t>(prompt.size()), reading),
-             speed_text(tokens, seconds_since(begin)));
+             speed_text(tokens, seconds_from(begin)));
 }
 
-const char* const kExamples =
+const char* const kGenerateExamples =
     R"help(The model must be causal, with full, local, strided, oracle-top or strict
 routing attention. Attentions whose selection sees future tokens cannot
 generate.
@@ -173,7 +173,7 @@ void add_generate(CLI::App& program) {
                     "Random seed; equal seeds give equal texts");
   verb->add_flag("--stats", options.stats,
                  "Show the speed of prompt and generation also if stderr is not a terminal");
-  verb->footer(kExamples);
+  verb->footer(kGenerateExamples);
   verb->callback([shared] { run_generate(*shared); });
 }
 

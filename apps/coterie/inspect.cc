@@ -142,7 +142,7 @@ void run_inspect(const InspectOptions& options) {
   print_divergences(inspection.divergences);
 }
 
-const char* const kExamples =
+const char* const kInspectExamples =
     R"help(kept: overlap of the head's weights with those of full attention over the same
 queries and keys; 100% is full attention. entropy: of a head's weights, in nats.
 empty: clusters without tokens per sequence. All are means over held-out
@@ -172,7 +172,7 @@ void add_inspect(CLI::App& program) {
   verb->add_option("--save-rows", options.save_rows,
                    "Write q, k and v of each head group, at full length, to files in this folder")
       ->type_name("FOLDER");
-  verb->footer(kExamples);
+  verb->footer(kInspectExamples);
   verb->callback([shared] { run_inspect(*shared); });
 }
 

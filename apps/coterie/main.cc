@@ -105,6 +105,7 @@ int run(int argc, char** argv) {
   coterie::cli::add_compare(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);
+  coterie::cli::add_completion(program);
   coterie::cli::add_help(program);
   try {
     program.parse(argc, argv);  // runs the verb

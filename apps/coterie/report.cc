@@ -19,7 +19,7 @@ struct ReportOptions {
   std::string out = "report.html";
 };
 
-const char* const kExamples =
+const char* const kReportExamples =
     R"help(RUN is a folder written by coterie train, or a folder that contains some. Runs
 of the same task are compared.
 
@@ -43,7 +43,7 @@ void add_report(CLI::App& program) {
   verb->add_option("--title", options.inputs.title, "Title of the page")
       ->type_name("TEXT")
       ->capture_default_str();
-  verb->footer(kExamples);
+  verb->footer(kReportExamples);
   verb->callback([shared] {
     train::write_file(shared->out, train::make_report(shared->inputs));
     fmt::print("{}\n", shared->out);

@@ -213,7 +213,7 @@ void run_train(CLI::App& verb, TrainVerb& options) {
   print_result(config, *task, result);
 }
 
-const char* const kExamples =
+const char* const kTrainExamples =
     R"help(The folder of a run contains config.toml (all options, for --config), log.jsonl
 (one JSON object per line) and checkpoints/. Ctrl-C finishes the step, saves a
 checkpoint and exits; --resume continues exactly from the last checkpoint.
@@ -246,7 +246,7 @@ void add_train(CLI::App& program) {
                  "Like --dry-run with 20 steps, then print where the time of a step goes")
       ->group("Run")
       ->configurable(false);
-  verb->footer(kExamples);
+  verb->footer(kTrainExamples);
   verb->callback([verb, shared] { run_train(*verb, *shared); });
 }
 

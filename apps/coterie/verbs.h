@@ -10,6 +10,7 @@ namespace coterie::cli {
 
 void add_bench(CLI::App& program);
 void add_compare(CLI::App& program);
+void add_completion(CLI::App& program);
 void add_eval(CLI::App& program);
 void add_export(CLI::App& program);
 void add_generate(CLI::App& program);

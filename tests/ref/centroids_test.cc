@@ -8,8 +8,6 @@
 namespace coterie::ref {
 namespace {
 
-constexpr double kExact = 1e-12;
-
 HostTensor normal_tensor(std::vector<std::int64_t> sizes, std::uint32_t stream) {
   HostTensor tensor(DType::f64, std::move(sizes));
   fill(tensor, [=](std::int64_t i) {

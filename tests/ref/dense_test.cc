@@ -18,8 +18,6 @@ using dense::Matrix;
 using dense::Number;
 using dense::Row;
 
-constexpr double kExact = 1e-12;
-
 // The inputs that have gradients, as numbers in tensor order.
 struct Tensors {
   Row q, k, v, centroids, gate, logit_scale;

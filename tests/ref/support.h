@@ -12,6 +12,9 @@
 
 namespace coterie::ref {
 
+// Largest difference between two orders of the same sums in double.
+constexpr double kExact = 1e-12;
+
 struct Selected {
   cases::Problem problem;
   std::vector<HostTensor> storage;

@@ -64,7 +64,7 @@ void write_archive(const std::string& path, const Kind& kind, const Files& files
   archive_write_free(writer);
 }
 
-std::string error_of(const std::string& path) {
+std::string corpus_error(const std::string& path) {
   try {
     read_corpus(path);
   } catch (const Error& error) {
@@ -154,7 +154,7 @@ TEST(Corpus, DamagedArchivesAreErrors) {
     EXPECT_EQ(read_corpus(path), noise);
     const std::string whole = read_file(path);
     write_file(path, std::string_view(whole).substr(0, whole.size() / 2));
-    EXPECT_NE(error_of(path).find("[data] cannot read " + path + ": "), std::string::npos)
+    EXPECT_NE(corpus_error(path).find("[data] cannot read " + path + ": "), std::string::npos)
         << kind.name;
   }
 }
@@ -165,10 +165,10 @@ TEST(Corpus, NoTextIsAnError) {
   write_files(folder.path("binary"), {{"a", binary()}});
   write_file(folder.path("nothing"), "");
   for (const char* const name : {"empty", "binary", "nothing"}) {
-    EXPECT_EQ(error_of(folder.path(name)),
+    EXPECT_EQ(corpus_error(folder.path(name)),
               "[data] cannot read " + folder.path(name) + ": it contains no text");
   }
-  EXPECT_EQ(error_of(folder.path("missing")),
+  EXPECT_EQ(corpus_error(folder.path("missing")),
             "[data] cannot read " + folder.path("missing") + ": no such file or folder");
 }
 

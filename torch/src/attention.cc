@@ -16,7 +16,7 @@ namespace coterie::torch_api {
 namespace {
 
 template <class... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
+[[noreturn]] void refuse_layer(const Parts&... parts) {
   std::string message = "[self_attention] ";
   ((message += parts), ...);
   throw Error(message);
@@ -27,8 +27,8 @@ std::string text(std::int64_t number) { return std::to_string(number); }
 void check_options(const SelfAttentionOptions& options) {
   const std::int64_t E = options.dim, H = options.heads;
   if (H < 1 || E < H || E % H != 0) {
-    refuse("expected a width that is a multiple of the number of heads; got width ", text(E),
-           " and ", text(H), " heads");
+    refuse_layer("expected a width that is a multiple of the number of heads; got width ", text(E),
+                 " and ", text(H), " heads");
   }
 }
 
@@ -36,7 +36,7 @@ void check_input(const at::Tensor& x, std::int64_t E) {
   if (x.dim() == 3 && x.size(2) == E) return;
   std::string sizes;
   for (const std::int64_t size : x.sizes()) sizes += (sizes.empty() ? "" : ", ") + text(size);
-  refuse("expected x of shape (B, N, ", text(E), "); got (", sizes, ")");
+  refuse_layer("expected x of shape (B, N, ", text(E), "); got (", sizes, ")");
 }
 
 at::Tensor detached(const at::Tensor& tensor) {
@@ -166,8 +166,8 @@ void SelfAttentionImpl::check_spec(const AttentionSpec& given) const {
   const AttentionSpec spec = layer_spec(given, options_.causal);
   const std::vector<std::int64_t> counts = spec.head_counts(options_.heads);
   if (counts != options_.spec.head_counts(options_.heads)) {
-    refuse("expected groups with as many heads as in \"", options_.spec.to_string(), "\"; got \"",
-           spec.to_string(), "\"");
+    refuse_layer("expected groups with as many heads as in \"", options_.spec.to_string(),
+                 "\"; got \"", spec.to_string(), "\"");
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->check_spec(spec.groups[g]);
 }
@@ -193,8 +193,8 @@ std::shared_ptr<LayerCache> SelfAttentionImpl::make_cache(std::int64_t batch) co
 at::Tensor SelfAttentionImpl::prefill(const at::Tensor& x_BNE, LayerCache& cache) {
   check_input(x_BNE, options_.dim);
   if (x_BNE.size(0) != cache.batch || cache.groups.size() != groups_.size()) {
-    refuse("expected a cache of this layer and x of its batch size ", text(cache.batch),
-           "; got batch size ", text(x_BNE.size(0)));
+    refuse_layer("expected a cache of this layer and x of its batch size ", text(cache.batch),
+                 "; got batch size ", text(x_BNE.size(0)));
   }
   const at::NoGradGuard no_grad;
   const std::vector<HeadRows> rows = project(x_BNE);

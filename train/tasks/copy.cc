@@ -14,8 +14,6 @@
 namespace coterie::train {
 namespace {
 
-enum Purpose : std::uint32_t { kSymbols, kPlaces, kSides };
-
 class CopyTask final : public RowTask {
  public:
   explicit CopyTask(const Config& config)
@@ -64,6 +62,7 @@ class CopyTask final : public RowTask {
   }
 
  private:
+  enum Purpose : std::uint32_t { kSymbols, kPlaces, kSides };
   static std::size_t first(std::int64_t i) { return static_cast<std::size_t>(1 + i); }
   std::size_t second(std::int64_t i) const { return static_cast<std::size_t>(2 + word_ + i); }
 

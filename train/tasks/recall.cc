@@ -16,7 +16,6 @@
 namespace coterie::train {
 namespace {
 
-enum Purpose : std::uint32_t { kPlaces, kKeys, kValues, kChoices };
 constexpr std::int64_t kMaxIds = 1'000'000;
 
 void check_at_least(std::int64_t got, std::int64_t least, const char* what) {
@@ -95,6 +94,7 @@ class RecallTask final : public RowTask {
   }
 
  private:
+  enum Purpose : std::uint32_t { kPlaces, kKeys, kValues, kChoices };
   struct Pair {
     std::int64_t key, value;
   };

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: MIT
+# Compiles several sources of a target as one. Headers of torch, fmt and JSON take most of the compile time of
+# the files that include them; a group pays once. coterie_together(target [files per group])
+option(COTERIE_TOGETHER "Compile sources in groups: quicker for whole builds, slower after small changes" OFF)
+
+function(coterie_together target)
+  set(group 8)
+  if(ARGC GREATER 1)
+    set(group ${ARGV1})
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${COTERIE_TOGETHER} UNITY_BUILD_BATCH_SIZE ${group})
+endfunction()
