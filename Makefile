@@ -12,7 +12,7 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu wheel test-python install clean
+.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu docs wheel test-python install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -20,17 +20,28 @@ help:  ## list the targets
 setup:  ## install the tools and libraries that are missing
 	@scripts/setup
 
-run:  ## build, train the same small model with every attention, write out/report.html
-	@scripts/setup torch
-	cmake --preset release
-	cmake --build --preset release --target coterie_cli
-	@mkdir -p out
-	build/release/bin/coterie bench --device $(DEVICE) --seconds 30 --json out/bench.jsonl
-	build/release/bin/coterie compare --device $(DEVICE) --out out --bench out/bench.jsonl
+# Whether to compile the CUDA kernels: by default if the machine has a GPU, when the build folder is
+# configured for the first time. `make run CUDA=ON` or CUDA=OFF decides otherwise.
+CUDA ?= $(if $(filter cuda,$(DEVICE)),ON)
+
+run:  ## build, compare long sequences, train a small model with every attention, write out/report.html
+	@rm -f build/steps && mkdir -p out
+	@scripts/step "Check and install tools and libraries (scripts/setup)" scripts/setup torch
+	@scripts/step "Configure the build" cmake --preset release $(if $(CUDA),-DCOTERIE_CUDA=$(CUDA))
+	@scripts/step "Build the program" cmake --build --preset release --target coterie_cli
+	@scripts/step "Time every attention alone" \
+	  build/release/bin/coterie bench --device $(DEVICE) --seconds 30 --json out/bench.jsonl
+	@scripts/step "Train small models and write the report" \
+	  build/release/bin/coterie compare --device $(DEVICE) --out out --bench out/bench.jsonl
+	@scripts/step --total "make run, its parts"
 
 test:  ## build everything the machine has the tools for and run all tests
-	@scripts/setup torch
-	cmake --workflow --preset full
+	@rm -f build/steps
+	@scripts/step "Check and install tools and libraries (scripts/setup)" scripts/setup torch
+	@scripts/step "Configure the build" cmake --preset full
+	@scripts/step "Build everything" cmake --build --preset full
+	@scripts/step "Run the tests" ctest --preset full
+	@scripts/step --total "make test, its parts"
 
 dev: setup  ## build and test the core on the CPU (quick)
 	cmake --workflow --preset dev
@@ -79,6 +90,12 @@ sanitize-gpu: setup  ## run the CUDA tests under compute-sanitizer's memcheck, r
 
 cuda: setup  ## build and test with the CUDA back end (kernel tests need a GPU)
 	cmake --workflow --preset cuda
+
+docs:  ## build the site of docs/ with both references into build/docs/site
+	@scripts/setup torch && scripts/setup docs
+	cmake --preset full
+	cmake --build --preset full --target coterie_ops
+	scripts/docs
 
 wheel:  ## build the Python wheel in build/wheels; WHEEL=cpu or cuda selects the kernels
 	@scripts/setup torch

@@ -83,21 +83,22 @@ std::set<std::string> common_to(const std::vector<std::set<std::string>>& all) {
   return common;
 }
 
+std::int64_t length_of(const RunLog& run) {
+  const std::string text = config_value(run, "length");
+  std::int64_t length = 0;
+  std::from_chars(text.data(), text.data() + text.size(), length);
+  return length;
+}
+
 // Variants of a task that must not be compared with each other get different titles.
 std::string title_of(const RunLog& run) {
   std::string title = run.task.empty() ? "unknown task" : run.task;
   if (run.task == "recall") {
     title += config_value(run, "recall.causal") == "true" ? ", causal" : ", bidirectional";
   }
+  if (length_of(run) >= kLongSequence) title += ", long sequences";
   const std::string data = config_value(run, "data");
   return data.empty() ? title : title + ": " + data;
-}
-
-std::int64_t length_of(const RunLog& run) {
-  const std::string text = config_value(run, "length");
-  std::int64_t length = 0;
-  std::from_chars(text.data(), text.data() + text.size(), length);
-  return length;
 }
 
 void name_runs(std::vector<PanelRun>& runs) {
@@ -198,6 +199,9 @@ std::vector<TaskGroup> group_runs(const std::vector<RunLog>& runs) {
     panel_of(*group, length_of(run))
         .runs.push_back({.log = &run, .kind = attention_kind(run.attention), .label = {}});
   }
+  std::stable_partition(groups.begin(), groups.end(), [](const TaskGroup& group) {
+    return group.panels.back().length >= kLongSequence;
+  });
   for (TaskGroup& group : groups) {
     for (Panel& panel : group.panels) {
       sort_runs(panel.runs);

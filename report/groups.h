@@ -38,9 +38,13 @@ struct Panel {
   std::vector<PanelRun> runs;
 };
 
+// From this many tokens on, attention is most of the cost of a small model: such runs are a group
+// of their own, and the summary begins with them.
+constexpr std::int64_t kLongSequence = 2048;
+
 struct TaskGroup {
   std::string task;
-  std::string title;  // "copy", "recall, causal", "bytes: corpus/"
+  std::string title;  // "copy", "recall, causal", "bytes: corpus/", "masked, long sequences"
   std::string id;     // its anchor in the page
   std::string metric;
   std::vector<Panel> panels;  // lengths ascending
@@ -48,7 +52,7 @@ struct TaskGroup {
   std::vector<const RunLog*> logs() const;
 };
 
-// In order of the first run of each task.
+// Long sequences first, then in order of the first run of each task.
 std::vector<TaskGroup> group_runs(const std::vector<RunLog>& runs);
 
 // A value of a run's config by key ("model.dim"); empty if missing.

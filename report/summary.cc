@@ -60,6 +60,41 @@ std::string result_sentence(const TaskGroup& group) {
                             metric_text(group.metric, baseline->second));
 }
 
+// Whether a score is as good as that of full attention: within a point of accuracy, or a hundredth
+// of another metric.
+bool as_good(const RunLog& run, const RunLog& full) {
+  if (run.metric == "accuracy") return run.result() >= full.result() - kPoint;
+  return higher_is_better(run.metric) ? run.result() >= 0.99 * full.result()
+                                      : run.result() <= 1.01 * full.result();
+}
+
+// The fastest run of long sequences that is as good as full attention, compared with it.
+std::string headline_sentence(const TaskGroup& group) {
+  const Panel* const panel = last_scored(group);
+  if (!panel || panel->length < kLongSequence) return "";
+  const PanelRun *full = nullptr, *fastest = nullptr;
+  for (const PanelRun& run : panel->runs) {
+    if (run.kind.family == "full" && std::isfinite(run.log->result())) full = &run;
+  }
+  for (const PanelRun& run : panel->runs) {
+    if (!full || run.kind.family == "full" || run.log->leaks) continue;
+    const RunLog &log = *run.log, &exact = *full->log;
+    if (log.last_step() != exact.last_step() || !as_good(log, exact)) continue;
+    const double best = fastest ? fastest->log->seconds() : exact.seconds();
+    if (log.seconds() < best) fastest = &run;
+  }
+  if (!fastest) return "";
+  return fmt::format(
+      "With <b>{} tokens</b>, {} trains <b>{:.1f} times as fast</b> as full attention and reaches "
+      "the same score, within {}: {} after {:.1f}&nbsp;s of training, full attention {} after "
+      "{:.1f}&nbsp;s.",
+      grouped(panel->length), attention_html(fastest->log->attention),
+      full->log->seconds() / fastest->log->seconds(),
+      group.metric == "accuracy" ? "a point" : "one percent",
+      metric_text(group.metric, fastest->log->result()), fastest->log->seconds(),
+      metric_text(group.metric, full->log->result()), full->log->seconds());
+}
+
 // The number of grid cells in which a family is within a point of full attention or better.
 std::string grid_sentence(const TaskGroup& group) {
   if (group.metric != "accuracy") return "";
@@ -146,6 +181,7 @@ std::string state_sentence(const std::vector<RunLog>& runs) {
 
 std::string summary_section(const ReportData& data) {
   std::vector<std::string> sentences;
+  for (const TaskGroup& group : data.groups) sentences.push_back(headline_sentence(group));
   for (const TaskGroup& group : data.groups) {
     sentences.push_back(result_sentence(group));
     for (const std::string& more : {distance_sentence(group), grid_sentence(group)}) {

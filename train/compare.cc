@@ -67,7 +67,7 @@ Config copy_config(std::int64_t length) {
   config.model.ffn = 256;
   config.model.embedding_std = 0.5;
   config.optimizer.lr = 5e-3;
-  config.train.steps = 400;
+  config.train.steps = 300;
   return config;
 }
 
@@ -80,7 +80,24 @@ Config recall_config(bool causal) {
   config.model.embedding_std = 0.05;
   config.optimizer.lr = 1e-2;
   config.train.batch = 32;
-  config.train.steps = 300;
+  config.train.steps = 200;
+  return config;
+}
+
+// Long enough for attention to be most of the cost; no positions, so that only content helps. From
+// random parameters a query would hardly find its pair among 4,096 tokens, so the model starts from
+// one that was trained on short sequences.
+Config long_config(const std::string& init_from) {
+  Config config = recall_config(false);
+  config.length = 4096;
+  config.recall.queries = 1024;
+  config.init_from = init_from;
+  config.optimizer.lr = 1e-3;
+  config.train.batch = 1;
+  config.train.steps = 50;
+  config.train.eval_every = 25;
+  config.train.eval_batches = 4;
+  config.train.final_batches = 16;
   return config;
 }
 
@@ -128,6 +145,13 @@ void add_recall(Plan& plan) {
   }
 }
 
+void add_long(Plan& plan, const std::string& init_from) {
+  for (const char* attention :
+       {"full(positions=none)", "local(window=256,positions=none)", "i-clustered(clusters=256)"}) {
+    plan.add("recall, long", long_config(init_from), attention);
+  }
+}
+
 void add_bytes(Plan& plan) {
   for (const char* attention :
        {"full", "local(window=64)", "2*local(window=64)+2*routing(clusters=8,window=64)"}) {
@@ -159,8 +183,9 @@ void make_room(const Config& config, const Found& found) {
 
 std::vector<PlannedRun> comparison_plan(const std::string& out) {
   Plan plan(out);
-  add_copy(plan);
   add_recall(plan);
+  add_long(plan, plan.runs.front().config.out);  // full attention
+  add_copy(plan);
   add_bytes(plan);
   return std::move(plan.runs);
 }

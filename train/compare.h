@@ -17,8 +17,9 @@ struct PlannedRun {
   Config config;        // with `out` set
 };
 
-// Copy and bidirectional recall with every non-causal attention, copy also over a grid of lengths
-// and cluster counts; causal recall and bytes with full, local and local + strict routing. All
+// Bidirectional recall and copy with every non-causal attention, copy also over a grid of lengths
+// and cluster counts; recall over 4,096 tokens, where attention is most of the cost, from the model
+// of full attention; causal recall and bytes with full, local and local + strict routing. All
 // inside the folder `out`.
 std::vector<PlannedRun> comparison_plan(const std::string& out);
 

@@ -231,6 +231,22 @@ TEST_F(ReportTest, TheSummaryRanksResults) {
   EXPECT_TRUE(contains(page(), "i-clustered&nbsp;<b>99.4\u202f%</b>, clustered&nbsp;<b>75.0"));
 }
 
+TEST_F(ReportTest, BeginsWithLongSequencesThatAreAsGoodAsFullAttention) {
+  const auto end = [](int seconds) {
+    return R"({"kind":"end","step":20,"reason":"steps","seconds":)" + std::to_string(seconds) +
+           "}\n";
+  };
+  write_run("a", header("copy", "full", 64) + kSteps + kEnd);
+  write_run("b", header("recall", "full", 4096) + kSteps + end(50));
+  write_run("c", header("recall", "i-clustered(clusters=8)", 4096) + kSteps + end(10));
+  const std::string html = page();
+  EXPECT_TRUE(contains(html, "<b>5.0 times as fast</b>"));
+  EXPECT_TRUE(
+      contains(html, "<ul class=\"summary\"><li>With <b>4\u202f096 tokens</b>, <code>i-clustered"));
+  EXPECT_LT(html.find("<h2>recall, bidirectional, long sequences</h2>"),
+            html.find("<h2>copy</h2>"));
+}
+
 TEST_F(ReportTest, DrawsTheGridOfLengthsAndClusters) {
   for (const int length : {64, 128}) {
     const std::string at = std::to_string(length) + "-";
