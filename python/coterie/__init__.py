@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Content-clustered attention for PyTorch: clustered, improved clustered, routing and CAST.
 
->>> import torch, coterie
->>> q, k, v = torch.randn(3, 1, 8, 1024, 64)
->>> out = coterie.attention(q, k, v, "i-clustered(clusters=64,topk=32)")
+    import torch, coterie
+    q, k, v = torch.randn(3, 1, 8, 1024, 64)
+    out = coterie.attention(q, k, v, "i-clustered(clusters=64,topk=32)")
 
 :func:`attention` is the functional form, :mod:`coterie.nn` has the module. Models of others get
 specs by :mod:`coterie.hf` (transformers), :mod:`coterie.diffusers`,

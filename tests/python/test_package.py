@@ -28,7 +28,7 @@ def test_the_package_is_typed(tmp_path: Path) -> None:
     package = Path(coterie.__file__).parent
     assert (package / "py.typed").exists()
     pytest.importorskip("mypy")
-    settings = Path(__file__).parents[2] / "python" / "pyproject.toml"
+    settings = Path(__file__).parents[2] / "pyproject.toml"
     mypy = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir"]
     for what in (["-p", "coterie"], [str(Path(__file__).parent / "typed_use.py")]):
         done = subprocess.run([*mypy, str(tmp_path), *what], capture_output=True, text=True)
