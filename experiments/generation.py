@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Draws docs/results/generate.svg from experiments/logs/generate.jsonl (python/bench/generate.py)."""
+"""Draws docs/results/generate.svg from experiments/logs/generate.jsonl (python/bench/generate.py).
+
+    experiments/generation.py           # writes the plot
+    experiments/generation.py --check   # fails if it is not up to date
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from plot import Curve, line_plot
@@ -11,8 +16,8 @@ from plot import Curve, line_plot
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main() -> None:
-    """Writes the plot."""
+def main() -> int:
+    """Writes or checks the plot."""
     lines = (ROOT / "experiments/logs/generate.jsonl").read_text().splitlines()
     points: dict[str, list[tuple[float, float]]] = {}
     for record in map(json.loads, lines):
@@ -21,8 +26,14 @@ def main() -> None:
     curves = [Curve(name, sorted(own)) for name, own in points.items()]
     text = line_plot("Time per generated token (one H200; above 20 ms cut off)",
                      "tokens before it, in thousands (1024)", "milliseconds", curves, (0.0, 20.0))
-    (ROOT / "docs/results/generate.svg").write_text(text)
+    plot = ROOT / "docs/results/generate.svg"
+    if "--check" not in sys.argv:
+        plot.write_text(text)
+    elif plot.read_text() != text:
+        print("docs/results/generate.svg is not up to date: run experiments/generation.py")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
