@@ -19,6 +19,7 @@
 #include "cuda/launch/guard.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/element.cuh"
+#include "cuda/prim/softmax.cuh"
 
 namespace coterie::cuda {
 
@@ -32,22 +33,10 @@ struct Normal {
   float below, density;  // Phi(v), phi(v)
 };
 
-// One instruction each; results below 2^-126 are 0.
-__device__ __forceinline__ float power_of_two(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-}
-
 __device__ __forceinline__ Normal normal(float v) {
   constexpr float kHalfLog2 = -0.72134752f;  // -log2(e) / 2
-  const float power = power_of_two(v * v * kHalfLog2);
-  const float t = reciprocal(fmaf(0.23164189f, fabsf(v), 1.0f));  // 0.3275911 / sqrt(2)
+  const float power = exp2_approximate(v * v * kHalfLog2);
+  const float t = reciprocal_approximate(fmaf(0.23164189f, fabsf(v), 1.0f));  // 0.3275911 / sqrt(2)
   float sum = fmaf(t, 1.061405429f, -1.453152027f);
   sum = fmaf(t, sum, 1.421413741f);
   sum = fmaf(t, sum, -0.284496736f);
