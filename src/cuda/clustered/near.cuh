@@ -122,11 +122,9 @@ struct NearArgs {
 // The mean's sum over all keys may be this many times the query's sum of weights.
 constexpr float kMostCancelled = 8.0f;
 
-// Two neighbouring elements of a row; `left` of them exist. Even rows are read in pairs.
+// Two neighbouring elements of a row, aligned to their size.
 template <class T>
-__device__ __forceinline__ float2 load_pair(const T* from, int left, bool even) {
-  if (left <= 0) return make_float2(0.0f, 0.0f);
-  if (!even) return make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
+__device__ __forceinline__ float2 load2(const T* from) {
   if constexpr (sizeof(T) == 4)
     return *reinterpret_cast<const float2*>(from);
   else

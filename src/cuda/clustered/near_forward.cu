@@ -39,6 +39,14 @@ struct NearShape {
   static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kDim <= 64 ? 4 : 2;
 };
 
+// Two neighbouring elements of a row; `left` of them exist. Even rows are read in pairs.
+template <class T>
+__device__ __forceinline__ float2 load_pair(const T* from, int left, bool even) {
+  if (left <= 0) return make_float2(0.0f, 0.0f);
+  if (!even) return make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
+  return load2(from);
+}
+
 // 16 queries of a warp, of which a lane holds two rows.
 template <class T, int kDim, bool kSubtract>
 struct NearRows {

@@ -30,14 +30,6 @@ constexpr int kRing = 4;    // tiles in shared memory
 constexpr int kSpan = 512;  // keys whose bits of top keys are kept
 constexpr int kWords = kSpan / 32;
 
-template <class T>
-__device__ __forceinline__ float2 load2(const T* from) {
-  if constexpr (sizeof(T) == 4)
-    return *reinterpret_cast<const float2*>(from);
-  else
-    return unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from));
-}
-
 // Two rows of a lane, of 64 queries of the block.
 template <class T, int kDim>
 struct NearSums {
