@@ -38,7 +38,7 @@ c10::Device encoder_device(const PretrainedEncoder& encoder) {
 
 torch_api::PassContext pass_context(const EncoderBatch& batch, std::uint64_t seed) {
   torch_api::PassContext context;
-  context.lengths = batch.lengths;
+  if (batch.padded) context.lengths = batch.lengths;
   context.seed = seed;
   return context;
 }
@@ -276,9 +276,7 @@ EncoderBatch speed_batch(const PretrainedEncoder& encoder, const std::vector<Enc
     row.tokens.resize(size);
     row.types.assign(size, 0);
   }
-  EncoderBatch batch = batch_of_inputs(encoder, rows);
-  batch.lengths = {};  // no padding
-  return batch;
+  return batch_of_inputs(encoder, rows);
 }
 
 std::vector<ApproximateResult> approximate(

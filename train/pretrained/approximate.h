@@ -26,11 +26,11 @@ struct NamedAttention {
 };
 
 struct ApproximateOptions {
-  RunTextsOptions run;
-  std::int64_t draws = 1000;                // of the bootstrap
-  std::int64_t error_inputs = 8;            // whose rows give errors by layer and head
-  std::vector<std::int64_t> speed_lengths;  // tokens of the sequences that speed is measured on
-  double speed_seconds = 1.0;               // at least two passes, then until this time has passed
+  RunTextsOptions run{};
+  std::int64_t draws = 1000;                  // of the bootstrap
+  std::int64_t error_inputs = 8;              // whose rows give errors by layer and head
+  std::vector<std::int64_t> speed_lengths{};  // tokens of the sequences that speed is measured on
+  double speed_seconds = 1.0;  // at least two passes, then until this time has passed
   std::function<void(const std::string& work, std::int64_t done, std::int64_t all)> progress{};
 };
 

@@ -37,10 +37,8 @@ double seconds_of(double at_least, const std::function<at::Tensor()>& pass) {
 }
 
 EncoderBatch batch_of_text(const PretrainedEncoder& encoder, const EncodedText& text) {
-  EncoderBatch batch = encoder_batch({&text}, encoder.tokenizer.id("[PAD]"),
-                                     encoder.model->parameters().front().device());
-  batch.lengths = {};  // no padding
-  return batch;
+  return encoder_batch({&text}, encoder.tokenizer.id("[PAD]"),
+                       encoder.model->parameters().front().device());
 }
 
 at::Tensor rows_of_text(PretrainedEncoder& encoder, const EncoderBatch& batch, std::uint64_t seed) {
@@ -292,8 +290,7 @@ Calibration calibrate(PretrainedEncoder& encoder, const std::vector<EncodedText>
   return found;
 }
 
-std::vector<std::string> explain(const Calibration& calibration, const CalibratedTarget& target,
-                                 std::int64_t length) {
+std::vector<std::string> explain(const CalibratedTarget& target, std::int64_t length) {
   std::vector<std::string> lines;
   std::int64_t full = 0, heads = 0;
   std::map<std::string, std::int64_t> reasons;
@@ -302,7 +299,7 @@ std::vector<std::string> explain(const Calibration& calibration, const Calibrate
       ++heads;
       if (reason.empty()) continue;
       ++full;
-      ++reasons[reason];
+      ++reasons[reason.substr(0, reason.find(':'))];  // the kind; the rest is about one head
     }
   }
   if (full == heads) {
@@ -316,7 +313,6 @@ std::vector<std::string> explain(const Calibration& calibration, const Calibrate
   for (const auto& [reason, count] : reasons) {
     lines.push_back(fmt::format("{} stay full: {}", count, reason));
   }
-  (void)calibration;
   return lines;
 }
 

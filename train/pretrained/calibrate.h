@@ -52,7 +52,6 @@ Calibration calibrate(PretrainedEncoder& encoder, const std::vector<EncodedText>
 
 // "full: at 512 tokens no other attention of the ladder is faster", or which heads stay full and
 // why; lines for readers.
-std::vector<std::string> explain(const Calibration& calibration, const CalibratedTarget& target,
-                                 std::int64_t length);
+std::vector<std::string> explain(const CalibratedTarget& target, std::int64_t length);
 
 }  // namespace coterie::train

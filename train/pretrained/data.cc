@@ -228,7 +228,10 @@ SquadData parse_squad(const std::string& text, const std::string& name) {
         }
         for (const json& question : paragraph.at("qas")) {
           SquadQuestion own{question.at("id").get<std::string>(),
-                            question.at("question").get<std::string>(), data.paragraphs.size()};
+                            question.at("question").get<std::string>(),
+                            data.paragraphs.size(),
+                            {},
+                            0};
           for (const json& answer : question.at("answers")) {
             own.answers.push_back(answer.at("text").get<std::string>());
           }

@@ -44,7 +44,7 @@ std::vector<LabelledText> read_imdb(const std::vector<CorpusFile>& files, const 
 struct SquadQuestion {
   std::string id, text;
   std::size_t paragraph = 0;
-  std::vector<std::string> answers;
+  std::vector<std::string> answers{};
   std::size_t answer_begin = 0;  // of the first answer, in bytes of the paragraph
 };
 struct SquadParagraph {

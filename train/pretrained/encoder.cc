@@ -249,7 +249,10 @@ EncoderBatch encoder_batch(const std::vector<const EncodedText*>& texts, std::in
     std::copy(text.types.begin(), text.types.end(), types.mutable_data_ptr<std::int64_t>() + b * N);
     lengths.mutable_data_ptr<std::int64_t>()[b] = static_cast<std::int64_t>(text.tokens.size());
   }
-  return {tokens.to(device), types.to(device), lengths.to(device)};
+  const bool padded = std::any_of(texts.begin(), texts.end(), [&](const EncodedText* text) {
+    return text->tokens.size() != longest;
+  });
+  return {tokens.to(device), types.to(device), lengths.to(device), padded};
 }
 
 at::Tensor pooled(Pooling pooling, const at::Tensor& rows, const at::Tensor& lengths) {

@@ -28,9 +28,11 @@ struct PretrainedEncoder {
 // finite. Pooler and output layers of the file are left out.
 PretrainedEncoder load_pretrained(const std::string& folder);
 
-// Texts as tensors on the model's device: tokens and types (B, N), padded, and lengths (B).
+// Texts as tensors on the model's device: tokens and types (B, N), and lengths (B). Texts of
+// different lengths are padded.
 struct EncoderBatch {
   at::Tensor tokens, types, lengths;
+  bool padded = false;
 };
 EncoderBatch encoder_batch(const std::vector<const EncodedText*>& texts, std::int32_t padding,
                            c10::Device device);

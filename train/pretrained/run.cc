@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include "train/pretrained/run.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -10,7 +11,6 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 
@@ -64,7 +64,7 @@ EncoderBatch batch_of(const PretrainedEncoder& encoder, const std::vector<Encode
 
 at::Tensor rows_of(PretrainedEncoder& encoder, const EncoderBatch& batch, std::uint64_t seed) {
   torch_api::PassContext context;
-  context.lengths = batch.lengths;
+  if (batch.padded) context.lengths = batch.lengths;
   context.seed = seed;
   return encoder.model->forward(batch.tokens, batch.types, context).out;
 }
@@ -180,7 +180,7 @@ void LinearProbe::fit(const at::Tensor& features, const std::vector<double>& lab
                 " texts with one label");
   }
   mean_ = x.mean(0);
-  deviation_ = x.std(0).clamp_min(1e-8);
+  deviation_ = (x - mean_).square().mean(0).sqrt().clamp_min(1e-8);
   const at::Tensor rows = at::cat({(x - mean_) / deviation_, at::ones({n, 1}, at::kDouble)}, 1);
   // Standardised features with a penalty as of a few hundred rows: enough where rows are fewer than
   // features.

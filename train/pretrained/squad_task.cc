@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // A reader for SQuAD: two linear functions of an encoder's rows say where the answer begins and
 // ends. It is trained on articles 0 to 37 of the dev file and scored on the others.
+#include <ATen/Context.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/randn.h>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include "train/pretrained/tasks.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/binary_cross_entropy_with_logits.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
