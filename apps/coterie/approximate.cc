@@ -124,7 +124,7 @@ void compare_attentions(const ApproximateVerb& verb, train::PretrainedEncoder& e
   const auto show = [&](const train::ApproximateResult& result) {
     progress.clear();
     shown.push_back(result);
-    print_result(result, shown.front());
+    print_approximation(result, shown.front());
     records.add(result_line(result));
   };
   approximate(encoder, *task, attentions, run_options(verb, progress), show);
@@ -137,7 +137,7 @@ void compare_attentions(const ApproximateVerb& verb, train::PretrainedEncoder& e
     torch_row.speeds.push_back({length, torch_speed(encoder, batch, verb.seconds)});
   }
   progress.clear();
-  print_result(torch_row, shown.front());
+  print_approximation(torch_row, shown.front());
   Json line = result_line(torch_row);
   line["kind"] = "torch";
   records.add(line);

@@ -15,8 +15,9 @@ struct ApproximateVerb {
   std::string model;
   std::vector<std::string> attention;
   train::EncoderTaskOptions task;
-  bool torch = false;           // speeds with torch's attention too
-  std::vector<double> targets;  // empty: no choice
+  bool torch = false;                                   // speeds with torch's attention too
+  std::vector<std::string> target_words, length_words;  // as they are given
+  std::vector<double> targets;                          // empty: no choice
   std::vector<std::string> ladder;
   std::int64_t samples = 4;  // texts to measure, and as many to verify
   std::vector<std::int64_t> lengths;
@@ -37,7 +38,8 @@ nlohmann::ordered_json calibration_line(const train::Calibration& calibration,
                                         const ApproximateVerb& verb);
 
 void print_results_header(const train::EncoderTask& task);
-void print_result(const train::ApproximateResult& result, const train::ApproximateResult& full);
+void print_approximation(const train::ApproximateResult& result,
+                         const train::ApproximateResult& full);
 void print_calibration(const train::Calibration& calibration, std::int64_t length);
 
 // {"coterie_specs": 1, "layers": [{"name", "spec"}], "about": ...}: what --attention FILE.json and

@@ -173,7 +173,8 @@ void print_results_header(const train::EncoderTask& task) {
              "tokens/s", "MiB", "faster from");
 }
 
-void print_result(const train::ApproximateResult& result, const train::ApproximateResult& full) {
+void print_approximation(const train::ApproximateResult& result,
+                         const train::ApproximateResult& full) {
   fmt::print("{:<{}}", result.attention, kNameWidth);
   for (const train::ScoreResult& score : result.scores) {
     fmt::print(" {:>8.4f} {:>17} {:>24}", score.value.value,
