@@ -101,6 +101,7 @@ class Measurer {
   // Adds the squares of a text; finish() takes roots.
   void add_errors(const EncodedText& text) {
     const FullPass pass = full_pass(encoder_, text, options_.seed);
+    show("errors by layer and head", 0);
     for (const AttentionRecord& record : pass.records) {
       const auto l = static_cast<std::size_t>(record.layer);
       const at::Tensor full = attend(record, full_, 0, heads_);
@@ -132,6 +133,7 @@ class Measurer {
         layers_[static_cast<std::size_t>(record.layer)].group_time = layers_[0].group_time;
         continue;
       }
+      show("times by rung", 0);
       for (std::size_t r = 0; r < rungs_.size(); ++r) {
         const double all =
             seconds_of(options_.seconds, [&] { return attend(record, r, 0, heads_); });
@@ -173,6 +175,7 @@ class Measurer {
     const std::size_t R = rungs_.size();
     std::vector<std::size_t> chosen = {0, R / 2};
     if (R > 3) chosen.push_back(R - 2);
+    show("errors of the output by layer", 0);
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       for (const std::size_t r : chosen) {
         if (r == full_) continue;

@@ -172,7 +172,12 @@ EncodedText WordPieceTokenizer::pair(std::string_view first, std::string_view se
                                      std::size_t longest) const {
   std::vector<std::int32_t> a = encode(first), b = encode(second);
   const std::size_t budget = std::max<std::size_t>(longest, 3) - 3;
-  while (a.size() + b.size() > budget) (a.size() > b.size() ? a : b).pop_back();
+  if (a.size() + b.size() > budget) {
+    std::vector<std::int32_t>&longer = a.size() > b.size() ? a : b, &other = &longer == &a ? b : a;
+    const std::size_t half = budget / 2;
+    if (other.size() > half) other.resize(half);
+    longer.resize(budget - other.size());
+  }
   EncodedText out;
   out.tokens = {first_};
   out.tokens.insert(out.tokens.end(), a.begin(), a.end());

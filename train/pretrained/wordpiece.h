@@ -44,7 +44,8 @@ class WordPieceTokenizer {
   std::vector<std::int32_t> encode(std::string_view text) const;  // without [CLS] and [SEP]
   // [CLS] text [SEP], at most `longest` tokens: the end of the text is cut off.
   EncodedText single(std::string_view text, std::size_t longest) const;
-  // [CLS] first [SEP] second [SEP]; tokens are cut off the longer text, the second if equal.
+  // [CLS] first [SEP] second [SEP], at most `longest` tokens: the longer text is cut to the length
+  // of the other, then both; it keeps one more of an odd number, the second if they are equal.
   EncodedText pair(std::string_view first, std::string_view second, std::size_t longest) const;
 
   // A piece of text and where its word begins and ends in the text, in bytes.
