@@ -55,6 +55,7 @@ TEST(PretrainedScores, BootstrapHasTheWidthOfTheMean) {
 
 TEST(PretrainedScores, SquadRules) {
   EXPECT_EQ(squad_normalised("The  Cat, an  A-frame!"), "cat aframe");
+  EXPECT_EQ(squad_normalised("a\u2013B, \u00c9t\u00e9\u00a0the"), "\u2013b \u00e9t\u00e9");
   EXPECT_EQ(squad_exact("the cat.", {"dog", "Cat"}), 1);
   EXPECT_EQ(squad_exact("cats", {"cat"}), 0);
   EXPECT_NEAR(squad_f1("big black cat", {"black cat"}), 2.0 * 2 / 5, 1e-12);

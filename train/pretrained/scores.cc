@@ -10,6 +10,7 @@
 
 #include "coterie/error.h"
 #include "coterie/random.h"
+#include "train/unicode.h"
 
 namespace coterie::train {
 namespace {
@@ -118,18 +119,24 @@ std::vector<Interval> bootstrap(const ScoreSample& scores, std::size_t units, st
 }
 
 std::string squad_normalised(const std::string& answer) {
+  std::string out, run;       // run: of letters and digits
+  const auto end_run = [&] {  // an article between word boundaries is a space
+    out += run == "a" || run == "an" || run == "the" ? " " : run;
+    run.clear();
+  };
+  for (std::size_t at = 0; at < answer.size();) {
+    const CodePoint point = code_point_at(answer, at);
+    const CharClass kind = character_at(answer, at).kind;
+    at += point.bytes;
+    if (point.value < 0x80 && std::ispunct(static_cast<int>(point.value)) != 0) continue;
+    const bool in_word = kind == CharClass::letter || kind == CharClass::number;
+    if (!in_word) end_run();
+    append_utf8(is_white_space(point.value) ? U' ' : lower_case(point.value), in_word ? run : out);
+  }
+  end_run();
   std::string plain;
-  for (const char c : answer) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x80 && std::ispunct(byte) != 0) continue;
-    plain += byte < 0x80 ? static_cast<char>(std::tolower(byte)) : c;
-  }
-  std::string out;
-  for (const std::string& word : words_of(plain)) {
-    if (word == "a" || word == "an" || word == "the") continue;
-    out += (out.empty() ? "" : " ") + word;
-  }
-  return out;
+  for (const std::string& word : words_of(out)) plain += (plain.empty() ? "" : " ") + word;
+  return plain;
 }
 
 double squad_exact(const std::string& answer, const std::vector<std::string>& references) {
