@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of centroid attention over all keys (backward.h), all keys treated alike:
+// Backward pass of centroid attention over all keys (backward.h), all keys treated alike unless
+// TopKeyBits names pairs to leave out:
 //   A = exp2(scale mean k - lse)   dS = A (dout v - delta)
 //   dv_j = sum_c A_cj dout_c   dk_j = scale sum_c dS_cj mean_c   dmean_c = scale sum_j dS_cj k_j
 // One kernel in two forms, with its sums in registers: a block owns keys and walks the centroids of
@@ -113,6 +114,17 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     delta[i / 2][i % 2] = there ? args.scratch.row_delta[stack.first_row + owned + r] : 0.0f;
   }
 
+  // The owned row that this lane holds in block m, in the upper or lower half.
+  const auto row_of = [&](int m, int side) { return warp_row + 16 * m + 8 * side + lane / 4; };
+  const std::uint32_t* bits = args.scratch.top_bits.rows(keys.span, stack.key_head);
+  // Whether a walked row and an owned one are a centroid and one of its top keys.
+  const auto is_top = [&](int walked, int row) {
+    const int key = kKeys ? owned + row : walked, centroid = kKeys ? walked : owned + row;
+    if (key >= keys.end || centroid >= stack.total) return false;
+    const std::int64_t at = static_cast<std::int64_t>(key) * args.scratch.top_bits.count;
+    return (bits[at + centroid / 32] >> centroid % 32 & 1) != 0;
+  };
+
   // dk and dv, or dmean.
   Accumulator sum[kKeys ? 2 : 1][S::kBlocks][S::kDepths] = {};
   const float scale = shape.scale * kLog2e;
@@ -143,6 +155,7 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
           x = p * (x - own_delta);
           // Keys beyond the end: exp2 of -lse could overflow, and inf times a zero key is NaN.
           if (!kKeys && first + column + i % 2 >= end) x = 0.0f;
+          if (bits && is_top(first + column + i % 2, row_of(m, side))) p = x = 0.0f;
         }
       }
       if constexpr (kKeys) add_values(sum[1], s, walked_tile(first, 1), c);
@@ -150,8 +163,6 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     }
   }
 
-  // The owned row that this lane holds in block m, in the upper or lower half.
-  const auto row_of = [&](int m, int side) { return warp_row + 16 * m + 8 * side + lane / 4; };
   const auto store_keys = [&](const Tensor4<T>& tensor, int number, float times) {
     if (!tensor.data) return;
     const Rows<T> out = tensor.rows(keys.span.batch, stack.key_head, keys.span.begin + owned);

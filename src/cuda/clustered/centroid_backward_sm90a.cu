@@ -10,8 +10,9 @@
 //   warpgroup 2: all centroids        dmean += dSᵀ K, with dS through shared memory
 //
 // Scores are computed once, and dmean of the chunk stays in registers. Warpgroup 2 also loads keys
-// and values, a step ahead. Shared memory, 162 KiB: mean and dout of the centroids (64), two steps
-// of keys and values (64), dS in two buffers for each of two warpgroups (32), lse and delta. 384
+// and values, a step ahead. Shared memory, 170 KiB: mean and dout of the centroids (64), two steps
+// of keys and values (64), dS in two buffers for each of two warpgroups (32), bits of top keys (8),
+// lse and delta. 384
 // threads, 168 registers each.
 //
 // key_gradient_sm90a_kernel: dk, dv. Block number = range of keys * key heads + key head; it has a
@@ -77,6 +78,17 @@ __device__ __forceinline__ void load_rows(const Bands<T, kWidth, 64>& to, const 
   }
 }
 
+// Weights of 64 columns become 0 where the lane's two rows have a bit, shifted to its first column.
+__device__ __forceinline__ void hide_top_keys(float (&s)[32], const std::uint64_t (&bits)[2]) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    if ((bits[side] & 0x0303030303030303ull) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (bits[side] >> (i / 2 * 8 + i % 2) & 1) s[i / 2 * 4 + 2 * side + i % 2] = 0.0f;
+  }
+}
+
 // 64 keys of a warpgroup against the centroids: weights, their derivatives and the sums dk and dv,
 // 64 centroids at a time.
 template <class T, int kWidth>
@@ -95,22 +107,31 @@ struct KeyTile {
     }
   }
 
-  // Adds 64 centroids, with lse and delta of them. `count` keys exist. Only sums are in flight when
-  // accumulators are read: the assembler does not see that others were waited for.
+  // Adds 64 centroids, with lse and delta of them. `count` keys exist. top: bits of TopKeyBits of
+  // these centroids for the first key, or null; `pitch` apart from key to key. Only sums are in
+  // flight when accumulators are read: the assembler does not see that others were waited for.
   template <class Keys, class Centroids>
   __device__ void add(const Keys& k, const Keys& v, const Centroids& mean, const Centroids& dout,
-                      const float* lse, const float* delta, float scale, int count) {
+                      const float* lse, const float* delta, float scale, int count,
+                      const std::uint64_t* top, int pitch) {
     float s[32], ds[32];
     std::uint32_t p_factor[4][4];
+    std::uint64_t bits[2] = {};
     wgmma_wait<0>();  // for the sums: their factors free registers
     wgmma_fence();
     row_products(s, k, 0, mean, 0);
     wgmma_commit();
     row_products(ds, v, 0, dout, 0);
     wgmma_commit();
+    if (top) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        bits[side] = top[min(group_row(side), max(count - 1, 0)) * pitch] >> (threadIdx.x % 4 * 2);
+    }
     wgmma_wait<1>();
     wgmma_settle(s);
     weigh(s, lse, scale, count);
+    hide_top_keys(s, bits);
     pack_factor<T>(p_factor, s);
     wgmma_fence();
     add_products(dv, p_factor, dout, 0);
@@ -190,7 +211,9 @@ struct CentroidTask {
   int slot, key_head, total, tiles;  // centroids, and tiles of 64 of them: 2 or 4
   std::int64_t first_row;            // of the centroids
   Rows<const T> k, v;
-  Rows<T> dk, dv;  // data is null when absent
+  Rows<T> dk, dv;            // data is null when absent
+  const std::uint32_t* top;  // the words of TopKeyBits, or null
+  int top_words;             // of a key
 
   __device__ CentroidTask(const BackwardArgs<T>& args) {
     const BackwardShape& shape = args.shape;
@@ -208,6 +231,8 @@ struct CentroidTask {
     dv = args.dv.rows(keys.span.batch, key_head, keys.span.begin);
     if (!args.dk.data) dk.data = nullptr;
     if (!args.dv.data) dv.data = nullptr;
+    top = args.scratch.top_bits.rows(keys.span, key_head);
+    top_words = args.scratch.top_bits.count;
   }
   __device__ int steps() const { return (keys.end - keys.begin + kKeys - 1) / kKeys; }
 };
@@ -218,7 +243,9 @@ struct CentroidLayout {
   using Keys = Bands<T, 64, 64>;
   static constexpr int kPlaces = 2 * Centroids::kBytes;
   static constexpr int kScores = kPlaces + 8 * Keys::kBytes;
-  static constexpr int kStats = kScores + 4 * Keys::kBytes;
+  static constexpr int kTop = kScores + 4 * Keys::kBytes;
+  static constexpr int kTopPitch = kFusedCentroids / 8;  // bytes of a key
+  static constexpr int kStats = kTop + 4 * 64 * kTopPitch;
   static constexpr int kBarriers = kStats + 2 * kFusedCentroids * 4;
   static constexpr int kTask = kBarriers + 10 * 8;
   static constexpr int kBytes = kTask + static_cast<int>(sizeof(CentroidTask<T>));
@@ -256,6 +283,11 @@ struct GradientBlock {
     return {mean.base + L::kPlaces + ((2 * group + number % 2) * 2 + tensor) * L::Keys::kBytes};
   }
 
+  // The bits of TopKeyBits of those keys.
+  __device__ unsigned char* top_bits(int group, int number) const {
+    return memory + L::kTop + (2 * group + number % 2) * 64 * L::kTopPitch;
+  }
+
   // Called by the first two warpgroups. Rows beyond the last get weights exp2(0) = 1, but their
   // mean and dout are zero.
   __device__ void load_centroids() const {
@@ -282,8 +314,17 @@ struct GradientBlock {
       const int first = first_key(group, number), count = task().keys.end - first;
       load_rows(place(group, number, 0), task().k, first, count);
       load_rows(place(group, number, 1), task().v, first, count);
+      if (task().top) load_top_bits(group, number, first, count);
     }
     cp_async_commit();
+  }
+  __device__ void load_top_bits(int group, int number, int first, int count) const {
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 2, chunk = threadIdx.x % 2;
+    if (row >= count || TopKeyBits::kStep * chunk >= task().top_words) return;
+    cp_async16(shared_address(top_bits(group, number) + row * L::kTopPitch + 16 * chunk),
+               task().top + static_cast<std::int64_t>(first + row) * task().top_words +
+                   TopKeyBits::kStep * chunk,
+               16);
   }
   // After load_keys.
   __device__ void publish_keys(int number) const {
@@ -336,12 +377,15 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
     const auto k = uniform_rows(block.place(group, step, 0), 0);
     const auto v = uniform_rows(block.place(group, step, 1), 0);
     const int first = block.first_key(group, step);
+    const std::uint64_t* top = nullptr;
+    if (block.task().top) top = reinterpret_cast<const std::uint64_t*>(block.top_bits(group, step));
     keys.clear();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, ++number) {
       const int row = 64 * tile;
       keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
-               block.lse() + row, block.delta() + row, scale, block.task().keys.end - first);
+               block.lse() + row, block.delta() + row, scale, block.task().keys.end - first,
+               top ? top + tile : nullptr, CentroidLayout<T>::kTopPitch / 8);
       if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
       block.store_scores(group, number % 2, keys.ds_factor);
       mbarrier_arrive_warp(block.full(group, number % 2));
@@ -529,6 +573,9 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   if (!args.dv.data) dv.data = nullptr;
   const float scale = args.shape.scale * kLog2e;
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
+  const auto* top =
+      reinterpret_cast<const std::uint64_t*>(args.scratch.top_bits.rows(span, block.key_head));
+  const int top_pitch = args.scratch.top_bits.count / 2;
   const int steps = (block.numbers() + 1) / 2;  // of both warpgroups: they load centroids together
   KeyTile<T, kWidth> keys;
   int loaded = 0;  // number of the buffer in use, counted over all of them
@@ -553,9 +600,14 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
       const int start = (resident ? buffer : loaded % 2) * S::kBuffer;
       const int end = start + min(block.total - buffer * S::kBuffer, S::kBuffer);
 #pragma unroll 1
-      for (int row = start; row < end; row += 64)
-        keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
-                 block.lse + row, block.delta + row, scale, count);
+      for (int row = start; row < end; row += 64) {
+        const int centroid = buffer * S::kBuffer + row - start;
+        keys.add(
+            k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse + row,
+            block.delta + row, scale, count,
+            top ? top + (static_cast<std::int64_t>(first) * top_pitch + centroid / 64) : nullptr,
+            top_pitch);
+      }
     }
     keys.finish();
     if (there) mbarrier_arrive_warp(block.free(number));
@@ -604,6 +656,7 @@ struct MeanTile {
   int first, count;  // centroids from `first` on, `count` of which exist
   float lse[2], delta[2];
   float sum[kWidth / 64][32];
+  TopWalk walk;  // of row 16 warp + lane, in the first 16 lanes
 
   __device__ void load(const BackwardArgs<T>& args, const StackedCentroids& block, int block_first,
                        std::uint32_t base) {
@@ -623,6 +676,20 @@ struct MeanTile {
     }
 #pragma unroll
     for (int j = 0; j < kWidth / 2; ++j) sum[j / 32][j % 32] = 0.0f;
+    const int lane = threadIdx.x % 32,
+              r = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane;
+    if (args.scratch.top_bits.words && lane < 16 && r < count)
+      walk.start(args.lists.top_keys + (row + r) * args.shape.topk, args.shape.topk,
+                 block.keys.begin);
+  }
+
+  // Weights of the top keys among 64 keys from `begin` on become 0; the keys of calls ascend.
+  __device__ void hide(float (&s)[32], int begin) {
+    const int lane = threadIdx.x % 32;
+    const unsigned long long mask = walk.mask(begin);
+    const std::uint64_t bits[2] = {__shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2),
+                                   __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2)};
+    hide_top_keys(s, bits);
   }
 
   // s becomes the weights of 64 keys, of which `keys` exist; then ds their derivatives.
@@ -704,6 +771,7 @@ __global__ void __launch_bounds__(kMeanThreads, 1)
     row_products(next, tile.mean, 0, Keys{pipeline.tile(after, 0)}, 0);
     wgmma_commit();
     tile.weigh(now, keys.end - first(t), scale);
+    if (args.scratch.top_bits.words) tile.hide(now, first(t));
     wgmma_wait<1>();
     wgmma_settle(ds);
     if (t > 0) pipeline.release(t - 1);

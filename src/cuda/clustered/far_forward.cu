@@ -34,7 +34,7 @@ struct MemberWalk {
 
 // The lse of a row of MemberRows, and the factor of its sums.
 __device__ __forceinline__ float member_lse(float shift, float sum) {
-  return sum == 0.0f ? kLowestFar : shift + log2f(sum);
+  return sum == 0.0f ? kLowestShift : shift + log2f(sum);
 }
 __device__ __forceinline__ float member_factor(float sum) {
   return sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -56,7 +56,7 @@ struct FarRows {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) softmax[m][half] = {kLowestFar, 0.0f};
+      for (int half = 0; half < 2; ++half) softmax[m][half] = {kLowestShift, 0.0f};
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
 
 // Sums of a row in the lanes of a warp: columns lane, lane + 32, ...
 struct LaneSums {
-  float shift = kLowestFar, sum = 0.0f;
+  float shift = kLowestShift, sum = 0.0f;
   float out[kMaxHeadDim / 32] = {};
 
   __device__ void add(const float2& row, const float* values, int width) {

@@ -559,8 +559,8 @@ struct UnitRows {
 // correction of those kernels for its top keys. dS should be A (dm - delta) and the weight 0, but
 // they use A (dout . v - delta) and A. The difference is that of one more member, row 0 of the
 // first stage, with the mean as query and dout as output gradient. The first two warps share the
-// work. With near keys, top keys have no weight in the mean's row at all, and delta is the sum over
-// the members that is elsewhere dmass.
+// work. With near keys there is nothing to correct, and delta is the sum over the members that is
+// elsewhere dmass.
 template <class T, int kWidth, int kWarps>
 struct ClusterRow {
   static constexpr int kColumns = kWidth / 32;  // of a lane
@@ -626,16 +626,14 @@ struct ClusterRow {
       for (int j = 0; j < 8; ++j) {
         float& a = p[0][j / 4][j % 4];
         float& x = d[0][j / 4][j % 4];
-        const float exact = shape.near > 0 ? 0.0f : a * (dmass - delta);
-        x = (exact - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
+        x = (a * (dmass - delta) - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
         a = -to_float(from_float<T>(a)) * power;
       }
       if (tile == own) store_fragment(block.weights(), 0, slot, p[0]);
       store_fragment(block.derivatives(tile), 0, slot, d[0]);
     }
   }
-  // Writes what top keys and near keys add to the gradient of the mean. Called by all warps.
-  template <bool kNear>
+  // Writes what top keys add to the gradient of the mean. Called by all warps.
   __device__ void write_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     const float scale = block.args.shape.scale;
@@ -649,12 +647,11 @@ struct ClusterRow {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int at = column + 8 * n + 2 * lane;
-        store2(to + at, dq[n / 2][n % 2][0] * scale + (kNear ? block.near_dmean(at) : 0.0f),
-               dq[n / 2][n % 2][1] * scale + (kNear ? block.near_dmean(at + 1) : 0.0f));
+        store2(to + at, dq[n / 2][n % 2][0] * scale, dq[n / 2][n % 2][1] * scale);
       }
     }
   }
-  // The same without top keys.
+  // Writes what near keys add to it.
   __device__ void write_near_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 32 * kWarps)
@@ -693,14 +690,12 @@ __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWar
   __syncthreads();
   const ClusterRow<T, kWidth, kWarps> row(block, empty ? -INFINITY : mean_lse);
   if (first_warps) row.write_operands(top ? mass : 0.0f, own == 0);
-  if (!top) {
-    if (kNear && own == 0 && block.args.dq.data) row.write_near_mean();
-    return;
-  }
+  if (kNear && own == 0 && block.args.dq.data) row.write_near_mean();
+  if (kNear || !top) return;  // with near keys the centroid kernels leave top keys out
   __syncthreads();
   if (first_warps) row.differentiate(num_keys, own);
   __syncthreads();
-  if (own == 0 && block.args.dq.data) row.template write_mean<kNear>();
+  if (own == 0 && block.args.dq.data) row.write_mean();
   row.unscale_dout();
   slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1,
                 [](int) { return 1.0f; });

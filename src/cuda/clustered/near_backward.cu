@@ -426,6 +426,34 @@ void launch(const BackwardArgs<T>& args, const CentroidQueries& queries, cudaStr
   });
 }
 
+// One thread per entry of the lists of top keys. Bits are set in any order.
+__global__ void __launch_bounds__(kNearThreads)
+    top_bits_kernel(const __grid_constant__ BackwardShape shape, const std::int32_t* top_keys,
+                    std::int64_t entries, TopKeyBits bits) {
+  await_previous();
+  const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kNearThreads + threadIdx.x;
+  const int key = at < entries ? top_keys[at] : -1;
+  if (key < 0) return;
+  const int row = static_cast<int>(at / shape.topk), problem = row / shape.clusters;
+  const int item = problem / shape.H, head = problem % shape.H;
+  const int centroid = head % shape.group * shape.clusters + row % shape.clusters;
+  atomicOr(bits.rows(shape.spans.k.span(item), head / shape.group) +
+               static_cast<std::int64_t>(key) * bits.count + centroid / 32,
+           1u << centroid % 32);
+}
+
+void set_top_bits(const BackwardShape& shape, const std::int32_t* top_keys, const TopKeyBits& bits,
+                  cudaStream_t stream) {
+  const std::size_t words =
+      static_cast<std::size_t>(shape.B) * bits.key_heads * bits.S * bits.count;
+  COTERIE_CUDA(cudaMemsetAsync(bits.words, 0, words * sizeof(std::uint32_t), stream));
+  const std::int64_t entries =
+      static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters * shape.topk;
+  launch_early("top_bits", top_bits_kernel,
+               static_cast<unsigned>((entries + kNearThreads - 1) / kNearThreads), kNearThreads, 0,
+               stream, shape, top_keys, entries, bits);
+}
+
 }  // namespace
 
 template <class T>
@@ -433,10 +461,12 @@ void near_query_gradients(const BackwardArgs<T>& args, const CentroidQueries& qu
                           cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   if (shape.subtracts) {
-    round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
-    if (shape.topk > 0)
+    if (shape.topk > 0) {
+      set_top_bits(shape, args.lists.top_keys, args.scratch.top_bits, stream);
       find_near_top_keys(queries, args.lists.labels, args.lists.top_keys, shape.items, shape.topk,
                          shape.N, shape.near, args.scratch.near_top, stream);
+    }
+    round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
   }
   if constexpr (sizeof(T) == 2)
     if (sm90a) return near_query_gradients_sm90a(args, queries, stream);

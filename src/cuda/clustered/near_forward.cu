@@ -59,7 +59,7 @@ struct NearRows {
   __device__ void start(const float (&largest)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shift[half] = largest[half] > kLowestFar ? ceilf(largest[half]) : kLowestFar;
+      shift[half] = largest[half] > kLowestShift ? ceilf(largest[half]) : kLowestShift;
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) clear(out[d]);
   }
@@ -159,8 +159,8 @@ struct FarParts {
                                                        head, cluster_number)
                                     : 0;
       own[side] = rows.outs + (there ? place * args.pitch : 0);
-      lse[side] = there ? rows.lse[place] : kLowestFar;
-      const float2 facts = there ? chunks.rows[at] : make_float2(kLowestFar, 0.0f);
+      lse[side] = there ? rows.lse[place] : kLowestShift;
+      const float2 facts = there ? chunks.rows[at] : make_float2(kLowestShift, 0.0f);
       cluster[side] = chunks.outs + at * args.pitch;
       shift[side] = facts.x;
       sum[side] = facts.y;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number)
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + 8 * half + lane / 4, cluster = max(clusters[row], 0);
     const bool there = row < count;
-    mean_lse[half] = kSubtract && there ? args.mean_lse[problem + cluster] * kLog2e : kLowestFar;
+    mean_lse[half] = kSubtract && there ? args.mean_lse[problem + cluster] * kLog2e : kLowestShift;
     top_lse[half] = args.top && there ? args.top_lse[line + row] * kLog2e : -INFINITY;
     largest[half] = fmaxf(mean_lse[half], top_lse[half]);
     if (!kSubtract && there)
@@ -286,8 +286,7 @@ __device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number)
     if (kSubtract) {
       const float taken = quad_sum(own.taken[half]);
       const float weight = exp2_approximate(mean_lse[half] - shift);
-      const float mass = args.mass ? args.mass[problem + cluster] : 0.0f;
-      total += fmaxf(fmaf(-weight, mass, weight) - taken, 0.0f);
+      total += fmaxf(weight - taken, 0.0f);
       if (there) own.add_row(half, args.rest + (problem + cluster) * width, weight, width);
       cancels |= there && !(total * kMostCancelled >= weight);  // also if one is not a number
     } else if (there) {
@@ -493,7 +492,6 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
       args.near_top = near_top;
       args.means = means_rounded;
       args.mean_lse = floats(tensors.centroid_lse);
-      args.mass = floats(tensors.mass);
       args.rest = floats(tensors.out);
       args.cancels = ints(tensors.cancels);
       args.heads.cancels = args.cancels;

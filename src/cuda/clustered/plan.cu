@@ -117,9 +117,13 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
   plan.subtracts = plan.near > 0 && call.N >= kLeastBlocks * plan.near;
   plan.backward.near = plan.near;
   plan.backward.subtracts = plan.subtracts;
+  if (plan.subtracts && topk > 0)
+    plan.backward.top_words = TopKeyBits::words_of(plan.backward.group * plan.clusters);
   if (call.causal || (plan.near > 0 && !plan.subtracts)) return plan;
-  // With few problems, one kernel for both would leave multiprocessors idle.
-  plan.selection_attends = 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
+  // With few problems, one kernel for both would leave multiprocessors idle. With near keys the
+  // means attend after the selection, to keys that are not top keys.
+  plan.selection_attends =
+      plan.near == 0 && 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
   // Teams, if the blocks of all chunks of all means are resident at once.
   const int size = plan.means.chunks.per_item;
   if (plan.sm90a && static_cast<std::int64_t>(problems) * size <= blocks.resident)
