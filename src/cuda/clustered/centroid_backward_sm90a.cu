@@ -78,14 +78,21 @@ __device__ __forceinline__ void load_rows(const Bands<T, kWidth, 64>& to, const 
   }
 }
 
-// Weights of 64 columns become 0 where the lane's two rows have a bit, shifted to its first column.
-__device__ __forceinline__ void hide_top_keys(float (&s)[32], const std::uint64_t (&bits)[2]) {
+__device__ __forceinline__ uint2 load_shared8(std::uint32_t from) {
+  uint2 words;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(from));
+  return words;
+}
+
+// Weights of 64 columns of the lane's upper (side 0) or lower row become 0 where the row has a bit.
+__device__ __forceinline__ void hide_top_keys(float (&s)[32], int side, uint2 bits) {
 #pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    if ((bits[side] & 0x0303030303030303ull) == 0) continue;
+  for (int half = 0; half < 2; ++half) {
+    const unsigned own = (half == 0 ? bits.x : bits.y) >> (threadIdx.x % 4 * 2);
+    if ((own & 0x03030303u) == 0) continue;
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (bits[side] >> (i / 2 * 8 + i % 2) & 1) s[i / 2 * 4 + 2 * side + i % 2] = 0.0f;
+    for (int i = 0; i < 8; ++i)
+      if (own >> (i / 2 * 8 + i % 2) & 1) s[16 * half + i / 2 * 4 + 2 * side + i % 2] = 0.0f;
   }
 }
 
@@ -107,31 +114,28 @@ struct KeyTile {
     }
   }
 
-  // Adds 64 centroids, with lse and delta of them. `count` keys exist. top: bits of TopKeyBits of
-  // these centroids for the first key, or null; `pitch` apart from key to key. Only sums are in
-  // flight when accumulators are read: the assembler does not see that others were waited for.
-  template <class Keys, class Centroids>
+  // Adds 64 centroids, with lse and delta of them. `count` keys exist. top(row): bits of TopKeyBits
+  // of these centroids for a key, if `hides`. Only sums are in flight when accumulators are read:
+  // the assembler does not see that others were waited for.
+  template <class Keys, class Centroids, class Top>
   __device__ void add(const Keys& k, const Keys& v, const Centroids& mean, const Centroids& dout,
-                      const float* lse, const float* delta, float scale, int count,
-                      const std::uint64_t* top, int pitch) {
+                      const float* lse, const float* delta, float scale, int count, bool hides,
+                      const Top& top) {
     float s[32], ds[32];
     std::uint32_t p_factor[4][4];
-    std::uint64_t bits[2] = {};
     wgmma_wait<0>();  // for the sums: their factors free registers
     wgmma_fence();
     row_products(s, k, 0, mean, 0);
     wgmma_commit();
     row_products(ds, v, 0, dout, 0);
     wgmma_commit();
-    if (top) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-        bits[side] = top[min(group_row(side), max(count - 1, 0)) * pitch] >> (threadIdx.x % 4 * 2);
-    }
     wgmma_wait<1>();
     wgmma_settle(s);
     weigh(s, lse, scale, count);
-    hide_top_keys(s, bits);
+    if (hides) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) hide_top_keys(s, side, top(group_row(side)));
+    }
     pack_factor<T>(p_factor, s);
     wgmma_fence();
     add_products(dv, p_factor, dout, 0);
@@ -284,8 +288,8 @@ struct GradientBlock {
   }
 
   // The bits of TopKeyBits of those keys.
-  __device__ unsigned char* top_bits(int group, int number) const {
-    return memory + L::kTop + (2 * group + number % 2) * 64 * L::kTopPitch;
+  __device__ std::uint32_t top_bits(int group, int number) const {
+    return mean.base + L::kTop + (2 * group + number % 2) * 64 * L::kTopPitch;
   }
 
   // Called by the first two warpgroups. Rows beyond the last get weights exp2(0) = 1, but their
@@ -321,7 +325,7 @@ struct GradientBlock {
   __device__ void load_top_bits(int group, int number, int first, int count) const {
     const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 2, chunk = threadIdx.x % 2;
     if (row >= count || TopKeyBits::kStep * chunk >= task().top_words) return;
-    cp_async16(shared_address(top_bits(group, number) + row * L::kTopPitch + 16 * chunk),
+    cp_async16(top_bits(group, number) + row * L::kTopPitch + 16 * chunk,
                task().top + static_cast<std::int64_t>(first + row) * task().top_words +
                    TopKeyBits::kStep * chunk,
                16);
@@ -377,15 +381,15 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
     const auto k = uniform_rows(block.place(group, step, 0), 0);
     const auto v = uniform_rows(block.place(group, step, 1), 0);
     const int first = block.first_key(group, step);
-    const std::uint64_t* top = nullptr;
-    if (block.task().top) top = reinterpret_cast<const std::uint64_t*>(block.top_bits(group, step));
+    const std::uint32_t top = block.top_bits(group, step);
     keys.clear();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, ++number) {
       const int row = 64 * tile;
-      keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
-               block.lse() + row, block.delta() + row, scale, block.task().keys.end - first,
-               top ? top + tile : nullptr, CentroidLayout<T>::kTopPitch / 8);
+      keys.add(
+          k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse() + row,
+          block.delta() + row, scale, block.task().keys.end - first, block.task().top != nullptr,
+          [&](int r) { return load_shared8(top + r * CentroidLayout<T>::kTopPitch + 8 * tile); });
       if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
       block.store_scores(group, number % 2, keys.ds_factor);
       mbarrier_arrive_warp(block.full(group, number % 2));
@@ -574,7 +578,7 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   const float scale = args.shape.scale * kLog2e;
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const auto* top =
-      reinterpret_cast<const std::uint64_t*>(args.scratch.top_bits.rows(span, block.key_head));
+      reinterpret_cast<const uint2*>(args.scratch.top_bits.rows(span, block.key_head));
   const int top_pitch = args.scratch.top_bits.count / 2;
   const int steps = (block.numbers() + 1) / 2;  // of both warpgroups: they load centroids together
   KeyTile<T, kWidth> keys;
@@ -602,11 +606,11 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
 #pragma unroll 1
       for (int row = start; row < end; row += 64) {
         const int centroid = buffer * S::kBuffer + row - start;
-        keys.add(
-            k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse + row,
-            block.delta + row, scale, count,
-            top ? top + (static_cast<std::int64_t>(first) * top_pitch + centroid / 64) : nullptr,
-            top_pitch);
+        keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
+                 block.lse + row, block.delta + row, scale, count, top != nullptr, [&](int r) {
+                   return top[(static_cast<std::int64_t>(first) + min(r, count - 1)) * top_pitch +
+                              centroid / 64];
+                 });
       }
     }
     keys.finish();
@@ -687,9 +691,12 @@ struct MeanTile {
   __device__ void hide(float (&s)[32], int begin) {
     const int lane = threadIdx.x % 32;
     const unsigned long long mask = walk.mask(begin);
-    const std::uint64_t bits[2] = {__shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2),
-                                   __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2)};
-    hide_top_keys(s, bits);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const unsigned long long bits = __shfl_sync(~0u, mask, lane / 4 + 8 * side);
+      hide_top_keys(s, side,
+                    make_uint2(static_cast<unsigned>(bits), static_cast<unsigned>(bits >> 32)));
+    }
   }
 
   // s becomes the weights of 64 keys, of which `keys` exist; then ds their derivatives.

@@ -295,6 +295,9 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     far_keys_kernel(const __grid_constant__ FarArgs<T> args, int parts, int total) {
   await_previous();
+  const BackwardShape& shape = args.pass.shape;
+  if (shape.subtracts && !any_set(args.pass.lists.cancels, shape.items * (shape.H / shape.group)))
+    return;
   for (int number = static_cast<int>(blockIdx.x); number < total;
        number += static_cast<int>(gridDim.x)) {
     far_keys<T, kWidth>(args, parts, number);

@@ -59,6 +59,14 @@ struct FarHeads {
     return !cancels || cancels[item * key_heads + head / group] != 0;
   }
 };
+// Whether one of `count` flags is set; by all threads of the block. Kernels of the heads that add
+// ask first, because there usually are none.
+__device__ __forceinline__ bool any_set(const std::int32_t* flags, int count) {
+  int found = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+    found |= flags[i];
+  return __syncthreads_or(found) != 0;
+}
 
 // Which of its cluster's top keys are near a query: ranks [first, first + count) of the list.
 struct NearTopKeys {

@@ -322,6 +322,9 @@ template <class T, int kDim, bool kSubtract>
 __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
     near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
   await_previous();
+  if (!kSubtract && args.heads.cancels &&
+      !any_set(args.heads.cancels, args.tiles.items * args.heads.key_heads))
+    return;
   for (int number = static_cast<int>(blockIdx.x); number < args.tiles.slots;
        number += static_cast<int>(gridDim.x)) {
     attend_tile<T, kDim, kSubtract>(args, number);
