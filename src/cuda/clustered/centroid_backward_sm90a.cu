@@ -115,11 +115,11 @@ struct KeyTile {
   }
 
   // Adds 64 centroids, with lse and delta of them. `count` keys exist. top(row): bits of TopKeyBits
-  // of these centroids for a key, if `hides`. Only sums are in flight when accumulators are read:
+  // of these centroids for a key, if kHides. Only sums are in flight when accumulators are read:
   // the assembler does not see that others were waited for.
-  template <class Keys, class Centroids, class Top>
+  template <bool kHides, class Keys, class Centroids, class Top>
   __device__ void add(const Keys& k, const Keys& v, const Centroids& mean, const Centroids& dout,
-                      const float* lse, const float* delta, float scale, int count, bool hides,
+                      const float* lse, const float* delta, float scale, int count,
                       const Top& top) {
     float s[32], ds[32];
     std::uint32_t p_factor[4][4];
@@ -132,7 +132,7 @@ struct KeyTile {
     wgmma_wait<1>();
     wgmma_settle(s);
     weigh(s, lse, scale, count);
-    if (hides) {
+    if constexpr (kHides) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) hide_top_keys(s, side, top(group_row(side)));
     }
@@ -312,13 +312,14 @@ struct GradientBlock {
   __device__ int first_key(int group, int number) const {
     return task().keys.begin + number * kKeys + 64 * group;
   }
+  template <bool kHides>
   __device__ void load_keys(int number) const {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       const int first = first_key(group, number), count = task().keys.end - first;
       load_rows(place(group, number, 0), task().k, first, count);
       load_rows(place(group, number, 1), task().v, first, count);
-      if (task().top) load_top_bits(group, number, first, count);
+      if constexpr (kHides) load_top_bits(group, number, first, count);
     }
     cp_async_commit();
   }
@@ -368,7 +369,7 @@ struct GradientBlock {
 };
 
 // Warpgroups 0 and 1.
-template <class T>
+template <bool kHides, class T>
 __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
@@ -386,9 +387,9 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, ++number) {
       const int row = 64 * tile;
-      keys.add(
+      keys.template add<kHides>(
           k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse() + row,
-          block.delta() + row, scale, block.task().keys.end - first, block.task().top != nullptr,
+          block.delta() + row, scale, block.task().keys.end - first,
           [&](int r) { return load_shared8(top + r * CentroidLayout<T>::kTopPitch + 8 * tile); });
       if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
       block.store_scores(group, number % 2, keys.ds_factor);
@@ -401,7 +402,7 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
 }
 
 // Warpgroup 2.
-template <class T>
+template <bool kHides, class T>
 __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   float sum[kTiles][32];
 #pragma unroll
@@ -413,7 +414,7 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
   int number = 0;
   block.publish_keys(0);
-  block.load_keys(1);
+  block.template load_keys<kHides>(1);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
 #pragma unroll
@@ -438,13 +439,13 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
       if (tile == 0) block.publish_keys(step + 1);
     }
     sync_group();  // all warps have read the buffer, as have the other warpgroups
-    block.load_keys(step + 2);
+    block.template load_keys<kHides>(step + 2);
   }
   cp_async_wait<0>();
   block.store_means(sum);
 }
 
-template <class T>
+template <class T, bool kHides>
 __global__ void __launch_bounds__(kThreads, 1)
     centroid_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -458,7 +459,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.adds(block.task().keys.item, block.task().key_head * args.shape.group))
     return await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (group == 2) block.load_keys(0);
+  if (group == 2) block.template load_keys<kHides>(0);
   await_writes();
   if (group < 2) {
     block.load_centroids();
@@ -468,9 +469,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (group < 2)
-    walk_fused_keys(block);
+    walk_fused_keys<kHides>(block);
   else
-    sum_means(block);
+    sum_means<kHides>(block);
 }
 
 constexpr int kPlaces = 3;
@@ -561,7 +562,7 @@ struct KeyBlock : StackedCentroids {
 };
 
 // A computing warpgroup.
-template <class T, int kWidth>
+template <bool kHides, class T, int kWidth>
 __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   using S = KeyShape<T, kWidth>;
   const BackwardArgs<T>& args = block.args;
@@ -606,11 +607,12 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
 #pragma unroll 1
       for (int row = start; row < end; row += 64) {
         const int centroid = buffer * S::kBuffer + row - start;
-        keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
-                 block.lse + row, block.delta + row, scale, count, top != nullptr, [&](int r) {
-                   return top[(static_cast<std::int64_t>(first) + min(r, count - 1)) * top_pitch +
-                              centroid / 64];
-                 });
+        keys.template add<kHides>(
+            k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse + row,
+            block.delta + row, scale, count, [&](int r) {
+              return top[(static_cast<std::int64_t>(first) + min(r, count - 1)) * top_pitch +
+                         centroid / 64];
+            });
       }
     }
     keys.finish();
@@ -620,7 +622,7 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   cp_async_wait<0>();
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, bool kHides>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -637,7 +639,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.adds(block.keys.item, block.key_head * args.shape.group)) return;
   if (threadIdx.x < kKeyThreads) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    walk_keys(block);
+    walk_keys<kHides>(block);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     block.stream_keys();
@@ -819,9 +821,12 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
   const auto chunks = static_cast<unsigned>(shape.chunks.slots * key_heads),
              ranges = static_cast<unsigned>(shape.key_ranges.slots * key_heads);
   if (chunks == 0 || ranges == 0) return;
+  const bool hides = shape.top_words > 0;
   if (shape.fused)
-    return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T>, chunks,
-                        kThreads, CentroidLayout<T>::kBytes, stream, args);
+    return launch_early(
+        "centroid_gradient_sm90a",
+        hides ? centroid_gradient_sm90a_kernel<T, true> : centroid_gradient_sm90a_kernel<T, false>,
+        chunks, kThreads, CentroidLayout<T>::kBytes, stream, args);
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     if (args.dq.data)
@@ -829,8 +834,10 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
                    chunks * mean_tiles(shape), kMeanThreads,
                    2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream, args);
     if (args.dk.data || args.dv.data)
-      launch_early("key_gradient_sm90a", key_gradient_sm90a_kernel<T, kWidth>, ranges, kThreads,
-                   KeyShape<T, kWidth>::kSharedBytes, stream, args);
+      launch_early("key_gradient_sm90a",
+                   hides ? key_gradient_sm90a_kernel<T, kWidth, true>
+                         : key_gradient_sm90a_kernel<T, kWidth, false>,
+                   ranges, kThreads, KeyShape<T, kWidth>::kSharedBytes, stream, args);
   });
 }
 
