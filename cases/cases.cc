@@ -272,6 +272,7 @@ constexpr Line kDropout[] = {
     {"dropout_full_causal_grouped_bf16", "full", "H4:2 N200 D64 causal bf16 dropout=0.1"},
     {"dropout_full_mask_padded_f16", "full", "B3 N65 S97 D32:16 padded mask gaps f16 dropout=0.3"},
     {"dropout_full_f64", "full", "B1 N33 D8 f64 dropout=0.9"},
+    {"dropout_full_one_query", "full", "H4:2 N1 S300 D64 bf16 dropout=0.3"},
     {"dropout_local", "local(window=33)", "N200 D32 causal dropout=0.1"},
     {"dropout_local_blocked_bf16", "local(window=32,kind=blocked)",
      "B1 N257 D64 packed bf16 dropout=0.2"},

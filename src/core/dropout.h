@@ -15,9 +15,9 @@
 
 namespace coterie {
 
-// The random words of a row.
+// The random words of a row. Without initial values, for shared memory of kernels.
 struct DropoutRow {
-  std::uint32_t low = 0, high = 0;
+  std::uint32_t low, high;
 };
 
 // Static: CPU kernels of several instruction sets include it.
