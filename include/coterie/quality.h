@@ -33,7 +33,7 @@ struct AttentionQuality {
 
 // Samples up to `rows` rows of each batch entry, evenly spaced among the valid ones. `result` is
 // that of attention_forward. Tensors are on the CPU; `from_gpu` says that `result` was computed on
-// a GPU, which saves more and rounds products of f32 differently.
+// a GPU, which saves more and rounds products of f32 differently. A pass with dropout is refused.
 AttentionQuality attention_quality(const Mechanism& mechanism, const AttentionInputs& inputs,
                                    const AttentionResult& result, std::int64_t rows,
                                    bool from_gpu = false);

@@ -43,6 +43,10 @@ struct Pass {
         call(ops::make_call(mechanism, inputs)),
         out(result.out) {
     ops::check_cpu(call.op, "q", inputs.q);
+    COTERIE_CHECK(
+        !call.dropout.on(), call.op,
+        "the error against full attention is that of a pass without dropout; got dropout ",
+        inputs.dropout);
     call.device = from_gpu ? Device::cuda : Device::cpu;
     const SavedLayout layout = ops::saved_layout(mechanism, call);
     call.device = Device::cpu;

@@ -31,7 +31,7 @@ class QualityOfCase : public ::testing::TestWithParam<Case> {
 std::vector<Case> finite_cases() {
   std::vector<Case> found;
   for (const Case& c : cases::all()) {
-    if (c.data != cases::Data::nonfinite) found.push_back(c);
+    if (c.data != cases::Data::nonfinite && c.dropout == 0) found.push_back(c);
   }
   return found;
 }
@@ -115,6 +115,13 @@ TEST_P(QualityOfCase, BoundsHoldAndDoNotDependOnTheNumberOfThreads) {
       attention_quality(problem.mechanism, problem.inputs, pass.result, 40);
   EXPECT_EQ(one.error, three.error);
   EXPECT_EQ(one.bound, three.bound);
+}
+
+TEST(Quality, RefusesDropout) {
+  Problem problem = cases::make_problem(cases::all()[0], 1);
+  problem.inputs.dropout = 0.1;
+  const Pass pass = cases::run_forward(problem);
+  EXPECT_THROW(attention_quality(problem.mechanism, problem.inputs, pass.result, 1), Error);
 }
 
 TEST(Quality, RefusesASampleWithoutRows) {

@@ -284,8 +284,10 @@ class NearBackward {
           const T* gradient = far.gradients + slot * own.value_row;
           kernel.multiply({num, padded(high - low), segment.v.width, gradient, own.value_row, 1,
                            own.v_columns + low, padded(keys), own.dp + low, kKeyTile, false});
+          drop(segment.dropout, {q, q + num}, {begin + low, begin + high}, own.dp + low);
           kernel.softmax_grad({own.s + low, own.dp + low, num, kKeyTile, padded(high - low),
                                far.shift + slot, far.delta + slot});
+          drop(segment.dropout, {q, q + num}, {begin + low, begin + high}, own.s + low);
           kernel.multiply({high - low, own.value_row, num, own.s + low, 1, kKeyTile, gradient,
                            own.value_row, own.dv + (row + low) * own.value_row, own.value_row,
                            true});
@@ -341,6 +343,12 @@ class NearBackward {
     }
   }
 
+  // Dropout of the rows of a tile.
+  static void drop(const SegmentDropout& dropout, const Range& rows, const Range& keys, T* tile) {
+    for (std::int64_t r = rows.begin; dropout.dropout && r < rows.end; ++r)
+      dropout.apply(r, keys.begin, keys.end - keys.begin, tile + (r - rows.begin) * kKeyTile);
+  }
+
   // Whether blocks begin and end where the padding of columns does.
   bool aligned() const { return near_ % kColumnPad == 0; }
 
@@ -358,7 +366,7 @@ class NearBackward {
         begin = keys.end;
         for (std::int64_t first = std::max(seeing.begin, rows.begin);
              first < std::min(seeing.end, rows.end); first += kQueryTile)
-          add_piece(tile, blocks, keys,
+          add_piece(tile, head, blocks, keys,
                     {first, std::min({first + kQueryTile, seeing.end, rows.end})}, rows.begin, own,
                     near);
       }
@@ -385,8 +393,8 @@ class NearBackward {
   }
 
   // Queries `rows`, all of which are near one of `keys`; the first loaded row is number `loaded`.
-  void add_piece(const RowTile& tile, const Blocks& blocks, const Range& keys, const Range& rows,
-                 std::int64_t loaded, Tiles<T>& own, NearTiles<T>& near) {
+  void add_piece(const RowTile& tile, std::int64_t head, const Blocks& blocks, const Range& keys,
+                 const Range& rows, std::int64_t loaded, Tiles<T>& own, NearTiles<T>& near) {
     const Kernels<T>& kernel = kernels<T>();
     const std::int64_t num = rows.end - rows.begin, count = keys.end - keys.begin,
                        columns = padded(count), column = keys.begin - tile.first,
@@ -402,8 +410,11 @@ class NearBackward {
       std::fill(p, p + seen.begin, kNegInf<T>);
       std::fill(p + seen.end, p + columns, kNegInf<T>);
     }
+    const SegmentDropout dropout = dropout_of(call_, tile.item, head, {}, {});
+    drop(dropout, rows, keys, own.dp);
     kernel.softmax_grad(
         {own.s, own.dp, num, kKeyTile, columns, near.lse + first, near.delta + first});
+    drop(dropout, rows, keys, own.s);
     kernel.multiply({count, own.value_row, num, own.s, 1, kKeyTile, g, own.value_row,
                      own.dv + column * own.value_row, own.value_row, true});
     kernel.multiply({count, own.key_row, num, own.dp, 1, kKeyTile, q, own.key_row,

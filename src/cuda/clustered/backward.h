@@ -26,11 +26,15 @@
 //   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i - sum_i dr_ij mean_c)
 //   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i (p_ij - r_ij) g_i
 // Heads that add have r_ij = 0, and far_backward.cu instead of the centroid kernels.
+//
+// With dropout, g_i . v_j and G_c . v_j are multiplied by the factors of the pairs (i, j) and (c,
+// j), and so are the weights in dv; masses, lse and the weights in dS are those before dropout.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <cstdint>
 
+#include "core/dropout.h"
 #include "cuda/prim/splits.cuh"
 #include "cuda/prim/tensor.cuh"
 
@@ -139,6 +143,7 @@ struct BackwardShape {
   int near;        // block length of near keys (near.h); 0: none
   bool subtracts;  // far keys of heads whose sums do not cancel
   int top_words;   // of a key in TopKeyBits; 0: the centroid kernels treat all keys alike
+  Dropout dropout;
 
   // Whether clusters have rows of their own: otherwise member_gradients computes the top keys only.
   __host__ __device__ bool tail() const { return !causal && (near == 0 || subtracts); }

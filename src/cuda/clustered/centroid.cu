@@ -2,7 +2,7 @@
 // Attention of cluster means over all keys: with A_cj = softmax_j(scale mean_c . k_j),
 //   centroid_lse_c, mass_c = sum of A_cj over the top keys T_c, out_c = sum of A_cj v_j outside T_c
 // (plain clustered attention: T_c is empty, no mass). With near keys there is no mass either, and
-// the softmax is over the keys outside T_c.
+// the softmax is over the keys outside T_c. Dropout multiplies the A_cj of out.
 //
 // centroid_attend_kernel: block number = (slot of a chunk of keys * H + head) * row tiles + tile; 4
 // warps of 32 means each walk the chunk, 64 keys at a time. Means stay in registers for rows of 128
@@ -11,13 +11,15 @@
 // of a multiprocessor.
 // centroid_combine_kernel: a warp adds up the chunks of one mean, in order.
 //
-// Runs for f32, and for all types if the device is not a Hopper GPU. On Hopper, 16-bit types use
-// centroid_sm90a.cu, or select_attend_sm90a.cu if one kernel selects top keys and attends.
+// Runs for f32, with dropout, and for all types if the device is not a Hopper GPU. Other 16-bit
+// calls use centroid_sm90a.cu on Hopper, or select_attend_sm90a.cu if one kernel selects top keys
+// and attends.
 #include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 
 namespace coterie::cuda {
@@ -99,11 +101,26 @@ struct WarpMeans {
     });
   }
 
+  // Dropout of weights of keys from `key` on; words: of the warp's rows.
+  __device__ void drop(Accumulator (&s)[kBlock][2], int key, const Dropout& dropout,
+                       const DropoutRow* words) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      const int m = row / 2, half = row % 2;
+      const DropoutRow own = words[16 * m + 8 * half + lane / 4];
+#pragma unroll
+      for (int i = 0; i < 4 * kBlock; ++i)
+        s[i / 4][m][i / 2 % 2][2 * half + i % 2] *=
+            kept(dropout, own, key + i / 2 * 8 + lane % 4 * 2 + i % 2);
+    }
+  }
+
   // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` exist. hides: top keys have no
-  // part in the sums.
+  // part in the sums; words: for dropout, or null.
   __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
                          int left, const unsigned long long* masks, bool hides, float exponent,
-                         bool first) {
+                         bool first, int key, const Dropout& dropout, const DropoutRow* words) {
     Accumulator s[kBlock][2];
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
@@ -121,6 +138,7 @@ struct WarpMeans {
                softmax[i / 8 % 2][i / 2 % 2].limit(1.0f / exponent);
     if (__any_sync(~0u, above)) rescale(s, exponent, hides);
     weigh(s, column, masks, exponent);
+    if (words) drop(s, key, dropout, words);
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
   }
@@ -155,6 +173,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned long long masks[2][kCentroidRows];
+  __shared__ DropoutRow words[kCentroidRows];
   const CentroidTiles<T, kDim> tiles(memory);
   const CentroidQueries& queries = args.queries;
   const CentroidBlock block(queries, blockIdx.x);
@@ -172,6 +191,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   if (args.top_keys && cluster < queries.clusters)
     walk.start(args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk, args.topk,
                chunk.begin);
+  const bool drops = queries.dropout.on();
+  if (drops)
+    words[thread] = queries.dropout.cluster(
+        static_cast<std::int64_t>(chunk.item) * queries.H + block.head, cluster);
   __syncthreads();
   WarpMeans<T, kDim> rows;
   rows.queries.load(tiles.queries, warp * 32);
@@ -186,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
     for (int column = 0; column < kAttendKeys; column += kStep)
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
                   args.top_keys ? masks[stage] + warp * 32 : nullptr, args.hides_top_keys(),
-                  queries.exponent, begin + column == chunk.begin);
+                  queries.exponent, begin + column == chunk.begin, begin + column, queries.dropout,
+                  drops ? words + warp * 32 : nullptr);
   }
   write_partial(args, queries.row(block.slot, block.head, block.first),
                 queries.clusters - block.first, rows);

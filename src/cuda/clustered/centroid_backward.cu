@@ -11,12 +11,14 @@
 // warps of 16 or 32 owned rows (CentroidShape); the operands of the owned rows stay in registers
 // for 16-bit types. Shared memory: the owned rows, two stages of 32 or 64 walked rows and their lse
 // and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128. For f32, and for all types if
-// the device is not a Hopper GPU. On Hopper, 16-bit types use centroid_backward_sm90a.cu.
+// the device is not a Hopper GPU. On Hopper, 16-bit types without dropout use
+// centroid_backward_sm90a.cu. Dropout multiplies dout . v, and A in dv.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/softmax.cuh"
@@ -67,6 +69,14 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   const int lane = threadIdx.x % 32,
             warp_row = static_cast<int>(threadIdx.x) / 32 * 16 * S::kBlocks;
   const std::uint32_t base = shared_address(memory), stages = base + 2 * S::kOwnedBytes;
+  // Dropout: words of the walked centroids of a stage, or of the owned ones.
+  __shared__ DropoutRow words[kKeys ? 2 * S::kStep : S::kOwned];
+  const bool drops = shape.dropout.on();
+  const auto words_of = [&](int centroid) {
+    const int head = stack.key_head * shape.group + centroid / shape.clusters;
+    return shape.dropout.cluster(static_cast<std::int64_t>(keys.item) * shape.H + head,
+                                 centroid % shape.clusters);
+  };
   float* stats = reinterpret_cast<float*>(memory + 2 * S::kOwnedBytes + 4 * S::kTileBytes);
   const auto owned_tile = [&](int tensor) {
     return Tile<T, kWidth>{base + tensor * S::kOwnedBytes};
@@ -92,6 +102,8 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     const int to = stage_of(first) * 2 * S::kStep + static_cast<int>(threadIdx.x);
     if (kKeys && threadIdx.x < 2 * S::kStep)
       cp_async4(shared_address(stats + to), from + (r < end ? stack.first_row + r : 0), r < end);
+    if (kKeys && drops && threadIdx.x < S::kStep)
+      words[stage_of(first) * S::kStep + threadIdx.x] = words_of(r);
     cp_async_commit();
   };
 
@@ -99,6 +111,9 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   for (int tensor = 0; tensor < 2; ++tensor)
     load_tile<S::kOwned, S::kThreads>(owned_tile(tensor), rows(kKeys, tensor), owned, count);
   cp_async_commit();
+  if (!kKeys && drops)
+    for (int r = static_cast<int>(threadIdx.x); r < S::kOwned; r += S::kThreads)
+      words[r] = words_of(owned + r);
   fetch(begin);
   cp_async_wait<1>();
   __syncthreads();
@@ -152,7 +167,16 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
           const float own_delta = kKeys ? (i % 2 ? e.y : e.x) : delta[m][side];
           float &p = s[m][half][i % 4], &x = ds[m][half][i % 4];
           p = exp2_approximate(fmaf(p, scale, -own_lse));
+          float factor = 1.0f;
+          if (drops) {
+            const int own_row = warp_row + 16 * m + 8 * side + lane / 4;
+            const int centroid = kKeys ? stage_of(first) * S::kStep + column + i % 2 : own_row;
+            const int key = kKeys ? owned + own_row : first + column + i % 2;
+            factor = kept(shape.dropout, words[centroid], key);
+            x *= factor;
+          }
           x = p * (x - own_delta);
+          if (kKeys && drops) p *= factor;
           // Keys beyond the end: exp2 of -lse could overflow, and inf times a zero key is NaN.
           if (!kKeys && first + column + i % 2 >= end) x = 0.0f;
           if (bits && is_top(first + column + i % 2, row_of(m, side))) p = x = 0.0f;

@@ -10,7 +10,7 @@
 // every query. Adding: the blocks before the near ones plus the blocks
 // after them (far_forward.cu, far_backward.cu); slower, and precise for all data. Heads of an item
 // in which one query fails the check are computed again by adding, and so are short sequences, of
-// which near keys are a large part.
+// which near keys are a large part. With dropout all heads add.
 #pragma once
 
 #include <cuda_runtime.h>
