@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Context parallel attention (Ulysses, Jacobs et al. 2023). Between layers each of P ranks has a
 // slice of every sequence. For attention an exchange gives it the whole sequences of 1/P of the
-// heads of every group, so mechanisms run unchanged; a second exchange returns the outputs. (Cast is
-// refused: all heads of a group choose its clusters together.)
+// heads of every group, so mechanisms run unchanged; a second exchange returns the outputs. (Cast
+// is refused: all heads of a group choose its clusters together.)
 #pragma once
 
 #include <ATen/core/Tensor.h>
