@@ -54,6 +54,7 @@ struct OptimizerConfig {
   double weight_decay = 0.01;
   double clip = 1.0;      // gradient norm to clip to; 0: no clipping
   bool relative = false;  // adafactor: scale steps by the RMS of the parameter
+  bool shard = false;     // several ranks: each keeps the state of some parameters (ZeRO-1)
 };
 
 struct ScheduleConfig {
@@ -66,6 +67,7 @@ struct TrainConfig {
   std::int64_t steps = 400;
   std::int64_t batch = 16;       // sequences per optimiser step
   std::int64_t micro_batch = 0;  // sequences per pass, gradients are summed; 0: batch
+  std::int64_t context = 1;      // ranks that share each sequence (context parallel)
   std::int64_t log_every = 10;
   std::int64_t eval_every = 50;
   std::int64_t eval_batches = 8;

@@ -115,6 +115,9 @@ void visit_fields(Config& config, Visitor& visit) {
                "Gradient norm to clip to; no clipping if 0");
   visit.flag("optimizer.relative", config.optimizer.relative,
              "adafactor: scale steps by the root mean square of each parameter");
+  visit.flag(
+      "optimizer.shard", config.optimizer.shard,
+      "Several ranks: each keeps and steps the optimiser's state of some parameters (ZeRO-1)");
   visit.number("schedule.warmup", config.schedule.warmup, 0, kMany,
                "Warm-up steps, in which the learning rate rises linearly from 0");
   visit.choice(
@@ -130,6 +133,9 @@ void visit_fields(Config& config, Visitor& visit) {
                "Batch size: sequences per optimiser step");
   visit.number("train.micro-batch", config.train.micro_batch, 0, 1 << 20,
                "Sequences per forward and backward pass, to save memory; the whole batch if 0");
+  visit.number("train.context", config.train.context, 1, 1024,
+               "Several ranks: number of them that share each sequence; heads are split in "
+               "attention (context parallel)");
   visit.number("train.log-every", config.train.log_every, 1, kMany, "Steps between log lines");
   visit.number("train.eval-every", config.train.eval_every, 0, kMany,
                "Steps between validations; only at the end if 0");
@@ -341,6 +347,8 @@ constexpr std::string_view kMayChange[] = {"out",
                                            "train.steps",
                                            "train.fast",
                                            "train.micro-batch",
+                                           "train.context",
+                                           "optimizer.shard",
                                            "train.log-every",
                                            "train.patience",
                                            "train.eval-every",

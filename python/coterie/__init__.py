@@ -31,6 +31,7 @@ from .state import State, init_state
 
 if TYPE_CHECKING:
     from . import diffusers as diffusers
+    from . import distributed as distributed
     from . import hf as hf
 
 __version__ = build_facts()["version"]
@@ -53,8 +54,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Modules that need more than torch, imported on first use."""
-    if name in ("diffusers", "hf"):
+    """Modules that need more than this one, imported on first use."""
+    if name in ("diffusers", "distributed", "hf"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

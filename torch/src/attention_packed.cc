@@ -12,7 +12,8 @@
 
 namespace coterie::torch_api {
 
-bool SelfAttentionImpl::packs(const at::Tensor& x_BNE) const {
+bool SelfAttentionImpl::packs(const at::Tensor& x_BNE, const PassContext& context) const {
+  if (context.ranks != nullptr) return false;  // rows of several ranks come in other layouts
   const std::int64_t heads =
       options_.heads + slices_.back().first_key + slices_.back().key_count + kv_heads_;
   const bool fours = heads * (options_.dim / options_.heads) % 4 == 0;  // for sum_rows

@@ -56,7 +56,8 @@ class TransformerImpl : public ::torch::nn::Module {
   void update_centroids(const StepStatistics& statistics);
   void add_statistics(const std::vector<AttentionRecord>& records,
                       StepStatistics& statistics) const;
-  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
+  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed,
+                            const SequenceRanks* ranks = nullptr);
 
   DecoderCache make_cache(std::int64_t batch) const;
   at::Tensor prefill(const at::Tensor& x_BNE, DecoderCache& cache);
