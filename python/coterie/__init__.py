@@ -32,6 +32,7 @@ from .state import State, init_state
 if TYPE_CHECKING:
     from . import diffusers as diffusers
     from . import hf as hf
+    from .hf.calibration import calibrate as calibrate
 
 __version__ = build_facts()["version"]
 __all__ = [
@@ -56,6 +57,8 @@ def __getattr__(name: str) -> Any:
     """Modules that need more than torch, imported on first use."""
     if name in ("diffusers", "hf"):
         return importlib.import_module(f".{name}", __name__)
+    if name == "calibrate":
+        return importlib.import_module(".hf", __name__).calibrate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
