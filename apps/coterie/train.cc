@@ -14,6 +14,7 @@
 #include "coterie/error.h"
 #include "coterie/spec.h"
 #include "formats/files.h"
+#include "formats/spec_file.h"
 #include "train/checkpoint.h"
 #include "train/corpus.h"
 #include "train/options.h"
@@ -189,6 +190,11 @@ std::unique_ptr<train::Task> task_of(const train::Config& config, bool resume) {
 void run_train(CLI::App& verb, TrainVerb& options) {
   train::Config& config = options.config;
   if (options.resume) read_resumed_config(verb, config);
+  if (train::is_spec_file(config.attention)) {
+    const auto later = config.attention_at;  // overrides the file
+    train::set_attention(config, config.attention);
+    config.attention_at.insert(config.attention_at.end(), later.begin(), later.end());
+  }
   make_absolute(config.data);
   make_absolute(config.init_from);
   make_absolute(config.text.tokenizer);
