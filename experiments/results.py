@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import certificates
 import plan as plans
 import plot
 
@@ -156,6 +157,9 @@ def results(logs: Path, descriptions: Path) -> Files:
     """All files under docs/."""
     page, files = HEAD, {}
     for path in sorted(logs.glob("*.jsonl.xz")):
+        if path.name == certificates.LOG.name:
+            page += certificates.chapter(Logs(path).lines)
+            continue
         plan = plans.load(descriptions / path.name.replace(".jsonl.xz", ".toml"))
         text, pictures = chapter(plan, Logs(path))
         page += text

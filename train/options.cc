@@ -16,6 +16,7 @@
 #include "coterie/runtime.h"
 #include "formats/config_text.h"
 #include "formats/files.h"
+#include "formats/spec_file.h"
 #include "train/option_values.h"
 
 namespace coterie::train {
@@ -37,8 +38,10 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.size("data-limit", config.data_limit,
              "Limit on the text read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
-  visit.text("attention", config.attention, "SPEC",
-             "Attention of all layers; coterie help spec explains it");
+  visit.text(
+      "attention", config.attention, "SPEC",
+      "Attention of all layers; coterie help spec explains it. Or a file of specs per layer, "
+      "FILE.json");
   visit.pairs(
       "attention-at", config.attention_at, "LAYERS SPEC",
       "Attention of some layers, counted from 0: 2 or 0-3. Repeatable; the last match wins");
@@ -434,6 +437,23 @@ void check_task_options(const Config& config) {
     throw Error(fmt::format("[task] --{} is an option of {}; got {} with --task {}: leave it out",
                             change.name, fmt::join(own->tasks, " and "), change.after,
                             config.task));
+  }
+}
+
+void set_attention(Config& config, const std::string& text) {
+  config.attention = text;
+  config.attention_at.clear();
+  if (!is_spec_file(text)) return;
+  const std::vector<std::string> specs = read_spec_file(text);
+  if (static_cast<std::int64_t>(specs.size()) != config.model.layers) {
+    throw Error(fmt::format("[train] {}: expected specs of {} layers; got {}", text,
+                            config.model.layers, specs.size()));
+  }
+  config.attention = specs[0];
+  for (std::size_t layer = 1; layer < specs.size(); ++layer) {
+    if (specs[layer] != specs[0]) {
+      config.attention_at.emplace_back(fmt::format("{}", layer), specs[layer]);
+    }
   }
 }
 

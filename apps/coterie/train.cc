@@ -15,6 +15,7 @@
 #include "coterie/error.h"
 #include "coterie/spec.h"
 #include "formats/files.h"
+#include "formats/spec_file.h"
 #include "train/checkpoint.h"
 #include "train/corpus.h"
 #include "train/option_values.h"
@@ -237,6 +238,11 @@ void run_train(CLI::App& verb, TrainVerb& options) {
   const std::optional<train::Place> place = own_place();
   if (place) resume_if_restarted(*place, options);
   if (options.resume) read_resumed_config(verb, config);
+  if (train::is_spec_file(config.attention)) {
+    const auto later = config.attention_at;  // overrides the file
+    train::set_attention(config, config.attention);
+    config.attention_at.insert(config.attention_at.end(), later.begin(), later.end());
+  }
   make_absolute(config.data);
   make_absolute(config.init_from);
   make_absolute(config.text.tokenizer);

@@ -4,6 +4,7 @@
 
 #include "coterie/attention.h"
 #include "coterie/block.h"
+#include "coterie/choice.h"
 #include "coterie/error.h"
 #include "coterie/input_list.h"
 #include "coterie/inputs.h"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from . import diffusers as diffusers
     from . import distributed as distributed
     from . import hf as hf
+    from .hf.calibration import calibrate as calibrate
 
 __version__ = build_facts()["version"]
 __all__ = [
@@ -57,6 +58,8 @@ def __getattr__(name: str) -> Any:
     """Modules that need more than this one, imported on first use."""
     if name in ("diffusers", "distributed", "hf"):
         return importlib.import_module(f".{name}", __name__)
+    if name == "calibrate":
+        return importlib.import_module(".hf", __name__).calibrate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 _OLDEST_TORCH = (2, 11)
+_VERIFY = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_char_p)
 
 
 def _load() -> ctypes.CDLL:
@@ -28,7 +30,11 @@ def _load() -> ctypes.CDLL:
     library.coterie_group_seed.argtypes = [ctypes.c_uint64, *numbers]
     library.coterie_group_seed.restype = ctypes.c_int64
     library.coterie_set_threads.argtypes = [ctypes.c_int]
-    for function in ("describe", "layer_spec", "build_facts", "spec_help", "set_threads"):
+    whole, real = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
+    library.coterie_choose.argtypes = [ctypes.c_char_p, ctypes.c_int64, whole, whole, real]
+    library.coterie_choose.argtypes += [ctypes.c_double, ctypes.c_int, _VERIFY]
+    names = ("describe", "layer_spec", "choose", "build_facts", "spec_help", "set_threads")
+    for function in names:
         getattr(library, f"coterie_{function}").restype = ctypes.c_char_p
     return library
 
@@ -69,6 +75,44 @@ def group_seed(seed: int, layer: int, group: int) -> int:
     # operator.index makes torch.compile specialise on the seed.
     own: int = _group_seed(operator.index(seed), layer, group)
     return own
+
+
+def choose(
+    ladder: Sequence[str],
+    heads: Sequence[int],
+    units: Sequence[int],
+    numbers: Sequence[float],
+    target: float,
+    rounds: int,
+    verify: Callable[[list[str]], float],
+) -> dict[str, str]:
+    """choose_verified of include/coterie/choice.h; ``numbers``: its measurements, layer by layer.
+
+    ``verify`` gets one spec per layer and returns the error of the model's output.
+    """
+    raised: list[BaseException] = []
+
+    def call(specs: bytes) -> float:
+        try:
+            return verify(specs.decode().split("\n"))
+        except BaseException as error:  # ctypes would print it and go on
+            raised.append(error)
+            return float("nan")
+
+    whole, real = ctypes.c_int64 * len(heads), ctypes.c_double * len(numbers)
+    answer = _LIBRARY.coterie_choose(
+        "\n".join(ladder).encode(),
+        len(heads),
+        whole(*heads),
+        whole(*units),
+        real(*numbers),
+        target,
+        rounds,
+        _VERIFY(call),
+    )
+    if raised:
+        raise raised[0]
+    return _table(_text(answer))
 
 
 def build_facts() -> dict[str, str]:

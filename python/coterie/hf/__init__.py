@@ -18,6 +18,8 @@ attention and, unless named, layers with a window of their own keep the model's 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import transformers
@@ -26,7 +28,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..groups import HeadGroups
 from .attention import NAME, OWN, attention_forward, check_group
-from .files import from_pretrained
+from .calibration import Calibration, calibrate, read_specs
+from .files import from_pretrained, same_name
 from .layers import (
     LayerChoice,
     attention_layers,
@@ -38,7 +41,16 @@ from .masks import make_mask
 from .rings import RingCache
 from .training import Callback
 
-__all__ = ["Callback", "RingCache", "attention_layers", "from_pretrained", "register", "use"]
+__all__ = [
+    "Calibration",
+    "Callback",
+    "RingCache",
+    "attention_layers",
+    "calibrate",
+    "from_pretrained",
+    "register",
+    "use",
+]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _OLDEST = (5, 17)  # of transformers; earlier ones ask for masks in another way
@@ -59,12 +71,15 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def use(model: _Model, spec: str, layers: LayerChoice = None, seed: int = 0) -> _Model:
+def use(
+    model: _Model, spec: str | os.PathLike[str], layers: LayerChoice = None, seed: int = 0
+) -> _Model:
     """Sets the attention of layers of a model to ``spec``; the others keep theirs.
 
     Args:
         model: a transformers model; its attention implementation becomes ``"coterie"``.
-        spec: attention spec for the model's number of heads.
+        spec: attention spec for the model's number of heads, or a file of specs (``.json``) that
+            :meth:`Calibration.save` or ``coterie approximate`` has written.
         layers: self-attention layers by their index in their stack (in a model with several stacks
             those of all), or by the name of their module or of one that contains them, such as
             ``"encoder"``; or a dict from names of stacks to indices, such as
@@ -77,11 +92,50 @@ def use(model: _Model, spec: str, layers: LayerChoice = None, seed: int = 0) -> 
             f"model: {type(model).__name__} does not compute its attention by transformers' "
             "AttentionInterface; if it calls scaled_dot_product_attention, use coterie.apply"
         )
+    if not isinstance(spec, str) or spec.endswith(".json"):
+        if layers is not None:
+            raise ValueError(f"layers: {os.fspath(spec)} names its layers; leave layers out")
+        return use_specs(model, _layers_of(found, spec), seed)
     wanted = chosen_layers(found, layers)
+    _set(model, found, {name: spec for name in found if name in wanted}, seed)
+    return model
+
+
+def _layers_of(found: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, str]:
+    """The specs of a file by the names of the model's layers; in order if the file has no names."""
+    pairs = read_specs(path)
+    if not any(name for name, _ in pairs):
+        if len(pairs) != len(found):
+            raise ValueError(f"{path}: expected specs of {len(found)} layers; got {len(pairs)}")
+        return {name: spec for name, (_, spec) in zip(found, pairs, strict=True)}
+    specs = {}
+    for saved, spec in pairs:
+        name = next((name for name in found if same_name(saved, name)), None)
+        if name is None:
+            raise ValueError(f"{path}: expected layers among {sorted(found)}; got {saved!r}")
+        specs[name] = spec
+    return specs
+
+
+def use_specs(model: _Model, specs: Mapping[str, str], seed: int = 0) -> _Model:
+    """Sets the spec of each named layer; those with ``full`` keep the model's own attention."""
+    found = attention_layers(model)
+    wrong = sorted(set(specs) - set(found))
+    if wrong:
+        raise ValueError(f"layers: expected some of {sorted(found)}; got {wrong}")
+    _set(model, found, {name: spec for name, spec in specs.items() if spec != "full"}, seed)
+    config: Any = model.config
+    for name in (name for name, spec in specs.items() if spec == "full"):
+        found[name]._modules.pop(NAME, None)
+        config.coterie_layers.pop(name, None)
+    return model
+
+
+def _set(model: nn.Module, found: dict[str, Any], specs: Mapping[str, str], seed: int) -> None:
     made = {
-        name: make_groups(name, found[name], spec, seed + i)
+        name: make_groups(name, found[name], specs[name], seed + i)
         for i, name in enumerate(found)
-        if name in wanted
+        if name in specs
     }
     adopt(model)
     for name, groups in made.items():
@@ -89,9 +143,8 @@ def use(model: _Model, spec: str, layers: LayerChoice = None, seed: int = 0) -> 
     config: Any = model.config
     config.coterie_layers = {
         **(getattr(config, "coterie_layers", None) or {}),
-        **dict.fromkeys(made, spec),
+        **specs,
     }
-    return model
 
 
 def adopt(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ def from_pretrained(model_class: Any, path: Any, **kwargs: Any) -> Any:
     found = attention_layers(model)
     groups = {}
     for name, layer in found.items():
-        spec = next((s for saved, s in specs.items() if _same_name(saved, name)), None)
+        spec = next((s for saved, s in specs.items() if same_name(saved, name)), None)
         if spec is not None:
             groups[name] = make_groups(name, layer, spec, 0)
     if not groups:
@@ -42,7 +42,7 @@ def from_pretrained(model_class: Any, path: Any, **kwargs: Any) -> Any:
     return model
 
 
-def _same_name(one: str, two: str) -> bool:
+def same_name(one: str, two: str) -> bool:
     """Whether two names are of one module, in models of which one may contain the other."""
     return f".{one}".endswith(f".{two}") or f".{two}".endswith(f".{one}")
 
@@ -55,7 +55,7 @@ def _load(model: Any, path: Any, prefixes: list[str], kwargs: dict[str, Any]) ->
     }
     saved = _saved_tensors(path, kwargs) if wanted else {}
     for name, tensor in wanted.items():
-        own = next((value for key, value in saved.items() if _same_name(key, name)), None)
+        own = next((value for key, value in saved.items() if same_name(key, name)), None)
         if own is None or own.shape != tensor.shape:
             got = "none" if own is None else tuple(own.shape)
             raise ValueError(f"path: expected {name} of shape {tuple(tensor.shape)}; got {got}")
