@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import approximate
 import certificates
 import plan as plans
 import plot
@@ -26,7 +27,7 @@ Files = dict[str, str]  # text by path under docs/
 HEAD = """# Results
 
 Scores of trained models. `experiments/results.py` writes this page from the logs in `experiments/logs`, and a test checks
-that it is up to date. `experiments/run.py` runs an experiment again. Speeds and errors of single calls are in
+that it is up to date. `experiments/run.py` and `experiments/approximate.py` run them again. Speeds and errors of single calls are in
 `docs/performance.md`.
 """
 
@@ -159,6 +160,10 @@ def results(logs: Path, descriptions: Path) -> Files:
     for path in sorted(logs.glob("*.jsonl.xz")):
         if path.name == certificates.LOG.name:
             page += certificates.chapter(Logs(path).lines)
+        if path.name == "approximate.jsonl.xz":
+            text, pictures = approximate.chapter(Logs(path).lines)
+            page += text
+            files |= pictures
             continue
         plan = plans.load(descriptions / path.name.replace(".jsonl.xz", ".toml"))
         text, pictures = chapter(plan, Logs(path))

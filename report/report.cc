@@ -64,14 +64,22 @@ std::string subtitle_of(const ReportData& data) {
 }  // namespace
 
 std::string make_report(const ReportInputs& inputs) {
-  if (inputs.runs.empty() && inputs.bench.empty()) {
-    throw Error("[report] expected run folders or --bench FILE; got neither");
+  if (inputs.runs.empty() && inputs.bench.empty() && inputs.approximations.empty()) {
+    throw Error("[report] expected run folders, --bench FILE or --approximate FILE; got none");
   }
+  std::vector<PageSection> records;
+  for (const std::string& path : inputs.approximations) {
+    PageSection section{fmt::format("approximation-{}", records.size()), "", ""};
+    section.html = approximation_section(path, section.id, section.name);
+    records.push_back(std::move(section));
+  }
+  if (inputs.runs.empty() && inputs.bench.empty()) return page_html(inputs.title, "", records);
   const ReportData data = read_inputs(inputs);
   std::vector<PageSection> sections = {{"summary", "Summary", summary_section(data)}};
   for (const TaskGroup& group : data.groups) {
     sections.push_back({group.id, group.title, task_section(group)});
   }
+  for (PageSection& section : records) sections.push_back(std::move(section));
   sections.push_back({"bench", "Speed and error", bench_section(data)});
   sections.push_back({"clusters", "Cluster health", cluster_section(data)});
   sections.push_back({"runs", "Runs and machines", runs_section(data)});

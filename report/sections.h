@@ -26,6 +26,9 @@ std::string task_section(const TaskGroup& group);
 std::string bench_section(const ReportData& data);
 // Cluster sizes, empty clusters and kept mass per layer and head.
 std::string cluster_section(const ReportData& data);
+// A record of coterie approximate; `name` is set to the title of the section.
+std::string approximation_section(const std::string& path, const std::string& id,
+                                  std::string& name);
 // Config, machine and state of every run.
 std::string runs_section(const ReportData& data);
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Characters of UTF-8 text and their Unicode classes, by ICU; no_unicode.cc replaces unicode.cc in
-// builds without it.
+// Characters of UTF-8 text, their Unicode classes and forms, by ICU; no_unicode.cc replaces
+// unicode.cc in builds without it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace coterie::train {
@@ -19,5 +20,20 @@ struct Character {
 // The character that begins at `at`, which is inside the text. A byte that is not part of valid
 // UTF-8 is a character of class other.
 Character character_at(std::string_view text, std::size_t at);
+
+// A code point and its length in bytes. A byte that is not part of valid UTF-8 is U+FFFD.
+struct CodePoint {
+  char32_t value = 0;
+  std::size_t bytes = 0;
+};
+CodePoint code_point_at(std::string_view text, std::size_t at);
+void append_utf8(char32_t c, std::string& text);
+
+bool is_white_space(char32_t c);        // the property White_Space
+bool is_punctuation(char32_t c);        // categories P*
+bool is_nonspacing_mark(char32_t c);    // category Mn
+bool is_control(char32_t c);            // categories Cc, Cf and Co
+char32_t lower_case(char32_t c);        // the simple mapping
+std::u32string decomposed(char32_t c);  // canonically, as in NFD
 
 }  // namespace coterie::train

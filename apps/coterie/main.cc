@@ -103,6 +103,7 @@ int run(int argc, char** argv) {
   coterie::cli::add_report(program);
   coterie::cli::add_export(program);
   coterie::cli::add_compare(program);
+  coterie::cli::add_approximate(program);
   coterie::cli::add_bench(program);
   coterie::cli::add_info(program);
   coterie::cli::add_completion(program);

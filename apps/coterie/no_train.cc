@@ -27,6 +27,9 @@ void add_eval(CLI::App& program) { add_missing(program, "eval", "Score a trained
 void add_generate(CLI::App& program) { add_missing(program, "generate", "Generate text"); }
 void add_inspect(CLI::App& program) { add_missing(program, "inspect", "Inspect attention"); }
 void add_compare(CLI::App& program) { add_missing(program, "compare", "Compare attentions"); }
+void add_approximate(CLI::App& program) {
+  add_missing(program, "approximate", "Approximate a pretrained encoder");
+}
 
 const bool kExportsHuggingFace = false;
 void export_huggingface(const std::string& /*run*/, const std::string& /*attention*/,

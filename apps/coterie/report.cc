@@ -39,6 +39,9 @@ void add_report(CLI::App& program) {
   verb->add_option("runs", options.inputs.runs, "Run folders")->type_name("RUN");
   verb->add_option("--bench", options.inputs.bench, "Output of coterie bench --json to include")
       ->type_name("FILE");
+  verb->add_option("--approximate", options.inputs.approximations,
+                   "Outputs of coterie approximate --json to include")
+      ->type_name("FILE");
   verb->add_option("--out", options.out, "Output file")->type_name("FILE")->capture_default_str();
   verb->add_option("--title", options.inputs.title, "Title of the page")
       ->type_name("TEXT")

@@ -8,6 +8,7 @@ class App;
 
 namespace coterie::cli {
 
+void add_approximate(CLI::App& program);
 void add_bench(CLI::App& program);
 void add_compare(CLI::App& program);
 void add_completion(CLI::App& program);
