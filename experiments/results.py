@@ -160,6 +160,7 @@ def results(logs: Path, descriptions: Path) -> Files:
     for path in sorted(logs.glob("*.jsonl.xz")):
         if path.name == certificates.LOG.name:
             page += certificates.chapter(Logs(path).lines)
+            continue
         if path.name == "approximate.jsonl.xz":
             text, pictures = approximate.chapter(Logs(path).lines)
             page += text
