@@ -305,8 +305,9 @@ constexpr Line kDropout[] = {
     {"dropout_routing_strict_shared_f16", "routing(clusters=4,window=30,share_qk=true)",
      "B1 N257 D32 causal packed f16 scale=0.3 dropout=0.1"},
     {"dropout_cast", "cast(clusters=6,size=20)", "N113 D16 dropout=0.1"},
-    {"dropout_cast_single_bf16", "cast(clusters=5,size=40,mode=single)",
-     "B3 H4:2 N130 D32 padded bf16 dropout=0.3"},
+    {"dropout_cast_single", "cast(clusters=5,size=40,mode=single)",
+     "B3 H4:2 N130 D32 padded dropout=0.3"},
+    {"dropout_cast_packed_bf16", "cast(clusters=5,size=12)", "B1 N129 D32 packed bf16 dropout=0.3"},
     {"dropout_cast_laplace", "cast(clusters=5,size=12,activation=laplace,heads=separate)",
      "N65 D16 dropout=0.3"},
 };

@@ -38,6 +38,7 @@ struct ModelConfig {
   std::int64_t kv_heads = 0;  // 0: same as heads
   std::int64_t ffn = 0;       // 0: 4 * dim
   double dropout = 0.0;
+  double attention_dropout = 0.0;
   std::string positions = "automatic";  // none, sinusoidal, learned; automatic: as the task needs
   double embedding_std = 0.0;           // initial, of token embeddings; 0: as the task needs
   double position_base = 100.0;         // sinusoidal: wavelengths grow from 2 pi to this times 2 pi

@@ -13,7 +13,7 @@ namespace coterie::train {
 
 struct GradientOptions {
   std::int64_t micro_batch = 0;          // rows of one pass; 0: all
-  std::uint64_t seed = 0;                // of clusterings
+  std::uint64_t seed = 0;                // of clusterings and attention dropout
   bool bf16 = false;                     // matrix products
   bool update_centroids = false;         // of routing heads: updated once, after the last pass
   std::function<void()> before_layer{};  // see PassContext; gradients are incomplete if it throws

@@ -88,7 +88,10 @@ void visit_fields(Config& config, Visitor& visit) {
                "Key/value heads per layer; as many as query heads if 0");
   visit.number("model.ffn", config.model.ffn, 0, 1 << 20,
                "Hidden width of the feed-forward layers; 4 times model.dim if 0");
-  visit.number("model.dropout", config.model.dropout, 0.0, 0.99, "Dropout probability");
+  visit.number("model.dropout", config.model.dropout, 0.0, 0.99,
+               "Dropout probability of embeddings and of the outputs of layers");
+  visit.number("model.attention-dropout", config.model.attention_dropout, 0.0, 0.99,
+               "Dropout probability of attention weights");
   visit.choice("model.positions", config.model.positions,
                {"automatic", "none", "sinusoidal", "learned"},
                "Position embeddings added to token embeddings; automatic: as the task needs");

@@ -57,8 +57,8 @@ class Problem:
         centroids = state.surrogates if "cast" in self.spec else state.centroids
         tensors = (self.q, self.k, self.v, centroids, state.gate, state.logit_scale)
         lengths = self.options.get("q_lengths"), self.options.get("k_lengths")
-        rest = (self.spec, 0.0, self.options["causal"], self.options["seed"])
-        return (*tensors, *lengths, None, None, None, *rest)
+        rest = (self.spec, 0.0, self.options["causal"], self.options["seed"], 0.0)
+        return (*tensors, *lengths, *[None] * 4, *rest)
 
     def differentiable(self) -> Problem:
         """The same problem with inputs that require gradients."""

@@ -42,10 +42,11 @@ Config config_without_defaults() {
   share = 0.4;
   auto& [valid, test, vocabulary, tokenizer] = text;
   valid = 0.1, test = 0.2, vocabulary = 1000, tokenizer = "gpt2/";
-  auto& [dim, layers, heads, kv_heads, ffn, dropout, positions, embedding_std, position_base, bias,
-         tied, recompute] = model;
+  auto& [dim, layers, heads, kv_heads, ffn, dropout, attention_dropout, positions, embedding_std,
+         position_base, bias, tied, recompute] = model;
   embedding_std = 0.3, position_base = 77.5;
-  dim = 48, layers = 3, heads = 6, kv_heads = 2, ffn = 100, dropout = 0.1, positions = "learned";
+  dim = 48, layers = 3, heads = 6, kv_heads = 2, ffn = 100, dropout = 0.1, attention_dropout = 0.2,
+  positions = "learned";
   bias = !bias, tied = !tied, recompute = !recompute;
   auto& [name, lr, beta1, beta2, eps, weight_decay, clip, relative, shard] = optimizer;
   name = "adafactor", lr = 0.1 + 0.2, beta1 = 0.5, beta2 = 0.97, eps = 1e-7, weight_decay = 0.3;

@@ -30,6 +30,9 @@ void check_options(const SelfAttentionOptions& options) {
     refuse_layer("expected a width that is a multiple of the number of heads; got width ", text(E),
                  " and ", text(H), " heads");
   }
+  if (!(options.dropout >= 0 && options.dropout < 1)) {
+    refuse_layer("expected dropout from 0 to below 1; got ", std::to_string(options.dropout));
+  }
 }
 
 void check_input(const at::Tensor& x, std::int64_t E) {
@@ -143,6 +146,17 @@ std::vector<HeadRows> SelfAttentionImpl::whole_sequences(std::vector<HeadRows> r
   return rows;
 }
 
+AttentionOptions SelfAttentionImpl::group_options(std::size_t group, const at::Tensor& x_BNE,
+                                                  const PassContext& context) {
+  const auto number = static_cast<std::int64_t>(group);
+  AttentionOptions options = groups_[group]->attention_options(x_BNE, HeadPart(context.ranks));
+  options.q_lengths = options.k_lengths = context.lengths;
+  options.seed = group_seed(context.seed, context.layer, number);
+  if (is_training()) options.dropout = options_.dropout;
+  options.dropout_seed = group_seed(context.dropout_seed, context.layer, number);
+  return options;
+}
+
 // Outputs of all heads (B, N, H D), before the output layer.
 PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContext& context) {
   check_input(x_BNE, options_.dim);
@@ -156,9 +170,7 @@ PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContex
     HeadGroupImpl& group = *groups_[g];
     const HeadRows placed = group.placed(rows[g], 0, own);
     const auto number = static_cast<std::int64_t>(g);
-    AttentionOptions options = group.attention_options(x_BNE, own);
-    options.q_lengths = options.k_lengths = context.lengths;
-    options.seed = group_seed(context.seed, context.layer, number);
+    const AttentionOptions options = group_options(g, x_BNE, context);
     record(context, number, placed, options, /*labels=*/{});
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);

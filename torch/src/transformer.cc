@@ -124,6 +124,7 @@ BlockImpl::BlockImpl(const TransformerOptions& options, std::int64_t layer)
                                                       .causal = options.causal,
                                                       .bias = options.bias,
                                                       .rotary_base = options.rotary_base,
+                                                      .dropout = options.attention_dropout,
                                                       .seed = group_seed(options.seed, layer, 0)}));
   ffn_norm_ = register_module("ffn_norm", make_norm(options));
   ffn_in_ = register_module("ffn_in", linear(E, hidden));

@@ -41,6 +41,7 @@ struct SelfAttentionOptions {
   bool causal = false;
   bool bias = true;
   double rotary_base = 10000.0;
+  double dropout = 0.0;    // of attention weights, in training
   std::uint64_t seed = 0;  // for the initial centroids and surrogate tokens
 };
 
@@ -63,7 +64,8 @@ using StepStatistics = std::map<std::pair<std::int64_t, std::int64_t>, GroupStat
 struct PassContext {
   at::Tensor lengths{};    // (B), or undefined: all rows are valid
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
-  std::int64_t layer = 0;  // set by the transformer
+  std::uint64_t dropout_seed = 0;  // for attention dropout, likewise
+  std::int64_t layer = 0;          // set by the transformer
   // Ranks that share the sequences (ulysses.h), or null. Layers then get this rank's positions,
   // attention runs on this rank's heads, and commitments, records and statistics are of these.
   const SequenceRanks* ranks = nullptr;
@@ -130,6 +132,8 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   PassOutput attended(const at::Tensor& x_BNE, const PassContext& context);
   PassOutput attended_packed(const at::Tensor& x_BNE, const PassContext& context);
   bool packs(const at::Tensor& x_BNE, const PassContext& context) const;
+  AttentionOptions group_options(std::size_t group, const at::Tensor& x_BNE,
+                                 const PassContext& context);
   void record(const PassContext& context, std::int64_t group, const HeadRows& placed,
               const AttentionOptions& options, const std::vector<at::Tensor>& labels) const;
   std::vector<HeadRows> project(const at::Tensor& x_BNE);

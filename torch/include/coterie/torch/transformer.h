@@ -18,8 +18,9 @@ namespace coterie::torch_api {
 
 struct TransformerOptions {
   std::int64_t dim = 64, layers = 2, heads = 4, kv_heads = 0;
-  std::int64_t ffn = 0;  // hidden width; 0: 4 dim
-  double dropout = 0.0;  // on the embeddings and on both branches' outputs, in training
+  std::int64_t ffn = 0;            // hidden width; 0: 4 dim
+  double dropout = 0.0;            // on the embeddings and on both branches' outputs, in training
+  double attention_dropout = 0.0;  // on the attention weights, in training
   std::vector<AttentionSpec> attention{};  // one for all layers, or one per layer
   bool causal = false;
   bool bias = true;
