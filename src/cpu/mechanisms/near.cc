@@ -45,14 +45,14 @@ void copy(const Sums<T>& from, const Sums<T>& to, std::int64_t rows, std::int64_
 
 // The sums of one row.
 template <class T>
-struct RowSums {
+struct SumsOfRow {
   T &max, &sum;
   T* out;
 };
 
 // to += from.
 template <class T>
-void merge(const RowSums<T>& to, T max, T sum, const T* out, std::int64_t width) {
+void merge(const SumsOfRow<T>& to, T max, T sum, const T* out, std::int64_t width) {
   if (max == kNegInf<T> && sum == T(0)) return;
   const Kernels<T>& kernel = kernels<T>();
   const T largest = std::max(to.max, max);

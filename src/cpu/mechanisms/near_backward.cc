@@ -23,7 +23,7 @@ constexpr std::int64_t kTurnRows = 32;  // rows of dq that are added at a time
 
 // Sums over members, relative to the smallest lse so far; infinity if there is none.
 template <class T>
-struct GradientSums {
+struct RowGradientSums {
   T &shift, &delta;
   T* gradient;
 
@@ -161,8 +161,8 @@ class NearBackward {
         const std::int64_t query = after ? rows.end - 1 - i : rows.begin + i,
                            row = labels[query] - first;
         if (row < 0 || row >= count) continue;
-        const GradientSums<T> total{sums.shift[slot + row], sums.delta[slot + row],
-                                    sums.gradient + (slot + row) * call_.Dv};
+        const RowGradientSums<T> total{sums.shift[slot + row], sums.delta[slot + row],
+                                       sums.gradient + (slot + row) * call_.Dv};
         total.add(lse[query], delta[query], gradient_row(g, query, scratch), call_.Dv);
       }
     }
@@ -186,17 +186,17 @@ class NearBackward {
       const std::int64_t row = labels[query] - first;
       return row < count ? std::max<std::int64_t>(row, -1) : -1;
     };
-    const auto take = [&](const GradientSums<T>& sums, std::int64_t query) {
+    const auto take = [&](const RowGradientSums<T>& sums, std::int64_t query) {
       sums.add(lse[query], delta[query], gradient_row(g, query, own.g), call_.Dv);
     };
     const auto sums_at = [&](std::int64_t block, std::int64_t r) {
       const std::int64_t slot = (block - begin) * kQueryTile + r;
-      return GradientSums<T>{far.shift[slot], far.delta[slot], far.gradients + slot * width};
+      return RowGradientSums<T>{far.shift[slot], far.delta[slot], far.gradients + slot * width};
     };
     // Sums of later members, for all rows.
     T *after_shift = own.max, *after_delta = own.sum;
     const auto after_at = [&](std::int64_t r) {
-      return GradientSums<T>{after_shift[r], after_delta[r], own.o + r * width};
+      return RowGradientSums<T>{after_shift[r], after_delta[r], own.o + r * width};
     };
     // Sums from before and after are relative to the same lse, unless it is too far from one of
     // them, so that they can be added as they are.
@@ -204,7 +204,7 @@ class NearBackward {
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int64_t before = ((problem * ws_.before.chunks + low) * clusters_ + first + r),
                          after = ((problem * ws_.after.chunks + high) * clusters_ + first + r);
-      const auto start = [&](const GradientSums<T>& sums, const MemberSums<T>& from,
+      const auto start = [&](const RowGradientSums<T>& sums, const MemberSums<T>& from,
                              std::int64_t slot) {
         sums.shift = from.shift[slot];
         sums.delta = from.delta[slot];
