@@ -9,6 +9,17 @@
 #include "coterie/error.h"
 
 namespace coterie::train {
+namespace {
+
+bool in_unicode_8(char32_t c, std::uint32_t categories) {
+  const auto point = static_cast<UChar32>(c);
+  if ((U_GET_GC_MASK(point) & categories) == 0) return false;
+  UVersionInfo age;
+  u_charAge(point, age);
+  return age[0] <= 8;
+}
+
+}  // namespace
 
 Character character_at(std::string_view text, std::size_t at) {
   constexpr std::size_t kLongest = 4;
@@ -45,18 +56,11 @@ void append_utf8(char32_t c, std::string& text) {
 
 bool is_white_space(char32_t c) { return u_isUWhiteSpace(static_cast<UChar32>(c)) != 0; }
 
-bool is_punctuation(char32_t c) {
-  return (U_GET_GC_MASK(static_cast<UChar32>(c)) & U_GC_P_MASK) != 0;
-}
+bool is_punctuation(char32_t c) { return in_unicode_8(c, U_GC_P_MASK); }
 
-bool is_nonspacing_mark(char32_t c) {
-  return u_charType(static_cast<UChar32>(c)) == U_NON_SPACING_MARK;
-}
+bool is_nonspacing_mark(char32_t c) { return in_unicode_8(c, U_GC_MN_MASK); }
 
-bool is_control(char32_t c) {
-  constexpr std::uint32_t kOther = U_GC_CC_MASK | U_GC_CF_MASK | U_GC_CO_MASK;
-  return (U_GET_GC_MASK(static_cast<UChar32>(c)) & kOther) != 0;
-}
+bool is_control(char32_t c) { return in_unicode_8(c, U_GC_CC_MASK | U_GC_CF_MASK | U_GC_CO_MASK); }
 
 char32_t lower_case(char32_t c) {
   return static_cast<char32_t>(u_tolower(static_cast<UChar32>(c)));

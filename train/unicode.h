@@ -29,11 +29,13 @@ struct CodePoint {
 CodePoint code_point_at(std::string_view text, std::size_t at);
 void append_utf8(char32_t c, std::string& text);
 
-bool is_white_space(char32_t c);        // the property White_Space
-bool is_punctuation(char32_t c);        // categories P*
-bool is_nonspacing_mark(char32_t c);    // category Mn
-bool is_control(char32_t c);            // categories Cc, Cf and Co
-char32_t lower_case(char32_t c);        // the simple mapping
+bool is_white_space(char32_t c);  // the property White_Space
+char32_t lower_case(char32_t c);  // the simple mapping
+// Categories P*, Mn, and Cc, Cf and Co as of Unicode 8, whose tables BERT's tokenizer has in
+// Hugging Face's library `tokenizers`: no for characters that were added later.
+bool is_punctuation(char32_t c);
+bool is_nonspacing_mark(char32_t c);
+bool is_control(char32_t c);
 std::u32string decomposed(char32_t c);  // canonically, as in NFD
 
 }  // namespace coterie::train
