@@ -23,10 +23,9 @@ class SpecFile : public ::testing::Test {
   std::string path = folder.path("specs.json");
 };
 
-constexpr const char* kThree = R"({"coterie_specs": 1, "about": {"target": 0.01}, "layers": [
-  {"name": "a", "spec": "full"}, {"spec": "2*full+2*local(window=8)"
-}, {"spec": "full"}]
-})";
+constexpr const char* kThree =
+    R"json({"coterie_specs": 1, "about": {"target": 0.01}, "layers": [
+  {"name": "a", "spec": "full"}, {"spec": "2*full+2*local(window=8)"}, {"spec": "full"}]})json";
 
 TEST_F(SpecFile, SetsTheAttentionOfLayers) {
   EXPECT_TRUE(is_spec_file(path));
