@@ -32,11 +32,12 @@ class CoterieRecipe(ConanFile):
         cmake_layout(self)
 
     def validate(self):
-        check_min_cppstd(self, 20)
+        check_min_cppstd(self, 17)  # of the headers; the library itself is compiled as C++20
 
     def generate(self):
         toolchain = CMakeToolchain(self)
         toolchain.variables["COTERIE_CUDA"] = "ON" if self.options.cuda else "OFF"
+        toolchain.variables["COTERIE_TOGETHER"] = "ON"
         for part in ("TORCH", "PYTHON", "TESTS", "BENCH", "APPS"):
             toolchain.variables[f"COTERIE_{part}"] = "OFF"
         toolchain.generate()

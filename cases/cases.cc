@@ -266,6 +266,52 @@ constexpr Line kCast[] = {
     {"cast_many_clusters", "cast(clusters=140,size=3)", "B1 H1 N300 D8"},
 };
 
+// Attention dropout, in every form that has kernels of its own.
+constexpr Line kDropout[] = {
+    {"dropout_full", "full", "N113 D32 dropout=0.1"},
+    {"dropout_full_causal_grouped_bf16", "full", "H4:2 N200 D64 causal bf16 dropout=0.1"},
+    {"dropout_full_mask_padded_f16", "full", "B3 N65 S97 D32:16 padded mask gaps f16 dropout=0.3"},
+    {"dropout_full_f64", "full", "B1 N33 D8 f64 dropout=0.9"},
+    {"dropout_full_one_query", "full", "H4:2 N1 S300 D64 bf16 dropout=0.3"},
+    {"dropout_local", "local(window=33)", "N200 D32 causal dropout=0.1"},
+    {"dropout_local_blocked_bf16", "local(window=32,kind=blocked)",
+     "B1 N257 D64 packed bf16 dropout=0.2"},
+    {"dropout_strided", "strided(stride=7)", "N129 D16 causal dropout=0.5"},
+    {"dropout_oracle_top", "oracle-top(topk=9)", "H4:2 N113 D32 padded dropout=0.1"},
+    {"dropout_oracle_top_bf16", "oracle-top(topk=32)", "N200 D64 causal bf16 dropout=0.3"},
+    {"dropout_clustered", "clustered(clusters=7)", "H4:2 N113 S130 D32 dropout=0.1"},
+    {"dropout_clustered_packed_bf16", "clustered(clusters=9)",
+     "B1 N257 D64 packed bf16 dropout=0.5"},
+    {"dropout_i_clustered", "i-clustered(clusters=7,topk=9)", "H4:2 N113 S130 D32 dropout=0.1"},
+    {"dropout_i_clustered_constant_mass_bf16", "i-clustered(clusters=9,topk=32,mass_grad=false)",
+     "B3 N200 D64 padded bf16 dropout=0.5"},
+    {"dropout_i_clustered_reference", "i-clustered(clusters=5,topk=9,causal=reference)",
+     "N113 D16 dropout=0.3"},
+    {"dropout_clustered_near", "clustered(clusters=9,near=16)", "H4:2 N257 D32 dropout=0.1"},
+    {"dropout_i_clustered_near", "i-clustered(clusters=9,topk=9,near=16)",
+     "B3 N200 D32 padded dropout=0.3"},
+    {"dropout_i_clustered_near_packed_bf16", "i-clustered(clusters=9,topk=32,near=32)",
+     "B1 H4:2 N300 D64 packed bf16 dropout=0.1"},
+    {"dropout_lsh", "lsh(rounds=3,chunk=16,buckets=8)", "N113 D16 dropout=0.1"},
+    {"dropout_lsh_mean_bf16", "lsh(rounds=2,chunk=16,buckets=8,combine=mean)",
+     "N113 D32 causal bf16 dropout=0.3"},
+    {"dropout_routing", "routing(clusters=5,window=20)", "H4:2 N113 D16 scale=0.3 dropout=0.1"},
+    {"dropout_routing_paper_bf16", "routing(clusters=5,window=20,causal=paper,share_qk=true)",
+     "N113 D32 causal bf16 scale=0.3 dropout=0.3"},
+    {"dropout_routing_balanced", "routing(clusters=4,membership=balanced)",
+     "B3 N65 D16 padded scale=0.3 dropout=0.5"},
+    {"dropout_routing_strict_self", "routing(clusters=5,window=9,queries_in=2,include_self=true)",
+     "N129 D16 causal scale=0.3 dropout=0.3"},
+    {"dropout_routing_strict_shared_f16", "routing(clusters=4,window=30,share_qk=true)",
+     "B1 N257 D32 causal packed f16 scale=0.3 dropout=0.1"},
+    {"dropout_cast", "cast(clusters=6,size=20)", "N113 D16 dropout=0.1"},
+    {"dropout_cast_single", "cast(clusters=5,size=40,mode=single)",
+     "B3 H4:2 N130 D32 padded dropout=0.3"},
+    {"dropout_cast_packed_bf16", "cast(clusters=5,size=12)", "B1 N129 D32 packed bf16 dropout=0.3"},
+    {"dropout_cast_laplace", "cast(clusters=5,size=12,activation=laplace,heads=separate)",
+     "N65 D16 dropout=0.3"},
+};
+
 std::int64_t integer(const std::string& text) {
   std::int64_t value = -1;
   const auto end = std::from_chars(text.data(), text.data() + text.size(), value).ptr;
@@ -316,6 +362,8 @@ void read_word(const std::string& word, Case& c) {
     c.logit_scale = true;
   } else if (word.starts_with("scale=")) {
     c.scale = std::stod(word.substr(6));
+  } else if (word.starts_with("dropout=")) {
+    c.dropout = std::stod(word.substr(8));
   } else if (word[0] == 'B') {
     c.B = integer(rest);
   } else if (word[0] == 'H') {
@@ -372,6 +420,7 @@ std::vector<Case> all() {
   add(kLsh);
   add(kRouting);
   add(kCast);
+  add(kDropout);
   return cases;
 }
 

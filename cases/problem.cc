@@ -197,6 +197,8 @@ Problem make_problem(const Case& given, std::uint64_t seed) {
   inputs.scale = c.scale;
   inputs.causal = c.causal;
   inputs.seed = seed;
+  inputs.dropout = c.dropout;
+  inputs.dropout_seed = seed + 1;
 
   inputs.q = new_tensor(storage, c.dtype, {c.B, c.H, c.N, c.Dk}, c.layout);
   const TokenData data(c, problem.mechanism, seed);

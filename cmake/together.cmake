@@ -9,4 +9,8 @@ function(coterie_together target)
     set(group ${ARGV1})
   endif()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${COTERIE_TOGETHER} UNITY_BUILD_BATCH_SIZE ${group})
+  if(COTERIE_TOGETHER)
+    # Sources of a group are included, and g++ takes a type of an anonymous namespace in them for one in a header.
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+  endif()
 endfunction()

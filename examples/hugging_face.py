@@ -19,7 +19,7 @@ mask = torch.ones_like(tokens)
 mask[1, 18:] = 0
 
 # An encoder with random weights (no download). With topk >= length nothing is approximated.
-encoder = BertModel(BertConfig(**sizes, attention_probs_dropout_prob=0.0)).eval()
+encoder = BertModel(BertConfig(**sizes)).eval()
 with torch.no_grad():
     before = encoder(tokens, attention_mask=mask).last_hidden_state
     coterie.hf.use(encoder, "i-clustered(clusters=6,topk=32)")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import approximate
+import certificates
 import plan as plans
 import plot
 
@@ -157,6 +158,9 @@ def results(logs: Path, descriptions: Path) -> Files:
     """All files under docs/."""
     page, files = HEAD, {}
     for path in sorted(logs.glob("*.jsonl.xz")):
+        if path.name == certificates.LOG.name:
+            page += certificates.chapter(Logs(path).lines)
+            continue
         if path.name == "approximate.jsonl.xz":
             text, pictures = approximate.chapter(Logs(path).lines)
             page += text

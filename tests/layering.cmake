@@ -47,7 +47,7 @@ foreach(room cpu cuda)
   endforeach()
 endforeach()
 # Narrow torch headers only: torch/torch.h adds 14 s to the compilation of every file that includes it.
-set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly|nn|optim)/.*\\.h")
+set(libtorch "(ATen|c10)/.*\\.h|torch/(csrc|headeronly|nn|optim)/.*\\.h(pp)?")
 set(may_torch "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}")
 # Only torch's stable interface, so one binary works with many versions of torch.
 set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h")

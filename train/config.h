@@ -38,6 +38,7 @@ struct ModelConfig {
   std::int64_t kv_heads = 0;  // 0: same as heads
   std::int64_t ffn = 0;       // 0: 4 * dim
   double dropout = 0.0;
+  double attention_dropout = 0.0;
   std::string positions = "automatic";  // none, sinusoidal, learned; automatic: as the task needs
   double embedding_std = 0.0;           // initial, of token embeddings; 0: as the task needs
   double position_base = 100.0;         // sinusoidal: wavelengths grow from 2 pi to this times 2 pi
@@ -54,6 +55,7 @@ struct OptimizerConfig {
   double weight_decay = 0.01;
   double clip = 1.0;      // gradient norm to clip to; 0: no clipping
   bool relative = false;  // adafactor: scale steps by the RMS of the parameter
+  bool shard = false;     // several ranks: each keeps the state of some parameters (ZeRO-1)
 };
 
 struct ScheduleConfig {
@@ -66,6 +68,7 @@ struct TrainConfig {
   std::int64_t steps = 400;
   std::int64_t batch = 16;       // sequences per optimiser step
   std::int64_t micro_batch = 0;  // sequences per pass, gradients are summed; 0: batch
+  std::int64_t context = 1;      // ranks that share each sequence (context parallel)
   std::int64_t log_every = 10;
   std::int64_t eval_every = 50;
   std::int64_t eval_batches = 8;

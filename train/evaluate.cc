@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/nll_loss.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <chrono>
@@ -11,6 +12,7 @@
 #include "coterie/error.h"
 #include "train/autocast.h"
 #include "train/eval_mode.h"
+#include "train/gradients.h"
 
 namespace coterie::train {
 namespace {
@@ -22,6 +24,35 @@ Score sum_where(const at::Tensor& asked, const at::Tensor& nats, const at::Tenso
           .count = asked.sum().item<std::int64_t>(),
           .correct = (right & asked).sum().item<std::int64_t>()};
 }
+
+// Scores of all batches and strata, three numbers each. Ranks fill in those of their batches.
+class ScoreTable {
+ public:
+  ScoreTable(std::int64_t batches, std::size_t strata)
+      : numbers_(at::zeros({batches, 1 + static_cast<std::int64_t>(strata), 3}, at::kDouble)) {}
+
+  void set(std::int64_t batch, std::size_t place, const Score& score) {
+    const at::Tensor row = numbers_[batch][static_cast<std::int64_t>(place)];
+    row[0] = score.nats;
+    row[1] = score.count;
+    row[2] = score.correct;
+  }
+  // In the order of the batches, so that the sums do not depend on the number of ranks.
+  Score total(std::size_t place) const {
+    Score sum;
+    for (std::int64_t batch = 0; batch < numbers_.size(0); ++batch) {
+      const at::Tensor row = numbers_[batch][static_cast<std::int64_t>(place)];
+      sum.nats += row[0].item<double>();
+      sum.count += static_cast<std::int64_t>(row[1].item<double>());
+      sum.correct += static_cast<std::int64_t>(row[2].item<double>());
+    }
+    return sum;
+  }
+  const at::Tensor& numbers() const { return numbers_; }
+
+ private:
+  at::Tensor numbers_;
+};
 
 void add(Score& sum, const Score& part) {
   sum.nats += part.nats;
@@ -65,23 +96,33 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
   const c10::Device device = model->parameters().front().device();
   const AutocastGuard autocast(device, options.bf16);
   const std::vector<std::string> names = task.strata();
-  std::vector<Score> strata(names.size());
   const std::int64_t all = task.batches(options.split, options.rows);
   const std::int64_t batches = options.batches > 0 ? std::min(all, options.batches) : all;
   if (batches < 1) throw Error("[evaluate] expected at least one batch of held-out data; got none");
 
   Evaluation result;
+  ScoreTable table(batches, names.size());
+  const std::int64_t own = options.ranks == nullptr ? 0 : options.ranks->data_rank();
+  const std::int64_t parts = options.ranks == nullptr ? 1 : options.ranks->data_size();
+  const torch_api::SequenceRanks* const sequence =
+      options.ranks == nullptr ? nullptr : options.ranks->sequence();
   if (options.progress) options.progress(0, batches);
-  for (std::int64_t index = 0; index < batches; ++index) {
+  for (std::int64_t index = own; index < batches; index += parts) {
     const Batch batch = to_device(task.batch(options.split, index, options.rows), device);
     torch_api::PassContext context;
     context.lengths = batch.lengths;
     context.seed = options.seed + static_cast<std::uint64_t>(index);
     context.before_layer = options.before_layer;
-    add(result.score, score_of(model->forward(batch.tokens, context).out, batch, &strata));
+    context.ranks = sequence;
+    std::vector<Score> strata(names.size());
+    const at::Tensor logits = model->forward(batch.tokens, context).out;
+    table.set(index, 0, score_of(logits, own_positions(batch, sequence), &strata));
+    for (std::size_t i = 0; i < names.size(); ++i) table.set(index, 1 + i, strata[i]);
     if (options.progress) options.progress(index + 1, batches);
   }
-  for (std::size_t i = 0; i < names.size(); ++i) result.strata[names[i]] = strata[i];
+  if (options.ranks != nullptr) options.ranks->sum(table.numbers(), "evaluation");
+  result.score = table.total(0);
+  for (std::size_t i = 0; i < names.size(); ++i) result.strata[names[i]] = table.total(1 + i);
   result.metric = metric_value(task.metric(), result.score);
   result.share = static_cast<double>(batches) / static_cast<double>(all);
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();

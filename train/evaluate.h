@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "coterie/torch/models.h"
+#include "train/ranks.h"
 #include "train/task.h"
 
 namespace coterie::train {
@@ -31,6 +32,7 @@ struct EvaluateOptions {
   bool bf16 = false;                     // matrix products
   std::function<void()> before_layer{};  // see PassContext
   ShowParts progress{};                  // may be empty; parts are batches
+  Ranks* ranks = nullptr;                // share the batches, or null
 };
 // Without gradients and dropout, on the model's device.
 Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,

@@ -6,16 +6,20 @@
 #include <functional>
 
 #include "coterie/torch/models.h"
+#include "train/ranks.h"
 #include "train/task.h"
 
 namespace coterie::train {
 
 struct GradientOptions {
   std::int64_t micro_batch = 0;          // rows of one pass; 0: all
-  std::uint64_t seed = 0;                // of clusterings
+  std::uint64_t seed = 0;                // of clusterings and attention dropout
   bool bf16 = false;                     // matrix products
   bool update_centroids = false;         // of routing heads: updated once, after the last pass
   std::function<void()> before_layer{};  // see PassContext; gradients are incomplete if it throws
+  // Several ranks, or null. Each has its rows of the batch; what follows is over those of all.
+  Ranks* ranks = nullptr;
+  GradientSums* sums = nullptr;
 };
 
 // Numbers on the model's device, in double: the host does not wait for them.
@@ -30,6 +34,12 @@ struct StepLoss {
 // another order, and random starts of clustered attention are numbered by the rows of a pass.)
 StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
                        const GradientOptions& options);
+
+// Rows [first, first + count).
+Batch rows_of(const Batch& batch, std::int64_t first, std::int64_t count);
+
+// The positions of this rank among those that share the sequences; all if `ranks` is null.
+Batch own_positions(const Batch& batch, const torch_api::SequenceRanks* ranks);
 
 // The first `length` positions of all rows.
 Batch truncated(const Batch& batch, std::int64_t length);

@@ -150,7 +150,7 @@ ordered_json gpt_neox_config(const torch_api::LanguageModelOptions& options, std
           {"intermediate_size", transformer.ffn == 0 ? 4 * transformer.dim : transformer.ffn},
           {"hidden_act", "gelu"},
           {"hidden_dropout", transformer.dropout},
-          {"attention_dropout", 0.0},
+          {"attention_dropout", transformer.attention_dropout},
           {"layer_norm_eps", kNormEps},
           {"rotary_pct", 1.0},
           {"rotary_emb_base", transformer.rotary_base},

@@ -3,7 +3,7 @@
 //
 //   {"kind":"run","task":...,"attention":...,"config":"<toml>","machine":{...},"parameters":n,
 //    "metric":"accuracy","baselines":[{"name":..,"value":..}],"seed":..,"date":"...","leaks":bool,
-//    "data":{"checksum":..,"bytes":..}}
+//    "data":{"checksum":..,"bytes":..},"ranks":{"size":4,"data":2,"context":2,"backend":"gloo"}}
 //   {"kind":"resume","step":100,"config":"<toml>","machine":{...},"date":"..."}
 //   {"kind":"step","step":10,"loss":..,"lr":..,"grad_norm":..,"commitment":..,"tokens_per_s":..,
 //    "seconds":..,"memory_bytes":..}
@@ -13,13 +13,15 @@
 //   {"kind":"clusters","step":200,"layers":[{"layer":0,"group":1,"attention":"routing(...)",
 //    "heads":[{"sizes":[..],"empty":n,"mass":..}]}]}
 //   {"kind":"end","step":1000,"reason":"steps"|"patience"|"interrupted","seconds":..,
-//    "peak_memory_bytes":..,"best":..,"best_step":..}
+//    "peak_memory_bytes":..,"best":..,"best_step":..,"collectives":{"gradients":{"calls":..,
+//    "bytes":..},...}}
 //
 // leaks: the selection of some heads sees the future. share: fraction of the validation data that
 // was used. In a step line, loss and commitment are those of this step, commitment only with
 // routing heads; seconds count training since step 0 without evaluations and checkpoints. In an
 // eval line, metric is in the unit of the run line, accuracy is the fraction of correct answers and
-// seconds is the duration of the evaluation. Memory is measured by memory.h.
+// seconds is the duration of the evaluation. Memory is measured by memory.h. ranks and collectives:
+// only if there are ranks (ranks.h); bytes are those that rank 0 gave to collectives.
 #pragma once
 
 #include <cstdint>

@@ -66,6 +66,7 @@ torch_api::TransformerOptions transformer_options(const Config& config, bool cau
   options.kv_heads = config.model.kv_heads;
   options.ffn = config.model.ffn;
   options.dropout = config.model.dropout;
+  options.attention_dropout = config.model.attention_dropout;
   options.attention = layer_attention(config);
   options.causal = causal;
   options.bias = config.model.bias;

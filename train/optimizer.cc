@@ -5,6 +5,7 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -14,7 +15,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/adamw.h>
 
+#include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -34,9 +37,11 @@ using ::torch::optim::OptimizerParamState;
 // Two groups: parameters that decay, then the others.
 template <class Options, class SetDecay>
 std::vector<OptimizerParamGroup> make_groups(const ::torch::nn::Module& model,
-                                             const Options& options, SetDecay set_decay) {
+                                             const Options& options, SetDecay set_decay,
+                                             const std::set<std::string>* only) {
   std::vector<at::Tensor> decaying, others;
   for (const auto& item : model.named_parameters()) {
+    if (only != nullptr && only->count(item.key()) == 0) continue;
     (decays(item.key(), item.value()) ? decaying : others).push_back(item.value());
   }
   std::vector<OptimizerParamGroup> groups;
@@ -168,14 +173,15 @@ bool decays(const std::string& name, const at::Tensor& parameter) {
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
-                                          const ::torch::nn::Module& model) {
+                                          const ::torch::nn::Module& model,
+                                          const std::set<std::string>* only) {
   if (config.name == "adafactor") {
     AdafactorOptions options;
     options.lr = config.lr;
     options.weight_decay = config.weight_decay;
     options.relative = config.relative;
     const auto set_decay = [](AdafactorOptions& o, double value) { o.weight_decay = value; };
-    return std::make_unique<Adafactor>(make_groups(model, options, set_decay), options);
+    return std::make_unique<Adafactor>(make_groups(model, options, set_decay, only), options);
   }
   if (config.name != "adamw") {
     throw Error("[optimizer] expected adamw or adafactor; got \"" + config.name + "\"");
@@ -183,7 +189,7 @@ std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
   AdamWOptions options(config.lr);
   options.betas({config.beta1, config.beta2}).eps(config.eps).weight_decay(config.weight_decay);
   const auto set_decay = [](AdamWOptions& o, double value) { o.weight_decay(value); };
-  const std::vector<OptimizerParamGroup> groups = make_groups(model, options, set_decay);
+  const std::vector<OptimizerParamGroup> groups = make_groups(model, options, set_decay, only);
   const bool gpu = !model.parameters().empty() && model.parameters().front().is_cuda();
   if (gpu) return std::make_unique<FusedAdamW>(groups, options);
   return std::make_unique<AdamW>(groups, options);
@@ -278,6 +284,95 @@ void load_optimizer(Optimizer& optimizer, const ::torch::nn::Module& model,
     throw Error("[optimizer] " + left.begin()->first + " in " + source +
                 " belongs to no parameter of this optimiser");
   }
+}
+
+std::vector<std::int64_t> parameter_owners(const ::torch::nn::Module& model, std::int64_t ranks) {
+  const std::vector<at::Tensor> parameters = model.parameters();
+  std::vector<std::size_t> order(parameters.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return parameters[a].numel() > parameters[b].numel();
+  });
+  std::vector<std::int64_t> owners(parameters.size()), elements(static_cast<std::size_t>(ranks));
+  for (const std::size_t index : order) {
+    const auto least = std::min_element(elements.begin(), elements.end());
+    owners[index] = least - elements.begin();
+    *least += parameters[index].numel();
+  }
+  return owners;
+}
+
+std::set<std::string> owned_parameters(const ::torch::nn::Module& model,
+                                       const std::vector<std::int64_t>& owners, std::int64_t rank) {
+  std::set<std::string> names;
+  std::size_t index = 0;
+  for (const auto& item : model.named_parameters()) {
+    if (owners[index++] == rank) names.insert(item.key());
+  }
+  return names;
+}
+
+// One broadcast per rank.
+void share_parameters(const ::torch::nn::Module& model, const std::vector<std::int64_t>& owners,
+                      Ranks& ranks) {
+  const at::NoGradGuard guard;
+  const std::vector<at::Tensor> parameters = model.parameters();
+  for (std::int64_t rank = 0; rank < ranks.size(); ++rank) {
+    std::vector<at::Tensor> owned, rows;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (owners[i] == rank) owned.push_back(parameters[i]);
+    }
+    if (owned.empty()) continue;
+    for (const at::Tensor& parameter : owned) rows.push_back(parameter.reshape(-1));
+    const at::Tensor flat = at::cat(rows);
+    ranks.broadcast(flat, rank, "parameters");
+    if (rank == ranks.rank()) continue;
+    std::int64_t at = 0;
+    for (const at::Tensor& parameter : owned) {
+      parameter.copy_(flat.narrow(0, at, parameter.numel()).view_as(parameter));
+      at += parameter.numel();
+    }
+  }
+}
+
+NamedTensors gathered_optimizer_tensors(const Optimizer& optimizer,
+                                        const ::torch::nn::Module& model,
+                                        const std::vector<std::int64_t>& owners, Ranks& ranks) {
+  NamedTensors all = optimizer_tensors(optimizer, model);
+  std::size_t index = 0;
+  for (const auto& item : model.named_parameters()) {
+    const std::int64_t owner = owners[index++];
+    const bool sends = owner == ranks.rank();
+    if (owner == 0 || (!sends && !ranks.first())) continue;
+    const std::string prefix = item.key() + ".";
+    const bool has_state = all.count(prefix + "step") != 0;
+    const at::Tensor step =
+        sends && has_state ? all.at(prefix + "step") : at::scalar_tensor(0, at::kLong);
+    ranks.to_first(step, owner, "optimiser state");
+    if (step.item<std::int64_t>() == 0) continue;  // it has not taken a step yet
+    if (ranks.first()) all[prefix + "step"] = step;
+    const auto state = make_state(optimizer, item.value());  // for names and shapes
+    with_state(optimizer, *state, [&](auto& typed) {
+      for (const auto& [name, member] : members_of(typed)) {
+        const at::Tensor tensor = (sends ? all.at(prefix + name) : *member).cpu().contiguous();
+        ranks.to_first(tensor, owner, "optimiser state");
+        if (ranks.first()) all[prefix + name] = tensor;
+      }
+    });
+  }
+  if (!ranks.first()) all.clear();
+  return all;
+}
+
+NamedTensors tensors_of_parameters(const NamedTensors& tensors, const ::torch::nn::Module& model,
+                                   const std::set<std::string>& names) {
+  NamedTensors kept = tensors;
+  for (const auto& item : model.named_parameters()) {
+    if (names.count(item.key()) != 0) continue;
+    std::erase_if(kept,
+                  [&](const auto& named) { return named.first.starts_with(item.key() + "."); });
+  }
+  return kept;
 }
 
 }  // namespace coterie::train

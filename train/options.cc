@@ -16,6 +16,7 @@
 #include "coterie/runtime.h"
 #include "formats/config_text.h"
 #include "formats/files.h"
+#include "formats/spec_file.h"
 #include "train/option_values.h"
 
 namespace coterie::train {
@@ -37,8 +38,10 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.size("data-limit", config.data_limit,
              "Limit on the text read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
-  visit.text("attention", config.attention, "SPEC",
-             "Attention of all layers; coterie help spec explains it");
+  visit.text(
+      "attention", config.attention, "SPEC",
+      "Attention of all layers; coterie help spec explains it. Or a file of specs per layer, "
+      "FILE.json");
   visit.pairs(
       "attention-at", config.attention_at, "LAYERS SPEC",
       "Attention of some layers, counted from 0: 2 or 0-3. Repeatable; the last match wins");
@@ -85,7 +88,10 @@ void visit_fields(Config& config, Visitor& visit) {
                "Key/value heads per layer; as many as query heads if 0");
   visit.number("model.ffn", config.model.ffn, 0, 1 << 20,
                "Hidden width of the feed-forward layers; 4 times model.dim if 0");
-  visit.number("model.dropout", config.model.dropout, 0.0, 0.99, "Dropout probability");
+  visit.number("model.dropout", config.model.dropout, 0.0, 0.99,
+               "Dropout probability of embeddings and of the outputs of layers");
+  visit.number("model.attention-dropout", config.model.attention_dropout, 0.0, 0.99,
+               "Dropout probability of attention weights");
   visit.choice("model.positions", config.model.positions,
                {"automatic", "none", "sinusoidal", "learned"},
                "Position embeddings added to token embeddings; automatic: as the task needs");
@@ -115,6 +121,9 @@ void visit_fields(Config& config, Visitor& visit) {
                "Gradient norm to clip to; no clipping if 0");
   visit.flag("optimizer.relative", config.optimizer.relative,
              "adafactor: scale steps by the root mean square of each parameter");
+  visit.flag(
+      "optimizer.shard", config.optimizer.shard,
+      "Several ranks: each keeps and steps the optimiser's state of some parameters (ZeRO-1)");
   visit.number("schedule.warmup", config.schedule.warmup, 0, kMany,
                "Warm-up steps, in which the learning rate rises linearly from 0");
   visit.choice(
@@ -130,6 +139,9 @@ void visit_fields(Config& config, Visitor& visit) {
                "Batch size: sequences per optimiser step");
   visit.number("train.micro-batch", config.train.micro_batch, 0, 1 << 20,
                "Sequences per forward and backward pass, to save memory; the whole batch if 0");
+  visit.number("train.context", config.train.context, 1, 1024,
+               "Several ranks: number of them that share each sequence; heads are split in "
+               "attention (context parallel)");
   visit.number("train.log-every", config.train.log_every, 1, kMany, "Steps between log lines");
   visit.number("train.eval-every", config.train.eval_every, 0, kMany,
                "Steps between validations; only at the end if 0");
@@ -341,6 +353,8 @@ constexpr std::string_view kMayChange[] = {"out",
                                            "train.steps",
                                            "train.fast",
                                            "train.micro-batch",
+                                           "train.context",
+                                           "optimizer.shard",
                                            "train.log-every",
                                            "train.patience",
                                            "train.eval-every",
@@ -426,6 +440,23 @@ void check_task_options(const Config& config) {
     throw Error(fmt::format("[task] --{} is an option of {}; got {} with --task {}: leave it out",
                             change.name, fmt::join(own->tasks, " and "), change.after,
                             config.task));
+  }
+}
+
+void set_attention(Config& config, const std::string& text) {
+  config.attention = text;
+  config.attention_at.clear();
+  if (!is_spec_file(text)) return;
+  const std::vector<std::string> specs = read_spec_file(text);
+  if (static_cast<std::int64_t>(specs.size()) != config.model.layers) {
+    throw Error(fmt::format("[train] {}: expected specs of {} layers; got {}", text,
+                            config.model.layers, specs.size()));
+  }
+  config.attention = specs[0];
+  for (std::size_t layer = 1; layer < specs.size(); ++layer) {
+    if (specs[layer] != specs[0]) {
+      config.attention_at.emplace_back(fmt::format("{}", layer), specs[layer]);
+    }
   }
 }
 

@@ -32,6 +32,10 @@ std::vector<OptionChange> option_changes(const Config& before, const Config& aft
 // Throws Error for options of other tasks than config.task that do not have their default value.
 void check_task_options(const Config& config);
 
+// Sets the attention of all layers to a spec, or to those of a file of specs (formats/spec_file.h),
+// which must be one for each of config.model.layers. Throws Error.
+void set_attention(Config& config, const std::string& text);
+
 // The error message for a text that is not a device (cpu, cuda, cuda:1); "" if it is one.
 std::string check_device(const std::string& text);
 bool built_with_cuda();

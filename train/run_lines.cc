@@ -124,7 +124,18 @@ json end_line(const EndFacts& facts) {
     line["best"] = *facts.state.best;
     line["best_step"] = facts.state.best_step;
   }
+  if (facts.ranks == nullptr) return line;
+  for (const auto& [name, traffic] : facts.ranks->traffic()) {
+    line["collectives"][name] = {{"calls", traffic.calls}, {"bytes", traffic.bytes}};
+  }
   return line;
+}
+
+json ranks_line(const Ranks& ranks) {
+  return {{"size", ranks.size()},
+          {"data", ranks.data_size()},
+          {"context", ranks.context_size()},
+          {"backend", ranks.back_end()}};
 }
 
 std::optional<Inspection> inspect_clusters(torch_api::LanguageModel& model, const Task& task) {

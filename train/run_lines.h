@@ -11,6 +11,7 @@
 #include "train/config.h"
 #include "train/evaluate.h"
 #include "train/inspect.h"
+#include "train/ranks.h"
 #include "train/task.h"
 
 namespace coterie::train {
@@ -28,6 +29,7 @@ struct EndFacts {
   std::string reason;
   TrainState state;
   std::int64_t peak_memory_bytes = 0;
+  const Ranks* ranks = nullptr;  // several: what rank 0 gave to collectives
 };
 
 nlohmann::json run_line(const Config& config, const Task& task, const ::torch::nn::Module& model);
@@ -36,6 +38,8 @@ nlohmann::json step_line(const StepFacts& facts, bool with_commitment);
 nlohmann::json eval_line(const char* kind, std::int64_t step, const Task& task,
                          const Evaluation& evaluation);
 nlohmann::json resume_line(std::int64_t step, const Config& config);
+// The number of ranks, how they share the work, and their back end.
+nlohmann::json ranks_line(const Ranks& ranks);
 nlohmann::json end_line(const EndFacts& facts);
 // On a few validation rows; std::nullopt for a model without head groups that select by content.
 std::optional<Inspection> inspect_clusters(torch_api::LanguageModel& model, const Task& task);

@@ -4,6 +4,9 @@
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/record_function.h>
 #include <fmt/core.h>
@@ -14,9 +17,11 @@
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "coterie/error.h"
+#include "coterie/random.h"
 #include "coterie/runtime.h"
 #include "coterie/torch/fast.h"
 #include "formats/files.h"
@@ -37,7 +42,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kLatest = 3.0;  // seconds that a step may take after an interrupt
+constexpr double kLatest = 3.0;         // seconds that a step may take after an interrupt
+constexpr std::uint32_t kDropouts = 3;  // random stream, distinct from those of gradients.cc
 
 // Leaves a step or an evaluation after an interrupt.
 struct Abandoned {};
@@ -87,9 +93,12 @@ class Run {
         memory_(device_),
         attention_(layer_attention(config)),
         model_(make_model(config, task)),
-        optimizer_(make_optimizer(config.optimizer, *model_)),
+        ranks_(hooks.ranks),
         routing_(has_routing(attention_)),
-        label_(attention_text(config)) {}
+        label_(attention_text(config)) {
+    if (ranks_ != nullptr) join_ranks();
+    optimizer_ = make_optimizer(config.optimizer, *model_, owners_.empty() ? nullptr : &owned_);
+  }
 
   void begin(bool resume) {
     lock_folder(resume);
@@ -109,17 +118,20 @@ class Run {
 
   TrainResult finish() {
     if (finished_) return {state_, "finished", {}, checkpoints().path(saved_step_)};
+    if (ranks_ != nullptr) sums_.emplace(*ranks_, model_->parameters());
     std::string reason = run_steps();
     if (reason != "interrupted" && !try_to([&] { evaluate_at_end(); })) reason = "interrupted";
     if (reason == "interrupted" && saved_step_ != state_.step) save(/*best=*/false);
-    if (reason != "interrupted") log_clusters();
-    write(end_line({reason, state_, memory_.peak_bytes()}));
+    if (reason != "interrupted" && writes()) log_clusters();
+    write(end_line({reason, state_, memory_.peak_bytes(), ranks_}));
+    if (ranks_ != nullptr) ranks_->barrier();  // rank 0 may serve the others' store
     return {state_, reason, evaluation_, saved_step_ == 0 ? "" : checkpoints().path(saved_step_)};
   }
 
   // The first steps also allocate memory and initialise libraries.
   DryRun try_steps(int steps, bool profile) {
     DryRun result;
+    if (ranks_ != nullptr) sums_.emplace(*ranks_, model_->parameters());
     for (const at::Tensor& parameter : model_->parameters()) {
       result.parameters += parameter.numel();
     }
@@ -159,6 +171,46 @@ class Run {
  private:
   Checkpoints checkpoints() const { return Checkpoints(config_.out); }
 
+  bool writes() const { return ranks_ == nullptr || ranks_->first(); }
+  std::int64_t data_ranks() const { return ranks_ == nullptr ? 1 : ranks_->data_size(); }
+
+  // Equal parameters on all ranks, and what each of them does.
+  void join_ranks() {
+    if (config_.train.batch < ranks_->data_size()) {
+      throw Error(fmt::format(
+          "[train] expected --train.batch of at least {}, one sequence for each part of the batch; "
+          "got {}: raise it, or --train.context, which shares sequences",
+          ranks_->data_size(), config_.train.batch));
+    }
+    const std::int64_t context = ranks_->context_size();
+    if (config_.length < context) {
+      throw Error(fmt::format("[train] expected --length of at least --train.context {}; got {}",
+                              context, config_.length));
+    }
+    const std::int64_t heads = config_.model.heads, kv_heads = config_.model.kv_heads;
+    for (const AttentionSpec& spec : attention_) {
+      torch_api::check_sequence_ranks(spec, heads, kv_heads == 0 ? heads : kv_heads, context);
+    }
+    const std::string data = task_.data().checksum, expected = ranks_->from_first(data);
+    if (data != expected) {
+      throw Error(
+          fmt::format("[train] rank {} has other data than rank 0: checksum {} instead of "
+                      "{}",
+                      ranks_->rank(), data, expected));
+    }
+    share_module();
+    if (!config_.optimizer.shard) return;
+    owners_ = parameter_owners(*model_, ranks_->size());
+    owned_ = owned_parameters(*model_, owners_, ranks_->rank());
+  }
+
+  // Parameters and centroids of rank 0.
+  void share_module() {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& tensor : model_->parameters()) ranks_->broadcast(tensor, 0, "start");
+    for (const at::Tensor& tensor : model_->buffers()) ranks_->broadcast(tensor, 0, "start");
+  }
+
   void write(const nlohmann::json& line) const {
     if (log_) log_->write(line);
   }
@@ -169,7 +221,7 @@ class Run {
 
   // Creates the folder. Nothing else in it is written before it is locked.
   void lock_folder(bool resume) {
-    if (config_.out.empty()) return;
+    if (config_.out.empty() || !writes()) return;
     std::error_code error;
     std::filesystem::create_directories(config_.out, error);
     if (error) throw Error("[train] cannot create " + config_.out + ": " + error.message());
@@ -193,6 +245,7 @@ class Run {
       std::string reason = reason_to_stop();
       if (!reason.empty()) return reason;
       const at::Tensor random = generator_state(device_);
+      if (ranks_ != nullptr) ranks_->start_vote(interrupted());
       const bool whole = try_to([&] { run_step(); });
       if (!whole) {  // as if it had not begun
         optimizer_->zero_grad();
@@ -200,6 +253,7 @@ class Run {
         return "interrupted";
       }
       if (!try_to([&] { finish_step(); })) return "interrupted";
+      if (ranks_ != nullptr) stop_together_ = ranks_->finish_vote();
       show_progress(seconds_since(start) / static_cast<double>(state_.step - first));
     }
   }
@@ -216,22 +270,21 @@ class Run {
   }
 
   bool interrupted() const { return hooks_.interrupted != nullptr && *hooks_.interrupted; }
+  bool stops() const { return ranks_ == nullptr ? interrupted() : stop_together_; }
 
   void leave_if_late() {
-    if (!interrupted()) return;
+    if (ranks_ != nullptr || !interrupted()) return;  // a rank cannot leave the others alone
     if (!noticed_) noticed_ = Clock::now();
     if (seconds_since(*noticed_) > kLatest) throw Abandoned();
   }
 
   // Whether there was a checkpoint to resume from.
   bool restore() {
-    if (config_.out.empty() || checkpoints().steps().empty()) {
+    const std::string folder = from_first([&] { return checkpoint_to_resume(); });
+    if (folder.empty()) {
       warn("no checkpoint to resume from yet; starting from step 0");
       return false;
     }
-    std::string warning;
-    const std::string folder = find_checkpoint(config_.out, /*best=*/false, &warning);
-    if (!warning.empty()) warn(warning);
     Checkpoint checkpoint = load_checkpoint(folder);
     check_data(checkpoint, folder);
     load_module(*model_, checkpoint.model, folder);
@@ -239,10 +292,13 @@ class Run {
     if (generator != checkpoint.optimizer.end()) set_generator_state(device_, generator->second);
     std::erase_if(checkpoint.optimizer,
                   [](const auto& item) { return item.first.starts_with("generator."); });
+    if (!owners_.empty()) {
+      checkpoint.optimizer = tensors_of_parameters(checkpoint.optimizer, *model_, owned_);
+    }
     load_optimizer(*optimizer_, *model_, checkpoint.optimizer, folder);
     state_ = checkpoint.state;
     saved_step_ = state_.step;
-    checkpoints().set_aside_after(state_);
+    if (writes()) checkpoints().set_aside_after(state_);
     if (state_.threads != 0 && state_.threads != coterie::threads()) {
       warn(
           fmt::format("the run used {} thread(s) until step {} and uses {} from there on: torch's "
@@ -250,6 +306,21 @@ class Run {
                       state_.threads, state_.step, coterie::threads()));
     }
     return true;
+  }
+
+  // The text that rank 0 computes; all ranks must see the run's folder.
+  template <class Text>
+  std::string from_first(const Text& text) const {
+    if (ranks_ == nullptr) return text();
+    return ranks_->from_first(ranks_->first() ? text() : "");
+  }
+
+  std::string checkpoint_to_resume() const {
+    if (config_.out.empty() || checkpoints().steps().empty()) return "";
+    std::string warning;
+    const std::string folder = find_checkpoint(config_.out, /*best=*/false, &warning);
+    if (!warning.empty()) warn(warning);
+    return folder;
   }
 
   void check_data(const Checkpoint& checkpoint, const std::string& folder) const {
@@ -267,14 +338,18 @@ class Run {
     const std::string folder = find_checkpoint(config_.init_from, /*best=*/true, &warning);
     if (!warning.empty()) warn(warning);
     load_module(*model_, load_checkpoint(folder).model, folder);
+    if (ranks_ != nullptr) share_module();
   }
 
   void open_folder() {
-    if (config_.out.empty()) return;
+    if (config_.out.empty() || !writes()) return;
     write_file(config_.out + "/config.toml", config_text(config_));
     log_.emplace(config_.out + "/log.jsonl", resumed_step_);
     const bool resumed = resumed_step_ != Log::kNew;
-    write(resumed ? resume_line(state_.step, config_) : run_line(config_, task_, *model_));
+    nlohmann::json line =
+        resumed ? resume_line(state_.step, config_) : run_line(config_, task_, *model_);
+    if (ranks_ != nullptr) line["ranks"] = ranks_line(*ranks_);
+    write(line);
   }
 
   // By k-means over the first batch, with the untrained model.
@@ -286,14 +361,57 @@ class Run {
     context.lengths = batch.lengths;
     context.seed = step_seed(config_.seed, 0);
     context.records = &records;
+    context.ranks = ranks_ == nullptr ? nullptr : ranks_->sequence();
     const EvalMode eval_mode(model_);
     model_->forward(batch.tokens, context);
-    model_->transformer()->initialise_centroids(records, config_.seed);
+    if (data_ranks() > 1) gather_records(records, batch);
+    model_->transformer()->initialise_centroids(records, config_.seed, context.ranks);
+    if (context.ranks == nullptr) return;
+    for (const auto& buffer : model_->named_buffers()) {  // each rank has those of its heads
+      ranks_->sum(buffer.value(), "start");
+      buffer.value().div_(static_cast<double>(data_ranks()));
+    }
   }
 
-  // Steps are counted from 1, batches from 0.
+  // The rows of all parts of the batch in their order, as one process would record them.
+  void gather_records(std::vector<torch_api::AttentionRecord>& records, const Batch& batch) {
+    const std::int64_t all = config_.train.batch, parts = data_ranks();
+    const auto gather = [&](at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      std::vector<std::int64_t> sizes = tensor.sizes().vec();
+      std::vector<at::Tensor> pieces;
+      for (std::int64_t part = 0; part < parts; ++part) {
+        sizes[0] = torch_api::sequence_slice(all, part, parts).count;
+        pieces.push_back(part == ranks_->data_rank() ? tensor.contiguous()
+                                                     : at::empty(sizes, tensor.options()));
+        ranks_->broadcast_data(pieces.back(), part, "start");
+      }
+      tensor = at::cat(pieces);
+    };
+    at::Tensor lengths =
+        batch.lengths.defined()
+            ? batch.lengths
+            : at::full({batch.tokens.size(0)}, batch.tokens.size(1), batch.tokens.options());
+    gather(lengths);
+    for (torch_api::AttentionRecord& record : records) {
+      if (!std::holds_alternative<RoutingParams>(record.mechanism)) continue;
+      gather(record.q);
+      gather(record.k);
+      record.options.q_lengths = lengths;
+    }
+  }
+
+  // This rank's rows of a step's batch. Steps are counted from 1, batches from 0.
   Batch step_batch(std::int64_t step) const {
-    const Batch batch = task_.batch(Split::train, step - 1, config_.train.batch);
+    const std::int64_t rows = config_.train.batch, parts = data_ranks();
+    const std::int64_t part = ranks_ == nullptr ? 0 : ranks_->data_rank();
+    Batch batch;
+    if (rows % parts == 0) {  // rows are pure functions of their number
+      batch = task_.batch(Split::train, (step - 1) * parts + part, rows / parts);
+    } else {
+      const torch_api::SequenceSlice own = torch_api::sequence_slice(rows, part, parts);
+      batch = rows_of(task_.batch(Split::train, step - 1, rows), own.first, own.count);
+    }
     return to_device(truncated(batch, step_length(config_, step)), device_);
   }
 
@@ -301,7 +419,7 @@ class Run {
     if (state_.step >= config_.train.steps) return "steps";
     const std::int64_t patience = config_.train.patience;
     if (patience > 0 && state_.evaluations_without_improvement >= patience) return "patience";
-    if (interrupted()) return "interrupted";
+    if (stops()) return "interrupted";
     return "";
   }
 
@@ -313,13 +431,16 @@ class Run {
     facts.rate = config_.optimizer.lr * rate_factor(config_.schedule, step, config_.train.steps);
     set_learning_rate(*optimizer_, facts.rate);
     const Batch batch = step_batch(step);
-    optimizer_->zero_grad();
+    if (ranks_ != nullptr) seed_dropout(step);
+    model_->zero_grad();
     const StepLoss loss = add_gradients(model_, batch,
                                         {.micro_batch = config_.train.micro_batch,
                                          .seed = step_seed(config_.seed, step),
                                          .bf16 = config_.train.dtype == "bf16",
                                          .update_centroids = routing_,
-                                         .before_layer = [this] { leave_if_late(); }});
+                                         .before_layer = [this] { leave_if_late(); },
+                                         .ranks = ranks_,
+                                         .sums = sums_ ? &*sums_ : nullptr});
     RECORD_USER_SCOPE("optimizer");
     const at::Tensor norm = gradient_norm(*model_);
     Launched launched{facts, Readback({loss.loss, loss.commitment, norm})};
@@ -328,12 +449,23 @@ class Run {
     if (!skips_bad_gradients(*optimizer_)) read_launched();
     clip_gradients(*model_, norm, config_.optimizer.clip);
     step_optimizer(*optimizer_, norm);
+    if (!owners_.empty()) share_parameters(*model_, owners_, *ranks_);
     state_.step = step;
     if (needs_facts()) read_launched();
     const double seconds = seconds_since(start);
     state_.seconds += seconds;
     logged_seconds_ += seconds;
-    logged_tokens_ += batch.tokens.numel();
+    logged_tokens_ += config_.train.batch * batch.tokens.size(1);
+  }
+
+  // With several ranks masks are a function of step and rank: a run can continue on other numbers
+  // of them.
+  void seed_dropout(std::int64_t step) {
+    const RandomStream stream{config_.seed, RandomUse::sample, kDropouts};
+    const auto number = static_cast<std::uint64_t>(step * ranks_->size() + ranks_->rank());
+    at::Generator generator = at::globalContext().defaultGenerator(device_);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(random_u64(stream, number));
   }
 
   // Waits for the numbers of the last step that was launched, and checks them.
@@ -391,7 +523,8 @@ class Run {
                      .batches = batches,
                      .bf16 = config_.train.dtype == "bf16",
                      .before_layer = [this] { leave_if_late(); },
-                     .progress = hooks_.validation});
+                     .progress = hooks_.validation,
+                     .ranks = ranks_});
   }
 
   // Whether the model is the best so far.
@@ -432,13 +565,20 @@ class Run {
     for (const auto& item : model_->named_parameters()) {
       if (!at::isfinite(item.value()).all().item<bool>()) check_finite(item.key(), NAN);
     }
-    Checkpoint checkpoint{module_tensors(*model_), optimizer_tensors(*optimizer_, *model_),
+    NamedTensors optimizer;
+    if (!owners_.empty()) {
+      optimizer = gathered_optimizer_tensors(*optimizer_, *model_, owners_, *ranks_);
+    } else if (writes()) {
+      optimizer = optimizer_tensors(*optimizer_, *model_);
+    }
+    saved_step_ = state_.step;
+    if (!writes()) return;
+    Checkpoint checkpoint{module_tensors(*model_), std::move(optimizer),
                           config_text(config_),    state_,
                           task_.files(),           task_.data()};
     checkpoint.optimizer["generator." + generator_name(device_)] = generator_state(device_);
     checkpoints().save(checkpoint, best);
     checkpoints().prune(config_.checkpoint.keep);
-    saved_step_ = state_.step;
   }
 
   void check_finite(const std::string& what, double value) const {
@@ -484,7 +624,12 @@ class Run {
   MemoryMeter memory_;  // made before the model, to measure it
   std::vector<AttentionSpec> attention_;
   torch_api::LanguageModel model_;
+  Ranks* ranks_;                      // null: alone
+  std::vector<std::int64_t> owners_;  // of the parameters' optimiser states; empty: every rank
+  std::set<std::string> owned_;       // by this rank
   std::unique_ptr<::torch::optim::Optimizer> optimizer_;
+  std::optional<GradientSums> sums_;
+  bool stop_together_ = false;  // an interrupt of any rank
   bool routing_;
   std::string label_;
   std::optional<RunLock> lock_;
@@ -537,11 +682,18 @@ auto with_memory_advice(const Config& config, const Work& work) {
   }
 }
 
+// Ranks on one machine share its cores.
+void use_own_threads(const Config& config, const Ranks* ranks) {
+  const bool share = ranks != nullptr && config.threads == 0;
+  use_threads(share ? std::max(1, coterie::threads() / ranks->local_size()) : config.threads);
+}
+
 }  // namespace
 
 TrainResult train(const Config& config, const Task& task, bool resume, const TrainHooks& hooks) {
-  if (!resume) refuse_used_folder(config.out);
-  use_threads(config.threads);
+  const bool writes = hooks.ranks == nullptr || hooks.ranks->first();
+  if (!resume && writes) refuse_used_folder(config.out);
+  use_own_threads(config, hooks.ranks);
   torch_api::set_fast(config.train.fast);
   return with_memory_advice(config, [&] {
     Run run(config, task, hooks);
@@ -550,11 +702,12 @@ TrainResult train(const Config& config, const Task& task, bool resume, const Tra
   });
 }
 
-DryRun dry_run(const Config& config, const Task& task, int steps, bool profile) {
-  use_threads(config.threads);
+DryRun dry_run(const Config& config, const Task& task, int steps, bool profile, Ranks* ranks) {
+  use_own_threads(config, ranks);
   torch_api::set_fast(config.train.fast);
   return with_memory_advice(config, [&] {
-    const TrainHooks hooks;
+    TrainHooks hooks;
+    hooks.ranks = ranks;
     Run run(config, task, hooks);
     return run.try_steps(steps, profile);
   });

@@ -15,6 +15,7 @@
 #include "train/evaluate.h"
 #include "train/log.h"
 #include "train/profile.h"
+#include "train/ranks.h"
 #include "train/task.h"
 
 namespace coterie::train {
@@ -51,7 +52,10 @@ struct TrainHooks {
   ShowParts validation{};                          // may be empty; parts are batches
   std::function<void(const std::string&)> warn{};  // may be empty; one line
   // Finish the step, save and return; leave a step or an evaluation that takes seconds longer.
+  // Several ranks stop together, after a step.
   const std::atomic<bool>* interrupted = nullptr;
+  // The ranks that train together, or null. Each calls train with its own hooks; rank 0 writes.
+  Ranks* ranks = nullptr;
 };
 
 // Runs from the start or, with `resume`, from the last intact checkpoint in config.out. Writes
@@ -74,6 +78,7 @@ struct DryRun {
 
 // Trains a few steps, `steps` of them timed, and writes nothing. With `profile` a few more steps
 // are profiled.
-DryRun dry_run(const Config& config, const Task& task, int steps = 2, bool profile = false);
+DryRun dry_run(const Config& config, const Task& task, int steps = 2, bool profile = false,
+               Ranks* ranks = nullptr);
 
 }  // namespace coterie::train

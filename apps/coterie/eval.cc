@@ -14,6 +14,7 @@
 #include "coterie/error.h"
 #include "train/evaluate.h"
 #include "train/option_values.h"
+#include "train/options.h"
 #include "train/trainer.h"
 #include "verbs.h"
 
@@ -39,8 +40,7 @@ struct Row {
 // The config with `attention` in all layers.
 train::Config with_attention(const train::Config& config, const std::string& attention) {
   train::Config other = config;
-  other.attention = attention;
-  other.attention_at.clear();
+  train::set_attention(other, attention);
   return other;
 }
 
@@ -191,7 +191,8 @@ void add_eval(CLI::App& program) {
   EvalOptions& options = *shared;
   add_model_options(*verb, options.model, UsesData::yes);
   verb->add_option("--attention", options.attention,
-                   "Further attentions to evaluate; coterie help spec explains them")
+                   "Further attentions to evaluate, or files of specs per layer (FILE.json); "
+                   "coterie help spec explains them")
       ->type_name("SPEC");
   train::add_choice(*verb, "--split", options.split, {"valid", "test"}, "Held-out data to use");
   train::add_number(*verb, "--batches", options.batches, 0, 1 << 30, "Number of batches; all if 0");

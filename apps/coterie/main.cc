@@ -40,7 +40,7 @@ int report(std::string message, int status) {
 int status_of(const coterie::Error& error) {
   const std::string message = error.what();
   const bool failure = message.starts_with("[internal]") || message.starts_with("[cuda") ||
-                       message.starts_with("[memory]") ||
+                       message.starts_with("[memory]") || message.starts_with("[ranks]") ||
                        message.starts_with("[files] cannot write");
   return failure ? kFailure : kMistake;
 }
@@ -133,8 +133,9 @@ void wait_passively(char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  wait_passively(argv);
+namespace {
+
+int run_guarded(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const coterie::cli::Interrupted&) {
@@ -149,4 +150,14 @@ int main(int argc, char** argv) {
   } catch (...) {
     return report("unknown failure", kFailure);
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  wait_passively(argv);
+  const int status = run_guarded(argc, argv);
+  if (!coterie::cli::leaves_without_destructors()) return status;
+  std::fflush(nullptr);
+  std::_Exit(status);
 }

@@ -10,12 +10,15 @@
 #include <vector>
 
 #include "apps/coterie/interrupt.h"
+#include "apps/coterie/processes.h"
 #include "apps/coterie/progress.h"
 #include "coterie/error.h"
 #include "coterie/spec.h"
 #include "formats/files.h"
+#include "formats/spec_file.h"
 #include "train/checkpoint.h"
 #include "train/corpus.h"
+#include "train/option_values.h"
 #include "train/options.h"
 #include "train/trainer.h"
 #include "verbs.h"
@@ -26,6 +29,7 @@ namespace {
 struct TrainVerb {
   train::Config config;
   bool resume = false, dry_run = false, profile = false;
+  int processes = 0, timeout = 600;
 };
 
 // "runs/copy-full-1": task, names of the mechanisms, and the first free number.
@@ -128,7 +132,6 @@ void print_result(const train::Config& config, const train::Task& task,
     fmt::print("interrupted; continue with: coterie train --out {} --resume{}\n", config.out,
                piped ? " --data FILE, which has the text of standard input" : "");
     std::fflush(stdout);
-    throw Interrupted();
   }
 }
 
@@ -146,9 +149,11 @@ void print_profile(const train::StepProfile& profile) {
   }
 }
 
-void print_dry_run(const train::Config& config, const train::Task& task, bool profile) {
+void print_dry_run(const train::Config& config, const train::Task& task, bool profile,
+                   train::Ranks* ranks) {
   const int timed = profile ? 20 : 2;
-  const train::DryRun found = train::dry_run(config, task, timed, profile);
+  const train::DryRun found = train::dry_run(config, task, timed, profile, ranks);
+  if (ranks != nullptr && !ranks->first()) return;
   const auto steps = static_cast<double>(config.train.steps);
   const double seconds = steps * found.step_seconds + found.evaluation_seconds;
   fmt::print("{} with {}\n", config.task, train::attention_text(config));
@@ -186,37 +191,87 @@ std::unique_ptr<train::Task> task_of(const train::Config& config, bool resume) {
   return files.empty() ? train::make_task(config) : train::make_task(config, &files);
 }
 
+// Trains alone (`ranks` is null) or as one of several ranks, of which the first one reports.
+void train_and_report(TrainVerb& options, train::Ranks* ranks) {
+  train::Config& config = options.config;
+  const std::unique_ptr<train::Task> task = task_of(config, options.resume);
+  if (options.dry_run || options.profile) {
+    config.out.clear();
+    print_dry_run(config, *task, options.profile, ranks);
+    return;
+  }
+  const bool first = ranks == nullptr || ranks->first();
+  if (config.out.empty() && first) config.out = free_folder(config);
+  if (ranks != nullptr) config.out = ranks->from_first(config.out);
+  Progress progress;
+  train::TrainHooks hooks;
+  hooks.ranks = ranks;
+  if (first) {
+    hooks.progress = [&](const train::ProgressLine& line) { progress.show(line); };
+    hooks.validation = [&](std::int64_t done, std::int64_t all) {
+      progress.show_parts("validation", done, all, "batches");
+    };
+    hooks.warn = [&](const std::string& line) { progress.warn(line); };
+  }
+  hooks.interrupted = &catch_interrupts(ranks == nullptr ? Interrupts::alone
+                                        : first          ? Interrupts::first_rank
+                                                         : Interrupts::other_rank);
+  const train::TrainResult result = train::train(config, *task, options.resume, hooks);
+  progress.clear();
+  if (first) print_result(config, *task, result);
+  if (result.reason == "interrupted") throw Interrupted();
+}
+
+// A restarted run continues from its last checkpoint.
+void resume_if_restarted(const train::Place& place, TrainVerb& options) {
+  const std::string& out = options.config.out;
+  if (place.restarts_allowed && out.empty() && !options.dry_run && !options.profile) {
+    throw CLI::ValidationError("--out",
+                               "expected a folder, in which a restarted run continues; got none");
+  }
+  if (place.restarts > 0 && std::filesystem::exists(out + "/config.toml")) options.resume = true;
+}
+
 void run_train(CLI::App& verb, TrainVerb& options) {
   train::Config& config = options.config;
+  if (options.processes > 0) start_processes(options.processes);
+  const std::optional<train::Place> place = own_place();
+  if (place) resume_if_restarted(*place, options);
   if (options.resume) read_resumed_config(verb, config);
+  if (train::is_spec_file(config.attention)) {
+    const auto later = config.attention_at;  // overrides the file
+    train::set_attention(config, config.attention);
+    config.attention_at.insert(config.attention_at.end(), later.begin(), later.end());
+  }
   make_absolute(config.data);
   make_absolute(config.init_from);
   make_absolute(config.text.tokenizer);
   train::check_task_options(config);
-  const std::unique_ptr<train::Task> task = task_of(config, options.resume);
-  if (options.dry_run || options.profile) {
-    config.out.clear();
-    print_dry_run(config, *task, options.profile);
-    return;
+  if (!place) {
+    if (config.train.context > 1) {
+      throw CLI::ValidationError(
+          "--train.context", fmt::format("expected ranks that {} divides; got one process: start "
+                                         "more with --processes or torchrun",
+                                         config.train.context));
+    }
+    return train_and_report(options, nullptr);
   }
-  if (config.out.empty()) config.out = free_folder(config);
-  Progress progress;
-  train::TrainHooks hooks;
-  hooks.progress = [&](const train::ProgressLine& line) { progress.show(line); };
-  hooks.validation = [&](std::int64_t done, std::int64_t all) {
-    progress.show_parts("validation", done, all, "batches");
-  };
-  hooks.warn = [&](const std::string& line) { progress.warn(line); };
-  hooks.interrupted = &catch_interrupts();
-  const train::TrainResult result = train::train(config, *task, options.resume, hooks);
-  progress.clear();
-  print_result(config, *task, result);
+  const std::unique_ptr<train::Ranks> ranks = meet_ranks(*place, config, options.timeout);
+  try {
+    train_and_report(options, ranks.get());
+  } catch (const std::exception& error) {
+    const std::string message = ranks->explain(error);
+    const bool known = dynamic_cast<const Error*>(&error) != nullptr;
+    if (known || message.starts_with("[ranks]")) throw Error(message);
+    throw std::runtime_error(message);
+  }
 }
 
 const char* const kTrainExamples =
     R"help(The folder of a run contains config.toml (all options, for --config), log.jsonl
 (one JSON object per line) and checkpoints/. Ctrl-C finishes the step, saves a
 checkpoint and exits; --resume continues exactly from the last checkpoint.
+Started by torchrun or srun, processes train together (docs/scaling.md).
 
 Examples:
   coterie train --task copy
@@ -225,6 +280,8 @@ Examples:
     --attention "2*local(window=64)+2*routing(clusters=8,window=64)"
   coterie train --out runs/mine --resume
   coterie train --config runs/mine/config.toml --out runs/other --seed 2
+  coterie train --processes 2 --task copy
+  torchrun --nproc-per-node 8 --no-python coterie train --device cuda --out runs/large
 
 )help";
 
@@ -244,6 +301,14 @@ void add_train(CLI::App& program) {
       ->configurable(false);
   verb->add_flag("--profile", shared->profile,
                  "Like --dry-run with 20 steps, then print where the time of a step goes")
+      ->group("Run")
+      ->configurable(false);
+  train::add_number(*verb, "--processes", shared->processes, 0, 1024,
+                    "Number of processes to start on this machine with torchrun; this one if 0")
+      ->group("Run")
+      ->configurable(false);
+  train::add_number(*verb, "--timeout", shared->timeout, 1, 1 << 20,
+                    "Seconds to wait for a rank that does not answer")
       ->group("Run")
       ->configurable(false);
   verb->footer(kTrainExamples);

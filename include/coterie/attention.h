@@ -76,7 +76,8 @@ class Attention {
   };
 
   // Writes out (B, H, N, Dv). Head groups take consecutive heads of q and out, and their share of
-  // the heads of k and v. k has no heads for groups whose keys are the queries. `state` has one
+  // the heads of k and v. k has no heads for groups whose keys are the queries. If there are
+  // several groups, the dropout seed of group g is group_seed(dropout_seed, 0, g). `state` has one
   // entry per group, or none if `inputs` has the state of a single group.
   Saved forward(const AttentionInputs& inputs, const TensorView& out,
                 const std::vector<GroupState>& state = {},

@@ -32,7 +32,10 @@ struct AttentionInputs {
   ConstTensorView logit_scale;  // routing, optional: (H) factors of the logits
   double scale = 0.0;           // factor of the logits; 0 = 1/sqrt(Dk), or 1 for routing
   bool causal = false;
-  std::uint64_t seed = 0;
+  std::uint64_t seed = 0;  // of clusterings and hashes
+  double dropout = 0.0;    // probability that a normalised weight is dropped, in [0, 1);
+                           // log-sum-exps and masses are those before dropout
+  std::uint64_t dropout_seed = 0;
 };
 
 // Gradients, with the shapes and types of the inputs. Each view is overwritten; absent ones are not

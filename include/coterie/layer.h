@@ -33,9 +33,9 @@ void check_key_heads(const std::vector<HeadSlice>& slices, std::int64_t key_head
 // For calls that do not apply positions to q and k: throws Error when a group asks for them.
 void refuse_positions(const AttentionSpec& spec);
 
-// The seed of the clusterings in one group of one layer, from the seed of a pass. Layers and groups
-// count from 0. With step(s, n) = mix(s + 0x9E3779B97F4A7C15 (n + 1)) modulo 2^64 and the mix of
-// SplitMix64 (Steele et al. 2014), it is step(step(seed, layer), group).
+// The seed of one group of one layer, for clusterings or dropout, from the seed of a pass. Layers
+// and groups count from 0. With step(s, n) = mix(s + 0x9E3779B97F4A7C15 (n + 1)) modulo 2^64 and
+// the mix of SplitMix64 (Steele et al. 2014), it is step(step(seed, layer), group).
 std::uint64_t group_seed(std::uint64_t seed, std::int64_t layer, std::int64_t group);
 
 }  // namespace coterie

@@ -25,15 +25,16 @@ struct AttentionQuality {
   // for rows without keys. Empty if it attends to no individual keys (clustered without near) or to
   // the same key several times (lsh).
   std::vector<double> mass;
-  // An upper bound of the error, rounding included: from the distance of a query to its centroid
-  // (clustered, i-clustered), or from the mass (full, local, strided, oracle-top, strict routing).
-  // Empty for the others.
+  // An upper bound of the error, rounding included: the distance of the weights from those of full
+  // attention, key by key times the distance of its value from the mean value (clustered,
+  // i-clustered), or from the mass (full, local, strided, oracle-top, strict routing). It needs all
+  // logits of a row, half of the work of full attention. Empty for the others.
   std::vector<double> bound;
 };
 
 // Samples up to `rows` rows of each batch entry, evenly spaced among the valid ones. `result` is
 // that of attention_forward. Tensors are on the CPU; `from_gpu` says that `result` was computed on
-// a GPU, which saves more and rounds products of f32 differently.
+// a GPU, which saves more and rounds products of f32 differently. A pass with dropout is refused.
 AttentionQuality attention_quality(const Mechanism& mechanism, const AttentionInputs& inputs,
                                    const AttentionResult& result, std::int64_t rows,
                                    bool from_gpu = false);

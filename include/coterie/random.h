@@ -24,6 +24,8 @@ enum class RandomUse : std::uint32_t {
   centroid_init = 7,
   data = 8,
   sample = 9,
+  dropout = 10,
+  cluster_dropout = 11,
 };
 
 struct RandomBits {

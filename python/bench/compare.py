@@ -141,11 +141,11 @@ def overhead(repeats: int = 200) -> dict[str, float]:
     q = torch.randn(1, 1, 1, 8)
     leaf = q.clone().requires_grad_()
     operator = torch.ops.coterie.attention_forward.default
-    absent = (None,) * 8
+    absent = (None,) * 9
     calls = {
         "sdpa": lambda: sdpa(q, q, q),
         "sdpa with gradient": lambda: sdpa(leaf, leaf, leaf),
-        "operator": lambda: operator(q, q, q, *absent, "full", 0.0, False, 0),
+        "operator": lambda: operator(q, q, q, *absent, "full", 0.0, False, 0, 0.0),
         "coterie.attention": lambda: coterie.attention(q, q, q, "full"),
         "coterie.attention with gradient": lambda: coterie.attention(leaf, leaf, leaf, "full"),
     }

@@ -91,12 +91,12 @@ def gathered(setting: Setting, q: Tensor) -> Named:
     spec = f"routing(clusters={setting.clusters},window={setting.window}{causal})"
     state = coterie.init_state(spec, q.shape[1], q.shape[3], causal=setting.causal, device=q.device)
     assert isinstance(state, coterie.State)
-    constants = (None,) * 5
+    constants = (None,) * 6
 
     def select(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         given = (q, k, v, state.centroids, None, state.logit_scale, *constants)
         with torch.no_grad():
-            return torch.ops.coterie.attention_select(*given, spec, 0.0, setting.causal, 0)
+            return torch.ops.coterie.attention_select(*given, spec, 0.0, setting.causal, 0, 0.0)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q_members, k_members = (x.long() for x in select(q, k, v)[:2])  # B H C w

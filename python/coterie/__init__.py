@@ -31,6 +31,7 @@ from .state import State, init_state
 
 if TYPE_CHECKING:
     from . import diffusers as diffusers
+    from . import distributed as distributed
     from . import hf as hf
     from .hf.calibration import calibrate as calibrate
 
@@ -54,8 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Modules that need more than torch, imported on first use."""
-    if name in ("diffusers", "hf"):
+    """Modules that need more than this one, imported on first use."""
+    if name in ("diffusers", "distributed", "hf"):
         return importlib.import_module(f".{name}", __name__)
     if name == "calibrate":
         return importlib.import_module(".hf", __name__).calibrate
@@ -137,7 +138,8 @@ def attention(
         is_causal: torch's name of ``causal``, for as many queries as keys.
         attn_mask: torch's name of ``mask``; also a float mask of 0 and -inf.
         enable_gqa: torch's permission for H other than Hkv; not needed, False forbids it.
-        dropout_p: must be 0.0; attention dropout is not supported.
+        dropout_p: probability that a weight is dropped (``docs/mechanisms.md``); torch's CPU
+            generator says which, so ``torch.manual_seed`` repeats it. 0 outside of training.
         return_stats: also return what :func:`stats` returns.
 
     Returns:
@@ -147,12 +149,12 @@ def attention(
 
     Raises ValueError or TypeError that names the argument, or RuntimeError from the core.
     """
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0")
     if is_causal is not None or attn_mask is not None or enable_gqa is False:
         causal, mask = _torch_names(q, v, (causal, is_causal), (mask, attn_mask), enable_gqa)
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
-    options = Options(bool(causal), scale, seed, *lengths, mask)
+    if return_stats and dropout_p:
+        raise ValueError(f"return_stats: expected dropout_p 0.0, as in evaluation; got {dropout_p}")
+    options = Options(bool(causal), scale, seed, *lengths, mask, dropout_p)
     calls, results = run_spec(q, k, v, spec, state, options, return_stats)
     out = results[0].out
     if len(results) > 1:

@@ -43,10 +43,11 @@ class ErrorReport(NamedTuple):
 
     ``relative`` (h): norm of the difference over the norm of full attention's output;
     ``row_error`` (B, h, R): norm of each row's difference; ``row_bound`` (B, h, R): an upper bound
-    of it for every row, rounding included, from the distance of a query to its centroid
-    (clustered, i-clustered) or from the kept mass (full, local, strided, oracle-top, strict
-    routing), else None. The logits are the mechanism's: of normalised rows for routing, of unit
-    keys for lsh; a query's own key is left out if the mechanism demotes it and there is another.
+    of it for every row, rounding included, from the distance of the weights to those of full
+    attention (clustered, i-clustered) or from the kept mass (full, local, strided, oracle-top,
+    strict routing), else None. The logits are the mechanism's: of normalised rows for routing, of
+    unit keys for lsh; a query's own key is left out if the mechanism demotes it and there is
+    another.
     """
 
     spec: str

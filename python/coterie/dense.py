@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import Rows
+from .functional import Options, Rows
 from .layout import accumulator
 from .spec import Group
 
@@ -59,36 +60,36 @@ def check_terms(group: Group, terms: Terms) -> None:
 def dense_attention(
     group: Group,
     rows: Rows,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
+    options: Options,
     first: int | Tensor,
     terms: Terms,
 ) -> Tensor:
     """Attention (B, h, N, Dv) of a group.
 
-    ``mask``: True where a query may attend; ``first``: the first query's own place in the keys.
+    ``options`` has causal, scale, mask and dropout; ``first``: the first query's own place in the
+    keys.
     """
     q, k, v = rows
     if k is None:
         raise ValueError(f"k: {group.text} needs keys; got None")
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    scale = options.scale or q.shape[3] ** -0.5
     logits = torch.matmul(q, k.transpose(2, 3)).to(accumulator(q.dtype)) * scale
     if terms.softcap is not None:
         logits = torch.tanh(logits / terms.softcap) * terms.softcap
     if terms.position_bias is not None:
         logits = logits + terms.position_bias
-    allowed = _allowed(group, q, k, causal, first)
-    if mask is not None:
-        allowed = mask if allowed is None else mask & allowed
+    allowed = _allowed(group, q, k, options.causal, first)
+    if options.mask is not None:
+        allowed = options.mask if allowed is None else options.mask & allowed
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if group.name == "oracle-top":
         least = logits.topk(min(group.whole("topk"), k.shape[2]), -1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     weights = _softmax(logits, terms.s_aux).to(v.dtype)
-    return torch.matmul(weights, v)
+    return torch.matmul(F.dropout(weights, options.dropout), v)
 
 
 def _allowed(

@@ -39,6 +39,7 @@ class Options(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     mask: Tensor | None = None  # bool (B, H, N, S)
+    dropout: float = 0.0
 
 
 class Rows(NamedTuple):
@@ -79,7 +80,7 @@ class GroupResult(NamedTuple):
 
 
 _SEEDS = 2**63
-_TENSORS = Options._fields[3:]
+_TENSORS = Options._fields[3:8]
 
 
 def _converted(name: str, tensor: Tensor, q: Tensor, v: Tensor) -> Tensor:
@@ -107,12 +108,19 @@ def _refuse_rows(q: Tensor, k: Tensor | None, v: Tensor) -> None:
             )
 
 
+def check_dropout(name: str, p: float) -> None:
+    """Refuses what is not a probability of dropout."""
+    if not 0 <= p < 1:
+        raise ValueError(f"{name}: expected a probability from 0 to below 1; got {p}")
+
+
 def settle(options: Options, q: Tensor, v: Tensor) -> Options:
     """Checks options of the public functions, and converts them for the operators."""
     if options.scale == 0:
         raise ValueError("scale: expected a number other than 0, or None; got 0")
     if not -_SEEDS <= options.seed < _SEEDS:
         raise ValueError(f"seed: expected a signed 64-bit integer; got {options.seed}")
+    check_dropout("dropout_p", options.dropout)
     changes: dict[str, Any] = {}
     for name in _TENSORS:
         tensor = getattr(options, name)
@@ -139,7 +147,13 @@ def arguments_of(call: GroupCall) -> tuple[tuple[Tensor | None, ...], tuple[Any,
         centroids = _wide(_centroids(group, state), q)
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
     rows = (q, k, v, centroids, gate, logit_scale)
-    return rows, (*options[3:], group.text, options.scale or 0.0, options.causal, options.seed)
+    settings = (group.text, options.scale or 0.0, options.causal, options.seed, options.dropout)
+    return rows, (*options[3:8], _dropout_seed(options.dropout), *settings)
+
+
+def _dropout_seed(p: float) -> Tensor | None:
+    """Drawn from torch's CPU generator, which checkpointing rewinds; a tensor, to be traceable."""
+    return torch.randint(2**63 - 1, (1,), device="cpu") if p else None
 
 
 def run_group(call: GroupCall, want_saved: bool = False) -> GroupResult:

@@ -86,7 +86,7 @@ def choose(
     rounds: int,
     verify: Callable[[list[str]], float],
 ) -> dict[str, str]:
-    """choose_verified of include/coterie/choice.h; ``numbers`` are its measurements, layer by layer.
+    """choose_verified of include/coterie/choice.h; ``numbers``: its measurements, layer by layer.
 
     ``verify`` gets one spec per layer and returns the error of the model's output.
     """

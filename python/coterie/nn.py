@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import centroids as _centroids
-from .functional import Options, Rows, options_of
+from .functional import Options, Rows, check_dropout, options_of
 from .groups import HeadGroup, HeadGroups
 from .library import group_seed, layer_spec
 from .padding import Padding, make_padding
@@ -55,7 +55,8 @@ class Attention(HeadGroups):
         layer: index of the layer in its model, which its seeds depend on, as in the C++ models;
             None for a single layer.
         batch_first: inputs are (B, N, E) instead of (N, B, E).
-        dropout: must be 0.0; attention dropout is not supported.
+        dropout: probability that a weight of the attention is dropped, in training mode; torch's
+            CPU generator says which.
     """
 
     # nn.TransformerEncoderLayer reads these before it takes its fast path.
@@ -82,16 +83,14 @@ class Attention(HeadGroups):
             raise ValueError(
                 f"embed_dim: expected a multiple of {num_heads} heads; got {embed_dim}"
             )
-        if dropout:
-            raise ValueError(
-                f"dropout: attention dropout is not supported; got {dropout}, use 0.0"
-            )
+        check_dropout("dropout", dropout)
         head_dim = embed_dim // num_heads
         own_seed = seed if layer is None else group_seed(seed, layer, 0)
         spec = layer_spec(spec, causal)
         super().__init__(spec, num_heads, head_dim, kv_heads, embed_dim, causal, own_seed)
         self.layer = layer or 0
         self.embed_dim, self.rotary_base, self.batch_first = embed_dim, rotary_base, batch_first
+        self.dropout = dropout
         key_heads = sum(g.group.key_heads for g in self.groups())
         self.q = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k = nn.Linear(embed_dim, key_heads * head_dim, bias=bias) if key_heads else None
@@ -128,7 +127,10 @@ class Attention(HeadGroups):
         x = query if self.batch_first else query.transpose(0, 1)
         padding = _padding(x, key_padding_mask, lengths)
         options = Options(self.causal, 0.0, 0, *[padding and padding.lengths] * 2)
-        options = options._replace(mask=self._mask(x, attn_mask, is_causal, padding))
+        options = options._replace(
+            mask=self._mask(x, attn_mask, is_causal, padding),
+            dropout=self.dropout if self.training else 0.0,
+        )
         x = x if padding is None else padding.to_front(x, 1)
         out = self._attend(x, options, seed)
         out = out if padding is None else padding.back(out, 1)
@@ -246,11 +248,6 @@ def _swapped(own: nn.MultiheadAttention, spec: str, causal: bool, seed: int) -> 
     ):
         if wrong:
             raise ValueError(f"{name}: not supported by coterie.nn.Attention")
-    if own.dropout:
-        raise ValueError(
-            f"dropout: attention dropout is not supported; got {own.dropout}. Set dropout = 0.0 in "
-            "the nn.MultiheadAttention; that of the layer around it is separate"
-        )
     groups = head_groups(spec, own.num_heads, causal)
     for group in groups:
         if group.keys_are_queries:
@@ -264,6 +261,7 @@ def _swapped(own: nn.MultiheadAttention, spec: str, causal: bool, seed: int) -> 
         bias=bias,
         seed=seed,
         batch_first=own.batch_first,
+        dropout=own.dropout,
     )
     weight = own.in_proj_weight
     layer.to(weight.device, weight.dtype).train(own.training)

@@ -6,9 +6,11 @@ int32, say which rows count. Users call :func:`coterie.attention` and :mod:`cote
 operators check no more than the core does.
 
 attention(q, k?, v, centroids?, gate?, logit_scale?, q_lengths?, k_lengths?, cu_seqlens_q?,
-cu_seqlens_k?, mask?, mechanism, scale, causal, seed) -> out (B, H, N, Dv), saved tensors
+cu_seqlens_k?, mask?, dropout_seed?, mechanism, scale, causal, seed, dropout) -> out (B, H, N, Dv),
+saved tensors
     The forward pass; :mod:`coterie.layout` names the saved tensors. ``mechanism`` is the spec of
-    one group; ``scale`` 0 stands for the default.
+    one group; ``scale`` 0 stands for the default; ``dropout`` is a probability, and if it is not 0
+    ``dropout_seed`` one int64 on the CPU.
 attention_forward(...): the same without derivatives
 attention_backward(grad_out, ..., out, saved, needs) -> gradients
     Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
@@ -46,8 +48,8 @@ from .library import NAMESPACE, operators
 from .spec import single_group
 
 _DIFFERENTIABLE = 6  # the first arguments of attention
-_TENSORS = 11
-_ARGUMENTS = 15
+_TENSORS = 12
+_ARGUMENTS = 17
 
 
 def empty_rows(like: Tensor, width: int) -> Tensor:
@@ -63,7 +65,7 @@ def _empty_like(input: Tensor) -> Tensor:
 
 
 def _fake_saved(args: tuple[Any, ...], selection_only: bool) -> list[Tensor]:
-    q, v, cu_seqlens_q, mechanism, causal = args[0], args[2], args[8], args[11], args[13]
+    q, v, cu_seqlens_q, mechanism, causal = args[0], args[2], args[8], args[12], args[14]
     group = single_group(mechanism, causal)
     wide = accumulator(q.dtype)
     return [

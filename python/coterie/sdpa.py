@@ -75,21 +75,18 @@ class Replacement(NamedTuple):
             own = F.scaled_dot_product_attention
             rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return own(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-        if dropout_p:
-            raise ValueError(
-                f"dropout_p: attention dropout is not supported; got {dropout_p}, use 0.0"
-            )
         if query.dim() == 3:  # (B, N, D): one head
             mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], -1)[:, None]
             q, k, v = (x.unsqueeze(1) for x in (query, key, value))
-            return self(q, k, v, mask, is_causal=is_causal, scale=scale).squeeze(1)
+            return self(q, k, v, mask, dropout_p, is_causal, scale=scale).squeeze(1)
         if query.dim() != 4:
             raise ValueError(f"query: expected 3 or 4 dimensions; got {tuple(query.shape)}")
         if torch.is_autocast_enabled(query.device.type):
             query, same, value = autocast_rows(query, key, value)
             key = key if same is None else same
         mask = None if attn_mask is None else bool_mask("attn_mask", attn_mask)
-        options = settle(Options(is_causal, scale, self.seed, mask=mask), query, value)
+        options = Options(is_causal, scale, self.seed, mask=mask, dropout=dropout_p)
+        options = settle(options, query, value)
         groups = head_groups(self.spec, query.shape[1], is_causal, value.shape[1])
         calls = split_groups(query, key, value, groups, None, options)
         return torch.cat([_attend(call) for call in calls], 1)

@@ -17,10 +17,12 @@ constexpr auto kView = [](const OptionalTensor& tensor) { return view(tensor); }
 // The arguments that the operators share, in the order of their schemas.
 struct Call {
   std::vector<OptionalTensor> tensors;  // in the order of coterie/input_list.h
+  OptionalTensor dropout_seed;          // one int64 on the CPU
   std::string mechanism_text;
   double scale;
   bool causal;
   std::uint64_t seed;
+  double dropout;
 
   explicit Call(Arguments& arguments) {
     tensors.reserve(kInputs);
@@ -28,10 +30,12 @@ struct Call {
       const bool required = place == kQ || place == kV;
       tensors.push_back(required ? arguments.tensor() : arguments.optional_tensor());
     }
+    dropout_seed = arguments.optional_tensor();
     mechanism_text = arguments.text();
     scale = arguments.number();
     causal = arguments.flag();
     seed = arguments.seed();
+    dropout = arguments.number();
   }
 
   const Tensor& q() const { return *tensors[kQ]; }
@@ -45,7 +49,20 @@ struct Call {
     inputs.scale = scale;
     inputs.causal = causal;
     inputs.seed = seed;
+    inputs.dropout = dropout;
+    if (dropout != 0) inputs.dropout_seed = drawn_seed();
     return inputs;
+  }
+
+ private:
+  // A tensor, because graphs of torch.compile draw it.
+  std::uint64_t drawn_seed() const {
+    const TensorView given = view(dropout_seed);
+    if (given.device != Device::cpu || given.dtype != DType::i64 || given.count() != 1) {
+      throw Error("[attention] expected dropout_seed, one int64 on the cpu; got " +
+                  (given.present() ? describe(given) : std::string("none")));
+    }
+    return static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(given.data));
   }
 };
 

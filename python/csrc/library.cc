@@ -15,7 +15,8 @@ namespace {
 const std::string kArguments =
     "Tensor q, Tensor? k, Tensor v, Tensor? centroids, Tensor? gate, Tensor? logit_scale, "
     "Tensor? q_lengths, Tensor? k_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? mask, str mechanism, float scale, bool causal, int seed";
+    "Tensor? mask, Tensor? dropout_seed, str mechanism, float scale, bool causal, int seed, "
+    "float dropout";
 // Which rows of a tensor count.
 const std::string kSpans = "Tensor? lengths, Tensor? cu_seqlens";
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/dropout.h"
 #include "core/item.h"
 #include "coterie/inputs.h"
 
@@ -20,6 +21,7 @@ struct AttentionCall {
   std::int64_t key_heads = 0, value_heads = 0;  // H and Hkv when shared, else both Hkv
   double scale = 1.0;
   bool causal = false;  // set by the inputs or by the mechanism's causal form
+  Dropout dropout;
 
   const Item& item(std::int64_t number) const { return items[static_cast<std::size_t>(number)]; }
   std::int64_t num_items() const { return item_total; }

@@ -327,7 +327,7 @@ std::string reason_of(const Ladder& ladder, const Layer& layer,
            " alone has " + number(std::sqrt(layer.at(layer.squares, u, *closest)));
   const double share = layer.at(layer.squares, u, *best) / (target * target);
   if (saved <= 0)
-    return "no spec is faster in a group of its own: " + ladder.texts[*best] + " would add " +
+    return "no spec is faster in a separate group: " + ladder.texts[*best] + " would add " +
            milliseconds(-saved);
   return "the error is better spent on other heads: " + ladder.texts[*best] + " would save " +
          milliseconds(saved) + " for " + number(100 * share) + " % of the target's square";

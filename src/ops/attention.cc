@@ -86,6 +86,7 @@ Attention::Saved Attention::forward(const AttentionInputs& inputs, const TensorV
       group.inputs.v = heads_of(inputs.v, slice.first_kv, slice.kv_count);
       group.inputs.mask = heads_of(inputs.mask, slice.first, slice.count);
       group.result.out = heads_of(out, slice.first, slice.count);
+      group.inputs.dropout_seed = group_seed(inputs.dropout_seed, 0, static_cast<std::int64_t>(g));
     }
     if (!state.empty()) {
       group.inputs.centroids = state[g].centroids;

@@ -82,6 +82,9 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
   COTERIE_CHECK(std::isfinite(inputs.scale), op, "expected a finite scale; got ", inputs.scale);
   call.scale = inputs.scale != 0 ? inputs.scale : 1.0 / std::sqrt(static_cast<double>(call.Dk));
   call.causal = inputs.causal;
+  COTERIE_CHECK(inputs.dropout >= 0 && inputs.dropout < 1, op,
+                "expected a dropout probability from 0 to below 1; got ", inputs.dropout);
+  call.dropout = make_dropout(inputs.dropout_seed, inputs.dropout);
   for (const Sequences* sequences : {&inputs.q_sequences, &inputs.k_sequences})
     for (const TensorView* ints : {&sequences->lengths, &sequences->cu_seqlens})
       if (ints->present()) check_device(op, "lengths and cu_seqlens", *ints, q.device);

@@ -43,6 +43,10 @@ struct Pass {
         call(ops::make_call(mechanism, inputs)),
         out(result.out) {
     ops::check_cpu(call.op, "q", inputs.q);
+    COTERIE_CHECK(
+        !call.dropout.on(), call.op,
+        "the error against full attention is that of a pass without dropout; got dropout ",
+        inputs.dropout);
     call.device = from_gpu ? Device::cuda : Device::cpu;
     const SavedLayout layout = ops::saved_layout(mechanism, call);
     call.device = Device::cpu;
@@ -88,37 +92,38 @@ double norm_of(const std::vector<double>& x) {
   return std::sqrt(squares);
 }
 
-// Largest distance of a row from the mean of all rows, or from 0.
-double radius_of(const Matrix<double>& x, bool centred) {
-  std::vector<double> mean(x.cols, 0.0);
-  for (Index i = 0; centred && i < x.rows; ++i)
+std::vector<double> distances_from_mean(const Matrix<double>& x) {
+  std::vector<double> mean(x.cols, 0.0), distances;
+  for (Index i = 0; i < x.rows; ++i)
     for (Index d = 0; d < x.cols; ++d) mean[d] += x(i, d) / static_cast<double>(x.rows);
-  double squares = 0;
   for (Index i = 0; i < x.rows; ++i) {
-    double own = 0;
-    for (Index d = 0; d < x.cols; ++d) {
-      const double distance = x(i, d) - mean[d];
-      own += distance * distance;
-    }
-    squares = std::max(squares, own);
+    double squares = 0;
+    for (Index d = 0; d < x.cols; ++d) squares += std::pow(x(i, d) - mean[d], 2);
+    distances.push_back(std::sqrt(squares));
   }
-  return std::sqrt(squares);
+  return distances;
 }
 
 // An item and head of a pass, and what its bounds depend on.
 struct Head {
   const Pass& pass;
   FullHead full;
-  double radius, largest;  // of the values: distance from their mean, norm
-  double key_radius = 0;
+  double largest;             // norm of a value
+  std::vector<double> radii;  // distances of the values from their mean
+  double radius;              // the largest of them
+  Matrix<double> keys;        // of passes with centroids
 
   Head(const Pass& of_pass, const Place& place)
       : pass(of_pass),
         full(pass.mechanism, pass.call, place),
-        radius(radius_of(full.v, true)),
-        largest(radius_of(full.v, false)) {
-    if (pass.centroids.present())
-      key_radius = radius_of(ref::read_matrix<double>(place.keys(pass.call.k)), pass.near == 0);
+        largest(0),
+        radii(distances_from_mean(full.v)),
+        radius(*std::max_element(radii.begin(), radii.end())) {
+    for (Index j = 0; j < full.v.rows; ++j) {
+      const double* const row = &full.v.values[j * full.v.cols];
+      largest = std::max(largest, norm_of({row, row + full.v.cols}));
+    }
+    if (pass.centroids.present()) keys = ref::read_matrix<double>(place.keys(pass.call.k));
   }
 };
 
@@ -142,28 +147,29 @@ std::vector<Index> clusters_of(const Pass& pass, const Place& place, Index i) {
   return clusters;
 }
 
-// The weight on keys that are near query i or listed for its cluster.
-double listed_mass(const Head& head, const FullRows& rows, Index r, Index i) {
+// Which keys are near query i or listed for its cluster.
+std::vector<bool> listed_keys(const Head& head, Index i) {
   const Place& place = head.full.place;
   const Index near = head.pass.near;
-  std::vector<bool> counted(place.k.length, false);
-  double mass = 0;
+  std::vector<bool> listed(place.k.length, false);
   if (near > 0) {  // the own block and the two beside it
     const Index end = std::min(place.k.length, (i / near + 2) * near);
-    for (Index key = std::max<Index>(0, i / near - 1) * near; key < end; ++key) {
-      counted[key] = true;
-      mass += rows.weights(r, key);
-    }
+    for (Index key = std::max<Index>(0, i / near - 1) * near; key < end; ++key) listed[key] = true;
   }
-  if (!head.pass.key_lists.present()) return mass;
+  if (!head.pass.key_lists.present()) return listed;
   const std::int32_t* const keys = lists_of(head.pass.key_lists, place);
   const Index width = head.pass.key_lists.size(3);
   for (const Index c : clusters_of(head.pass, place, i))
-    for (const std::int32_t* key = keys + c * width; key < keys + (c + 1) * width; ++key) {
-      if (*key < 0 || counted[*key]) continue;
-      counted[*key] = true;
-      mass += rows.weights(r, *key);
-    }
+    for (const std::int32_t* key = keys + c * width; key < keys + (c + 1) * width; ++key)
+      if (*key >= 0) listed[*key] = true;
+  return listed;
+}
+
+double listed_mass(const Head& head, const FullRows& rows, Index r, Index i) {
+  const std::vector<bool> listed = listed_keys(head, i);
+  double mass = 0;
+  for (std::size_t key = 0; key < listed.size(); ++key)
+    if (listed[key]) mass += rows.weights(r, key);
   return mass;
 }
 
@@ -176,24 +182,64 @@ double mass_of(const Head& head, const FullRows& rows, Index r, Index i) {
   return std::exp(kept - rows.lse[r]);
 }
 
-// Bounds the L1 distance of the weights of a query from those of its centroid. Up to a constant
-// their logits differ by at most r = |scale| |q - centroid| max |key - mean key|, so the distance
-// is at most 2 tanh(r / 2), and less for i-clustered. With near keys, whose logits are exact, there
-// is no constant: |key| takes the place of |key - mean key|.
-double centroid_distance(const Head& head, Index i) {
-  const Place& place = head.full.place;
-  const auto label = std::max<Index>(0, static_cast<Index>(value_at(head.pass.labels, place, i)));
-  std::vector<double> away = read_values(place.queries(head.pass.call.inputs.q).narrowed(2, i, 1));
-  const std::vector<double> centroid =
-      read_values(place.item_head(head.pass.centroids).narrowed(2, label, 1));
-  for (std::size_t d = 0; d < away.size(); ++d) away[d] -= centroid[d];
-  return 2 * std::tanh(std::abs(head.full.scale) * norm_of(away) * head.key_radius / 2);
+// Logits of a query or centroid with all keys, or with some of them and -inf elsewhere.
+std::vector<double> logits_of(const Head& head, const TensorView& row,
+                              const std::vector<bool>* some = nullptr) {
+  const std::vector<double> x = read_values(row);
+  std::vector<double> logits(head.keys.rows, -std::numeric_limits<double>::infinity());
+  for (Index j = 0; j < head.keys.rows; ++j) {
+    if (some && !(*some)[j]) continue;
+    double sum = 0;
+    for (std::size_t d = 0; d < x.size(); ++d) sum += x[d] * head.keys(j, d);
+    logits[j] = head.full.scale * sum;
+  }
+  return logits;
 }
 
+void softmax(std::vector<double>& row) {
+  const double top = *std::max_element(row.begin(), row.end());
+  double sum = 0;
+  for (double& value : row) sum += value = std::exp(value - top);
+  for (double& value : row) value /= sum;
+}
+
+// The weights of query i in clustered attention (docs/mechanisms.md): those of its centroid, where
+// listed keys have the query's own logits.
+std::vector<double> clustered_weights(const Head& head, Index i) {
+  const Place& place = head.full.place;
+  const auto label = std::max<Index>(0, static_cast<Index>(value_at(head.pass.labels, place, i)));
+  std::vector<double> weights =
+      logits_of(head, place.item_head(head.pass.centroids).narrowed(2, label, 1));
+  const std::vector<bool> listed = listed_keys(head, i);
+  if (std::count(listed.begin(), listed.end(), true) == 0) {
+    softmax(weights);
+    return weights;
+  }
+  std::vector<double> own =
+      logits_of(head, place.queries(head.pass.call.inputs.q).narrowed(2, i, 1), &listed);
+  if (head.pass.near > 0) {
+    for (std::size_t j = 0; j < listed.size(); ++j)
+      if (listed[j]) weights[j] = own[j];
+    softmax(weights);
+    return weights;
+  }
+  softmax(weights);
+  softmax(own);
+  double mass = 0;
+  for (std::size_t j = 0; j < listed.size(); ++j) mass += listed[j] ? weights[j] : 0;
+  for (std::size_t j = 0; j < listed.size(); ++j)
+    if (listed[j]) weights[j] = mass * own[j];
+  return weights;
+}
+
+// The sum of |w_j - w'_j| |v_j - mean v| over keys bounds the error of weights w', because both
+// sums of weights are 1.
 double bound_of(const Head& head, const FullRows& rows, Index r, Index i) {
   double bound = 0;
   if (head.pass.centroids.present()) {
-    bound = centroid_distance(head, i) * head.radius;
+    const std::vector<double> weights = clustered_weights(head, i);
+    for (std::size_t j = 0; j < weights.size(); ++j)
+      bound += std::abs(weights[j] - rows.weights(r, j)) * head.radii[j];
   } else if (!std::isinf(rows.lse[r])) {
     // Weights w on the kept keys become w / mass: their L1 distance from w is 2 (1 - mass). A row
     // without kept keys is 0.

@@ -124,6 +124,7 @@ struct StepCall {
     COTERIE_CHECK(inputs.causal, op, "expected causal inputs; got others");
     const Mechanism settled = resolve(asked, true);
     params = std::get<RoutingParams>(settled);
+    COTERIE_CHECK(inputs.dropout == 0, op, "decoding has no dropout; got ", inputs.dropout);
     COTERIE_CHECK(params.membership == Membership::nearest, op,
                   "expected strict routing, whose selection sees no later token; got ",
                   to_string(settled));

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The loops over items and heads that all mechanisms share: out = W v, dv = W^T g, dW = g v^T.
+// The loops over items and heads that all mechanisms share: out = W v, dv = W^T g, dW = g v^T; with
+// the factors M of dropout, out = (M W) v, dv = (M W)^T g, dW = M g v^T, elementwise in M.
+#include <algorithm>
 #include <cmath>
 
 #include "core/check.h"
@@ -77,9 +79,40 @@ Problem<T> make_problem(const Call<T>& call, const Place& place) {
   problem.scale = scale_of<T>(call.mechanism, inputs);
   problem.causal = resolve_causality(call.mechanism, inputs.causal) != Causality::none;
   problem.seed = inputs.seed;
+  problem.dropout = make_dropout(inputs.dropout_seed, inputs.dropout);
   problem.place = place;
   problem.saved = call.saved;
   return problem;
+}
+
+// The factors of the weights: (queries x keys), 1 without dropout.
+template <class T>
+Matrix<T> kept(const Formula<T>& formula, const Problem<T>& problem) {
+  Matrix<T> factors(problem.q.rows, problem.k.rows);
+  std::fill(factors.values.begin(), factors.values.end(), T{1});
+  if (!problem.dropout.on() || formula.drops_itself) return factors;
+  Matrix<Index> clusters;
+  if (formula.shares) clusters = formula.shares(problem);
+  for (Index i = 0; i < factors.rows; ++i)
+    for (Index j = 0; j < factors.cols; ++j)
+      factors(i, j) = formula.shares && clusters(i, j) >= 0
+                          ? problem.cluster_kept(clusters(i, j), j)
+                          : problem.kept(i, j);
+  return factors;
+}
+
+// A factor 0 makes a product 0, whatever the other one is.
+template <class T>
+Matrix<T> elementwise(Matrix<T> a, const Matrix<T>& b) {
+  for (std::size_t e = 0; e < a.values.size(); ++e)
+    a.values[e] = b.values[e] == 0 ? T{0} : a.values[e] * b.values[e];
+  return a;
+}
+
+// W with dropout.
+template <class T>
+Matrix<T> dropped_weights(const Formula<T>& formula, const Problem<T>& problem) {
+  return elementwise(formula.weights(problem), kept(formula, problem));
 }
 
 template <class T>
@@ -155,7 +188,7 @@ std::vector<T> weights(const Mechanism& mechanism, const AttentionInputs& inputs
       dense_view(result, {call.batches(), call.heads(), call.queries(), call.keys()});
   for (const Place& place : call.places)
     write_matrix(place.queries(view).narrowed(3, place.k.begin, place.k.length),
-                 call.formula.weights(make_problem(call, place)));
+                 dropped_weights(call.formula, make_problem(call, place)));
   return result;
 }
 
@@ -168,8 +201,9 @@ std::vector<T> attend(const Mechanism& mechanism, const AttentionInputs& inputs,
       static_cast<std::size_t>(call.batches() * call.heads() * call.queries() * dim), 0);
   const TensorView view = dense_view(result, {call.batches(), call.heads(), call.queries(), dim});
   for (const Place& place : call.places)
-    write_matrix(place.queries(view), multiply(call.formula.weights(make_problem(call, place)),
-                                               read_matrix<T>(place.keys(inputs.v))));
+    write_matrix(place.queries(view),
+                 multiply(dropped_weights(call.formula, make_problem(call, place)),
+                          read_matrix<T>(place.keys(inputs.v))));
   return result;
 }
 
@@ -190,10 +224,11 @@ Gradients<T> backward(const Mechanism& mechanism, const AttentionInputs& inputs,
     const Matrix<T> v = read_matrix<T>(place.keys(inputs.v));
     const Matrix<T> dout = read_matrix<T>(place.queries(grad_out));
     ProblemGradients<T> gradients = zero_gradients(problem);
-    call.formula.backward(problem, inner_products(dout, v), gradients);
+    call.formula.backward(
+        problem, elementwise(inner_products(dout, v), kept(call.formula, problem)), gradients);
     scatter(call, place, gradients, result);
     add_matrix(place.keys(dense_like(result.dv, inputs.v)),
-               transposed_multiply(call.formula.weights(problem), dout));
+               transposed_multiply(dropped_weights(call.formula, problem), dout));
   }
   return result;
 }

@@ -5,7 +5,8 @@
 //   beta_c  = f over members j of scale Ak_jc psi(-phi_j)       the summary of a cluster
 //   W_i     = sum_c alpha_ic (f over members of scale q_i . k_j if i is in I_c, else beta_c)
 // f is softmax or laplace, psi(x) = 1 + log(1 + e^x). Clusters without members are excluded.
-// A reconstruction of van Engelenhoven et al., "CAST", 2024.
+// Dropout multiplies the weights inside clusters, by (i, j), and those of summaries, by (c, j); not
+// alpha. A reconstruction of van Engelenhoven et al., "CAST", 2024.
 #include <algorithm>
 #include <cmath>
 
@@ -122,13 +123,23 @@ std::vector<Row> inner_rows(const std::vector<Index>& members) {
   return rows;
 }
 
+// Dropout of the weight of token i and key j within cluster c.
+template <class T>
+T kept(const Problem<T>& problem, const Parts<T>& parts, Index i, Index j, Index c) {
+  if (!problem.dropout.on()) return 1;
+  return parts.inside(i, c) ? problem.kept(i, j) : problem.cluster_kept(c, j);
+}
+
 // Each token's weights within cluster c: its own attention if it is a member, else the summary.
 template <class T>
-Matrix<T> cluster_weights(const CastParams& params, const Parts<T>& parts, Index c) {
+Matrix<T> cluster_weights(const CastParams& params, const Problem<T>& problem,
+                          const Parts<T>& parts, Index c) {
   Matrix<T> weights = activate(params.activation, parts.inner_logits, inner_rows(parts.members[c]));
   for (Index i = 0; i < weights.rows; ++i)
-    for (Index j = 0; j < weights.cols && !parts.inside(i, c); ++j)
-      weights(i, j) = parts.summary(c, j);
+    for (Index j = 0; j < weights.cols; ++j) {
+      if (!parts.inside(i, c)) weights(i, j) = parts.summary(c, j);
+      weights(i, j) *= kept(problem, parts, i, j, c);
+    }
   return weights;
 }
 
@@ -137,7 +148,7 @@ Matrix<T> cast_weights(const CastParams& params, const Problem<T>& problem) {
   const Parts<T> parts = parts_of(params, problem);
   Matrix<T> weights(problem.q.rows, problem.k.rows);
   for (Index c = 0; c < params.clusters; ++c) {
-    const Matrix<T> taken = cluster_weights(params, parts, c);
+    const Matrix<T> taken = cluster_weights(params, problem, parts, c);
     for (Index i = 0; i < weights.rows; ++i)
       for (Index j = 0; j < weights.cols; ++j) weights(i, j) += parts.mix(i, c) * taken(i, j);
   }
@@ -151,20 +162,21 @@ struct LogitGradients {
 };
 
 template <class T>
-LogitGradients<T> logits_backward(const CastParams& params, const Parts<T>& parts,
-                                  const Matrix<T>& dweights) {
+LogitGradients<T> logits_backward(const CastParams& params, const Problem<T>& problem,
+                                  const Parts<T>& parts, const Matrix<T>& dweights) {
   const Index tokens = dweights.rows, clusters = params.clusters;
   Matrix<T> dmix(tokens, clusters), dsummary(clusters, tokens);
   LogitGradients<T> result{.mix = Matrix<T>(tokens, clusters),
                            .summary = Matrix<T>(clusters, tokens),
                            .inner = Matrix<T>(tokens, tokens)};
   for (Index c = 0; c < clusters; ++c) {
-    const Matrix<T> taken = cluster_weights(params, parts, c);
+    const Matrix<T> taken = cluster_weights(params, problem, parts, c);
     Matrix<T> dinner(tokens, tokens);
     for (Index i = 0; i < tokens; ++i)
       for (Index j = 0; j < tokens; ++j) {
         dmix(i, c) += dweights(i, j) * taken(i, j);
-        (parts.inside(i, c) ? dinner(i, j) : dsummary(c, j)) += parts.mix(i, c) * dweights(i, j);
+        (parts.inside(i, c) ? dinner(i, j) : dsummary(c, j)) +=
+            parts.mix(i, c) * dweights(i, j) * kept(problem, parts, i, j, c);
       }
     activate_backward(params.activation, parts.inner_logits, inner_rows(parts.members[c]), dinner,
                       result.inner);
@@ -179,7 +191,7 @@ template <class T>
 void cast_backward(const CastParams& params, const Problem<T>& problem, const Matrix<T>& dweights,
                    ProblemGradients<T>& gradients) {
   const Parts<T> parts = parts_of(params, problem);
-  LogitGradients<T> dlogits = logits_backward(params, parts, dweights);
+  LogitGradients<T> dlogits = logits_backward(params, problem, parts, dweights);
   Matrix<T> dq_affinity(problem.q.rows, params.clusters);
   Matrix<T> dk_affinity(problem.q.rows, params.clusters);
   for (Index i = 0; i < problem.q.rows; ++i)
@@ -250,7 +262,8 @@ Formula<T> formula(const CastParams& params) {
   return {.weights = [=](const Problem<T>& p) { return cast_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { cast_backward(params, p, dweights, g); },
-          .select_item = [=](const std::vector<Problem<T>>& h) { select_item<T>(params, h); }};
+          .select_item = [=](const std::vector<Problem<T>>& h) { select_item<T>(params, h); },
+          .drops_itself = true};
 }
 
 template Formula<float> formula(const CastParams&);

@@ -128,6 +128,26 @@ void improved_backward(const ImprovedClusteredParams& params, const Problem<T>& 
   centroid_backward(clusters, problem, drows, gradients);
 }
 
+// The cluster of every weight, of which the top keys' are the queries' own; see Formula::shares.
+template <class T>
+Matrix<Index> shared_weights(const Problem<T>& problem) {
+  const std::vector<Index> labels = read_indices(problem.place.queries(problem.saved[0]));
+  Matrix<Index> clusters(problem.q.rows, problem.k.rows);
+  for (Index i = 0; i < clusters.rows; ++i)
+    for (Index j = 0; j < clusters.cols; ++j) clusters(i, j) = labels[i];
+  return clusters;
+}
+
+template <class T>
+Matrix<Index> weights_outside_top(const Problem<T>& problem) {
+  const std::vector<Index> labels = read_indices(problem.place.queries(problem.saved[0]));
+  const Lists top_keys = read_lists(problem.place.item_head(problem.saved[3]));
+  Matrix<Index> clusters = shared_weights(problem);
+  for (Index i = 0; i < clusters.rows; ++i)
+    for (Index j : top_keys[labels[i]]) clusters(i, j) = -1;
+  return clusters;
+}
+
 // Writes labels, order and offsets; returns the clusters.
 template <class T>
 Clusters<T> select_clusters(const ClusteringParams& params, const Problem<T>& problem) {
@@ -159,7 +179,8 @@ Formula<T> formula(const ClusteredParams& params) {
   return {.weights = [=](const Problem<T>& p) { return clustered_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { clustered_backward(params, p, dweights, g); },
-          .select = select};
+          .select = select,
+          .shares = shared_weights<T>};
 }
 
 template <class T>
@@ -170,7 +191,8 @@ Formula<T> formula(const ImprovedClusteredParams& params) {
   return {.weights = [=](const Problem<T>& p) { return improved_weights(params, p); },
           .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
                           ProblemGradients<T>& g) { improved_backward(params, p, dweights, g); },
-          .select = select};
+          .select = select,
+          .shares = weights_outside_top<T>};
 }
 
 template Formula<float> formula(const ClusteredParams&);

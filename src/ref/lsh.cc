@@ -103,7 +103,7 @@ std::vector<Row> attended_rows(const LshParams& params, const Problem<T>& proble
 }
 
 template <class T>
-Matrix<T> logits_of(const Problem<T>& problem) {
+Matrix<T> lsh_logits(const Problem<T>& problem) {
   return scaled(inner_products(problem.q, unit_rows(problem.q)), problem.scale);
 }
 
@@ -111,7 +111,7 @@ template <class T>
 void lsh_backward(const LshParams& params, const Problem<T>& problem, const Matrix<T>& dweights,
                   ProblemGradients<T>& gradients) {
   Matrix<T> dlogits(problem.q.rows, problem.q.rows);
-  softmax_rows_backward(logits_of(problem), attended_rows(params, problem), dweights, dlogits);
+  softmax_rows_backward(lsh_logits(problem), attended_rows(params, problem), dweights, dlogits);
   dlogits = scaled(dlogits, problem.scale);
   add(gradients.dq, multiply(dlogits, unit_rows(problem.q)));
   unit_rows_backward(problem.q, transposed_multiply(dlogits, problem.q), gradients.dq);
@@ -154,12 +154,13 @@ void select_order(const LshParams& params, const Problem<T>& problem) {
 
 template <class T>
 Formula<T> formula(const LshParams& params) {
-  return {
-      .weights =
-          [=](const Problem<T>& p) { return softmax_rows(logits_of(p), attended_rows(params, p)); },
-      .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
-                      ProblemGradients<T>& g) { lsh_backward(params, p, dweights, g); },
-      .select = [=](const Problem<T>& p) { select_order(params, p); }};
+  return {.weights =
+              [=](const Problem<T>& p) {
+                return softmax_rows(lsh_logits(p), attended_rows(params, p));
+              },
+          .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
+                          ProblemGradients<T>& g) { lsh_backward(params, p, dweights, g); },
+          .select = [=](const Problem<T>& p) { select_order(params, p); }};
 }
 
 template Formula<float> formula(const LshParams&);

@@ -73,7 +73,17 @@ Formula<T> near_formula(Index near, Index count, bool top,
               [=](const Problem<T>& p, const Matrix<T>& dweights, ProblemGradients<T>& g) {
                 near_backward(near, count, top_keys(p), p, dweights, g);
               },
-          .select = select};
+          .select = select,
+          .shares =
+              [=](const Problem<T>& p) {
+                const Clusters<T> clusters = saved_clusters(count, p);
+                const NearRows<T> mixed = near_rows(near, top_keys(p), clusters, p);
+                Matrix<Index> shared(p.q.rows, p.k.rows);
+                for (Index i = 0; i < shared.rows; ++i)
+                  for (Index j = 0; j < shared.cols; ++j)
+                    shared(i, j) = mixed.exact(i, j) != 0 ? -1 : clusters.labels[i];
+                return shared;
+              }};
 }
 
 }  // namespace coterie::ref

@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "core/dropout.h"
 #include "coterie/mechanism.h"
 #include "ref/views.h"
 
@@ -21,8 +22,17 @@ struct Problem {
   T logit_scale = 1;  // routing
   bool causal = false;
   std::uint64_t seed = 0;
+  Dropout dropout;
   Place place;
   std::vector<TensorView> saved;  // of the whole call
+
+  // Factors that dropout gives to the weight of query i and key j, and to that of cluster c, which
+  // its members share.
+  T kept(Index i, Index j) const { return factor(dropout.query(place.problem(), i), j); }
+  T cluster_kept(Index c, Index j) const { return factor(dropout.cluster(place.problem(), c), j); }
+  T factor(DropoutRow row, Index j) const {
+    return dropout.drops(row, j) ? T{0} : static_cast<T>(dropout.keep_scale);
+  }
 
   // Position of query i among the keys.
   Index position(Index i) const { return causal ? i + k.rows - q.rows : i; }
@@ -39,7 +49,9 @@ struct ProblemGradients {
 
 // A mechanism: its weights W (queries x keys) for the selection in problem.saved; the backward pass
 // from a gradient of W, added to `gradients`; and the selection, written to problem.saved. CAST
-// selects for all heads of an item at once.
+// selects for all heads of an item at once. `shares` tells the weights that the members of a
+// cluster share: the cluster of (i, j), or -1; null: there are none. Dropout multiplies W, except
+// for CAST, whose weights are sums of both kinds.
 template <class T>
 struct Formula {
   std::function<Matrix<T>(const Problem<T>& problem)> weights;
@@ -48,6 +60,8 @@ struct Formula {
       backward;
   std::function<void(const Problem<T>& problem)> select = nullptr;
   std::function<void(const std::vector<Problem<T>>& heads)> select_item = nullptr;
+  std::function<Matrix<Index>(const Problem<T>& problem)> shares = nullptr;
+  bool drops_itself = false;
 };
 
 template <class T>

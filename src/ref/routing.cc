@@ -115,7 +115,7 @@ std::vector<Row> attended_rows(const RoutingParams& params, const Problem<T>& pr
 }
 
 template <class T>
-Matrix<T> logits_of(const Problem<T>& problem) {
+Matrix<T> routing_logits(const Problem<T>& problem) {
   return scaled(inner_products(normalised_rows(problem.q), normalised_rows(problem.k)),
                 problem.scale * problem.logit_scale);
 }
@@ -125,7 +125,7 @@ void routing_backward(const RoutingParams& params, const Problem<T>& problem,
                       const Matrix<T>& dweights, ProblemGradients<T>& gradients) {
   const Matrix<T> q = normalised_rows(problem.q), k = normalised_rows(problem.k);
   Matrix<T> dlogits(q.rows, k.rows);
-  softmax_rows_backward(logits_of(problem), attended_rows(params, problem), dweights, dlogits);
+  softmax_rows_backward(routing_logits(problem), attended_rows(params, problem), dweights, dlogits);
   const Matrix<T> products = inner_products(q, k);
   for (std::size_t e = 0; e < products.values.size(); ++e)
     gradients.dlogit_scale += dlogits.values[e] * problem.scale * products.values[e];
@@ -179,12 +179,13 @@ void select_clusters(const RoutingParams& params, const Problem<T>& problem) {
 
 template <class T>
 Formula<T> formula(const RoutingParams& params) {
-  return {
-      .weights =
-          [=](const Problem<T>& p) { return softmax_rows(logits_of(p), attended_rows(params, p)); },
-      .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
-                      ProblemGradients<T>& g) { routing_backward(params, p, dweights, g); },
-      .select = [=](const Problem<T>& p) { select_clusters(params, p); }};
+  return {.weights =
+              [=](const Problem<T>& p) {
+                return softmax_rows(routing_logits(p), attended_rows(params, p));
+              },
+          .backward = [=](const Problem<T>& p, const Matrix<T>& dweights,
+                          ProblemGradients<T>& g) { routing_backward(params, p, dweights, g); },
+          .select = [=](const Problem<T>& p) { select_clusters(params, p); }};
 }
 
 template Formula<float> formula(const RoutingParams&);

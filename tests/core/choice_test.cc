@@ -196,7 +196,7 @@ TEST(Choice, GroupsThatCostAreFewer) {
   layer.group_time = {0, 20, 20, 20};
   const Choice none = choose_specs(kLadder, {layer}, 0.02);
   EXPECT_EQ(none.layers[0].to_string(), "full");
-  EXPECT_NE(none.reasons[0][1].find("in a group of its own"), std::string::npos)
+  EXPECT_NE(none.reasons[0][1].find("in a separate group"), std::string::npos)
       << none.reasons[0][1];
 }
 

@@ -12,7 +12,7 @@
 namespace coterie {
 namespace {
 
-std::string error_of(std::string_view text) {
+std::string refusal_of(std::string_view text) {
   try {
     AttentionSpec::parse(text);
   } catch (const Error& error) {
@@ -160,28 +160,28 @@ TEST(Spec, DefaultsAreNotPrinted) {
 }
 
 TEST(Spec, ErrorsNameWhatIsAllowed) {
-  EXPECT_EQ(error_of("fulll"),
+  EXPECT_EQ(refusal_of("fulll"),
             "[spec] expected one of full, local, strided, oracle-top, clustered, i-clustered, lsh, "
             "routing, cast; got \"fulll\"; did you mean \"full\"?");
-  EXPECT_EQ(error_of("strided(size=3)"),
+  EXPECT_EQ(refusal_of("strided(size=3)"),
             "[spec] expected a key of strided: stride (required), positions=automatic; got "
             "\"size\"");
-  EXPECT_EQ(error_of("clustered(cluster=3)"),
+  EXPECT_EQ(refusal_of("clustered(cluster=3)"),
             "[spec] expected a key of clustered: clusters (required), clustering=keys, "
             "iterations=automatic, bits=63, hash_bias=true, near=0, positions=automatic; got "
             "\"cluster\"; "
             "did you mean \"clusters\"?");
-  EXPECT_EQ(error_of("local(window=4,kind=round)"),
+  EXPECT_EQ(refusal_of("local(window=4,kind=round)"),
             "[spec] expected kind of local to be sliding|blocked; got \"round\"");
-  EXPECT_EQ(error_of("local"),
+  EXPECT_EQ(refusal_of("local"),
             "[spec] window is required for local: an integer from 1 to 2147483647; got none");
-  EXPECT_EQ(error_of("clustered(clusters=3,bits=64)"),
+  EXPECT_EQ(refusal_of("clustered(clusters=3,bits=64)"),
             "[spec] expected bits of clustered to be an integer from 1 to 63; got \"64\"");
-  EXPECT_EQ(error_of("full+2*full"),
+  EXPECT_EQ(refusal_of("full+2*full"),
             "[spec] expected a number of heads for every group if there are several, as in "
             "\"4*full\"; got "
             "none");
-  EXPECT_EQ(error_of("local(window=3,window=3)"),
+  EXPECT_EQ(refusal_of("local(window=3,window=3)"),
             "[spec] expected window of local once; got it twice");
 }
 
@@ -221,7 +221,7 @@ TEST(Spec, SyntaxErrorsAreRefused) {
                                  "FULL",
                                  "local(Window=3)",
                                  "2*full 2*full"}) {
-    EXPECT_EQ(error_of(text).substr(0, 16), "[spec] expected ") << text;
+    EXPECT_EQ(refusal_of(text).substr(0, 16), "[spec] expected ") << text;
   }
 }
 
@@ -230,7 +230,7 @@ TEST(Spec, MissingKeysAreRefused) {
        {"local", "local(kind=blocked)", "strided", "clustered", "i-clustered(topk=3)", "routing",
         "routing(clusters=3)", "routing(window=3)", "routing(clusters=3,membership=top)",
         "routing(clusters=3,causal=strict)", "cast(clusters=3)", "cast(size=3)"}) {
-    const std::string error = error_of(text);
+    const std::string error = refusal_of(text);
     EXPECT_NE(error.find("; got none"), std::string::npos) << text << ": " << error;
   }
 }
@@ -276,13 +276,13 @@ TEST(Spec, ValuesOutOfRangeAreRefused) {
                                  "lsh(positions=relative)",
                                  "routing(clusters=3,window=2,positions=relative)",
                                  "cast(clusters=3,size=3,positions=relative)"}) {
-    const std::string error = error_of(text);
+    const std::string error = refusal_of(text);
     EXPECT_NE(error.find(" to be "), std::string::npos) << text << ": " << error;
   }
 }
 
 TEST(Spec, MessagesStayOnOneShortLine) {
-  const std::string error = error_of("full\n\x01" + std::string(1000, 'x'));
+  const std::string error = refusal_of("full\n\x01" + std::string(1000, 'x'));
   EXPECT_EQ(error.find('\n'), std::string::npos);
   EXPECT_LT(error.size(), 250u);
 }
@@ -390,7 +390,7 @@ TEST(Spec, RandomSpecsPrintAsTheyWereRead) {
       if (groups > 1) text += (group ? "+" : "") + std::to_string(1 + random() % 16) + "*";
       text += random_group(random);
     }
-    ASSERT_EQ(error_of(text), "no error") << text;
+    ASSERT_EQ(refusal_of(text), "no error") << text;
     EXPECT_EQ(AttentionSpec::parse(text).to_string(), text);
   }
 }

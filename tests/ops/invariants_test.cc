@@ -232,7 +232,7 @@ TEST(InvariantsTest, ImprovedRowsAreNeverFurtherFromFullAttentionThanClusteredOn
 // sum.
 TEST(InvariantsTest, WeightsSumToOne) {
   for (const Case& c : cases::all()) {
-    if (c.spec.find("laplace") != std::string::npos) continue;
+    if (c.spec.find("laplace") != std::string::npos || c.dropout > 0) continue;
     SCOPED_TRACE(c.name);
     const Problem problem = cases::make_problem(c, 6);
     fill(problem.inputs.v, [](Index) { return 1.0; });

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "cases/cases.h"
@@ -11,6 +12,7 @@
 #include "coterie/error.h"
 #include "coterie/runtime.h"
 #include "ref/ref.h"
+#include "tests/support/draw.h"
 
 namespace coterie {
 namespace {
@@ -31,7 +33,7 @@ class QualityOfCase : public ::testing::TestWithParam<Case> {
 std::vector<Case> finite_cases() {
   std::vector<Case> found;
   for (const Case& c : cases::all()) {
-    if (c.data != cases::Data::nonfinite) found.push_back(c);
+    if (c.data != cases::Data::nonfinite && c.dropout == 0) found.push_back(c);
   }
   return found;
 }
@@ -115,6 +117,46 @@ TEST_P(QualityOfCase, BoundsHoldAndDoNotDependOnTheNumberOfThreads) {
       attention_quality(problem.mechanism, problem.inputs, pass.result, 40);
   EXPECT_EQ(one.error, three.error);
   EXPECT_EQ(one.bound, three.bound);
+}
+
+TEST(Quality, RefusesDropout) {
+  Problem problem = cases::make_problem(cases::all()[0], 1);
+  problem.inputs.dropout = 0.1;
+  const Pass pass = cases::run_forward(problem);
+  EXPECT_THROW(attention_quality(problem.mechanism, problem.inputs, pass.result, 1), Error);
+}
+
+// Of every mechanism that has bounds, with all types, layouts and kinds of data.
+TEST(Quality, BoundsHoldOnRandomProblems) {
+  const std::uint64_t first = test::number_from("COTERIE_TEST_SEED", 3000);
+  const std::uint64_t last =
+      first + test::number_from("COTERIE_TEST_PROBLEMS", first == 3000 ? 900 : 1);
+  Index rows = 0;
+  std::vector<double> ratios;  // of clustered forms
+  for (std::uint64_t seed = first; seed < last; ++seed) {
+    Case c = test::draw_case(seed, test::Form::cpu);
+    if (c.data == cases::Data::nonfinite) continue;
+    c.dropout = 0;
+    SCOPED_TRACE("COTERIE_TEST_SEED=" + std::to_string(seed) +
+                 " repeats this problem: " + test::describe(c));
+    const Problem problem = cases::make_problem(c, seed);
+    const Pass pass = cases::run_forward(problem);
+    const AttentionQuality quality =
+        attention_quality(problem.mechanism, problem.inputs, pass.result, 32);
+    for (std::size_t i = 0; i < quality.bound.size(); ++i) {
+      ASSERT_LE(quality.error[i], quality.bound[i]) << "row " << i;
+      ++rows;
+      const bool clustered = c.spec.find("clustered") != std::string::npos;
+      if (clustered && c.dtype != DType::bf16 && c.dtype != DType::f16 &&
+          quality.error[i] > 1e-3 * quality.norm[i])
+        ratios.push_back(quality.bound[i] / quality.error[i]);
+    }
+  }
+  if (first != 3000) return;
+  EXPECT_GT(rows, 5000);
+  ASSERT_GT(ratios.size(), 500u);
+  std::nth_element(ratios.begin(), ratios.begin() + ratios.size() / 2, ratios.end());
+  EXPECT_LT(ratios[ratios.size() / 2], 20);
 }
 
 TEST(Quality, RefusesASampleWithoutRows) {

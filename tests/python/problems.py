@@ -51,14 +51,15 @@ class Problem:
     def run(self, **changes: Any) -> Tensor:
         return coterie.attention(self.q, self.k, self.v, self.spec, **{**self.options, **changes})
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self, dropout: float = 0.0) -> tuple[Any, ...]:
         """Arguments of the operator coterie::attention."""
         state = self.options["state"] or coterie.State()
         centroids = state.surrogates if "cast" in self.spec else state.centroids
         tensors = (self.q, self.k, self.v, centroids, state.gate, state.logit_scale)
         lengths = self.options.get("q_lengths"), self.options.get("k_lengths")
-        rest = (self.spec, 0.0, self.options["causal"], self.options["seed"])
-        return (*tensors, *lengths, None, None, None, *rest)
+        dropout_seed = torch.tensor([5]) if dropout else None
+        rest = (self.spec, 0.0, self.options["causal"], self.options["seed"], dropout)
+        return (*tensors, *lengths, *[None] * 3, dropout_seed, *rest)
 
     def differentiable(self) -> Problem:
         """The same problem with inputs that require gradients."""

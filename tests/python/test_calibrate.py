@@ -182,11 +182,12 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         ({"samples": samples, "target": -1.0}, "target"),
         ({"samples": samples, "target": float("nan")}, "target"),
         ({"samples": samples, "ladder": ["nonsense"]}, "nonsense"),
+        ({"samples": samples, "ladder": ["2*full+2*local(window=4)"]}, "specs of one group"),
         ({"samples": [{"inputs_embeds": samples[0]}] * 2, "length": 9}, "input_ids"),
     ):
         with pytest.raises(ValueError, match=match):
             coterie.calibrate(model, **wrong)
-    with pytest.raises(ValueError, match="coterie.hf.use does not support Linear"):
+    with pytest.raises(ValueError, match=r"coterie\.hf\.use does not support Linear"):
         coterie.calibrate(torch.nn.Linear(2, 2), samples)
     path = tmp_path / "wrong.json"
     for text, match in (

@@ -251,7 +251,6 @@ def test_one_layer_is_swapped_and_cross_attention_stays() -> None:
 @pytest.mark.parametrize(
     ("own", "spec", "message"),
     [
-        (nn.MultiheadAttention(32, 4, dropout=0.1), "full", "dropout: attention dropout"),
         (nn.MultiheadAttention(32, 4, add_bias_kv=True), "full", "add_bias_kv: not supported"),
         (nn.MultiheadAttention(32, 4, kdim=16), "full", "kdim, vdim: not supported"),
         (nn.MultiheadAttention(32, 4), "lsh", "spec: lsh.* has no keys"),

@@ -151,15 +151,6 @@ def test_packed_rows_are_honoured_or_refused() -> None:
         model(tokens, position_ids=positions, use_cache=False)
 
 
-def test_attention_dropout_is_refused() -> None:
-    model = _bert().train()
-    for layer in coterie.hf.attention_layers(model).values():
-        layer.dropout.p = 0.1
-    coterie.hf.use(model, "full")
-    with pytest.raises(ValueError, match="dropout: attention dropout"):
-        model(_tokens())
-
-
 @pytest.mark.parametrize("spec", ["lsh", "cast(clusters=2,size=3)", "full(positions=rotary)"])
 def test_specs_that_need_more_than_a_model_gives_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="spec: "):

@@ -152,7 +152,7 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict, match: str) -> None
     [
         ({"embed_dim": 30}, "embed_dim: expected a multiple of 4"),
         ({"num_kv_heads": 3}, "multiple of the number of key.value heads; got 4 and 3"),
-        ({"dropout": 0.1}, "dropout: attention dropout is not supported"),
+        ({"dropout": 1.0}, "dropout: expected a probability from 0 to below 1; got 1.0"),
         ({"spec": "1*full+3*local(window=2)", "num_kv_heads": 2}, "got a group of 1"),
         ({"spec": "routing(clusters=2,window=2,positions=relative)"}, "rotary.none"),
     ],

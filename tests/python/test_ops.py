@@ -19,6 +19,8 @@ def test_attention_passes_opcheck(spec: str, causal: bool) -> None:
     torch.library.opcheck(C.attention.default, problem.differentiable().arguments())
     torch.library.opcheck(C.attention_forward.default, problem.arguments())
     torch.library.opcheck(C.attention_select.default, problem.arguments())
+    dropped = problem.differentiable().arguments(dropout=0.3)
+    torch.library.opcheck(C.attention.default, dropped)
 
 
 @pytest.mark.parametrize(("spec", "causal"), SPECS, ids=IDS)
@@ -48,7 +50,8 @@ def test_saved_tensors_of_packed_sequences_have_the_layout() -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 8)
     cu = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
     none = (None, None, None, None, None)
-    arguments = (q, k, v, *none, cu, cu, None, "i-clustered(clusters=3,topk=4)", 0.0, False, 0)
+    settings = ("i-clustered(clusters=3,topk=4)", 0.0, False, 0, 0.0)
+    arguments = (q, k, v, *none, cu, cu, None, None, *settings)
     torch.library.opcheck(C.attention.default, arguments)
 
 
@@ -110,8 +113,8 @@ def test_steps_of_strict_routing_are_the_parallel_pass(
     q, k, v = (torch.randn(B, h, N, D, dtype=dtype) for h in (H, Hkv, Hkv))
     centroids, scale = torch.randn(Hkv, C_, D, dtype=wide), torch.rand(H, dtype=wide) + 0.2
     keys = None if shared else k
-    none = (None,) * 5
-    out, _ = C.attention(q, keys, v, centroids, None, scale, *none, spec, 0.0, True, 0)
+    none = (None,) * 6
+    out, _ = C.attention(q, keys, v, centroids, None, scale, *none, spec, 0.0, True, 0, 0.0)
     key_heads = H if shared else Hkv
     rings = [torch.zeros(B, key_heads, C_ * 4, D, dtype=wide) for _ in range(2)]
     rings.append(torch.zeros(B, key_heads, C_, dtype=torch.int64))
@@ -128,6 +131,6 @@ def test_steps_of_strict_routing_are_the_parallel_pass(
 
 def test_a_wrong_spec_is_named_by_the_operator() -> None:
     arguments = list(make_problem("full").arguments())
-    arguments[11] = "2*full"
+    arguments[12] = "2*full"
     with pytest.raises(RuntimeError, match="expected the spec of one group"):
         C.attention(*arguments)

@@ -56,5 +56,11 @@ def train(model: nn.Module, x: Tensor) -> None:
     coterie.nn.update_centroids(model)
 
 
+def calibrated(model: nn.Module, samples: list[Tensor]) -> coterie.hf.Calibration:
+    found = coterie.calibrate(model, samples, length=64, target=0.05, ladder=["local(window=8)"])
+    coterie.hf.use(model, "specs.json")
+    return found
+
+
 def hugging_face(model: nn.Linear) -> nn.Linear:
     return coterie.hf.use(model, "full", layers=range(2), seed=1)

@@ -238,6 +238,20 @@ INSTANTIATE_TEST_SUITE_P(Lsh, GradientTest, testing::ValuesIn(lsh_cases()), name
 INSTANTIATE_TEST_SUITE_P(Routing, GradientTest, testing::ValuesIn(routing_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(Cast, GradientTest, testing::ValuesIn(cast_cases()), name_of);
 
+// All of them with dropout, whose factors do not depend on the inputs.
+std::vector<Case> dropped_cases(double p) {
+  std::vector<Case> dropped;
+  for (const auto& cases :
+       {positional_cases(), clustered_cases(), lsh_cases(), routing_cases(), cast_cases()})
+    for (Case c : cases) {
+      c.dropout = p;
+      dropped.push_back(c);
+    }
+  return dropped;
+}
+INSTANTIATE_TEST_SUITE_P(Dropout10, GradientTest, testing::ValuesIn(dropped_cases(0.1)), name_of);
+INSTANTIATE_TEST_SUITE_P(Dropout50, GradientTest, testing::ValuesIn(dropped_cases(0.5)), name_of);
+
 // With mass_grad=false the gradient is that of a function whose masses keep their initial values:
 // on top keys the weights are mass p, so multiplying by (initial mass / mass) freezes them.
 TEST(FrozenMassGradientTest, AgreesWithFiniteDifferencesAtConstantMass) {

@@ -14,7 +14,7 @@ namespace coterie::test {
 enum class Form : std::uint8_t { cpu, gpu };
 
 // The completed problem of a seed: mechanism (seed % 9), all of its parameters, sizes, type,
-// layout, lengths, mask, scale and data.
+// layout, lengths, mask, scale, dropout and data.
 cases::Case draw_case(std::uint64_t seed, Form form);
 
 // Estimated cost of a pass: pairs of query and key, times the row width.

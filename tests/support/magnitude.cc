@@ -5,6 +5,7 @@
 #include <cmath>
 #include <variant>
 
+#include "core/dropout.h"
 #include "ref/ref.h"
 
 namespace coterie::test {
@@ -215,7 +216,11 @@ Magnitudes magnitudes(const Mechanism& mechanism, const AttentionInputs& inputs,
     sums.q_affinity = affinities.logits(sums, false);
     sums.k_affinity = affinities.logits(sums, true);
   }
-  const Values weights = ref::weights<double>(mechanism, inputs, saved);
+  // Dropout multiplies weights by at most this.
+  const double kept = make_dropout(inputs.dropout_seed, inputs.dropout).keep_scale;
+  AttentionInputs undropped = inputs;
+  undropped.dropout = 0;
+  const Values weights = ref::weights<double>(mechanism, undropped, saved);
   for (Index row = 0; row < sums.B * sums.H * sums.N; ++row) {
     const Index head = row / sums.N;
     sums.add_query(head / sums.H, head % sums.H, row % sums.N, &weights[row * sums.S]);
@@ -228,6 +233,8 @@ Magnitudes magnitudes(const Mechanism& mechanism, const AttentionInputs& inputs,
   m.dlogit_scale = largest_root(sums.logits) * sums.scale;
   if (cast != nullptr) Affinities(inputs).add_to(sums, m);
   if (sums.shared) m.dq += m.dk;
+  for (double* size : {&m.out, &m.dq, &m.dk, &m.dv, &m.dcentroids, &m.dgate, &m.dlogit_scale})
+    *size *= kept;
   return m;
 }
 

@@ -9,6 +9,7 @@
 #include <variant>
 
 #include "cases/buffers.h"
+#include "core/dropout.h"
 #include "core/half.h"
 #include "core/items.h"
 #include "core/parallel.h"
@@ -200,7 +201,7 @@ void copy_selection(const std::vector<TensorView>& selection,
 }
 
 // W values and W^T rows, computed by the library: a mechanism applies a weight matrix W to any
-// values.
+// values. Without dropout, which multiplies weights by at most 1 / (1 - p).
 struct Applied {
   HostTensor forward, backward;  // (B, H, N, M), (B, Hv, S, M)
 };
@@ -208,6 +209,7 @@ Applied apply_weights(const Mechanism& mechanism, AttentionInputs inputs,
                       const std::vector<TensorView>& selection, const TensorView& values,
                       const TensorView& rows) {
   inputs.v = values;
+  inputs.dropout = 0;
   HostTensor centroids;
   if (std::holds_alternative<RoutingParams>(mechanism)) {  // one set per head of values
     centroids = HostTensor(inputs.centroids.dtype,
@@ -794,6 +796,10 @@ RowRule::RowRule(const cases::Problem& problem, const std::vector<TensorView>& s
                                               (norm + one * surrogate * root(N * terms.H) * root(N))
                                         : kNotJudged);
   }
+
+  const double kept = make_dropout(wide.inputs.dropout_seed, wide.inputs.dropout).keep_scale;
+  for (Rows* rows : {&out_, &dq_, &dk_, &dv_, &dcentroids_, &dgate_, &dlogit_scale_})
+    for (double& tolerance : rows->tolerance) tolerance *= tolerance > 0 ? kept : 1.0;
 }
 
 namespace {

@@ -46,6 +46,8 @@ struct TorchProblem {
     options.scale = inputs.scale;
     options.causal = inputs.causal;
     options.seed = inputs.seed;
+    options.dropout = inputs.dropout;
+    options.dropout_seed = inputs.dropout_seed;
   }
 
   // Inputs that have gradients.

@@ -119,12 +119,38 @@ TEST(Recompute, GivesTheSameBitsClustersAndDropout) {
     SCOPED_TRACE(spec);
     TransformerOptions options = transformer_options(spec, false);
     options.dropout = 0.2;
+    options.attention_dropout = 0.3;
     Transformer kept = make_transformer(options);
     options.recompute = true;
     Transformer recomputed = make_transformer(options);
     const at::Tensor x = at::randn({2, 20, 32}).requires_grad_();
     expect_equal(run(kept, x), run(recomputed, x));
   }
+}
+
+TEST(AttentionDropout, IsThatOfTheSeedInTrainingAndNoneInEvaluation) {
+  for (const std::string& spec : every_spec(false)) {
+    SCOPED_TRACE(spec);
+    TransformerOptions options = transformer_options(spec, false);
+    Transformer plain = make_transformer(options);
+    options.attention_dropout = 0.5;
+    Transformer dropping = make_transformer(options);
+    const at::Tensor x = at::randn({2, 20, 32});
+    const auto out = [&](Transformer& model, std::uint64_t seed) {
+      return model->forward(x, {.seed = 6, .dropout_seed = seed}).out;
+    };
+    EXPECT_TRUE(at::equal(out(dropping, 1), out(dropping, 1)));
+    EXPECT_FALSE(at::equal(out(dropping, 1), out(dropping, 2)));
+    dropping->eval();
+    EXPECT_TRUE(at::equal(out(dropping, 1), out(plain, 1)));
+  }
+}
+
+TEST(AttentionDropout, RefusesOtherProbabilities) {
+  TransformerOptions options = transformer_options("full", true);
+  options.attention_dropout = 1.0;
+  const std::string error = test::error_of([&] { make_transformer(options); });
+  EXPECT_NE(error.find("expected dropout from 0 to below 1; got 1"), std::string::npos) << error;
 }
 
 TEST(Recompute, LeavesTheGeneratorWhereItWas) {

@@ -123,16 +123,16 @@ TEST(EveryAttention, TrainsAndIsInspectedWithAnyNumberOfKeyHeads) {
 }
 
 // Losses of a run and the centroids at its end.
-struct Outcome {
+struct RunOutcome {
   std::vector<double> losses, commitments;
   std::vector<std::pair<std::string, at::Tensor>> centroids;
 };
 
-Outcome outcome_of(Config config) {
+RunOutcome run_outcome(Config config) {
   const TemporaryFolder folder;
   config.out = folder.path("run");
   const NamedTensors model = load_checkpoint(run(config).checkpoint).model;
-  Outcome outcome;
+  RunOutcome outcome;
   for (const nlohmann::json& line : log_lines(config.out, "step")) {
     outcome.losses.push_back(line.at("loss"));
     if (line.contains("commitment")) outcome.commitments.push_back(line.at("commitment"));
@@ -146,7 +146,7 @@ Outcome outcome_of(Config config) {
 // In single precision the two runs differ by the order of sums. A logit is the result of about a
 // hundred operations on numbers of order one, each with a rounding of 6e-8: 1e-5 of a loss or a
 // centroid.
-void expect_near(const Outcome& got, const Outcome& wanted) {
+void expect_near(const RunOutcome& got, const RunOutcome& wanted) {
   constexpr double kRounding = 1e-5;
   ASSERT_EQ(got.losses.size(), wanted.losses.size());
   for (std::size_t i = 0; i < wanted.losses.size(); ++i) {
@@ -179,14 +179,14 @@ TEST(EveryAttention, TrainsTheSameInMicroBatchesAndRecomputed) {
     const std::int64_t kv_heads = allowed(attention, 1) ? 1 : 2;
     SCOPED_TRACE(attention + (causal ? ", causal" : ""));
     Config config = config_of(attention, causal, kv_heads);
-    const Outcome whole = outcome_of(config);
+    const RunOutcome whole = run_outcome(config);
     config.model.recompute = true;
-    const Outcome recomputed = outcome_of(config);
+    const RunOutcome recomputed = run_outcome(config);
     EXPECT_EQ(recomputed.losses, whole.losses);
     for (const std::int64_t rows : {1, 3}) {
       config.train.micro_batch = rows;
       config.model.recompute = rows == 3;
-      const Outcome parts = outcome_of(config);
+      const RunOutcome parts = run_outcome(config);
       if (!starts_at_random(attention)) expect_near(parts, whole);
       for (const double loss : parts.losses) EXPECT_TRUE(std::isfinite(loss));
     }

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "coterie/error.h"
 #include "train/adafactor.h"
@@ -205,6 +207,57 @@ TEST(Adafactor, KeepsRowsAndColumnsOfStacksOfMatrices) {
   EXPECT_EQ(state.at("surrogates.row").sizes(), (std::vector<std::int64_t>{2, 3}));
   EXPECT_EQ(state.at("surrogates.column").sizes(), (std::vector<std::int64_t>{2, 4}));
   EXPECT_EQ(state.at("logit_scale.second").sizes(), (std::vector<std::int64_t>{3}));
+}
+
+// ZeRO-1: every parameter has one owner, and the elements are spread evenly.
+TEST(Optimizer, ParametersHaveOneOwnerEach) {
+  Names module;
+  const std::vector<std::int64_t> owners = parameter_owners(*module, 3);
+  ASSERT_EQ(owners.size(), module->parameters().size());
+  std::set<std::string> all;
+  std::vector<std::int64_t> elements(3);
+  for (std::int64_t rank = 0; rank < 3; ++rank) {
+    for (const std::string& name : owned_parameters(*module, owners, rank)) {
+      EXPECT_TRUE(all.insert(name).second) << name;
+      elements[static_cast<std::size_t>(rank)] += module->named_parameters()[name].numel();
+    }
+  }
+  EXPECT_EQ(all.size(), owners.size());
+  EXPECT_LE(*std::max_element(elements.begin(), elements.end()) -
+                *std::min_element(elements.begin(), elements.end()),
+            24);  // the largest parameter
+}
+
+// Owners step their parameters as one optimiser over all of them would, bit by bit.
+TEST(Optimizer, StepsOfOwnersAreThoseOfOneOptimiser) {
+  for (const char* name : {"adamw", "adafactor"}) {
+    Names whole, parts;
+    const auto all = make_optimizer(config_of(name), *whole);
+    run_steps(whole, *all, 1, 3);
+    const std::vector<std::int64_t> owners = parameter_owners(*parts, 2);
+    NamedTensors state;
+    for (std::int64_t rank = 0; rank < 2; ++rank) {
+      const std::set<std::string> owned = owned_parameters(*parts, owners, rank);
+      Names own;
+      const auto optimizer = make_optimizer(config_of(name), *own, &owned);
+      run_steps(own, *optimizer, 1, 3);
+      state.merge(optimizer_tensors(*optimizer, *own));
+      for (const std::string& parameter : owned) {
+        EXPECT_TRUE(
+            at::equal(own->named_parameters()[parameter], whole->named_parameters()[parameter]));
+      }
+      // What is saved of all is loaded by its owner.
+      const auto loaded = make_optimizer(config_of(name), *own, &owned);
+      const NamedTensors stored = optimizer_tensors(*all, *whole);
+      load_optimizer(*loaded, *own, tensors_of_parameters(stored, *own, owned), "test");
+      for (const auto& [key, tensor] : optimizer_tensors(*loaded, *own)) {
+        EXPECT_TRUE(at::equal(tensor, stored.at(key))) << key;
+      }
+    }
+    const NamedTensors stored = optimizer_tensors(*all, *whole);
+    ASSERT_EQ(state.size(), stored.size());
+    for (const auto& [key, tensor] : stored) EXPECT_TRUE(at::equal(tensor, state.at(key))) << key;
+  }
 }
 
 }  // namespace

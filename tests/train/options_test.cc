@@ -42,20 +42,21 @@ Config config_without_defaults() {
   share = 0.4;
   auto& [valid, test, vocabulary, tokenizer] = text;
   valid = 0.1, test = 0.2, vocabulary = 1000, tokenizer = "gpt2/";
-  auto& [dim, layers, heads, kv_heads, ffn, dropout, positions, embedding_std, position_base, bias,
-         tied, recompute] = model;
+  auto& [dim, layers, heads, kv_heads, ffn, dropout, attention_dropout, positions, embedding_std,
+         position_base, bias, tied, recompute] = model;
   embedding_std = 0.3, position_base = 77.5;
-  dim = 48, layers = 3, heads = 6, kv_heads = 2, ffn = 100, dropout = 0.1, positions = "learned";
+  dim = 48, layers = 3, heads = 6, kv_heads = 2, ffn = 100, dropout = 0.1, attention_dropout = 0.2,
+  positions = "learned";
   bias = !bias, tied = !tied, recompute = !recompute;
-  auto& [name, lr, beta1, beta2, eps, weight_decay, clip, relative] = optimizer;
+  auto& [name, lr, beta1, beta2, eps, weight_decay, clip, relative, shard] = optimizer;
   name = "adafactor", lr = 0.1 + 0.2, beta1 = 0.5, beta2 = 0.97, eps = 1e-7, weight_decay = 0.3;
-  clip = 2.5, relative = true;
+  clip = 2.5, relative = true, shard = true;
   auto& [warmup, decay, floor] = schedule;
   warmup = 11, decay = "rsqrt", floor = 0.25;
-  auto& [steps, batch, micro_batch, log_every, eval_every, eval_batches, final_batches, patience,
-         truncate, centroids, dtype, fast] = train;
+  auto& [steps, batch, micro_batch, context, log_every, eval_every, eval_batches, final_batches,
+         patience, truncate, centroids, dtype, fast] = train;
   steps = 12, batch = 13, micro_batch = 14, log_every = 15, eval_every = 16, eval_batches = 17;
-  final_batches = 21;
+  final_batches = 21, context = 2;
   patience = 18, truncate = 0.7, centroids = "random", dtype = "bf16", fast = true;
   auto& [every, keep] = checkpoint;
   every = 19, keep = 20;

@@ -30,6 +30,9 @@ void check_options(const SelfAttentionOptions& options) {
     refuse_layer("expected a width that is a multiple of the number of heads; got width ", text(E),
                  " and ", text(H), " heads");
   }
+  if (!(options.dropout >= 0 && options.dropout < 1)) {
+    refuse_layer("expected dropout from 0 to below 1; got ", std::to_string(options.dropout));
+  }
 }
 
 void check_input(const at::Tensor& x, std::int64_t E) {
@@ -119,33 +122,67 @@ void SelfAttentionImpl::record(const PassContext& context, std::int64_t group,
   const HeadGroupImpl& own = *groups_[static_cast<std::size_t>(group)];
   if (context.statistics && std::holds_alternative<RoutingParams>(own.mechanism())) {
     own.add_statistics(placed, options.q_lengths, labels,
-                       (*context.statistics)[{context.layer, group}]);
+                       (*context.statistics)[{context.layer, group}], HeadPart(context.ranks));
   }
   if (!context.records) return;
   context.records->push_back({context.layer, group, own.mechanism(), detached(placed.q),
                               detached(placed.k), detached(placed.v), detached(options)});
 }
 
+// The rows of this rank's heads at the positions of all ranks.
+std::vector<HeadRows> SelfAttentionImpl::whole_sequences(std::vector<HeadRows> rows,
+                                                         const PassContext& context) const {
+  check_sequence_ranks(options_.spec, options_.heads, kv_heads_, context.ranks->size);
+  std::vector<at::Tensor*> tensors;
+  for (HeadRows& own : rows) {
+    for (at::Tensor* tensor : {&own.q, &own.k, &own.v}) {
+      if (tensor->defined()) tensors.push_back(tensor);
+    }
+  }
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor* tensor : tensors) parts.push_back(*tensor);
+  parts = to_heads(parts, *context.ranks, context.length);
+  for (std::size_t i = 0; i < parts.size(); ++i) *tensors[i] = parts[i];
+  return rows;
+}
+
+AttentionOptions SelfAttentionImpl::group_options(std::size_t group, const at::Tensor& x_BNE,
+                                                  const PassContext& context) {
+  const auto number = static_cast<std::int64_t>(group);
+  AttentionOptions options = groups_[group]->attention_options(x_BNE, HeadPart(context.ranks));
+  options.q_lengths = options.k_lengths = context.lengths;
+  options.seed = group_seed(context.seed, context.layer, number);
+  if (is_training()) options.dropout = options_.dropout;
+  options.dropout_seed = group_seed(context.dropout_seed, context.layer, number);
+  return options;
+}
+
 // Outputs of all heads (B, N, H D), before the output layer.
 PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContext& context) {
   check_input(x_BNE, options_.dim);
-  if (packs(x_BNE)) return attended_packed(x_BNE, context);
-  const std::vector<HeadRows> rows = project(x_BNE);
+  if (packs(x_BNE, context)) return attended_packed(x_BNE, context);
+  const HeadPart own(context.ranks);
+  std::vector<HeadRows> rows = project(x_BNE);
+  if (context.ranks != nullptr) rows = whole_sequences(std::move(rows), context);
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     HeadGroupImpl& group = *groups_[g];
-    const HeadRows placed = group.placed(rows[g], 0);
+    const HeadRows placed = group.placed(rows[g], 0, own);
     const auto number = static_cast<std::int64_t>(g);
-    AttentionOptions options = group.attention_options(x_BNE);
-    options.q_lengths = options.k_lengths = context.lengths;
-    options.seed = group_seed(context.seed, context.layer, number);
+    const AttentionOptions options = group_options(g, x_BNE, context);
     record(context, number, placed, options, /*labels=*/{});
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);
     if (!part.commitment.defined()) continue;
     commitment = commitment.defined() ? commitment + part.commitment : part.commitment;
   }
+  if (context.ranks == nullptr) return {merged(parts), commitment};
+  for (at::Tensor& part : parts) part = part.transpose(1, 2);
+  parts = to_positions(parts, *context.ranks);
+  for (at::Tensor& part : parts) part = part.transpose(1, 2);
+  // A mean over heads, of which each rank has as many.
+  if (commitment.defined()) commitment = commitment / static_cast<double>(own.count);
   return {merged(parts), commitment};
 }
 

@@ -28,13 +28,14 @@ void SelfAttentionImpl::update_centroids(const std::vector<AttentionRecord>& rec
 }
 
 void SelfAttentionImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
-                                             std::uint64_t seed) {
+                                             std::uint64_t seed, const SequenceRanks* ranks) {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     std::vector<AttentionRecord> own;
     for (const AttentionRecord& record : records) {
       if (record.group == static_cast<std::int64_t>(g)) own.push_back(record);
     }
-    groups_[g]->initialise_centroids(own, group_seed(seed, 0, static_cast<std::int64_t>(g)));
+    groups_[g]->initialise_centroids(own, group_seed(seed, 0, static_cast<std::int64_t>(g)),
+                                     HeadPart(ranks));
   }
 }
 

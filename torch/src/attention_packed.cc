@@ -12,7 +12,8 @@
 
 namespace coterie::torch_api {
 
-bool SelfAttentionImpl::packs(const at::Tensor& x_BNE) const {
+bool SelfAttentionImpl::packs(const at::Tensor& x_BNE, const PassContext& context) const {
+  if (context.ranks != nullptr) return false;  // rows of several ranks come in other layouts
   const std::int64_t heads =
       options_.heads + slices_.back().first_key + slices_.back().key_count + kv_heads_;
   const bool fours = heads * (options_.dim / options_.heads) % 4 == 0;  // for sum_rows
@@ -38,10 +39,8 @@ PassOutput SelfAttentionImpl::attended_packed(const at::Tensor& x_BNE, const Pas
   std::vector<PackedGroup> packed;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     HeadGroupImpl& group = *groups_[g];
-    AttentionOptions options = group.attention_options(x_BNE);
-    options.q_lengths = options.k_lengths = context.lengths;
-    options.seed = group_seed(context.seed, context.layer, static_cast<std::int64_t>(g));
-    packed.push_back({group.mechanism(), options, slices_[g], group.rotary(), group.rotary_base()});
+    packed.push_back({group.mechanism(), group_options(g, x_BNE, context), slices_[g],
+                      group.rotary(), group.rotary_base()});
   }
   const PackedOutput found =
       packed_attention(rows, bias, {options_.heads, keys, kv_heads_}, packed);

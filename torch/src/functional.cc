@@ -32,6 +32,8 @@ struct Call : ::torch::CustomClassHolder {
   double scale = 0.0;
   bool causal = false;
   std::uint64_t seed = 0;
+  double dropout = 0.0;
+  std::uint64_t dropout_seed = 0;
   variable_list constants;  // from index kDifferentiable on; empty once saved
 };
 using CallPointer = c10::intrusive_ptr<Call>;
@@ -44,6 +46,8 @@ AttentionInputs make_inputs(const Call& call, const variable_list& tensors) {
   inputs.scale = call.scale;
   inputs.causal = call.causal;
   inputs.seed = call.seed;
+  inputs.dropout = call.dropout;
+  inputs.dropout_seed = call.dropout_seed;
   return inputs;
 }
 
@@ -204,6 +208,8 @@ CallPointer make_call(const Mechanism& mechanism, const AttentionOptions& option
   call->scale = options.scale;
   call->causal = options.causal;
   call->seed = options.seed;
+  call->dropout = options.dropout;
+  call->dropout_seed = options.dropout_seed;
   return call;
 }
 
@@ -254,6 +260,7 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
       own.logit_scale = options.state[g].logit_scale;
     }
     if (groups == 1) return attention(q, k, v, mechanism, own);
+    own.dropout_seed = group_seed(options.dropout_seed, 0, static_cast<std::int64_t>(g));
     const bool by_head =
         options.mask.defined() && options.mask.dim() == 4 && options.mask.size(1) > 1;
     if (by_head) own.mask = heads(options.mask, slice.first, slice.count);

@@ -8,6 +8,7 @@
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -142,7 +143,8 @@ bool HeadGroupImpl::can_be_packed() const {
   return positions_ != Positions::relative && !std::holds_alternative<CastParams>(mechanism_);
 }
 
-HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
+HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first,
+                               const HeadPart& part) const {
   HeadRows own = rows;
   for (at::Tensor* tensor : {&own.q, &own.k, &own.v}) {
     if (tensor->defined()) *tensor = tensor->transpose(1, 2);
@@ -152,19 +154,19 @@ HeadRows HeadGroupImpl::placed(const HeadRows& rows, std::int64_t first) const {
     own.q = rotated(own.q, options);
     if (own.k.defined()) own.k = rotated(own.k, options);
   } else if (positions_ == Positions::relative) {
-    own.q = widened_queries(own.q, relative_, options);
+    own.q = widened_queries(own.q, {relative_.weight, part.of(relative_.bias)}, options);
     own.k = widened_keys(own.k, relative_.weight.size(0), options);
   }
   return own;
 }
 
-AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x) {
+AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x, const HeadPart& part) {
   AttentionOptions options;
   options.causal = options_.causal;
   if (positions_ == Positions::relative) options.scale = inverse_root(options_.head_dim);
   if (std::holds_alternative<RoutingParams>(mechanism_)) {
-    options.centroids = state_.centroids;
-    options.logit_scale = logit_scale_;
+    options.centroids = part.of(state_.centroids);
+    options.logit_scale = part.of(logit_scale_);
   } else if (std::holds_alternative<CastParams>(mechanism_)) {
     options.centroids = surrogates_;
     options.gate = gate_(x).squeeze(-1);
@@ -190,11 +192,17 @@ PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions
 
 void HeadGroupImpl::add_statistics(const HeadRows& placed, const at::Tensor& lengths,
                                    const std::vector<at::Tensor>& labels,
-                                   GroupStatistics& statistics) const {
-  const auto add = [&](const at::Tensor& x, std::size_t side, CentroidStatistics& own) {
+                                   GroupStatistics& statistics, const HeadPart& part) const {
+  const CentroidState state{part.of(state_.centroids), part.of(state_.counts),
+                            part.of(state_.sums)};
+  const auto add = [&](const at::Tensor& x, std::size_t side, CentroidStatistics& all) {
+    if (!all.members.defined()) {
+      all = {at::zeros_like(state_.counts, at::kDouble), at::zeros_like(state_.sums, at::kDouble)};
+    }
     const at::Tensor nearest =
-        labels.empty() ? nearest_centroids(x, state_.centroids, lengths) : labels[side];
-    torch_api::add_statistics(x, nearest, lengths, state_, own);
+        labels.empty() ? nearest_centroids(x, state.centroids, lengths) : labels[side];
+    CentroidStatistics own{part.of(all.members), part.of(all.sums)};
+    torch_api::add_statistics(x, nearest, lengths, state, own);
   };
   add(placed.q, 0, statistics.queries);
   if (placed.k.defined()) add(placed.k, 1, statistics.keys);
@@ -207,17 +215,23 @@ void HeadGroupImpl::update_centroids(const GroupStatistics& statistics) const {
 }
 
 void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
-                                         std::uint64_t seed) const {
+                                         std::uint64_t seed, const HeadPart& part) const {
   if (!std::holds_alternative<RoutingParams>(mechanism_) || records.empty()) return;
   std::int64_t N = 0;
   for (const AttentionRecord& record : records) N = std::max(N, record.q.size(2));
   PaddedRows padded;
   for (const AttentionRecord& record : records) {
     for (const at::Tensor& x : {record.q, record.k}) {
-      if (x.defined()) padded.add(x, record.options.q_lengths, options_.kv_heads, N);
+      const std::int64_t heads = options_.kv_heads / part.count;
+      if (x.defined()) padded.add(x, record.options.q_lengths, heads, N);
     }
   }
-  torch_api::initialise_centroids(state_, at::cat(padded.rows), at::cat(padded.lengths), seed);
+  if (part.count > 1) {
+    for (const at::Tensor& all : {state_.centroids, state_.counts, state_.sums}) all.zero_();
+  }
+  torch_api::initialise_centroids(
+      {part.of(state_.centroids), part.of(state_.counts), part.of(state_.sums)},
+      at::cat(padded.rows), at::cat(padded.lengths), seed);
 }
 
 }  // namespace coterie::torch_api

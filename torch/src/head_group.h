@@ -29,6 +29,21 @@ struct HeadRows {
   at::Tensor q, k, v;
 };
 
+// The heads of a rank: part `index` of `count` equal ones.
+struct HeadPart {
+  std::int64_t index = 0, count = 1;
+
+  explicit HeadPart(const SequenceRanks* ranks = nullptr) {
+    if (ranks != nullptr) index = ranks->rank, count = ranks->size;
+  }
+  // Its rows of a tensor with a first dimension of heads.
+  at::Tensor of(const at::Tensor& heads) const {
+    if (count == 1 || !heads.defined()) return heads;
+    const std::int64_t own = heads.size(0) / count;
+    return heads.narrow(0, index * own, own);
+  }
+};
+
 class HeadGroupImpl : public ::torch::nn::Module {
  public:
   explicit HeadGroupImpl(const HeadGroupOptions& options);
@@ -44,10 +59,12 @@ class HeadGroupImpl : public ::torch::nn::Module {
   bool rotary() const { return positions_ == Positions::rotary; }
   double rotary_base() const { return options_.rotary_base; }
 
-  // Rows with positions from `first` on, in the layout of attention(): (B, h, N, D).
-  HeadRows placed(const HeadRows& rows, std::int64_t first) const;
+  // Rows of the part's heads with positions from `first` on, in the layout of attention():
+  // (B, h, N, D).
+  HeadRows placed(const HeadRows& rows, std::int64_t first,
+                  const HeadPart& part = HeadPart()) const;
   // Inputs of attention() besides the rows; `x` (B, N, E) is the layer's input.
-  AttentionOptions attention_options(const at::Tensor& x);
+  AttentionOptions attention_options(const at::Tensor& x, const HeadPart& part = HeadPart());
 
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
@@ -55,9 +72,11 @@ class HeadGroupImpl : public ::torch::nn::Module {
   // Routing only: adds placed rows to the statistics; moves or initialises the centroids. Labels
   // are those of queries and keys if the pass has them, else empty.
   void add_statistics(const HeadRows& placed, const at::Tensor& lengths,
-                      const std::vector<at::Tensor>& labels, GroupStatistics& statistics) const;
+                      const std::vector<at::Tensor>& labels, GroupStatistics& statistics,
+                      const HeadPart& part = HeadPart()) const;
   void update_centroids(const GroupStatistics& statistics) const;
-  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed) const;
+  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed,
+                            const HeadPart& part = HeadPart()) const;
 
  private:
   void add_centroids(const RoutingParams& params);

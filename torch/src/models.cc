@@ -117,7 +117,14 @@ at::Tensor LanguageModelImpl::logits(const at::Tensor& x) {
 
 PassOutput LanguageModelImpl::forward(const at::Tensor& tokens_BN, const PassContext& context) {
   check_rank("language_model", "(B, N)", tokens_BN, 2);
-  PassOutput output = transformer_->forward(input_.embed(tokens_BN, 0), context);
+  PassContext own = context;
+  own.length = tokens_BN.size(1);
+  const SequenceSlice slice =
+      context.ranks == nullptr
+          ? SequenceSlice{0, own.length}
+          : sequence_slice(own.length, context.ranks->rank, context.ranks->size);
+  const at::Tensor x = input_.embed(tokens_BN.narrow(1, slice.first, slice.count), slice.first);
+  PassOutput output = transformer_->forward(x, own);
   output.out = logits(output.out);
   return output;
 }

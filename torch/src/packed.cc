@@ -95,6 +95,8 @@ AttentionInputs make_inputs(const PackedGroup& group, const variable_list& tenso
   inputs.scale = group.options.scale;
   inputs.causal = group.options.causal;
   inputs.seed = group.options.seed;
+  inputs.dropout = group.options.dropout;
+  inputs.dropout_seed = group.options.dropout_seed;
   return inputs;
 }
 

@@ -44,7 +44,8 @@ bool platform_attends(const Mechanism& mechanism, const HeadRows& rows,
   if (!std::holds_alternative<FullParams>(mechanism) || !rows.q.is_cuda()) return false;
   const at::ScalarType type = rows.q.scalar_type();
   const bool narrow = type == at::kBFloat16 || type == at::kHalf;
-  const bool whole = !options.q_lengths.defined() && !options.mask.defined();
+  const bool whole =
+      !options.q_lengths.defined() && !options.mask.defined() && options.dropout == 0;
   const bool heads = rows.k.defined() && rows.k.size(1) == rows.q.size(1);
   return narrow && whole && heads && rows.q.size(3) % 8 == 0 && rows.q.size(3) <= 128 &&
          is_hopper_with_cudnn();

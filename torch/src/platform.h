@@ -14,7 +14,8 @@
 
 namespace coterie::torch_api {
 
-// Whether a call is one for cuDNN: full attention over all keys in 16 bit, on Hopper.
+// Whether a call is one for cuDNN: full attention over all keys in 16 bit, on Hopper. Not with
+// dropout, which would be another than the core's.
 bool platform_attends(const Mechanism& mechanism, const HeadRows& rows,
                       const AttentionOptions& options);
 

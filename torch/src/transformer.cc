@@ -124,6 +124,7 @@ BlockImpl::BlockImpl(const TransformerOptions& options, std::int64_t layer)
                                                       .causal = options.causal,
                                                       .bias = options.bias,
                                                       .rotary_base = options.rotary_base,
+                                                      .dropout = options.attention_dropout,
                                                       .seed = group_seed(options.seed, layer, 0)}));
   ffn_norm_ = register_module("ffn_norm", make_norm(options));
   ffn_in_ = register_module("ffn_in", linear(E, hidden));
@@ -197,6 +198,9 @@ BlockImpl::Output run_recomputed(const std::shared_ptr<BlockImpl>& block, const 
 }  // namespace
 
 PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& context) {
+  if (context.ranks != nullptr && context.length == 0) {
+    throw Error("[transformer] sequences can be split over ranks in LanguageModel only");
+  }
   Residual stream{at::dropout(x_BNE, options_.dropout, is_training()), {}, {}};
   at::Tensor commitment;
   PassContext own = context;
@@ -274,10 +278,10 @@ void TransformerImpl::update_centroids(const std::vector<AttentionRecord>& recor
 }
 
 void TransformerImpl::initialise_centroids(const std::vector<AttentionRecord>& records,
-                                           std::uint64_t seed) {
+                                           std::uint64_t seed, const SequenceRanks* ranks) {
   for (std::int64_t layer = 0; layer < options_.layers; ++layer) {
     SelfAttention& attention = blocks_[static_cast<std::size_t>(layer)]->attention;
-    attention->initialise_centroids(records_of(records, layer), group_seed(seed, layer, 0));
+    attention->initialise_centroids(records_of(records, layer), group_seed(seed, layer, 0), ranks);
   }
 }
 

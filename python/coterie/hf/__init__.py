@@ -102,7 +102,7 @@ def use(
 
 
 def _layers_of(found: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, str]:
-    """The specs of a file by the names of the model's layers: by name, or in order without names."""
+    """The specs of a file by the names of the model's layers; in order if the file has no names."""
     pairs = read_specs(path)
     if not any(name for name, _ in pairs):
         if len(pairs) != len(found):

@@ -48,20 +48,17 @@ def attention_forward(
         return _own(
             module, rows, attention_mask, terms, scaling, dropout, is_causal=is_causal, **kwargs
         )
-    if dropout:
-        raise ValueError(
-            f"dropout: attention dropout is not supported; got {dropout}, set the config's "
-            "attention dropout to 0"
-        )
     if _refused(kwargs):
         raise ValueError(f"{_refused(kwargs)}: not supported in layers with a spec")
     if isinstance(attention_mask, Mask):
         _check_dropped(groups, attention_mask)
-    options = Options(causal, scaling or 0.0)
+    options = Options(causal, scaling or 0.0, dropout=dropout)
     rings = None if torch.compiler.is_compiling() else getattr(key, RINGS, None)
     if terms.named():
-        out = _dense(groups, rows, attention_mask, scaling, causal, terms)
+        out = _dense(groups, rows, attention_mask, options, terms)
     elif rings is not None:
+        if dropout:
+            raise ValueError(f"dropout: rings decode without it, in eval mode; got {dropout}")
         out = rings.attend(groups, rows, attention_mask, options)
     else:
         out = _run_masked(groups, rows, attention_mask, options)
@@ -233,8 +230,7 @@ def _dense(
     groups: HeadGroups,
     rows: Rows,
     mask: Mask | Tensor | None,
-    scaling: float | None,
-    causal: bool,
+    options: Options,
     terms: Terms,
 ) -> Tensor:
     """With biases, soft caps or sinks."""
@@ -247,12 +243,11 @@ def _dense(
         pairs = mask.windowless().pairs()
     elif mask is not None:
         pairs = _allowed(mask if mask.dim() == 4 else mask[:, None, None].bool())
-    scale = rows.q.shape[3] ** -0.5 if scaling is None else scaling
     parts = []
     for group in groups.groups():
         g = group.group
         own = rows.of(g, 1)
-        parts.append(dense_attention(g, own, pairs, scale, causal, first, terms.of(g)))
+        parts.append(dense_attention(g, own, options._replace(mask=pairs), first, terms.of(g)))
     return torch.cat(parts, 1)
 
 

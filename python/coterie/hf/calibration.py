@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 from ..functional import GroupCall, Options, Rows, run_group
 from ..groups import HeadGroup, HeadGroups
@@ -285,7 +285,9 @@ def _rows(inputs: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
             raise ValueError("length: needs samples of token ids (input_ids); leave it out")
         mask = one.get("attention_mask")
         own = one["input_ids"]
-        ids.append(own.flatten() if mask is None else own[torch.as_tensor(mask).bool().view_as(own)])
+        ids.append(
+            own.flatten() if mask is None else own[torch.as_tensor(mask).bool().view_as(own)]
+        )
     joined = torch.cat(ids) if ids else torch.empty(0, dtype=torch.long)
     rows = joined[: len(joined) // length * length].view(-1, 1, length)
     return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
@@ -309,8 +311,10 @@ class _Outputs:
             if isinstance(values, Tensor):
                 break
         else:
-            raise ValueError("output: the model returns no logits and no last_hidden_state; name "
-                             "what counts, such as output=lambda result: result.pooler_output")
+            raise ValueError(
+                "output: the model returns no logits and no last_hidden_state; name "
+                "what counts, such as output=lambda result: result.pooler_output"
+            )
         mask = one.get("attention_mask")
         if mask is not None and values.dim() == 3 and mask.shape == values.shape[:2]:
             values = values[mask.bool()]
@@ -326,7 +330,7 @@ def _error(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 @contextlib.contextmanager
 def _prepared(model: Any, found: dict[str, Any]) -> Iterator[None]:
-    """In evaluation mode, with the model's own attention where no spec is set; undone at the end."""
+    """Evaluation mode, and the model's own attention where no spec is set; undone at the end."""
     from . import adopt
 
     if not found:
@@ -394,6 +398,13 @@ class _Probe(HeadGroups):
             self.ladder = [s for s in default_ladder(length) if self._fits(s)]
         else:
             self.ladder = ["full", *(s for s in self.asked if s != "full")]
+        for spec in self.ladder:
+            groups = head_groups(spec, self.num_heads, self.causal, self.kv_heads)
+            if len(groups) != 1 or groups[0].state:
+                raise ValueError(
+                    "ladder: expected specs of one group and without learned tensors, which need "
+                    f"training; got {spec}"
+                )
         self.squares = torch.zeros(self.kv_heads, len(self.ladder), dtype=torch.float64)
 
     def _fits(self, spec: str) -> bool:
@@ -435,6 +446,7 @@ class _ProbeGroup(HeadGroup):
     def forward(self, rows: Rows, options: Options, x: Tensor | None = None) -> Tensor:
         """The output of full attention; adds to the measurements."""
         probe = self.probe[0]
+        assert rows.k is not None
         if not probe.ladder:
             probe.start(rows.v.shape[2])
         first = not probe.times
@@ -443,8 +455,6 @@ class _ProbeGroup(HeadGroup):
             probe.own_time = _time_of(lambda: _torch_attention(rows, options))
         for rung, spec in enumerate(probe.ladder):
             group = head_groups(spec, probe.num_heads, options.causal, probe.kv_heads)[0]
-            if group.state:
-                raise ValueError(f"ladder: {spec} has learned tensors, which need training")
             out, seconds = _run(group, rows, options, first)
             if first:
                 probe.times.append(seconds)
@@ -471,11 +481,12 @@ def _run(group: Group, rows: Rows, options: Options, timed: bool) -> tuple[Tenso
 
 def _torch_attention(rows: Rows, options: Options) -> Tensor:
     """What the model would compute without Coterie."""
+    assert rows.k is not None
     mask, causal = options.mask, options.causal and options.mask is None
     if options.k_lengths is not None and not bool((options.k_lengths == rows.v.shape[2]).all()):
         places = torch.arange(rows.v.shape[2], device=rows.v.device)
         mask, causal = (places < options.k_lengths[:, None])[:, None, None], False
-    return F.scaled_dot_product_attention(
+    return functional.scaled_dot_product_attention(
         rows.q, rows.k, rows.v, mask, is_causal=causal, scale=options.scale or None,
         enable_gqa=rows.q.shape[1] != rows.v.shape[1],
     )  # fmt: skip

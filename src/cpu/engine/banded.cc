@@ -166,7 +166,8 @@ BandedForward<T>::BandedForward(Arena& arena, const BandedParams& params, const 
 
 namespace {
 
-// Writes scaled logits of queries with their own keys to tiles.max and own values to tiles.v.
+// Writes scaled logits of queries with their own keys to tiles.max and own values, times their
+// factors of dropout, to tiles.v.
 template <class T>
 void own_key_parts(const BandedProblem<T>& problem, const RowTile& tile, Tiles<T>& tiles) {
   const AttentionCall& call = problem.call;
@@ -179,9 +180,13 @@ void own_key_parts(const BandedProblem<T>& problem, const RowTile& tile, Tiles<T
               tiles.k, tiles.key_row);
   kernel.load(span_rows(call.inputs.v, item.k, call.value_head(tile.head)), tile.first, tile.count,
               T(1), tiles.v, tiles.value_row);
-  for (std::int64_t r = 0; r < tile.count; ++r)
+  for (std::int64_t r = 0; r < tile.count; ++r) {
     tiles.max[r] =
         kernel.row_dot(tiles.q + r * tiles.key_row, tiles.k + r * tiles.key_row, tiles.key_row);
+    if (call.dropout.on())
+      kernel.row_scale(tiles.v + r * tiles.value_row, tiles.value_row,
+                       own_key_factor<T>(call, tile.item, tile.head, tile.first + r));
+  }
 }
 
 template <class T>

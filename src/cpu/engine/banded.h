@@ -72,6 +72,15 @@ template <class T>
 void banded_forward(const BandedProblem<T>& problem, const TensorView& out, const TensorView& lse,
                     BandedForward<T>& workspace, std::vector<Tiles<T>>& tiles);
 
+// Dropout of the weight of a query's own key: 0 or 1 / (1 - p).
+template <class T>
+T own_key_factor(const AttentionCall& call, std::int64_t item, std::int64_t head,
+                 std::int64_t query) {
+  T factor = 1;
+  if (call.dropout.on()) dropout_of(call, item, head, {}, {}).apply(query, query, 1, &factor);
+  return factor;
+}
+
 // Results of the forward pass, and the gradient of `out`.
 struct BandedResult {
   TensorView out, lse, grad_out;

@@ -61,8 +61,8 @@ void delta_parts(const AttentionCall& call, const SlotIndex& slots, const T* par
   });
 }
 
-// For added own keys: the weight, and the gradient of the logit times the scale. Unless `complete`,
-// the own key's part is added to delta.
+// For added own keys: the weight of the value, and the gradient of the logit times the scale.
+// Unless `complete`, the own key's part is added to delta.
 template <class T>
 void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& result, bool complete,
                        BandedBackward<T>& workspace, std::vector<Tiles<T>>& tiles) {
@@ -90,11 +90,13 @@ void own_key_gradients(const BandedProblem<T>& problem, const BandedResult& resu
       weight[i] = dlogit[i] = 0;
       if (own_key[i] != kAddOwnKey) continue;
       const T logit = kernel.row_dot(own.q + r * own.key_row, own.k + r * own.key_row, own.key_row);
-      const T dp =
-          kernel.row_dot(own.g + r * own.value_row, own.v + r * own.value_row, own.value_row);
-      weight[i] = std::exp(logit - lse[i]);
-      if (!complete) delta[i] += weight[i] * dp;
-      dlogit[i] = scale * weight[i] * (dp - delta[i]);
+      const T factor = own_key_factor<T>(call, tile.item, tile.head, i);
+      const T dp = factor * kernel.row_dot(own.g + r * own.value_row, own.v + r * own.value_row,
+                                           own.value_row);
+      const T p = std::exp(logit - lse[i]);
+      if (!complete) delta[i] += p * dp;
+      dlogit[i] = scale * p * (dp - delta[i]);
+      weight[i] = factor * p;
     }
   });
 }

@@ -28,6 +28,7 @@ Segment<T> group_segment(const AttentionCall& call, const GroupPlan<T>& plan, st
   segment.num_keys = keys.count;
   segment.scale = plan.head_scale ? plan.scale * plan.head_scale[head] : plan.scale;
   segment.rule = group.rule;
+  segment.dropout = dropout_of(call, number, head, queries, keys);
   return segment;
 }
 

@@ -26,6 +26,7 @@ Segment<T> make_segment(const AttentionCall& call, const ListCall<T>& plan, std:
   segment.num_keys = pair.keys.count;
   segment.scale = plan.head_scale ? plan.scale * plan.head_scale[head] : plan.scale;
   segment.rule = pair.rule;
+  segment.dropout = dropout_of(call, number, head, pair.queries, pair.keys);
   return segment;
 }
 

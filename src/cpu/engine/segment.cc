@@ -29,6 +29,23 @@ void weigh_alone(std::int64_t rows, std::int64_t columns, Tiles<T>& tiles) {
 
 }  // namespace
 
+static SegmentDropout make_dropout_of(const AttentionCall& call, std::int64_t item,
+                                      std::int64_t head, const RowList& queries,
+                                      const RowList& keys, bool clusters) {
+  if (!call.dropout.on()) return {};
+  return {&call.dropout, item * call.H + head, queries, keys, clusters};
+}
+
+SegmentDropout dropout_of(const AttentionCall& call, std::int64_t item, std::int64_t head,
+                          const RowList& queries, const RowList& keys) {
+  return make_dropout_of(call, item, head, queries, keys, false);
+}
+
+SegmentDropout cluster_dropout_of(const AttentionCall& call, std::int64_t item, std::int64_t head,
+                                  const RowList& clusters, const RowList& keys) {
+  return make_dropout_of(call, item, head, clusters, keys, true);
+}
+
 template <class T>
 Tiles<T>::Tiles(Arena& arena, std::int64_t key_width, std::int64_t value_width)
     : key_row(padded(key_width)), value_row(padded(value_width)) {
@@ -82,6 +99,8 @@ void forward_tile(const Segment<T>& segment, std::int64_t first, std::int64_t co
       online_softmax(count, padded(keys), tiles);
     for (std::int64_t r = 0; hook && r < count; ++r)
       hook->forward(r, first + r, begin, keys, tiles.rescale[r], tiles.s + r * kKeyTile);
+    for (std::int64_t r = 0; pass.drops() && r < count; ++r)
+      segment.dropout.apply(first + r, begin, keys, tiles.s + r * kKeyTile);
     pass.add_values(count, keys);
   }
   if (pass.laplacian()) return;
@@ -171,6 +190,7 @@ void delta_tile(const Segment<T>& segment, const RowGradients<T>& rows, std::int
     pass.gradient_products(count, keys);
     for (std::int64_t r = 0; r < count; ++r) {
       pass.weigh(tiles.s + r * kKeyTile, r, keys);
+      if (pass.drops()) segment.dropout.apply(first + r, begin, keys, tiles.s + r * kKeyTile);
       tiles.delta[r] +=
           kernel.row_dot(tiles.s + r * kKeyTile, tiles.dp + r * kKeyTile, padded(keys));
     }

@@ -14,6 +14,7 @@
 
 #include "core/arena.h"
 #include "core/parallel.h"
+#include "cpu/engine/rows.h"
 #include "cpu/kernels/kernels.h"
 
 namespace coterie::cpu {
@@ -42,6 +43,34 @@ struct Rule {
 // Laplace has no log-sum-exps: Tiles::lse is not written, RowGradients::lse and ::delta not read.
 enum class Weighting : std::uint8_t { softmax, laplace };
 
+// Dropout of a segment's weights: the numbers of its queries, or of the clusters whose means they
+// are, and of its keys.
+struct SegmentDropout {
+  const Dropout* dropout = nullptr;  // null: none
+  std::int64_t problem = 0;
+  RowList queries, keys;
+  bool clusters = false;
+
+  // Multiplies row[0..count), which belong to query rank `query` and key ranks from `begin` on.
+  template <class T>
+  void apply(std::int64_t query, std::int64_t begin, std::int64_t count, T* row) const {
+    const std::int64_t number = queries.row(query);
+    const DropoutRow words =
+        clusters ? dropout->cluster(problem, number) : dropout->query(problem, number);
+    kernels<T>().row_drop(row, count,
+                          {words, dropout->threshold, keys.index ? keys.index + begin : nullptr,
+                           keys.first + begin * keys.step, keys.step},
+                          static_cast<T>(dropout->keep_scale));
+  }
+};
+
+// Of attention over rows that are numbered from 0 on in their item.
+SegmentDropout dropout_of(const AttentionCall& call, std::int64_t item, std::int64_t head,
+                          const RowList& queries, const RowList& keys);
+// The same of means of clusters; query rank c is cluster c.
+SegmentDropout cluster_dropout_of(const AttentionCall& call, std::int64_t item, std::int64_t head,
+                                  const RowList& clusters, const RowList& keys);
+
 template <class T>
 struct Segment {
   Rows q, k, v;
@@ -52,6 +81,7 @@ struct Segment {
   // Weights may be rounded to bf16 for the product with bf16 values. Must be false if the backward
   // pass takes differences with the output.
   bool round_weights = false;
+  SegmentDropout dropout;
 };
 
 // Backward inputs of query rank t: its output gradient, times weight[slot], and lse[slot] and
@@ -71,11 +101,12 @@ struct RowGradients {
 template <class T>
 struct TileHook {
   // Forward: p[t] = exp(score - running maximum) of key rank begin + t is already in the row's sum.
-  // `rescale` is the factor that was applied to earlier sums of the row.
+  // `rescale` is the factor that was applied to earlier sums of the row. Dropout comes after it.
   std::function<void(std::int64_t row, std::int64_t query, std::int64_t begin, std::int64_t count,
                      T rescale, T* p)>
       forward;
   // Backward: may change dp, and sets entries of p_for_v that add nothing to value gradients to 0.
+  // Both have been through dropout.
   std::function<void(std::int64_t query, std::int64_t begin, std::int64_t count, T* p_for_v, T* dp)>
       backward;
 };

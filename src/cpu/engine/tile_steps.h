@@ -169,7 +169,7 @@ struct Pass {
   }
 
   // Turns s into weights (softmax only) and dp into the derivative by the scores. With a hook or
-  // laplace, p_for_v gets the weights of the values.
+  // laplace, p_for_v gets the weights of the values, else s has them.
   void differentiate(std::int64_t first, std::int64_t queries, std::int64_t begin,
                      std::int64_t keys, const TileHook<T>* hook) {
     const std::int64_t columns = padded(keys);
@@ -178,17 +178,21 @@ struct Pass {
       T* p = tiles.s + r * kKeyTile;
       T* dp = tiles.dp + r * kKeyTile;
       T* p_for_v = tiles.p_for_v + r * kKeyTile;
+      if (drops()) segment.dropout.apply(first + r, begin, keys, dp);
       if (laplacian()) std::copy_n(p, columns, p_for_v);
       weigh(laplacian() ? p_for_v : p, r, keys);
       if (hook && !laplacian()) std::copy_n(p, columns, p_for_v);
+      if (drops() && (hook || laplacian())) segment.dropout.apply(first + r, begin, keys, p_for_v);
       if (hook) hook->backward(first + r, begin, keys, p_for_v, dp);
       if (laplacian())
         laplace_grad(p, dp, columns);
       else
         kernel.row_softmax_grad(p, dp, columns, tiles.delta[r]);
+      if (drops() && !hook && !laplacian()) segment.dropout.apply(first + r, begin, keys, p);
     }
   }
 
+  bool drops() const { return segment.dropout.dropout != nullptr; }
   bool laplacian() const { return segment.weighting == Weighting::laplace; }
 };
 

@@ -223,11 +223,29 @@ int64_t row_above(const T* row, int64_t n, T threshold, int32_t* indices) {
 }
 
 template <class T>
+void row_drop(T* row, int64_t n, const DroppedKeys& keys, T factor) {
+  const DropoutRow words = keys.row;
+  const uint32_t threshold = keys.threshold;
+  if (keys.index) {
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t word = dropout_word(words, static_cast<uint32_t>(keys.index[i]));
+      row[i] = word < threshold ? T(0) : row[i] * factor;
+    }
+    return;
+  }
+  const auto first = static_cast<uint32_t>(keys.first), step = static_cast<uint32_t>(keys.step);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t word = dropout_word(words, first + static_cast<uint32_t>(i) * step);
+    row[i] = word < threshold ? T(0) : row[i] * factor;
+  }
+}
+
+template <class T>
 constexpr Kernels<T> make_kernels() {
   return {multiply<T>,     load<T>,      load_transposed<T>, store<T>,
           row_max<T>,      row_exp<T>,   row_dot<T>,         softmax<T>,
           softmax_grad<T>, row_scale<T>, row_add<T>,         row_softmax_grad<T>,
-          row_argmax<T>,   row_above<T>};
+          row_argmax<T>,   row_above<T>, row_drop<T>};
 }
 
 #if defined(__AVX512BF16__)

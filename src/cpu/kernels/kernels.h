@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/dropout.h"
 #include "coterie/runtime.h"
 #include "coterie/tensor.h"
 
@@ -60,6 +61,15 @@ struct GradientTile {
   const T *lse, *delta;  // of each row
 };
 
+// Keys that are dropped: the factors of a row's entries. Key t is number index[t], or first + t *
+// step if index is null.
+struct DroppedKeys {
+  DropoutRow row;
+  std::uint32_t threshold;
+  const std::int32_t* index;
+  std::int64_t first, step;
+};
+
 template <class T>
 struct Kernels {
   void (*multiply)(const Product<T>& product);
@@ -94,6 +104,8 @@ struct Kernels {
   // Writes the indices of elements that are not <= threshold (so NaN is among them), ascending, and
   // returns their number; n is a multiple of kColumnPad.
   std::int64_t (*row_above)(const T* row, std::int64_t n, T threshold, std::int32_t* indices);
+  // Dropout of row[0..n): 0 for dropped keys, the others times `factor`.
+  void (*row_drop)(T* row, std::int64_t n, const DroppedKeys& keys, T factor);
 };
 
 // The same on bf16 elements, packed in pairs into words, the first one in the low half: c(m,n) =

@@ -103,6 +103,7 @@ Segment<T> CastPass<T>::inner(std::int64_t item, std::int64_t head, const RowLis
   segment.scale = static_cast<T>(call.scale);
   segment.weighting = weighting();
   segment.rule = everything<T>(list.count);
+  segment.dropout = dropout_of(call, item, head, list, list);
   return segment;
 }
 
@@ -114,6 +115,7 @@ Segment<T> CastPass<T>::outer(std::int64_t item, std::int64_t head, std::int64_t
   segment.q.base = static_cast<T*>(segment.q.base) + cluster * call.Dk;
   segment.k = list_rows(gated_k, call.item(item).k, call.key_head(head), list);
   segment.num_queries = 1;
+  segment.dropout = cluster_dropout_of(call, item, head, {1, nullptr, cluster}, list);
   return segment;
 }
 

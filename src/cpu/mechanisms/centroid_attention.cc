@@ -125,6 +125,7 @@ Segment<T> centroid_segment(const AttentionCall& call, const ClusterLists& lists
   segment.num_keys = item.k.length;
   segment.scale = static_cast<T>(call.scale);
   const std::int64_t keys = item.k.length;
+  segment.dropout = cluster_dropout_of(call, number, head, {lists.clusters()}, {keys});
   segment.rule.ranges = [lists, number, head, keys](std::int64_t first, std::int64_t count,
                                                     Range* ranges) {
     for (std::int64_t r = 0; r < count; ++r) {

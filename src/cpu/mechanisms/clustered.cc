@@ -12,26 +12,28 @@ namespace coterie::cpu {
 
 namespace {
 
-// Positions in `saved`; with near keys there is no kOut, and kLse belongs to the queries.
-enum { kLabels, kOrder, kOffsets, kCentroids, kLse, kOut };
+// Positions in `saved`; with near keys there is no `out`, and `lse` belongs to the queries.
+struct ClusteredAt {
+  enum { labels, order, offsets, centroids, lse, out };
+};
 
-NearTensors near_tensors(const std::vector<TensorView>& saved) {
+NearTensors near_of(const std::vector<TensorView>& saved) {
   NearTensors tensors;
-  tensors.lists.order = saved[kOrder];
-  tensors.lists.offsets = saved[kOffsets];
-  tensors.labels = saved[kLabels];
-  tensors.centroids = saved[kCentroids];
-  tensors.lse = saved[kLse];
+  tensors.lists.order = saved[ClusteredAt::order];
+  tensors.lists.offsets = saved[ClusteredAt::offsets];
+  tensors.labels = saved[ClusteredAt::labels];
+  tensors.centroids = saved[ClusteredAt::centroids];
+  tensors.lse = saved[ClusteredAt::lse];
   return tensors;
 }
 
-CentroidTensors centroid_tensors(const std::vector<TensorView>& saved) {
+CentroidTensors centroids_of(const std::vector<TensorView>& saved) {
   CentroidTensors tensors;
-  tensors.lists.order = saved[kOrder];
-  tensors.lists.offsets = saved[kOffsets];
-  tensors.centroids = saved[kCentroids];
-  tensors.lse = saved[kLse];
-  tensors.out = saved[kOut];
+  tensors.lists.order = saved[ClusteredAt::order];
+  tensors.lists.offsets = saved[ClusteredAt::offsets];
+  tensors.centroids = saved[ClusteredAt::centroids];
+  tensors.lse = saved[ClusteredAt::lse];
+  tensors.out = saved[ClusteredAt::out];
   return tensors;
 }
 
@@ -84,12 +86,12 @@ void select(const ClusteredParams& params, const AttentionCall& call,
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ClusteredWorkspace<T> ws(arena, params, call);
-    cluster_queries(params.clustering, call, saved[kLabels], ws.clustering);
+    cluster_queries(params.clustering, call, saved[ClusteredAt::labels], ws.clustering);
   });
   ClusterLists lists;
-  lists.order = saved[kOrder];
-  lists.offsets = saved[kOffsets];
-  group_queries(call, saved[kLabels], lists);
+  lists.order = saved[ClusteredAt::order];
+  lists.offsets = saved[ClusteredAt::offsets];
+  group_queries(call, saved[ClusteredAt::labels], lists);
 }
 
 template <>
@@ -100,15 +102,15 @@ void attend(const ClusteredParams& params, const AttentionCall& call, const Atte
     return dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
       NearWorkspace<T> ws(arena, call, {params.near, params.clustering.clusters});
-      near_forward(call, params.near, near_tensors(result.saved), result.out, ws);
+      near_forward(call, params.near, near_of(result.saved), result.out, ws);
     });
-  const CentroidTensors tensors = centroid_tensors(result.saved);
+  const CentroidTensors tensors = centroids_of(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ClusteredWorkspace<T> ws(arena, params, call);
     cluster_means(call, tensors.lists, tensors.centroids, ws.tiles);
     centroid_forward(call, tensors, ws.tiles);
-    broadcast_rows(call, result.saved[kLabels], tensors.clusters(),
+    broadcast_rows(call, result.saved[ClusteredAt::labels], tensors.clusters(),
                    static_cast<T*>(tensors.out.data), call.Dv, result.out, ws.tiles);
   });
 }
@@ -122,11 +124,12 @@ void backward(const ClusteredParams& params, const AttentionCall& call,
     return dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
       NearWorkspace<T> ws(arena, call, {params.near, params.clustering.clusters});
-      near_backward<T>(
-          call, params.near, near_tensors(result.saved),
-          {result.out, result.saved[kLse], grad_out, gradients.dq, gradients.dk, gradients.dv}, ws);
+      near_backward<T>(call, params.near, near_of(result.saved),
+                       {result.out, result.saved[ClusteredAt::lse], grad_out, gradients.dq,
+                        gradients.dk, gradients.dv},
+                       ws);
     });
-  const CentroidTensors tensors = centroid_tensors(result.saved);
+  const CentroidTensors tensors = centroids_of(result.saved);
   dispatch_accumulator(call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ClusteredWorkspace<T> ws(arena, params, call);
@@ -138,8 +141,8 @@ void backward(const ClusteredParams& params, const AttentionCall& call,
     else if (means)
       centroid_backward_means(call, tensors, ws.gradients, ws.tiles);
     if (means)
-      broadcast_rows(call, result.saved[kLabels], tensors.clusters(), ws.gradients.dmean, call.Dk,
-                     gradients.dq, ws.tiles);
+      broadcast_rows(call, result.saved[ClusteredAt::labels], tensors.clusters(),
+                     ws.gradients.dmean, call.Dk, gradients.dq, ws.tiles);
   });
 }
 

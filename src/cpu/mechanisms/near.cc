@@ -45,14 +45,14 @@ void copy(const Sums<T>& from, const Sums<T>& to, std::int64_t rows, std::int64_
 
 // The sums of one row.
 template <class T>
-struct RowSums {
+struct SumsOfRow {
   T &max, &sum;
   T* out;
 };
 
 // to += from.
 template <class T>
-void merge(const RowSums<T>& to, T max, T sum, const T* out, std::int64_t width) {
+void merge(const SumsOfRow<T>& to, T max, T sum, const T* out, std::int64_t width) {
   if (max == kNegInf<T> && sum == T(0)) return;
   const Kernels<T>& kernel = kernels<T>();
   const T largest = std::max(to.max, max);
@@ -180,6 +180,9 @@ class FarForward {
         for (std::int64_t r = 0; more && r < tile_.count; ++r)
           if (tiles_.rescale[r] != T(1))
             kernel.row_scale(cell.out + r * tiles_.value_row, tiles_.value_row, tiles_.rescale[r]);
+        for (std::int64_t r = 0; pass_.drops() && r < tile_.count; ++r)
+          segment_.dropout.apply(tile_.first + r, begin + low, high - low,
+                                 tiles_.s + r * kKeyTile + low);
         kernel.multiply({tile_.count, tiles_.value_row, high - low, tiles_.s + low, kKeyTile, 1,
                          tiles_.v + low * tiles_.value_row, tiles_.value_row, cell.out,
                          tiles_.value_row, more});
@@ -303,6 +306,7 @@ class NearForward {
         q_(span_rows(call.inputs.q, call.item(number).q, head)),
         k_(span_rows(call.k, call.item(number).k, call.key_head(head))),
         v_(span_rows(call.inputs.v, call.item(number).k, call.value_head(head))),
+        dropout_(dropout_of(call, number, head, {}, {})),
         tiles_(tiles),
         near_(near) {}
 
@@ -355,6 +359,8 @@ class NearForward {
     for (std::int64_t r = 0; r < count; ++r)
       if (tiles_.rescale[r] != T(1))
         kernel_.row_scale(tiles_.o + r * tiles_.value_row, tiles_.value_row, tiles_.rescale[r]);
+    for (std::int64_t r = 0; dropout_.dropout && r < count; ++r)
+      dropout_.apply(rows.begin + r, keys.begin, num, tiles_.s + r * kKeyTile);
     kernel_.multiply({count, tiles_.value_row, num, tiles_.s, kKeyTile, 1,
                       near_.g + first * tiles_.value_row, tiles_.value_row, tiles_.o,
                       tiles_.value_row, true});
@@ -363,6 +369,7 @@ class NearForward {
   const Blocks blocks_;
   const T scale_;
   const Rows q_, k_, v_;
+  const SegmentDropout dropout_;
   Tiles<T>& tiles_;
   NearTiles<T>& near_;
   const Kernels<T>& kernel_ = kernels<T>();

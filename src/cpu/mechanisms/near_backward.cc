@@ -23,7 +23,7 @@ constexpr std::int64_t kTurnRows = 32;  // rows of dq that are added at a time
 
 // Sums over members, relative to the smallest lse so far; infinity if there is none.
 template <class T>
-struct GradientSums {
+struct RowGradientSums {
   T &shift, &delta;
   T* gradient;
 
@@ -161,8 +161,8 @@ class NearBackward {
         const std::int64_t query = after ? rows.end - 1 - i : rows.begin + i,
                            row = labels[query] - first;
         if (row < 0 || row >= count) continue;
-        const GradientSums<T> total{sums.shift[slot + row], sums.delta[slot + row],
-                                    sums.gradient + (slot + row) * call_.Dv};
+        const RowGradientSums<T> total{sums.shift[slot + row], sums.delta[slot + row],
+                                       sums.gradient + (slot + row) * call_.Dv};
         total.add(lse[query], delta[query], gradient_row(g, query, scratch), call_.Dv);
       }
     }
@@ -186,17 +186,17 @@ class NearBackward {
       const std::int64_t row = labels[query] - first;
       return row < count ? std::max<std::int64_t>(row, -1) : -1;
     };
-    const auto take = [&](const GradientSums<T>& sums, std::int64_t query) {
+    const auto take = [&](const RowGradientSums<T>& sums, std::int64_t query) {
       sums.add(lse[query], delta[query], gradient_row(g, query, own.g), call_.Dv);
     };
     const auto sums_at = [&](std::int64_t block, std::int64_t r) {
       const std::int64_t slot = (block - begin) * kQueryTile + r;
-      return GradientSums<T>{far.shift[slot], far.delta[slot], far.gradients + slot * width};
+      return RowGradientSums<T>{far.shift[slot], far.delta[slot], far.gradients + slot * width};
     };
     // Sums of later members, for all rows.
     T *after_shift = own.max, *after_delta = own.sum;
     const auto after_at = [&](std::int64_t r) {
-      return GradientSums<T>{after_shift[r], after_delta[r], own.o + r * width};
+      return RowGradientSums<T>{after_shift[r], after_delta[r], own.o + r * width};
     };
     // Sums from before and after are relative to the same lse, unless it is too far from one of
     // them, so that they can be added as they are.
@@ -204,7 +204,7 @@ class NearBackward {
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int64_t before = ((problem * ws_.before.chunks + low) * clusters_ + first + r),
                          after = ((problem * ws_.after.chunks + high) * clusters_ + first + r);
-      const auto start = [&](const GradientSums<T>& sums, const MemberSums<T>& from,
+      const auto start = [&](const RowGradientSums<T>& sums, const MemberSums<T>& from,
                              std::int64_t slot) {
         sums.shift = from.shift[slot];
         sums.delta = from.delta[slot];
@@ -284,8 +284,10 @@ class NearBackward {
           const T* gradient = far.gradients + slot * own.value_row;
           kernel.multiply({num, padded(high - low), segment.v.width, gradient, own.value_row, 1,
                            own.v_columns + low, padded(keys), own.dp + low, kKeyTile, false});
+          drop(segment.dropout, {q, q + num}, {begin + low, begin + high}, own.dp + low);
           kernel.softmax_grad({own.s + low, own.dp + low, num, kKeyTile, padded(high - low),
                                far.shift + slot, far.delta + slot});
+          drop(segment.dropout, {q, q + num}, {begin + low, begin + high}, own.s + low);
           kernel.multiply({high - low, own.value_row, num, own.s + low, 1, kKeyTile, gradient,
                            own.value_row, own.dv + (row + low) * own.value_row, own.value_row,
                            true});
@@ -341,6 +343,12 @@ class NearBackward {
     }
   }
 
+  // Dropout of the rows of a tile.
+  static void drop(const SegmentDropout& dropout, const Range& rows, const Range& keys, T* tile) {
+    for (std::int64_t r = rows.begin; dropout.dropout && r < rows.end; ++r)
+      dropout.apply(r, keys.begin, keys.end - keys.begin, tile + (r - rows.begin) * kKeyTile);
+  }
+
   // Whether blocks begin and end where the padding of columns does.
   bool aligned() const { return near_ % kColumnPad == 0; }
 
@@ -358,7 +366,7 @@ class NearBackward {
         begin = keys.end;
         for (std::int64_t first = std::max(seeing.begin, rows.begin);
              first < std::min(seeing.end, rows.end); first += kQueryTile)
-          add_piece(tile, blocks, keys,
+          add_piece(tile, head, blocks, keys,
                     {first, std::min({first + kQueryTile, seeing.end, rows.end})}, rows.begin, own,
                     near);
       }
@@ -385,8 +393,8 @@ class NearBackward {
   }
 
   // Queries `rows`, all of which are near one of `keys`; the first loaded row is number `loaded`.
-  void add_piece(const RowTile& tile, const Blocks& blocks, const Range& keys, const Range& rows,
-                 std::int64_t loaded, Tiles<T>& own, NearTiles<T>& near) {
+  void add_piece(const RowTile& tile, std::int64_t head, const Blocks& blocks, const Range& keys,
+                 const Range& rows, std::int64_t loaded, Tiles<T>& own, NearTiles<T>& near) {
     const Kernels<T>& kernel = kernels<T>();
     const std::int64_t num = rows.end - rows.begin, count = keys.end - keys.begin,
                        columns = padded(count), column = keys.begin - tile.first,
@@ -402,8 +410,11 @@ class NearBackward {
       std::fill(p, p + seen.begin, kNegInf<T>);
       std::fill(p + seen.end, p + columns, kNegInf<T>);
     }
+    const SegmentDropout dropout = dropout_of(call_, tile.item, head, {}, {});
+    drop(dropout, rows, keys, own.dp);
     kernel.softmax_grad(
         {own.s, own.dp, num, kKeyTile, columns, near.lse + first, near.delta + first});
+    drop(dropout, rows, keys, own.s);
     kernel.multiply({count, own.value_row, num, own.s, 1, kKeyTile, g, own.value_row,
                      own.dv + column * own.value_row, own.value_row, true});
     kernel.multiply({count, own.key_row, num, own.dp, 1, kKeyTile, q, own.key_row,

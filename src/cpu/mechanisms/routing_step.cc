@@ -43,7 +43,7 @@ struct Keys {
 
 // The keys that a query attends to.
 template <class T>
-struct Sight {
+struct VisibleKeys {
   std::vector<const T*> keys, values;
   std::vector<T> weights;
 
@@ -171,7 +171,7 @@ void routing_step(const RoutingParams& params, const AttentionCall& call,
     ClusterCursor cursor(block_at<const std::int32_t>(selection[at.q_order], b, h),
                          block_at<const std::int32_t>(selection[at.q_offsets], b, h),
                          params.clusters, tile.first);
-    Sight<T> sight;
+    VisibleKeys<T> sight;
     std::vector<T> row(static_cast<std::size_t>(padded(call.Dv)));
     for (std::int64_t token = tile.first; token < tile.first + tile.count; ++token) {
       sight.clear();

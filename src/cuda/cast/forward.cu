@@ -35,6 +35,7 @@ CastShape cast_shape(const CastParams& params, const AttentionCall& call,
   shape.gate = static_cast<const float*>(call.inputs.gate.data);
   shape.surrogates = static_cast<const float*>(call.inputs.centroids.data);
   shape.members = members;
+  shape.dropout = call.dropout;
   return shape;
 }
 
@@ -75,7 +76,7 @@ void CastPlan::choose_backward(const CastShape& shape, const AttentionCall& call
   warpgroups = on_hopper() && call.inputs.q.dtype != DType::f32 && !shape.laplace &&
                aligned(call.inputs.q) && aligned(grad_out) && aligned(to.dq);
   // Sums over slots of query heads need one list for all.
-  resident = warpgroups && shape.width <= kCastResident && shape.D <= 64 &&
+  resident = warpgroups && !shape.dropout.on() && shape.width <= kCastResident && shape.D <= 64 &&
              (shape.group == 1 || shape.list_heads == 1) && aligned(call.k) &&
              aligned(call.inputs.v) && aligned(to.dk) && aligned(to.dv) && near(call.inputs.q) &&
              near(call.k) && near(call.inputs.v) && near(grad_out);

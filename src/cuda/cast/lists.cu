@@ -275,6 +275,7 @@ CastLists cast_inner_lists(const CastShape& shape, const AttentionCall& call, Ar
 CastLists cast_mix_lists(const CastShape& shape, const CastPlan& plan, const AttentionCall& call,
                          const CastSaved& saved, Arena& arena, cudaStream_t stream) {
   CastLists mix{call, {}};
+  mix.call.dropout = {};  // weights of clusters are not dropped
   const bool packed = call.inputs.q_sequences.cu_seqlens.present();
   const std::int64_t items = shape.items, clusters = shape.clusters;
   const std::int64_t batches = packed ? 1 : items, rows = packed ? items * clusters : clusters;

@@ -5,7 +5,8 @@
 //   by the mix (kMix): excess_i = slope_i (dot_i - g_i . R), dS += scale psi(phi_i) excess_i q_i,
 //     dR -= alpha_i g_i, and as much of the gate as scale sigmoid(phi_i) excess_i q_i . S;
 //   through the summary: dlogit_i = beta_i (dR . v_i - dR . R), or laplace'(logit_i) dR . v_i,
-//     dS += scale psi(-phi_i) dlogit_i k_i, dphi_i -= scale sigmoid(-phi_i) dlogit_i S . k_i.
+//     dS += scale psi(-phi_i) dlogit_i k_i, dphi_i -= scale sigmoid(-phi_i) dlogit_i S . k_i;
+//     dropout multiplies dR . v_i and the weight of v_i.
 // Factors of the rows that members receive are stored by slot, for cast_complete_slots.
 //
 // Grid: a block of 256 threads per cluster, one member at a time per group of lanes (CastLanes).
@@ -15,6 +16,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 
 namespace coterie::cuda {
 namespace {
@@ -57,6 +59,10 @@ __global__ void __launch_bounds__(kThreads)
     dot = pass.summary_dots[number];
     lse = pass.saved.summary_lse[number];
   }
+  const bool drops = !kMix && shape.dropout.on();
+  DropoutRow words{};
+  if (drops)
+    words = shape.dropout.cluster(static_cast<std::int64_t>(item) * shape.H + head, cluster);
   typename Lanes::Floats dsurrogate{}, dsummary{};
 #pragma unroll 2
   for (int place = lanes.group; place < shape.width; place += kThreads / Lanes::kLanes) {
@@ -64,7 +70,9 @@ __global__ void __launch_bounds__(kThreads)
     if (token < 0) break;  // lists are filled from the front
     const std::int64_t slot = number * shape.width + place;
     const auto a = lanes.load(first, token), b = lanes.load(second, token);
-    const float product = lanes.dot(surrogate, a), inner = lanes.dot(summary, b);
+    const float product = lanes.dot(surrogate, a);
+    const float value_factor = drops ? kept(shape.dropout, words, token) : 1.0f;
+    const float inner = lanes.dot(summary, b) * value_factor;
     const float4 gate = gates[token];
     const float factor = shape.scale * (kMix ? gate.x : gate.z), logit = product * factor;
     if (kMix && !shape.laplace) lse = pass.saved.combine_lse[row + token];
@@ -79,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
     if (kMix) lanes.add(dsummary, -weight, b);
     if (!lanes.first()) continue;
     (kMix ? pass.query_factors : pass.key_factors)[slot] = factor * dlogit;
-    (kMix ? pass.weights : pass.summary_weights)[slot] = weight;
+    (kMix ? pass.weights : pass.summary_weights)[slot] = weight * value_factor;
     if (kMix) {
       pass.weighted[slot] = weight * dot;
       pass.excess[slot] = dlogit;

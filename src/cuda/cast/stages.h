@@ -34,6 +34,7 @@ struct CastShape {
   const float* gate;            // (B, N)
   const float* surrogates;      // (H, C, D)
   const std::int32_t* members;  // (items, list_heads, C, w)
+  Dropout dropout;
 
   __host__ __device__ int problems() const { return items * list_heads; }
   std::int64_t slots() const { return static_cast<std::int64_t>(items) * H * clusters * width; }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The summaries of CAST's clusters: attention of a cluster's surrogate S over its members,
-//   R = sum_j beta_j v_j,   beta = softmax_j or laplace(scale psi(-phi_j) S . k_j).
+//   R = sum_j beta_j v_j,   beta = softmax_j or laplace(scale psi(-phi_j) S . k_j),
+// with dropout by (cluster, token).
 //
 // Grid: a block of two warps per (item, head, cluster), 8 blocks per multiprocessor. A group of
 // lanes handles 8 members at a time, 16 bytes of their keys and values per lane (CastLanes). The
@@ -11,6 +12,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 
 namespace coterie::cuda {
 namespace {
@@ -79,6 +81,10 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
   fetch(token);
   typename Layout::Floats sum{};
   float shift = -INFINITY, total = 0.0f;
+  const bool drops = shape.dropout.on();
+  DropoutRow words{};
+  if (drops)
+    words = shape.dropout.cluster(static_cast<std::int64_t>(item) * shape.H + head, cluster);
   for (int first = 0; first < shape.width; first += kChunk) {
     if (!__any_sync(~0u, token >= 0)) break;  // lists are filled from the front
     int tokens[kBatch];
@@ -119,7 +125,8 @@ __global__ void __launch_bounds__(kSummaryThreads, 8)
       if (tokens[i] < 0) continue;
       const float weight = shape.laplace ? laplace(logits[i]) : expf(logits[i] - shift);
       total += weight;
-      lanes.add(sum, weight, Layout::to_floats(v[i]));
+      const float factor_of_value = drops ? kept(shape.dropout, words, tokens[i]) : 1.0f;
+      lanes.add(sum, weight * factor_of_value, Layout::to_floats(v[i]));
     }
     token = next;
     gate = next_gate;

@@ -10,13 +10,14 @@
 //   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i)
 //   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i m_c p_ij g_i
 // The centroid kernels treat all keys alike (dA = G . v everywhere). The slots, which hold the sums
-// over i, correct the error that this makes for top keys (member_backward.cu).
+// over i, correct the error that this makes for top keys (member_backward.cu), except with near
+// keys (TopKeyBits).
 // The causal form has only the top keys, of which a query sees those not after it, and mass 1:
 // ds_ij, dq_i and the sums over i of dk_j and dv_j remain.
 // No float atomics: every sum has one writer and a fixed order.
 //
-// With near keys (near.h), one normaliser Z_i, lse_i = log Z_i, delta_i = g_i . out_i, and
-// w_i = exp(lse_c - lse_i) the mean's sum over all keys in units of Z_i:
+// With near keys (near.h), one normaliser Z_i, lse_i = log Z_i, delta_i = g_i . out_i, lse_c and
+// A_cj those of the keys outside T_c, and w_i = exp(lse_c - lse_i) their sum in units of Z_i:
 //   p_ij = exp(s_ij - lse_i), r_ij = exp(z_cj - lse_i)   for near keys, r_ij = 0 if j is in T_c
 //   ds_ij = p_ij (g_i . v_j - delta_i)   for near keys and keys of T_c
 //   dr_ij = r_ij (g_i . v_j - delta_i)   what the mean's row must not contribute to near keys
@@ -25,11 +26,15 @@
 //   dk_j = scale (sum_c dS_cj mean_c + sum_i ds_ij q_i - sum_i dr_ij mean_c)
 //   dv_j = sum over c with j outside T_c of A_cj G_c + sum_i (p_ij - r_ij) g_i
 // Heads that add have r_ij = 0, and far_backward.cu instead of the centroid kernels.
+//
+// With dropout, g_i . v_j and G_c . v_j are multiplied by the factors of the pairs (i, j) and (c,
+// j), and so are the weights in dv; masses, lse and the weights in dS are those before dropout.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <cstdint>
 
+#include "core/dropout.h"
 #include "cuda/prim/splits.cuh"
 #include "cuda/prim/tensor.cuh"
 
@@ -137,6 +142,8 @@ struct BackwardShape {
   ItemSpans spans;
   int near;        // block length of near keys (near.h); 0: none
   bool subtracts;  // far keys of heads whose sums do not cancel
+  int top_words;   // of a key in TopKeyBits; 0: the centroid kernels treat all keys alike
+  Dropout dropout;
 
   // Whether clusters have rows of their own: otherwise member_gradients computes the top keys only.
   __host__ __device__ bool tail() const { return !causal && (near == 0 || subtracts); }
@@ -152,6 +159,26 @@ struct BackwardLists {
 };
 
 struct NearTopKeys;  // near.cuh
+
+// Which keys are top keys of which centroids: for each key a bit for every centroid of all query
+// heads of its key head. With near keys the centroid kernels leave these pairs out. Elsewhere they
+// add them, and the members' kernel corrects that, but the weight of top keys may be many times
+// that of all others together.
+struct TopKeyBits {
+  static constexpr int kStep = 4;  // words of a key are a multiple of this: 16 bytes
+  std::uint32_t* words;            // (B, key heads, S, count); null: none
+  int key_heads, S, count;
+
+  static int words_of(int centroids) { return (centroids + 127) / 128 * kStep; }
+  // The words of the first key of a sequence.
+  __device__ std::uint32_t* rows(const ItemSpan& span, int key_head) const {
+    if (!words) return nullptr;
+    return words +
+           ((static_cast<std::int64_t>(span.batch) * key_heads + key_head) * S + span.begin) *
+               count;
+  }
+};
+
 template <class T>
 struct BackwardScratch {
   float* unit_dout;    // (units, pitch): partial sums of g
@@ -163,6 +190,7 @@ struct BackwardScratch {
   float* top_dmean;    // (rows, pitch): what top keys add to the sum of the slices
   T* slots;            // (units, topk, 2, pitch): dk and dv of the top keys of a unit
   // With near keys:
+  TopKeyBits top_bits;
   NearTopKeys* near_top;  // (B, H, N), with top keys
   float* delta;           // (B, H, N): output gradient . output
   T* near_dmean;          // (B, H, N, pitch): what the near keys of a query add to dmean
@@ -224,7 +252,8 @@ struct StackedCentroids {
 // slots, the top keys' part of dq, mean, dout, row_lse, row_delta and top_dmean. member_backward.cu
 template <class T>
 void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
-// dk and dv, and mean_slices, as if there were no top keys. centroid_backward.cu
+// dk and dv, and mean_slices, as if there were no top keys, or without them (TopKeyBits).
+// centroid_backward.cu
 template <class T>
 void centroid_gradients(const BackwardArgs<T>& args, cudaStream_t stream);
 // The same by Hopper's warpgroup products, for 16-bit types. centroid_backward_sm90a.cu

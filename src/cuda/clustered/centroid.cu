@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Attention of cluster means over all keys: with A_cj = softmax_j(scale mean_c . k_j),
 //   centroid_lse_c, mass_c = sum of A_cj over the top keys T_c, out_c = sum of A_cj v_j outside T_c
-// (plain clustered attention: T_c is empty, no mass).
+// (plain clustered attention: T_c is empty, no mass). With near keys there is no mass either, and
+// the softmax is over the keys outside T_c. Dropout multiplies the A_cj of out.
 //
 // centroid_attend_kernel: block number = (slot of a chunk of keys * H + head) * row tiles + tile; 4
 // warps of 32 means each walk the chunk, 64 keys at a time. Means stay in registers for rows of 128
@@ -10,13 +11,15 @@
 // of a multiprocessor.
 // centroid_combine_kernel: a warp adds up the chunks of one mean, in order.
 //
-// Runs for f32, and for all types if the device is not a Hopper GPU. On Hopper, 16-bit types use
-// centroid_sm90a.cu, or select_attend_sm90a.cu if one kernel selects top keys and attends.
+// Runs for f32, with dropout, and for all types if the device is not a Hopper GPU. Other 16-bit
+// calls use centroid_sm90a.cu on Hopper, or select_attend_sm90a.cu if one kernel selects top keys
+// and attends.
 #include "cuda/clustered/centroid.cuh"
 #include "cuda/clustered/clustered.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 
 namespace coterie::cuda {
@@ -46,7 +49,8 @@ struct WarpMeans {
   float mass[2][2] = {};
   Accumulator out[2][kDim / 16] = {};
 
-  __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent) {
+  // whole: see RowSoftmax::raise_whole.
+  __device__ void rescale(const Accumulator (&s)[kBlock][2], float exponent, bool whole) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -55,43 +59,68 @@ struct WarpMeans {
 #pragma unroll
         for (int i = 0; i < 4 * kBlock; ++i)
           top = fmaxf(top, s[i / 4][m][i / 2 % 2][2 * half + i % 2]);
-        const float factor = softmax[m][half].raise(quad_max(top), exponent);
+        top = quad_max(top);
+        const float factor = whole ? softmax[m][half].raise_whole(top, exponent)
+                                   : softmax[m][half].raise(top, exponent);
         mass[m][half] *= factor;
 #pragma unroll
         for (int i = 0; i < kDim / 4; ++i) out[m][i / 4][i / 2 % 2][2 * half + i % 2] *= factor;
       }
   }
 
-  // Scores of 16 kBlock keys become weights; those of top keys are moved to the mass.
-  __device__ void weigh(Accumulator (&s)[kBlock][2], int column, const unsigned long long* masks,
-                        float exponent) {
+  // Calls body(m, half, element) for the elements of top keys, from a column on.
+  template <class Body>
+  __device__ static void for_top_keys(Accumulator (&s)[kBlock][2], int column,
+                                      const unsigned long long* masks, const Body& body) {
+    if (!masks) return;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int shift = column + lane % 4 * 2;
-        const unsigned bits =
-            masks ? static_cast<unsigned>(masks[16 * m + 8 * half + lane / 4] >> shift) : 0;
-#pragma unroll
-        for (int i = 0; i < 4 * kBlock; ++i) {
-          float& score = s[i / 4][m][i / 2 % 2][2 * half + i % 2];
-          score = softmax[m][half].weight(score, exponent);
-        }
+        const auto bits =
+            static_cast<unsigned>(masks[16 * m + 8 * half + lane / 4] >> (column + lane % 4 * 2));
         if ((bits & (kBlock == 2 ? 0x03030303u : 0x0303u)) == 0) continue;
 #pragma unroll
-        for (int i = 0; i < 4 * kBlock; ++i) {
-          float& weight = s[i / 4][m][i / 2 % 2][2 * half + i % 2];
-          if (!(bits >> (i / 2 * 8 + i % 2) & 1)) continue;
-          mass[m][half] += weight;
-          weight = 0.0f;
-        }
+        for (int i = 0; i < 4 * kBlock; ++i)
+          if (bits >> (i / 2 * 8 + i % 2) & 1)
+            body(m, half, s[i / 4][m][i / 2 % 2][2 * half + i % 2]);
       }
   }
+  // Scores of 16 kBlock keys become weights; those of top keys are moved to the mass.
+  __device__ void weigh(Accumulator (&s)[kBlock][2], int column, const unsigned long long* masks,
+                        float exponent) {
+#pragma unroll
+    for (int i = 0; i < 16 * kBlock; ++i) {
+      float& score = s[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+      score = softmax[i / 8 % 2][i / 2 % 2].weight(score, exponent);
+    }
+    for_top_keys(s, column, masks, [&](int m, int half, float& weight) {
+      mass[m][half] += weight;
+      weight = 0.0f;
+    });
+  }
 
-  // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` exist.
+  // Dropout of weights of keys from `key` on; words: of the warp's rows.
+  __device__ void drop(Accumulator (&s)[kBlock][2], int key, const Dropout& dropout,
+                       const DropoutRow* words) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      const int m = row / 2, half = row % 2;
+      const DropoutRow own = words[16 * m + 8 * half + lane / 4];
+#pragma unroll
+      for (int i = 0; i < 4 * kBlock; ++i)
+        s[i / 4][m][i / 2 % 2][2 * half + i % 2] *=
+            kept(dropout, own, key + i / 2 * 8 + lane % 4 * 2 + i % 2);
+    }
+  }
+
+  // Keys column .. column + 16 kBlock - 1 of a tile, of which `left` exist. hides: top keys have no
+  // part in the sums; words: for dropout, or null.
   __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
-                         int left, const unsigned long long* masks, float exponent, bool first) {
+                         int left, const unsigned long long* masks, bool hides, float exponent,
+                         bool first, int key, const Dropout& dropout, const DropoutRow* words) {
     Accumulator s[kBlock][2];
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) queries.scores(s[b], keys, column + 16 * b);
@@ -101,13 +130,15 @@ struct WarpMeans {
         const int key = i / 16 * 16 + i / 4 % 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
         if (key >= left) s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = -INFINITY;
       }
+    if (hides) for_top_keys(s, column, masks, [](int, int, float& score) { score = -INFINITY; });
     bool above = first;
 #pragma unroll
     for (int i = 0; i < 16 * kBlock; ++i)
       above |= s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] >
                softmax[i / 8 % 2][i / 2 % 2].limit(1.0f / exponent);
-    if (__any_sync(~0u, above)) rescale(s, exponent);
+    if (__any_sync(~0u, above)) rescale(s, exponent, hides);
     weigh(s, column, masks, exponent);
+    if (words) drop(s, key, dropout, words);
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
   }
@@ -142,6 +173,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned long long masks[2][kCentroidRows];
+  __shared__ DropoutRow words[kCentroidRows];
   const CentroidTiles<T, kDim> tiles(memory);
   const CentroidQueries& queries = args.queries;
   const CentroidBlock block(queries, blockIdx.x);
@@ -159,6 +191,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   if (args.top_keys && cluster < queries.clusters)
     walk.start(args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk, args.topk,
                chunk.begin);
+  const bool drops = queries.dropout.on();
+  if (drops)
+    words[thread] = queries.dropout.cluster(
+        static_cast<std::int64_t>(chunk.item) * queries.H + block.head, cluster);
   __syncthreads();
   WarpMeans<T, kDim> rows;
   rows.queries.load(tiles.queries, warp * 32);
@@ -172,8 +208,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
 #pragma unroll 1
     for (int column = 0; column < kAttendKeys; column += kStep)
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
-                  args.top_keys ? masks[stage] + warp * 32 : nullptr, queries.exponent,
-                  begin + column == chunk.begin);
+                  args.top_keys ? masks[stage] + warp * 32 : nullptr, args.hides_top_keys(),
+                  queries.exponent, begin + column == chunk.begin, begin + column, queries.dropout,
+                  drops ? words + warp * 32 : nullptr);
   }
   write_partial(args, queries.row(block.slot, block.head, block.first),
                 queries.clusters - block.first, rows);

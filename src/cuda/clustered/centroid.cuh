@@ -110,15 +110,18 @@ template <class T>
 struct AttendArgs {
   CentroidQueries queries;
   Tensor4<const T> k, v;
-  const std::int32_t* top_keys;  // (items, H, C, topk), or null
+  // (items, H, C, topk), or null. With mass they have a part in lse; otherwise in nothing.
+  const std::int32_t* top_keys;
   int topk;
   PartialRow* rows;  // (slots, H, C)
   float* outs;       // (slots, H, C, pitch), not normalised
   int pitch;
-  float *lse, *mass, *out;  // results (items, H, C, ...); no mass without top keys
+  float *lse, *mass, *out;  // results (items, H, C, ...); mass may be null
   int width;                // of a row of out
   // Blocks that share the keys of their means and combine their chunks themselves; size 0: none do.
   Teams teams;
+
+  __device__ bool hides_top_keys() const { return top_keys && !mass; }
 };
 
 // Walks a row's ascending list of top keys; one thread per row. The key after the next one is

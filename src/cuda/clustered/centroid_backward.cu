@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of centroid attention over all keys (backward.h), all keys treated alike:
+// Backward pass of centroid attention over all keys (backward.h), all keys treated alike unless
+// TopKeyBits names pairs to leave out:
 //   A = exp2(scale mean k - lse)   dS = A (dout v - delta)
 //   dv_j = sum_c A_cj dout_c   dk_j = scale sum_c dS_cj mean_c   dmean_c = scale sum_j dS_cj k_j
 // One kernel in two forms, with its sums in registers: a block owns keys and walks the centroids of
@@ -10,12 +11,14 @@
 // warps of 16 or 32 owned rows (CentroidShape); the operands of the owned rows stay in registers
 // for 16-bit types. Shared memory: the owned rows, two stages of 32 or 64 walked rows and their lse
 // and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128. For f32, and for all types if
-// the device is not a Hopper GPU. On Hopper, 16-bit types use centroid_backward_sm90a.cu.
+// the device is not a Hopper GPU. On Hopper, 16-bit types without dropout use
+// centroid_backward_sm90a.cu. Dropout multiplies dout . v, and A in dv.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/softmax.cuh"
@@ -66,6 +69,14 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   const int lane = threadIdx.x % 32,
             warp_row = static_cast<int>(threadIdx.x) / 32 * 16 * S::kBlocks;
   const std::uint32_t base = shared_address(memory), stages = base + 2 * S::kOwnedBytes;
+  // Dropout: words of the walked centroids of a stage, or of the owned ones.
+  __shared__ DropoutRow words[kKeys ? 2 * S::kStep : S::kOwned];
+  const bool drops = shape.dropout.on();
+  const auto words_of = [&](int centroid) {
+    const int head = stack.key_head * shape.group + centroid / shape.clusters;
+    return shape.dropout.cluster(static_cast<std::int64_t>(keys.item) * shape.H + head,
+                                 centroid % shape.clusters);
+  };
   float* stats = reinterpret_cast<float*>(memory + 2 * S::kOwnedBytes + 4 * S::kTileBytes);
   const auto owned_tile = [&](int tensor) {
     return Tile<T, kWidth>{base + tensor * S::kOwnedBytes};
@@ -91,6 +102,8 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     const int to = stage_of(first) * 2 * S::kStep + static_cast<int>(threadIdx.x);
     if (kKeys && threadIdx.x < 2 * S::kStep)
       cp_async4(shared_address(stats + to), from + (r < end ? stack.first_row + r : 0), r < end);
+    if (kKeys && drops && threadIdx.x < S::kStep)
+      words[stage_of(first) * S::kStep + threadIdx.x] = words_of(r);
     cp_async_commit();
   };
 
@@ -98,6 +111,9 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
   for (int tensor = 0; tensor < 2; ++tensor)
     load_tile<S::kOwned, S::kThreads>(owned_tile(tensor), rows(kKeys, tensor), owned, count);
   cp_async_commit();
+  if (!kKeys && drops)
+    for (int r = static_cast<int>(threadIdx.x); r < S::kOwned; r += S::kThreads)
+      words[r] = words_of(owned + r);
   fetch(begin);
   cp_async_wait<1>();
   __syncthreads();
@@ -112,6 +128,17 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     lse[i / 2][i % 2] = there ? args.scratch.row_lse[stack.first_row + owned + r] : INFINITY;
     delta[i / 2][i % 2] = there ? args.scratch.row_delta[stack.first_row + owned + r] : 0.0f;
   }
+
+  // The owned row that this lane holds in block m, in the upper or lower half.
+  const auto row_of = [&](int m, int side) { return warp_row + 16 * m + 8 * side + lane / 4; };
+  const std::uint32_t* bits = args.scratch.top_bits.rows(keys.span, stack.key_head);
+  // Whether a walked row and an owned one are a centroid and one of its top keys.
+  const auto is_top = [&](int walked, int row) {
+    const int key = kKeys ? owned + row : walked, centroid = kKeys ? walked : owned + row;
+    if (key >= keys.end || centroid >= stack.total) return false;
+    const std::int64_t at = static_cast<std::int64_t>(key) * args.scratch.top_bits.count;
+    return (bits[at + centroid / 32] >> centroid % 32 & 1) != 0;
+  };
 
   // dk and dv, or dmean.
   Accumulator sum[kKeys ? 2 : 1][S::kBlocks][S::kDepths] = {};
@@ -140,9 +167,19 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
           const float own_delta = kKeys ? (i % 2 ? e.y : e.x) : delta[m][side];
           float &p = s[m][half][i % 4], &x = ds[m][half][i % 4];
           p = exp2_approximate(fmaf(p, scale, -own_lse));
+          float factor = 1.0f;
+          if (drops) {
+            const int own_row = warp_row + 16 * m + 8 * side + lane / 4;
+            const int centroid = kKeys ? stage_of(first) * S::kStep + column + i % 2 : own_row;
+            const int key = kKeys ? owned + own_row : first + column + i % 2;
+            factor = kept(shape.dropout, words[centroid], key);
+            x *= factor;
+          }
           x = p * (x - own_delta);
+          if (kKeys && drops) p *= factor;
           // Keys beyond the end: exp2 of -lse could overflow, and inf times a zero key is NaN.
           if (!kKeys && first + column + i % 2 >= end) x = 0.0f;
+          if (bits && is_top(first + column + i % 2, row_of(m, side))) p = x = 0.0f;
         }
       }
       if constexpr (kKeys) add_values(sum[1], s, walked_tile(first, 1), c);
@@ -150,8 +187,6 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
     }
   }
 
-  // The owned row that this lane holds in block m, in the upper or lower half.
-  const auto row_of = [&](int m, int side) { return warp_row + 16 * m + 8 * side + lane / 4; };
   const auto store_keys = [&](const Tensor4<T>& tensor, int number, float times) {
     if (!tensor.data) return;
     const Rows<T> out = tensor.rows(keys.span.batch, stack.key_head, keys.span.begin + owned);

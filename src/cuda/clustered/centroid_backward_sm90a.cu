@@ -10,8 +10,9 @@
 //   warpgroup 2: all centroids        dmean += dSᵀ K, with dS through shared memory
 //
 // Scores are computed once, and dmean of the chunk stays in registers. Warpgroup 2 also loads keys
-// and values, a step ahead. Shared memory, 162 KiB: mean and dout of the centroids (64), two steps
-// of keys and values (64), dS in two buffers for each of two warpgroups (32), lse and delta. 384
+// and values, a step ahead. Shared memory, 170 KiB: mean and dout of the centroids (64), two steps
+// of keys and values (64), dS in two buffers for each of two warpgroups (32), bits of top keys (8),
+// lse and delta. 384
 // threads, 168 registers each.
 //
 // key_gradient_sm90a_kernel: dk, dv. Block number = range of keys * key heads + key head; it has a
@@ -77,6 +78,24 @@ __device__ __forceinline__ void load_rows(const Bands<T, kWidth, 64>& to, const 
   }
 }
 
+__device__ __forceinline__ uint2 load_shared8(std::uint32_t from) {
+  uint2 words;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(from));
+  return words;
+}
+
+// Weights of 64 columns of the lane's upper (side 0) or lower row become 0 where the row has a bit.
+__device__ __forceinline__ void hide_top_keys(float (&s)[32], int side, uint2 bits) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const unsigned own = (half == 0 ? bits.x : bits.y) >> (threadIdx.x % 4 * 2);
+    if ((own & 0x03030303u) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (own >> (i / 2 * 8 + i % 2) & 1) s[16 * half + i / 2 * 4 + 2 * side + i % 2] = 0.0f;
+  }
+}
+
 // 64 keys of a warpgroup against the centroids: weights, their derivatives and the sums dk and dv,
 // 64 centroids at a time.
 template <class T, int kWidth>
@@ -95,11 +114,13 @@ struct KeyTile {
     }
   }
 
-  // Adds 64 centroids, with lse and delta of them. `count` keys exist. Only sums are in flight when
-  // accumulators are read: the assembler does not see that others were waited for.
-  template <class Keys, class Centroids>
+  // Adds 64 centroids, with lse and delta of them. `count` keys exist. top(row): bits of TopKeyBits
+  // of these centroids for a key, if kHides. Only sums are in flight when accumulators are read:
+  // the assembler does not see that others were waited for.
+  template <bool kHides, class Keys, class Centroids, class Top>
   __device__ void add(const Keys& k, const Keys& v, const Centroids& mean, const Centroids& dout,
-                      const float* lse, const float* delta, float scale, int count) {
+                      const float* lse, const float* delta, float scale, int count,
+                      const Top& top) {
     float s[32], ds[32];
     std::uint32_t p_factor[4][4];
     wgmma_wait<0>();  // for the sums: their factors free registers
@@ -111,6 +132,10 @@ struct KeyTile {
     wgmma_wait<1>();
     wgmma_settle(s);
     weigh(s, lse, scale, count);
+    if constexpr (kHides) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) hide_top_keys(s, side, top(group_row(side)));
+    }
     pack_factor<T>(p_factor, s);
     wgmma_fence();
     add_products(dv, p_factor, dout, 0);
@@ -190,7 +215,9 @@ struct CentroidTask {
   int slot, key_head, total, tiles;  // centroids, and tiles of 64 of them: 2 or 4
   std::int64_t first_row;            // of the centroids
   Rows<const T> k, v;
-  Rows<T> dk, dv;  // data is null when absent
+  Rows<T> dk, dv;            // data is null when absent
+  const std::uint32_t* top;  // the words of TopKeyBits, or null
+  int top_words;             // of a key
 
   __device__ CentroidTask(const BackwardArgs<T>& args) {
     const BackwardShape& shape = args.shape;
@@ -208,6 +235,8 @@ struct CentroidTask {
     dv = args.dv.rows(keys.span.batch, key_head, keys.span.begin);
     if (!args.dk.data) dk.data = nullptr;
     if (!args.dv.data) dv.data = nullptr;
+    top = args.scratch.top_bits.rows(keys.span, key_head);
+    top_words = args.scratch.top_bits.count;
   }
   __device__ int steps() const { return (keys.end - keys.begin + kKeys - 1) / kKeys; }
 };
@@ -218,7 +247,9 @@ struct CentroidLayout {
   using Keys = Bands<T, 64, 64>;
   static constexpr int kPlaces = 2 * Centroids::kBytes;
   static constexpr int kScores = kPlaces + 8 * Keys::kBytes;
-  static constexpr int kStats = kScores + 4 * Keys::kBytes;
+  static constexpr int kTop = kScores + 4 * Keys::kBytes;
+  static constexpr int kTopPitch = kFusedCentroids / 8;  // bytes of a key
+  static constexpr int kStats = kTop + 4 * 64 * kTopPitch;
   static constexpr int kBarriers = kStats + 2 * kFusedCentroids * 4;
   static constexpr int kTask = kBarriers + 10 * 8;
   static constexpr int kBytes = kTask + static_cast<int>(sizeof(CentroidTask<T>));
@@ -256,6 +287,11 @@ struct GradientBlock {
     return {mean.base + L::kPlaces + ((2 * group + number % 2) * 2 + tensor) * L::Keys::kBytes};
   }
 
+  // The bits of TopKeyBits of those keys.
+  __device__ std::uint32_t top_bits(int group, int number) const {
+    return mean.base + L::kTop + (2 * group + number % 2) * 64 * L::kTopPitch;
+  }
+
   // Called by the first two warpgroups. Rows beyond the last get weights exp2(0) = 1, but their
   // mean and dout are zero.
   __device__ void load_centroids() const {
@@ -276,14 +312,24 @@ struct GradientBlock {
   __device__ int first_key(int group, int number) const {
     return task().keys.begin + number * kKeys + 64 * group;
   }
+  template <bool kHides>
   __device__ void load_keys(int number) const {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       const int first = first_key(group, number), count = task().keys.end - first;
       load_rows(place(group, number, 0), task().k, first, count);
       load_rows(place(group, number, 1), task().v, first, count);
+      if constexpr (kHides) load_top_bits(group, number, first, count);
     }
     cp_async_commit();
+  }
+  __device__ void load_top_bits(int group, int number, int first, int count) const {
+    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 2, chunk = threadIdx.x % 2;
+    if (row >= count || TopKeyBits::kStep * chunk >= task().top_words) return;
+    cp_async16(top_bits(group, number) + row * L::kTopPitch + 16 * chunk,
+               task().top + static_cast<std::int64_t>(first + row) * task().top_words +
+                   TopKeyBits::kStep * chunk,
+               16);
   }
   // After load_keys.
   __device__ void publish_keys(int number) const {
@@ -323,7 +369,7 @@ struct GradientBlock {
 };
 
 // Warpgroups 0 and 1.
-template <class T>
+template <bool kHides, class T>
 __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
@@ -336,12 +382,15 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
     const auto k = uniform_rows(block.place(group, step, 0), 0);
     const auto v = uniform_rows(block.place(group, step, 1), 0);
     const int first = block.first_key(group, step);
+    const std::uint32_t top = block.top_bits(group, step);
     keys.clear();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, ++number) {
       const int row = 64 * tile;
-      keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
-               block.lse() + row, block.delta() + row, scale, block.task().keys.end - first);
+      keys.template add<kHides>(
+          k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse() + row,
+          block.delta() + row, scale, block.task().keys.end - first,
+          [&](int r) { return load_shared8(top + r * CentroidLayout<T>::kTopPitch + 8 * tile); });
       if (number >= 2) mbarrier_wait(block.free(group, number % 2), (number / 2 - 1) & 1);
       block.store_scores(group, number % 2, keys.ds_factor);
       mbarrier_arrive_warp(block.full(group, number % 2));
@@ -353,7 +402,7 @@ __device__ __forceinline__ void walk_fused_keys(const GradientBlock<T>& block) {
 }
 
 // Warpgroup 2.
-template <class T>
+template <bool kHides, class T>
 __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   float sum[kTiles][32];
 #pragma unroll
@@ -365,7 +414,7 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
   const int steps = uniform(block.task().steps()), tiles = uniform(block.task().tiles);
   int number = 0;
   block.publish_keys(0);
-  block.load_keys(1);
+  block.template load_keys<kHides>(1);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
 #pragma unroll
@@ -390,13 +439,13 @@ __device__ __forceinline__ void sum_means(const GradientBlock<T>& block) {
       if (tile == 0) block.publish_keys(step + 1);
     }
     sync_group();  // all warps have read the buffer, as have the other warpgroups
-    block.load_keys(step + 2);
+    block.template load_keys<kHides>(step + 2);
   }
   cp_async_wait<0>();
   block.store_means(sum);
 }
 
-template <class T>
+template <class T, bool kHides>
 __global__ void __launch_bounds__(kThreads, 1)
     centroid_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -410,7 +459,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.adds(block.task().keys.item, block.task().key_head * args.shape.group))
     return await_writes();
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (group == 2) block.load_keys(0);
+  if (group == 2) block.template load_keys<kHides>(0);
   await_writes();
   if (group < 2) {
     block.load_centroids();
@@ -420,9 +469,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (group < 2)
-    walk_fused_keys(block);
+    walk_fused_keys<kHides>(block);
   else
-    sum_means(block);
+    sum_means<kHides>(block);
 }
 
 constexpr int kPlaces = 3;
@@ -513,7 +562,7 @@ struct KeyBlock : StackedCentroids {
 };
 
 // A computing warpgroup.
-template <class T, int kWidth>
+template <bool kHides, class T, int kWidth>
 __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   using S = KeyShape<T, kWidth>;
   const BackwardArgs<T>& args = block.args;
@@ -529,6 +578,9 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   if (!args.dv.data) dv.data = nullptr;
   const float scale = args.shape.scale * kLog2e;
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
+  const auto* top =
+      reinterpret_cast<const uint2*>(args.scratch.top_bits.rows(span, block.key_head));
+  const int top_pitch = args.scratch.top_bits.count / 2;
   const int steps = (block.numbers() + 1) / 2;  // of both warpgroups: they load centroids together
   KeyTile<T, kWidth> keys;
   int loaded = 0;  // number of the buffer in use, counted over all of them
@@ -553,9 +605,15 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
       const int start = (resident ? buffer : loaded % 2) * S::kBuffer;
       const int end = start + min(block.total - buffer * S::kBuffer, S::kBuffer);
 #pragma unroll 1
-      for (int row = start; row < end; row += 64)
-        keys.add(k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row),
-                 block.lse + row, block.delta + row, scale, count);
+      for (int row = start; row < end; row += 64) {
+        const int centroid = buffer * S::kBuffer + row - start;
+        keys.template add<kHides>(
+            k, v, uniform_rows(block.mean, row), uniform_rows(block.dout, row), block.lse + row,
+            block.delta + row, scale, count, [&](int r) {
+              return top[(static_cast<std::int64_t>(first) + min(r, count - 1)) * top_pitch +
+                         centroid / 64];
+            });
+      }
     }
     keys.finish();
     if (there) mbarrier_arrive_warp(block.free(number));
@@ -564,7 +622,7 @@ __device__ __forceinline__ void walk_keys(const KeyBlock<T, kWidth>& block) {
   cp_async_wait<0>();
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, bool kHides>
 __global__ void __launch_bounds__(kThreads, 1)
     key_gradient_sm90a_kernel(const __grid_constant__ BackwardArgs<T> args) {
   release_next();
@@ -581,7 +639,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.adds(block.keys.item, block.key_head * args.shape.group)) return;
   if (threadIdx.x < kKeyThreads) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    walk_keys(block);
+    walk_keys<kHides>(block);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     block.stream_keys();
@@ -604,6 +662,7 @@ struct MeanTile {
   int first, count;  // centroids from `first` on, `count` of which exist
   float lse[2], delta[2];
   float sum[kWidth / 64][32];
+  TopWalk walk;  // of row 16 warp + lane, in the first 16 lanes
 
   __device__ void load(const BackwardArgs<T>& args, const StackedCentroids& block, int block_first,
                        std::uint32_t base) {
@@ -623,6 +682,23 @@ struct MeanTile {
     }
 #pragma unroll
     for (int j = 0; j < kWidth / 2; ++j) sum[j / 32][j % 32] = 0.0f;
+    const int lane = threadIdx.x % 32,
+              r = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane;
+    if (args.scratch.top_bits.words && lane < 16 && r < count)
+      walk.start(args.lists.top_keys + (row + r) * args.shape.topk, args.shape.topk,
+                 block.keys.begin);
+  }
+
+  // Weights of the top keys among 64 keys from `begin` on become 0; the keys of calls ascend.
+  __device__ void hide(float (&s)[32], int begin) {
+    const int lane = threadIdx.x % 32;
+    const unsigned long long mask = walk.mask(begin);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const unsigned long long bits = __shfl_sync(~0u, mask, lane / 4 + 8 * side);
+      hide_top_keys(s, side,
+                    make_uint2(static_cast<unsigned>(bits), static_cast<unsigned>(bits >> 32)));
+    }
   }
 
   // s becomes the weights of 64 keys, of which `keys` exist; then ds their derivatives.
@@ -704,6 +780,7 @@ __global__ void __launch_bounds__(kMeanThreads, 1)
     row_products(next, tile.mean, 0, Keys{pipeline.tile(after, 0)}, 0);
     wgmma_commit();
     tile.weigh(now, keys.end - first(t), scale);
+    if (args.scratch.top_bits.words) tile.hide(now, first(t));
     wgmma_wait<1>();
     wgmma_settle(ds);
     if (t > 0) pipeline.release(t - 1);
@@ -744,9 +821,12 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
   const auto chunks = static_cast<unsigned>(shape.chunks.slots * key_heads),
              ranges = static_cast<unsigned>(shape.key_ranges.slots * key_heads);
   if (chunks == 0 || ranges == 0) return;
+  const bool hides = shape.top_words > 0;
   if (shape.fused)
-    return launch_early("centroid_gradient_sm90a", centroid_gradient_sm90a_kernel<T>, chunks,
-                        kThreads, CentroidLayout<T>::kBytes, stream, args);
+    return launch_early(
+        "centroid_gradient_sm90a",
+        hides ? centroid_gradient_sm90a_kernel<T, true> : centroid_gradient_sm90a_kernel<T, false>,
+        chunks, kThreads, CentroidLayout<T>::kBytes, stream, args);
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     if (args.dq.data)
@@ -754,8 +834,10 @@ void centroid_gradients_sm90a(const BackwardArgs<T>& args, cudaStream_t stream) 
                    chunks * mean_tiles(shape), kMeanThreads,
                    2 * MeanTile<T, kWidth>::kBytes + MeanPipeline<T, kWidth>::kBytes, stream, args);
     if (args.dk.data || args.dv.data)
-      launch_early("key_gradient_sm90a", key_gradient_sm90a_kernel<T, kWidth>, ranges, kThreads,
-                   KeyShape<T, kWidth>::kSharedBytes, stream, args);
+      launch_early("key_gradient_sm90a",
+                   hides ? key_gradient_sm90a_kernel<T, kWidth, true>
+                         : key_gradient_sm90a_kernel<T, kWidth, false>,
+                   ranges, kThreads, KeyShape<T, kWidth>::kSharedBytes, stream, args);
   });
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // centroid.cu with Hopper's warpgroup products, for 16-bit types. Runs for plain clustered
-// attention, for improved clustered attention whose top keys are given (attention_attend), and for
-// its forward passes if the teams of select_attend_sm90a.cu would leave over a quarter of the
-// device idle, such as 16 heads of up to 128 clusters on 132 multiprocessors.
+// attention, for improved clustered attention whose top keys are given (attention_attend) or that
+// has near keys, and for its forward passes if the teams of select_attend_sm90a.cu would leave over
+// a quarter of the device idle, such as 16 heads of up to 128 clusters on 132 multiprocessors.
 //
 // Block number as in centroid.cu, or by teams: team * size + chunk. Two or four warpgroups of 64
 // means walk a chunk of the keys, 64 at a time; the output of one tile and the scores of the next
@@ -26,34 +26,42 @@ struct GroupMeans : MeanSums<T, kDim> {
   RowSoftmax softmax[2];
   float mass[2] = {};
 
-  __device__ void rescale(const float (&s)[32], float exponent) {
+  // whole: see RowSoftmax::raise_whole.
+  __device__ void rescale(const float (&s)[32], float exponent, bool whole) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = -INFINITY;
 #pragma unroll
       for (int i = 0; i < 16; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-      const float factor = softmax[half].raise(quad_max(top), exponent);
+      top = quad_max(top);
+      const float factor =
+          whole ? softmax[half].raise_whole(top, exponent) : softmax[half].raise(top, exponent);
       mass[half] *= factor;
       this->scale(half, factor);
     }
   }
 
-  // Scores become weights, as left factors of P V; those of top keys are moved to the mass. `bits`:
-  // the masks of the two rows, shifted to this lane's first column.
-  __device__ void weigh(float (&s)[32], const unsigned long long (&bits)[2], float exponent) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = softmax[i / 2 % 2].weight(s[i], exponent);
+  // Calls body(half, element) for the elements of top keys. `bits`: the masks of the two rows,
+  // shifted to this lane's first column.
+  template <class Body>
+  __device__ static void for_top_keys(float (&s)[32], const unsigned long long (&bits)[2],
+                                      const Body& body) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if ((bits[half] & 0x0303030303030303ull) == 0) continue;
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float& weight = s[i / 2 * 4 + 2 * half + i % 2];
-        if (!(bits[half] >> (i / 2 * 8 + i % 2) & 1)) continue;
-        mass[half] += weight;
-        weight = 0.0f;
-      }
+      for (int i = 0; i < 16; ++i)
+        if (bits[half] >> (i / 2 * 8 + i % 2) & 1) body(half, s[i / 2 * 4 + 2 * half + i % 2]);
     }
+  }
+  // Scores become weights, as left factors of P V; those of top keys are moved to the mass.
+  __device__ void weigh(float (&s)[32], const unsigned long long (&bits)[2], float exponent) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = softmax[i / 2 % 2].weight(s[i], exponent);
+    for_top_keys(s, bits, [&](int half, float& weight) {
+      mass[half] += weight;
+      weight = 0.0f;
+    });
   }
 
   __device__ void write(const AttendArgs<T>& args, std::int64_t row, int rows) const {
@@ -96,6 +104,7 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
     bits[0] = __shfl_sync(~0u, mask, lane / 4) >> (lane % 4 * 2);
     bits[1] = __shfl_sync(~0u, mask, lane / 4 + 8) >> (lane % 4 * 2);
   };
+  const bool hides = args.hides_top_keys();
   GroupMeans<T, kDim> rows;
   float s[32];
   std::uint32_t p[4][4];
@@ -116,12 +125,13 @@ __device__ __forceinline__ void attend_chunk(const AttendArgs<T>& args, const Ce
       for (int i = 0; i < 32; ++i)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) s[i] = -INFINITY;
     }
+    if (hides) rows.for_top_keys(s, bits, [](int, float& score) { score = -INFINITY; });
     bool above = t == 0;
     const float limits[2] = {rows.softmax[0].limit(queries.inverse),
                              rows.softmax[1].limit(queries.inverse)};
 #pragma unroll
     for (int i = 0; i < 32; ++i) above |= s[i] > limits[i / 2 % 2];
-    if (__any_sync(~0u, above)) rows.rescale(s, queries.exponent);
+    if (__any_sync(~0u, above)) rows.rescale(s, queries.exponent, hides);
     rows.weigh(s, bits, queries.exponent);
     pack_factor<T>(p, s);
     // Products begin and end in one step: the assembler serialises them otherwise. After the last

@@ -51,6 +51,7 @@ struct CentroidQueries {
   int H, group, clusters, width;
   int block_rows, row_tiles;      // means of a thread block; blocks for all of them
   float sign, exponent, inverse;  // sign of the scale; |scale| log2(e), and 1 over it
+  Dropout dropout;
 
   __device__ std::int64_t row(int item, int head, int cluster) const {
     return (static_cast<std::int64_t>(item) * H + head) * clusters + cluster;
@@ -76,14 +77,14 @@ struct ClusteredPlan {
   std::int64_t clustering_bytes;
   bool clusters_with_means;  // the clustering writes the means of the clusters
   // The means against all keys: their attention, and the selection of top keys.
-  bool sm90a;              // by warpgroup products, in the backward pass as well
+  bool sm90a;              // by warpgroup products, in the backward pass as well; not with dropout
   CentroidQueries means;   // tiles of means and chunks of keys; the pointers are null
   SelectTeams selection;   // without memory
   Teams attention;         // that add up their chunks; size 0: centroid_combine_kernel does
   bool selection_attends;  // both in one kernel, where a pass needs both
   BackwardShape backward;
   int near;        // block length of near keys (near.h); 0: none
-  bool subtracts;  // their far keys are subtracted, unless they cancel
+  bool subtracts;  // their far keys are subtracted, unless they cancel; not with dropout
 
   std::int64_t num_means() const { return call.num_items() * call.H * clusters; }
   std::int64_t counters() const { return selection.teams.count + attention.count; }

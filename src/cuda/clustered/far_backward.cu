@@ -13,7 +13,7 @@
 // and dv. far_means_kernel: a block owns 64 clusters and walks a chunk of keys; G of clusters whose
 // far members change is made again at every block of positions. 4 warps of 16 owned rows; shared
 // memory: owned rows and 64 walked rows of two tensors, 33 to 130 KiB. All types and devices; no
-// float atomics, every sum has a fixed order.
+// float atomics, every sum has a fixed order. Dropout multiplies G . v_j and the weights in dv.
 #include <cstdint>
 
 #include "cuda/clustered/near.cuh"
@@ -21,6 +21,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 
 namespace coterie::cuda {
@@ -112,6 +113,7 @@ struct ClusterFacts {
   float delta[kClusters];  // times gradient_scale
   std::int64_t rows[2][kClusters];       // of the running sums before and after; -1: none
   unsigned long long listed[kClusters];  // bit b: key b of the tile is a top key
+  DropoutRow words[kClusters];
 };
 
 // The clusters [first, first + kClusters) of an item and head.
@@ -141,6 +143,10 @@ struct ClusterTile {
         side == 0 ? count_up_to(args.pass.lists.order + begin, count, (block - 1) * near - 1) - 1
                   : count_up_to(args.pass.lists.order + begin, count, (block + 2) * near - 1);
     return found >= 0 && found < count ? begin + found : -1;
+  }
+  __device__ DropoutRow words(int r) const {
+    return args.queries.dropout.cluster(static_cast<std::int64_t>(item) * args.queries.H + head,
+                                        first + r);
   }
   // Top keys of cluster r among keys begin .. begin + kKeys - 1.
   __device__ unsigned long long listed(int r, int begin) const {
@@ -236,7 +242,7 @@ __device__ __forceinline__ void far_keys(const FarArgs<T>& args, int parts, int 
   own[0].load(keys, warp_row);
   own[1].load(values, warp_row);
   Accumulator dk[1][kWidth / 16] = {}, dv[1][kWidth / 16] = {};
-  const bool active = warp_row < count;
+  const bool active = warp_row < count, drops = queries.dropout.on();
 #pragma unroll 1
   for (int head = key_head * queries.group; head < (key_head + 1) * queries.group; ++head)
 #pragma unroll 1
@@ -248,6 +254,7 @@ __device__ __forceinline__ void far_keys(const FarArgs<T>& args, int parts, int 
                 side = static_cast<int>(threadIdx.x) / kClusters;
       facts.rows[side][r] = tile.far_row(r, side, block.split);
       if (side == 0) facts.listed[r] = tile.listed(r, begin);
+      if (side == 0 && drops) facts.words[r] = tile.words(r);
       __syncthreads();
       for (int i = warp; i < kClusters; i += kWarps) tile.make(gradients, facts, i);
       __syncthreads();
@@ -264,7 +271,11 @@ __device__ __forceinline__ void far_keys(const FarArgs<T>& args, int parts, int 
           float &w = p[0][i / 4][i % 4], &x = ds[0][i / 4][i % 4];
           const bool seen = key < count && !(facts.listed[column] >> key & 1);
           w = seen ? exp2_approximate(fmaf(w, queries.exponent, -facts.lse[column])) : 0.0f;
+          const float factor =
+              drops ? kept(queries.dropout, facts.words[column], begin + key) : 1.0f;
+          if (drops) x *= factor;
           x = seen ? w * (x - facts.delta[column]) : 0.0f;
+          if (drops) w *= factor;
         }
         add_values(dv, p, gradients, c);
         add_values(dk, ds, means, c);
@@ -295,6 +306,9 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     far_keys_kernel(const __grid_constant__ FarArgs<T> args, int parts, int total) {
   await_previous();
+  const BackwardShape& shape = args.pass.shape;
+  if (shape.subtracts && !any_set(args.pass.lists.cancels, shape.items * (shape.H / shape.group)))
+    return;
   for (int number = static_cast<int>(blockIdx.x); number < total;
        number += static_cast<int>(gridDim.x)) {
     far_keys<T, kWidth>(args, parts, number);
@@ -327,6 +341,8 @@ __global__ void __launch_bounds__(kThreads)
   const int r = static_cast<int>(threadIdx.x) % kClusters,
             side = static_cast<int>(threadIdx.x) / kClusters;
   facts.rows[side][r] = -2;  // nothing made yet
+  const bool drops = queries.dropout.on();
+  if (side == 0 && drops) facts.words[r] = tile.words(r);
   __syncthreads();
   QueryFragments<T, kWidth, S::kResident, 1> own;
   QueryFragments<T, kWidth, false, 1> own_gradients;  // the tile changes
@@ -368,6 +384,7 @@ __global__ void __launch_bounds__(kThreads)
           const float w =
               exp2_approximate(fmaf(p[0][i / 4][i % 4], queries.exponent, -facts.lse[row]));
           float& x = ds[0][i / 4][i % 4];
+          if (drops) x *= kept(queries.dropout, facts.words[row], begin + column);
           x = seen ? w * (x - facts.delta[row]) : 0.0f;
         }
         add_values(sum, ds, keys, c);

@@ -7,7 +7,7 @@
 // Block number = (slot of a chunk * H + head) * row tiles + tile; 4 warps of 32 means each, 16 keys
 // at a time. Shared memory as in centroid.cu.
 // chunk_scan_kernel: the sums of all chunks before each chunk and after it, a warp per mean.
-// All types and devices; every sum has a fixed order.
+// All types and devices; every sum has a fixed order. Dropout multiplies the weights of values.
 #include <cstddef>
 #include <cstdint>
 
@@ -15,6 +15,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 
 namespace coterie::cuda {
@@ -34,7 +35,7 @@ struct MemberWalk {
 
 // The lse of a row of MemberRows, and the factor of its sums.
 __device__ __forceinline__ float member_lse(float shift, float sum) {
-  return sum == 0.0f ? kLowestFar : shift + log2f(sum);
+  return sum == 0.0f ? kLowestShift : shift + log2f(sum);
 }
 __device__ __forceinline__ float member_factor(float sum) {
   return sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -56,7 +57,7 @@ struct FarRows {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) softmax[m][half] = {kLowestFar, 0.0f};
+      for (int half = 0; half < 2; ++half) softmax[m][half] = {kLowestShift, 0.0f};
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -64,9 +65,10 @@ struct FarRows {
   }
 
   // Keys column .. column + 15 of a tile, of which `left` exist. masks: top keys of the warp's
-  // rows.
+  // rows; words: for dropout of the keys from `first_key` on, or null.
   __device__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values, int column,
-                         int left, const unsigned long long* masks, float exponent) {
+                         int left, const unsigned long long* masks, float exponent, int first_key,
+                         const Dropout& dropout, const DropoutRow* words) {
     const int lane = threadIdx.x % 32;
     Accumulator s[2];
     queries.scores(s, keys, column);
@@ -94,6 +96,9 @@ struct FarRows {
     for (int i = 0; i < 16; ++i) {
       float& score = s[i / 8][i / 4 % 2][i % 4];
       score = softmax[i / 8][i / 2 % 2].weight(score, exponent);
+      if (words)
+        score *= kept(dropout, words[16 * (i / 8) + 8 * (i / 2 % 2) + lane / 4],
+                      first_key + 8 * (i / 4 % 2) + lane % 4 * 2 + i % 2);
     }
     add_values(out, s, values, column);
   }
@@ -152,6 +157,7 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
   await_previous();
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ unsigned long long masks[2][kCentroidRows];
+  __shared__ DropoutRow words[kCentroidRows];
   const FarTiles<T, kDim> tiles(memory);
   const CentroidQueries& queries = args.queries;
   const CentroidBlock block(queries, blockIdx.x);
@@ -171,6 +177,10 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
     listed = args.top_keys + queries.row(chunk.item, block.head, cluster) * args.topk;
     num_listed = listed_keys(listed, args.topk);
   }
+  if (queries.dropout.on())
+    words[thread] = queries.dropout.cluster(
+        static_cast<std::int64_t>(chunk.item) * queries.H + block.head, cluster);
+  const DropoutRow* own_words = queries.dropout.on() ? words + warp * 32 : nullptr;
   const ItemSpan q_span = queries.spans.q.span(chunk.item);
   const std::int64_t first_row =
       (static_cast<std::int64_t>(q_span.batch) * queries.H + block.head) * args.N + q_span.begin;
@@ -203,7 +213,7 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
 #pragma unroll 1
     for (int column = 0; column < kAttendKeys && begin + column < chunk.end; column += 16) {
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
-                  own_masks[stage], queries.exponent);
+                  own_masks[stage], queries.exponent, begin + column, queries.dropout, own_words);
       const int end = begin + column + 16;
       if (end % near == 0)
         rows.template emit<true>(args.sums.before, first_row, args.pitch, end + 2 * near);
@@ -240,7 +250,7 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
       const int key = begin + column;
       if (key >= chunk.end) continue;
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - key, own_masks[stage],
-                  queries.exponent);
+                  queries.exponent, key, queries.dropout, own_words);
       if (key % near == 0 && key >= 2 * near)
         rows.template emit<false>(args.sums.after, first_row, args.pitch, key - 2 * near);
     }
@@ -249,7 +259,7 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
 
 // Sums of a row in the lanes of a warp: columns lane, lane + 32, ...
 struct LaneSums {
-  float shift = kLowestFar, sum = 0.0f;
+  float shift = kLowestShift, sum = 0.0f;
   float out[kMaxHeadDim / 32] = {};
 
   __device__ void add(const float2& row, const float* values, int width) {

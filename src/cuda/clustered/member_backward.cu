@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Backward pass over the members of the clusters and their top keys (backward.h): the top
 // keys' part of dq, dk and dv of the top keys, and the sums of g_i and e_i. Weights are recomputed
-// from the saved lse.
+// from the saved lse. With dropout (kDrop) those of dv, and dP, are multiplied by its factors.
 //
 // Grid (units, H, tiles of 32 slots), 2 or 4 warps. A block takes a unit, up to kUnitRows members
 // of one cluster gathered in sorted order, 16 rows a warp at a time, with all top keys of the
@@ -21,6 +21,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/element.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/mma.cuh"
@@ -362,17 +363,43 @@ struct MemberBlock {
     return first + static_cast<int>(threadIdx.x) / 32 * 16 < unit.count;
   }
 
-  // Returns the number of top keys; fills keys() for the causal form only. Called by whole warps.
+  // Returns the number of top keys; fills keys() where they are needed. Called by whole warps.
   __device__ int count_keys() const {
     const int lane = threadIdx.x % 32, topk = args.shape.topk;
     const std::int32_t* list = args.lists.top_keys + static_cast<std::int64_t>(row) * topk;
     int count = 0;
     for (int slot = lane; slot - lane < topk; slot += 32) {
       const int key = slot < topk ? list[slot] : -1;
-      if (args.shape.causal || args.shape.near > 0) keys()[slot] = key;
+      if (args.shape.causal || args.shape.near > 0 || args.shape.dropout.on()) keys()[slot] = key;
       count += __popc(__ballot_sync(~0u, key >= 0));
     }
     return count;
+  }
+  // Multiplies dP of 16 kCount slots from `slot` on by the factors of dropout; words: of the lane's
+  // two rows. Bit i of the result: the weight of element i is kept.
+  template <int kCount>
+  __device__ __forceinline__ unsigned drop(Accumulator (&d)[kCount], int slot,
+                                           const DropoutRow (&words)[2]) const {
+    const Dropout& dropout = args.shape.dropout;
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8 * kCount; ++i) {
+      const int key = keys()[slot + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2];
+      const float factor = kept(dropout, words[i / 2 % 2], key);
+      d[i / 8][i / 4 % 2][i % 4] *= factor;
+      bits |= factor != 0.0f ? 1u << i : 0u;
+    }
+    return bits;
+  }
+  // The same of weights.
+  template <int kCount>
+  __device__ __forceinline__ void drop_weights(Accumulator (&p)[kCount], unsigned bits) const {
+    const auto keep = static_cast<float>(args.shape.dropout.keep_scale);
+#pragma unroll
+    for (int i = 0; i < 8 * kCount; ++i) p[i / 8][i / 4 % 2][i % 4] *= bits >> i & 1 ? keep : 0.0f;
+  }
+  __device__ std::int64_t problem() const {
+    return static_cast<std::int64_t>(unit.item) * args.shape.H + head;
   }
   // How many of the `count` top keys a member sees.
   __device__ int visible(int member, int count) const {
@@ -559,8 +586,8 @@ struct UnitRows {
 // correction of those kernels for its top keys. dS should be A (dm - delta) and the weight 0, but
 // they use A (dout . v - delta) and A. The difference is that of one more member, row 0 of the
 // first stage, with the mean as query and dout as output gradient. The first two warps share the
-// work. With near keys, top keys have no weight in the mean's row at all, and delta is the sum over
-// the members that is elsewhere dmass.
+// work. With near keys there is nothing to correct, and delta is the sum over the members that is
+// elsewhere dmass.
 template <class T, int kWidth, int kWarps>
 struct ClusterRow {
   static constexpr int kColumns = kWidth / 32;  // of a lane
@@ -611,31 +638,36 @@ struct ClusterRow {
 
   // Writes dS of all slots and the weights of slot tile `own` to shared memory, like those of
   // members; a warp takes half of the slots of a tile.
+  template <bool kDrop>
   __device__ void differentiate(int num_keys, int own) const {
     const BackwardShape& shape = block.args.shape;
     const float power = shape.unscale > kMost ? kMost : shape.unscale, delta = sums.delta;
     const float lses[2] = {threadIdx.x % 32 < 4 ? lse : INFINITY, INFINITY};
     const int slot = static_cast<int>(threadIdx.x) / 32 * 16;
+    DropoutRow words[2] = {};
+    if constexpr (kDrop) words[0] = shape.dropout.cluster(block.problem(), block.unit.cluster);
 #pragma unroll 1
     for (int tile = 0; tile * kSlotTile < shape.topk; ++tile) {
       const int left[2] = {num_keys - tile * kSlotTile, 0};
       Accumulator p[1], d[1];
       weights(p, d, block.rows(0, 0), block.rows(0, 1), block.slots(tile, 0), block.slots(tile, 1),
               0, slot, lses, left, shape.scale * kLog2e);
+      unsigned bits = 0;
+      if constexpr (kDrop) bits = block.drop(d, tile * kSlotTile + slot, words);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         float& a = p[0][j / 4][j % 4];
         float& x = d[0][j / 4][j % 4];
-        const float exact = shape.near > 0 ? 0.0f : a * (dmass - delta);
-        x = (exact - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
+        x = (a * (dmass - delta) - to_float(from_float<T>(a * (x - delta)))) * shape.unscale;
+        if constexpr (kDrop)
+          a *= bits >> j & 1 ? static_cast<float>(shape.dropout.keep_scale) : 0.0f;
         a = -to_float(from_float<T>(a)) * power;
       }
       if (tile == own) store_fragment(block.weights(), 0, slot, p[0]);
       store_fragment(block.derivatives(tile), 0, slot, d[0]);
     }
   }
-  // Writes what top keys and near keys add to the gradient of the mean. Called by all warps.
-  template <bool kNear>
+  // Writes what top keys add to the gradient of the mean. Called by all warps.
   __device__ void write_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     const float scale = block.args.shape.scale;
@@ -649,12 +681,11 @@ struct ClusterRow {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int at = column + 8 * n + 2 * lane;
-        store2(to + at, dq[n / 2][n % 2][0] * scale + (kNear ? block.near_dmean(at) : 0.0f),
-               dq[n / 2][n % 2][1] * scale + (kNear ? block.near_dmean(at + 1) : 0.0f));
+        store2(to + at, dq[n / 2][n % 2][0] * scale, dq[n / 2][n % 2][1] * scale);
       }
     }
   }
-  // The same without top keys.
+  // Writes what near keys add to it.
   __device__ void write_near_mean() const {
     float* to = block.args.scratch.top_dmean + static_cast<std::int64_t>(block.row) * kWidth;
     for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 32 * kWarps)
@@ -683,7 +714,7 @@ struct ClusterRow {
 
 // Computes all that depends on the sums over the members, which are in shared memory; adds to the
 // sums of the slots. Blocks with own > 0 write nothing else. Called by all threads.
-template <bool kNear, class T, int kWidth, int kWarps>
+template <bool kNear, bool kDrop, class T, int kWidth, int kWarps>
 __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
                                                SlotSums<T, kWidth, kWarps>& slot_sums, int num_keys,
                                                int own, float mass, float mean_lse) {
@@ -693,14 +724,12 @@ __device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWar
   __syncthreads();
   const ClusterRow<T, kWidth, kWarps> row(block, empty ? -INFINITY : mean_lse);
   if (first_warps) row.write_operands(top ? mass : 0.0f, own == 0);
-  if (!top) {
-    if (kNear && own == 0 && block.args.dq.data) row.write_near_mean();
-    return;
-  }
+  if (kNear && own == 0 && block.args.dq.data) row.write_near_mean();
+  if (kNear || !top) return;  // with near keys the centroid kernels leave top keys out
   __syncthreads();
-  if (first_warps) row.differentiate(num_keys, own);
+  if (first_warps) row.template differentiate<kDrop>(num_keys, own);
   __syncthreads();
-  if (own == 0 && block.args.dq.data) row.template write_mean<kNear>();
+  if (own == 0 && block.args.dq.data) row.write_mean();
   row.unscale_dout();
   slot_sums.add(block.derivatives(own), block.weights(), block.rows(0, 0), block.rows(0, 1), 1,
                 [](int) { return 1.0f; });
@@ -712,7 +741,7 @@ constexpr int kSmallCluster = 40;
 
 // One row tile in a warp: 16 of its rows. kNear: rows do not see top keys that are near, and delta,
 // which belongs to all keys, is given.
-template <class T, int kWidth, int kWarps, bool kNear>
+template <class T, int kWidth, int kWarps, bool kNear, bool kDrop>
 struct MemberTile {
   const MemberBlock<T, kWidth, kWarps>& block;
   int first;  // of the tile's rows
@@ -725,6 +754,7 @@ struct MemberTile {
     const int tiles = (shape.topk + kSlotTile - 1) / kSlotTile;
     float inner[2] = {0.0f, 0.0f}, lse[2];
     int seen[2], hidden[2][2];
+    DropoutRow words[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int r = static_cast<int>(threadIdx.x) / 32 * 16 + 8 * side + threadIdx.x % 32 / 4;
@@ -733,6 +763,7 @@ struct MemberTile {
       lse[side] = block.lse(first)[r] * kLog2e;
       if (member < 0 || lse[side] == -INFINITY) lse[side] = INFINITY;
       seen[side] = block.visible(member, num_keys);
+      if constexpr (kDrop) words[side] = shape.dropout.query(block.problem(), max(member, 0));
       if constexpr (kNear) {
         block.near_keys(member, num_keys, hidden[side][0], hidden[side][1]);
         if (member >= 0) inner[side] = block.args.scratch.delta[block.token + member];
@@ -746,6 +777,8 @@ struct MemberTile {
       weights(p, d, block.rows(first, 0), block.rows(first, 1), block.slots(tile, 0),
               block.slots(tile, 1), static_cast<int>(threadIdx.x) / 32 * 16, 0, lse, left,
               shape.scale * kLog2e);
+      unsigned bits = 0;
+      if constexpr (kDrop) bits = block.drop(d, tile * kSlotTile, words);
       if constexpr (kNear) {
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
@@ -774,6 +807,7 @@ struct MemberTile {
         w *= mass;
         x = w * (x - inner[j / 2 % 2]);
       }
+      if constexpr (kDrop) block.drop_weights(p, bits);
       if (tile == own) store_weights(block.weights(), p);
       store_weights(block.derivatives(tile), d);
     }
@@ -827,7 +861,7 @@ struct MemberTile {
 // Block (x, y, z) takes unit x of head y and writes the slots from z kSlotTile on; with z = 0 also
 // dq and the results of the sums. Without `units`, block x finishes a cluster of several units: the
 // one whose second unit is the x-th of the units that are not their cluster's first.
-template <class T, int kWidth, int kWarps, bool kNear>
+template <class T, int kWidth, int kWarps, bool kNear, bool kDrop>
 __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
                                   MemberShape<T, kWidth, kWarps>::kMinBlocks)
     member_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, bool units) {
@@ -886,7 +920,7 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
     rows.load(first + S::kRowTile);
     rows.find(first + 2 * S::kRowTile);
     if (topk > 0 && block.active(first)) {
-      const MemberTile<T, kWidth, kWarps, kNear> tile{block, first};
+      const MemberTile<T, kWidth, kWarps, kNear, kDrop> tile{block, first};
       dmass += tile.differentiate(num_keys, own, mass);
       if (args.dq.data && own == 0) tile.write_queries();
     }
@@ -909,7 +943,8 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
       block.template store_sums<kNear>(slot_sums, near_sums, dmass, whole);
     else
       block.template add_units<kNear>();
-    if (whole || !units) finish_cluster<kNear>(block, slot_sums, num_keys, own, mass, mean_lse);
+    if (whole || !units)
+      finish_cluster<kNear, kDrop>(block, slot_sums, num_keys, own, mass, mean_lse);
   }
   if (topk > 0 && unit.size > 0 && (args.dk.data || args.dv.data))
     block.write_slots(slot_sums, own, !units);
@@ -922,12 +957,13 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   const auto heads = static_cast<unsigned>(shape.H);
   const int tiles = max((shape.topk + kSlotTile - 1) / kSlotTile, 1);
-  const auto launch = [&](auto width, auto warps) {
+  const auto launch = [&](auto width, auto warps, auto drops) {
+    constexpr bool kDrop = decltype(drops)::value;
     constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
     using S = MemberShape<T, kWidth, kWarps>;
     const auto blocks = [&](int count, bool units) {
-      const auto kernel = shape.near > 0 ? member_gradient_kernel<T, kWidth, kWarps, true>
-                                         : member_gradient_kernel<T, kWidth, kWarps, false>;
+      const auto kernel = shape.near > 0 ? member_gradient_kernel<T, kWidth, kWarps, true, kDrop>
+                                         : member_gradient_kernel<T, kWidth, kWarps, false, kDrop>;
       launch_early("member_gradient", kernel,
                    dim3(static_cast<unsigned>(count), heads, static_cast<unsigned>(tiles)),
                    S::kThreads, static_cast<std::size_t>(S::bytes(tiles)), stream, args, units);
@@ -937,11 +973,14 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   };
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;
+    constexpr int kDropWarps = sizeof(T) == 2 ? 4 : 2;
+    if (shape.dropout.on())
+      return launch(width, std::integral_constant<int, kDropWarps>{}, std::true_type{});
     if constexpr (sizeof(T) == 2 && !kWide)
       if (shape.N > kSmallCluster * shape.clusters)
-        return launch(width, std::integral_constant<int, 4>{});
+        return launch(width, std::integral_constant<int, 4>{}, std::false_type{});
     constexpr int kFew = kWide ? 4 : 2;
-    launch(width, std::integral_constant<int, kFew>{});
+    launch(width, std::integral_constant<int, kFew>{}, std::false_type{});
   });
 }
 

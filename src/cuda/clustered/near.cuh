@@ -10,9 +10,6 @@
 
 namespace coterie::cuda {
 
-// Below all other shifts, but finite: scores of -inf have weight 0 from the start.
-constexpr float kLowestFar = -3e38f;
-
 // Near pairs: a block of 4 warps owns 64 positions of one side and walks those of the other, 128 at
 // a time, or 64 if rows have more than 128 bytes.
 constexpr int kNearThreads = 128, kNearOwned = 64;
@@ -40,7 +37,7 @@ struct RowSums {
 // Sums of a member's far keys on one side of its near ones, divided by their weights.
 template <class T>
 struct MemberRows {
-  float* lse;  // of the weights, base 2; kLowestFar if there are none
+  float* lse;  // of the weights, base 2; kLowestShift if there are none
   T* outs;     // (.., pitch)
 };
 
@@ -62,6 +59,14 @@ struct FarHeads {
     return !cancels || cancels[item * key_heads + head / group] != 0;
   }
 };
+// Whether one of `count` flags is set; by all threads of the block. Kernels of the heads that add
+// ask first, because there usually are none.
+__device__ __forceinline__ bool any_set(const std::int32_t* flags, int count) {
+  int found = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+    found |= flags[i];
+  return __syncthreads_or(found) != 0;
+}
 
 // Which of its cluster's top keys are near a query: ranks [first, first + count) of the list.
 struct NearTopKeys {
@@ -110,16 +115,16 @@ struct NearArgs {
   int topk, N, near, pitch;
   const T* top;  // outputs of top keys that are not near (B, H, N, Dv), and their lse; or null
   const float* top_lse;
-  const T* means;                       // subtracting: (items, H, C, pitch)
-  const float *mean_lse, *mass, *rest;  // and the means' attention over all keys
-  FarSums<T> far;                       // adding
-  FarHeads heads;                       // those that add
-  std::int32_t* cancels;                // subtracting: set for heads that must add
+  const T* means;                // subtracting: (items, H, C, pitch)
+  const float *mean_lse, *rest;  // and their attention over the keys that are not top keys
+  FarSums<T> far;                // adding
+  FarHeads heads;                // those that add
+  std::int32_t* cancels;         // subtracting: set for heads that must add
   Tensor4<T> out;
   float* lse;
 };
 
-// The mean's sum over all keys may be this many times the query's sum of weights.
+// The mean's sum over keys that are not top keys may be this many times the query's sum of weights.
 constexpr float kMostCancelled = 8.0f;
 
 // Two neighbouring elements of a row, aligned to their size.

@@ -5,12 +5,12 @@
 //   w_j = exp(s_j) if j is near or in T_c, else exp(z_cj)      out = sum w_j v_j / sum w_j
 //
 // Far keys are summed in one of two ways. Subtracting: the attention of the mean over all keys
-// (centroid.cu), as without near keys, minus the mean's weights of the near keys. That is precise
-// as long as the mean's sum over all keys is not much larger than the query's sum of weights; the
-// forward pass checks it for every query. Adding: the blocks before the near ones plus the blocks
+// outside T_c (centroid.cu), minus the mean's weights of the near keys. That is precise as long as
+// the mean's sum is not much larger than the query's sum of weights; the forward pass checks it for
+// every query. Adding: the blocks before the near ones plus the blocks
 // after them (far_forward.cu, far_backward.cu); slower, and precise for all data. Heads of an item
 // in which one query fails the check are computed again by adding, and so are short sequences, of
-// which near keys are a large part.
+// which near keys are a large part. With dropout all heads add.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -36,8 +36,8 @@ struct FarMembers {
   MemberRuns before, after;
 };
 
-// The first stage of the backward pass: delta, near_dmean and the near keys' part of dq, to which
-// the later stages add. near_backward.cu, or near_backward_sm90a.cu
+// The first stage of the backward pass: top_bits, delta, near_dmean and the near keys' part of dq,
+// to which the later stages add. near_backward.cu, or near_backward_sm90a.cu
 template <class T>
 void near_query_gradients(const BackwardArgs<T>& args, const CentroidQueries& queries, bool sm90a,
                           cudaStream_t stream);

@@ -11,7 +11,8 @@
 //   keys:    Sᵀ = K Qᵀ, Zᵀ = K Mᵀ, dPᵀ = V Gᵀ   dk += dSᵀ Q - dRᵀ M, dv += (P - R)ᵀ G
 // Shared memory (PairShape): 64 KiB for 16-bit rows of 64 elements, 160 KiB for f32 rows of 128.
 // Launch bounds: 3 blocks per multiprocessor for 16-bit rows of 64. All types and devices; every
-// sum has one writer and a fixed order.
+// sum has one writer and a fixed order. With dropout, where all heads add, dP and the P of dv are
+// multiplied by its factors.
 #include <cstdint>
 
 #include "cuda/clustered/near.cuh"
@@ -19,6 +20,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/store.cuh"
 
@@ -41,6 +43,7 @@ struct QueryFacts {
   std::int32_t clusters[kRows];
   float lse[kRows];  // base 2; +inf, which makes weights 0, for rows without keys
   float delta[kRows];
+  DropoutRow words[kRows];
 };
 
 template <class T, int kWidth>
@@ -81,6 +84,9 @@ struct PairBlock {
     const float lse = there ? args.lists.lse[at] * kLog2e : INFINITY;
     facts.lse[r] = lse == -INFINITY ? INFINITY : lse;
     facts.clusters[r] = there ? args.lists.labels[at] : -1;
+    if (args.shape.dropout.on())
+      facts.words[r] = args.shape.dropout.query(
+          static_cast<std::int64_t>(own.item) * args.shape.H + head, first + r);
   }
   // The means of queries from `first` on, and which of the keys from `key` on are their top keys.
   template <int kRows, int kWords>
@@ -133,6 +139,15 @@ struct PairBlock {
 // facts of a query are those of its row or, with kKeys, of its column.
 struct Pairs {
   Accumulator p[1], r[1], d[1];
+
+  // Dropout of dP, and with kKeys of the weights of dv; factor(half, column) of a pair.
+  template <class Factor>
+  __device__ __forceinline__ void drop(Accumulator& of, const Factor& factor) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      of[i / 4][i % 4] *=
+          factor(i / 2 % 2, i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2);
+  }
 
   // lse, delta and bits (of top keys) by query: called with the element's row half and column.
   template <bool kKeys, class Facts>
@@ -233,6 +248,11 @@ __device__ __forceinline__ void own_queries(const PairBlock<T, kWidth>& block, i
       q.scores(pairs.p, keys, column);
       if (block.subtract) means.scores(pairs.r, keys, column);
       g.scores(pairs.d, values, column);
+      if (args.shape.dropout.on())
+        pairs.drop(pairs.d[0], [&](int half, int key) {
+          return kept(args.shape.dropout, block.facts.words[warp_row + 8 * half + lane / 4],
+                      begin + column + key);
+        });
       unsigned bits[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -336,6 +356,11 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
         k.scores(pairs.p, queries, column);
         if (block.subtract) k.scores(pairs.r, means, column);
         v.scores(pairs.d, gradients, column);
+        const auto factor = [&](int half, int query) {
+          return kept(args.shape.dropout, block.facts.words[column + query],
+                      own.begin + warp_row + 8 * half + lane / 4);
+        };
+        if (args.shape.dropout.on()) pairs.drop(pairs.d[0], factor);
         const int own_word = warp_row / 32, own_bit = warp_row % 32 + lane / 4;
         pairs.differentiate<true>(
             [&](int half, int query, float& l, float& e, bool& top) {
@@ -354,6 +379,7 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
           p *= x;
           r *= -x;
         }
+        if (args.shape.dropout.on()) pairs.drop(difference, factor);
         FragmentA<T> w, ds, dr;
         to_fragment(w, difference);
         to_fragment(ds, pairs.p[0]);
@@ -426,6 +452,34 @@ void launch(const BackwardArgs<T>& args, const CentroidQueries& queries, cudaStr
   });
 }
 
+// One thread per entry of the lists of top keys. Bits are set in any order.
+__global__ void __launch_bounds__(kNearThreads)
+    top_bits_kernel(const __grid_constant__ BackwardShape shape, const std::int32_t* top_keys,
+                    std::int64_t entries, TopKeyBits bits) {
+  await_previous();
+  const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kNearThreads + threadIdx.x;
+  const int key = at < entries ? top_keys[at] : -1;
+  if (key < 0) return;
+  const int row = static_cast<int>(at / shape.topk), problem = row / shape.clusters;
+  const int item = problem / shape.H, head = problem % shape.H;
+  const int centroid = head % shape.group * shape.clusters + row % shape.clusters;
+  atomicOr(bits.rows(shape.spans.k.span(item), head / shape.group) +
+               static_cast<std::int64_t>(key) * bits.count + centroid / 32,
+           1u << centroid % 32);
+}
+
+void set_top_bits(const BackwardShape& shape, const std::int32_t* top_keys, const TopKeyBits& bits,
+                  cudaStream_t stream) {
+  const std::size_t words =
+      static_cast<std::size_t>(shape.B) * bits.key_heads * bits.S * bits.count;
+  COTERIE_CUDA(cudaMemsetAsync(bits.words, 0, words * sizeof(std::uint32_t), stream));
+  const std::int64_t entries =
+      static_cast<std::int64_t>(shape.items) * shape.H * shape.clusters * shape.topk;
+  launch_early("top_bits", top_bits_kernel,
+               static_cast<unsigned>((entries + kNearThreads - 1) / kNearThreads), kNearThreads, 0,
+               stream, shape, top_keys, entries, bits);
+}
+
 }  // namespace
 
 template <class T>
@@ -433,10 +487,12 @@ void near_query_gradients(const BackwardArgs<T>& args, const CentroidQueries& qu
                           cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   if (shape.subtracts) {
-    round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
-    if (shape.topk > 0)
+    if (shape.topk > 0) {
+      set_top_bits(shape, args.lists.top_keys, args.scratch.top_bits, stream);
       find_near_top_keys(queries, args.lists.labels, args.lists.top_keys, shape.items, shape.topk,
                          shape.N, shape.near, args.scratch.near_top, stream);
+    }
+    round_means(queries, shape.items, args.scratch.mean, shape.pitch, stream);
   }
   if constexpr (sizeof(T) == 2)
     if (sm90a) return near_query_gradients_sm90a(args, queries, stream);

@@ -38,31 +38,34 @@ __device__ __forceinline__ void clear(float (&sum)[kBands][32]) {
   settle(sum);
 }
 
-// Writes the block's rows times a factor; `count` of them exist. add: adds to what is there.
-template <class T, int kBands>
-__device__ __forceinline__ void store_rows(const Rows<T>& to, float (&sum)[kBands][32],
-                                           float factor, int count, bool add = false) {
+// Adds rows in shared memory to the block's rows.
+template <class T, int kWidth>
+__device__ __forceinline__ void add_rows(float (&sum)[kWidth / 64][32],
+                                         const Bands<T, kWidth, kRows>& rows) {
+#pragma unroll
+  for (int i = 0; i < kWidth / 4; ++i) {  // pairs of columns: upper and lower row in turn
+    const int band = i / 16, chunk = i / 2 % 8, side = i % 2;
+    const std::uint32_t from =
+        Tile<T, 64>{rows.base + band * rows.kBandBytes}.chunk(group_row(side), chunk) +
+        threadIdx.x % 4 * 4;
+    std::uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    const float2 two = unpack2<T>(word);
+    float* pair = sum[band] + 4 * chunk + 2 * side;
+    pair[0] += two.x;
+    pair[1] += two.y;
+  }
+}
+
+template <int kBands>
+__device__ __forceinline__ void scale_rows(float (&sum)[kBands][32], float factor) {
 #pragma unroll
   for (int i = 0; i < kBands * 32; ++i) sum[i / 32][i % 32] *= factor;
-  if (add) {
-    constexpr int kPairs = kBands * 8;
-    const int first = static_cast<int>(threadIdx.x) % 4 * 2;
-    float2 old[2][kPairs];  // all loads are in flight together
-#pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) {
-      const int column = i / 2 * 8 + first, left = to.width - column;
-      const T* from = to.row(min(group_row(i % 2), count - 1)) + (left > 0 ? column : 0);
-      old[i % 2][i / 2] = to.aligned
-                              ? unpack2<T>(*reinterpret_cast<const std::uint32_t*>(from))
-                              : make_float2(to_float(from[0]), left > 1 ? to_float(from[1]) : 0.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) {
-      float* pair = sum[i / 16] + i / 2 % 8 * 4 + 2 * (i % 2);
-      pair[0] += old[i % 2][i / 2].x;
-      pair[1] += old[i % 2][i / 2].y;
-    }
-  }
+}
+// Writes the block's rows; `count` of them exist.
+template <class T, int kBands>
+__device__ __forceinline__ void store_rows(const Rows<T>& to, const float (&sum)[kBands][32],
+                                           int count) {
 #pragma unroll
   for (int part = 0; part < 2 * kBands; ++part) {
     Accumulator pair[2];
@@ -286,11 +289,11 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
   }
 
   if (!args.dq.data) return;
-  store_rows(args.dq.rows(own.span.batch, head, own.span.begin + own.begin), dq, args.shape.scale,
-             count);
+  scale_rows(dq, args.shape.scale);
+  store_rows(args.dq.rows(own.span.batch, head, own.span.begin + own.begin), dq, count);
   if (!subtract) return;
-  store_rows(Rows<T>{args.scratch.near_dmean + line * kWidth, kWidth, kWidth, true}, dmean,
-             -args.shape.scale, count);
+  scale_rows(dmean, -args.shape.scale);
+  store_rows(Rows<T>{args.scratch.near_dmean + line * kWidth, kWidth, kWidth, true}, dmean, count);
 }
 
 // Shared memory of key_kernel: a ring of tiles of queries, and what belongs to their rows, which is
@@ -404,6 +407,14 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
 #pragma unroll
   for (int number = 0; number < kRing - 1; ++number) load(number);
 
+  // What the gradients of the centroids have written; heads that add their far keys have none.
+  const auto load_sums = [&](const typename S::Owned& to, const Tensor4<T>& tensor) {
+    if (!tensor.data) return;
+    const Rows<T> from = tensor.rows(own.span.batch, kv_head, own.span.begin);
+    to.template load<kRows, kNearThreads>(0, {from.data, from.pitch, from.width, from.aligned},
+                                          own.begin, count);
+  };
+
   const int lane = thread % 32, warp_row = thread / 32 * 16;
   const NearRange range(own.begin + warp_row, near, length);
   const float exponent = args.shape.scale * kLog2e;
@@ -432,7 +443,13 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     wgmma_settle(d);
     wgmma_settle(z);
     if (thread < kQueries) put(number + kAhead, thread, later);
-      // Pairs of queries in columns: s becomes P - R, d and z become dS and -dR.
+    if (number + 1 == total && subtract) {
+      __syncthreads();  // all have read the keys and values: the sums so far take their place
+      load_sums(k, args.dk);
+      load_sums(v, args.dv);
+      cp_async_commit();
+    }
+    // Pairs of queries in columns: s becomes P - R, d and z become dS and -dR.
 #pragma unroll
     for (int column = 0; column < kQueries; column += 8) {
       const int query = begin + column / 16 * 16;
@@ -480,14 +497,19 @@ __global__ void __launch_bounds__(kNearThreads, kWidth == 64 ? 3 : 2)
     settle(dk);
     settle(dv);
   }
-  // Heads that add their far keys have no gradients of centroids.
-  const auto store = [&](const Tensor4<T>& tensor, float(&sum)[kWidth / 64][32], float factor) {
+  scale_rows(dk, args.shape.scale);
+  if (subtract) {
+    cp_async_wait<0>();
+    __syncthreads();
+    add_rows(dk, k);
+    add_rows(dv, v);
+  }
+  const auto store = [&](const Tensor4<T>& tensor, const float(&sum)[kWidth / 64][32]) {
     if (tensor.data)
-      store_rows(tensor.rows(own.span.batch, kv_head, own.span.begin + own.begin), sum, factor,
-                 count, subtract);
+      store_rows(tensor.rows(own.span.batch, kv_head, own.span.begin + own.begin), sum, count);
   };
-  store(args.dk, dk, args.shape.scale);
-  store(args.dv, dv, 1.0f);
+  store(args.dk, dk);
+  store(args.dv, dv);
 }
 
 }  // namespace

@@ -9,7 +9,8 @@
 // is left of a near key. Adding: the far keys' sums come from far_forward.cu.
 // Shared memory: queries, their means, 64 or 128 keys and values: 48 KiB for 16-bit rows of 64
 // elements, 128 KiB for f32 rows of 128. Launch bounds: 4 blocks per multiprocessor for 16-bit rows
-// of 64. All types and devices; every sum has a fixed order.
+// of 64. All types and devices; every sum has a fixed order. Dropout multiplies the weights of
+// values; heads with dropout add.
 #include <cstddef>
 #include <cstdint>
 
@@ -20,6 +21,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/store.cuh"
 
@@ -55,19 +57,20 @@ struct NearRows {
   Accumulator out[kDim / 16];
   float shift[2];                    // whole numbers, base 2
   float sum[2] = {}, taken[2] = {};  // this lane's weights of near keys, and those of their means
+  DropoutRow words[2];               // of this lane's rows
 
   __device__ void start(const float (&largest)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shift[half] = largest[half] > kLowestFar ? ceilf(largest[half]) : kLowestFar;
+      shift[half] = largest[half] > kLowestShift ? ceilf(largest[half]) : kLowestShift;
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) clear(out[d]);
   }
 
-  // Keys column .. column + 15 of a tile, of which `left` exist. top: bits of the lane's two rows
-  // for these keys.
+  // Keys column .. column + 15 of a tile, of which `left` exist; the first is number `key0`. top:
+  // bits of the lane's two rows for these keys.
   __device__ __forceinline__ void attend(const Tile<T, kDim>& keys, const Tile<T, kDim>& values,
-                                         int column, int left, const unsigned (&top)[2],
+                                         int column, int left, int key0, const unsigned (&top)[2],
                                          const CentroidQueries& scale) {
     const int lane = threadIdx.x % 32;
     Accumulator s[1], z[1];
@@ -101,6 +104,9 @@ struct NearRows {
       float& score = s[0][i / 4][i % 4];
       score = exp2_approximate(score - shift[i / 2 % 2]);
       sum[i / 2 % 2] += score;
+      if constexpr (!kSubtract)
+        if (scale.dropout.on())
+          score *= kept(scale.dropout, words[i / 2 % 2], key0 + i / 4 * 8 + lane % 4 * 2 + i % 2);
       if constexpr (kSubtract) {
         float& mean = z[0][i / 4][i % 4];
         const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -159,8 +165,8 @@ struct FarParts {
                                                        head, cluster_number)
                                     : 0;
       own[side] = rows.outs + (there ? place * args.pitch : 0);
-      lse[side] = there ? rows.lse[place] : kLowestFar;
-      const float2 facts = there ? chunks.rows[at] : make_float2(kLowestFar, 0.0f);
+      lse[side] = there ? rows.lse[place] : kLowestShift;
+      const float2 facts = there ? chunks.rows[at] : make_float2(kLowestShift, 0.0f);
       cluster[side] = chunks.outs + at * args.pitch;
       shift[side] = facts.x;
       sum[side] = facts.y;
@@ -234,7 +240,10 @@ __device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number)
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + 8 * half + lane / 4, cluster = max(clusters[row], 0);
     const bool there = row < count;
-    mean_lse[half] = kSubtract && there ? args.mean_lse[problem + cluster] * kLog2e : kLowestFar;
+    if (!kSubtract && queries.dropout.on())
+      own.words[half] = queries.dropout.query(
+          static_cast<std::int64_t>(rows.item) * queries.H + head, rows.begin + row);
+    mean_lse[half] = kSubtract && there ? args.mean_lse[problem + cluster] * kLog2e : kLowestShift;
     top_lse[half] = args.top && there ? args.top_lse[line + row] * kLog2e : -INFINITY;
     largest[half] = fmaxf(mean_lse[half], top_lse[half]);
     if (!kSubtract && there)
@@ -260,7 +269,7 @@ __device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number)
           for (int half = 0; half < 2; ++half)
             bits[half] =
                 top_words[(warp_row + 8 * half + lane / 4) * kWords + column / 32] >> (column % 32);
-        own.attend(keys, values, column, length - begin - column, bits, queries);
+        own.attend(keys, values, column, length - begin - column, begin + column, bits, queries);
       }
     }
     if (begin + kWalked >= end) break;
@@ -286,8 +295,7 @@ __device__ __forceinline__ void attend_tile(const NearArgs<T>& args, int number)
     if (kSubtract) {
       const float taken = quad_sum(own.taken[half]);
       const float weight = exp2_approximate(mean_lse[half] - shift);
-      const float mass = args.mass ? args.mass[problem + cluster] : 0.0f;
-      total += fmaxf(fmaf(-weight, mass, weight) - taken, 0.0f);
+      total += fmaxf(weight - taken, 0.0f);
       if (there) own.add_row(half, args.rest + (problem + cluster) * width, weight, width);
       cancels |= there && !(total * kMostCancelled >= weight);  // also if one is not a number
     } else if (there) {
@@ -323,6 +331,9 @@ template <class T, int kDim, bool kSubtract>
 __global__ void __launch_bounds__(kNearThreads, (NearShape<T, kDim, kSubtract>::kMinBlocks))
     near_attend_kernel(const __grid_constant__ NearArgs<T> args) {
   await_previous();
+  if (!kSubtract && args.heads.cancels &&
+      !any_set(args.heads.cancels, args.tiles.items * args.heads.key_heads))
+    return;
   for (int number = static_cast<int>(blockIdx.x); number < args.tiles.slots;
        number += static_cast<int>(gridDim.x)) {
     attend_tile<T, kDim, kSubtract>(args, number);
@@ -493,7 +504,6 @@ void attend_near(const ClusteredForward& pass, Arena& arena) {
       args.near_top = near_top;
       args.means = means_rounded;
       args.mean_lse = floats(tensors.centroid_lse);
-      args.mass = floats(tensors.mass);
       args.rest = floats(tensors.out);
       args.cancels = ints(tensors.cancels);
       args.heads.cancels = args.cancels;

@@ -5,13 +5,13 @@
 // Grid (tiles of 64 queries, H); a block is one warpgroup, which has 64 queries and the means of
 // their clusters as left factors and walks 64 near keys at a time:
 //   S = Q Kᵀ, Z = M Kᵀ      out += P V - R V
-// The sums start with the rows that do not depend on near keys, those of the mean over all keys and
-// those of the top keys, which are read while the tiles arrive. A warp's 16 queries have the same
-// near keys; weights of other keys of a tile are not computed. Z is computed by the same products
-// and rounded under the same shifts as in select_attend_sm90a.cu, so that R V cancels what was
-// added there up to the rounding of sums.
-// Shared memory: queries, means, two stages of keys and values (48 KiB for rows of 64 elements, 96
-// KiB for 128) and bits of top keys. Launch bounds: 3 blocks per multiprocessor, 2 for 128.
+// The sums start with the rows that do not depend on near keys, those of the mean over all keys but
+// its top keys and those of the top keys, which are read while the tiles arrive. A warp's 16
+// queries have the same near keys; weights of other keys of a tile are not computed. Z is computed
+// by the same products and rounded under whole-numbered shifts as in centroid_sm90a.cu, so that R V
+// cancels what was added there up to the rounding of sums. Shared memory: queries, means, two
+// stages of keys and values (48 KiB for rows of 64 elements, 96 KiB for 128) and bits of top keys.
+// Launch bounds: 3 blocks per multiprocessor, 2 for 128.
 #include <cstdint>
 
 #include "cuda/clustered/near.cuh"
@@ -153,10 +153,10 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 4 : 2)
   for (int half = 0; half < 2; ++half) {
     const int row = group_row(half), cluster = max(clusters[row], 0);
     const bool there = row < count;
-    mean_lse[half] = there ? args.mean_lse[problem + cluster] * kLog2e : kLowestFar;
+    mean_lse[half] = there ? args.mean_lse[problem + cluster] * kLog2e : kLowestShift;
     top_lse[half] = args.top && there ? args.top_lse[line + row] * kLog2e : -INFINITY;
     const float largest = fmaxf(mean_lse[half], top_lse[half]);
-    own.shift[half] = largest > kLowestFar ? ceilf(largest) : kLowestFar;
+    own.shift[half] = largest > kLowestShift ? ceilf(largest) : kLowestShift;
     own.add_row(half, args.rest + (problem + cluster) * width,
                 exp2_approximate(mean_lse[half] - own.shift[half]), width, there);
     if (args.top)
@@ -255,9 +255,8 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 4 : 2)
     const bool there = row < count;
     const float shift = own.shift[half];
     const float weight = exp2_approximate(mean_lse[half] - shift);
-    const float mass = args.mass ? args.mass[problem + max(clusters[row], 0)] : 0.0f;
     const float total = quad_sum(own.sum[half]) + exp2_approximate(top_lse[half] - shift) +
-                        fmaxf(fmaf(-weight, mass, weight) - quad_sum(own.taken[half]), 0.0f);
+                        fmaxf(weight - quad_sum(own.taken[half]), 0.0f);
     cancels |= there && !(total * kMostCancelled >= weight);  // also if one is not a number
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll

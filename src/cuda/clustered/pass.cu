@@ -79,6 +79,11 @@ BackwardScratch<T> take_scratch(Arena& arena, const BackwardShape& shape) {
   scratch.slots = arena.take<T>(units * shape.topk * 2 * pitch);
   const std::int64_t queries =
       shape.near > 0 ? static_cast<std::int64_t>(shape.B) * shape.H * shape.N : 0;
+  const std::int64_t key_heads = shape.H / shape.group;
+  const std::int64_t words = shape.B * key_heads * shape.S * shape.top_words;
+  scratch.top_bits = {arena.take<std::uint32_t>(words), static_cast<int>(key_heads), shape.S,
+                      shape.top_words};
+  if (words == 0) scratch.top_bits.words = nullptr;
   scratch.near_top = arena.take<NearTopKeys>(shape.subtracts && shape.topk > 0 ? queries : 0);
   scratch.delta = arena.take<float>(queries);
   scratch.near_dmean = arena.take<T>(shape.subtracts ? queries * pitch : 0);
@@ -317,7 +322,6 @@ class ClusteredPass : public Pass {
       return TensorView::contiguous(stages.shared.template take<float>(plan().num_means() * width),
                                     DType::f32, {items, call_.H, clusters, width}, Device::cuda);
     };
-    if (plan().topk > 0) pass.tensors.mass = take(1);
     pass.tensors.out = take(call_.Dv);
   }
 

@@ -41,6 +41,7 @@ CentroidQueries centroid_queries(const AttentionCall& call, std::int64_t cluster
   queries.sign = call.scale < 0 ? -1.0f : 1.0f;
   queries.exponent = static_cast<float>(std::fabs(call.scale) * 1.4426950408889634);
   queries.inverse = 1.0f / queries.exponent;
+  queries.dropout = call.dropout;
   return queries;
 }
 
@@ -93,6 +94,7 @@ BackwardShape backward_shape(const AttentionCall& call, std::int64_t clusters, s
   shape.weight_bits = std::log2(shape.weight_scale);
   shape.unscale = 1.0f / (shape.weight_scale * shape.gradient_scale);
   shape.spans = item_spans(call.inputs);
+  shape.dropout = call.dropout;
   return shape;
 }
 
@@ -107,19 +109,23 @@ ClusteredPlan clustered_plan(const AttentionCall& call, const ClusteringParams& 
                      static_cast<int>(topk),
                      cluster_workspace_bytes(clustering, call),
                      clusters_with_means(clustering, call),
-                     on_hopper() && call.inputs.q.dtype != DType::f32};
+                     on_hopper() && call.inputs.q.dtype != DType::f32 && !call.dropout.on()};
   const CentroidBlocks blocks = centroid_blocks(call, clusters, plan.sm90a);
   plan.means = centroid_queries(call, clusters, blocks);
   plan.backward = backward_shape(call, clusters, topk, mass_grad, plan.sm90a);
   const int problems = static_cast<int>(call.num_items() * call.H) * plan.means.row_tiles;
   if (plan.sm90a && topk > 0) plan.selection = select_teams(call, problems, blocks.resident);
   plan.near = near_width(call, near);
-  plan.subtracts = plan.near > 0 && call.N >= kLeastBlocks * plan.near;
+  plan.subtracts = plan.near > 0 && call.N >= kLeastBlocks * plan.near && !call.dropout.on();
   plan.backward.near = plan.near;
   plan.backward.subtracts = plan.subtracts;
+  if (plan.subtracts && topk > 0)
+    plan.backward.top_words = TopKeyBits::words_of(plan.backward.group * plan.clusters);
   if (call.causal || (plan.near > 0 && !plan.subtracts)) return plan;
-  // With few problems, one kernel for both would leave multiprocessors idle.
-  plan.selection_attends = 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
+  // With few problems, one kernel for both would leave multiprocessors idle. With near keys the
+  // means attend after the selection, to keys that are not top keys.
+  plan.selection_attends =
+      plan.near == 0 && 4 * plan.selection.teams.blocks() >= 3 * blocks.resident;
   // Teams, if the blocks of all chunks of all means are resident at once.
   const int size = plan.means.chunks.per_item;
   if (plan.sm90a && static_cast<std::int64_t>(problems) * size <= blocks.resident)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Outputs of the queries of improved clustered attention:
 //   out_i = mass_c * (attention of query i over the top keys of its cluster c) + bottom_c
-// Causal: attention over those top keys that are not after the query, and nothing else.
+// Causal: attention over those top keys that are not after the query, and nothing else. Dropout
+// (kDrop) multiplies the weights of the top keys.
 //
 // Grid (tiles of sorted queries, H). A block of 4 warps takes up to 256 queries of one cluster; if
 // clusters have up to 96 members on average, a block of one warp takes up to 32. It gathers the
@@ -18,6 +19,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/mma.cuh"
 #include "cuda/prim/softmax.cuh"
@@ -149,6 +151,25 @@ struct HiddenKeys {
   int first[2], end[2];
 };
 
+// Dropout: the random words of the lane's two queries, and the keys that are multiplied.
+struct DroppedTopKeys {
+  const Dropout& dropout;
+  DropoutRow words[2];
+  const std::int32_t* keys;
+  int last;  // of these keys
+
+  __device__ void apply(Accumulator (&s)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int at = i / 4 * 16 + i / 2 % 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+      const int key = keys[min(at, last)];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        s[i / 4][i / 2 % 2][2 * half + i % 2] *= kept(dropout, words[half], key);
+    }
+  }
+};
+
 // Attention of 16 queries of a warp over the cluster's top keys.
 template <class T, int kDim>
 struct TopKeyRows {
@@ -206,11 +227,12 @@ struct TopKeyRows {
     }
   }
 
-  template <bool kStart, bool kNear>
+  template <bool kStart, bool kNear, bool kDrop>
   __device__ __forceinline__ void attend(const QueryRows<T, kDim>& queries,
                                          const TopKeyTile<T, kDim>& keys,
                                          const Tile<T, kDim>& values, const int (&left)[2],
-                                         const HiddenKeys& hidden, float exponent) {
+                                         const HiddenKeys& hidden, float exponent,
+                                         const DroppedTopKeys* dropped) {
     constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
     const int lane = threadIdx.x % 32;
     Accumulator s[2];
@@ -230,6 +252,7 @@ struct TopKeyRows {
         }
       }
     weigh<kStart, kNear>(s, left, hidden, exponent);
+    if constexpr (kDrop) dropped->apply(s);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       FragmentA<T> p;
@@ -264,6 +287,7 @@ struct TopkArgs {
   bool causal;                    // keys after a query are not visible to it
   int near;                       // block length of positions whose keys are left out; 0: none
   bool clusters_ready;            // even while the previous kernel still runs
+  Dropout dropout;
 };
 
 // log(2^shift * sum) in few instructions, -inf if nothing was summed.
@@ -349,7 +373,7 @@ __device__ __forceinline__ void write_rows(const QueryRows<T, kDim>& queries,
 template <class T, int kDim>
 constexpr int kResidentWarps = sizeof(T) == 4 || kDim > 64 ? 8 : 16;
 
-template <class T, int kDim, int kWarps, bool kNear>
+template <class T, int kDim, int kWarps, bool kNear, bool kDrop>
 __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
     topk_attend_kernel(const __grid_constant__ TopkArgs<T> args) {
   release_next();
@@ -426,7 +450,16 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
         hidden.first[half] = count_up_to(top, count, (block - 1) * args.near - 1);
         hidden.end[half] = count_up_to(top, count, (block + 2) * args.near - 1);
       }
-    rows.template attend<true, kNear>(queries, keys, values, seen, hidden, args.exponent);
+    const DroppedTopKeys* dropped = nullptr;
+    DroppedTopKeys drop{args.dropout, {}, top, args.topk - 1};
+    if constexpr (kDrop) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        drop.words[half] = args.dropout.query(problem, max(queries.rows[half], 0));
+      dropped = &drop;
+    }
+    rows.template attend<true, kNear, kDrop>(queries, keys, values, seen, hidden, args.exponent,
+                                             dropped);
 #pragma unroll 1
     for (int first = kTopKeys; first < count; first += kTopKeys) {
       const int left[2] = {seen[0] - first, seen[1] - first};
@@ -436,8 +469,12 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
           hidden.first[half] -= kTopKeys;
           hidden.end[half] -= kTopKeys;
         }
-      rows.template attend<false, kNear>(queries, keys.below(first), values.below(first), left,
-                                         hidden, args.exponent);
+      if constexpr (kDrop) {
+        drop.keys = top + first;
+        drop.last = args.topk - 1 - first;
+      }
+      rows.template attend<false, kNear, kDrop>(queries, keys.below(first), values.below(first),
+                                                left, hidden, args.exponent, dropped);
     }
     write_rows(queries, rows, out, lse, mass, bottom);
     if (16 * (group + kWarps) >= tile.count) break;
@@ -450,11 +487,11 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   }
 }
 
-template <class T, int kDim, int kWarps, bool kNear>
+template <class T, int kDim, int kWarps, bool kNear, bool kDrop = false>
 void launch_topk(const TopkArgs<T>& args, cudaStream_t stream) {
   const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
-  launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps, kNear>, grid, 32 * kWarps,
+  launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps, kNear, kDrop>, grid, 32 * kWarps,
                static_cast<std::size_t>(bytes), stream, args);
 }
 
@@ -469,8 +506,8 @@ void attend_top_keys(const ClusteredForward& pass) {
   fill_padding(floats(tensors.lse), call.B, call.H, call.N, call.inputs.q_sequences,
                call.num_items(), -INFINITY, pass.stream);
   // One warp per block if clusters are small: it waits for no other.
-  const bool alone =
-      plan.near == 0 && call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
+  const bool alone = plan.near == 0 && !call.dropout.on() &&
+                     call.N <= kSmallCluster * static_cast<std::int64_t>(plan.clusters);
   dispatch_element(call.op, call.inputs.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     TopkArgs<T> args;
@@ -495,8 +532,12 @@ void attend_top_keys(const ClusteredForward& pass) {
     args.causal = call.causal;
     args.near = plan.near;
     args.clusters_ready = pass.selection_attends;
+    args.dropout = call.dropout;
     dispatch_head_dim(call.op, call.Dk, [&](auto dim) {
       constexpr int kDim = decltype(dim)::value;
+      if (args.dropout.on())
+        return args.near > 0 ? launch_topk<T, kDim, 4, true, true>(args, pass.stream)
+                             : launch_topk<T, kDim, 4, false, true>(args, pass.stream);
       if (args.near > 0) return launch_topk<T, kDim, 4, true>(args, pass.stream);
       alone ? launch_topk<T, kDim, 1, false>(args, pass.stream)
             : launch_topk<T, kDim, 4, false>(args, pass.stream);

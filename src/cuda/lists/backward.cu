@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Backward pass of lists by mma.sync (formulas, grid and shared memory: backward_tiles.cuh): every
-// type, width, rule and filter. A warp handles 16 of the 64 owned rows; 220 to 255 registers. Which
-// 16-bit calls run other kernels on Hopper: plan.cu.
+// type, width, rule and filter, and dropout. A warp handles 16 of the 64 owned rows; 220 to 255
+// registers. Which 16-bit calls run other kernels on Hopper: plan.cu.
 #include "cuda/launch/dispatch.h"
 #include "cuda/lists/backward_tiles.cuh"
 #include "cuda/prim/mma.cuh"
@@ -12,9 +12,10 @@ namespace {
 // Products by mma.sync: a warp handles 16 owned rows against kColumns rows of the other side at a
 // time. GroupProducts of backward_sm90a.cu has the same interface, but its functions only start the
 // work; these complete it.
-template <class Type, int kRowWidth>
+template <class Type, int kRowWidth, bool kDrop>
 struct WarpProducts {
   using T = Type;
+  static constexpr bool kDropout = kDrop;
   static constexpr int kWidth = kRowWidth;
   static constexpr bool kFilters = true;                     // and laplace weights
   static constexpr int kColumns = sizeof(T) == 2 ? 32 : 16;  // as many as fit in registers
@@ -89,7 +90,11 @@ struct WarpProducts {
 template <class T>
 void launch_list_tiles(const ListBackwardArgs<T>& args, bool keys, cudaStream_t stream) {
   dispatch_head_dim("lists", args.problem.width, [&](auto width) {
-    launch_tiles<WarpProducts<T, decltype(width)::value>>(args, keys, stream);
+    constexpr int kWidth = decltype(width)::value;
+    if (args.problem.dropout.on())
+      launch_tiles<WarpProducts<T, kWidth, true>>(args, keys, stream);
+    else
+      launch_tiles<WarpProducts<T, kWidth, false>>(args, keys, stream);
   });
 }
 

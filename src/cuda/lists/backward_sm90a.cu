@@ -738,6 +738,7 @@ __device__ void compute_steps(const ListBackwardArgs<T>& args,
 template <class Type, int kRowWidth>
 struct GroupProducts {
   using T = Type;
+  static constexpr bool kDropout = false;
   static constexpr int kWidth = kRowWidth;
   static constexpr bool kFilters = false;
   static constexpr int kColumns = 64;

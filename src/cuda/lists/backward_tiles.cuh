@@ -5,7 +5,8 @@
 // With weights p = exp(score - lse) and g the output gradients times their factors,
 //   dP = g vᵀ   delta = sum p dP   dS = p (dP - delta)
 //   dq = scale dS k   dk = scale dSᵀ q   dv = pᵀ g
-// Laplace weights have no lse and no delta, and dS = laplace'(score) dP.
+// Laplace weights have no lse and no delta, and dS = laplace'(score) dP. With dropout (P::kDropout)
+// dP and the weights in dv are multiplied by its factors.
 //
 // Grid (tiles of the owned side, its heads); a block of 128 threads owns 64 ranks of a query list
 // or (kKeys) of a key list, keeps their sums in registers and walks over the tiles of the other
@@ -24,6 +25,7 @@
 #include "cuda/lists/backward.h"
 #include "cuda/lists/rows.cuh"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/store.cuh"
 
@@ -136,11 +138,35 @@ __device__ __forceinline__ ListQuery load_query(const ListBackwardArgs<T>& args,
   return query;
 }
 
+// With dropout, a query also has its random words.
+struct DroppedQuery : ListQuery {
+  DropoutRow words;
+};
+template <class P>
+using QueryOf = std::conditional_t<P::kDropout, DroppedQuery, ListQuery>;
+
+template <class P>
+__device__ __forceinline__ QueryOf<P> load_query_of(const ListBackwardArgs<typename P::T>& args,
+                                                    const ListPair& pair, int item, int head,
+                                                    int rank) {
+  if constexpr (P::kDropout) {
+    DroppedQuery query;
+    static_cast<ListQuery&>(query) = load_query(args, pair, head, rank);
+    if (rank < pair.q.count)
+      query.words = args.problem.dropout.query(
+          static_cast<std::int64_t>(item) * args.problem.q.heads + head, pair.q.row(rank));
+    return query;
+  } else {
+    return load_query(args, pair, head, rank);
+  }
+}
+
 // Turns products of owned rows and a tile into weights and their derivatives.
 template <class P, bool kKeys>
 struct TileWeights {
-  using Own = std::conditional_t<kKeys, ListKey, ListQuery>;
-  using Other = std::conditional_t<kKeys, ListQuery, ListKey>;
+  using Query = QueryOf<P>;
+  using Own = std::conditional_t<kKeys, ListKey, Query>;
+  using Other = std::conditional_t<kKeys, Query, ListKey>;
   using Scores = typename P::Scores;
   const ScoreScale& scale;
   const Own (&own)[2];   // of this lane
@@ -150,7 +176,7 @@ struct TileWeights {
     return i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
   }
   // Query and key of element i of a lane.
-  __device__ const ListQuery& query(int i) const {
+  __device__ const Query& query(int i) const {
     if constexpr (kKeys)
       return columns[column(i)];
     else
@@ -181,20 +207,34 @@ struct TileWeights {
         s[i] = seen ? exp2_approximate(fmaf(product, scale.exponent, -q.lse)) : 0.0f;
     }
   }
-  // Turns d into dP, with the factors of the output gradients.
-  __device__ void weigh_gradients(Scores& d) const {
+  // Bit i: dropout keeps the weight of element i of a lane.
+  __device__ unsigned kept_bits(const Dropout& dropout) const {
+    unsigned bits = 0;
+    if constexpr (P::kDropout) {
 #pragma unroll
-    for (int i = 0; i < P::kColumns / 2; ++i) d[i] *= query(i).weight;
+      for (int i = 0; i < P::kColumns / 2; ++i)
+        bits |= dropout.drops(query(i).words, key(i).row) ? 0u : 1u << i;
+    }
+    return bits;
+  }
+  // Turns d into dP, with the factors of the output gradients and of dropout, which are `keep`.
+  __device__ void weigh_gradients(Scores& d, unsigned bits, float keep) const {
+#pragma unroll
+    for (int i = 0; i < P::kColumns / 2; ++i) {
+      d[i] *= query(i).weight;
+      if constexpr (P::kDropout) d[i] = bits >> i & 1 ? d[i] * keep : 0.0f;
+    }
   }
   // Computes p and dS, rounded, as factors of the other side's rows. Adds dS of owned queries to
   // `sum`, or weights times dP if not `slopes`.
-  __device__ void differentiate(Scores& s, Scores& d, bool slopes, float (&sum)[2],
-                                typename P::Factor& p, typename P::Factor& ds) const {
+  __device__ void differentiate(Scores& s, Scores& d, bool slopes, unsigned bits, float keep,
+                                float (&sum)[2], typename P::Factor& p,
+                                typename P::Factor& ds) const {
 #pragma unroll
     for (int part = 0; part < P::kColumns / 16; ++part) {
 #pragma unroll
       for (int i = 8 * part; i < 8 * part + 8; ++i) {
-        const ListQuery& q = query(i);
+        const Query& q = query(i);
         float slope = s[i];
         if (laplace_weights()) {
           slope = laplace_slope(s[i]);
@@ -202,6 +242,7 @@ struct TileWeights {
         }
         if constexpr (kKeys) {
           s[i] *= q.weight;
+          if constexpr (P::kDropout) s[i] = bits >> i & 1 ? s[i] * keep : 0.0f;
           d[i] = slope * q.stats.inverse * fmaf(d[i], scale.gradient, -q.delta);
         } else {
           d[i] = (slopes ? slope : s[i]) * (d[i] - q.delta);
@@ -265,6 +306,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
   using Weights = TileWeights<P, kKeys>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ListBlock<typename P::T> block;
+  __shared__ int item;  // with dropout
   __shared__ RankRange
       ranges[kStreamRows];  // of owned queries; keys: from the first to the last end
   const ListProblem& problem = args.problem;
@@ -274,6 +316,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     at = (kKeys ? args.k_tiles : args.q_tiles)
              .find(kKeys ? problem.k : problem.q, own_head, blockIdx.x);
     block.set(args, at, first_head);
+    if constexpr (P::kDropout) item = at.item;
   }
   __syncthreads();
   const ListPair& pair = block.pair;
@@ -295,7 +338,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
     if constexpr (kKeys)
       own[side] = load_key(problem, pair, own_head, first + lane_row(side));
     else
-      own[side] = load_query(args, pair, own_head, first + lane_row(side));
+      own[side] = load_query_of<P>(args, pair, item, own_head, first + lane_row(side));
   const bool wanted = kKeys || args.dq.wanted(), guess = !kKeys && wanted && args.delta_out;
   bool guessed[2] = {!guess, !guess};
   float rest[2] = {0.0f, 0.0f};
@@ -333,7 +376,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
         cp_async_commit();
         if (threadIdx.x < P::kColumns) {
           if constexpr (kKeys) {
-            next = load_query(args, pair, head, then + static_cast<int>(threadIdx.x));
+            next = load_query_of<P>(args, pair, item, head, then + static_cast<int>(threadIdx.x));
             next.delta *= scale.gradient;
           } else {
             next =
@@ -371,7 +414,9 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
       P::settle(s);  // not after the wait
       P::template wait<0>();
       P::settle(d);
-      weights.weigh_gradients(d);
+      const unsigned bits = weights.kept_bits(problem.dropout);
+      const auto keep = static_cast<float>(problem.dropout.keep_scale);
+      weights.weigh_gradients(d, bits, keep);
       if constexpr (!kKeys) {
         if (__any_sync(~0u, !guessed[0] || !guessed[1])) {
 #pragma unroll
@@ -383,7 +428,7 @@ __global__ void __launch_bounds__(kListThreads, P::kBlocks)
           }
         }
       }
-      weights.differentiate(s, d, wanted, rest, p, ds);
+      weights.differentiate(s, d, wanted, bits, keep, rest, p, ds);
       if (!wanted) continue;
       P::fence();
       P::start_sums(slopes, ds, S::tile(base, stage, 0));

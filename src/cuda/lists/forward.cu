@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Forward pass of lists (lists.h) by mma.sync: out = softmax(scale q kᵀ) v over the keys that a
 // query sees, or laplace weights without normalisation, and log-sum-exps. Supports every call: all
-// types, widths, filters and masks; on Hopper forward_sm90a.cu handles most calls of 16-bit types.
+// types, widths, filters, masks and dropout (kDrop); on Hopper forward_sm90a.cu handles most calls
+// of 16-bit types.
 //
 // Grid (tiles of 128 queries of a list, heads), 128 threads: a warp handles 32 queries, and the
 // block walks over the tiles of 64 keys that any query sees. Warps skip keys that none of their
@@ -13,6 +14,7 @@
 #include "cuda/launch/launch.h"
 #include "cuda/lists/forward.h"
 #include "cuda/lists/rows.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/store.cuh"
@@ -67,7 +69,7 @@ struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
 };
 
 // A warp's 32 queries: 2 x 16, indexed [m][half] in a lane.
-template <class T, int kDim>
+template <class T, int kDim, bool kDrop>
 struct ForwardRows {
   static constexpr int kBlock = sizeof(T) == 2 && kDim <= 64 ? 2 : 1;  // 16 keys each at a time
 
@@ -76,6 +78,7 @@ struct ForwardRows {
   RankRange seen;  // by any of the warp's queries
   QueryFacts facts[2][2];
   RowSoftmax softmax[2][2];
+  DropoutRow words[2][2];  // with dropout
   Accumulator out[2][kDim / 16] = {};
 
   // Row within the tile.
@@ -86,7 +89,7 @@ struct ForwardRows {
 
   // Reads the metadata of the block's queries.
   __device__ void start(const RankRange (&ranges)[kForwardRows],
-                        const QueryFacts (&known)[kForwardRows]) {
+                        const QueryFacts (&known)[kForwardRows], const DropoutRow* known_words) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -94,6 +97,7 @@ struct ForwardRows {
         range[m][half] = ranges[row(m, half)];
         facts[m][half] = known[row(m, half)];
         softmax[m][half] = {kLowestShift, 0.0f};
+        if constexpr (kDrop) words[m][half] = known_words[row(m, half)];
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
   }
@@ -148,6 +152,19 @@ struct ForwardRows {
     }
   }
 
+  // Dropout of weights, which are already in the sums of their rows.
+  __device__ void drop(const ListProblem& problem, Accumulator (&s)[kBlock][2],
+                       const ListKey* keys) const {
+#pragma unroll
+    for (int column = 0; column < 4 * kBlock; ++column) {  // of this lane
+      const int b = column / 4, n = column / 2 % 2, e = column % 2;
+      const int key = keys[16 * b + 8 * n + threadIdx.x % 4 * 2 + e].row;
+#pragma unroll
+      for (int row = 0; row < 4; ++row)
+        s[b][row / 2][n][2 * (row % 2) + e] *= kept(problem.dropout, words[row / 2][row % 2], key);
+    }
+  }
+
   // Keys column .. column + 16 kBlock - 1 of the tile that starts at rank `begin`.
   __device__ void attend(const ListProblem& problem, const Tile<T, kDim>& keys,
                          const Tile<T, kDim>& values, const ListKey* key_facts, int begin,
@@ -167,6 +184,7 @@ struct ForwardRows {
     } else {
       weigh(s, scale * kLog2e);
     }
+    if constexpr (kDrop) drop(problem, s, key_facts + column);
 #pragma unroll
     for (int b = 0; b < kBlock; ++b) add_values(out, s[b], values, column + 16 * b);
   }
@@ -211,13 +229,14 @@ __device__ void write_empty(const ListForwardArgs<T>& args, const ListPair& pair
     args.lse[pair.q.slot_of(rank)] = -INFINITY;
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDrop>
 __global__ void __launch_bounds__(kForwardThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ ListKey facts[2][kForwardKeys];
   __shared__ RankRange ranges[kForwardRows];
   __shared__ QueryFacts query_facts[kForwardRows];
+  __shared__ DropoutRow words[kDrop ? kForwardRows : 1];
   const ForwardTiles<T, kDim> tiles(memory);
   const ListProblem& problem = args.problem;
   const int head = blockIdx.y;
@@ -240,6 +259,9 @@ __global__ void __launch_bounds__(kForwardThreads)
   const int own = min(tile.first + static_cast<int>(threadIdx.x), pair.q.count - 1);
   ranges[threadIdx.x] = problem.range(pair, own);
   query_facts[threadIdx.x].load(problem, pair, head, own);
+  if constexpr (kDrop)
+    words[threadIdx.x] = problem.dropout.query(
+        static_cast<std::int64_t>(tile.item) * problem.q.heads + head, pair.q.row(own));
   __syncthreads();
   const int begin = ranges[0].low / kForwardKeys * kForwardKeys;
   const int end = ranges[kForwardRows - 1].high;
@@ -250,8 +272,8 @@ __global__ void __launch_bounds__(kForwardThreads)
   };
   load_keys(0, begin);
 
-  ForwardRows<T, kDim> rows;
-  rows.start(ranges, query_facts);
+  ForwardRows<T, kDim, kDrop> rows;
+  rows.start(ranges, query_facts, words);
   const float scale = problem.score_scale(head);
   cp_async_wait<0>();
   __syncthreads();
@@ -260,7 +282,7 @@ __global__ void __launch_bounds__(kForwardThreads)
     cp_async_wait<0>();
     __syncthreads();
     if (from + kForwardKeys < end) load_keys(stage ^ 1, from + kForwardKeys);
-    constexpr int kStep = 16 * ForwardRows<T, kDim>::kBlock;
+    constexpr int kStep = 16 * ForwardRows<T, kDim, kDrop>::kBlock;
 #pragma unroll 1
     for (int column = 0; column < kForwardKeys; column += kStep)
       rows.attend(problem, tiles.keys(stage), tiles.values(stage), facts[stage], from, column,
@@ -275,7 +297,8 @@ template <class T>
 void launch_list_forward(const ListForwardArgs<T>& args, cudaStream_t stream) {
   dispatch_head_dim("lists", args.problem.width, [&](auto width) {
     constexpr int kDim = decltype(width)::value, kBytes = ForwardTiles<T, kDim>::kBytes;
-    const auto kernel = list_forward_kernel<T, kDim>;
+    const auto kernel = args.problem.dropout.on() ? list_forward_kernel<T, kDim, true>
+                                                  : list_forward_kernel<T, kDim, false>;
     allow_shared_memory(kernel, kBytes);
     const dim3 grid(static_cast<unsigned>(args.tiles.total),
                     static_cast<unsigned>(args.problem.q.heads));

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kMaxHeadDim)
 }  // namespace
 
 bool takes_one_query(const AttentionCall& call, const ListCall& lists) {
-  return call.N == 1 && call.S > 0 && lists.lists == 1 &&
+  return call.N == 1 && call.S > 0 && lists.lists == 1 && !call.dropout.on() &&
          lists.queries.layout == ListLayout::residues && !lists.filters.any() &&
          lists.weighting == ListWeighting::softmax && !lists.q_stats && !lists.k_stats &&
          !call.inputs.q_sequences.cu_seqlens.present() && call.B <= kMaxBlocks;

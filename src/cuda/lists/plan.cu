@@ -107,6 +107,7 @@ ListProblem list_problem(const AttentionCall& call, const ListCall& lists) {
   problem.q_stats = lists.q_stats;
   problem.k_stats = lists.k_stats;
   problem.width = static_cast<int>(call.Dk);
+  problem.dropout = call.dropout;
   return problem;
 }
 
@@ -120,9 +121,10 @@ bool aligned(const TensorView& rows) { return tensor4<const Bf16>(rows).aligned;
 // ... and less than 2 GiB apart.
 bool near(const TensorView& rows) { return aligned(rows) && rows.stride(2) < kMost / 2; }
 
-// Whether warpgroup products support a call: ranks, places and slots are ints there.
+// Whether warpgroup products support a call: ranks, places and slots are ints there. They have no
+// dropout.
 bool hopper_takes(const AttentionCall& call, const ListCall& lists) {
-  return dtype_bytes(call.inputs.q.dtype) == 2 && on_hopper() &&
+  return dtype_bytes(call.inputs.q.dtype) == 2 && on_hopper() && !call.dropout.on() &&
          list_form(lists) != ListForm::general && call.N * lists.queries.per_row < kMost / 4 &&
          call.S * lists.keys.per_row < kMost / 4 && list_query_slots(call, lists) < kMost &&
          list_key_slots(call, lists) < kMost && call.H <= 0xffff && call.B <= 0xffff &&

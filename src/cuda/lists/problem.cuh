@@ -203,6 +203,7 @@ struct ListProblem {
   const float* head_scale;
   const RowStatistics *q_stats, *k_stats;
   int width;  // elements of a row
+  Dropout dropout;
 
   // List `list` of an item and query head.
   __device__ ListPair pair(int item, int head, int list) const {

@@ -9,9 +9,6 @@
 
 namespace coterie::cuda {
 
-// A shift below all others, but finite: scores of -inf have weight 0 from the first tile on.
-constexpr float kLowestShift = -3e38f;
-
 // See cpu/kernels/laplace.h.
 __device__ __forceinline__ float laplace(float x) {
   return 0.5f + 0.5f * erff((x - 0.70710678118654752f) * 2.5066282746310005f);

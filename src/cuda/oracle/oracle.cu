@@ -5,6 +5,7 @@
 //   out_i = sum_j p_ij v_j            e_i = sum_j p_ij (g_i . v_j)
 //   ds_ij = scale p_ij (g_i . v_j - e_i)
 //   dq_i = sum_j ds_ij k_j            dk_j = sum_i ds_ij q_i            dv_j = sum_i p_ij g_i
+// Dropout multiplies p in out and dv, and g . v.
 //
 // Selection: resident blocks of 8 warps take tiles of 64 queries of one item and head in turn and
 // walk all keys in tiles of 64. A tile's products (mma.sync) go to shared memory; then each warp
@@ -27,6 +28,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/candidates.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/fragments.cuh"
 #include "cuda/prim/load.cuh"
 #include "cuda/prim/splits.cuh"
@@ -98,6 +100,7 @@ struct OracleArgs {
   float* lse;  // (B, H, N)
   Tensor4<const T> g;
   Tensor4<T> out, dq, dk, dv;
+  Dropout dropout;
 };
 
 // Cuts a list to its best `wanted` keys, keeping their order. Returns the new floor. Called by a
@@ -267,6 +270,7 @@ struct OracleQuery {
   ItemSpan key_span;
   const std::int32_t* top;
   Rows<const T> k, v;
+  DropoutRow words{};
 
   __device__ OracleQuery(const OracleArgs<T>& args, std::int64_t number) : count(0) {
     row = static_cast<int>(number % args.N);
@@ -281,6 +285,14 @@ struct OracleQuery {
     key_span = args.spans.k.span(item);
     k = args.k.rows(key_span.batch, head / args.group, key_span.begin);
     v = args.v.rows(key_span.batch, head / args.group, key_span.begin);
+    if (args.dropout.on())
+      words = args.dropout.query(static_cast<std::int64_t>(item) * args.H + head,
+                                 row - args.spans.q.span(item).begin);
+  }
+
+  // Dropout of the weight of a slot.
+  __device__ float kept_slot(const OracleArgs<T>& args, int slot) const {
+    return args.dropout.on() ? kept(args.dropout, words, top[slot]) : 1.0f;
   }
 
   // Calls body(i, column) for the columns of this lane.
@@ -343,7 +355,8 @@ __global__ void __launch_bounds__(kThreads)
     total += p[slot];
   }
   total = warp_sum(total);
-  for (int slot = lane; slot < query.count; slot += 32) p[slot] /= total;
+  for (int slot = lane; slot < query.count; slot += 32)
+    p[slot] = p[slot] / total * query.kept_slot(args, slot);
   __syncwarp();
   query.add_up(query.v, p, args.out);
   if (lane == 0) args.lse[number] = query.count > 0 ? largest + logf(total) : -INFINITY;
@@ -363,6 +376,7 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.0f;
   for (int slot = lane; slot < query.count; slot += 32) {
     weight[slot] = expf(weight[slot] * args.scale - args.lse[number]);
+    dscore[slot] *= query.kept_slot(args, slot);
     sum += weight[slot] * dscore[slot];
   }
   sum = warp_sum(sum);
@@ -372,7 +386,8 @@ __global__ void __launch_bounds__(kThreads)
     if (!args.scratch.entries) continue;
     const std::int64_t at = number * args.plan.topk + slot;
     const int key = there ? query.key_span.begin + query.top[slot] : -1;
-    if (there) args.scratch.entries[at] = {weight[slot], dscore[slot], key};
+    if (there)
+      args.scratch.entries[at] = {weight[slot] * query.kept_slot(args, slot), dscore[slot], key};
     args.scratch.tiles[at] = there ? key >> kKeyBits : -1;
   }
   __syncwarp();
@@ -539,6 +554,7 @@ class OraclePass : public Pass {
                          scratch};
       for (int dim = 0; mask.present() && dim < 4; ++dim) args.mask_strides[dim] = mask.stride(dim);
       if (saved.size() > 1) args.lse = static_cast<float*>(saved[1].data);
+      args.dropout = call_.dropout;
       body(tag, args);
     });
   }

@@ -40,6 +40,9 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
+// Below all other shifts, but finite: scores of -inf have weight 0 from the start.
+constexpr float kLowestShift = -3e38f;
+
 // 2^(score * exponent - shift), with the product rounded as shifts are: beyond 2^24 an exact
 // product minus a rounded shift would be far from 0 even for the largest score.
 __device__ __forceinline__ float shifted_weight(float score, float exponent, float shift) {
@@ -62,6 +65,16 @@ struct RowSoftmax {
     const float old = shift;
     shift = fmaxf(shift, largest * exponent);
     if (shift == -INFINITY) shift = 0.0f;
+    const float factor = exp2_approximate(old - shift);
+    sum *= factor;
+    return factor;
+  }
+  // The same for sums from which weights of other kernels are subtracted: shifts are whole numbers,
+  // so that a weight that was rounded under another one differs only by a power of two. Scores of
+  // -inf alone give a shift below all others.
+  __device__ float raise_whole(float largest, float exponent) {
+    const float old = shift;
+    shift = fmaxf(fmaxf(shift, ceilf(largest * exponent)), kLowestShift);
     const float factor = exp2_approximate(old - shift);
     sum *= factor;
     return factor;

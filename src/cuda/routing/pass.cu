@@ -260,7 +260,7 @@ class RoutingPass : public Pass {
     if (!params_.include_self) return {};
     return {ends.own_row,  nullptr,       nullptr,
             sides.q.stats, sides.k.stats, static_cast<float>(call_.scale),
-            head_scale};
+            head_scale,    call_.dropout};
   }
 
   void attend_lists(const RoutingSaved& at, const TensorView& out, bool ends_there, Arena& arena,

@@ -161,11 +161,12 @@ void token_gradients(const AttentionCall& call, const std::vector<TokenGradient>
 // Strict routing's data of queries whose own key is added separately (include_self).
 struct OwnKeys {
   const std::uint8_t* flags = nullptr;         // (B, H, N), see kAddOwnKey; null: no own keys
-  float *weight = nullptr, *dlogit = nullptr;  // (B, H, N), backward: softmax weight of the own
-                                               // key, and the gradient of its logit times the scale
+  float *weight = nullptr, *dlogit = nullptr;  // (B, H, N), backward: weight of the own value, and
+                                               // the gradient of its logit times the scale
   const RowStatistics *q_stats = nullptr, *k_stats = nullptr;
   float scale = 1.0f;
   const float* head_scale = nullptr;
+  Dropout dropout;
 };
 
 // out (B, H, N, Dv) and lse (B, H, N): one softmax over a query's slots and its own key.

@@ -16,6 +16,7 @@
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
+#include "cuda/prim/dropout.cuh"
 #include "cuda/prim/row_lanes.cuh"
 #include "cuda/prim/warp.cuh"
 #include "cuda/routing/stages.h"
@@ -86,6 +87,15 @@ __device__ __forceinline__ bool adds_own(const OwnKeys& own, std::int64_t row) {
   return own.flags && own.flags[row] == kAddOwnKey;
 }
 
+// Dropout of its weight.
+__device__ __forceinline__ float own_kept(const OwnKeys& own, const Token& token, int heads,
+                                          int head) {
+  if (!own.dropout.on()) return 1.0f;
+  const DropoutRow words =
+      own.dropout.query(static_cast<std::int64_t>(token.item) * heads + head, token.row);
+  return kept(own.dropout, words, token.row);
+}
+
 // Its logit, scaled. Called by all lanes of a row, and all rows of the warp; `added`: requested.
 template <class Lanes, class T>
 __device__ __forceinline__ float own_logit(const OwnArgs<T>& args, const Token& token, int head,
@@ -151,6 +161,9 @@ __global__ void __launch_bounds__(kTokenThreads)
       if (added) {
         Lanes::load(args.v.rows(keys.batch, head / args.value_group, keys.begin), token.row, true,
                     part);
+        const float factor = own_kept(args.own, token, tokens.heads, head);
+#pragma unroll
+        for (int j = 0; j < Lanes::kVector; ++j) part[j] *= factor;
         add(own);
       }
     }
@@ -190,12 +203,15 @@ __global__ void __launch_bounds__(kTokenThreads)
       Lanes::load(grad_out.rows(static_cast<int>(blockIdx.z), head, 0), place, added, g);
       Lanes::load(args.v.rows(keys.batch, head / args.value_group, keys.begin), token.row, added,
                   v);
-      const float product = Lanes::dot(g, v);
+      float product = Lanes::dot(g, v);
       if (added) {
-        weight = expf(logit - lse[row]);
-        sum = fmaf(weight, product, sum);
-        dlogit = args.own.scale * (args.own.head_scale ? args.own.head_scale[head] : 1.0f) *
-                 weight * (product - sum);
+        const float factor = own_kept(args.own, token, tokens.heads, head);
+        const float p = expf(logit - lse[row]);
+        product *= factor;
+        weight = p * factor;
+        sum = fmaf(p, product, sum);
+        dlogit = args.own.scale * (args.own.head_scale ? args.own.head_scale[head] : 1.0f) * p *
+                 (product - sum);
       }
     }
     if (!there || Lanes::column() != 0) return;

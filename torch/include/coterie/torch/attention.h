@@ -29,6 +29,7 @@
 #include "coterie/spec.h"
 #include "coterie/torch/centroids.h"
 #include "coterie/torch/functional.h"
+#include "coterie/torch/ulysses.h"
 
 namespace coterie::torch_api {
 
@@ -40,6 +41,7 @@ struct SelfAttentionOptions {
   bool causal = false;
   bool bias = true;
   double rotary_base = 10000.0;
+  double dropout = 0.0;    // of attention weights, in training
   std::uint64_t seed = 0;  // for the initial centroids and surrogate tokens
 };
 
@@ -62,7 +64,12 @@ using StepStatistics = std::map<std::pair<std::int64_t, std::int64_t>, GroupStat
 struct PassContext {
   at::Tensor lengths{};    // (B), or undefined: all rows are valid
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
-  std::int64_t layer = 0;  // set by the transformer
+  std::uint64_t dropout_seed = 0;  // for attention dropout, likewise
+  std::int64_t layer = 0;          // set by the transformer
+  // Ranks that share the sequences (ulysses.h), or null. Layers then get this rank's positions,
+  // attention runs on this rank's heads, and commitments, records and statistics are of these.
+  const SequenceRanks* ranks = nullptr;
+  std::int64_t length = 0;  // N of the whole sequences, set by the model if `ranks` is
   std::vector<AttentionRecord>* records = nullptr;  // appended to if not null
   StepStatistics* statistics = nullptr;             // routing's are added to it if not null
   std::function<void()> before_layer{};  // called before each layer, also in the backward pass; may
@@ -72,7 +79,9 @@ struct PassContext {
 // Outputs of a layer, a stack or a model.
 struct PassOutput {
   at::Tensor out;
-  at::Tensor commitment;  // scalar: weighted sum of the routing heads' commitment losses, or 0
+  // Scalar: weighted sum of the routing heads' commitment losses, or 0. With PassContext::ranks the
+  // sum over the ranks is that of all heads.
+  at::Tensor commitment;
 };
 
 // The keys and values of one layer seen so far, per group. Only for exact causal mechanisms: full,
@@ -107,8 +116,10 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   void update_centroids(const StepStatistics& statistics);
   void add_statistics(const std::vector<AttentionRecord>& records,
                       StepStatistics& statistics) const;
-  // Sets the centroids by spherical k-means of the records.
-  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
+  // Sets the centroids by spherical k-means of the records. With the ranks of the records' passes,
+  // those of this rank's heads; the others become 0, so that the sum over the ranks has all.
+  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed,
+                            const SequenceRanks* ranks = nullptr);
 
   // Decoding: prefill returns the outputs (B, N, E) of the N positions after those in the cache,
   // which they join. make_cache throws for a mechanism that is not exact and causal, and names it.
@@ -120,10 +131,14 @@ class SelfAttentionImpl : public ::torch::nn::Module {
  private:
   PassOutput attended(const at::Tensor& x_BNE, const PassContext& context);
   PassOutput attended_packed(const at::Tensor& x_BNE, const PassContext& context);
-  bool packs(const at::Tensor& x_BNE) const;
+  bool packs(const at::Tensor& x_BNE, const PassContext& context) const;
+  AttentionOptions group_options(std::size_t group, const at::Tensor& x_BNE,
+                                 const PassContext& context);
   void record(const PassContext& context, std::int64_t group, const HeadRows& placed,
               const AttentionOptions& options, const std::vector<at::Tensor>& labels) const;
   std::vector<HeadRows> project(const at::Tensor& x_BNE);
+  std::vector<HeadRows> whole_sequences(std::vector<HeadRows> rows,
+                                        const PassContext& context) const;
 
   SelfAttentionOptions options_;
   std::int64_t kv_heads_ = 0;

@@ -37,7 +37,9 @@ struct AttentionOptions {
   std::vector<GroupState> state{};                // one per group, for specs of several
   double scale = 0.0;  // factor of the logits; 0 = 1/sqrt(Dk), for routing 1
   bool causal = false;
-  std::uint64_t seed = 0;
+  std::uint64_t seed = 0;          // of clusterings and hashes
+  double dropout = 0.0;            // probability that a weight is dropped (docs/mechanisms.md)
+  std::uint64_t dropout_seed = 0;  // of several head groups: group_seed(dropout_seed, 0, group)
 };
 
 // Returns (B, H, N, Dv) for q (B, H, N, Dk), k (B, Hkv, S, Dk), v (B, Hkv, S, Dv), in the memory

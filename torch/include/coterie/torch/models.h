@@ -39,6 +39,7 @@ struct LanguageModelOptions {
 };
 
 // Maps tokens (B, N) to logits (B, N, V) of the token at each position or, if causal, after it.
+// With PassContext::ranks all ranks give the same tokens and get the logits of their positions.
 // Parameter names: embedding.weight, positions.weight, transformer.*, output.weight.
 class LanguageModelImpl : public ::torch::nn::Module {
  public:

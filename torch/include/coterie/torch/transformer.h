@@ -18,8 +18,9 @@ namespace coterie::torch_api {
 
 struct TransformerOptions {
   std::int64_t dim = 64, layers = 2, heads = 4, kv_heads = 0;
-  std::int64_t ffn = 0;  // hidden width; 0: 4 dim
-  double dropout = 0.0;  // on the embeddings and on both branches' outputs, in training
+  std::int64_t ffn = 0;            // hidden width; 0: 4 dim
+  double dropout = 0.0;            // on the embeddings and on both branches' outputs, in training
+  double attention_dropout = 0.0;  // on the attention weights, in training
   std::vector<AttentionSpec> attention{};  // one for all layers, or one per layer
   bool causal = false;
   bool bias = true;
@@ -56,7 +57,8 @@ class TransformerImpl : public ::torch::nn::Module {
   void update_centroids(const StepStatistics& statistics);
   void add_statistics(const std::vector<AttentionRecord>& records,
                       StepStatistics& statistics) const;
-  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed);
+  void initialise_centroids(const std::vector<AttentionRecord>& records, std::uint64_t seed,
+                            const SequenceRanks* ranks = nullptr);
 
   DecoderCache make_cache(std::int64_t batch) const;
   at::Tensor prefill(const at::Tensor& x_BNE, DecoderCache& cache);
