@@ -14,7 +14,7 @@
 #include "coterie/error.h"
 #include "coterie/runtime.h"
 #include "formats/files.h"
-#include "formats/json_lines.h"
+#include "formats/spec_file.h"
 #include "report/report.h"
 #include "train/option_values.h"
 #include "train/options.h"
@@ -28,18 +28,10 @@ using Json = nlohmann::ordered_json;
 
 // One spec for all layers, or a file of specs per layer.
 train::NamedAttention parse_attention(const std::string& text, std::int64_t layers) {
-  if (!text.ends_with(".json")) return {text, {AttentionSpec::parse(text)}};
-  const std::string content = train::read_file(text, train::kSmallFile);
-  train::check_json(content, "[approximate] " + text);
-  const Json file = Json::parse(content, nullptr, /*allow_exceptions=*/false);
+  if (!train::is_spec_file(text)) return {text, {AttentionSpec::parse(text)}};
   train::NamedAttention attention{std::filesystem::path(text).filename().string(), {}};
-  if (file.is_object() && file.contains("layers") && file["layers"].is_array()) {
-    for (const Json& layer : file["layers"]) {
-      if (layer.is_object() && layer.contains("spec") && layer["spec"].is_string()) {
-        attention.specs.push_back(AttentionSpec::parse(layer["spec"].get<std::string>()));
-      }
-    }
-  }
+  for (const std::string& spec : train::read_spec_file(text))
+    attention.specs.push_back(AttentionSpec::parse(spec));
   if (attention.specs.size() != static_cast<std::size_t>(layers)) {
     throw Error(
         fmt::format("[approximate] {}: expected layers with a spec each, {} of them; got {}", text,
