@@ -138,7 +138,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
   }
 };
 
-[[noreturn]] void refuse(const Mechanism& mechanism, const std::string& message) {
+[[noreturn]] void refuse_call(const Mechanism& mechanism, const std::string& message) {
   throw Error(std::string("[") + mechanism_name(mechanism) + "] " + message);
 }
 
@@ -146,28 +146,28 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
 void check(const Mechanism& mechanism, const variable_list& tensors) {
   const at::Tensor &q = tensors[kQ], &k = tensors[kK], &centroids = tensors[kCentroids];
   if (!q.defined() || !tensors[kV].defined()) {
-    refuse(mechanism, "expected q and v; got an undefined tensor");
+    refuse_call(mechanism, "expected q and v; got an undefined tensor");
   }
   if (keys_are_queries(mechanism) && k.defined() && !k.is_same(q)) {
-    refuse(mechanism, "the keys are the queries, but k is another tensor; leave k undefined");
+    refuse_call(mechanism, "the keys are the queries, but k is another tensor; leave k undefined");
   }
   if (std::holds_alternative<RoutingParams>(mechanism) && centroids.defined() &&
       centroids.requires_grad() && at::GradMode::is_enabled()) {
-    refuse(mechanism,
-           "centroids must not require a gradient; detach them, update_centroids moves them");
+    refuse_call(mechanism,
+                "centroids must not require a gradient; detach them, update_centroids moves them");
   }
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined() && tensor.device() != q.device()) {
-      refuse(mechanism, "expected all tensors on " + q.device().str() + "; got one on " +
-                            tensor.device().str());
+      refuse_call(mechanism, "expected all tensors on " + q.device().str() + "; got one on " +
+                                 tensor.device().str());
     }
   }
 }
 
 at::Tensor as_int32(const Mechanism& mechanism, const at::Tensor& lengths) {
   if (lengths.defined() && !at::isIntegralType(lengths.scalar_type(), false)) {
-    refuse(mechanism, std::string("expected integer lengths and cu_seqlens; got ") +
-                          at::toString(lengths.scalar_type()));
+    refuse_call(mechanism, std::string("expected integer lengths and cu_seqlens; got ") +
+                               at::toString(lengths.scalar_type()));
   }
   return with_type(lengths, at::kInt);
 }
@@ -177,7 +177,8 @@ at::Tensor as_mask(const Mechanism& mechanism, const at::Tensor& mask, const at:
                    const at::Tensor& v) {
   if (!mask.defined() || q.dim() != 4 || v.dim() != 4) return mask;
   if (mask.scalar_type() != at::kBool) {
-    refuse(mechanism, std::string("expected a bool mask; got ") + at::toString(mask.scalar_type()));
+    refuse_call(mechanism,
+                std::string("expected a bool mask; got ") + at::toString(mask.scalar_type()));
   }
   return mask.expand({q.size(0), q.size(1), q.size(2), v.size(2)});
 }

@@ -26,7 +26,7 @@ namespace {
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
 
-constexpr auto kView = [](const at::Tensor& tensor) { return view(tensor); };
+constexpr auto kPackedView = [](const at::Tensor& tensor) { return view(tensor); };
 
 // A CustomClassHolder: autograd stores it. Tensors are in save_for_backward.
 struct Layer : ::torch::CustomClassHolder {
@@ -91,7 +91,7 @@ variable_list inputs_of(const HeadRows& rows, const PackedGroup& group) {
 }
 
 AttentionInputs make_inputs(const PackedGroup& group, const variable_list& tensors) {
-  AttentionInputs inputs = listed_inputs(tensors, kView);
+  AttentionInputs inputs = listed_inputs(tensors, kPackedView);
   inputs.scale = group.options.scale;
   inputs.causal = group.options.causal;
   inputs.seed = group.options.seed;
@@ -312,7 +312,7 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
       const variable_list wanted = {down.q, down.k, down.v, {}, {}, dscale};
       const Scratch scratch(attention_workspace_bytes(group.mechanism, call), rows);
       attention_backward(group.mechanism, call, make_result(out_slice(out, group), saved),
-                         view(out_slice(grad_out, group)), listed_gradients(wanted, kView),
+                         view(out_slice(grad_out, group)), listed_gradients(wanted, kPackedView),
                          scratch.workspace());
       if (const RoutingParams* routing = routing_of(group)) {
         gradients.push_back(dscale);
