@@ -12,5 +12,9 @@ function(coterie_together target)
   if(COTERIE_TOGETHER)
     # Sources of a group are included, and g++ takes a type of an anonymous namespace in them for one in a header.
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+    # CMake 3.31 and newer would group CUDA sources as well; nvcc then uses one core, and names repeat.
+    get_target_property(sources ${target} SOURCES)
+    list(FILTER sources INCLUDE REGEX "\\.cu$")
+    set_source_files_properties(${sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   endif()
 endfunction()
