@@ -5,6 +5,7 @@
 // bits for any number of threads: the shared cases.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
