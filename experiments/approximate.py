@@ -36,6 +36,7 @@ LONG_SPECS = [
     "clustered(clusters=100)", "i-clustered(clusters=100,topk=32)", "i-clustered(clusters=100,topk=32,near=16)",
     "i-clustered(clusters=256,topk=32,near=32)", "local(window=256)",
 ]
+MAJORITY = {"SST-2": 0.509, "RTE": 0.527, "WNLI": 0.563}  # accuracy of the most frequent label of dev
 TARGETS = ["0.01", "0.02", "0.05", "0.1", "0.2"]
 
 
@@ -226,6 +227,9 @@ def scores_table(record: Record) -> str:
 def task_section(record: Record) -> str:
     """A task with its notes, table and command."""
     notes = "; ".join(record.head["notes"])
+    majority = MAJORITY.get(record.head["glue"] or "")
+    if majority:
+        notes += f"; the most frequent label of dev alone has an accuracy of {majority}"
     return (f"\n### {record.command['title']}\n\n{notes[0].upper() + notes[1:]}. Inputs have "
             f"{record.head['mean_tokens']:.0f} tokens on average, at most {record.head['length']}.\n\n"
             f"{scores_table(record)}\n{place(record)}:\n\n```\n{shell(record.command['command'])}\n```\n")
