@@ -305,6 +305,10 @@ attention, not against published scores. `experiments/approximate.py` runs it ag
 
 """
     text += losses(tasks) + "\n" + kept(tasks)
+    done = {record.command["experiment"] for record in found}
+    missing = [experiment.title for experiment in EXPERIMENTS if experiment.name not in done]
+    if missing:
+        text += f"\nNot measured yet: {'; '.join(missing)}.\n"
     text += "".join(task_section(record) for record in tasks)
     if long:
         text += long_section(long)

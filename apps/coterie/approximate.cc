@@ -103,11 +103,12 @@ void compare_attentions(const ApproximateVerb& verb, train::PretrainedEncoder& e
     throw Error("[approximate] expected --dtype f32 for squad and --tune, which train; got bf16");
   }
   to_type(encoder, verb.dtype);
-  const std::unique_ptr<train::EncoderTask> task = make_encoder_task(verb.task, encoder);
-  std::vector<train::NamedAttention> attentions;
+  std::vector<train::NamedAttention> attentions;  // all are checked before data is read
   for (const std::string& text : verb.attention) {
     attentions.push_back(parse_attention(text, encoder.model->options().layers));
+    encoder.model->check_attention(attentions.back().specs);
   }
+  const std::unique_ptr<train::EncoderTask> task = make_encoder_task(verb.task, encoder);
   records.add(approximate_line(verb, task.get()));
   for (const std::string& note : task->notes()) fmt::print("{}\n", note);
   print_results_header(*task);

@@ -159,7 +159,7 @@ Json spec_file_json(const train::CalibratedTarget& target, const train::Calibrat
             {"estimated_error", target.choice.error},
             {"verified_error", target.measured.error},
             {"seconds", target.measured.seconds},
-            {"full_seconds", calibration.uniform.back().seconds},
+            {"full_seconds", calibration.uniform.at(calibration.full).seconds},
             {"reasons", reasons}}}};
 }
 
@@ -215,7 +215,7 @@ void print_approximation(const train::ApproximateResult& result,
 }
 
 void print_calibration(const train::Calibration& calibration, std::int64_t length) {
-  const double full = calibration.uniform.back().seconds;
+  const double full = calibration.uniform.at(calibration.full).seconds;
   const auto line = [&](const train::MeasuredAttention& measured, const std::string& name) {
     fmt::print("{:<{}} {:>9.5f} {:>10.1f} {:>7.2f}\n", name, kNameWidth, measured.error,
                1e3 * measured.seconds, full / measured.seconds);

@@ -41,8 +41,9 @@ struct CalibratedTarget {
 
 struct Calibration {
   std::vector<std::string> ladder;
+  std::size_t full = 0;  // place of full attention in the ladder
   std::vector<LayerMeasurements> layers;
-  std::vector<MeasuredAttention> uniform;  // every rung in all heads; full is among them
+  std::vector<MeasuredAttention> uniform;  // every rung in all heads
   std::vector<CalibratedTarget> targets;
 };
 
