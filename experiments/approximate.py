@@ -305,6 +305,9 @@ replaced, without training for it. Heads, probes and readers learned with full a
 bootstrap samples; differences are over the same samples. An approximation is judged against the same model with full
 attention, not against published scores. `experiments/approximate.py` runs it again.
 
+On the H200 the weights were rounded to bf16, and the sources were those of commit 607f731: the checkout there named an
+older commit. A choice that is slower than full attention as a whole, as at 4,096 tokens below, is no longer made.
+
 ### Where it loses
 
 """

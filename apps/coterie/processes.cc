@@ -102,9 +102,9 @@ void describe(const train::Config& config, const train::Ranks& ranks) {
   const std::int64_t parts = ranks.data_size(), rows = config.train.batch;
   fmt::print(
       stderr,
-      "coterie: {} ranks by {}: {} sequences of each batch on {}; optimiser state {}; rank 0 "
+      "coterie: {} by {}: {} sequences of each batch on {}; optimiser state {}; rank 0 "
       "writes\n",
-      ranks.size(), ranks.back_end(),
+      ranks.size() == 1 ? "1 rank" : fmt::format("{} ranks", ranks.size()), ranks.back_end(),
       rows % parts == 0 ? fmt::format("{}", rows / parts)
                         : fmt::format("{} or {}", rows / parts, rows / parts + 1),
       ranks.context_size() == 1
