@@ -100,18 +100,18 @@ void compare_options(const train::Config& config, train::Ranks& ranks) {
 
 void describe(const train::Config& config, const train::Ranks& ranks) {
   const std::int64_t parts = ranks.data_size(), rows = config.train.batch;
-  fmt::print(
-      stderr,
-      "coterie: {} by {}: {} sequences of each batch on {}; optimiser state {}; rank 0 "
-      "writes\n",
-      ranks.size() == 1 ? "1 rank" : fmt::format("{} ranks", ranks.size()), ranks.back_end(),
-      rows % parts == 0 ? fmt::format("{}", rows / parts)
-                        : fmt::format("{} or {}", rows / parts, rows / parts + 1),
-      ranks.context_size() == 1
-          ? std::string("each")
-          : fmt::format("each of {} groups of {}, which split sequences and heads", parts,
-                        ranks.context_size()),
-      config.optimizer.shard ? "sharded" : "on each");
+  fmt::print(stderr,
+             "coterie: {} by {}: {} sequences of each batch on {}; optimiser state {}; rank 0 "
+             "writes\n",
+             ranks.size() == 1 ? std::string("1 rank") : fmt::format("{} ranks", ranks.size()),
+             ranks.back_end(),
+             rows % parts == 0 ? fmt::format("{}", rows / parts)
+                               : fmt::format("{} or {}", rows / parts, rows / parts + 1),
+             ranks.context_size() == 1
+                 ? std::string("each")
+                 : fmt::format("each of {} groups of {}, which split sequences and heads", parts,
+                               ranks.context_size()),
+             config.optimizer.shard ? "sharded" : "on each");
 }
 
 }  // namespace
