@@ -20,12 +20,12 @@ namespace {
 
 // Whether a line belongs to a run up to `step`. A line cut off by a kill is not valid JSON.
 bool belongs(std::string_view line, std::int64_t step) {
-  const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) return false;
-  const auto kind = json.find("kind"), at = json.find("step");
-  if (kind == json.end() || !kind->is_string() || *kind == "end") return false;
+  const auto parsed = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object()) return false;
+  const auto kind = parsed.find("kind"), at = parsed.find("step");
+  if (kind == parsed.end() || !kind->is_string() || *kind == "end") return false;
   if (*kind == "run") return true;
-  return at != json.end() && at->is_number_integer() && *at <= step;
+  return at != parsed.end() && at->is_number_integer() && *at <= step;
 }
 
 std::string lines_up_to(const std::string& path, std::int64_t step) {
