@@ -21,7 +21,7 @@
 namespace coterie::train {
 namespace {
 
-constexpr std::int64_t kHeads = 4;
+constexpr std::int64_t kModelHeads = 4;
 
 // Pairs of attention spec and causality: all of the comparison plan, and every form of routing.
 std::set<std::pair<std::string, bool>> every_form() {
@@ -54,7 +54,7 @@ Config config_of(const std::string& attention, bool causal, std::int64_t kv_head
   Config config = tiny_config("recall");
   config.recall.causal = causal;
   config.attention = attention;
-  config.model.heads = kHeads;
+  config.model.heads = kModelHeads;
   config.model.positions = "sinusoidal";  // equal tokens would tie, and rounding would decide
   config.model.kv_heads = kv_heads;
   config.train.steps = 3;
@@ -67,9 +67,9 @@ Config config_of(const std::string& attention, bool causal, std::int64_t kv_head
 
 // Groups are refused if their heads do not divide evenly over the key/value heads.
 bool allowed(const std::string& attention, std::int64_t kv_heads) {
-  const std::vector<std::int64_t> counts = AttentionSpec::parse(attention).head_counts(kHeads);
+  const std::vector<std::int64_t> counts = AttentionSpec::parse(attention).head_counts(kModelHeads);
   return std::all_of(counts.begin(), counts.end(),
-                     [&](std::int64_t heads) { return heads * kv_heads % kHeads == 0; });
+                     [&](std::int64_t heads) { return heads * kv_heads % kModelHeads == 0; });
 }
 
 bool generates(const std::string& attention, bool causal) {
@@ -103,7 +103,7 @@ void expect_inspection_and_text(const Config& config, const std::string& checkpo
 
 TEST(EveryAttention, TrainsAndIsInspectedWithAnyNumberOfKeyHeads) {
   for (const auto& [attention, causal] : every_form()) {
-    for (const std::int64_t kv_heads : {std::int64_t{1}, std::int64_t{2}, kHeads}) {
+    for (const std::int64_t kv_heads : {std::int64_t{1}, std::int64_t{2}, kModelHeads}) {
       SCOPED_TRACE(attention + (causal ? ", causal, " : ", ") + std::to_string(kv_heads) +
                    " key heads");
       const TemporaryFolder folder;
@@ -147,19 +147,19 @@ RunOutcome run_outcome(Config config) {
 // hundred operations on numbers of order one, each with a rounding of 6e-8: 1e-5 of a loss or a
 // centroid.
 void expect_near(const RunOutcome& got, const RunOutcome& wanted) {
-  constexpr double kRounding = 1e-5;
+  constexpr double kRunRounding = 1e-5;
   ASSERT_EQ(got.losses.size(), wanted.losses.size());
   for (std::size_t i = 0; i < wanted.losses.size(); ++i) {
-    EXPECT_NEAR(got.losses[i], wanted.losses[i], kRounding * wanted.losses[i]) << "step " << i;
+    EXPECT_NEAR(got.losses[i], wanted.losses[i], kRunRounding * wanted.losses[i]) << "step " << i;
   }
   ASSERT_EQ(got.commitments.size(), wanted.commitments.size());
   for (std::size_t i = 0; i < wanted.commitments.size(); ++i) {
-    EXPECT_NEAR(got.commitments[i], wanted.commitments[i], kRounding * wanted.commitments[i]);
+    EXPECT_NEAR(got.commitments[i], wanted.commitments[i], kRunRounding * wanted.commitments[i]);
   }
   for (std::size_t i = 0; i < wanted.centroids.size(); ++i) {
     const at::Tensor& tensor = wanted.centroids[i].second;
     EXPECT_LE((got.centroids.at(i).second - tensor).abs().max().item<double>(),
-              kRounding * tensor.abs().max().item<double>())
+              kRunRounding * tensor.abs().max().item<double>())
         << wanted.centroids[i].first;
   }
 }
