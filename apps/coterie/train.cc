@@ -281,7 +281,8 @@ Examples:
   coterie train --out runs/mine --resume
   coterie train --config runs/mine/config.toml --out runs/other --seed 2
   coterie train --processes 2 --task copy
-  torchrun --nproc-per-node 8 --no-python coterie train --device cuda --out runs/large
+  torchrun --nproc-per-node 8 --no-python coterie train --device cuda \
+    --out runs/large
 
 )help";
 
