@@ -172,7 +172,8 @@ def test_refusals(tiny: Path, tmp_path: Path) -> None:
     weights = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors" in refusal(cut)
-    (cut / "model.safetensors").write_bytes(weights[:-4] + b"\x00\x00\xc0\x7f")
+    first = 8 + int.from_bytes(weights[:8], "little")  # of the embeddings, behind the header
+    (cut / "model.safetensors").write_bytes(weights[:first] + b"\x00\x00\xc0\x7f" + weights[first + 4 :])
     assert "finite" in refusal(cut)
     lost = changed(tiny, tmp_path / "lost")
     for name in ("vocab.txt", "tokenizer.json"):

@@ -170,6 +170,7 @@ EncodedText WordPieceTokenizer::single(std::string_view text, std::size_t longes
 
 EncodedText WordPieceTokenizer::pair(std::string_view first, std::string_view second,
                                      std::size_t longest) const {
+  if (second.empty()) return single(first, longest);  // as transformers
   std::vector<std::int32_t> a = encode(first), b = encode(second);
   const std::size_t budget = std::max<std::size_t>(longest, 3) - 3;
   if (a.size() + b.size() > budget) {
