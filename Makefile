@@ -37,8 +37,8 @@ run:  ## build, compare long sequences, train a small model with every attention
 	@scripts/step "Time every attention alone" \
 	  build/release/bin/coterie bench --device $(DEVICE) --seconds 30 --json out/bench.jsonl
 	@scripts/step "Train small models, two at a time" sh -c '\
-	  $(COMPARE) --sections copy bytes >out/compare.log 2>&1 & \
-	  $(COMPARE) --sections recall "recall, long" "recall, causal"; status=$$?; \
+	  $(COMPARE) --sections copy >out/compare.log 2>&1 & \
+	  $(COMPARE) --sections recall "recall, long" "recall, causal" bytes; status=$$?; \
 	  wait $$! || { cat out/compare.log; exit 1; }; exit $$status'
 	@scripts/step "Write the report" $(COMPARE) --bench out/bench.jsonl
 	@scripts/step --total "make run, its parts"
