@@ -304,7 +304,8 @@ Calibration calibrate(PretrainedEncoder& encoder, const std::vector<EncodedText>
     CalibratedTarget own{target, {}, {}};
     own.choice = choose_verified(options.ladder, found.layers, target,
                                  [&](const Choice& choice) { return error_of(choice.layers); });
-    own.measured = measure(fmt::format("chosen for {}", target), own.choice.layers, unknown);
+    own.measured =
+        measure(fmt::format("chosen for {}", target), own.choice.layers, own.choice.verified);
     const MeasuredAttention& full = found.uniform.at(found.full);
     if (own.measured.seconds >= full.seconds) stay_full(own, full, found.full);
     found.targets.push_back(std::move(own));

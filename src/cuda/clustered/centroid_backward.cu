@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(CentroidShape<T, kWidth>::kThreads,
           p = exp2_approximate(fmaf(p, scale, -own_lse));
           float factor = 1.0f;
           if (drops) {
-            const int own_row = warp_row + 16 * m + 8 * side + lane / 4;
-            const int centroid = kKeys ? stage_of(first) * S::kStep + column + i % 2 : own_row;
-            const int key = kKeys ? owned + own_row : first + column + i % 2;
+            const int row = row_of(m, side), walked = column + i % 2;
+            const int centroid = kKeys ? stage_of(first) * S::kStep + walked : row;
+            const int key = kKeys ? owned + row : first + walked;
             factor = kept(shape.dropout, words[centroid], key);
             x *= factor;
           }
