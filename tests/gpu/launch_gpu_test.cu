@@ -50,12 +50,22 @@ TEST(LaunchGpuTest, MoreThanABlockHasIsRefused) {
 }
 
 // A kernel may start early only if its image has the instructions with which it waits.
+__global__ void waits_kernel(int* out) {
+#if __CUDA_ARCH__ >= 900
+  *out = 1;
+#else
+  *out = 0;
+#endif
+}
+
 TEST(LaunchGpuTest, KernelsStartEarlyOnlyWhereTheyWait) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  cudaFuncAttributes attributes{};
-  ASSERT_EQ(cudaFuncGetAttributes(&attributes, touch_kernel<1>), cudaSuccess);
-  EXPECT_EQ(cuda::device_limits().early,
-            attributes.ptxVersion >= 90 && cuda::device_limits().major >= 9);
+  int *out = nullptr, waits = -1;
+  ASSERT_EQ(cudaMalloc(&out, sizeof waits), cudaSuccess);
+  waits_kernel<<<1, 1>>>(out);
+  ASSERT_EQ(cudaMemcpy(&waits, out, sizeof waits, cudaMemcpyDeviceToHost), cudaSuccess);
+  cudaFree(out);
+  EXPECT_EQ(cuda::device_limits().early, waits == 1);
 }
 
 // Threads launch one kernel with two shapes.

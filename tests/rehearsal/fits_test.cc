@@ -4,8 +4,12 @@
 // (fake_cuda.h). COTERIE_KERNEL_USES names the resource usage of this program's kernels.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <string>
 #include <vector>
 

@@ -51,8 +51,8 @@ DeviceLimits ask(int device) {
   limits.minor = attribute(cudaDevAttrComputeCapabilityMinor);
   limits.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
   const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  cudaFuncAttributes image{};
-  const cudaError_t found = image_attributes(image);
+  Image image{};
+  const cudaError_t found = find_image(image);
   if (most < kLeastShared || found == cudaErrorNoKernelImageForDevice ||
       found == cudaErrorInvalidDeviceFunction || found == cudaErrorUnsupportedPtxVersion ||
       found == cudaErrorInvalidPtx)
@@ -60,7 +60,7 @@ DeviceLimits ask(int device) {
   check_cuda(found, "asking for the attributes of a kernel");
   limits.shared_per_block = shared_limit(most);
   // Kernels compiled for earlier GPUs do not wait for each other, whatever runs them.
-  limits.early = limits.major >= 9 && image.ptxVersion >= 90;
+  limits.early = limits.major >= 9 && image.waits_early;
   limits.hopper =
       limits.major == 9 && limits.shared_per_block >= kHopperShared && has_sm90a_kernels();
   return limits;

@@ -6,7 +6,10 @@
 
 namespace coterie::cuda {
 
-// The attributes of an empty kernel, compiled like all others.
-cudaError_t image_attributes(cudaFuncAttributes& attributes);
+struct Image {
+  bool waits_early;  // compiled with the instructions of prim/dependent.cuh
+};
+// Asks for a kernel that is compiled like all others.
+cudaError_t find_image(Image& image);
 
 }  // namespace coterie::cuda
