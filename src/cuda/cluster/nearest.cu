@@ -135,7 +135,7 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
         const int row = first + 16 * m + 8 * side + lane / 4;
         const bool finite = __float_as_uint(offset[m][side]) >> 23 < 255;
         if (lane % 4 == (2 * m + side) % 4 && row < range.end)
-          labels[row] = finite ? min(mine[m][side].label, clusters - 1) : 0;
+          labels[row] = finite ? min(mine[m][side].label, clusters - 1) : args.lost;
       }
   }
 }

@@ -1014,11 +1014,14 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   const auto launch = [&](auto width, auto warps, auto drops) {
     constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
     constexpr int kRowBytes = Tile<T, kWidth>::kRowBytes;
-    if constexpr (kRowBytes > 256) return launch_as(width, warps, std::true_type{}, drops);
-    if constexpr (kRowBytes > 128)
-      if (MemberShape<T, kWidth, kWarps, false>::bytes(tiles) > shared_per_block())
-        return launch_as(width, warps, std::true_type{}, drops);
-    if constexpr (kRowBytes <= 256) launch_as(width, warps, std::false_type{}, drops);
+    if constexpr (kRowBytes > 256) {
+      launch_as(width, warps, std::true_type{}, drops);
+    } else {
+      if constexpr (kRowBytes > 128)
+        if (MemberShape<T, kWidth, kWarps, false>::bytes(tiles) > shared_per_block())
+          return launch_as(width, warps, std::true_type{}, drops);
+      launch_as(width, warps, std::false_type{}, drops);
+    }
   };
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;
