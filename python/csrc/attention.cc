@@ -50,6 +50,7 @@ struct Call {
     inputs.causal = causal;
     inputs.seed = seed;
     inputs.dropout = dropout;
+    inputs.delta_from_output = true;  // as torch's own attention
     if (dropout != 0) inputs.dropout_seed = drawn_seed();
     return inputs;
   }
