@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -122,9 +123,9 @@ inline cases::Problem in_fp32(const cases::Case& c, const cases::Problem& proble
   return copy;
 }
 
-// In the Frobenius norm, relative to what is expected.
+// In the Frobenius norm, relative to what is expected, whose norm is taken to be `least` at least.
 inline void expect_near(const char* name, const DeviceTensor& actual, const TensorView& expected,
-                        double bound) {
+                        double bound, double least = 0) {
   if (!expected.present()) return;
   const std::vector<double> got = read_values(actual.download()), want = read_values(expected);
   double error = 0, norm = 0;
@@ -132,8 +133,8 @@ inline void expect_near(const char* name, const DeviceTensor& actual, const Tens
     error += std::pow(got[i] - want[i], 2);
     norm += std::pow(want[i], 2);
   }
-  EXPECT_LE(std::sqrt(error), bound * std::sqrt(norm)) << name;
-  EXPECT_GT(norm, 0) << name;
+  EXPECT_LE(std::sqrt(error), bound * std::max(std::sqrt(norm), least)) << name;
+  EXPECT_GT(norm + least, 0) << name;
 }
 
 // No row of the results has a larger error than its own terms allow. The norm of the whole tensor
