@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "coterie/random.h"
 #include "coterie/view.h"
 
 namespace coterie {
@@ -36,6 +37,7 @@ struct AttentionInputs {
   double dropout = 0.0;    // probability that a normalised weight is dropped, in [0, 1);
                            // log-sum-exps and masses are those before dropout
   std::uint64_t dropout_seed = 0;
+  CallPart part;  // of a larger call, for random numbers
 };
 
 // Gradients, with the shapes and types of the inputs. Each view is overwritten; absent ones are not
