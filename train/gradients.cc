@@ -83,14 +83,12 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
   const Totals totals(batch, options.ranks);
   const torch_api::SequenceRanks* const sequence =
       options.ranks == nullptr ? nullptr : options.ranks->sequence();
-  const std::int64_t rank = options.ranks == nullptr ? 0 : options.ranks->rank();
   for (std::int64_t first = 0; first < rows; first += pass_rows) {
     const Batch part = rows_of(batch, first, std::min(pass_rows, rows - first));
     torch_api::PassContext context;
     context.lengths = part.lengths;
-    context.seed = options.seed;
-    // Each pass of each rank has its own, because items and heads are numbered within a pass.
-    context.dropout_seed = group_seed(options.seed, first, rank);
+    context.seed = context.dropout_seed = options.seed;
+    context.first_row = options.first_row + first;
     context.before_layer = options.before_layer;
     context.ranks = sequence;
     if (options.update_centroids) context.statistics = &statistics;

@@ -391,6 +391,7 @@ class Run {
     torch_api::PassContext context;
     context.lengths = batch.lengths;
     context.seed = step_seed(config_.seed, 0);
+    context.first_row = own_rows().first;
     context.records = &records;
     context.ranks = ranks_ == nullptr ? nullptr : ranks_->sequence();
     const EvalMode eval_mode(model_);
@@ -432,6 +433,12 @@ class Run {
     }
   }
 
+  // The rows of a batch that are this rank's.
+  torch_api::SequenceSlice own_rows() const {
+    const std::int64_t part = ranks_ == nullptr ? 0 : ranks_->data_rank();
+    return torch_api::sequence_slice(config_.train.batch, part, data_ranks());
+  }
+
   // This rank's rows of a step's batch. Steps are counted from 1, batches from 0.
   Batch step_batch(std::int64_t step) const {
     const std::int64_t rows = config_.train.batch, parts = data_ranks();
@@ -440,7 +447,7 @@ class Run {
     if (rows % parts == 0) {  // rows are pure functions of their number
       batch = task_.batch(Split::train, (step - 1) * parts + part, rows / parts);
     } else {
-      const torch_api::SequenceSlice own = torch_api::sequence_slice(rows, part, parts);
+      const torch_api::SequenceSlice own = own_rows();
       batch = rows_of(task_.batch(Split::train, step - 1, rows), own.first, own.count);
     }
     return to_device(truncated(batch, step_length(config_, step)), device_);
@@ -486,6 +493,7 @@ class Run {
     return add_gradients(model_, batch,
                          {.micro_batch = config_.train.micro_batch,
                           .seed = step_seed(config_.seed, step),
+                          .first_row = own_rows().first,
                           .bf16 = config_.train.dtype == "bf16",
                           .update_centroids = routing_,
                           .before_layer = [this] { leave_if_late(); },

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "coterie/random.h"
 #include "coterie/view.h"
 
 namespace coterie {
@@ -39,6 +40,7 @@ struct AttentionInputs {
   // Lets the backward pass of full attention in 16 bits take sums of gradient times output from the
   // rounded output, as cuDNN does: on Hopper 1.5 times as fast, with larger errors of dq and dk.
   bool delta_from_output = false;
+  CallPart part;  // of a larger call, for random numbers
 };
 
 // Gradients, with the shapes and types of the inputs. Each view is overwritten; absent ones are not

@@ -149,11 +149,13 @@ std::vector<HeadRows> SelfAttentionImpl::whole_sequences(std::vector<HeadRows> r
 AttentionOptions SelfAttentionImpl::group_options(std::size_t group, const at::Tensor& x_BNE,
                                                   const PassContext& context) {
   const auto number = static_cast<std::int64_t>(group);
-  AttentionOptions options = groups_[group]->attention_options(x_BNE, HeadPart(context.ranks));
+  const HeadPart part(context.ranks);
+  AttentionOptions options = groups_[group]->attention_options(x_BNE, part);
   options.q_lengths = options.k_lengths = context.lengths;
   options.seed = group_seed(context.seed, context.layer, number);
   if (is_training()) options.dropout = options_.dropout;
   options.dropout_seed = group_seed(context.dropout_seed, context.layer, number);
+  options.part = {context.first_row, part.index, part.count};
   return options;
 }
 
@@ -162,15 +164,19 @@ PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContex
   check_input(x_BNE, options_.dim);
   if (packs(x_BNE, context)) return attended_packed(x_BNE, context);
   const HeadPart own(context.ranks);
-  std::vector<HeadRows> rows = project(x_BNE);
-  if (context.ranks != nullptr) rows = whole_sequences(std::move(rows), context);
+  const std::vector<HeadRows> projected = project(x_BNE);
+  const std::vector<HeadRows> rows =
+      context.ranks == nullptr ? projected : whole_sequences(projected, context);
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     HeadGroupImpl& group = *groups_[g];
     const HeadRows placed = group.placed(rows[g], 0, own);
     const auto number = static_cast<std::int64_t>(g);
-    const AttentionOptions options = group_options(g, x_BNE, context);
+    AttentionOptions options = group_options(g, x_BNE, context);
+    if (context.ranks != nullptr) {
+      group.exchange(projected[g], *context.ranks, context.length, options);
+    }
     record(context, number, placed, options, /*labels=*/{});
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);

@@ -168,10 +168,24 @@ AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x, const Hea
     options.centroids = part.of(state_.centroids);
     options.logit_scale = part.of(logit_scale_);
   } else if (std::holds_alternative<CastParams>(mechanism_)) {
-    options.centroids = surrogates_;
+    options.centroids = part.of(surrogates_);
     options.gate = gate_(x).squeeze(-1);
   }
   return options;
+}
+
+void HeadGroupImpl::exchange(const HeadRows& rows, const SequenceRanks& ranks, std::int64_t length,
+                             AttentionOptions& options) const {
+  if (!options.gate.defined()) return;
+  options.gate = to_all({options.gate}, ranks, length)[0];
+  if (!selects_together(mechanism_)) return;
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> all = to_all({rows.q, rows.k}, ranks, length);
+  const HeadRows whole = placed({all[0], all[1], all[1]}, 0);
+  AttentionOptions own = options;
+  own.centroids = surrogates_;
+  own.part = {options.part.first_item};
+  options.selection = attention_select(whole.q, whole.k, whole.v, mechanism_, own);
 }
 
 PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions& options) const {
@@ -231,7 +245,8 @@ void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& rec
   }
   torch_api::initialise_centroids(
       {part.of(state_.centroids), part.of(state_.counts), part.of(state_.sums)},
-      at::cat(padded.rows), at::cat(padded.lengths), seed);
+      at::cat(padded.rows), at::cat(padded.lengths), seed,
+      part.index * (options_.kv_heads / part.count));
 }
 
 }  // namespace coterie::torch_api

@@ -66,6 +66,12 @@ class HeadGroupImpl : public ::torch::nn::Module {
   // Inputs of attention() besides the rows; `x` (B, N, E) is the layer's input.
   AttentionOptions attention_options(const at::Tensor& x, const HeadPart& part = HeadPart());
 
+  // Of sequences that ranks share (cast): replaces the gate of this rank's positions by that of
+  // all, and adds the selection, which needs the rows of all heads. `rows` are those of this rank's
+  // positions, before placed().
+  void exchange(const HeadRows& rows, const SequenceRanks& ranks, std::int64_t length,
+                AttentionOptions& options) const;
+
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
 

@@ -97,6 +97,7 @@ AttentionInputs make_inputs(const PackedGroup& group, const variable_list& tenso
   inputs.seed = group.options.seed;
   inputs.dropout = group.options.dropout;
   inputs.dropout_seed = group.options.dropout_seed;
+  inputs.part = group.options.part;
   return inputs;
 }
 

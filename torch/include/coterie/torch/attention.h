@@ -65,6 +65,7 @@ struct PassContext {
   at::Tensor lengths{};    // (B), or undefined: all rows are valid
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
   std::uint64_t dropout_seed = 0;  // for attention dropout, likewise
+  std::int64_t first_row = 0;      // number of the first row in a larger batch, for random numbers
   std::int64_t layer = 0;          // set by the transformer
   // Ranks that share the sequences (ulysses.h), or null. Layers then get this rank's positions,
   // attention runs on this rank's heads, and commitments, records and statistics are of these.
