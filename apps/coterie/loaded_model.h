@@ -2,6 +2,7 @@
 // A trained model with its task, for the verbs that work on checkpoints.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -17,10 +18,11 @@ namespace coterie::cli {
 
 // Options of all these verbs.
 struct ModelOptions {
-  std::string checkpoint;  // or a run's folder, whose best checkpoint is loaded
-  std::string data;        // empty: that of the run
-  std::string device;      // empty: that of the run
-  int threads = 0;         // 0: as in the run
+  std::string checkpoint;   // or a run's folder, whose best checkpoint is loaded
+  std::string data;         // empty: that of the run
+  std::string device;       // empty: that of the run
+  int threads = 0;          // 0: as in the run
+  std::int64_t length = 0;  // of the task's sequences; 0: as in the run
 };
 
 enum class UsesData : bool { no, yes };

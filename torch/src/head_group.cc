@@ -25,11 +25,6 @@ namespace {
 
 double inverse_root(std::int64_t D) { return 1.0 / std::sqrt(static_cast<double>(D)); }
 
-// Replaces `automatic` with `unless_told`.
-Positions settled(const HeadGroup& spec, Positions unless_told) {
-  return spec.positions == Positions::automatic ? unless_told : spec.positions;
-}
-
 void check_positions(const HeadGroupOptions& options, const Mechanism& mechanism,
                      Positions positions) {
   if (positions == Positions::none) return;
@@ -77,9 +72,10 @@ struct PaddedRows {
 HeadGroupImpl::HeadGroupImpl(const HeadGroupOptions& options)
     : options_(options),
       mechanism_(resolve(options.spec.mechanism, options.causal)),
-      trained_positions_(
-          settled(options.spec, options.spec.rotary() ? Positions::rotary : Positions::none)),
-      positions_(trained_positions_) {
+      positions_(options.spec.positions) {
+  if (positions_ == Positions::automatic) {
+    positions_ = options.spec.rotary() ? Positions::rotary : Positions::none;
+  }
   check_positions(options_, mechanism_, positions_);
   if (const auto* routing = std::get_if<RoutingParams>(&mechanism_)) add_centroids(*routing);
   if (const auto* cast = std::get_if<CastParams>(&mechanism_)) add_surrogates(*cast);
@@ -120,9 +116,8 @@ void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
                           (keys_are_queries(mechanism_) ? "the queries" : "separate") +
                           "; got one of the other kind");
   }
-  const Positions positions = settled(spec, trained_positions_);
-  check_positions(options_, mechanism, positions);
-  if (positions == Positions::relative && !relative_.weight.defined()) {
+  check_positions(options_, mechanism, spec.positions);
+  if (spec.positions == Positions::relative && !relative_.weight.defined()) {
     refuse(mechanism, "expected a group trained with positions=relative; got one without");
   }
   if (const auto* routing = std::get_if<RoutingParams>(&mechanism)) {
@@ -136,7 +131,7 @@ void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
 void HeadGroupImpl::set_spec(const HeadGroup& spec) {
   check_spec(spec);
   mechanism_ = resolve(spec.mechanism, options_.causal);
-  positions_ = settled(spec, trained_positions_);
+  positions_ = spec.positions;
 }
 
 bool HeadGroupImpl::can_be_packed() const {
