@@ -61,7 +61,8 @@ set(COTERIE_WITH_TORCH ON)
 set(COTERIE_TORCH_FOLDER ${root})
 
 # Parsing the headers of torch's modules takes 12 s in every file or group of files; precompiled once they take 3.
-# These are the ones that coterie/torch/attention.h includes, no others: the test of public headers uses them.
+# These are the ones that coterie/torch/attention.h includes, no others: the test of public headers uses them. g++ 12
+# crashes if a file that uses them has another -O than they, and says nothing before.
 if(COTERIE_TOGETHER)
   file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/CMakeFiles/torch_modules.cc CONTENT "")
   add_library(coterie_torch_modules OBJECT ${PROJECT_BINARY_DIR}/CMakeFiles/torch_modules.cc)
