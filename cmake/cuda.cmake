@@ -68,6 +68,17 @@ enable_language(CUDA)
 string(REPLACE "-g " "" CMAKE_CUDA_FLAGS_RELWITHDEBINFO "${CMAKE_CUDA_FLAGS_RELWITHDEBINFO}")
 find_package(CUDAToolkit REQUIRED)
 set(COTERIE_WITH_CUDA ON)
+
+# Hopper GPUs have kernels of their own; a build for others leaves them out.
+set(architectures ${CMAKE_CUDA_ARCHITECTURES})
+if(architectures STREQUAL "native")
+  set(architectures ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
+endif()
+set(COTERIE_WITH_HOPPER OFF)
+if(architectures MATCHES "(^|;)(90a?(-real|-virtual)?|all(-major)?)(;|$)")
+  set(COTERIE_WITH_HOPPER ON)
+endif()
+
 set(quick)
 if(COTERIE_CUDA_OPTIMIZE STREQUAL "GPU" AND NOT COTERIE_GPU_IS_HERE
     AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.9)

@@ -8,6 +8,7 @@
 #include "coterie/error.h"
 #include "coterie/input_list.h"
 #include "coterie/inputs.h"
+#include "coterie/kmeans.h"
 #include "coterie/layer.h"
 #include "coterie/mechanism.h"
 #include "coterie/params.h"

@@ -26,6 +26,8 @@ enum class RandomUse : std::uint32_t {
   sample = 9,
   dropout = 10,
   cluster_dropout = 11,
+  kmeans_start = 12,
+  kmeans_draw = 13,
 };
 
 struct RandomBits {

@@ -23,6 +23,7 @@ from torch import Tensor
 from . import nn
 from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
+from .clusters import KMeans, kmeans
 from .functional import CallOptions, Options, run_spec
 from .library import build_facts, set_threads
 from .sdpa import apply, bool_mask, check_alignment
@@ -39,6 +40,7 @@ __version__ = build_facts()["version"]
 __all__ = [
     "ErrorReport",
     "Group",
+    "KMeans",
     "Recommendation",
     "State",
     "Stats",
@@ -47,6 +49,7 @@ __all__ = [
     "error",
     "head_groups",
     "init_state",
+    "kmeans",
     "nn",
     "recommend",
     "set_threads",

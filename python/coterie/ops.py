@@ -25,6 +25,9 @@ rotate_rows(x, first, base, inverse) -> rows turned by the angles of positions f
 normalise_rows(x) -> rows of zero mean and unit variance
 routing_labels(x, centroids (H', C, D), lengths?, cu_seqlens?) -> labels
 spherical_kmeans(x, lengths?, cu_seqlens?, clusters, iterations, seed) -> centroids (H, C, D)
+kmeans(x (P, N, D), centroids?, clusters, iterations, start, fill_empty, seed) -> centroids
+(P, C, D), labels (P, N), counts (P, C)
+    :func:`coterie.kmeans`; ``start`` 0 is from ``centroids``, 1 random, 2 k-means++.
 add_centroid_statistics(members!, sums!, x, labels, lengths?, cu_seqlens?) -> ()
     Adds the rows of each cluster to members (H', C) and their normalised sum to sums (H', C, D),
     both float64.
@@ -105,6 +108,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "normalise_rows": lambda x: _fake_wide(x, *x.shape),
     "routing_labels": lambda x, *_: x.new_empty(x.shape[:3], dtype=torch.int32),
     "spherical_kmeans": lambda x, *a: _fake_wide(x, x.shape[1], a[2], x.shape[3]),
+    "kmeans": lambda x, _, clusters, *a: (
+        _fake_wide(x, x.shape[0], clusters, x.shape[2]),
+        x.new_empty(x.shape[:2], dtype=torch.int32),
+        x.new_empty((x.shape[0], clusters), dtype=torch.int32),
+    ),
     "add_centroid_statistics": lambda *_: None,
     "move_centroids": lambda *_: None,
     "commitment_loss": lambda x, *_: _fake_wide(x, 1),

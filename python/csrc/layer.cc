@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "coterie/error.h"
+#include "coterie/kmeans.h"
 #include "coterie/positions.h"
 #include "coterie/routing.h"
 #include "spec.h"
@@ -89,6 +90,37 @@ void spherical_kmeans(StableIValue* stack, std::uint64_t, std::uint64_t) {
   coterie::spherical_kmeans(params, view(x), spans.sequences(), view(centroids),
                             scratch.workspace());
   give(stack, centroids);
+}
+
+void kmeans(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  const Tensor given = arguments.tensor();
+  const OptionalTensor start = arguments.optional_tensor();
+  const std::int64_t clusters = arguments.integer();
+  KMeansParams params;
+  params.iterations = arguments.integer();
+  params.start = static_cast<KMeansStart>(arguments.integer());
+  params.fill_empty = arguments.flag();
+  params.seed = arguments.seed();
+  if (given.dim() != 3 || clusters < 1) {
+    throw Error("[kmeans] expected x (problems, rows, elements) and at least one cluster; got " +
+                std::to_string(given.dim()) + " dimensions and " + std::to_string(clusters));
+  }
+  Scratch scratch(given);
+  const Tensor x = with_contiguous_rows(given);
+  const Tensor centroids = empty(accumulator_of(x), {x.size(0), clusters, x.size(2)}, x);
+  const Tensor labels = empty(DType::i32, {x.size(0), x.size(1)}, x);
+  const Tensor counts = empty(DType::i32, {x.size(0), clusters}, x);
+  if (params.start == KMeansStart::given) {
+    if (!start) throw Error("[kmeans] expected centroids to start from; got none");
+    if (start->size(0) != x.size(0) || start->size(1) != clusters || start->size(2) != x.size(2))
+      throw Error("[kmeans] expected centroids of the shape of the result; got others");
+    torch::stable::copy_(const_cast<Tensor&>(centroids), *start);
+  }
+  const std::int64_t bytes = kmeans_workspace_bytes(params, view(x), clusters);
+  coterie::kmeans(params, view(x), {view(centroids), view(labels), view(counts)},
+                  scratch.allocate(bytes));
+  give(stack, centroids, labels, counts);
 }
 
 void add_centroid_statistics(StableIValue* stack, std::uint64_t, std::uint64_t) {

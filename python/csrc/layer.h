@@ -10,6 +10,7 @@ Kernel rotate_rows;
 Kernel normalise_rows;
 Kernel routing_labels;
 Kernel spherical_kmeans;
+Kernel kmeans;
 Kernel add_centroid_statistics;
 Kernel move_centroids;
 Kernel commitment_loss;

@@ -48,6 +48,10 @@ const Operator kOperators[] = {
     {"spherical_kmeans",
      "(Tensor x, " + kSpans + ", int clusters, int iterations, int seed) -> Tensor",
      api::spherical_kmeans},
+    {"kmeans",
+     "(Tensor x, Tensor? centroids, int clusters, int iterations, int start, bool fill_empty, "
+     "int seed) -> (Tensor, Tensor, Tensor)",
+     api::kmeans},
     {"add_centroid_statistics",
      "(Tensor(a!) members, Tensor(b!) sums, Tensor x, Tensor labels, " + kSpans + ") -> ()",
      api::add_centroid_statistics},

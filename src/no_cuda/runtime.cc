@@ -45,6 +45,16 @@ void backward(const Mechanism&, const AttentionCall& call, const AttentionResult
   refuse(call.op);
 }
 
+std::string refuse_kmeans(const TensorView&, std::int64_t) {
+  return "this library was built without CUDA";
+}
+std::int64_t kmeans_workspace_bytes(const KMeansParams&, const TensorView&, std::int64_t) {
+  refuse("kmeans");
+}
+void kmeans(const KMeansParams&, const TensorView&, const KMeansResult&, const Workspace&) {
+  refuse("kmeans");
+}
+
 void fill(const TensorView&, double, const Workspace&) { refuse("fill"); }
 
 void rotate_rows(const TensorView&, const Rotation&, const TensorView&, const Workspace&) {

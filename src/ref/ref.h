@@ -12,6 +12,7 @@
 
 #include "core/clustering.h"
 #include "coterie/attention.h"
+#include "coterie/kmeans.h"
 #include "coterie/routing.h"
 
 namespace coterie::ref {
@@ -71,6 +72,9 @@ template <class T>
 void select_top(const TensorView& rows, const TensorView& x, const Sequences& sequences,
                 const TensorView& indices);
 void group_by_cluster(const TensorView& labels, const Sequences& sequences, const Groups& groups);
+
+template <class T>
+void kmeans(const KMeansParams& params, const TensorView& x, const KMeansResult& result);
 
 template <class T>
 void spherical_kmeans(const SphericalKMeansParams& params, const TensorView& x,

@@ -130,9 +130,9 @@ TEST(ConcurrentGpuTest, CooperativeGridsShareTheDevice) {
 // One mechanism at a time in all streams: its grids compete with each other.
 TEST(ConcurrentGpuTest, EqualCooperativeGridsShareTheDevice) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  const gpu_test::Watchdog watchdog;
   for (const Case& c : concurrent_cases(true)) {
     SCOPED_TRACE(c.name);
+    const gpu_test::Watchdog watchdog(std::chrono::seconds(60), c.name);
     expect_equal_bits(Work({c}), 4, 30);
   }
 }

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "coterie/error.h"
 #include "coterie/runtime.h"
 #include "cuda/launch/launch.h"
 
@@ -31,9 +33,39 @@ TEST(LaunchGpuTest, ASmallerLaunchDoesNotLowerTheLimit) {
   cuda::allow_shared_memory(kernel, kSmall);
   cudaFuncAttributes attributes{};
   ASSERT_EQ(cudaFuncGetAttributes(&attributes, kernel), cudaSuccess);
-  int most = 0;
-  ASSERT_EQ(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), cudaSuccess);
-  EXPECT_EQ(attributes.maxDynamicSharedSizeBytes, most - 1024);
+  EXPECT_EQ(attributes.maxDynamicSharedSizeBytes, cuda::shared_per_block() - 1024);
+}
+
+TEST(LaunchGpuTest, MoreThanABlockHasIsRefused) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const int most = cuda::shared_per_block();
+  try {
+    cuda::allow_shared_memory(touch_kernel<1>, static_cast<std::size_t>(most) + 1);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(std::to_string(most) + " bytes of shared memory"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+// A kernel may start early only if its image has the instructions with which it waits.
+__global__ void waits_kernel(int* out) {
+#if __CUDA_ARCH__ >= 900
+  *out = 1;
+#else
+  *out = 0;
+#endif
+}
+
+TEST(LaunchGpuTest, KernelsStartEarlyOnlyWhereTheyWait) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  int *out = nullptr, waits = -1;
+  ASSERT_EQ(cudaMalloc(&out, sizeof waits), cudaSuccess);
+  waits_kernel<<<1, 1>>>(out);
+  ASSERT_EQ(cudaMemcpy(&waits, out, sizeof waits, cudaMemcpyDeviceToHost), cudaSuccess);
+  cudaFree(out);
+  EXPECT_EQ(cuda::device_limits().early, waits == 1);
 }
 
 // Threads launch one kernel with two shapes.

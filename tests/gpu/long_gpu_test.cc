@@ -9,6 +9,7 @@
 #include "cases/cases.h"
 #include "cases/problem.h"
 #include "coterie/runtime.h"
+#include "cuda/launch/device.h"
 #include "tests/gpu/device_run.h"
 
 namespace coterie {
@@ -114,7 +115,8 @@ TEST_P(LongGpuTest, AgreesWithTheCpu) {
   attention_attend(reference.mechanism, reference.inputs, host.result, host.workspace);
   cases::run_backward(reference, host);
   // CAST, except in the Hopper kernels, rounds the mix and the members' parts before adding them.
-  const bool more = std::holds_alternative<CastParams>(problem.mechanism) && c.Dk % 8 != 0;
+  const bool more = std::holds_alternative<CastParams>(problem.mechanism) &&
+                    (c.Dk % 8 != 0 || !cuda::on_hopper());
   gpu_test::expect_near("out", run.out, host.result.out,
                         (more ? 4.0 / 3 : 1.0) * gpu_test::bound(c.dtype, false));
   const double bound = gpu_test::bound(c.dtype, true);

@@ -10,6 +10,7 @@
 #include "core/call.h"
 #include "coterie/block.h"
 #include "coterie/inputs.h"
+#include "coterie/kmeans.h"
 #include "coterie/mechanism.h"
 #include "coterie/positions.h"
 #include "coterie/result.h"
@@ -81,6 +82,13 @@ void commitment_loss_backward(const TensorView& x, const Sequences& sequences,
                               const TensorView& centroids, const TensorView& labels, double weight,
                               const TensorView& scale, const TensorView& dx,
                               const Workspace& workspace);
+
+// coterie/kmeans.h, for x (1, P, N, D): why it cannot run, or "", and the same functions.
+std::string refuse_kmeans(const TensorView& x, std::int64_t clusters);
+std::int64_t kmeans_workspace_bytes(const KMeansParams& params, const TensorView& x,
+                                    std::int64_t clusters);
+void kmeans(const KMeansParams& params, const TensorView& x, const KMeansResult& result,
+            const Workspace& workspace);
 
 // Attends, then adds the tokens to the rings; `selection` is that of the call.
 void routing_step(const RoutingParams& params, const AttentionCall& call,

@@ -6,8 +6,8 @@
 //
 // Affinities are for f32, laplace, more than 256 clusters and other devices; else scores_sm90a.cu.
 // Grid: a block of 8 warps per 128 tokens and unit of 128 clusters; a warp handles 32 tokens,
-// queries and keys, and 64 clusters (mma.sync). Shared memory: three stages of 128 bytes of 384
-// rows, 144 KiB. Scores: a thread per token and unit. No preconditions.
+// queries and keys, and 64 clusters (mma.sync). Shared memory: two stages of 128 bytes of 384
+// rows, 96 KiB. Scores: a thread per token and unit. No preconditions.
 #include <cstdint>
 
 #include "cuda/cast/select.h"
@@ -19,7 +19,7 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kAffinityTokens = 128, kAffinityThreads = 256, kAffinityStages = 3;
+constexpr int kAffinityTokens = 128, kAffinityThreads = 256, kAffinityStages = 2;
 constexpr int kScoringThreads = 256;
 constexpr int kAffinityHalf = 64;  // clusters per warp, over which it sums
 

@@ -22,10 +22,16 @@ struct GroupLists {
   int clusters;
 };
 
-// Shared memory of BlockCounts: one counter per cluster, for as many warps as fit.
-inline std::size_t group_shared_bytes(int clusters, int warps) {
+// Shared memory of BlockCounts: one counter per cluster, for as many warps as fit beside `others`
+// bytes. Throws if the device has no room for one warp's.
+inline std::size_t group_shared_bytes(int clusters, int warps, int others = 0) {
+  const int room = shared_for_tables() - others;
   const std::size_t one = static_cast<std::size_t>(clusters) * sizeof(std::int32_t);
-  return one * min(max(96 * 1024 / one, std::size_t{1}), static_cast<std::size_t>(warps));
+  if (one > static_cast<std::size_t>(room))
+    fail_more_than("cuda", room / static_cast<int>(sizeof(std::int32_t)),
+                   "clusters of a head, for which this GPU has shared memory", clusters);
+  const auto most = static_cast<std::size_t>(min(room, 96 * 1024));
+  return one * min(max(most / one, std::size_t{1}), static_cast<std::size_t>(warps));
 }
 
 // The team's part of (2, blocks, clusters) histograms. Problems use the two sets in turn: a fast

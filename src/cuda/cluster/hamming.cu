@@ -4,7 +4,8 @@
 //
 // Grid and block: cooperative, one block of 512 threads a multiprocessor; a team of blocks works on
 // one (item, head), a warp takes 32 rows at a time. Shared memory: centroids, changes of votes, and
-// codes and labels of the block's rows where they fit, up to 225 KB. __launch_bounds__(512, 1).
+// codes and labels of the block's rows where they fit, up to 225 KB or what the device has.
+// __launch_bounds__(512, 1).
 //
 // Assignment: rows against centroids by 1-bit tensor-core products. Once few centroids move, a pass
 // compares with these only: a row that is still as near to its own centroid as before has no other
@@ -120,7 +121,6 @@ __device__ __forceinline__ Point decode_keys(const std::uint32_t (&best)[kTiles]
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kSegmentRows = 32704;       // changes of a segment fit in 16 bits, signed
-constexpr int kSharedBytes = 225 * 1024;  // of a block, without static shared memory
 constexpr int kPending = kTileRows + 16;  // rows of a warp to compare with all centroids
 constexpr int kRowBytes = 8 + 4;          // code and label
 constexpr int kFew = 8;                   // centroids that lanes compare with one by one
@@ -175,6 +175,16 @@ struct Stage {
            (votes ? static_cast<std::size_t>(clusters) * 128 : 0);
   }
 };
+
+// Shared memory of a block, without static arrays.
+std::size_t room() { return static_cast<std::size_t>(shared_per_block()) - 2 * 1024; }
+
+// The largest part of the centroids that fits.
+int most_columns() {
+  int columns = kMostColumns;
+  while (Stage::bytes(columns, 0, false) > room()) columns -= kColumnStep;
+  return columns;
+}
 
 // Centroid c, or if `initial`, the code it starts from.
 __device__ inline std::uint64_t centroid(const HammingArgs& args, const Problem& problem, int c,
@@ -597,7 +607,7 @@ void launch(HammingArgs args, cudaStream_t stream) {
       (max(sort, Stage::bytes(args.columns, args.shape.clusters, kShared)) + 15) / 16 * 16;
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   const std::size_t rows = static_cast<std::size_t>(args.rows) * kRowBytes;
-  if (bytes + rows <= kSharedBytes) {
+  if (bytes + rows <= room()) {
     args.held_rows = args.rows;
     bytes += rows;
   }
@@ -612,9 +622,8 @@ HammingPlan::HammingPlan(Arena& arena, const ClusterShape& of, int iterations)
       teams(make_teams(of.problems(), of.rows, multiprocessors(), nullptr)),
       rows(((of.rows + teams.size - 1) / teams.size + 63) / 64 * 64),
       segments((rows + kSegmentRows - 1) / kSegmentRows),
-      columns(min(kMostColumns, padded_columns(of.clusters))),
-      votes_shared(Stage::bytes(columns, of.clusters, true) <=
-                   static_cast<std::size_t>(kSharedBytes)) {
+      columns(min(most_columns(), padded_columns(of.clusters))),
+      votes_shared(Stage::bytes(columns, of.clusters, true) <= room()) {
   const std::int64_t problems = shape.problems(), clusters = shape.clusters,
                      blocks = teams.blocks();
   centroids = arena.take<std::uint64_t>(problems * clusters);

@@ -3,8 +3,8 @@
 // the metric of key_metric.cu.
 //
 // Grid and block: a block of 256 threads computes 16 rows of the matrix by mma.sync; its eight
-// warps take different keys, and their sums are added in order. Shared memory: 512 keys of 16 bits
-// or 256 of fp32 at a time, 64 to 128 KB, then the warps' sums. Preconditions: Dk <= 128, any
+// warps take different keys, and their sums are added in order. Shared memory: 64 KB of keys at a
+// time, then the warps' sums. Preconditions: Dk <= 128, any
 // alignment. The one-kernel k-means (key_kmeans_sm90a.cu) computes its own.
 #include "cuda/cluster/stages.h"
 #include "cuda/launch/dispatch.h"
@@ -27,8 +27,8 @@ struct CovarianceArgs {
 };
 
 // Keys in shared memory at a time.
-template <class T>
-constexpr int kBatch = sizeof(T) == 2 ? 512 : 256;
+template <class T, int kWidth>
+constexpr int kBatch = 64 * 1024 / Tile<T, kWidth>::kRowBytes;
 
 // sum += the products of columns slab .. slab+15 with all columns, and the sums of the columns,
 // over rows [first, first + kBatch / kWarps) of the tile.
@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_products(const Tile<T, kWidth>& tile, int fi
     else
       word = __float_as_uint(1.0f);
   }
-  for (int row = first; row < min(first + kBatch<T> / kWarps, count); row += 16) {
+  for (int row = first; row < min(first + kBatch<T, kWidth> / kWarps, count); row += 16) {
     FragmentA<T> left;
     load_a_transposed(left, tile, slab, row);
 #pragma unroll
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
     key_covariance_kernel(CovarianceArgs args, Tensor4<const T> k) {
   await_previous();
   extern __shared__ __align__(128) char shared[];
-  __shared__ std::int32_t rows[kBatch<T>];
+  __shared__ std::int32_t rows[kBatch<T, kWidth>];
   args.zeroed.zero();
   const int slab = blockIdx.x % (kWidth / kSlab) * kSlab, problem = blockIdx.x / (kWidth / kSlab);
   const int key_heads = args.shape.heads / args.shape.group;
@@ -84,13 +84,13 @@ __global__ void __launch_bounds__(kThreads)
   const int samples = min(span.length, 8 * args.width), warp = threadIdx.x / 32;
   const Tile<T, kWidth> tile{shared_address(shared)};
   Accumulator sum[kWidth / 16] = {}, columns[kWidth / 16] = {};
-  for (int first = 0; first < samples; first += kBatch<T>) {
-    const int count = min(kBatch<T>, samples - first);
+  for (int first = 0; first < samples; first += kBatch<T, kWidth>) {
+    const int count = min(kBatch<T, kWidth>, samples - first);
     __syncthreads();
     for (int t = threadIdx.x; t < count; t += kThreads)
       rows[t] = static_cast<int>(static_cast<std::int64_t>(first + t) * span.length / samples);
     __syncthreads();
-    load_tile<kBatch<T>, kThreads>(tile, keys, 0, count, rows);
+    load_tile<kBatch<T, kWidth>, kThreads>(tile, keys, 0, count, rows);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
       subtract_first(tile, keys, count);
       __syncthreads();
     }
-    add_products(tile, warp * (kBatch<T> / kWarps), count, slab, sum, columns);
+    add_products(tile, warp * (kBatch<T, kWidth> / kWarps), count, slab, sum, columns);
   }
   __syncthreads();
   // Row kSlab of a warp's part contains the sums of the columns.
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, int kWidth>
 void launch_covariance(const CovarianceArgs& args, const TensorView& k, cudaStream_t stream) {
-  const std::size_t tile = sizeof(T) * kBatch<T> * kWidth;
+  const std::size_t tile = sizeof(T) * kBatch<T, kWidth> * kWidth;
   const std::size_t shared = max(tile, sizeof(float) * kWarps * (kSlab + 1) * kWidth);
   const int blocks = args.shape.key_problems() * (kWidth / kSlab);
   launch_early("key_covariance", key_covariance_kernel<T, kWidth>, static_cast<unsigned>(blocks),

@@ -5,14 +5,12 @@
 // Blocks of 512 threads share an item and head; a warp takes a cluster. Shared memory: S, 16 or 64
 // KB, and 4 or 8 KB of differences. Preconditions: Dk <= 128, any alignment. The one-kernel k-means
 // (key_kmeans_sm90a.cu) replaces it where it can run.
-#include "cuda/cluster/stages.h"
+#include "cuda/cluster/table.cuh"
 
 #include "coterie/random.h"
 #include "cuda/launch/dispatch.h"
 #include "cuda/prim/dependent.cuh"
 #include "cuda/prim/load.cuh"
-#include "cuda/prim/row_fragments.cuh"
-#include "cuda/prim/warp.cuh"
 
 namespace coterie::cuda {
 
@@ -62,40 +60,6 @@ __device__ __forceinline__ void new_centroid(const WeighArgs& args, const T* que
   }
 }
 
-// Writes m'_c, b_c and the norm of a cluster; the last cluster also fills the padding.
-template <class T, int kChunks>
-__device__ __forceinline__ void write_column(const WeighArgs& args, int problem, int c,
-                                             const float (&mean)[kChunks],
-                                             const float (&reference)[kChunks],
-                                             const float (&weighed)[kChunks]) {
-  constexpr int kParts = kNearestParts<T>;
-  using F = Factor<T>;
-  const int lane = threadIdx.x % 32, padded = args.table.padded;
-  const int copies = c == args.sums.shape.clusters - 1 ? padded - c : 1;
-  F* columns = static_cast<F*>(args.table.columns) +
-               static_cast<std::int64_t>(problem) * padded * kChunks * 32 * kParts;
-  float bias = 0.0f, norm = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    F part[kParts];
-    split_factor(weighed[i], part);
-    float rounded = 0.0f;
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      rounded += to_float(part[p]);
-      for (int copy = 0; copy < copies; ++copy)
-        columns[table_index(kChunks, kParts, c + copy, lane + 32 * i, p)] = part[p];
-    }
-    bias -= 0.5f * (mean[i] + reference[i]) * weighed[i] + mean[i] * (rounded - weighed[i]);
-    norm += fabsf(rounded);
-  }
-  bias = warp_sum(bias);
-  norm = warp_sum(norm);
-  if (lane >= copies) return;
-  args.table.bias[static_cast<std::int64_t>(problem) * padded + c + lane] = bias;
-  args.table.norms[static_cast<std::int64_t>(problem) * padded + c + lane] = norm;
-}
-
 // A warp per cluster; `blocks` blocks share a problem.
 template <class T, int kChunks>
 __global__ void __launch_bounds__(kWeighThreads)
@@ -140,7 +104,9 @@ __global__ void __launch_bounds__(kWeighThreads)
 #pragma unroll
     for (int i = 0; i < kChunks; ++i)
       weighed[i] = fmaf(covariance[d * kWidth + lane + 32 * i], deltas[warp][d], weighed[i]);
-  write_column<T, kChunks>(args, problem, c, mean, reference, weighed);
+  // The last cluster also fills the padding.
+  const int copies = c == shape.clusters - 1 ? args.table.padded - c : 1;
+  write_column<T, kChunks>(args.table, problem, c, copies, mean, reference, weighed);
 }
 
 // Width of the rows of the table and of the covariance.

@@ -4,9 +4,9 @@
 // Grid and block: cooperative, one block of 256 threads a multiprocessor; a team of blocks takes an
 // item and head. A warp holds 16 to 64 rows in registers and multiplies them by 16 centroids at a
 // time from shared memory (mma.sync); nearest.cuh describes how the best one is found; the sort
-// runs last. Shared memory: centroids and biases, up to 192 KB; more centroids are read again in
-// every round. Preconditions: the table of key_metric.cu. On Hopper, nearest_sm90a.cu runs instead
-// for 16-bit types whose centroids fit; f32 rows are two bf16 parts.
+// runs last. Shared memory: centroids and biases, up to 192 KB or what the device has; more
+// centroids are read again in every round. Preconditions: the table of key_metric.cu. On Hopper,
+// nearest_sm90a.cu runs instead for 16-bit types whose centroids fit; f32 rows are two bf16 parts.
 #include "cuda/cluster/stages.h"
 
 #include "cuda/cluster/nearest.cuh"
@@ -135,7 +135,7 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
         const int row = first + 16 * m + 8 * side + lane / 4;
         const bool finite = __float_as_uint(offset[m][side]) >> 23 < 255;
         if (lane % 4 == (2 * m + side) % 4 && row < range.end)
-          labels[row] = finite ? min(mine[m][side].label, clusters - 1) : 0;
+          labels[row] = finite ? min(mine[m][side].label, clusters - 1) : args.lost;
       }
   }
 }
@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kThreads, 1) nearest_kernel(NearestArgs<T> arg
 template <class T, int kChunks>
 void launch(NearestArgs<T> args, cudaStream_t stream) {
   constexpr int kColumnBytes = kChunks * 64 * kNearestParts<T> + 8;
-  args.columns = min(min(args.table.padded, kMostColumns), kTableBytes / kColumnBytes / 16 * 16);
+  const int fitting = min(kTableBytes, shared_for_tables()) / kColumnBytes / 16 * 16;
+  args.columns = min(min(args.table.padded, kMostColumns), fitting);
   const std::size_t bytes = max(static_cast<std::size_t>(args.columns) * kColumnBytes,
                                 group_shared_bytes(args.shape.clusters, kWarps));
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));

@@ -130,7 +130,7 @@ __device__ __forceinline__ void label_problems(const NearestArgs<T>& args, std::
                    const ItemSpan& span = problem.span;
                    const RowRange& range = problem.range;
                    std::int32_t* labels = args.out.labels + problem.start;
-                   if (span.length <= args.shape.clusters) {
+                   if (args.own_clusters && span.length <= args.shape.clusters) {
                      for (int i = range.begin + threadIdx.x; i < range.end; i += kThreads)
                        labels[i] = i;
                    } else {

@@ -141,7 +141,7 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
       const int row = first + 8 * side + lane / 4;
       const bool finite = __float_as_uint(offset[side]) >> 23 < 255;
       if (lane % 4 == side && row < range.end)
-        labels[row] = finite ? min(point.label, clusters - 1) : 0;
+        labels[row] = finite ? min(point.label, clusters - 1) : args.lost;
     }
     first += kGroups * 64;
   }

@@ -5,7 +5,8 @@
 // at 64k rows, but less time at 4k.
 //
 // Called by all threads of the team's blocks. Shared memory: sort_shared_bytes, up to 128 KB:
-// counters of the clusters for as many warps as fit into 96 KB, and 32 KB of sorted pairs.
+// counters of the clusters for as many warps as fit into 96 KB, or into what the device has, and 32
+// KB of sorted pairs.
 #pragma once
 
 #include "cuda/cluster/group.cuh"
@@ -17,7 +18,8 @@ constexpr int kSortPairs = 16384;
 
 // `clusters` counts those of all sides.
 inline std::size_t sort_shared_bytes(int clusters, int warps) {
-  return group_shared_bytes(clusters, warps) + kSortPairs * sizeof(std::uint16_t);
+  constexpr int kPairBytes = kSortPairs * static_cast<int>(sizeof(std::uint16_t));
+  return group_shared_bytes(clusters, warps, kPairBytes) + kPairBytes;
 }
 
 // Turns counts into positions in the order of a chunk. Called by all threads of a block.

@@ -140,13 +140,14 @@ struct NearestPlan {
   Teams teams;                         // with the counters of the first pass
   std::int32_t* histograms = nullptr;  // (2, blocks, C)
   ZeroedWords zeroed;                  // counters of all passes, by an earlier kernel
+  bool own_clusters = true;            // with at most C rows every row is its own cluster
+  int lost = 0;                        // the cluster of rows with a NaN or infinite score
 
   NearestPlan(Arena& arena, const ClusterShape& shape, std::int64_t passes);
 };
 
-// Labels of the rows of x (B, H, N, D), then order and offsets. With at most C rows every row is
-// its own cluster. `pass` is the number of this launch, below the passes of the plan. Ties go to
-// the lower cluster; a row with a NaN or infinite score to cluster 0.
+// Labels of the rows of x (B, H, N, D), then order and offsets. `pass` is the number of this
+// launch, below the passes of the plan. Ties go to the lower cluster.
 void nearest_clusters(const AttentionCall& call, const NearestPlan& plan,
                       const CentroidTable& table, std::int64_t pass, const ClusterLists& out,
                       cudaStream_t stream);

@@ -5,11 +5,11 @@
 // the softmax is over the keys outside T_c. Dropout multiplies the A_cj of out.
 //
 // centroid_attend_kernel: block number = (slot of a chunk of keys * H + head) * row tiles + tile; 4
-// warps of 32 means each walk the chunk, 64 keys at a time. Means stay in registers for rows of 128
-// bytes. Shared memory: means, two stages of keys and values, masks of top keys; 50 KiB for 16-bit
-// rows of 64 elements, 98 KiB for 128, twice as much for f32. Launch bounds: 3, 2 or 1 (f32) blocks
-// of a multiprocessor.
-// centroid_combine_kernel: a warp adds up the chunks of one mean, in order.
+// warps of 32 means each walk the chunk, 64 keys at a time, or 32 or 16 for rows of 256 or 512
+// bytes. Means stay in registers for rows of 128 bytes. Shared memory: means, two stages of keys
+// and values, masks of top keys; 51, 67 or 99 KiB for rows of 128, 256 or 512 bytes. Launch bounds:
+// 3, 2 or 1 (f32) blocks of a multiprocessor. centroid_combine_kernel: a warp adds up the chunks of
+// one mean, in order.
 //
 // Runs for f32, with dropout, and for all types if the device is not a Hopper GPU. Other 16-bit
 // calls use centroid_sm90a.cu on Hopper, or select_attend_sm90a.cu if one kernel selects top keys
@@ -29,13 +29,14 @@ constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kCombineWarps = 4;
 
 template <class T, int kDim>
-struct CentroidTiles : AttendTiles<T, kDim, kCentroidRows, kAttendKeys> {
-  using AttendTiles<T, kDim, kCentroidRows, kAttendKeys>::AttendTiles;
+struct CentroidTiles : AttendTiles<T, kDim, kCentroidRows, kTileKeys<T, kDim>> {
+  static constexpr int kKeys = kTileKeys<T, kDim>;
+  using AttendTiles<T, kDim, kCentroidRows, kKeys>::AttendTiles;
 
   __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v, int begin,
                        int end) const {
-    load_tile<kAttendKeys, kThreads>(this->keys(stage), k, begin, end - begin);
-    load_tile<kAttendKeys, kThreads>(this->values(stage), v, begin, end - begin);
+    load_tile<kKeys, kThreads>(this->keys(stage), k, begin, end - begin);
+    load_tile<kKeys, kThreads>(this->values(stage), v, begin, end - begin);
     cp_async_commit();
   }
 };
@@ -198,15 +199,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
   __syncthreads();
   WarpMeans<T, kDim> rows;
   rows.queries.load(tiles.queries, warp * 32);
-  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kAttendKeys, stage ^= 1) {
+  constexpr int kKeys = CentroidTiles<T, kDim>::kKeys;
+  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kKeys, stage ^= 1) {
     cp_async_wait<0>();
-    if (args.top_keys) masks[stage][thread] = walk.mask(begin);
+    if (args.top_keys) masks[stage][thread] = walk.mask(begin, kKeys);
     __syncthreads();
-    if (begin + kAttendKeys < chunk.end)
-      tiles.load(stage ^ 1, k, v, begin + kAttendKeys, chunk.end);
+    if (begin + kKeys < chunk.end) tiles.load(stage ^ 1, k, v, begin + kKeys, chunk.end);
     constexpr int kStep = 16 * WarpMeans<T, kDim>::kBlock;
 #pragma unroll 1
-    for (int column = 0; column < kAttendKeys; column += kStep)
+    for (int column = 0; column < kKeys; column += kStep)
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
                   args.top_keys ? masks[stage] + warp * 32 : nullptr, args.hides_top_keys(),
                   queries.exponent, begin + column == chunk.begin, begin + column, queries.dropout,

@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_centroids(const Tile<T, kDim>& tile,
   }
 }
 
-constexpr int kAttendKeys = 64;  // of a tile: one bit each in a row's mask of top keys
+constexpr int kAttendKeys = 64;  // of a tile, at most: one bit each in a row's mask of top keys
 
 struct PartialRow {
   float shift, sum, mass, unused;  // in units of 2^shift
@@ -155,10 +155,10 @@ struct TopWalk {
     next = fetch();
     after = fetch();
   }
-  // Bit b: key begin + b is a top key.
-  __device__ unsigned long long mask(int begin) {
+  // Bit b: key begin + b is a top key, of `keys` keys.
+  __device__ unsigned long long mask(int begin, int keys = kAttendKeys) {
     unsigned long long bits = 0;
-    while (next < begin + kAttendKeys) {
+    while (next < begin + keys) {
       bits |= 1ull << (next - begin);
       advance();
     }

@@ -9,8 +9,8 @@
 //
 // Block number = (slot of keys * key heads + key head) * tiles of owned centroids + tile. 4 or 8
 // warps of 16 or 32 owned rows (CentroidShape); the operands of the owned rows stay in registers
-// for 16-bit types. Shared memory: the owned rows, two stages of 32 or 64 walked rows and their lse
-// and delta; 65 KiB for rows of 64 elements, 129 KiB for rows of 128. For f32, and for all types if
+// for 16-bit types. Shared memory: the owned rows, two stages of 16 to 64 walked rows and their lse
+// and delta; 65 KiB for rows of 64 elements, 97 KiB for rows of 128. For f32, and for all types if
 // the device is not a Hopper GPU. On Hopper, 16-bit types without dropout use
 // centroid_backward_sm90a.cu. Dropout multiplies dout . v, and A in dv.
 #include <cstdint>
@@ -36,7 +36,7 @@ struct CentroidShape {
   static constexpr int kWarps = kHalf && kWidth > 64 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kOwned = 16 * kBlocks * kWarps;
-  static constexpr int kStep = kHalf ? 64 : 32;
+  static constexpr int kStep = (kHalf ? 64 : 32) / (kWidth > 64 ? 2 : 1);
   static constexpr int kDepths = kWidth / 16;
   static constexpr int kTileBytes = kStep * kWidth * static_cast<int>(sizeof(T));
   static constexpr int kOwnedBytes = kOwned * kWidth * static_cast<int>(sizeof(T));

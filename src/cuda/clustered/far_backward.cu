@@ -9,11 +9,12 @@
 // the members after them: two rows of running sums over the members of a cluster.
 //
 // member_sums_kernel: a warp per cluster and direction. far_keys_kernel: a block owns up to 64 keys
-// of one block of positions and walks all clusters, 64 at a time, for which it makes G; adds to dk
-// and dv. far_means_kernel: a block owns 64 clusters and walks a chunk of keys; G of clusters whose
-// far members change is made again at every block of positions. 4 warps of 16 owned rows; shared
-// memory: owned rows and 64 walked rows of two tensors, 33 to 130 KiB. All types and devices; no
-// float atomics, every sum has a fixed order. Dropout multiplies G . v_j and the weights in dv.
+// of one block of positions and walks all clusters, for which it makes G; adds to dk and dv.
+// far_means_kernel: a block owns 64 clusters and walks a chunk of keys; G of clusters whose far
+// members change is made again at every block of positions. 4 warps of 16 owned rows; shared
+// memory: 64 owned rows and 64 walked rows (32 of 512 bytes) of two tensors, 33 to 99 KiB. All
+// types and devices; no float atomics, every sum has a fixed order. Dropout multiplies G . v_j and
+// the weights in dv.
 #include <cstdint>
 
 #include "cuda/clustered/near.cuh"
@@ -28,8 +29,8 @@ namespace coterie::cuda {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kClusters = 64;       // made, or owned, at a time
-constexpr int kKeys = kAttendKeys;  // owned, or walked, at a time
+constexpr int kClusters = 64;       // owned, or made at a time, at most
+constexpr int kKeys = kAttendKeys;  // owned, or walked at a time, at most
 constexpr int kLaneColumns = kMaxHeadDim / 32;
 
 template <class T>
@@ -195,14 +196,19 @@ struct ClusterTile {
   }
 };
 
-// Two owned tiles and two walked ones.
+// Two owned tiles of 64 rows and two walked ones.
 template <class T, int kWidth>
 struct FarShape {
-  static constexpr int kTileBytes = 64 * kWidth * static_cast<int>(sizeof(T));
-  static constexpr int kBytes = 4 * kTileBytes;
+  static constexpr int kTileBytes = 64 * Tile<T, kWidth>::kRowBytes;
+  static constexpr int kWalked = Tile<T, kWidth>::kRowBytes <= 256 ? 64 : 32;
+  static constexpr int kWalkedBytes = kWalked * Tile<T, kWidth>::kRowBytes;
+  static constexpr int kBytes = 2 * kTileBytes + 2 * kWalkedBytes;
   static constexpr bool kResident = sizeof(T) == 2 && kWidth <= 64;
-  __device__ static Tile<T, kWidth> tile(const void* memory, int number) {
+  __device__ static Tile<T, kWidth> owned(const void* memory, int number) {
     return {shared_address(memory) + number * kTileBytes};
+  }
+  __device__ static Tile<T, kWidth> walked(const void* memory, int number) {
+    return {owned(memory, 2).base + number * kWalkedBytes};
   }
 };
 
@@ -229,8 +235,8 @@ __device__ __forceinline__ void far_keys(const FarArgs<T>& args, int parts, int 
   const int count = min(block.end - begin, kKeys);
   if (count <= 0 || !args.pass.adds(block.item, key_head * queries.group)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = 16 * warp;
-  const Tile<T, kWidth> keys = S::tile(memory, 0), values = S::tile(memory, 1),
-                        means = S::tile(memory, 2), gradients = S::tile(memory, 3);
+  const Tile<T, kWidth> keys = S::owned(memory, 0), values = S::owned(memory, 1),
+                        means = S::walked(memory, 0), gradients = S::walked(memory, 1);
   load_tile<kKeys, kThreads>(keys, args.pass.k.rows(block.span.batch, key_head, block.span.begin),
                              begin, count);
   load_tile<kKeys, kThreads>(values, args.pass.v.rows(block.span.batch, key_head, block.span.begin),
@@ -246,21 +252,21 @@ __device__ __forceinline__ void far_keys(const FarArgs<T>& args, int parts, int 
 #pragma unroll 1
   for (int head = key_head * queries.group; head < (key_head + 1) * queries.group; ++head)
 #pragma unroll 1
-    for (int first = 0; first < queries.clusters; first += kClusters) {
+    for (int first = 0; first < queries.clusters; first += S::kWalked) {
       const ClusterTile<T> tile(args, block.item, head, first);
       __syncthreads();
-      load_centroids<kClusters, kThreads>(means, queries, block.item, head, first);
-      const int r = static_cast<int>(threadIdx.x) % kClusters,
-                side = static_cast<int>(threadIdx.x) / kClusters;
-      facts.rows[side][r] = tile.far_row(r, side, block.split);
+      load_centroids<S::kWalked, kThreads>(means, queries, block.item, head, first);
+      const int r = static_cast<int>(threadIdx.x) % S::kWalked,
+                side = static_cast<int>(threadIdx.x) / S::kWalked;
+      if (side < 2) facts.rows[side][r] = tile.far_row(r, side, block.split);
       if (side == 0) facts.listed[r] = tile.listed(r, begin);
       if (side == 0 && drops) facts.words[r] = tile.words(r);
       __syncthreads();
-      for (int i = warp; i < kClusters; i += kWarps) tile.make(gradients, facts, i);
+      for (int i = warp; i < S::kWalked; i += kWarps) tile.make(gradients, facts, i);
       __syncthreads();
       if (!active) continue;
 #pragma unroll 1
-      for (int c = 0; c < kClusters && first + c < queries.clusters; c += 16) {
+      for (int c = 0; c < S::kWalked && first + c < queries.clusters; c += 16) {
         Accumulator p[1], ds[1];
         own[0].scores(p, means, c);
         own[1].scores(ds, gradients, c);
@@ -332,8 +338,8 @@ __global__ void __launch_bounds__(kThreads)
   if (chunk.begin >= chunk.end || !args.pass.adds(chunk.item, head)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = 16 * warp;
   const int kv_head = head / queries.group, near = args.pass.shape.near;
-  const Tile<T, kWidth> means = S::tile(memory, 0), gradients = S::tile(memory, 1),
-                        keys = S::tile(memory, 2), values = S::tile(memory, 3);
+  const Tile<T, kWidth> means = S::owned(memory, 0), gradients = S::owned(memory, 1),
+                        keys = S::walked(memory, 0), values = S::walked(memory, 1);
   const Rows<const T> k = args.pass.k.rows(chunk.span.batch, kv_head, chunk.span.begin);
   const Rows<const T> v = args.pass.v.rows(chunk.span.batch, kv_head, chunk.span.begin);
   const ClusterTile<T> tile(args, chunk.item, head, first);
@@ -353,10 +359,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int block = chunk.begin / near; block * near < chunk.end; ++block) {
     const int first_key = max(block * near, chunk.begin), end = min((block + 1) * near, chunk.end);
 #pragma unroll 1
-    for (int begin = first_key; begin < end; begin += kKeys) {
+    for (int begin = first_key; begin < end; begin += S::kWalked) {
       __syncthreads();  // the tiles are free
-      load_tile<kKeys, kThreads>(keys, k, begin, end - begin);
-      load_tile<kKeys, kThreads>(values, v, begin, end - begin);
+      load_tile<S::kWalked, kThreads>(keys, k, begin, end - begin);
+      load_tile<S::kWalked, kThreads>(values, v, begin, end - begin);
       cp_async_commit();
       if (begin == first_key) {
         // Both threads of a cluster look up their side; the cluster is made again if one changes.
@@ -372,7 +378,7 @@ __global__ void __launch_bounds__(kThreads)
       cp_async_wait<0>();
       __syncthreads();
 #pragma unroll 1
-      for (int c = 0; c < kKeys && begin + c < end; c += 16) {
+      for (int c = 0; c < S::kWalked && begin + c < end; c += 16) {
         Accumulator p[1], ds[1];
         own.scores(p, keys, c);
         own_gradients.scores(ds, values, c);

@@ -141,13 +141,14 @@ struct FarRows {
 };
 
 template <class T, int kDim>
-struct FarTiles : AttendTiles<T, kDim, kCentroidRows, kAttendKeys> {
-  using AttendTiles<T, kDim, kCentroidRows, kAttendKeys>::AttendTiles;
+struct FarTiles : AttendTiles<T, kDim, kCentroidRows, kTileKeys<T, kDim>> {
+  static constexpr int kKeys = kTileKeys<T, kDim>;
+  using AttendTiles<T, kDim, kCentroidRows, kKeys>::AttendTiles;
 
   __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v, int begin,
                        int end) const {
-    load_tile<kAttendKeys, kThreads>(this->keys(stage), k, begin, end - begin);
-    load_tile<kAttendKeys, kThreads>(this->values(stage), v, begin, end - begin);
+    load_tile<kKeys, kThreads>(this->keys(stage), k, begin, end - begin);
+    load_tile<kKeys, kThreads>(this->values(stage), v, begin, end - begin);
     cp_async_commit();
   }
 };
@@ -204,14 +205,14 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
   const unsigned long long* own_masks[2] = {args.top_keys ? masks[0] + warp * 32 : nullptr,
                                             args.top_keys ? masks[1] + warp * 32 : nullptr};
 
-  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kAttendKeys, stage ^= 1) {
+  constexpr int kKeys = FarTiles<T, kDim>::kKeys;
+  for (int begin = chunk.begin, stage = 0; begin < chunk.end; begin += kKeys, stage ^= 1) {
     cp_async_wait<0>();
     if (args.top_keys) masks[stage][thread] = listed_mask(listed, num_listed, begin);
     __syncthreads();
-    if (begin + kAttendKeys < chunk.end)
-      tiles.load(stage ^ 1, k, v, begin + kAttendKeys, chunk.end);
+    if (begin + kKeys < chunk.end) tiles.load(stage ^ 1, k, v, begin + kKeys, chunk.end);
 #pragma unroll 1
-    for (int column = 0; column < kAttendKeys && begin + column < chunk.end; column += 16) {
+    for (int column = 0; column < kKeys && begin + column < chunk.end; column += 16) {
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - begin - column,
                   own_masks[stage], queries.exponent, begin + column, queries.dropout, own_words);
       const int end = begin + column + 16;
@@ -236,17 +237,16 @@ __global__ void __launch_bounds__(kThreads) far_kernel(const __grid_constant__ F
     MemberWalk& walk = rows.members[i / 2][i % 2];
     walk.at = count_up_to(walk.list, walk.count, (last_block - 1) * near - 1);
   }
-  const int last_tile = chunk.begin + (chunk.end - 1 - chunk.begin) / kAttendKeys * kAttendKeys;
+  const int last_tile = chunk.begin + (chunk.end - 1 - chunk.begin) / kKeys * kKeys;
   __syncthreads();
   tiles.load(0, k, v, last_tile, chunk.end);
-  for (int begin = last_tile, stage = 0; begin >= chunk.begin; begin -= kAttendKeys, stage ^= 1) {
+  for (int begin = last_tile, stage = 0; begin >= chunk.begin; begin -= kKeys, stage ^= 1) {
     cp_async_wait<0>();
     if (args.top_keys) masks[stage][thread] = listed_mask(listed, num_listed, begin);
     __syncthreads();
-    if (begin - kAttendKeys >= chunk.begin)
-      tiles.load(stage ^ 1, k, v, begin - kAttendKeys, chunk.end);
+    if (begin - kKeys >= chunk.begin) tiles.load(stage ^ 1, k, v, begin - kKeys, chunk.end);
 #pragma unroll 1
-    for (int column = kAttendKeys - 16; column >= 0; column -= 16) {
+    for (int column = kKeys - 16; column >= 0; column -= 16) {
       const int key = begin + column;
       if (key >= chunk.end) continue;
       rows.attend(tiles.keys(stage), tiles.values(stage), column, chunk.end - key, own_masks[stage],

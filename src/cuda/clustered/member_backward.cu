@@ -13,8 +13,9 @@
 // If the unit is the whole cluster, the block also computes the operands of the centroid kernels
 // (ClusterRow). Clusters of several units need a second launch for them. Shared memory
 // (MemberShape): two stages of rows, and keys, values and dS of all slots; 54 KiB for 4 warps, 32
-// top keys and 16-bit rows of 64. Launch bounds: 6 or 4 blocks per multiprocessor for 16-bit rows
-// of 64, 2 for rows of 128, 1 for f32. All devices and element types.
+// top keys and 16-bit rows of 64; lean blocks have at most 94 KiB. Launch bounds: 6 or 4 blocks per
+// multiprocessor for 16-bit rows of 64, 2 for rows of 128, 1 for f32. All devices and element
+// types.
 #include <cstdint>
 
 #include "cuda/clustered/backward.h"
@@ -198,10 +199,23 @@ struct SlotSums {
   }
 };
 
+// Sums over the members, in shared memory.
+template <int kWidth, int kWarps>
+struct MemberSums {
+  float dout[kWidth];
+  float dmass[kWarps];
+  float delta;
+  float dmean[kWarps][kWidth];  // of near keys, by warp
+};
+
 // Shared memory: two stages of Q and dO rows with their numbers and lse, weights of kSlotTile
 // slots, a buffer for 32 columns of dq, mean and output of the cluster, the top keys' numbers; then
-// dS, keys and values for every kSlotTile slots.
-template <class T, int kWidth, int kBlockWarps>
+// dS, keys and values for every kSlotTile slots. Sums are where the second stage of rows was.
+//
+// Lean blocks are for GPUs whose shared memory does not hold that, and for f32 rows of 128: one
+// stage of rows, and keys and values of kSlotTile slots, which are fetched again whenever others
+// were there (stream).
+template <class T, int kWidth, int kBlockWarps, bool kLean>
 struct MemberShape {
   static constexpr int kWarps = kBlockWarps;
   static constexpr int kThreads = 32 * kWarps;
@@ -209,14 +223,24 @@ struct MemberShape {
   static constexpr int kRowTileBytes = kRowTile * kWidth * static_cast<int>(sizeof(T));
   static constexpr int kSlotTileBytes = kSlotTile * kWidth * static_cast<int>(sizeof(T));
   static constexpr int kWeightBytes = kRowTile * kSlotTile * static_cast<int>(sizeof(T));
-  static constexpr int kWeights = 4 * kRowTileBytes;
+  static constexpr int kStages = kLean ? 1 : 2;
+  static constexpr int kWeights = 2 * kStages * kRowTileBytes;
   static constexpr int kFacts = kWeights + 2 * kWeightBytes;
-  static constexpr int kCluster = kFacts + 2 * kRowTile * 8;
+  static constexpr int kCluster = kFacts + kStages * kRowTile * 8;
   static constexpr int kKeys = kCluster + 2 * kWidth * 4;
-  static constexpr int kSlots = kKeys + kMaxTopKeys * 4;
-  static constexpr int kTileBytes = kWeightBytes + 2 * kSlotTileBytes;  // of kSlotTile slots
+  static constexpr int kEnd = kKeys + kMaxTopKeys * 4;
+  static constexpr int kSums = kLean ? kEnd : 2 * kRowTileBytes;
+  static constexpr int kSumBytes =
+      (static_cast<int>(sizeof(MemberSums<kWidth, kWarps>)) + 127) / 128 * 128;
+  static constexpr int kSlots = kEnd + (kLean ? kSumBytes : 0);
+  static constexpr int kSlotBytes = 2 * kSlotTileBytes;  // keys and values of kSlotTile slots
+  // From one tile of slots to the next.
+  static constexpr int kTileBytes = kWeightBytes + (kLean ? 0 : kSlotBytes);
   static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kWidth > 64 ? 2 : kWarps == 2 ? 6 : 4;
-  static constexpr int bytes(int tiles) { return kSlots + tiles * kTileBytes; }
+  static constexpr int bytes(int tiles) {
+    return kSlots + (kLean ? kSlotBytes : 0) + tiles * kTileBytes;
+  }
+  static_assert(kSlotTileBytes <= kRowTileBytes, "write_slots stages slots where rows were");
 };
 
 // Rows of a tile that this thread copies, by number; the same rows of two tensors.
@@ -259,15 +283,6 @@ struct Gather {
   }
 };
 
-// Sums over the members, in shared memory after the first stage of rows.
-template <int kWidth, int kWarps>
-struct MemberSums {
-  float dout[kWidth];
-  float dmass[kWarps];
-  float delta;
-  float dmean[kWarps][kWidth];  // of near keys, by warp
-};
-
 // The sum of near_dmean over the rows of a unit, 16 bytes of a row in each thread.
 template <class T, int kWidth, int kWarps>
 struct NearSums {
@@ -307,9 +322,9 @@ struct NearSums {
 };
 
 // What a block works on: members [unit.first, unit.first + unit.count) in sorted order.
-template <class T, int kWidth, int kWarps>
+template <class T, int kWidth, int kWarps, bool kLean>
 struct MemberBlock {
-  using S = MemberShape<T, kWidth, kWarps>;
+  using S = MemberShape<T, kWidth, kWarps, kLean>;
   const BackwardArgs<T>& args;
   unsigned char* memory;
   std::uint32_t base;
@@ -330,7 +345,7 @@ struct MemberBlock {
     order = args.lists.order + token + unit.first;
   }
 
-  __device__ static int stage(int first) { return first / S::kRowTile % 2; }
+  __device__ static int stage(int first) { return first / S::kRowTile % S::kStages; }
   __device__ Tile<T, kWidth> rows(int first, int tensor) const {
     return {base + (2 * stage(first) + tensor) * S::kRowTileBytes};
   }
@@ -350,13 +365,14 @@ struct MemberBlock {
   __device__ Tile<T, kSlotTile> staging() const { return {base + S::kWeights + S::kWeightBytes}; }
   // dS, and keys or values, of slots [kSlotTile tile, kSlotTile (tile + 1)).
   __device__ Tile<T, kSlotTile> derivatives(int tile) const {
-    return {base + S::kSlots + tile * S::kTileBytes};
+    return {base + S::kSlots + (kLean ? S::kSlotBytes : 0) + tile * S::kTileBytes};
   }
   __device__ Tile<T, kWidth> slots(int tile, int tensor) const {
-    return {base + S::kSlots + tile * S::kTileBytes + S::kWeightBytes + tensor * S::kSlotTileBytes};
+    const int at = kLean ? 0 : tile * S::kTileBytes + S::kWeightBytes;
+    return {base + S::kSlots + at + tensor * S::kSlotTileBytes};
   }
   __device__ MemberSums<kWidth, kWarps>& sums() const {
-    return *reinterpret_cast<MemberSums<kWidth, kWarps>*>(memory + 2 * S::kRowTileBytes);
+    return *reinterpret_cast<MemberSums<kWidth, kWarps>*>(memory + S::kSums);
   }
   // Whether this warp has rows in a tile.
   __device__ bool active(int first) const {
@@ -412,17 +428,28 @@ struct MemberBlock {
     first = count_up_to(keys(), count, (at - 1) * near - 1);
     end = count_up_to(keys(), count, (at + 2) * near - 1);
   }
-  // Keys and values of all slots.
-  __device__ void load_slots() const {
+  __device__ void load_slots(int tile) const {
     const int group = args.shape.group, topk = args.shape.topk;
     const int key_head = group > 1 ? head / group : head;
-    for (int tile = 0; tile * kSlotTile < topk; ++tile) {
-      Gather<T, kWidth, kSlotTile, S::kThreads> gather;
-      gather.find(args.lists.top_keys + static_cast<std::int64_t>(row) * topk, tile * kSlotTile,
-                  topk);
-      gather.load(slots(tile, 0), args.k.rows(k_span.batch, key_head, k_span.begin));
-      gather.load(slots(tile, 1), args.v.rows(k_span.batch, key_head, k_span.begin));
-    }
+    Gather<T, kWidth, kSlotTile, S::kThreads> gather;
+    gather.find(args.lists.top_keys + static_cast<std::int64_t>(row) * topk, tile * kSlotTile,
+                topk);
+    gather.load(slots(tile, 0), args.k.rows(k_span.batch, key_head, k_span.begin));
+    gather.load(slots(tile, 1), args.v.rows(k_span.batch, key_head, k_span.begin));
+  }
+  // Keys and values of all slots for which there is room.
+  __device__ void load_slots() const {
+    for (int tile = 0; tile * kSlotTile < args.shape.topk && (tile == 0 || !kLean); ++tile)
+      load_slots(tile);
+  }
+  // Lean blocks: the keys and values of a tile of slots. Called by all threads.
+  __device__ __forceinline__ void stream(int tile) const {
+    if (!kLean || args.shape.topk <= kSlotTile) return;
+    __syncthreads();
+    load_slots(tile);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
   }
   // Mean and output of the cluster.
   __device__ void load_cluster() const {
@@ -493,7 +520,8 @@ struct MemberBlock {
     const int tiles = (args.shape.topk + kSlotTile - 1) / kSlotTile;
     clear(dq[0]), clear(dq[1]);
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile)
+    for (int tile = 0; tile < tiles; ++tile) {
+      stream(tile);
 #pragma unroll
       for (int n = 0; n < kSlotTile; n += 16) {
         FragmentA<T> ds;
@@ -505,6 +533,7 @@ struct MemberBlock {
           multiply_add(dq[d], ds, b);
         }
       }
+    }
   }
   // Writes the sums of slot tile `own` to their rows in scratch memory, or adds them to the values
   // there.
@@ -547,10 +576,10 @@ struct MemberBlock {
 
 // Copies the members of a unit to shared memory, a tile at a time: find() loads the numbers of its
 // rows, load() copies the rows.
-template <class T, int kWidth, int kWarps>
+template <class T, int kWidth, int kWarps, bool kLean>
 struct UnitRows {
-  using Block = MemberBlock<T, kWidth, kWarps>;
-  using S = MemberShape<T, kWidth, kWarps>;
+  using Block = MemberBlock<T, kWidth, kWarps, kLean>;
+  using S = MemberShape<T, kWidth, kWarps, kLean>;
   const Block& block;
   Rows<const T> q, g;
   Gather<T, kWidth, S::kRowTile, S::kThreads> gather;
@@ -588,15 +617,15 @@ struct UnitRows {
 // first stage, with the mean as query and dout as output gradient. The first two warps share the
 // work. With near keys there is nothing to correct, and delta is the sum over the members that is
 // elsewhere dmass.
-template <class T, int kWidth, int kWarps>
+template <class T, int kWidth, int kWarps, bool kLean>
 struct ClusterRow {
   static constexpr int kColumns = kWidth / 32;  // of a lane
   static constexpr float kMost = 128.0f;
-  const MemberBlock<T, kWidth, kWarps>& block;
+  const MemberBlock<T, kWidth, kWarps, kLean>& block;
   MemberSums<kWidth, kWarps>& sums;
   float lse, dmass = 0.0f;
 
-  __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps>& b, float mean_lse)
+  __device__ ClusterRow(const MemberBlock<T, kWidth, kWarps, kLean>& b, float mean_lse)
       : block(b), sums(b.sums()) {
     lse = mean_lse == -INFINITY ? INFINITY : mean_lse * kLog2e - block.args.shape.weight_bits;
     if (block.args.shape.mass_grad || block.args.shape.near > 0)
@@ -637,7 +666,7 @@ struct ClusterRow {
   }
 
   // Writes dS of all slots and the weights of slot tile `own` to shared memory, like those of
-  // members; a warp takes half of the slots of a tile.
+  // members; each of two warps takes half of the slots of a tile. Lean: called by all threads.
   template <bool kDrop>
   __device__ void differentiate(int num_keys, int own) const {
     const BackwardShape& shape = block.args.shape;
@@ -648,6 +677,8 @@ struct ClusterRow {
     if constexpr (kDrop) words[0] = shape.dropout.cluster(block.problem(), block.unit.cluster);
 #pragma unroll 1
     for (int tile = 0; tile * kSlotTile < shape.topk; ++tile) {
+      block.stream(tile);
+      if (kLean && threadIdx.x >= 64) continue;
       const int left[2] = {num_keys - tile * kSlotTile, 0};
       Accumulator p[1], d[1];
       weights(p, d, block.rows(0, 0), block.rows(0, 1), block.slots(tile, 0), block.slots(tile, 1),
@@ -714,20 +745,20 @@ struct ClusterRow {
 
 // Computes all that depends on the sums over the members, which are in shared memory; adds to the
 // sums of the slots. Blocks with own > 0 write nothing else. Called by all threads.
-template <bool kNear, bool kDrop, class T, int kWidth, int kWarps>
-__device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps>& block,
+template <bool kNear, bool kDrop, class T, int kWidth, int kWarps, bool kLean>
+__device__ __forceinline__ void finish_cluster(const MemberBlock<T, kWidth, kWarps, kLean>& block,
                                                SlotSums<T, kWidth, kWarps>& slot_sums, int num_keys,
                                                int own, float mass, float mean_lse) {
   const BackwardShape& shape = block.args.shape;
   const bool empty = block.unit.size == 0, top = shape.topk > 0 && !empty;
   const bool first_warps = threadIdx.x < 64;
   __syncthreads();
-  const ClusterRow<T, kWidth, kWarps> row(block, empty ? -INFINITY : mean_lse);
+  const ClusterRow<T, kWidth, kWarps, kLean> row(block, empty ? -INFINITY : mean_lse);
   if (first_warps) row.write_operands(top ? mass : 0.0f, own == 0);
   if (kNear && own == 0 && block.args.dq.data) row.write_near_mean();
   if (kNear || !top) return;  // with near keys the centroid kernels leave top keys out
   __syncthreads();
-  if (first_warps) row.template differentiate<kDrop>(num_keys, own);
+  if (kLean || first_warps) row.template differentiate<kDrop>(num_keys, own);
   __syncthreads();
   if (own == 0 && block.args.dq.data) row.write_mean();
   row.unscale_dout();
@@ -741,9 +772,9 @@ constexpr int kSmallCluster = 40;
 
 // One row tile in a warp: 16 of its rows. kNear: rows do not see top keys that are near, and delta,
 // which belongs to all keys, is given.
-template <class T, int kWidth, int kWarps, bool kNear, bool kDrop>
+template <class T, int kWidth, int kWarps, bool kLean, bool kNear, bool kDrop>
 struct MemberTile {
-  const MemberBlock<T, kWidth, kWarps>& block;
+  const MemberBlock<T, kWidth, kWarps, kLean>& block;
   int first;  // of the tile's rows
 
   // Writes dS of all slots and the weights of slot tile `own` to shared memory, both times the
@@ -772,6 +803,7 @@ struct MemberTile {
 #pragma unroll 1
     for (int i = kNear ? tiles - 1 : 0; i < 2 * tiles - 1; ++i) {
       const int tile = i < tiles ? i : 2 * tiles - 2 - i;
+      block.stream(tile);
       const int left[2] = {seen[0] - tile * kSlotTile, seen[1] - tile * kSlotTile};
       Accumulator p[2], d[2];
       weights(p, d, block.rows(first, 0), block.rows(first, 1), block.slots(tile, 0),
@@ -861,13 +893,13 @@ struct MemberTile {
 // Block (x, y, z) takes unit x of head y and writes the slots from z kSlotTile on; with z = 0 also
 // dq and the results of the sums. Without `units`, block x finishes a cluster of several units: the
 // one whose second unit is the x-th of the units that are not their cluster's first.
-template <class T, int kWidth, int kWarps, bool kNear, bool kDrop>
-__global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
-                                  MemberShape<T, kWidth, kWarps>::kMinBlocks)
+template <class T, int kWidth, int kWarps, bool kLean, bool kNear, bool kDrop>
+__global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps, kLean>::kThreads,
+                                  MemberShape<T, kWidth, kWarps, kLean>::kMinBlocks)
     member_gradient_kernel(const __grid_constant__ BackwardArgs<T> args, bool units) {
   await_writes();  // first: later kernels read what earlier ones wrote before they wait
   release_next();
-  using S = MemberShape<T, kWidth, kWarps>;
+  using S = MemberShape<T, kWidth, kWarps, kLean>;
   extern __shared__ __align__(128) unsigned char memory[];
   const BackwardShape& shape = args.shape;
   const int head = static_cast<int>(blockIdx.y), own = static_cast<int>(blockIdx.z);
@@ -892,8 +924,8 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   const bool tail = shape.tail() && !(kNear && args.adds(unit.item, head));
   if (!units && !tail) return;
   if (units && count == 0 && (!whole || !tail || own > 0)) return;
-  const MemberBlock<T, kWidth, kWarps> block(args, memory, head, unit);
-  UnitRows<T, kWidth, kWarps> rows(block);
+  const MemberBlock<T, kWidth, kWarps, kLean> block(args, memory, head, unit);
+  UnitRows<T, kWidth, kWarps, kLean> rows(block);
   rows.find(0);
   block.load_slots();
   if (tail) block.load_cluster();
@@ -915,12 +947,19 @@ __global__ void __launch_bounds__(MemberShape<T, kWidth, kWarps>::kThreads,
   };
 #pragma unroll 1
   for (int first = 0; first < count; first += S::kRowTile) {
+    if (kLean && first > 0) {
+      __syncthreads();  // all have used the rows before
+      rows.load(first);
+      rows.find(first + S::kRowTile);
+    }
     cp_async_wait<0>();
     __syncthreads();
-    rows.load(first + S::kRowTile);
-    rows.find(first + 2 * S::kRowTile);
-    if (topk > 0 && block.active(first)) {
-      const MemberTile<T, kWidth, kWarps, kNear, kDrop> tile{block, first};
+    if (!kLean) {
+      rows.load(first + S::kRowTile);
+      rows.find(first + 2 * S::kRowTile);
+    }
+    if (topk > 0 && (kLean || block.active(first))) {  // lean blocks stream together
+      const MemberTile<T, kWidth, kWarps, kLean, kNear, kDrop> tile{block, first};
       dmass += tile.differentiate(num_keys, own, mass);
       if (args.dq.data && own == 0) tile.write_queries();
     }
@@ -957,19 +996,32 @@ void member_gradients(const BackwardArgs<T>& args, cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
   const auto heads = static_cast<unsigned>(shape.H);
   const int tiles = max((shape.topk + kSlotTile - 1) / kSlotTile, 1);
-  const auto launch = [&](auto width, auto warps, auto drops) {
-    constexpr bool kDrop = decltype(drops)::value;
+  const auto launch_as = [&](auto width, auto warps, auto lean, auto drops) {
+    constexpr bool kLean = decltype(lean)::value, kDrop = decltype(drops)::value;
     constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
-    using S = MemberShape<T, kWidth, kWarps>;
+    using S = MemberShape<T, kWidth, kWarps, kLean>;
     const auto blocks = [&](int count, bool units) {
-      const auto kernel = shape.near > 0 ? member_gradient_kernel<T, kWidth, kWarps, true, kDrop>
-                                         : member_gradient_kernel<T, kWidth, kWarps, false, kDrop>;
+      const auto kernel = shape.near > 0
+                              ? member_gradient_kernel<T, kWidth, kWarps, kLean, true, kDrop>
+                              : member_gradient_kernel<T, kWidth, kWarps, kLean, false, kDrop>;
       launch_early("member_gradient", kernel,
                    dim3(static_cast<unsigned>(count), heads, static_cast<unsigned>(tiles)),
                    S::kThreads, static_cast<std::size_t>(S::bytes(tiles)), stream, args, units);
     };
     blocks(shape.units.blocks(), true);
     if (shape.N > kUnitRows && shape.tail()) blocks(shape.units.more, false);
+  };
+  const auto launch = [&](auto width, auto warps, auto drops) {
+    constexpr int kWidth = decltype(width)::value, kWarps = decltype(warps)::value;
+    constexpr int kRowBytes = Tile<T, kWidth>::kRowBytes;
+    if constexpr (kRowBytes > 256) {
+      launch_as(width, warps, std::true_type{}, drops);
+    } else {
+      if constexpr (kRowBytes > 128)
+        if (MemberShape<T, kWidth, kWarps, false>::bytes(tiles) > shared_per_block())
+          return launch_as(width, warps, std::true_type{}, drops);
+      launch_as(width, warps, std::false_type{}, drops);
+    }
   };
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr bool kWide = sizeof(T) == 2 && decltype(width)::value > 64;

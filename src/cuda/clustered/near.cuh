@@ -11,10 +11,12 @@
 namespace coterie::cuda {
 
 // Near pairs: a block of 4 warps owns 64 positions of one side and walks those of the other, 128 at
-// a time, or 64 if rows have more than 128 bytes.
+// a time, or 64 or 32 if rows have 256 or 512 bytes.
 constexpr int kNearThreads = 128, kNearOwned = 64;
 template <class T, int kDim>
-constexpr int kNearWalked = Tile<T, kDim>::kRowBytes <= 128 ? 128 : 64;
+constexpr int kNearWalked = Tile<T, kDim>::kRowBytes <= 128   ? 128
+                            : Tile<T, kDim>::kRowBytes <= 256 ? 64
+                                                              : 32;
 
 // Positions that are near a position, of a sequence of `length`. As blocks have a multiple of 16
 // positions, 16 positions from a multiple of 16 on have the same ones.

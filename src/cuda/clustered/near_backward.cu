@@ -3,13 +3,14 @@
 // of dq, dk, dv and dmean. Where far keys are subtracted, every pair also takes back what the mean
 // of the query's cluster contributes to it.
 //
-// A kernel for each side; grid (tiles of 64 positions, heads), 4 warps. Blocks own queries and walk
+// A kernel for each side; grid (tiles of 64 positions, heads), 4 warps; 32 and 2 for f32 rows of
+// 128. Blocks own queries and walk
 // their near keys, or own keys and walk the queries that are near them. A warp owns 16 rows, which
 // have the same near rows, and multiplies 16 of these at a time. Scores are computed twice, and no
 // block waits for another one.
 //   queries: S = Q Kᵀ, Z = M Kᵀ, dP = G Vᵀ      dq += dS K, dmean -= dR K
 //   keys:    Sᵀ = K Qᵀ, Zᵀ = K Mᵀ, dPᵀ = V Gᵀ   dk += dSᵀ Q - dRᵀ M, dv += (P - R)ᵀ G
-// Shared memory (PairShape): 64 KiB for 16-bit rows of 64 elements, 160 KiB for f32 rows of 128.
+// Shared memory (PairShape): 64 KiB for 16-bit rows of 64 elements, 80 KiB for others.
 // Launch bounds: 3 blocks per multiprocessor for 16-bit rows of 64. All types and devices; every
 // sum has one writer and a fixed order. With dropout, where all heads add, dP and the P of dv are
 // multiplied by its factors.
@@ -31,8 +32,9 @@ template <class T, int kWidth>
 struct PairShape {
   static constexpr int kWalked = kNearWalked<T, kWidth>;
   static constexpr int kRowBytes = Tile<T, kWidth>::kRowBytes;
-  static constexpr int kBytes = (2 * kNearOwned + 3 * kWalked) * kRowBytes;  // owned keys
-  static_assert(kBytes >= (3 * kNearOwned + 2 * kWalked) * kRowBytes, "owned queries");
+  static constexpr int kOwned = kRowBytes <= 256 ? 64 : 32, kThreads = 2 * kOwned;
+  static constexpr int kBytes = (2 * kOwned + 3 * kWalked) * kRowBytes;  // owned keys
+  static_assert(kBytes >= (3 * kOwned + 2 * kWalked) * kRowBytes, "owned queries");
   static constexpr bool kResident = sizeof(T) == 2 && kWidth <= 64;
   static constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : kWidth <= 64 ? 3 : 2;
 };
@@ -60,11 +62,11 @@ struct PairBlock {
   bool subtract;
 
   __device__ Tile<T, kWidth> owned(int tensor) const {
-    return {base + tensor * kNearOwned * S::kRowBytes};
+    return {base + tensor * S::kOwned * S::kRowBytes};
   }
   // Walked rows are behind `owners` tensors of owned rows.
   __device__ Tile<T, kWidth> walked(int owners, int tensor) const {
-    return {base + (owners * kNearOwned + tensor * kWalked) * S::kRowBytes};
+    return {base + (owners * S::kOwned + tensor * kWalked) * S::kRowBytes};
   }
   __device__ std::int64_t line(int head) const {  // of the item's first query in (B, H, N) tensors
     return (static_cast<std::int64_t>(q_span.batch) * args.shape.H + head) * args.shape.N +
@@ -93,9 +95,9 @@ struct PairBlock {
   __device__ void load_means(const Tile<T, kWidth>& tile, int head, int first, int key) const {
     if (!subtract) return;
     const std::int64_t problem = queries.row(own.item, head, 0);  // its first mean
-    load_tile<kRows, kNearThreads>(tile,
-                                   {args.scratch.mean + problem * kWidth, kWidth, kWidth, true}, 0,
-                                   kRows, facts.clusters);
+    load_tile<kRows, S::kThreads>(tile,
+                                  {args.scratch.mean + problem * kWidth, kWidth, kWidth, true}, 0,
+                                  kRows, facts.clusters);
     cp_async_commit();
     const int topk = args.shape.topk;
     if (topk > 0)
@@ -103,13 +105,13 @@ struct PairBlock {
                                    topk, args.scratch.near_top + line(head) + first, key);
   }
   __device__ void clear_words() const {
-    for (int i = threadIdx.x; i < kNearOwned * kWalked / 32; i += kNearThreads) words[i] = 0;
+    for (int i = threadIdx.x; i < S::kOwned * kWalked / 32; i += S::kThreads) words[i] = 0;
   }
   // delta of kRows queries, whose output gradients have arrived.
   template <int kRows>
   __device__ void find_deltas(const Tile<T, kWidth>& gradients, int head, int first,
                               int count) const {
-    constexpr int kShares = kNearThreads / kRows;  // threads of a row
+    constexpr int kShares = S::kThreads / kRows;  // threads of a row
     constexpr int kChunks = Tile<T, kWidth>::kChunks / kShares, kVector = Tile<T, kWidth>::kVector;
     const int r = static_cast<int>(threadIdx.x) / kShares,
               chunk0 = static_cast<int>(threadIdx.x) % kShares * kChunks;
@@ -205,24 +207,24 @@ __device__ __forceinline__ void own_queries(const PairBlock<T, kWidth>& block, i
             end = NearRange(own.end - 1, near, length).end;
   const Tile<T, kWidth> keys = block.walked(3, 0), values = block.walked(3, 1);
   const auto load_keys = [&](int begin) {
-    load_tile<kWalked, kNearThreads>(keys, block.rows(args.k, block.k_span, kv_head), begin,
-                                     end - begin);
-    load_tile<kWalked, kNearThreads>(values, block.rows(args.v, block.k_span, kv_head), begin,
-                                     end - begin);
+    load_tile<kWalked, S::kThreads>(keys, block.rows(args.k, block.k_span, kv_head), begin,
+                                    end - begin);
+    load_tile<kWalked, S::kThreads>(values, block.rows(args.v, block.k_span, kv_head), begin,
+                                    end - begin);
     cp_async_commit();
   };
-  load_tile<kNearOwned, kNearThreads>(block.owned(0), block.rows(args.q, block.q_span, head),
-                                      own.begin, count);
-  load_tile<kNearOwned, kNearThreads>(block.owned(2), block.rows(args.g, block.q_span, head),
-                                      own.begin, count);
+  load_tile<S::kOwned, S::kThreads>(block.owned(0), block.rows(args.q, block.q_span, head),
+                                    own.begin, count);
+  load_tile<S::kOwned, S::kThreads>(block.owned(2), block.rows(args.g, block.q_span, head),
+                                    own.begin, count);
   load_keys(first);
-  block.template load_facts<kNearOwned>(head, own.begin, count);
+  block.template load_facts<S::kOwned>(head, own.begin, count);
   block.clear_words();
   __syncthreads();
-  block.template load_means<kNearOwned, kWords>(block.owned(1), head, own.begin, first);
+  block.template load_means<S::kOwned, kWords>(block.owned(1), head, own.begin, first);
   cp_async_wait<0>();
   __syncthreads();
-  block.template find_deltas<kNearOwned>(block.owned(2), head, own.begin, count);
+  block.template find_deltas<S::kOwned>(block.owned(2), head, own.begin, count);
   __syncthreads();
   if (static_cast<int>(threadIdx.x) < count)
     args.scratch.delta[block.line(head) + own.begin + threadIdx.x] = block.facts.delta[threadIdx.x];
@@ -287,7 +289,7 @@ __device__ __forceinline__ void own_queries(const PairBlock<T, kWidth>& block, i
     if (block.subtract && args.shape.topk > 0) {
       block.clear_words();
       __syncthreads();
-      mark_top_keys<kNearOwned, kWords>(
+      mark_top_keys<S::kOwned, kWords>(
           block.words, block.facts.clusters,
           args.lists.top_keys + block.queries.row(own.item, head, 0) * args.shape.topk,
           args.shape.topk, args.scratch.near_top + block.line(head) + own.begin, begin + kWalked);
@@ -307,7 +309,7 @@ __device__ __forceinline__ void own_queries(const PairBlock<T, kWidth>& block, i
 template <class T, int kWidth>
 __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int kv_head) {
   using S = PairShape<T, kWidth>;
-  constexpr int kWalked = S::kWalked, kWords = kNearOwned / 32;
+  constexpr int kWalked = S::kWalked, kWords = S::kOwned / 32;
   const BackwardArgs<T>& args = block.args;
   const ItemChunk& own = block.own;
   const int count = own.end - own.begin, near = args.shape.near, length = block.q_span.length;
@@ -316,10 +318,10 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
             end = NearRange(own.end - 1, near, length).end;
   const Tile<T, kWidth> queries = block.walked(2, 0), means = block.walked(2, 1),
                         gradients = block.walked(2, 2);
-  load_tile<kNearOwned, kNearThreads>(block.owned(0), block.rows(args.k, block.k_span, kv_head),
-                                      own.begin, count);
-  load_tile<kNearOwned, kNearThreads>(block.owned(1), block.rows(args.v, block.k_span, kv_head),
-                                      own.begin, count);
+  load_tile<S::kOwned, S::kThreads>(block.owned(0), block.rows(args.k, block.k_span, kv_head),
+                                    own.begin, count);
+  load_tile<S::kOwned, S::kThreads>(block.owned(1), block.rows(args.v, block.k_span, kv_head),
+                                    own.begin, count);
   QueryFragments<T, kWidth, S::kResident, 1> k, v;
   const float exponent = args.shape.scale * kLog2e;
   Accumulator dk[kWidth / 16] = {}, dv[kWidth / 16] = {};
@@ -331,10 +333,10 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
     for (int begin = first; begin < end; begin += kWalked) {
       const int walked = min(end - begin, kWalked);
       if (!start) __syncthreads();  // the tiles are free
-      load_tile<kWalked, kNearThreads>(queries, block.rows(args.q, block.q_span, head), begin,
-                                       walked);
-      load_tile<kWalked, kNearThreads>(gradients, block.rows(args.g, block.q_span, head), begin,
-                                       walked);
+      load_tile<kWalked, S::kThreads>(queries, block.rows(args.q, block.q_span, head), begin,
+                                      walked);
+      load_tile<kWalked, S::kThreads>(gradients, block.rows(args.g, block.q_span, head), begin,
+                                      walked);
       cp_async_commit();
       block.template load_facts<kWalked>(head, begin, walked);
       block.clear_words();
@@ -410,15 +412,16 @@ __device__ __forceinline__ void own_keys(const PairBlock<T, kWidth>& block, int 
 
 // kKeys: the block owns keys, otherwise queries.
 template <class T, int kWidth, bool kKeys>
-__global__ void __launch_bounds__(kNearThreads, (PairShape<T, kWidth>::kMinBlocks))
+__global__ void __launch_bounds__((PairShape<T, kWidth>::kThreads),
+                                  (PairShape<T, kWidth>::kMinBlocks))
     near_gradient_kernel(const __grid_constant__ BackwardArgs<T> args,
                          const __grid_constant__ CentroidQueries queries, ItemChunks tiles) {
   await_writes();  // first: later kernels read what earlier ones wrote before they wait
   release_next();
   extern __shared__ __align__(128) unsigned char memory[];
-  constexpr int kWalked = PairShape<T, kWidth>::kWalked;
-  __shared__ QueryFacts<kWalked> facts;
-  __shared__ std::uint32_t words[kNearOwned * kWalked / 32];
+  using S = PairShape<T, kWidth>;
+  __shared__ QueryFacts<S::kWalked> facts;
+  __shared__ std::uint32_t words[S::kOwned * S::kWalked / 32];
   const int head = static_cast<int>(blockIdx.y);
   const ItemChunk own =
       tiles.find(kKeys ? queries.spans.k : queries.spans.q, static_cast<int>(blockIdx.x));
@@ -441,14 +444,15 @@ __global__ void __launch_bounds__(kNearThreads, (PairShape<T, kWidth>::kMinBlock
 template <bool kKeys, class T>
 void launch(const BackwardArgs<T>& args, const CentroidQueries& queries, cudaStream_t stream) {
   const BackwardShape& shape = args.shape;
-  const ItemChunks tiles =
-      row_tiles(kKeys ? shape.spans.k : shape.spans.q, shape.items, kNearOwned);
   const int heads = kKeys ? shape.H / shape.group : shape.H;
   dispatch_head_dim("clustered", shape.pitch, [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
+    using S = PairShape<T, kWidth>;
+    const ItemChunks tiles =
+        row_tiles(kKeys ? shape.spans.k : shape.spans.q, shape.items, S::kOwned);
     launch_early("near_gradient", near_gradient_kernel<T, kWidth, kKeys>,
                  dim3(static_cast<unsigned>(tiles.slots), static_cast<unsigned>(heads)),
-                 kNearThreads, PairShape<T, kWidth>::kBytes, stream, args, queries, tiles);
+                 S::kThreads, S::kBytes, stream, args, queries, tiles);
   });
 }
 

@@ -7,8 +7,8 @@
 // a second row of scores, whose weights are taken from the sums of the mean over all keys. They are
 // rounded as there, under a shift that is a whole number as well, so that only the rounding of sums
 // is left of a near key. Adding: the far keys' sums come from far_forward.cu.
-// Shared memory: queries, their means, 64 or 128 keys and values: 48 KiB for 16-bit rows of 64
-// elements, 128 KiB for f32 rows of 128. Launch bounds: 4 blocks per multiprocessor for 16-bit rows
+// Shared memory: queries, their means, 32 to 128 keys and values: 48 KiB for 16-bit rows of 64
+// elements, 96 KiB for f32 rows of 128. Launch bounds: 4 blocks per multiprocessor for 16-bit rows
 // of 64. All types and devices; every sum has a fixed order. Dropout multiplies the weights of
 // values; heads with dropout add.
 #include <cstddef>

@@ -15,8 +15,8 @@
 // their scores by the same instructions, hence with the same bits.
 //
 // Block number of 1 and 2 = (part or chunk of the keys * H + head) * row tiles + tile; 4 warps of
-// 32 means, 64 keys at a time. Shared memory: means and two stages of keys; 33 KiB for 16-bit rows
-// of 64 elements, 128 KiB for f32 rows of 128. Step 3: a warp for two means, 36 KiB of a block.
+// 32 means, 64 keys at a time. Shared memory: means and two stages of keys, one for rows of 512
+// bytes; 32, 64 or 96 KiB. Step 3: a warp for two means, 36 KiB of a block.
 #include "cuda/clustered/clustered.h"
 #include "cuda/clustered/select.cuh"
 #include "cuda/launch/dispatch.h"
@@ -29,9 +29,12 @@ namespace {
 constexpr int kThreads = 128;  // 4 warps of 32 rows
 constexpr int kMergeWarps = 4;
 
-// Bytes of the means and two stages of keys.
 template <class T, int kDim>
-constexpr int kTileBytes = (kCentroidRows + 2 * kSelectKeys) * Tile<T, kDim>::kRowBytes;
+constexpr int kStages = Tile<T, kDim>::kRowBytes <= 256 ? 2 : 1;  // of keys
+// Bytes of the means and the keys.
+template <class T, int kDim>
+constexpr int kTileBytes =
+    (kCentroidRows + kStages<T, kDim> * kSelectKeys) * Tile<T, kDim>::kRowBytes;
 
 // The products of a block's means with `total` tiles of keys, the t-th from key first(t) on and not
 // beyond `end`. Calls body(t, products); products(visit) calls visit(n, s) with those of this
@@ -42,7 +45,8 @@ __device__ __forceinline__ void walk_keys(unsigned char* memory, const SelectArg
                                           const Rows<const T>& rows, int total, int end,
                                           const First& first, const Body& body) {
   const Tile<T, kDim> means{shared_address(memory)};
-  const auto keys = [&](int t) { return means.below(kCentroidRows + t % 2 * kSelectKeys); };
+  constexpr int kPlaces = kStages<T, kDim>;
+  const auto keys = [&](int t) { return means.below(kCentroidRows + t % kPlaces * kSelectKeys); };
   const auto load = [&](int t) {
     if (t < total) load_tile<kSelectKeys, kThreads>(keys(t), rows, first(t), end - first(t));
     cp_async_commit();
@@ -56,7 +60,7 @@ __device__ __forceinline__ void walk_keys(unsigned char* memory, const SelectArg
   for (int t = 0; t < total; ++t) {
     cp_async_wait<0>();
     __syncthreads();
-    load(t + 1);
+    if (kPlaces > 1) load(t + 1);
     body(t, [&](const auto& visit) {
 #pragma unroll
       for (int n = 0; n < kSelectKeys / 16; ++n) {
@@ -65,6 +69,9 @@ __device__ __forceinline__ void walk_keys(unsigned char* memory, const SelectArg
         visit(n, s);
       }
     });
+    if (kPlaces > 1) continue;
+    __syncthreads();  // all have read the keys
+    load(t + 1);
   }
 }
 

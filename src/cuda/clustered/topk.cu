@@ -7,10 +7,11 @@
 // Grid (tiles of sorted queries, H). A block of 4 warps takes up to 256 queries of one cluster; if
 // clusters have up to 96 members on average, a block of one warp takes up to 32. It gathers the
 // cluster's keys and values to shared memory once (8 KiB for 32 top keys and 16-bit rows of 64
-// elements, at most 128 KiB); each warp then streams 16 queries at a time through its registers and
-// writes each output to its query's place. Launch bounds: 16 warps per multiprocessor for 16-bit
-// rows of 64, 8 for others. Rows that are not aligned to 16 bytes are copied element by element.
-// All devices and element types.
+// elements, at most 64 KiB; of f32 rows of 128, 32 at a time for the block's warps together, 32
+// KiB, and again for each group of queries if there are more); each warp then streams 16 queries at
+// a time through its registers and writes each output to its query's place. Launch bounds: 16 warps
+// per multiprocessor for 16-bit rows of 64, 8 for others. Rows that are not aligned to 16 bytes are
+// copied element by element. All devices and element types.
 #include <climits>
 #include <cstdint>
 
@@ -35,6 +36,9 @@ namespace {
 // depths are added does not matter.
 
 constexpr int kTopKeys = 32;  // multiplied at a time
+// Whether shared memory holds kTopKeys keys and values at a time instead of all.
+template <class T, int kDim>
+constexpr bool kStreamed = Tile<T, kDim>::kRowBytes > 256;
 
 // Keys in shared memory, of which a lane reads the piece of 16 bytes that it holds of a query.
 // Neighbouring rows are in different halves of 128 bytes, so 8 lanes have no bank conflicts.
@@ -52,8 +56,9 @@ struct TopKeyTile {
 };
 
 // Starts to copy the rows of a list of `topk` to shared memory, zeros up to a multiple of kTopKeys,
-// which is not 0; returns how many there are. With kAligned, pitches fit 32 bits: an address takes
-// one instruction. Called by all threads; the caller commits, waits and synchronises.
+// which is not 0; with kStreamed only the first kTopKeys. Returns how many the list has. With
+// kAligned, pitches fit 32 bits: an address takes one instruction. Called by all threads; the
+// caller commits, waits and synchronises.
 template <bool kAligned, class T, int kDim, int kBlockThreads>
 __device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Tile<T, kDim>& values,
                                       const Rows<const T>& k, const Rows<const T>& v,
@@ -69,6 +74,7 @@ __device__ __forceinline__ int gather(const TopKeyTile<T, kDim>& keys, const Til
   for (int first = 0; first == 0 || first < topk; first += kTopKeys) {
     const int own = first + lane < topk ? top[first + lane] : -1;
     count += __popc(__ballot_sync(~0u, own >= 0));
+    if (kStreamed<T, kDim> && first > 0) continue;
 #pragma unroll kUnrolled
     for (int step = 0; step < kSteps; ++step) {
       const int number = step * kBlockThreads + static_cast<int>(threadIdx.x);
@@ -413,16 +419,30 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
       tail[i] = args.bottom[cluster_row * width +
                             min(static_cast<int>(threadIdx.x) + i * 32 * kWarps, width - 1)];
   const TopKeyTile<T, kDim> keys{shared_address(memory)};
-  const Tile<T, kDim> values{keys.below(args.padded).base};
+  const Tile<T, kDim> values{keys.below(kStreamed<T, kDim> ? kTopKeys : args.padded).base};
   const ItemSpan span = args.spans.k.span(tile.item);
   const Rows<const T> k = args.k.rows(span.batch, head / args.group, span.begin);
   const Rows<const T> v = args.v.rows(span.batch, head / args.group, span.begin);
   const std::int32_t* top = args.top_keys + cluster_row * args.topk;
   // One branch around all copies, so that they are in flight together.
-  const int count = k.aligned && v.aligned && max(k.pitch, v.pitch) <= UINT_MAX
-                        ? gather<true, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk)
-                        : gather<false, T, kDim, 32 * kWarps>(keys, values, k, v, top, args.topk);
+  const auto gather_from = [&](int first) {
+    return k.aligned && v.aligned && max(k.pitch, v.pitch) <= UINT_MAX
+               ? gather<true, T, kDim, 32 * kWarps>(keys, values, k, v, top + first,
+                                                    args.topk - first)
+               : gather<false, T, kDim, 32 * kWarps>(keys, values, k, v, top + first,
+                                                     args.topk - first);
+  };
+  const int count = gather_from(0);
   cp_async_commit();
+  // Keys from `first` on for all warps, where they are not all there. Called by all threads.
+  const auto stream = [&](int first) {
+    if (!kStreamed<T, kDim> || count <= kTopKeys) return;
+    __syncthreads();
+    gather_from(first);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+  };
   const Rows<const T> q = args.q.rows(tile.span.batch, head, tile.span.begin);
   queries.load(q);
   const Rows<T> out = args.out.rows(tile.span.batch, head, tile.span.begin);
@@ -435,7 +455,9 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
   __syncthreads();
 
 #pragma unroll 1
-  for (int group = warp; 16 * group < tile.count; group += kWarps) {
+  for (int group = warp; 16 * (kStreamed<T, kDim> ? group - warp : group) < tile.count;
+       group += kWarps) {
+    if (group >= kWarps) stream(0);
     TopKeyRows<T, kDim> rows;
     int seen[2] = {count, count};
     if (args.causal)
@@ -462,6 +484,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
                                              dropped);
 #pragma unroll 1
     for (int first = kTopKeys; first < count; first += kTopKeys) {
+      stream(first);
       const int left[2] = {seen[0] - first, seen[1] - first};
       if constexpr (kNear)
 #pragma unroll
@@ -473,11 +496,12 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
         drop.keys = top + first;
         drop.last = args.topk - 1 - first;
       }
-      rows.template attend<false, kNear, kDrop>(queries, keys.below(first), values.below(first),
-                                                left, hidden, args.exponent, dropped);
+      const int at = kStreamed<T, kDim> ? 0 : first;
+      rows.template attend<false, kNear, kDrop>(queries, keys.below(at), values.below(at), left,
+                                                hidden, args.exponent, dropped);
     }
     write_rows(queries, rows, out, lse, mass, bottom);
-    if (16 * (group + kWarps) >= tile.count) break;
+    if (16 * ((kStreamed<T, kDim> ? group - warp : group) + kWarps) >= tile.count) break;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       queries.rows[half] = after[half];
@@ -489,7 +513,8 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentWarps<T, kDim> / kWarps)
 
 template <class T, int kDim, int kWarps, bool kNear, bool kDrop = false>
 void launch_topk(const TopkArgs<T>& args, cudaStream_t stream) {
-  const int bytes = 2 * args.padded * Tile<T, kDim>::kRowBytes;
+  const int keys = kStreamed<T, kDim> ? kTopKeys : args.padded;
+  const int bytes = 2 * keys * Tile<T, kDim>::kRowBytes;
   const dim3 grid(static_cast<unsigned>(args.tiles.total), static_cast<unsigned>(args.H));
   launch_early("topk_attend", topk_attend_kernel<T, kDim, kWarps, kNear, kDrop>, grid, 32 * kWarps,
                static_cast<std::size_t>(bytes), stream, args);

@@ -2,6 +2,7 @@
 #include "cuda/launch/fail.h"
 
 #include "core/check.h"
+#include "cuda/launch/device.h"
 
 namespace coterie::cuda {
 
@@ -17,6 +18,11 @@ void fail_element(const char* op, DType dtype) {
 
 void fail_more_than(const char* op, std::int64_t most, const char* what, std::int64_t got) {
   fail(op, "expected at most ", most, " ", what, "; got ", got);
+}
+
+void fail_shared_memory(std::size_t bytes) {
+  fail("cuda", "expected a kernel that needs at most ", shared_per_block(),
+       " bytes of shared memory, as a block has on this GPU; it needs ", bytes);
 }
 
 void fail_alignment(const char* op, const char* what, std::int64_t bytes) {

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "coterie/view.h"
@@ -15,6 +16,8 @@ namespace coterie::cuda {
 [[noreturn]] void fail_element(const char* op, DType dtype);
 [[noreturn]] void fail_more_than(const char* op, std::int64_t most, const char* what,
                                  std::int64_t got);
+// More shared memory than a block may have on this device.
+[[noreturn]] void fail_shared_memory(std::size_t bytes);
 [[noreturn]] void fail_alignment(const char* op, const char* what, std::int64_t bytes);
 
 }  // namespace coterie::cuda

@@ -28,11 +28,12 @@ void allow_shared_memory(const void* kernel);
 
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, std::size_t bytes) {
+  if (bytes > static_cast<std::size_t>(shared_per_block())) fail_shared_memory(bytes);
   if (bytes > 32 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kernel));
 }
 
 struct LaunchMode {
-  bool early;     // may start before the previous kernel in the stream has finished
+  bool early;     // may start before the previous kernel in the stream has finished, if it can
   bool together;  // cooperative: all blocks are resident at once
 };
 
@@ -48,7 +49,7 @@ void launch_kernel(const char* name, LaunchMode mode, void (*kernel)(Parameters.
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = attributes;
-  if (mode.early) {
+  if (mode.early && device_limits().early) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

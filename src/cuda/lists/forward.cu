@@ -5,9 +5,10 @@
 // of 16-bit types.
 //
 // Grid (tiles of 128 queries of a list, heads), 128 threads: a warp handles 32 queries, and the
-// block walks over the tiles of 64 keys that any query sees. Warps skip keys that none of their
-// queries sees. Shared memory, 50 to 190 KB: the queries, two stages of keys and values, and row
-// metadata; up to 255 registers. Unaligned rows are loaded element by element.
+// block walks over the tiles of 64 keys that any query sees; of 32 or 16 for rows of 256 or 512
+// bytes. Warps skip keys that none of their queries sees. Shared memory, 48 to 96 KiB and row
+// metadata: the queries and two stages of keys and values; the metadata of the queries is where the
+// second stage will be. Up to 255 registers. Unaligned rows are loaded element by element.
 #include <cstdint>
 
 #include "cuda/launch/dispatch.h"
@@ -22,7 +23,7 @@
 namespace coterie::cuda {
 namespace {
 
-constexpr int kForwardThreads = 128, kForwardRows = 1 << kForwardTileBits, kForwardKeys = 64;
+constexpr int kForwardThreads = 128, kForwardRows = 1 << kForwardTileBits;
 
 // Query metadata for the scores.
 struct QueryFacts {
@@ -52,18 +53,25 @@ __device__ __forceinline__ float finished_score(const ListProblem& problem, floa
   return query.filter.sees(key.row) ? score : -INFINITY;
 }
 
+// What the threads of a block look up for each other, once.
+template <bool kDrop>
+struct QueryTable {
+  RankRange ranges[kForwardRows];
+  QueryFacts facts[kForwardRows];
+  DropoutRow words[kDrop ? kForwardRows : 1];
+};
+
 template <class T, int kDim>
-struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kForwardKeys> {
-  using AttendTiles<T, kDim, kForwardRows, kForwardKeys>::AttendTiles;
+struct ForwardTiles : AttendTiles<T, kDim, kForwardRows, kTileKeys<T, kDim>> {
+  static constexpr int kKeys = kTileKeys<T, kDim>;
+  using AttendTiles<T, kDim, kForwardRows, kKeys>::AttendTiles;
 
   // Loads the ranks from `begin` on of the key list.
   __device__ void load(int stage, const Rows<const T>& k, const Rows<const T>& v,
                        const SlotList& list, int begin) const {
     const int left = list.count - begin;
-    load_tile<kForwardKeys, kForwardThreads>(this->keys(stage), k, begin, left,
-                                             list.index_at(begin));
-    load_tile<kForwardKeys, kForwardThreads>(this->values(stage), v, begin, left,
-                                             list.index_at(begin));
+    load_tile<kKeys, kForwardThreads>(this->keys(stage), k, begin, left, list.index_at(begin));
+    load_tile<kKeys, kForwardThreads>(this->values(stage), v, begin, left, list.index_at(begin));
     cp_async_commit();
   }
 };
@@ -88,16 +96,15 @@ struct ForwardRows {
   }
 
   // Reads the metadata of the block's queries.
-  __device__ void start(const RankRange (&ranges)[kForwardRows],
-                        const QueryFacts (&known)[kForwardRows], const DropoutRow* known_words) {
+  __device__ void start(const QueryTable<kDrop>& table) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        range[m][half] = ranges[row(m, half)];
-        facts[m][half] = known[row(m, half)];
+        range[m][half] = table.ranges[row(m, half)];
+        facts[m][half] = table.facts[row(m, half)];
         softmax[m][half] = {kLowestShift, 0.0f};
-        if constexpr (kDrop) words[m][half] = known_words[row(m, half)];
+        if constexpr (kDrop) words[m][half] = table.words[row(m, half)];
       }
     seen = {__shfl_sync(~0u, range[0][0].low, 0), __shfl_sync(~0u, range[1][1].high, 31)};
   }
@@ -233,11 +240,13 @@ template <class T, int kDim, bool kDrop>
 __global__ void __launch_bounds__(kForwardThreads)
     list_forward_kernel(const __grid_constant__ ListForwardArgs<T> args) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ ListKey facts[2][kForwardKeys];
-  __shared__ RankRange ranges[kForwardRows];
-  __shared__ QueryFacts query_facts[kForwardRows];
-  __shared__ DropoutRow words[kDrop ? kForwardRows : 1];
-  const ForwardTiles<T, kDim> tiles(memory);
+  using Tiles = ForwardTiles<T, kDim>;
+  constexpr int kKeys = Tiles::kKeys;
+  __shared__ ListKey facts[2][kKeys];
+  const Tiles tiles(memory);
+  auto& table = *reinterpret_cast<QueryTable<kDrop>*>(memory + Tiles::kBytes -
+                                                      2 * Tiles::kTileBytes);  // of stage 1
+  static_assert(sizeof(table) <= 2 * Tiles::kTileBytes, "room");
   const ListProblem& problem = args.problem;
   const int head = blockIdx.y;
   // With causal ranges the last tiles have the most work: they start first.
@@ -257,34 +266,34 @@ __global__ void __launch_bounds__(kForwardThreads)
       pair.k.rows(args.v.rows(pair.k_span.batch, head / problem.value_group, pair.k_span.begin));
   // Each thread looks up one query; threads beyond the last query repeat it.
   const int own = min(tile.first + static_cast<int>(threadIdx.x), pair.q.count - 1);
-  ranges[threadIdx.x] = problem.range(pair, own);
-  query_facts[threadIdx.x].load(problem, pair, head, own);
+  table.ranges[threadIdx.x] = problem.range(pair, own);
+  table.facts[threadIdx.x].load(problem, pair, head, own);
   if constexpr (kDrop)
-    words[threadIdx.x] = problem.dropout.query(
+    table.words[threadIdx.x] = problem.dropout.query(
         static_cast<std::int64_t>(tile.item) * problem.q.heads + head, pair.q.row(own));
   __syncthreads();
-  const int begin = ranges[0].low / kForwardKeys * kForwardKeys;
-  const int end = ranges[kForwardRows - 1].high;
+  const int begin = table.ranges[0].low / kKeys * kKeys;
+  const int end = table.ranges[kForwardRows - 1].high;
   const auto load_keys = [&](int stage, int from) {
     tiles.load(stage, k, v, pair.k, from);
-    if (const int own = static_cast<int>(threadIdx.x); own < kForwardKeys)
+    if (const int own = static_cast<int>(threadIdx.x); own < kKeys)
       facts[stage][own] = load_key(problem, pair, head / problem.group, from + own);
   };
   load_keys(0, begin);
 
   ForwardRows<T, kDim, kDrop> rows;
-  rows.start(ranges, query_facts, words);
+  rows.start(table);
   const float scale = problem.score_scale(head);
   cp_async_wait<0>();
   __syncthreads();
   rows.queries.load(tiles.queries, threadIdx.x / 32 * 32);
-  for (int from = begin, stage = 0; from < end; from += kForwardKeys, stage ^= 1) {
+  for (int from = begin, stage = 0; from < end; from += kKeys, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();
-    if (from + kForwardKeys < end) load_keys(stage ^ 1, from + kForwardKeys);
+    if (from + kKeys < end) load_keys(stage ^ 1, from + kKeys);
     constexpr int kStep = 16 * ForwardRows<T, kDim, kDrop>::kBlock;
 #pragma unroll 1
-    for (int column = 0; column < kForwardKeys; column += kStep)
+    for (int column = 0; column < kKeys; column += kStep)
       rows.attend(problem, tiles.keys(stage), tiles.values(stage), facts[stage], from, column,
                   fabsf(scale));
   }

@@ -11,13 +11,13 @@
 // walk all keys in tiles of 64. A tile's products (mma.sync) go to shared memory; then each warp
 // handles 8 rows and appends the keys that reach a row's floor to that row's candidate list. When
 // the next tile could overflow a list, it is cut to the best topk and the floor rises. Lists stay
-// ascending: keys come in order and cuts keep it. Shared memory: queries, two stages of keys and
-// the products, 42 KiB (64 16-bit elements) to 114 KiB (128 floats). Lists are in global memory.
-// Attention: a warp per query for out and for dq; the latter also writes p, ds and the key of every
-// (query, slot). These entries are stably sorted by tile of 64 keys; then a warp per key adds up
-// its own, each lane every 32nd column. Sums have a fixed order, without atomics. Shared memory:
-// 512 or 1024 bytes per warp. Preconditions: rows of at most 128 elements, topk of at most 128,
-// 2^20 rows; others are refused.
+// ascending: keys come in order and cuts keep it. Shared memory: queries, two stages of keys (one
+// of rows of 512 bytes) and the products, 42 KiB (64 16-bit elements) to 82 KiB (128 floats). Lists
+// are in global memory. Attention: a warp per query for out and for dq; the latter also writes p,
+// ds and the key of every (query, slot). These entries are stably sorted by tile of 64 keys; then a
+// warp per key adds up its own, each lane every 32nd column. Sums have a fixed order, without
+// atomics. Shared memory: 512 or 1024 bytes per warp. Preconditions: rows of at most 128 elements,
+// topk of at most 128, 2^20 rows; others are refused.
 #include <algorithm>
 #include <cfloat>
 
@@ -128,7 +128,9 @@ __device__ __noinline__ CandidateKey cut_list(CandidateKey* list, int count, int
 template <class T, int kDim>
 struct OracleSearch {
   const OracleArgs<T>& args;
-  Tile<T, kDim> queries;  // kRows rows, then two stages of keys
+  static constexpr int kStages = Tile<T, kDim>::kRowBytes <= 256 ? 2 : 1;
+  static constexpr int kTileBytes = (kRows + kStages * kKeys) * Tile<T, kDim>::kRowBytes;
+  Tile<T, kDim> queries;  // kRows rows, then the stages of keys
   float (*products)[kPitch];
   CandidateKey* floors;  // (kRows)
   int* counts;           // (kRows): of candidates
@@ -153,7 +155,7 @@ struct OracleSearch {
            (static_cast<std::int64_t>(blockIdx.x) * kRows + row) * args.plan.capacity;
   }
   __device__ Tile<T, kDim> stage(int first) const {
-    return queries.below(kRows + first / kKeys % 2 * kKeys);
+    return queries.below(kRows + first / kKeys % kStages * kKeys);
   }
   __device__ void load_keys(int first, int last) const {
     if (first < last)
@@ -228,9 +230,10 @@ struct OracleSearch {
     for (int first = 0; first < last; first += kKeys) {
       cp_async_wait<0>();
       __syncthreads();
-      load_keys(first + kKeys, last);
+      if (kStages > 1) load_keys(first + kKeys, last);
       multiply_keys(first);
       __syncthreads();
+      if (kStages == 1) load_keys(first + kKeys, last);
       for (int i = 0; i < kRowsOfWarp; ++i) offer(own + i, first);
     }
     cp_async_wait<0>();
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(T) == 2 ? 3 : 1)
     const OracleSearch<T, kDim> search{
         args,
         {shared_address(memory)},
-        reinterpret_cast<float(*)[kPitch]>(memory + (kRows + 2 * kKeys) * Tile<T, kDim>::kRowBytes),
+        reinterpret_cast<float(*)[kPitch]>(memory + OracleSearch<T, kDim>::kTileBytes),
         floors,
         counts,
         rows,
@@ -470,7 +473,7 @@ class OraclePass : public Pass {
       dispatch_head_dim(call_.op, call_.Dk, [&](auto width) {
         constexpr int kDim = decltype(width)::value;
         constexpr std::size_t kBytes =
-            (kRows + 2 * kKeys) * Tile<T, kDim>::kRowBytes + kRows * kPitch * sizeof(float);
+            OracleSearch<T, kDim>::kTileBytes + kRows * kPitch * sizeof(float);
         launch_kernel("oracle select", {}, oracle_select_kernel<T, kDim>,
                       dim3(static_cast<unsigned>(plan.select_blocks)), kSelectThreads, kBytes,
                       stream_of(workspace), args);

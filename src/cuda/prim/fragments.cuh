@@ -62,8 +62,14 @@ __device__ __forceinline__ void add_values(Accumulator (&out)[kBlocks][kDim / 16
   }
 }
 
-// Shared memory of a forward pass with mma.sync: queries, then two stages of keys and values.
+// Keys of a tile beside 128 queries: with two stages of keys and values at most 96 KiB, which every
+// GPU has.
+template <class T, int kDim>
+constexpr int kTileKeys = Tile<T, kDim>::kRowBytes <= 128   ? 64
+                          : Tile<T, kDim>::kRowBytes <= 256 ? 32
+                                                            : 16;
 
+// Shared memory of a forward pass with mma.sync: queries, then two stages of keys and values.
 template <class T, int kDim, int kRows, int kKeys>
 struct AttendTiles {
   static constexpr int kQueryBytes = kRows * Tile<T, kDim>::kRowBytes;

@@ -7,8 +7,8 @@
 // threads takes up to 8 lists of a head at a time, keeps the scores, finds the cut (the smallest
 // score of a member) two bits at a time, and writes the rows above it and as many of those on it as
 // needed. Teams of several blocks share undecided lists, which are few; else a team is one block.
-// Shared memory: scores of the block's rows, up to 160 KB; beyond that scores are in global memory.
-// Preconditions: none.
+// Shared memory: scores of the block's rows, up to 160 KB or what the device has; beyond that
+// scores are in global memory. Preconditions: none.
 #include "cuda/launch/dispatch.h"
 #include "cuda/launch/launch.h"
 #include "cuda/prim/dependent.cuh"
@@ -203,7 +203,6 @@ __device__ void write_members(Team& team, const ChunkScores& scores, int wanted,
                wanted - shared.above[l], origin, member_of(l));
 }
 
-constexpr int kRoom = 40 * 1024;                           // scores that a block keeps
 constexpr int kPadding = 4;                                // of a list, against bank conflicts
 constexpr int kTeamRows = 4096;                            // per block, if lists are few
 constexpr std::int64_t kScratch = std::int64_t{32} << 20;  // scores in global memory, of all blocks
@@ -277,6 +276,9 @@ __global__ void __launch_bounds__(kChunkThreads)
   }
 }
 
+// Scores that a block keeps in shared memory, at most.
+int score_room() { return min(160 * 1024, shared_for_tables()) / static_cast<int>(sizeof(float)); }
+
 // Teams and their memory. Undecided lists are few: many blocks share some.
 UndecidedLists take_undecided(Arena& arena, bool chosen, int rows, int problems, int clusters) {
   UndecidedLists undecided{};
@@ -296,10 +298,10 @@ UndecidedLists take_undecided(Arena& arena, bool chosen, int rows, int problems,
   }
   undecided.room = ((rows + undecided.teams.size - 1) / undecided.teams.size + 63) / 64 * 64;
   const int most = chosen ? kChunkLists : min(max(lists / (2 * blocks), 1), kChunkLists);
-  undecided.at_once = min(max(kRoom / (undecided.room + kPadding), 1), most);
+  undecided.at_once = min(max(score_room() / (undecided.room + kPadding), 1), most);
   if (undecided.teams.size == 1)
     undecided.teams.count = problems * ((clusters + undecided.at_once - 1) / undecided.at_once);
-  if (undecided.room + kPadding <= kRoom) return undecided;
+  if (undecided.room + kPadding <= score_room()) return undecided;
   if (undecided.teams.size == 1)
     undecided.teams.count = static_cast<int>(
         min(max(kScratch / undecided.room, std::int64_t{1}), std::int64_t{min(lists, 2 * blocks)}));
