@@ -25,7 +25,7 @@ struct GradientOptions {
 
 // Numbers on the model's device, in double: the host does not wait for them.
 struct StepLoss {
-  at::Tensor loss;        // mean cross entropy over the batch's positions with a target
+  at::Tensor loss;        // mean over the batch's targets of their negative log-probability
   at::Tensor commitment;  // weighted sum over the routing heads, mean over the batch's valid tokens
 };
 
@@ -33,7 +33,7 @@ struct StepLoss {
 // the whole batch, and routing's centroids are updated once, from the statistics of all passes.
 // Splitting the batch therefore only changes the order of summation. (The exception is dropout
 // outside of attention, which draws in another order.)
-StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
+StepLoss add_gradients(const torch_api::Model& model, const Batch& batch,
                        const GradientOptions& options);
 
 // Rows [first, first + count).

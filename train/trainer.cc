@@ -667,9 +667,9 @@ class Run {
   // The loss in the unit of the metric, and the last validation.
   std::string score_text() const {
     const Metric metric = task_.metric();
-    if (metric == Metric::accuracy) {
+    if (counts_answers(metric)) {
       std::string text = fmt::format("loss {:#.4g}", last_.loss);
-      if (evaluation_) text += fmt::format("  accuracy {:.4g}", evaluation_->metric);
+      if (evaluation_) text += fmt::format("  {} {:.4g}", metric_name(metric), evaluation_->metric);
       return text;
     }
     const Score score{.nats = last_.loss, .count = 1};
@@ -684,7 +684,7 @@ class Run {
   c10::Device device_;
   MemoryMeter memory_;  // made before the model, to measure it
   std::vector<AttentionSpec> attention_;
-  torch_api::LanguageModel model_;
+  torch_api::Model model_;
   Ranks* ranks_;                      // null: alone
   std::vector<std::int64_t> owners_;  // of the parameters' optimiser states; empty: every rank
   std::set<std::string> owned_;       // by this rank

@@ -31,7 +31,7 @@ void add_model_options(CLI::App& verb, ModelOptions& options, UsesData data);
 struct LoadedModel {
   train::Config config;
   std::unique_ptr<train::Task> task;
-  torch_api::LanguageModel model = nullptr;
+  torch_api::Model model;
   std::int64_t step = 0;   // finished steps of the checkpoint
   std::string checkpoint;  // its folder
 };
